@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import runpy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,66 +15,48 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fedsynth.core.charging import charge_for
-from fedsynth.core.client import ClientGroup, OpenClients, PrivateClients, Segments
-from fedsynth.core.context import Compute, RoundContext, round_context
+from fedsynth.core.client import OpenClients, PrivateClients, Segments
+from fedsynth.core.context import Compute, RoundContext
 from fedsynth.core.method import Method
-from fedsynth.data.images import ImageData, from_arrays, normalise
-from fedsynth.data.registry import dataset_spec
-from fedsynth.errors import SettingError, UnknownNameError
+from fedsynth.data.images import ImageData, normalise
+from fedsynth.errors import SettingError
 from fedsynth.federation.simulation import simulate
 from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.methods import METHODS, method_class
 from fedsynth.methods.shared.class_sums import class_means
 from fedsynth.methods.shared.condensing import Condenses, FeatureMaps
-from fedsynth.models.registry import ModelSettings, build_model
+from fedsynth.models.registry import ModelSettings
 from fedsynth.privacy.allowance import authorise
-from fedsynth.privacy.guard import Guard
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.mechanisms import GaussianSums
-from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.synthesizer.condensation.siamese import SiameseDraws
+from tests.digits import CPU, HOSTILE, SPEC, charged, context, digits, sent
 
 OWN: dict[str, Any] = runpy.run_path(
     str(Path(__file__).parents[2] / "examples" / "own_condensation.py")
 )
-SPEC = dataset_spec("digits")
 LABELS = np.array([0] * 12 + [1] * 15 + [3] * 3)
 CONDENSING = [name for name in METHODS if issubclass(method_class(name), Condenses)]
 TINY: dict[str, Any] = {"ipc": 2, "iterations": 2, "server_epochs": 1}
 
 
-def data(extra: np.ndarray | None = None, label: int = 0) -> ImageData:
-    images = np.random.default_rng(0).integers(0, 256, (30, 1, 8, 8)).astype(np.uint8)
+def records(extra: np.ndarray | None = None, label: int = 0) -> ImageData:
     if extra is None:
-        return from_arrays(images, LABELS, SPEC)
-    return from_arrays(np.concatenate([images, extra]), np.append(LABELS, label), SPEC)
+        return digits(LABELS)
+    return digits(np.append(LABELS, label), extra)
 
 
-def context(privacy: PrivacySettings | None = None, *, compiled: bool = False) -> RoundContext:
-    network = build_model(ModelSettings(width=4, depth=2), SPEC.image_shape, 10, 0)
-    compute = Compute(torch.device("cpu"), compiled=compiled)
-    return round_context(1, 0, torch.device("cpu"), SPEC, network, 30.0, privacy, compute=compute)
+def where(privacy: PrivacySettings | None = None, *, compiled: bool = False) -> RoundContext:
+    return context(privacy, compute=Compute(CPU, compiled=compiled))
 
 
 def open_clients() -> OpenClients:
-    return OpenClients([0], data(), [torch.arange(30)])
+    return OpenClients([0], records(), [torch.arange(30)])
 
 
-def private_clients(
-    method: Method, ctx: RoundContext, ledger: Ledger, records: ImageData | None = None
-) -> PrivateClients:
-    records = records or data()
-    guards = [Guard(ledger, 1e-5, None)]
-    charged = charge_for(method, ctx, [0], guards, [SecretGenerator()])
-    return PrivateClients([0], records, [torch.arange(len(records))], charged)
-
-
-def upload(method: Condenses, clients: ClientGroup, ctx: RoundContext) -> Any:
-    message = method.broadcast(method.initial_state(ctx.architecture.state_dict()), ctx)
-    ((sent, _),) = method.client_step(message, clients, [{}], ctx)
-    return sent
+def private(method: Method, ctx: RoundContext, ledger: Ledger | None = None) -> PrivateClients:
+    return charged(method, ctx, records(), None, ledger and [ledger])
 
 
 # -------------------------------------------------------------------------------- the compile rule
@@ -87,12 +69,12 @@ def test_private_clients_are_never_compiled(name: str, compiled: list[str]) -> N
     for mechanism in method.protects:
         privacy = PrivacySettings(noise_multiplier=1.0, mechanism=mechanism)
         if mechanism != "paper":  # which sees open clients, and guarantees nothing
-            ctx = context(privacy, compiled=True)
-            upload(method, private_clients(method, ctx, Ledger("0")), ctx)
+            ctx = where(privacy, compiled=True)
+            sent(method, ctx, private(method, ctx))
     assert compiled == []
-    upload(method, open_clients(), context())
+    sent(method, where(), open_clients())
     assert compiled == []  # nor anybody who did not ask for it
-    upload(method, open_clients(), context(compiled=True))
+    sent(method, where(compiled=True), open_clients())
     assert sorted(compiled) == ["_back", "_between", "_embed"]
 
 
@@ -127,48 +109,38 @@ def test_the_least_that_a_method_says_is_enough(norm: str) -> None:
     assert result.accuracy is not None
     assert result.accuracy > 0.6  # about 0.87 and 0.78; chance is 0.1
     if norm == "instance":
-        private = simulate(
-            RunSettings(method, rounds=1, model=model, privacy=PrivacySettings(epsilon=8.0))
-        )
-        report: Any = private.privacy
+        privacy = PrivacySettings(epsilon=8.0)
+        small = replace(method, server_epochs=1)
+        report: Any = simulate(RunSettings(small, rounds=1, model=model, privacy=privacy)).privacy
         assert {row["quantity"] for row in report["ledger"]} == {"synthetic images"}
-
-
-def test_shared_settings_are_checked_in_one_place() -> None:
-    for bad in ({"ipc": 0}, {"blur": 0.0}, {"image_momentum": 1.5}, {"start_average": 0}):
-        with pytest.raises(SettingError):
-            Least(**bad)  # type: ignore[arg-type]
-    for choice in ({"matching": "means"}, {"small_class": "al"}, {"batch_norm": "clients"}):
-        with pytest.raises(UnknownNameError, match="did you mean"):
-            Least(**choice)
 
 
 def test_statistics_of_open_clients_are_the_class_means() -> None:
     """NumPy: prototypes of all classes with examples, also of one with three."""
-    ctx = context()
-    sent = upload(OWN["ProtoDM"].from_mapping(TINY), open_clients(), ctx)
+    ctx = where()
+    (found,) = sent(OWN["ProtoDM"].from_mapping(TINY), ctx, open_clients())
     with torch.no_grad():
-        h = ctx.architecture.embed(normalise(data().images, SPEC)).double().numpy()  # type: ignore[operator]
-    assert sent.present.nonzero().flatten().tolist() == [0, 1, 3]
+        h = ctx.architecture.embed(normalise(records().images, SPEC)).double().numpy()  # type: ignore[operator]
+    assert found.present.nonzero().flatten().tolist() == [0, 1, 3]
     for label in (0, 1, 3):
         expected = h[label == LABELS].mean(axis=0)
-        np.testing.assert_allclose(sent.prototypes[label].numpy(), expected, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(found.prototypes[label].numpy(), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_the_servers_loss_is_the_cross_entropy_and_the_prototypes_pull() -> None:
-    ctx = context()
+    ctx = where()
     method = OWN["ProtoDM"](alignment=0.7, ipc=2, iterations=2)
-    sent = upload(method, open_clients(), ctx)
-    images = normalise(data().images[:4], SPEC)
+    (found,) = sent(method, ctx, open_clients())
+    images = normalise(records().images[:4], SPEC)
     labels = torch.tensor([0, 1, 1, 2])  # class 2 has no prototype: no pull
-    loss = method.server_objective({0: sent}, ctx)(ctx.architecture, images, labels)
+    loss = method.server_objective({0: found}, ctx)(ctx.architecture, images, labels)
     with torch.no_grad():
         h = ctx.architecture.embed(images).double().numpy()  # type: ignore[operator]
         logits = ctx.architecture(images).double().numpy()
     p = np.exp(logits)
     p /= p.sum(axis=1, keepdims=True)
     plain = -np.log(p[np.arange(4), labels.numpy()]).mean()
-    target = sent.prototypes.double().numpy()
+    target = found.prototypes.double().numpy()
     pull = sum(((h[i] - target[labels[i]]) ** 2).mean() for i in range(3)) / 4
     assert loss.item() == pytest.approx(plain + 0.7 * pull, rel=1e-4)
 
@@ -180,8 +152,8 @@ def test_what_it_charges_is_what_leaves(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(GaussianSums, "release", lambda self: released.append(1) or original(self))
     ledger = Ledger("0")
     method = OWN["ProtoDM"].from_mapping(TINY)
-    ctx = context(PrivacySettings(noise_multiplier=2.0))
-    upload(method, private_clients(method, ctx, ledger), ctx)
+    ctx = where(PrivacySettings(noise_multiplier=2.0))
+    sent(method, ctx, private(method, ctx, ledger))
     assert sorted((r.quantity, r.steps, r.sensitivity) for r in ledger.releases) == [
         ("class counts", 1, 1.0),
         ("class sums of embeddings", 1, 5.0),
@@ -193,7 +165,7 @@ def test_what_it_charges_is_what_leaves(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def released_sums(
-    method: Condenses, records: ImageData, monkeypatch: pytest.MonkeyPatch
+    method: Condenses, data: ImageData, monkeypatch: pytest.MonkeyPatch
 ) -> dict[str, Tensor]:
     """What goes into the noise, by quantity, in a client's step on these records."""
     sums: dict[str, Tensor] = {}
@@ -205,8 +177,8 @@ def released_sums(
             return super().release()
 
     monkeypatch.setattr("fedsynth.core.charging.authorise", partial(authorise, make_series=Spy))
-    ctx = context(PrivacySettings(noise_multiplier=1e-9, sample_rate=1.0))
-    clients = private_clients(method, ctx, Ledger("0"), records)
+    ctx = where(PrivacySettings(noise_multiplier=1e-9, sample_rate=1.0))
+    clients = charged(method, ctx, data)
     model = ctx.load(ctx.architecture.state_dict()).requires_grad_(False).eval()
     method.statistics(model, clients, [{}], ctx)
     return sums
@@ -214,10 +186,8 @@ def released_sums(
 
 def moved(method: Condenses, extra: int, label: int, monkeypatch: pytest.MonkeyPatch) -> Any:
     """How far one example more moves the sums, and how far the classes that are not its own."""
-    random = np.random.default_rng(extra).integers(0, 256, (1, 1, 8, 8))
-    image = [np.zeros((1, 1, 8, 8)), np.full((1, 1, 8, 8), 255), random][extra].astype(np.uint8)
-    without = released_sums(method, data(), monkeypatch)
-    with_it = released_sums(method, data(image, label), monkeypatch)
+    without = released_sums(method, records(), monkeypatch)
+    with_it = released_sums(method, records(HOSTILE[extra], label), monkeypatch)
     move = {name: with_it[name] - without[name] for name in without}
     others = [c for c in range(10) if c != label]
     return {name: (float(m.norm()), float(m[others].abs().max())) for name, m in move.items()}
@@ -275,7 +245,7 @@ def test_augmentations_come_again_after_a_period() -> None:
 def test_a_mechanism_that_is_not_known_is_refused_where_it_would_go_unnoticed() -> None:
     """Its rows would not be tried, or it would match on another's releases."""
     privacy = PrivacySettings(noise_multiplier=1.0, mechanism="mine")
-    ctx = context(privacy)
+    ctx = where(privacy)
     method = method_class("feddm").from_mapping(TINY)
     for asked in (method.private_plans, partial(method.private_rows, ctx.architecture)):
         with pytest.raises(SettingError, match="'mine', which condensation does not know"):

@@ -16,8 +16,8 @@ from torch.nn import functional as F
 
 from fedsynth.core.client import OpenClients
 from fedsynth.core.context import RoundContext, round_context
-from fedsynth.data.images import ImageData, from_arrays
-from fedsynth.data.registry import DatasetSpec, dataset_spec
+from fedsynth.data.images import from_arrays
+from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import SettingError
 from fedsynth.federation.exchange.server import Server
 from fedsynth.federation.simulation import simulate
@@ -43,29 +43,19 @@ from fedsynth.seeding import torch_generator
 from fedsynth.synthesizer.generation.generator_memory import PREFIX, restore
 from fedsynth.synthesizer.generation.generators import diversity_loss, make_latent_generator
 from fedsynth.training.feature_statistics import (
-    Augmentation,
     augmented,
     modulation,
     soft_histogram,
     symmetric_divergence,
 )
+from tests.methods import tiny
+from tests.methods.tiny import LABELS, PARTS, SIZES, Array, X
 from tests.rounds import play
 
-Array = npt.NDArray[np.float64]
 Weights = tuple[Array, Array]  # V [3, 4] and W [3, 4]: f = V x, z = W [f; 1]
-SPEC = DatasetSpec("tiny", 1, 2, 2, 3, 9, 3, (0.0,), (1.0,), ("a", "b", "c"), "made up")
-PIXELS = np.random.default_rng(0).integers(0, 256, (9, 1, 2, 2)).astype(np.uint8)
-LABELS = np.array([0, 1, 2, 0, 1, 1, 2, 2, 0])
-PARTS = [torch.arange(2), torch.arange(2, 5), torch.arange(5, 9)]
-SIZES = (2, 3, 4)
-X = PIXELS.reshape(9, 4) / 255
+FULL: dict[str, Any] = {**tiny.FULL, "lr": 0.3}
+CPU = torch.device("cpu")
 # an epoch is one step on all examples
-FULL: dict[str, Any] = {
-    "batch": 10,
-    "lr": 0.3,
-    "momentum": 0.0,
-    "local_epochs": 3,
-}
 
 
 class TwoLayers(nn.Module):
@@ -86,53 +76,28 @@ class TwoLayers(nn.Module):
 
 
 def as_arrays(parameters: Any) -> Weights:
-    last = torch.cat(
-        [parameters["classifier.weight"], parameters["classifier.bias"][:, None]], dim=1
+    V, W, b = (
+        torch.as_tensor(parameters[name]).detach().cpu().double().numpy()
+        for name in ("first.weight", "classifier.weight", "classifier.bias")
     )
-    V, W = (t.detach().cpu().double().numpy() for t in (parameters["first.weight"], last))
-    return V, W
+    return V, np.concatenate([W, b[:, None]], axis=1)
 
 
 START = as_arrays(TwoLayers().state_dict())
 
 
-def data(device: torch.device) -> ImageData:
-    return from_arrays(PIXELS, LABELS, SPEC).to(device)
-
-
-def context(
-    number: int,
-    device: torch.device,
-    active: tuple[int, ...] = (0, 1, 2),
-    net: nn.Module | None = None,
-) -> RoundContext:
-    return round_context(
-        number,
-        0,
-        device,
-        SPEC,
-        net or TwoLayers(),
-        3.0,
-        clients=3,
-        participants=active,
-        sizes=SIZES,
-    )
+def context(number: int, device: torch.device = CPU) -> RoundContext:
+    return tiny.context(number, device, TwoLayers())
 
 
 def rounds(
     method: TrainsLocally,
-    device: torch.device,
+    device: torch.device = CPU,
     active: Sequence[tuple[int, ...]] = ((0, 1, 2), (0, 1, 2)),
 ) -> tuple[list[Weights], Any]:
     """The global model after each round, and the last state."""
-    server = Server(method, {n: value.to(device) for n, value in TwoLayers().state_dict().items()})
-    memories: dict[int, Any] = {}
-    found = []
-    for number, ids in enumerate(active, 1):
-        clients = OpenClients(ids, data(device), [PARTS[k] for k in ids])
-        play(server, [clients], memories, context(number, device, ids))
-        found.append(as_arrays(server.state.parameters))
-    return found, server.state
+    models, state, _ = tiny.rounds(method, TwoLayers, device, active)
+    return [as_arrays(model) for model in models], state
 
 
 def features(V: Array, rows: npt.NDArray[np.int64]) -> Array:
@@ -285,30 +250,28 @@ def test_anchor_losses_leave_out_classes_without_anchor(device: torch.device) ->
     )
 
 
-def test_fedgens_losses_equal_loops(device: torch.device) -> None:
+def test_fedgens_losses_equal_loops() -> None:
     rng = np.random.default_rng(0)
-    made, weights, biases, shares = (
+    made, weights, biases = (
         rng.normal(size=(5, 4)),
         rng.normal(size=(2, 3, 4)),
         rng.normal(size=(2, 3)),
-        rng.random((3, 2)),
     )
-    noise, y = rng.normal(size=(5, 6)), np.array([0, 1, 2, 2, 0])
+    shares, noise, y = rng.random((3, 2)), rng.normal(size=(5, 6)), np.array([0, 1, 2, 2, 0])
     total = 0.0
     for n in range(5):
         for k in range(2):
             z = weights[k] @ made[n] + biases[k]
             total += shares[y[n], k] * (np.log(np.exp(z).sum()) - z[y[n]]) / 5
-    t = [torch.tensor(a, device=device) for a in (made, y, weights, biases, shares)]
+    t = [torch.tensor(a) for a in (made, y, weights, biases, shares)]
     np.testing.assert_allclose(float(ensemble_loss(*t)), total)
     pairs = [
         -((noise[i] - noise[j]) ** 2).mean() * np.abs(made[i] - made[j]).mean()
         for i in range(5)
         for j in range(5)
     ]
-    np.testing.assert_allclose(
-        float(diversity_loss(torch.tensor(noise), torch.tensor(made))), np.exp(np.mean(pairs))
-    )
+    found = diversity_loss(torch.tensor(noise), torch.tensor(made))
+    np.testing.assert_allclose(float(found), np.exp(np.mean(pairs)))
 
 
 def test_fedgens_second_round_equals_numpy(device: torch.device) -> None:
@@ -323,19 +286,16 @@ def test_fedgens_second_round_equals_numpy(device: torch.device) -> None:
     generator = make_latent_generator(3, 3, 0).to(device)
     restore(generator, None, message.generator)
     generator.eval()
-    results = method.client_step(
-        message, OpenClients((0, 1, 2), data(device), PARTS), [{}, {}, {}], ctx
-    )
-    for k, (upload, _) in enumerate(results):
-        fixed = torch_generator(0, "fedgen pool", 2, k, device=device)
-        labels = torch.arange(3, device=device).repeat_interleave(POOL)
+
+    def embeddings(labels: Tensor, draws: torch.Generator) -> Array:
+        noise = torch.randn(len(labels), 32, generator=draws, device=device)
         with torch.no_grad():
-            pool = (
-                generator(labels, torch.randn(3 * POOL, 32, generator=fixed, device=device))
-                .cpu()
-                .double()
-                .numpy()
-            )
+            return generator(labels, noise).cpu().double().numpy()  # type: ignore[no-any-return]
+
+    results = method.client_step(message, tiny.clients(device), [{}, {}, {}], ctx)
+    for k, (upload, _) in enumerate(results):
+        labels = torch.arange(3, device=device).repeat_interleave(POOL)
+        pool = embeddings(labels, torch_generator(0, "fedgen pool", 2, k, device=device))
         draws = torch_generator(0, "fedgen embeddings", 2, k, device=device)
         asked = LABELS[PARTS[k].numpy()]
 
@@ -344,18 +304,11 @@ def test_fedgens_second_round_equals_numpy(device: torch.device) -> None:
             return 0.8 * DECAY * (p - target)  # type: ignore[no-any-return]
 
         def own(W: Array, draws: torch.Generator = draws) -> Array:
-            y = torch.multinomial(
-                torch.ones(3, device=device), 4, replacement=True, generator=draws
-            )
-            with torch.no_grad():
-                made = (
-                    generator(y, torch.randn(4, 32, generator=draws, device=device))
-                    .cpu()
-                    .double()
-                    .numpy()
-                )
-            wrong = softmax(with_one(made) @ W.T) - np.eye(3)[y.cpu().numpy()]
-            return np.asarray(0.5 * DECAY * wrong.T @ with_one(made) / 4)
+            even = torch.ones(3, device=device)
+            y = torch.multinomial(even, 4, replacement=True, generator=draws)
+            made = with_one(embeddings(y, draws))
+            wrong = softmax(made @ W.T) - np.eye(3)[y.cpu().numpy()]
+            return np.asarray(0.5 * DECAY * wrong.T @ made / 4)
 
         expected = local(start, k, extra=extra, own=own)
         for mine, theirs in zip(as_arrays(upload.parameters), expected, strict=True):  # type: ignore[attr-defined]
@@ -391,27 +344,25 @@ def test_fedgens_generator_is_trained_as_in_plain_torch(device: torch.device) ->
         torch.testing.assert_close(state.learner[PREFIX + name], value, atol=2e-4, rtol=1e-2)
 
 
-def test_fedgens_facts_are_what_the_new_classifier_makes_of_embeddings(
-    device: torch.device,
-) -> None:
+def test_fedgens_facts_are_what_the_new_classifier_makes_of_embeddings() -> None:
     """By plain torch, of classes that somebody has had; with a classifier that always says 2, a
     third as asked, no entropy."""
     method = FedGen(**FULL, generator_steps=4, generator_batch=8)
-    ctx, state = rounds(method, device, ((0, 1, 2),))
-    ctx = context(1, device)  # type: ignore[assignment]
-    generator = make_latent_generator(3, 3, 0).to(device)
+    _, state = rounds(method, active=((0, 1, 2),))
+    ctx = context(1)
+    generator = make_latent_generator(3, 3, 0)
     weights = {n.removeprefix(PREFIX): v for n, v in state.learner.items() if n.startswith(PREFIX)}
     generator.load_state_dict(weights)
-    asked = torch.arange(3, device=device).repeat_interleave(ASKED)
-    draws = torch_generator(0, "tally of generated embeddings", device=device)
-    noise = torch.randn(len(asked), 32, generator=draws, device=device)
+    asked = torch.arange(3).repeat_interleave(ASKED)
+    draws = torch_generator(0, "tally of generated embeddings")
+    noise = torch.randn(len(asked), 32, generator=draws)
     model = ctx.load(state.parameters)
     given = model.classifier(generator.eval()(asked, noise)).argmax(1)  # type: ignore[operator]
     facts = method.facts(state, ctx)["generator"]
     assert facts["agreement"] == pytest.approx(float((given == asked).float().mean()))
     assert facts["classes"] == len(given.unique())
     always = {n: torch.zeros_like(v) for n, v in state.parameters.items()}
-    always["classifier.bias"] = torch.tensor([0.0, 0.0, 1.0], device=device)
+    always["classifier.bias"] = torch.tensor([0.0, 0.0, 1.0])
     facts = method.facts(replace(state, parameters=always), ctx)["generator"]
     assert facts["agreement"] == pytest.approx(1 / 3)
     assert facts["class_entropy"] == 0
@@ -421,49 +372,17 @@ def test_fedgens_facts_are_what_the_new_classifier_makes_of_embeddings(
 def test_a_fedgen_example_s_loss_depends_on_itself_alone() -> None:
     """What DP-SGD needs: the same example has the same loss in any batch, also after other
     calls."""
-    method, cpu = FedGen(**FULL, generator_steps=1), torch.device("cpu")
-    _, state = rounds(method, cpu, ((0, 1, 2),))
-    ctx = context(2, cpu)
+    method = FedGen(**FULL, generator_steps=1)
+    _, state = rounds(method, active=((0, 1, 2),))
+    ctx = context(2)
     task = method.task(0, method.broadcast(state, ctx), {}, ctx)
     assert task.loss is not None
-    net, x, y = (
-        TwoLayers(),
-        torch.tensor(X, dtype=torch.float32).view(9, 1, 2, 2),
-        torch.tensor(LABELS),
-    )
+    x = torch.tensor(X, dtype=torch.float32).view(9, 1, 2, 2)
+    net, y = TwoLayers(), torch.tensor(LABELS)
     together = task.loss(net, x, y)
     alone = torch.stack([task.loss(net, x[i : i + 1], y[i : i + 1])[0] for i in (4, 0)])
     torch.testing.assert_close(alone, together[[4, 0]])
     assert not torch.allclose(together, cross_entropies(net, x, y))
-
-
-def test_an_augmentation_layer_equals_numpy(device: torch.device) -> None:
-    x = np.random.default_rng(0).normal(size=(5, 3, 4, 4)).astype(np.float32)
-    gammas = [np.array(g, np.float32) for g in ([0.5, 1.0, 1.5], [2.0, 0.0, 1.0])]
-    draws = [torch.Generator(device).manual_seed(7) for _ in range(2)]
-    layer = Augmentation(
-        1.0, torch.Generator(), draws[0], *(torch.tensor(g, device=device) for g in gammas)
-    )
-    out = layer(torch.tensor(x, device=device)).cpu().numpy()
-    mu, sigma = x.mean((2, 3)), np.sqrt(x.var((2, 3)) + 1e-6)
-    new = [
-        s
-        + torch.randn(5, 3, generator=draws[1], device=device).cpu().numpy()
-        * np.sqrt((g + 1) * (s.var(0) + 1e-6))
-        for s, g in zip((mu, sigma), gammas, strict=True)
-    ]
-    expected = (x - mu[..., None, None]) / sigma[..., None, None] * new[1][..., None, None] + new[
-        0
-    ][..., None, None]
-    np.testing.assert_allclose(out, expected, atol=1e-4)
-    layer(torch.tensor(x + 1, device=device))
-    assert layer.mean is not None
-    np.testing.assert_allclose(
-        layer.mean.cpu().numpy(), 0.99 * mu.mean(0) + 0.01 * (mu.mean(0) + 1), atol=1e-5
-    )
-    never = Augmentation(0.0, torch.Generator(), draws[0])
-    np.testing.assert_array_equal(never(torch.tensor(x)).numpy(), x)
-    assert never.std is not None  # it accumulates all the same
 
 
 def test_modulation_and_histograms_equal_numpy(device: torch.device) -> None:
@@ -493,40 +412,37 @@ def test_modulation_and_histograms_equal_numpy(device: torch.device) -> None:
 def test_two_rounds_of_fedfa_plus_equal_plain_torch() -> None:
     """Both parts on a ConvNet of two stages; the statistics and histograms of two clients come back
     as γ and π. On the CPU (TF32)."""
-    cpu, spec = torch.device("cpu"), dataset_spec("digits")
+    spec = dataset_spec("digits")
     images = np.random.default_rng(0).integers(0, 256, (8, 1, 8, 8)).astype(np.uint8)
-    parts, sizes = [torch.arange(3), torch.arange(3, 8)], (3, 5)
+    parts = [torch.arange(3), torch.arange(3, 8)]
     clients = OpenClients([0, 1], from_arrays(images, np.arange(8), spec), parts)
-    start = build_model(ModelSettings(width=4, depth=2), spec.image_shape, 10, 0)
+
+    def network(parameters: Any = None) -> Any:
+        made = build_model(ModelSettings(width=4, depth=2), spec.image_shape, 10, 0)
+        made.load_state_dict(parameters or made.state_dict())
+        return made
+
     method = FedFAPlus(
         **{**FULL, "lr": 0.05}, probability=1.0, align_weight=0.5, bins=4, bin_temperature=0.1
     )
-    server, memories = Server(method, dict(start.state_dict())), dict[int, Any]()
+    server, memories = Server(method, dict(network().state_dict())), dict[int, Any]()
     for number in (1, 2):
-        ctx = round_context(number, 0, cpu, spec, start, 4.0, clients=2)
+        ctx = round_context(number, 0, CPU, spec, network(), 4.0, clients=2)
         uploads = play(server, [clients], memories, ctx)
         assert all(type(u) is StatisticsUp for u in uploads.values())
 
-    net, gammas, pi, kept = (
-        start,
-        [[None, None], [None, None]],
-        None,
-        [[[None, None], [None, None]] for _ in parts],
-    )
+    net, pi = network(), None
+    gammas: Any = [[None, None], [None, None]]
+    kept: Any = [[[None, None], [None, None]] for _ in parts]
     for number in (1, 2):
         models: list[Any] = []
         for k, part in enumerate(parts):
-            mine: Any = build_model(ModelSettings(width=4, depth=2), spec.image_shape, 10, 0)
-            mine.load_state_dict(net.state_dict())
-            coin, noise = (
-                torch_generator(0, "augmentation coin", number, k),
-                torch_generator(0, "augmentation", number, k),
-            )
-            del coin
+            mine = network(net.state_dict())
+            noise = torch_generator(0, "augmentation", number, k)
             sgd = torch.optim.SGD(mine.parameters(), 0.05)
             order = torch_generator(0, "local training", number, k)
             for _ in range(3):
-                batch = part[torch.randperm(sizes[k], generator=order)]
+                batch = part[torch.randperm(len(part), generator=order)]
                 h, y = clients.images(batch), clients.labels(batch)
                 for stage in range(2):
                     h = mine.features[4 * stage : 4 * stage + 4](h)
@@ -534,7 +450,7 @@ def test_two_rounds_of_fedfa_plus_equal_plain_torch() -> None:
                     new = []
                     for i, s in enumerate(statistics):
                         before, now = kept[k][stage][i], s.detach().mean(0)
-                        kept[k][stage][i] = now if before is None else 0.99 * before + 0.01 * now  # type: ignore[call-overload]
+                        kept[k][stage][i] = now if before is None else 0.99 * before + 0.01 * now
                         gamma = gammas[stage][i]
                         wide = (2 if gamma is None else gamma + 1) * (s.var(0, correction=0) + 1e-6)
                         new.append(s + torch.randn(s.shape, generator=noise) * wide.sqrt())
@@ -542,75 +458,50 @@ def test_two_rounds_of_fedfa_plus_equal_plain_torch() -> None:
                     h = h * new[1][..., None, None] + new[0][..., None, None]
                 total = F.cross_entropy(mine.classifier(h.flatten(1)), y)
                 if pi is not None:
-                    total = total + 0.5 * symmetric_divergence(
-                        soft_histogram(h.flatten(1), 4, 0.1), pi
-                    )
+                    soft = soft_histogram(h.flatten(1), 4, 0.1)
+                    total = total + 0.5 * symmetric_divergence(soft, pi)
                 sgd.zero_grad()
                 total.backward()  # type: ignore[no-untyped-call]
                 sgd.step()
             models.append(mine)
         with torch.no_grad():
-            pi = torch.stack(
-                [
-                    soft_histogram(m.embed(clients.images(p)), 4, 0.1)
-                    for m, p in zip(models, parts, strict=True)
-                ]
-            ).mean(0)
-        gammas = [
-            [modulation(torch.stack([kept[k][stage][i] for k in (0, 1)])) for i in (0, 1)]
-            for stage in (0, 1)
-        ]  # type: ignore[misc]
-        net = build_model(ModelSettings(width=4, depth=2), spec.image_shape, 10, 0)
-        net.load_state_dict(
-            {
-                n: (models[0].state_dict()[n] + models[1].state_dict()[n]) / 2
-                for n in net.state_dict()
-            }
-        )
+            soft = [
+                soft_histogram(m.embed(clients.images(p)), 4, 0.1)
+                for m, p in zip(models, parts, strict=True)
+            ]
+        pi = torch.stack(soft).mean(0)
+        for stage in (0, 1):
+            for i in (0, 1):
+                gammas[stage][i] = modulation(torch.stack([kept[k][stage][i] for k in (0, 1)]))
+        a, b = (model.state_dict() for model in models)
+        net = network({name: (a[name] + b[name]) / 2 for name in a})
     state: Any = server.state
-    made = torch.cat([state.parameters[name].flatten() for name, _ in start.named_parameters()])
+    made = torch.cat([state.parameters[name].flatten() for name, _ in net.named_parameters()])
     torch.testing.assert_close(made, flatten(net), atol=1e-4, rtol=1e-3)
-    assert set(state.statistics) == {
-        "histogram",
-        *(f"{s}.features.{m}" for s in ("mean", "std") for m in (3, 7)),
-    }
+    own = {f"{s}.features.{m}" for s in ("mean", "std") for m in (3, 7)}
+    assert set(state.statistics) == {"histogram", *own}
 
 
-def test_stages_of_every_network_are_feature_maps_that_an_augmentation_changes() -> None:
+@pytest.mark.parametrize(
+    "name", ["convnet", "lenet5", "cnn1", "resnet8", "resnet18", "alexnet", "googlenet"]
+)
+def test_stages_of_every_network_are_feature_maps_that_an_augmentation_changes(name: str) -> None:
     """`stage_names` name submodules whose outputs are [N, C, H, W]; the hooks go, also after an
     error."""
-    for name in (
-        "convnet",
-        "lenet5",
-        "cnn1",
-        "resnet8",
-        "resnet18",
-        "resnet50",
-        "alexnet",
-        "googlenet",
-    ):
-        net: Any = build_model(
-            ModelSettings(name, width=4, norm="", projection=5 if name == "lenet5" else 0),
-            (3, 64, 64),
-            10,
-            0,
-        )
-        seen: dict[str, Tensor] = {}
-        layers: Any = {
-            s: (lambda out, s=s, seen=seen: seen.setdefault(s, out) * 2) for s in net.stage_names
-        }
-        net.eval()
-        x = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
-        with torch.no_grad():
-            plain = net.embed(x)
-            with augmented(net, layers):
-                doubled = net.embed(x)
-            assert not torch.allclose(plain, doubled)
-            with pytest.raises(RuntimeError), augmented(net, layers):
-                raise RuntimeError
-            torch.testing.assert_close(net.embed(x), plain)
-        assert set(seen) == set(net.stage_names)
-        assert all(out.dim() == 4 for out in seen.values())
+    settings = ModelSettings(name, width=4, norm="", projection=5 if name == "lenet5" else 0)
+    net: Any = build_model(settings, (3, 64, 64), 10, 0).eval()
+    seen: dict[str, Tensor] = {}
+    layers: Any = {s: (lambda out, s=s: seen.setdefault(s, out) * 2) for s in net.stage_names}
+    x = torch.randn(1, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        plain = net.embed(x)
+        with augmented(net, layers):
+            assert not torch.allclose(plain, net.embed(x))
+        with pytest.raises(RuntimeError), augmented(net, layers):
+            raise RuntimeError
+        torch.testing.assert_close(net.embed(x), plain)
+    assert set(seen) == set(net.stage_names)
+    assert all(out.dim() == 4 for out in seen.values())
 
 
 def test_what_cannot_be_run_is_refused() -> None:
@@ -628,25 +519,3 @@ def test_what_cannot_be_run_is_refused() -> None:
     private = {"privacy": {"epsilon": 8.0}, "method": {"start_round": 2}}
     with pytest.raises(SettingError, match=r"method\.start_round must be 1"):
         simulate(resolve({"run": {"method": "fedfm", "rounds": 1}, **private}))
-
-
-@pytest.mark.parametrize("name", ["fedfm", "fedfm-lite"])
-def test_private_anchors_are_charged_beside_dp_sgd(name: str) -> None:
-    sections = {
-        "run": {"method": name, "rounds": 1},
-        "partition": {"clients": 2},
-        "model": {"width": 4, "depth": 2},
-        "method": {"local_epochs": 1, "batch": 64, "weight": 1.0},
-        "privacy": {"epsilon": 8.0},
-    }
-    result = simulate(resolve(sections))
-    assert result.privacy is not None
-    alone: Any = result.privacy["guarantee"]
-    charged = {row["quantity"]: row["mechanism"] for row in alone["epsilon_of_each_release_alone"]}
-    assert charged == {
-        "model update": "dp-sgd",
-        "class sums of features (anchors)": "sums",
-        "class counts": "sums",
-    }
-    each = [row["epsilon"] for row in alone["epsilon_of_each_release_alone"]]
-    assert max(each) < alone["epsilon"] <= 8.0  # the three together cost more than any of them

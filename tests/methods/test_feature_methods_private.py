@@ -36,6 +36,7 @@ from fedsynth.privacy.plans import MAIN, PHASES
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.synthesizer.generation.generator_memory import PREFIX
+from fedsynth.training.feature_statistics import Augmentation
 from tests.rounds import play
 
 SPEC, CPU = dataset_spec("digits"), torch.device("cpu")
@@ -57,24 +58,10 @@ def context(
     noise: Mapping[str, float] | None = None,
     **privacy: Any,
 ) -> RoundContext:
-    settings = (
-        None
-        if sigma is None
-        else PrivacySettings(noise_multiplier=sigma, sample_rate=1.0, **privacy)
-    )
-    return round_context(
-        number,
-        0,
-        CPU,
-        SPEC,
-        NET,
-        24.0,
-        settings,
-        clients=3,
-        participants=active,
-        sizes=(24, 12, 12),
-        noise=noise or {},
-    )
+    private = {"noise_multiplier": sigma, "sample_rate": 1.0, **privacy}
+    settings = None if sigma is None else PrivacySettings(**private)
+    federation = {"clients": 3, "participants": active, "sizes": (24, 12, 12), "noise": noise or {}}
+    return round_context(number, 0, CPU, SPEC, NET, 24.0, settings, **federation)
 
 
 def group(charged: Sequence[Allowance[GaussianSums]]) -> PrivateClients:
@@ -93,26 +80,21 @@ def start() -> dict[str, Tensor]:
 
 
 def test_without_noise_private_sums_are_the_exact_ones_and_rows_are_clipped() -> None:
-    ctx = context(1e-12)
+    width: int = NET.embedding_size
+    with torch.no_grad():
+        each = NET.embed(OpenClients([0], data(), [torch.arange(24)]).images(torch.arange(24)))
     for clip in (1e6, 0.5):
-        width: int = NET.embedding_size
         plans = sums_plans(
             "sums", "features", "each", clip=clip, width=width, classes=10, noise=2.0, phase=MAIN
         )
         guard = Guard(Ledger("0"), 1e-5, None)
         clients = group([authorise(plans, 1, 1e-12, guard, SecretGenerator())])
-        found = class_sums(clients, 0, NET.embed, width, "sums", ctx)
-        with torch.no_grad():
-            rows = NET.embed(OpenClients([0], data(), [torch.arange(24)]).images(torch.arange(24)))
-        rows = rows * (clip / rows.norm(dim=1, keepdim=True)).clamp_max(1)
+        found = class_sums(clients, 0, NET.embed, width, "sums", context(1e-12))
+        rows = each * (clip / each.norm(dim=1, keepdim=True)).clamp_max(1)
         exact = torch.stack([rows[torch.tensor(c == LABELS)].sum(0) for c in range(10)])
         torch.testing.assert_close(torch.as_tensor(found.sums).float(), exact, atol=1e-3, rtol=1e-3)
-        torch.testing.assert_close(
-            torch.as_tensor(found.counts).float(),
-            torch.tensor([3.0] * 8 + [0.0] * 2),
-            atol=1e-3,
-            rtol=0,
-        )
+        counts = torch.as_tensor(found.counts).float()
+        torch.testing.assert_close(counts, torch.tensor([3.0] * 8 + [0.0] * 2), atol=1e-3, rtol=0)
         assert found.deviation == pytest.approx(2e-12)
 
 
@@ -123,91 +105,64 @@ def test_each_round_is_charged_as_itself(kind: type[FedFM]) -> None:
         ctx = context(1.0, number)
         charged = {phase: [private(server.method, ctx, ledger, phase)] for phase in PHASES}
         play(server, charged.__getitem__, {}, ctx)
-    rows = sorted((row.round, row.quantity) for row in ledger.releases)
-    each = ["class counts", "class sums of features (anchors)", "model update"]
-    assert rows == [(number, quantity) for number in (1, 2) for quantity in each]
-    noise = {row.quantity: row.noise_multiplier for row in ledger.releases}
-    assert noise == {
-        "class counts": 5.0,
-        "class sums of features (anchors)": 5.0,
-        "model update": 1.0,
-    }
+    rows = sorted((row.round, row.quantity, row.noise_multiplier) for row in ledger.releases)
+    each = {"class counts": 5.0, "class sums of features (anchors)": 5.0, "model update": 1.0}
+    assert rows == [(number, *one) for number in (1, 2) for one in each.items()]
 
 
 def test_anchors_are_of_classes_that_stand_clear_of_the_noise() -> None:
     """The floor is four deviations of the sum of K clients' noise; below it there is no anchor, and
     a released one stays."""
-    method, sigma = FedFM(anchor_noise=2.0), 3.0
+    method, sigma, width = FedFM(anchor_noise=2.0), 3.0, NET.embedding_size
+    first_alone = [True] + [False] * 9
+    noise = {COUNTS: 2.0 * sigma}
+    nothing = FeatureSums(torch.zeros(10, width), torch.zeros(10))
     for k in (1, 9):
         floor = CLEAR * 2.0 * sigma * sqrt(k)
         counts = torch.zeros(10)
         counts[:3] = torch.tensor([floor * 1.01, floor * 0.99, -floor]) / k
-        sent = {i: FeatureSums(torch.ones(10, NET.embedding_size), counts) for i in range(k)}
-        noise = {COUNTS: 2.0 * sigma}
-        heard = method.first_aggregate(AnchorState(start()), sent, context(sigma, noise=noise))
-        assert heard.known is not None
-        assert heard.anchors is not None
-        assert heard.known.tolist() == [True] + [False] * 9
-        torch.testing.assert_close(
-            heard.anchors[0], torch.full((NET.embedding_size,), 1 / (floor * 1.01 / k))
-        )
-        nothing = FeatureSums(torch.zeros(10, NET.embedding_size), torch.zeros(10))
-        later = method.first_aggregate(heard, {0: nothing}, context(sigma, 2, noise=noise))
-        assert later.known is not None
-        assert later.anchors is not None
-        assert later.known.tolist() == heard.known.tolist()
+        sent = {i: FeatureSums(torch.ones(10, width), counts) for i in range(k)}
+        heard: Any = method.first_aggregate(AnchorState(start()), sent, context(sigma, noise=noise))
+        assert heard.known.tolist() == first_alone
+        torch.testing.assert_close(heard.anchors[0], torch.full((width,), 1 / (floor * 1.01 / k)))
+        later: Any = method.first_aggregate(heard, {0: nothing}, context(sigma, 2, noise=noise))
+        assert later.known.tolist() == first_alone
         assert torch.equal(later.anchors[0], heard.anchors[0])
-    one = FeatureSums(torch.ones(10, NET.embedding_size), torch.eye(10)[0])
-    exact = method.first_aggregate(AnchorState(start()), {0: one}, context())
-    assert exact.known is not None
-    assert exact.known.tolist() == [True] + [False] * 9
-
-
-def vector(upload: Any) -> Tensor:
-    return torch.cat([value.flatten() for value in upload.parameters.values()])
+    one = FeatureSums(torch.ones(10, width), torch.eye(10)[0])
+    exact: Any = method.first_aggregate(AnchorState(start()), {0: one}, context())
+    assert exact.known.tolist() == first_alone
 
 
 def test_private_training_has_the_methods_losses() -> None:
     """Catches: a loss or penalty that is left out with privacy on. Without noise or clipping, each
     moves the upload."""
-    loud: dict[str, Any] = {"clip": 1e6}
-    draws = torch.Generator().manual_seed(0)
-    anchors = torch.randn(10, NET.embedding_size, generator=draws)
+
+    def moved(method: Any, state: Any, number: int = 1) -> Tensor:
+        ctx = context(1e-9, number, clip=1e6)
+        message = method.broadcast(state, ctx)
+        ((upload, _),) = method.client_step(message, private(method, ctx), [{}], ctx)
+        if isinstance(upload, ModelAndCounts):
+            assert upload.counts.tolist() == [1.0] * 10  # and not the client's own
+        return torch.cat([value.flatten() for value in upload.parameters.values()])
+
+    anchors = torch.randn(10, NET.embedding_size, generator=torch.Generator().manual_seed(0))
     anchored = AnchorState(start(), anchors=anchors, known=torch.ones(10, dtype=torch.bool))
-    found = {}
-    for weight in (1e-9, 1.0):
-        ctx = context(1e-9, **loud)
-        message = FedFM().broadcast(anchored, ctx)
-        fm = FedFM(**LOCAL, weight=weight)
-        ((upload, _),) = fm.client_step(message, private(fm, ctx), [{}], ctx)
-        found[weight] = vector(upload)
-    assert float((found[1.0] - found[1e-9]).norm()) > 0.01
+    light, heavy = (moved(FedFM(**LOCAL, weight=weight), anchored) for weight in (1e-9, 1.0))
+    assert float((heavy - light).norm()) > 0.01
     trained = Server(FedGen(**LOCAL, generator_steps=2), start())
     play(trained, [OpenClients([0], data(), [torch.arange(24)])], {}, context(active=(0,)))
-    after: Any = trained.state
-    moved = {}
-    for name, alpha, beta in (("neither", 0.0, 0.0), ("alpha", 5.0, 0.0), ("beta", 0.0, 5.0)):
-        ctx, method = context(1e-9, 2, **loud), FedGen(**LOCAL, alpha=alpha, beta=beta)
-        message = method.broadcast(after, ctx)
-        ((upload, _),) = method.client_step(message, private(method, ctx), [{}], ctx)
-        assert isinstance(upload, ModelAndCounts)
-        assert upload.counts.tolist() == [1.0] * 10  # and not the client's own
-        moved[name] = vector(upload)
-    assert float((moved["alpha"] - moved["neither"]).norm()) > 0.01
-    assert float((moved["beta"] - moved["neither"]).norm()) > 0.01
+    neither, alpha, beta = (
+        moved(FedGen(**LOCAL, alpha=a, beta=b), trained.state, 2)
+        for a, b in ((0.0, 0.0), (5.0, 0.0), (0.0, 5.0))
+    )
+    assert float((alpha - neither).norm()) > 0.01
+    assert float((beta - neither).norm()) > 0.01
 
 
 def test_anchors_that_nobody_uses_are_not_paid_for() -> None:
+    run = {"run": {"method": "fedfm", "rounds": 1}, "method": {"weight": 0}}
     with pytest.raises(SettingError, match=r"method\.weight above 0"):
-        simulate(
-            resolve(
-                {
-                    "run": {"method": "fedfm", "rounds": 1},
-                    "method": {"weight": 0},
-                    "privacy": {"epsilon": 8.0},
-                }
-            )
-        )
+        simulate(resolve({**run, "privacy": {"epsilon": 8.0}}))
 
 
 def test_fedgen_asks_for_classes_that_clients_have_had() -> None:
@@ -274,13 +229,15 @@ def test_a_first_round_in_which_nobody_counts(kind: type[TrainsLocally]) -> None
 
 def test_each_client_flips_its_own_coins() -> None:
     """Two clients of the same data: at probability ½ their batches are augmented at different
-    times."""
+    times. At 0 no batch is, and statistics accumulate all the same."""
     method, ctx = FedFAPlus(**{**LOCAL, "local_epochs": 6}, parts="augmentation"), context()
-    clients = OpenClients([0, 1], data(), [torch.arange(12), torch.arange(12)])
-    layers = [method._layers(k, {}, {}, ctx) for k in clients.ids]
+    layers = [method._layers(k, {}, {}, ctx) for k in (0, 1)]
     x = torch.randn(4, 4, 4, 4, generator=torch.Generator().manual_seed(0))
     flips = [
         [torch.equal(layer(x), x) for _ in range(20) for layer in mine.values()] for mine in layers
     ]
     assert flips[0] != flips[1]
     assert 8 < sum(flips[0]) < 32  # half of 40
+    never = Augmentation(0.0, torch.Generator(), torch.Generator())
+    assert torch.equal(never(x), x)
+    assert never.std is not None

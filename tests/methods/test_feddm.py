@@ -1,94 +1,70 @@
-"""FedDM as a method: who sends what, with and without differential privacy."""
+"""FedDM and REAL as methods: who sends what, with and without differential privacy."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from fedsynth.core.charging import charge_for
 from fedsynth.core.client import OpenClients, PrivateClients
-from fedsynth.core.context import RoundContext, round_context
+from fedsynth.core.context import RoundContext
 from fedsynth.core.method import Memory
-from fedsynth.core.state import ServerState
-from fedsynth.data.images import ImageData, from_arrays
+from fedsynth.data.images import normalise
 from fedsynth.data.partition import count_matrix, partition
 from fedsynth.data.partition_settings import PartitionSettings
-from fedsynth.data.registry import dataset_spec
-from fedsynth.errors import SettingError, UnknownNameError
 from fedsynth.evaluation.volume import condensation_floats
 from fedsynth.federation.exchange.server import Server
 from fedsynth.federation.simulation import simulate
 from fedsynth.federation.terms.resolve import resolve
 from fedsynth.methods.feddm import FedDM
-from fedsynth.models.registry import ModelSettings, build_model
+from fedsynth.methods.real import Real
+from fedsynth.models.flat import flatten
 from fedsynth.privacy.allowance import Allowance, UnaccountedNoise
-from fedsynth.privacy.guard import Guard
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.plans import MAIN
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.settings import PrivacySettings
-from fedsynth.synthesizer.condensation.sets import SyntheticSet
+from fedsynth.seeding import torch_generator
+from fedsynth.synthesizer.condensation.sets import SyntheticSet, real_start
+from tests.digits import SPEC, charged, context, digits, sent
 from tests.rounds import play
 
-SPEC = dataset_spec("digits")
 LABELS = np.array([0] * 25 + [1] * 12 + [2] * 3 + [7] * 20)
 PARTS = [torch.arange(0, 40), torch.arange(40, 60)]
 FAST = FedDM(ipc=2, iterations=2, server_epochs=1)
+NOISY = PrivacySettings(noise_multiplier=3.0)
 
 
-def images() -> np.ndarray:
-    return np.random.default_rng(0).integers(0, 256, (60, 1, 8, 8)).astype(np.uint8)
-
-
-def context(privacy: PrivacySettings | None = None, seed: int = 0) -> RoundContext:
-    architecture = build_model(ModelSettings(width=4, depth=2), SPEC.image_shape, 10, 0)
-    return round_context(
-        1, seed, torch.device("cpu"), SPEC, architecture, nominal_size=30.0, privacy=privacy
-    )
+def clients(*ids: int) -> OpenClients:
+    return OpenClients(ids, digits(LABELS), [PARTS[k] for k in ids])
 
 
 def upload(
-    method: FedDM,
-    ctx: RoundContext,
-    clients: OpenClients | PrivateClients,
-    memory: dict[str, torch.Tensor] | None = None,
+    method: Any, ctx: RoundContext, group: OpenClients | PrivateClients, **memory: Any
 ) -> SyntheticSet:
-    state = ServerState(ctx.architecture.state_dict())
-    (first, _), *_rest = method.client_step(
-        method.broadcast(state, ctx), clients, [memory or {} for _ in clients.ids], ctx
-    )
+    """Of the group's first client."""
+    first = sent(method, ctx, group, [memory for _ in group.ids])[0]
     assert isinstance(first, SyntheticSet)
     return first
 
 
-def open_clients(ids: tuple[int, ...] = (0,)) -> OpenClients:
-    return OpenClients(ids, from_arrays(images(), LABELS, SPEC), [PARTS[k] for k in ids])
-
-
-def private_clients(
-    method: FedDM,
-    ctx: RoundContext,
-    ledger: Ledger | None = None,
-    data: ImageData | None = None,
-    part: torch.Tensor = PARTS[0],
+def private(
+    method: FedDM, ctx: RoundContext, ledger: Ledger | None = None, part: torch.Tensor = PARTS[0]
 ) -> PrivateClients:
-    guards = [Guard(ledger or Ledger("0"), 1e-5, None)]
-    charged = charge_for(method, ctx, [0], guards, [SecretGenerator()])
-    return PrivateClients([0], data or from_arrays(images(), LABELS, SPEC), [part], charged)
+    return charged(method, ctx, digits(LABELS), [part], ledger and [ledger])
 
 
 def test_open_clients_send_the_classes_with_at_least_ten_examples() -> None:
-    sent = upload(FAST, context(), open_clients())
-    assert sent.labels.tolist() == [0, 0, 1, 1]  # 3 examples of class 2 are too few
-    assert sent.images.shape == (4, 1, 8, 8)
-    assert sent.floats == 4 * 64
-    assert sent.nbytes == 4 * 64 * 4 + 4 * 8
-    assert upload(
-        replace(FAST, min_examples=1), context(), open_clients()
-    ).labels.unique().tolist() == [0, 1, 2]
+    found = upload(FAST, context(), clients(0))
+    assert found.labels.tolist() == [0, 0, 1, 1]  # 3 examples of class 2 are too few
+    assert found.images.shape == (4, 1, 8, 8)
+    assert found.floats == 4 * 64
+    assert found.nbytes == 4 * 64 * 4 + 4 * 8
+    every = upload(replace(FAST, min_examples=1), context(), clients(0))
+    assert every.labels.unique().tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize("mechanism", ["residual", "gradient"])
@@ -96,64 +72,42 @@ def test_private_clients_send_every_class_whatever_they_have(mechanism: str) -> 
     """Catches: exact class list. One charged row a round, of T steps; nothing in the upload shows
     the minimum count rule."""
     ledger = Ledger("0")
-    privacy = PrivacySettings(noise_multiplier=3.0, mechanism=mechanism)
-    ctx = context(privacy)
-    sent = upload(FAST, ctx, private_clients(FAST, ctx, ledger))
-    assert sent.labels.tolist() == [c for c in range(10) for _ in range(2)]
-    assert [(r.round, r.mechanism, r.steps, r.noise_multiplier) for r in ledger.releases] == [
-        (1, mechanism, 2, 3.0)
-    ]
+    ctx = context(replace(NOISY, mechanism=mechanism))
+    found = upload(FAST, ctx, private(FAST, ctx, ledger))
+    assert found.labels.tolist() == [c for c in range(10) for _ in range(2)]
+    rows = [(r.round, r.mechanism, r.steps, r.noise_multiplier) for r in ledger.releases]
+    assert rows == [(1, mechanism, 2, 3.0)]
 
 
 def test_private_start_has_nothing_of_the_data() -> None:
     """Catches: real-image start. With no step the upload is the public noise, equal for other
     data."""
-    privacy = PrivacySettings(noise_multiplier=3.0)
-    method = replace(FAST, iterations=1, image_lr=0.0)
-    ctx = context(privacy)
-    first = upload(method, ctx, private_clients(method, ctx))
-    others = from_arrays(255 - images(), LABELS, SPEC)
-    other = private_clients(method, ctx, data=others, part=PARTS[1])
-    assert torch.equal(first.images, upload(method, ctx, other).images)
+    still, ctx = replace(FAST, iterations=1, image_lr=0.0), context(NOISY)
+    first, other = (upload(still, ctx, private(still, ctx, part=part)).images for part in PARTS)
+    assert torch.equal(first, other)
 
 
 def test_the_private_plan_depends_on_public_sizes_alone() -> None:
     """Catches: q or steps from true counts."""
-    privacy = PrivacySettings(noise_multiplier=3.0)
-    (plan,) = replace(FAST, batch=2).private_plans(privacy, context())
+    (plan,) = replace(FAST, batch=2).private_plans(NOISY, context())
     assert plan.sample_rate == pytest.approx(2 * 10 / 30)
-    assert plan.steps == 2
-    assert plan.dimension == 10 * (4 * 4 + 10)
-    assert FAST.private_plans(privacy, context())[0].sample_rate == 1.0
+    assert (plan.steps, plan.dimension) == (2, 10 * (4 * 4 + 10))
+    assert FAST.private_plans(NOISY, context())[0].sample_rate == 1.0
 
 
 def test_the_same_seed_repeats_open_uploads_and_never_private_ones() -> None:
-    assert torch.equal(
-        upload(FAST, context(), open_clients()).images,
-        upload(FAST, context(), open_clients()).images,
-    )
-    assert not torch.equal(
-        upload(FAST, context(), open_clients()).images,
-        upload(FAST, context(seed=1), open_clients()).images,
-    )
-    privacy = PrivacySettings(noise_multiplier=3.0)
-    ctx = context(privacy)
-    assert not torch.equal(
-        upload(FAST, ctx, private_clients(FAST, ctx)).images,
-        upload(FAST, ctx, private_clients(FAST, ctx)).images,
-    )
+    one, again, other = (upload(FAST, context(seed=s), clients(0)).images for s in (0, 0, 1))
+    assert torch.equal(one, again)
+    assert not torch.equal(one, other)
+    ctx = context(NOISY)
+    one, again = (upload(FAST, ctx, private(FAST, ctx)).images for _ in range(2))
+    assert not torch.equal(one, again)
 
 
 def test_images_are_kept_over_rounds_or_restarted() -> None:
-    still = replace(FAST, image_lr=0.0)
-    kept = upload(still, context(), open_clients(), {"images": torch.full((4, 1, 8, 8), 7.0)})
-    assert (kept.images == 7).all()
-    restarted = upload(
-        replace(still, restart=True),
-        context(),
-        open_clients(),
-        {"images": torch.full((4, 1, 8, 8), 7.0)},
-    )
+    still, sevens = replace(FAST, image_lr=0.0), torch.full((4, 1, 8, 8), 7.0)
+    assert torch.equal(upload(still, context(), clients(0), images=sevens).images, sevens)
+    restarted = upload(replace(still, restart=True), context(), clients(0), images=sevens)
     assert not (restarted.images == 7).any()
 
 
@@ -161,24 +115,20 @@ def test_images_are_kept_over_rounds_or_restarted() -> None:
     "change",
     [{"augment": "siamese"}, {"perturbation": "ball"}, {"small_class": "resample", "batch": 20}],
 )
-def test_groups_do_not_change_the_uploads(change: dict[str, object]) -> None:
-    method = replace(FAST, **change)  # type: ignore[arg-type]
-    ctx = context()
-    state = ServerState(ctx.architecture.state_dict())
-    together = method.client_step(method.broadcast(state, ctx), open_clients((0, 1)), [{}, {}], ctx)
-    alone = [upload(method, ctx, open_clients((k,))) for k in (0, 1)]
-    for (one, _), other in zip(together, alone, strict=True):
-        torch.testing.assert_close(dict(one.arrays())["images"], other.images, atol=1e-4, rtol=1e-4)
+def test_groups_do_not_change_the_uploads(change: dict[str, Any]) -> None:
+    method, ctx = replace(FAST, **change), context()
+    together = sent(method, ctx, clients(0, 1))
+    alone = [upload(method, ctx, clients(k)) for k in (0, 1)]
+    for one, other in zip(together, alone, strict=True):
+        torch.testing.assert_close(one.images, other.images, atol=1e-4, rtol=1e-4)
 
 
 def test_the_server_stays_in_the_ball() -> None:
     ctx = context()
-    state = ServerState(ctx.architecture.state_dict())
     method = replace(FAST, server_epochs=30, server_lr=1.0, radius=0.5)
-    after = method.server_step(state, {0: upload(method, ctx, open_clients())}, ctx)
-    distance = (
-        sum((after.parameters[k] - v).square().sum() for k, v in state.parameters.items()) ** 0.5
-    )
+    state = method.initial_state(ctx.architecture.state_dict())
+    after = method.server_step(state, {0: upload(method, ctx, clients(0))}, ctx)
+    distance = float((flatten(ctx.load(after.parameters)) - flatten(ctx.architecture)).norm())
     assert 0.45 < distance <= 0.5 * (1 + 1e-4)
 
 
@@ -207,67 +157,9 @@ def test_upload_volume_comes_out_near_table_3(
     labels = np.repeat(np.arange(classes), per_class)
     floats = []
     for seed in range(8):
-        settings = PartitionSettings(alpha=alpha, seed=seed)
-        floats.append(
-            condensation_floats(
-                count_matrix(labels, partition(labels, settings, classes), classes), ipc, shape
-            )
-        )
+        parts = partition(labels, PartitionSettings(alpha=alpha, seed=seed), classes)
+        floats.append(condensation_floats(count_matrix(labels, parts, classes), ipc, shape))
     assert abs(np.mean(floats) - published) < 3 * np.std(floats, ddof=1)
-
-
-def test_settings_are_validated() -> None:
-    for bad in (
-        {"ipc": 0},
-        {"iterations": -1},
-        {"image_lr": float("nan")},
-        {"radius": -1.0},
-        {"server_momentum": 2.0},
-    ):
-        with pytest.raises(SettingError):
-            FedDM(**bad)  # type: ignore[arg-type]
-    for choice in (
-        {"augment": "siamesse"},
-        {"perturbation": "spere"},
-        {"small_class": "al"},
-        {"batch_norm": "clients"},
-    ):
-        with pytest.raises(UnknownNameError, match="did you mean"):
-            FedDM(**choice)  # type: ignore[arg-type]
-    with pytest.raises(UnknownNameError, match="iterations"):
-        FedDM.from_mapping({"iteration": 5})
-    with pytest.raises(SettingError, match=r"method\.ipc must be a whole number"):
-        FedDM.from_mapping({"ipc": "many"})
-    assert FedDM.from_mapping({"ipc": "5", "restart": "true"}) == FedDM(ipc=5, restart=True)
-
-
-def test_the_papers_defaults() -> None:
-    """FedDM, Secs. 4.1 and App. D.3; a change here is a change of the method."""
-    m = FedDM()
-    assert (m.ipc, m.iterations, m.image_lr, m.image_momentum, m.batch, m.radius) == (
-        10,
-        1000,
-        1.0,
-        0.0,
-        256,
-        5.0,
-    )
-    assert (m.server_epochs, m.server_batch, m.server_lr) == (500, 256, 0.01)
-    assert (
-        m.min_examples,
-        m.restart,
-        m.perturbation,
-        m.augment,
-        m.small_class,
-        m.logit_weight,
-    ) == (
-        10,
-        False,
-        "sphere",
-        "none",
-        "all",
-        1.0,
-    )
 
 
 @pytest.mark.parametrize(
@@ -276,53 +168,38 @@ def test_the_papers_defaults() -> None:
 def test_a_whole_round_equals_plain_torch(change: dict[str, float]) -> None:
     """Two clients, two rounds: perturbed networks, full batches, images kept, union training in the
     ball, all written out plainly."""
-    from fedsynth.seeding import torch_generator
-    from fedsynth.synthesizer.condensation.sets import real_start
+    slow = replace(FAST, iterations=3, server_epochs=2, server_batch=5, server_lr=0.05)
+    method = replace(slow, min_examples=1, **change)  # type: ignore[arg-type]
+    group, base = clients(0, 1), context()
+    x = normalise(digits(LABELS).images, SPEC)
+    server, memories = Server(method, base.architecture.state_dict()), dict[int, Memory]()
+    model: Any = base.load(server.state.parameters)
+    segments = group.segments(1)
+    S = [s.clone() for s in real_start(group, segments, 2, 0)]
 
-    method = replace(
-        FAST,
-        iterations=3,
-        server_epochs=2,
-        server_batch=5,
-        server_lr=0.05,
-        min_examples=1,
-        **change,
-    )  # type: ignore[arg-type]
-    clients, base = open_clients((0, 1)), context()
-    data, spec = from_arrays(images(), LABELS, SPEC), SPEC
-    x = (data.images.float() / 255 - torch.tensor(spec.mean)) / torch.tensor(spec.std)
-    server = Server(method, base.architecture.state_dict())
-    memories: dict[int, Memory] = {}
-    model = base.load(server.state.parameters)
-    segments = clients.segments(1)
-    S = [s.clone() for s in real_start(clients, segments, 2, 0)]
+    def put(network: torch.nn.Module, center: torch.Tensor, offset: torch.Tensor) -> None:
+        """The network's weights: `center` and an offset, scaled back into the ball."""
+        scale = min(1.0, method.radius / float(offset.norm()))
+        torch.nn.utils.vector_to_parameters(center + offset * scale, network.parameters())
+
     for number in (1, 2):
-        uploads = play(server, [clients], memories, replace(base, round=number))
-        generator, velocity = (
-            torch_generator(0, "parameter perturbation", number),
-            [torch.zeros_like(s) for s in S],
-        )
+        uploads = play(server, [group], memories, replace(base, round=number))
+        generator = torch_generator(0, "parameter perturbation", number)
+        velocity = [torch.zeros_like(s) for s in S]
+        start = flatten(model)
         for _ in range(3):
-            flat = torch.cat([p.detach().flatten() for p in model.parameters()])
-            noise = torch.empty_like(flat).normal_(generator=generator)
-            w = base.load(model.state_dict())
-            torch.nn.utils.vector_to_parameters(
-                flat + noise * min(1.0, method.radius / float(noise.norm())), w.parameters()
-            )
-            for i, (position, label) in enumerate(
-                zip(segments.position.tolist(), segments.label.tolist(), strict=True)
-            ):
-                part = PARTS[position]
+            w: Any = base.load(model.state_dict())
+            put(w, start, torch.empty_like(start).normal_(generator=generator))
+            for i, label in enumerate(segments.label.tolist()):
+                part = PARTS[int(segments.position[i])]
                 real = x[part[torch.from_numpy(LABELS)[part] == label]]
                 leaf = S[i].clone().requires_grad_()
-                h_loss = (w.embed(leaf).mean(0) - w.embed(real).mean(0)).square().sum()  # type: ignore[operator]
+                h_loss = (w.embed(leaf).mean(0) - w.embed(real).mean(0)).square().sum()
                 z_loss = (w(leaf).mean(0) - w(real).mean(0)).square().sum()
                 loss = h_loss + method.logit_weight**2 * z_loss
-                velocity[i] = (
-                    method.image_momentum * velocity[i] + torch.autograd.grad(loss, leaf)[0]
-                )
+                (gradient,) = torch.autograd.grad(loss, leaf)
+                velocity[i] = method.image_momentum * velocity[i] + gradient
                 S[i] = S[i] - method.image_lr * velocity[i]
-        start = torch.cat([p.detach().flatten() for p in model.parameters()])
         union, labels = torch.cat(S), segments.label.repeat_interleave(2)
         optimiser = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
         shuffle = torch_generator(0, "server training", number)
@@ -331,23 +208,19 @@ def test_a_whole_round_equals_plain_torch(change: dict[str, float]) -> None:
                 optimiser.zero_grad()
                 torch.nn.functional.cross_entropy(model(union[part]), labels[part]).backward()
                 optimiser.step()
-                offset = torch.cat([p.detach().flatten() for p in model.parameters()]) - start
-                torch.nn.utils.vector_to_parameters(
-                    start + offset * min(1.0, method.radius / float(offset.norm())),
-                    model.parameters(),
-                )
-    sent = torch.cat([dict(u.arrays())["images"] for u in uploads.values()])
-    torch.testing.assert_close(sent, torch.cat(S), atol=1e-4, rtol=1e-3)
+                put(model, start, flatten(model) - start)
+    images = torch.cat([u.images for u in uploads.values()])
+    torch.testing.assert_close(images, torch.cat(S), atol=1e-4, rtol=1e-3)
     for name, expected in model.state_dict().items():
         torch.testing.assert_close(server.state.parameters[name], expected, atol=1e-4, rtol=1e-3)
 
 
 def test_siamese_augmentation_reaches_the_matching() -> None:
     still, moving = (
-        upload(FAST, context(), open_clients()),
-        upload(replace(FAST, augment="siamese"), context(), open_clients()),
+        upload(replace(FAST, augment=kind), context(), clients(0)).images
+        for kind in ("none", "siamese")
     )
-    assert not torch.allclose(still.images, moving.images)
+    assert not torch.allclose(still, moving)
 
 
 def test_the_paper_mechanism_uses_the_clip_that_was_asked_for() -> None:
@@ -356,32 +229,48 @@ def test_the_paper_mechanism_uses_the_clip_that_was_asked_for() -> None:
     ctx = context(privacy)
     (plan,) = method.private_plans(privacy, ctx)
     noise = UnaccountedNoise(plan.release(1, 1e-9, unaccounted="as printed"), SecretGenerator())
-    data = from_arrays(images(), LABELS, SPEC)
-    noisy = OpenClients([0], data, PARTS[:1], [Allowance(MAIN, [(plan, noise)])])
-    moved = (
-        upload(method, ctx, noisy).images
-        - upload(replace(method, image_lr=0.0), context(), open_clients()).images
-    )
-    norms = moved.view(2, -1).norm(dim=1)
-    assert norms.max() <= 1e-3 * (1 + 1e-3)
-    assert norms.max() > 0.9e-3
+    noisy = OpenClients([0], digits(LABELS), PARTS[:1], [Allowance(MAIN, [(plan, noise)])])
+    moved = upload(method, ctx, noisy).images
+    moved = moved - upload(replace(method, image_lr=0.0), context(), clients(0)).images
+    assert 0.9e-3 < moved.view(2, -1).norm(dim=1).max() <= 1e-3 * (1 + 1e-3)
 
 
 def test_feddm_as_fedafs_paper_runs_it() -> None:
     """Averaged start images, momentum, and the gradient's norm clipped at 2: a step of plain SGD
     moves a client's images by lr·2 at most."""
-    fast = {
-        "ipc": 2,
-        "iterations": 1,
-        "image_lr": 1.0,
-        "image_clip": 1e-3,
-        "start_average": 5,
-        "min_examples": 1,
-        "server_epochs": 1,
-    }
-    moved = [
-        simulate(resolve({"run": {"rounds": 1}, "method": {**fast, "iterations": n}})).uploads[0]
+    fast = {"ipc": 2, "image_lr": 1.0, "image_clip": 1e-3, "start_average": 5, "min_examples": 1}
+    one, two = (
+        simulate(
+            resolve({"run": {"rounds": 1}, "method": {**fast, "server_epochs": 1, "iterations": n}})
+        ).uploads[0]
         for n in (1, 2)
-    ]
-    apart = [u.images for u in moved]  # type: ignore[attr-defined]
-    assert 0 < float((apart[1] - apart[0]).norm()) <= 1e-3 * 1.001
+    )
+    assert 0 < float((two.images - one.images).norm()) <= 1e-3 * 1.001  # type: ignore[attr-defined]
+
+
+# ------------------------------------------------------------------------------------------- REAL
+
+
+def test_real_and_feddm_start_from_the_same_images() -> None:
+    ctx = context(seed=3)
+    still = FedDM(ipc=3, min_examples=2, iterations=1, image_lr=0.0)
+    for real, feddm in zip(
+        sent(Real(ipc=3, min_examples=2), ctx, clients(0, 1)),
+        sent(still, ctx, clients(0, 1)),
+        strict=True,
+    ):
+        assert torch.equal(real.images, feddm.images)
+        assert torch.equal(real.labels, feddm.labels)
+
+
+@pytest.mark.parametrize("resample", [False, True])
+def test_real_sends_the_clients_own_images(resample: bool) -> None:
+    data = digits(LABELS)
+    method = Real(ipc=2, min_examples=2, resample=resample)
+    rounds = [upload(method, context(number=number), clients(0)) for number in (1, 2)]
+    own = normalise(data.images, SPEC).flatten(1)
+    for found in rounds:
+        match = (found.images.flatten(1)[:, None] == own[None]).all(dim=2)
+        assert match.any(dim=1).all()
+        assert torch.equal(data.labels[match.int().argmax(dim=1)], found.labels)
+    assert torch.equal(rounds[0].images, rounds[1].images) != resample

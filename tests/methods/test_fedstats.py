@@ -14,94 +14,119 @@ from scipy.special import log_ndtr
 from torch import Tensor
 
 from fedsynth import FedStats, PartitionSettings, PrivacySettings, RunSettings, simulate
-from fedsynth.core.client import OpenClients, PrivateClients
-from fedsynth.core.context import RoundContext, round_context
+from fedsynth.core.charging import charge_for
+from fedsynth.core.client import ClientGroup, OpenClients, PrivateClients
+from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import ModelParameters
-from fedsynth.data.images import ImageData, from_arrays
+from fedsynth.data.images import ImageData
 from fedsynth.data.load import load_dataset
-from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import SettingError
+from fedsynth.features import FeatureMap, register_features
 from fedsynth.features.registry import feature_map
 from fedsynth.methods.fedstats import StatisticSums
 from fedsynth.methods.shared.noise_shares import Pool
 from fedsynth.methods.statistics.class_moments import ClassMoments, Spectrum, target_norm
+from fedsynth.methods.statistics.pixel_moments import PIXELS as PICTURE
 from fedsynth.methods.statistics.releases import CENTRE, MOMENTS, STEP
-from fedsynth.models.feature_linear import FeatureLinear, feature_linear
-from fedsynth.privacy.errors import PrivacySettingError
+from fedsynth.methods.statistics.whitening import COVARIANCES
+from fedsynth.models.feature_linear import FeatureLinear
 from fedsynth.privacy.guard import Guard
 from fedsynth.privacy.ledger import Ledger
-from fedsynth.privacy.plans import FIRST, MAIN
+from fedsynth.privacy.plans import FIRST, MAIN, PrivatePlan
 from fedsynth.privacy.randomness import SecretGenerator
+from tests.digits import SPEC, digits
+from tests.digits import context as some_context
 
-SPEC, CPU = dataset_spec("digits"), torch.device("cpu")
 PIXELS = FedStats(features="pixels", second_moments="yes")
-PHASES = ((1, FIRST, CENTRE), (1, MAIN, MOMENTS), (2, MAIN, STEP))
+PICTURES = FedStats(features="pixels", second_moments="no", ipc=1, image_steps=1)
+WHITE = FedStats(features="scattering", whitening="yes")
+RELEASES = (  # a method, the round and exchange of a release, its name, and its field of an upload
+    (PIXELS, 1, FIRST, CENTRE, "sums"),
+    (PIXELS, 1, MAIN, MOMENTS, "sums"),
+    (PIXELS, 2, MAIN, STEP, "sums"),
+    (PICTURES, 1, MAIN, MOMENTS, "sums"),  # without second moments
+    (PICTURES, 1, FIRST, PICTURE, "pictures"),
+    (WHITE, 1, FIRST, COVARIANCES, COVARIANCES),
+)
+each_release = pytest.mark.parametrize(("method", "number", "phase", "name", "field"), RELEASES)
+LABELS = np.arange(20) % 10
+EVERYBODY = list(range(20))
 
 
 def network(method: FedStats = PIXELS) -> FeatureLinear:
-    net = feature_linear(method.map_of(SPEC), SPEC)
+    net: Any = method.network(None, SPEC, 0)  # type: ignore[arg-type]
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         net.classifier.weight.copy_(torch.randn(10, net.embedding_size, generator=generator))
-    return net
+    return net  # type: ignore[no-any-return]
 
 
-def context(number: int, sigma: float | None = None, **other: Any) -> RoundContext:
+def context(
+    number: int, sigma: float | None = None, method: FedStats = PIXELS, **other: Any
+) -> RoundContext:
     privacy = None if sigma is None else PrivacySettings(noise_multiplier=sigma)
-    return round_context(
-        number, 0, CPU, SPEC, network(), 20.0, privacy, **{"rounds": 3, "clients": 2, **other}
-    )
+    federation = {"rounds": 3, "clients": 2, **other}
+    return some_context(privacy, number, network=network(method), nominal=20.0, **federation)
 
 
-def images(count: int, seed: int = 0) -> ImageData:
-    draws = np.random.default_rng(seed)
-    pixels = draws.integers(0, 256, (count, 1, 8, 8)).astype(np.uint8)
-    return from_arrays(pixels, np.arange(count) % 10, SPEC)
-
-
-def sums(method: FedStats, data: ImageData, parts: list[list[int]], number: int, phase: str) -> Any:
-    """What clients with these records send, without noise, [clients, D]."""
-    clients = OpenClients(range(len(parts)), data, [torch.tensor(p).long() for p in parts])
+def step(
+    method: FedStats, clients: ClientGroup, number: int, phase: str, field: str, ctx: Any = None
+) -> Tensor:
+    """What these clients send in one release, [clients, D]."""
     message = ModelParameters(network(method).state_dict(), 1.0)
-    step = method.first_step if phase == FIRST else method.client_step
-    replies = step(message, clients, [{} for _ in parts], context(number))
-    return torch.stack([reply.sums.double() for reply, _ in replies])
+    take = method.first_step if phase == FIRST else method.client_step
+    # without privacy nothing is whitened, and no covariances are sent
+    where = ctx or context(number, 1.0 if field == COVARIANCES else None, method)
+    replies = take(message, clients, [{} for _ in clients.ids], where)
+    return torch.stack([getattr(reply, field).double() for reply, _ in replies])
+
+
+def sums(
+    method: FedStats, data: ImageData, parts: list[list[int]], number: int, phase: str, field: str
+) -> Tensor:
+    """What clients with these records send, without noise."""
+    clients = OpenClients(range(len(parts)), data, [torch.tensor(p).long() for p in parts])
+    return step(method, clients, number, phase, field)
+
+
+def plan_of(method: FedStats, number: int, name: str, **other: Any) -> PrivatePlan:
+    privacy = PrivacySettings(noise_multiplier=1.0)
+    plans = method.private_plans(privacy, context(number, method=method, **other))
+    return next(plan for plan in plans if plan.name == name)
 
 
 # ------------------------------------------------------------------------------------- sensitivity
 
 
-@pytest.mark.parametrize(("number", "phase", "name"), PHASES)
-@pytest.mark.parametrize("second", ["yes", "no"])
+@each_release
 def test_one_example_moves_each_release_by_at_most_its_clip(
-    number: int, phase: str, name: str, second: str
+    method: FedStats, number: int, phase: str, name: str, field: str
 ) -> None:
     """Also one that is black, white, or of the other examples' class: what the plan charges."""
-    method = FedStats(features="pixels", second_moments=second)
-    plans = method.private_plans(PrivacySettings(noise_multiplier=1.0), context(number))
-    clip = next(plan.clip for plan in plans if plan.name == name)
-    data = images(12)
-    pixels = data.images.clone()
-    pixels[10], pixels[11] = 0, 255
-    data = from_arrays(pixels, data.labels, SPEC)
-    everybody = sums(method, data, [list(range(12))], number, phase)
-    for left_out in range(12):
-        rest = [n for n in range(12) if n != left_out]
-        moved = float((everybody - sums(method, data, [rest], number, phase)).norm())
-        assert moved <= clip * (1 + 1e-5)
-        assert moved > 0.02 * clip
+    plan = plan_of(method, number, name)
+    data = digits(LABELS)
+    data.images[10], data.images[11] = 0, 255
+    everybody = sums(method, data, [EVERYBODY], number, phase, field)
+    assert everybody.shape[1] == plan.dimension
+    for left_out in range(8, 20):
+        rest = [n for n in EVERYBODY if n != left_out]
+        moved = float((everybody - sums(method, data, [rest], number, phase, field)).norm())
+        assert moved <= plan.clip * (1 + 1e-5)
+        # of a black image all scattering coefficients are 0
+        assert moved > 0.02 * plan.clip or (name == COVARIANCES and left_out == 10)
 
 
-@pytest.mark.parametrize(("number", "phase", "name"), PHASES)
-def test_sums_over_clients_are_those_of_the_pooled_data(number: int, phase: str, name: str) -> None:
+@each_release
+def test_sums_over_clients_are_those_of_the_pooled_data(
+    method: FedStats, number: int, phase: str, name: str, field: str
+) -> None:
     """However the records are divided; a client without any gives zeros."""
-    data = images(20)
-    pooled = sums(PIXELS, data, [list(range(20))], number, phase).sum(0)
-    by_class = [[n for n in range(20) if n % 10 == c] for c in range(10)]
+    data = digits(LABELS)
+    pooled = sums(method, data, [EVERYBODY], number, phase, field).sum(0)
+    by_class = [[n for n in EVERYBODY if n % 10 == c] for c in range(10)]
     for parts in (by_class, [list(range(7)), list(range(7, 20)), []]):
-        torch.testing.assert_close(
-            sums(PIXELS, data, parts, number, phase).sum(0), pooled, rtol=1e-6, atol=1e-6
-        )
+        found = sums(method, data, parts, number, phase, field).sum(0)
+        torch.testing.assert_close(found, pooled, rtol=1e-6, atol=1e-6)
 
 
 class Silent(SecretGenerator):
@@ -116,51 +141,41 @@ class Silent(SecretGenerator):
         return torch.zeros(shape, dtype=torch.float64)
 
 
-@pytest.mark.parametrize(("number", "phase", "name"), PHASES)
-def test_private_sums_are_the_open_ones_plus_noise(number: int, phase: str, name: str) -> None:
-    from fedsynth.core.charging import charge_for
-
-    data = images(20)
-    where = context(number, sigma=1.0)
-    guard = Guard(Ledger("c"), 1e-5, None)
-    allowances = charge_for(PIXELS, where, [0], [guard], [Silent()], phase)
-    clients = PrivateClients([0], data, [torch.arange(20)], allowances, nominal_size=20.0)
-    message = ModelParameters(network().state_dict(), 1.0)
-    step = PIXELS.first_step if phase == FIRST else PIXELS.client_step
-    ((reply, _),) = step(message, clients, [{}], where)
-    expected = sums(PIXELS, data, [list(range(20))], number, phase)[0]
-    torch.testing.assert_close(reply.sums.double(), expected, rtol=1e-5, atol=1e-5)
-    assert [row.quantity for row in guard.ledger.releases] == [
-        plan.quantity
-        for plan in PIXELS.private_plans(PrivacySettings(noise_multiplier=1.0), where)
-        if plan.name == name
-    ]
+def release(
+    method: FedStats, number: int, phase: str, field: str, part: Tensor, drawn: Any, ctx: Any
+) -> tuple[Tensor, Ledger]:
+    """What one private client sends, and what it is charged."""
+    ledger = Ledger("c")
+    charged = charge_for(method, ctx, [0], [Guard(ledger, 1e-5, None)], [drawn], phase)
+    clients = PrivateClients([0], digits(LABELS), [part], charged, nominal_size=20.0)
+    return step(method, clients, number, phase, field, ctx)[0], ledger
 
 
-@pytest.mark.parametrize(("number", "phase", "name"), PHASES)
+@each_release
+def test_private_sums_are_the_open_ones_plus_noise(
+    method: FedStats, number: int, phase: str, name: str, field: str
+) -> None:
+    ctx = context(number, 1.0, method)
+    found, ledger = release(method, number, phase, field, torch.arange(20), Silent(), ctx)
+    expected = sums(method, digits(LABELS), [EVERYBODY], number, phase, field)[0]
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert plan_of(method, number, name).quantity in [row.quantity for row in ledger.releases]
+
+
+@each_release
 @pytest.mark.parametrize("aggregation", ["own", "secure"])
 def test_a_client_without_records_sends_noise_like_everybody(
-    number: int, phase: str, name: str, aggregation: str
+    method: FedStats, number: int, phase: str, name: str, field: str, aggregation: str
 ) -> None:
     """Else its upload says that it has none. The noise is what is charged, divided by √H where it
     is shared: with H = 4 of 5 clients half of it."""
-    from fedsynth.core.charging import charge_for
-
-    sigma = 3.0
-    method = replace(PIXELS, aggregation=aggregation)
-    where = context(number, sigma=sigma, clients=5)
-    plans = method.private_plans(PrivacySettings(noise_multiplier=sigma), where)
-    plan = next(one for one in plans if one.name == name)
+    method = replace(method, aggregation=aggregation)
+    plan = plan_of(method, number, name, clients=5)
     drawn = SecretGenerator(test_only=np.random.default_rng(0))
-    allowances = charge_for(method, where, [0], [Guard(Ledger("c"), 1e-5, None)], [drawn], phase)
-    nobody = torch.arange(0)
-    clients = PrivateClients([0], images(20), [nobody], allowances, nominal_size=20.0)
-    message = ModelParameters(network().state_dict(), 1.0)
-    step = method.first_step if phase == FIRST else method.client_step
-    ((reply, _),) = step(message, clients, [{}], where)
-    charged = sigma * plan.noise_ratio * plan.clip
-    expected = charged / (2 if aggregation == "secure" else 1)
-    assert float(reply.sums.double().std()) == pytest.approx(expected, rel=0.2)
+    ctx = context(number, 3.0, method, clients=5)
+    found, _ = release(method, number, phase, field, torch.arange(0), drawn, ctx)
+    expected = 3.0 * plan.noise_ratio * plan.clip / (2 if aggregation == "secure" else 1)
+    assert float(found.std()) == pytest.approx(expected, rel=0.2)
 
 
 # -------------------------------------------------------------------------------------- accounting
@@ -203,14 +218,12 @@ def test_epsilon_is_that_of_one_gaussian_release(rounds: int, aggregation: str) 
 
 def test_clients_of_a_secure_sum_add_their_share_of_the_noise() -> None:
     """1/√H each, so that H of them have what is charged; H is below the number of clients."""
+    privacy, where = PrivacySettings(noise_multiplier=1.0), context(1, clients=4)
     for aggregation, honest, shares in (("own", 0, 1), ("secure", 0, 3), ("secure", 2, 2)):
         method = FedStats(features="pixels", aggregation=aggregation, honest=honest)
-        plans = method.private_plans(PrivacySettings(noise_multiplier=1.0), context(1, clients=4))
-        assert {plan.shares for plan in plans} == {shares}
+        assert {plan.shares for plan in method.private_plans(privacy, where)} == {shares}
     with pytest.raises(SettingError, match="honest"):
-        FedStats(features="pixels", aggregation="secure", honest=4).private_plans(
-            PrivacySettings(noise_multiplier=1.0), context(1, clients=4)
-        )
+        FedStats(features="pixels", aggregation="secure", honest=4).private_plans(privacy, where)
 
 
 def test_no_more_clients_than_the_noise_counts_on_make_nothing() -> None:
@@ -232,7 +245,6 @@ def test_clip_rate_and_participation_are_the_theorem_s() -> None:
         simulate(RunSettings(PIXELS, participation=0.5, privacy=PrivacySettings(epsilon=1.0)))
     with pytest.raises(SettingError, match="moment_share"):
         FedStats(centre_share=0.5, moment_share=0.5)
-    assert issubclass(PrivacySettingError, Exception)
 
 
 # ------------------------------------------------------------------------------------------ server
@@ -290,7 +302,6 @@ def test_a_private_run_learns_and_steps_help_an_open_one() -> None:
 
 def test_features_that_are_not_finite_are_dropped_and_not_spread() -> None:
     """A user's own map that fails on some images."""
-    from fedsynth.features import FeatureMap, register_features
 
     def broken(x: Tensor) -> Tensor:
         made = x.flatten(1) - 0.5
@@ -301,40 +312,37 @@ def test_features_that_are_not_finite_are_dropped_and_not_spread() -> None:
     )
     train, test = load_dataset("digits")
     few = train.subset(torch.arange(200))
-    parts = [np.arange(100), np.arange(100, 200)]
-    result = simulate(
-        RunSettings(FedStats(features="broken"), rounds=2), data=(few, test), parts=parts
-    )
+    settings = RunSettings(FedStats(features="broken"), rounds=2)
+    result = simulate(settings, data=(few, test), parts=list(np.arange(200).reshape(2, 100)))
     assert all(bool(torch.isfinite(one).all()) for one in result.model.state_dict().values())
     assert feature_map("broken", (1, 8, 8)).dimension == 64
 
 
-def test_second_moments_go_by_the_settings_alone() -> None:
-    auto = FedStats()
-    assert auto.has_second(None)
-    assert not auto.has_second(PrivacySettings(epsilon=8.0))
-    for second, expected in (("yes", True), ("no", False)):
-        method = FedStats(second_moments=second)
-        assert method.has_second(None) == method.has_second(PrivacySettings(epsilon=1.0))
-        assert method.has_second(None) == expected
-
-
-@pytest.mark.parametrize("second", ["yes", "no"])
-def test_releases_of_a_run_take_the_whole_budget_without_second_moments_evenly(second: str) -> None:
-    """Shares of μ² are 1/ratio²."""
-    method = FedStats(features="pixels", second_moments=second)
-    plans = method.private_plans(PrivacySettings(noise_multiplier=1.0), context(1))
+@pytest.mark.parametrize("method", [PIXELS, PICTURES, WHITE])
+@pytest.mark.parametrize("rounds", [1, 2, 4])
+def test_releases_of_a_run_take_the_whole_budget(method: FedStats, rounds: int) -> None:
+    """Shares of μ² are 1/ratio²; without second moments, moments have what a step has. In a run of
+    one round there are no steps, so that moments have all that the others have not."""
+    privacy = PrivacySettings(noise_multiplier=1.0)
+    plans = method.private_plans(privacy, context(1, method=method, rounds=rounds))
     shares = {plan.name: plan.noise_ratio**-2 for plan in plans}
-    assert shares[CENTRE] + shares[MOMENTS] + 2 * shares[STEP] == pytest.approx(1.0)
-    assert (shares[MOMENTS] == pytest.approx(shares[STEP])) == (second == "no")
+    step = shares.get(STEP, 0.0)
+    assert sum(shares.values()) + max(0, rounds - 2) * step == pytest.approx(1.0)
+    assert (STEP in shares) == (rounds > 1)
+    if step:
+        assert (shares[MOMENTS] == pytest.approx(step)) == (not method.has_second(privacy))
+    assert shares.get(PICTURE) == (
+        pytest.approx(method.pixel_share) if method is PICTURES else None
+    )
+    own = pytest.approx(method.covariance_share)
+    assert shares.get(COVARIANCES) == (own if method is WHITE else None)
 
 
-@pytest.mark.parametrize("second", ["yes", "no"])
-def test_a_run_of_one_round_leaves_nothing_of_its_budget(second: str) -> None:
-    """There are no steps, so that moments have all that the centre has not."""
-    method = FedStats(features="pixels", second_moments=second)
-    plans = method.private_plans(PrivacySettings(noise_multiplier=1.0), context(1, rounds=1))
-    assert sum(plan.noise_ratio**-2 for plan in plans) == pytest.approx(1.0)
+def test_second_moments_go_by_the_settings_alone() -> None:
+    privacy = PrivacySettings(epsilon=8.0)
+    found = {s: FedStats(second_moments=s) for s in ("auto", "yes", "no")}
+    assert [found[s].has_second(None) for s in found] == [True, True, False]
+    assert [found[s].has_second(privacy) for s in found] == [False, True, False]
 
 
 def test_the_report_says_which_model_it_is() -> None:

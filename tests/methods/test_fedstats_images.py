@@ -20,9 +20,8 @@ from fedsynth import (
     load_synthetic,
     simulate,
 )
-from fedsynth.core.context import RoundContext, round_context
+from fedsynth.core.context import RoundContext
 from fedsynth.data.images import denormalise
-from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import OutputError
 from fedsynth.evaluation.accuracy import accuracy
 from fedsynth.features.random_images import random_images
@@ -34,15 +33,16 @@ from fedsynth.models.registry import build_model
 from fedsynth.privacy.plans import PrivatePlan
 from fedsynth.seeding import torch_generator
 from fedsynth.synthesizer.condensation.student import StudentSettings, train_student
+from tests.digits import SPEC
+from tests.digits import context as some_context
 
-SPEC, CPU = dataset_spec("digits"), torch.device("cpu")
 SMALL = FedStats(features="pixels", ipc=2, image_steps=5)
 
 
 def context(number: int = 1, rounds: int = 1, sigma: float | None = None) -> RoundContext:
     privacy = None if sigma is None else PrivacySettings(noise_multiplier=sigma)
     network = feature_linear(SMALL.map_of(SPEC), SPEC)
-    return round_context(number, 0, CPU, SPEC, network, 20.0, privacy, rounds=rounds)
+    return some_context(privacy, number, network=network, nominal=20.0, rounds=rounds)
 
 
 def begun() -> FedStatsState:
@@ -191,30 +191,25 @@ def test_signal_to_noise_is_that_of_a_simulation(second: str, aggregation: str) 
     """Orthogonal classes of equal examples, written out, summed over four clients who each add
     noise."""
     method = FedStats(features="pixels", second_moments=second, aggregation=aggregation)
+    privacy = PrivacySettings(noise_multiplier=3.0)
     network = feature_linear(method.map_of(SPEC), SPEC)
-    where = round_context(
-        1, 0, CPU, SPEC, network, 50.0, PrivacySettings(noise_multiplier=3.0), rounds=3, clients=4
-    )
-    plans = {one.name: one for one in method.private_plans(where.privacy, where)}  # type: ignore[arg-type]
+    where = some_context(privacy, network=network, nominal=50.0, rounds=3, clients=4)
+    plans = {one.name: one for one in method.private_plans(privacy, where)}
     z, e = np.eye(64)[:10], np.eye(10) - 0.1  # an example of each class
     crossed = np.einsum("nc,nd->ncd", e / target_norm(10), z).reshape(10, -1)
-    wrong = method.step_clip * np.einsum("nc,nd->ncd", -e / target_norm(10), z).reshape(10, -1)
     i, j = np.triu_indices(64)
     squares = np.einsum("nd,ne->nde", z, z)[:, i, j] * np.where(i == j, 1, 2**0.5)
     both = 0.5**0.5 * np.concatenate([squares, crossed], axis=1)
-    bound = plans["centre"].clip
     cases = {
         "moments": both if second == "yes" else crossed,
-        "step": wrong,
-        "centre": np.tile(bound * np.eye(64)[0], (10, 1)),
+        "step": -method.step_clip * crossed,
+        "centre": np.tile(plans["centre"].clip * np.eye(64)[0], (10, 1)),
     }
     draws = np.random.default_rng(0)
     for name, rows in cases.items():
         plan: PrivatePlan = plans[name]
         signal = np.linalg.norm(20 * rows.sum(axis=0))  # 200 examples
         each = 3.0 * plan.noise_ratio * plan.clip / plan.shares**0.5
-        noise = [
-            np.linalg.norm(draws.normal(0, each, (4, rows.shape[1])).sum(0)) for _ in range(50)
-        ]
-        expected = signal / np.sqrt(np.mean(np.square(noise)))
+        noise = draws.normal(0, each, (50, 4, rows.shape[1])).sum(axis=1)
+        expected = signal / np.sqrt(np.square(noise).sum(axis=1).mean())
         assert plan.signal_to_noise(3.0, 200, 4) == pytest.approx(expected, rel=0.03)

@@ -9,19 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from fedsynth import FedStats, PartitionSettings, PrivacySettings, RunSettings, simulate
-from fedsynth.core.client import OpenClients
 from fedsynth.core.context import RoundContext, round_context
-from fedsynth.core.messages import ModelParameters
-from fedsynth.data.images import ImageData, from_arrays
 from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import SettingError
 from fedsynth.features.feature_map import FeatureMap
 from fedsynth.methods.shared.noise_shares import Pool
 from fedsynth.methods.statistics import whitening
-from fedsynth.methods.statistics.whitening import COVARIANCES, released_roots, white_signal
+from fedsynth.methods.statistics.whitening import released_roots, white_signal
 from fedsynth.models.feature_linear import Embedding, root_names
 from fedsynth.privacy.products import Grams
 from fedsynth.privacy.settings import PrivacySettings as Settings
@@ -38,56 +34,7 @@ def context(**other: Any) -> RoundContext:
     )
 
 
-def images(count: int = 20) -> ImageData:
-    """The last two are black and white."""
-    pixels = np.random.default_rng(0).integers(0, 256, (count, 1, 8, 8)).astype(np.uint8)
-    pixels[-2] = 0
-    pixels[-1] = 255
-    return from_arrays(pixels, np.arange(count) % 10, SPEC)
-
-
-def sums(parts: list[list[int]], data: ImageData) -> Tensor:
-    """What clients with these records send of covariances, without noise, [clients, D]."""
-    clients = OpenClients(range(len(parts)), data, [torch.tensor(p).long() for p in parts])
-    message = ModelParameters(METHOD.network(None, SPEC, 0).state_dict(), 1.0)  # type: ignore[arg-type]
-    replies = METHOD.first_step(message, clients, [{} for _ in parts], context())
-    return torch.stack([reply.covariances.double() for reply, _ in replies])  # type: ignore[attr-defined]
-
-
 # ------------------------------------------------------------------------------------- privacy
-
-
-def test_one_example_moves_the_release_by_at_most_its_clip() -> None:
-    """A black or white image too."""
-    data = images()
-    (plan,) = [one for one in METHOD.private_plans(PRIVATE, context()) if one.name == COVARIANCES]
-    everybody = sums([list(range(20))], data)
-    assert everybody.shape[1] == plan.dimension
-    for left_out in range(20):
-        rest = [n for n in range(20) if n != left_out]
-        moved = float((everybody - sums([rest], data)).norm())
-        assert moved <= plan.clip * (1 + 1e-5)
-        assert moved > 0.02 or left_out == 18  # black, of which all coefficients are 0
-
-
-def test_sums_over_clients_are_those_of_the_pooled_data() -> None:
-    data = images()
-    pooled = sums([list(range(20))], data).sum(0)
-    by_class = [[n for n in range(20) if n % 10 == c] for c in range(10)]
-    for parts in (by_class, [list(range(7)), list(range(7, 20)), []]):
-        torch.testing.assert_close(sums(parts, data).sum(0), pooled, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("white", ["yes", "no"])
-def test_all_releases_have_the_whole_budget(white: str) -> None:
-    """Shares of μ² are 1/ratio², with covariances or without."""
-    method = FedStats(features="scattering", whitening=white, covariance_share=0.2)
-    plans = {plan.name: plan for plan in method.private_plans(PRIVATE, context())}
-    assert (COVARIANCES in plans) == (white == "yes")
-    shares = {name: plan.noise_ratio**-2 for name, plan in plans.items()}
-    assert sum(shares.values()) + shares["step"] == pytest.approx(1.0)
-    if white == "yes":
-        assert shares[COVARIANCES] == pytest.approx(0.2)
 
 
 def test_the_signal_is_that_of_white_examples() -> None:
@@ -165,14 +112,10 @@ def test_drowned_covariances_change_next_to_nothing() -> None:
                 assert float(values.max()) < 1.3 * max(1.0, signal + 1) ** (whitening.POWER / 2)
 
 
-def test_wholly_drowned_covariances_change_nothing() -> None:
+def test_wholly_drowned_covariances_change_nothing_and_none_is_the_identity() -> None:
     z = np.random.default_rng(2).normal(size=(50, 6)) * 0.1
-    found = released_roots(pool_of(z, 1e4), torch.zeros(6), 0.0, MAP)
-    for root in found.values():
+    for root in released_roots(pool_of(z, 1e4), torch.zeros(6), 0.0, MAP).values():
         torch.testing.assert_close(root, torch.eye(len(root)), atol=1e-6, rtol=0)
-
-
-def test_nothing_released_and_nothing_seen_is_the_identity() -> None:
     found = released_roots(pool_of(np.zeros((4, 6)), 0.0), torch.zeros(6), 0.0, MAP)
     assert all(torch.equal(root, torch.eye(len(root))) for root in found.values())
 
@@ -205,17 +148,13 @@ def run(output: Path | None = None, **other: Any) -> Any:
 def test_a_private_run_whitens_and_an_open_one_does_not() -> None:
     private = run(privacy=PrivacySettings(epsilon=8.0))
     names = root_names(METHOD.map_of(SPEC).blocks)
-    flat = [
-        torch.equal(value, torch.eye(len(value)))
-        for name, value in private.model.state_dict().items()
-        if name in names
-    ]
-    assert flat == [False, False]
+    for result, whitened in ((private, True), (run(), False)):
+        state = result.model.state_dict()
+        same = [torch.equal(state[name], torch.eye(len(state[name]))) for name in names]
+        assert same == [not whitened] * 2
     assert private.accuracy > 0.7
     quantities = [row["quantity"] for row in private.privacy["ledger"]]
     assert sum("channels" in one for one in quantities) == 1
-    opened = run().model.state_dict()
-    assert all(torch.equal(opened[name], torch.eye(len(opened[name]))) for name in names)
 
 
 def test_rows_are_tried_with_what_a_server_may_send_too() -> None:
@@ -242,9 +181,8 @@ def test_which_features_are_whitened_is_public() -> None:
     with pytest.raises(SettingError, match="covariance_share"):
         FedStats(whitening="yes", covariance_share=0.89, moment_share=0.1)
     unsaid = FedStats(covariance_share=0.89, moment_share=0.1)  # "auto": known with the data set
-    where = round_context(
-        1, 0, torch.device("cpu"), dataset_spec("mnist"), torch.nn.Identity(), 20.0, PRIVATE
-    )
+    mnist = dataset_spec("mnist")
+    where = round_context(1, 0, torch.device("cpu"), mnist, torch.nn.Identity(), 20.0, PRIVATE)
     with pytest.raises(SettingError, match="covariance_share"):
         unsaid.private_plans(PRIVATE, where)
 

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -108,3 +109,41 @@ def test_presets_add_to_those_of_the_bases() -> None:
         assert own.items() <= values.items()
     for name in ("feddm", "fedaf", "real"):
         assert resolve({"run": {"method": name}}).to_mapping()["method"]["server_epochs"] == 60
+
+
+PAPERS: dict[str, dict[str, Any]] = {
+    "feddm": {  # Secs. 4.1 and App. D.3
+        "ipc": 10, "iterations": 1000, "image_lr": 1.0, "image_momentum": 0.0, "batch": 256,
+        "radius": 5.0, "server_epochs": 500, "server_batch": 256, "server_lr": 0.01,
+        "min_examples": 10, "restart": False, "perturbation": "sphere", "augment": "none",
+        "small_class": "all", "logit_weight": 1.0,
+    },
+    "fedaf": {
+        "ipc": 50, "iterations": 1000, "batch": 256, "image_lr": 1.0, "image_momentum": 0.9,
+        "gamma": 0.9, "local_weight": 1e-4, "global_weight": 1e-2, "server_epochs": 500,
+        "server_batch": 256, "server_lr": 1e-3,
+    },
+    "fedkf": {
+        "local_epochs": 10, "batch": 64, "lr": 0.01, "distillation": 1.0, "one_hot_weight": 0.1,
+        "activation_weight": 0.1, "generator_lr": 1e-3, "teacher": "oca", "final": "oca",
+    },
+    "fedhydra": {
+        "local_epochs": 200, "batch": 128, "lr": 0.01, "bn_weight": 1.0, "ad_weight": 0.5,
+        "generator_lr": 1e-3, "generator_steps": 30, "server_epochs": 200, "server_lr": 0.01,
+        "stratification_steps": 30, "stratification_batch": 32, "stratification_lr": 0.01,
+        "student_images": "all", "replay": False, "generator_reset": False, "learn_noise": False,
+        "flips": False, "crop": 0, "generator_beta1": 0.9,
+    },
+    "dense": {
+        "only_disagreement": True, "hard_weight": 0, "student_images": "best", "replay": True,
+        "generator_reset": True, "learn_noise": True, "flips": True, "crop": 0.125,
+        "generator_beta1": 0.5,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PAPERS)
+def test_defaults_are_the_papers(name: str) -> None:
+    """A change here is a change of the method."""
+    method = method_class(name)()
+    assert {setting: getattr(method, setting) for setting in PAPERS[name]} == PAPERS[name]

@@ -1,0 +1,89 @@
+"""Random images of the digits' form, a tiny network, and clients who are charged for what they
+send."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fedsynth.core.charging import charge_for
+from fedsynth.core.client import ClientGroup, PrivateClients
+from fedsynth.core.context import RoundContext, round_context
+from fedsynth.core.method import Method
+from fedsynth.data.images import ImageData, from_arrays
+from fedsynth.data.registry import dataset_spec
+from fedsynth.models.registry import ModelSettings, build_model
+from fedsynth.privacy.guard import Guard
+from fedsynth.privacy.ledger import Ledger
+from fedsynth.privacy.plans import MAIN
+from fedsynth.privacy.randomness import SecretGenerator
+from fedsynth.privacy.settings import PrivacySettings
+
+SPEC, CPU = dataset_spec("digits"), torch.device("cpu")
+BLACK, WHITE = np.zeros((1, 1, 8, 8), np.uint8), np.full((1, 1, 8, 8), 255, np.uint8)
+NOISE = np.random.default_rng(7).integers(0, 256, (1, 1, 8, 8)).astype(np.uint8)
+HOSTILE = (BLACK, WHITE, NOISE)
+"""Images of one example more, for tests of sensitivity."""
+
+
+def digits(labels: Any, extra: np.ndarray | None = None, device: torch.device = CPU) -> ImageData:
+    """Random images with these labels; the last one is `extra`, if it is given."""
+    images = np.random.default_rng(0).integers(0, 256, (len(labels), 1, 8, 8)).astype(np.uint8)
+    if extra is not None:
+        images[-1:] = extra
+    return from_arrays(images, np.asarray(labels), SPEC).to(device)
+
+
+def convnet(norm: str = "instance", seed: int = 0) -> nn.Module:
+    """Embeddings of 16 numbers, and ten logits."""
+    return build_model(ModelSettings(width=4, depth=2, norm=norm), SPEC.image_shape, 10, seed)
+
+
+def context(
+    privacy: PrivacySettings | None = None,
+    number: int = 1,
+    *,
+    network: nn.Module | None = None,
+    device: torch.device = CPU,
+    seed: int = 0,
+    nominal: float = 30.0,
+    **federation: Any,
+) -> RoundContext:
+    """Of round `number`, with a ConvNet unless a network is given."""
+    return round_context(
+        number, seed, device, SPEC, network or convnet(), nominal, privacy, **federation
+    )
+
+
+def charged(
+    method: Method,
+    ctx: RoundContext,
+    data: ImageData,
+    parts: Sequence[Tensor] | None = None,
+    ledgers: Sequence[Ledger] | None = None,
+    phase: str = MAIN,
+) -> PrivateClients:
+    """Private clients with these parts of the data, one with all of them if there are none."""
+    parts = [torch.arange(len(data.labels))] if parts is None else parts
+    ids = range(len(parts))
+    guards = [Guard(ledger, 1e-5, None) for ledger in ledgers or [Ledger(str(k)) for k in ids]]
+    allowances = charge_for(method, ctx, ids, guards, [SecretGenerator() for _ in ids], phase)
+    return PrivateClients(ids, data, parts, allowances)
+
+
+def sent(
+    method: Method,
+    ctx: RoundContext,
+    clients: ClientGroup,
+    memories: Sequence[Any] | None = None,
+    state: Any = None,
+) -> list[Any]:
+    """What the clients of a first round (or of one with this state) upload."""
+    state = state or method.initial_state(ctx.architecture.state_dict())
+    message = method.broadcast(state, ctx)
+    results = method.client_step(message, clients, memories or [{} for _ in clients.ids], ctx)
+    return [upload for upload, _ in results]

@@ -1,0 +1,71 @@
+"""Nine images of four pixels, three clients, and rounds on them: small enough for NumPy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from fedsynth.core.client import OpenClients
+from fedsynth.core.context import RoundContext, round_context
+from fedsynth.data.images import ImageData, from_arrays
+from fedsynth.data.registry import DatasetSpec
+from fedsynth.federation.exchange.server import Server
+from fedsynth.methods.shared.local import TrainsLocally
+from tests.rounds import play
+
+Array = npt.NDArray[np.float64]
+SPEC = DatasetSpec("tiny", 1, 2, 2, 3, 9, 3, (0.0,), (1.0,), ("a", "b", "c"), "made up")
+PIXELS = np.random.default_rng(0).integers(0, 256, (9, 1, 2, 2)).astype(np.uint8)
+LABELS = np.array([0, 1, 2, 0, 1, 1, 2, 2, 0])
+PARTS = [torch.arange(2), torch.arange(2, 5), torch.arange(5, 9)]
+SIZES = (2, 3, 4)
+X = PIXELS.reshape(9, 4) / 255
+# an epoch is one step on all examples
+FULL: dict[str, Any] = {"batch": 10, "lr": 0.5, "momentum": 0.0, "local_epochs": 3}
+
+
+def data(device: torch.device) -> ImageData:
+    return from_arrays(PIXELS, LABELS, SPEC).to(device)
+
+
+def clients(device: torch.device, ids: Sequence[int] = (0, 1, 2)) -> OpenClients:
+    return OpenClients(ids, data(device), [PARTS[k] for k in ids])
+
+
+def context(
+    number: int, device: torch.device, network: nn.Module, active: Sequence[int] = (0, 1, 2)
+) -> RoundContext:
+    return round_context(
+        number, 0, device, SPEC, network, 3.0, clients=3, participants=tuple(active), sizes=SIZES
+    )
+
+
+def rounds(
+    method: TrainsLocally,
+    network: Callable[[], nn.Module],
+    device: torch.device,
+    active: Sequence[tuple[int, ...]] = ((0, 1, 2), (0, 1, 2)),
+    grouped: bool = True,
+) -> tuple[list[dict[str, Array]], Any, dict[int, Any]]:
+    """The global model after each round, the last state, and the clients' memories.
+
+    Args:
+        grouped: whether all clients of a round are trained in one group, or each by itself.
+    """
+    server = Server(method, {n: v.to(device) for n, v in network().state_dict().items()})
+    memories: dict[int, Any] = {}
+    models = []
+    for number, ids in enumerate(active, 1):
+        groups = [clients(device, some) for some in ([ids] if grouped else [(k,) for k in ids])]
+        play(server, groups, memories, context(number, device, network(), ids))
+        models.append(as_arrays(server.state.parameters))
+    return models, server.state, memories
+
+
+def as_arrays(parameters: Any) -> dict[str, Array]:
+    return {name: value.detach().cpu().double().numpy() for name, value in parameters.items()}
