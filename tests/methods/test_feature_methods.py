@@ -465,11 +465,11 @@ def test_two_rounds_of_fedfa_plus_equal_plain_torch() -> None:
                 sgd.step()
             models.append(mine)
         with torch.no_grad():
-            soft = [
+            each = [
                 soft_histogram(m.embed(clients.images(p)), 4, 0.1)
                 for m, p in zip(models, parts, strict=True)
             ]
-        pi = torch.stack(soft).mean(0)
+        pi = torch.stack(each).mean(0)
         for stage in (0, 1):
             for i in (0, 1):
                 gammas[stage][i] = modulation(torch.stack([kept[k][stage][i] for k in (0, 1)]))
