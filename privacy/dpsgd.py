@@ -23,6 +23,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from fedsynth.privacy.each_record import Note, values_of_each
 from fedsynth.privacy.errors import ForbiddenLayerError, PrivacyError
 from fedsynth.privacy.mechanisms import GaussianSums
 from fedsynth.privacy.passes import padded, pass_length
@@ -157,6 +158,7 @@ def dp_sgd(
     loss: ExampleLoss | None = None,
     units: Units | None = None,
     factors: Factors | None = None,
+    note: Note = lambda text: None,
 ) -> None:
     """Trains `model` in place for `steps` private steps.
 
@@ -177,6 +179,7 @@ def dp_sgd(
         factors: of a linear model's gradients, at the model's present weights: they are then
             clipped and summed without being written out, to the same sums but for rounding; where
             users are the units, they are. For its cross-entropy alone.
+        note: receives why records contribute nothing, if the model or the loss raises on them.
     """
     from opacus.grad_sample import GradSampleModule
 
@@ -192,6 +195,10 @@ def dp_sgd(
     length = pass_length(settings.expected_batch_size, PASS_START / size, rows_at_once(model))
     if short:
         length = pass_length(settings.expected_batch_size, FACTOR_START, FACTOR_BATCH)
+
+    def gradients(x: Tensor, y: Tensor) -> Tensor:
+        return _per_example_gradients(model, parameters, x, y, loss or cross_entropies)
+
     try:
         for _ in range(steps):
             for sample in members.sample(series).split(length):
@@ -206,7 +213,7 @@ def dp_sgd(
                 if by_factors is not None:
                     rows = _written_out(by_factors, x, y)
                 else:
-                    rows = _per_example_gradients(model, parameters, x, y, loss or cross_entropies)
+                    rows = values_of_each(gradients, (x, y), note)
                 one_group = torch.zeros(len(part), dtype=torch.int64, device=rows.device)
                 series.add(rows[: len(part)], one_group, sample)
             gradient = (series.release()[0] / settings.expected_batch_size).to(flat)
@@ -313,8 +320,7 @@ def _per_example_gradients(
 ) -> Tensor:
     """[N, P]: the gradient of each example's loss; Opacus' hooks, which sit on the model's own
     layers, fill `grad_sample`, which is emptied."""
-    for p in parameters:
-        p.grad_sample = None  # type: ignore[attr-defined]
+    _forget_passes(model)
     with _quiet_hooks(), _in_plain_order(model):
         each = loss(model, x_NCHW, labels_N)
         if each.shape != (len(x_NCHW),):  # else a request of odd shapes could mix the examples
@@ -324,6 +330,16 @@ def _per_example_gradients(
         each.sum().backward()
     of_each = [p.grad_sample.flatten(1) for p in parameters]  # type: ignore[attr-defined]
     rows = torch.cat(of_each, dim=1)
-    for p in parameters:
-        p.grad_sample = p.grad = None  # type: ignore[attr-defined]
+    _forget_passes(model)
     return rows
+
+
+def _forget_passes(model: nn.Module) -> None:
+    """Removes what Opacus' hooks keep of a pass, also of one that failed half-way."""
+    for layer in model.modules():
+        for name in ("activations", "max_batch_len"):
+            layer.__dict__.pop(name, None)
+    for p in model.parameters():
+        p.grad_sample = p.grad = None  # type: ignore[attr-defined]
+        p.__dict__.pop("_current_grad_sample", None)
+        p._forward_counter = 0  # type: ignore[attr-defined]

@@ -21,6 +21,7 @@ from fedsynth.models.feature_linear import Embedding
 from fedsynth.models.on_features import OnFeatures
 from fedsynth.privacy.allowance import Allowance, GroupAllowance, UnaccountedNoise
 from fedsynth.privacy.dpsgd import DpSgdSettings, ExampleLoss, Penalty, dp_sgd
+from fedsynth.privacy.each_record import Note, values_of_each
 from fedsynth.privacy.errors import UnplannedReleaseError
 from fedsynth.privacy.mechanisms import GaussianSums, Released
 from fedsynth.privacy.passes import padded, pass_length
@@ -45,7 +46,7 @@ def chunk(device: torch.device) -> int:
 
 
 def _inputs(
-    network: nn.Module | None, data: ImageData, parts: Sequence[Tensor]
+    network: nn.Module | None, data: ImageData, parts: Sequence[Tensor], note: Note | None = None
 ) -> Callable[[Tensor, int], Tensor] | None:
     """Where the network stands on a feature map, what gives its inputs z [length, d] for records
     [N] of these parts, whose features are made now, once for all, and filled up with zeros before z
@@ -53,7 +54,7 @@ def _inputs(
     if not isinstance(network, OnFeatures):
         return None
     on = network
-    look_up = feature_table(data, on.feature_map, torch.cat([*parts, parts[0][:0]]))
+    look_up = feature_table(data, on.feature_map, torch.cat([*parts, parts[0][:0]]), note=note)
     return lambda records, length: on.vectors(padded(look_up(records), length))
 
 
@@ -193,6 +194,8 @@ class PrivateClients:
             users.
         network: that is trained. Where it stands on a feature map, its inputs, each of one record
             alone, take the place of images.
+        note: receives why some records contribute nothing, if the code of a feature map, model or
+            method raises on them: a step that failed would tell the server of these records.
     """
 
     def __init__(
@@ -205,16 +208,18 @@ class PrivateClients:
         nominal_size: float | None = None,
         users: Tensor | None = None,
         network: nn.Module | None = None,
+        note: Note = lambda text: None,
     ) -> None:
         self.ids = tuple(ids)
         self.spec = data.spec
+        self._note = note
         self._data = data
         self._allowance = GroupAllowance(allowances)
         self._nominal_size = nominal_size
         self._parts = [part.to(data.labels.device) for part in parts]
         self._records = [part.cpu() for part in parts]
         self._labels = data.labels.cpu()
-        self._inputs = _inputs(network, data, self._parts)
+        self._inputs = _inputs(network, data, self._parts, note)
         self._users = None if users is None else users.cpu()
         self._units = [
             Units(len(own), None if self._users is None else self._users[own])
@@ -310,7 +315,8 @@ class PrivateClients:
             stop = start + len(some)
             labels = self._labels[some]
             segments = self.spec.classes * owner[start:stop] + labels
-            made = rows(self._images(some, size), padded(segments, size, fill=-1))
+            each = self._images(some, size), padded(segments, size, fill=-1)
+            made = values_of_each(rows, each, self._note)
             for position in owner[start:stop].unique().tolist():
                 offset = offsets[position]
                 first = max(start, offset)
@@ -346,7 +352,7 @@ class PrivateClients:
         for own, units, one in zip(self._records, self._units, series, strict=True):
             sample = units.sample(one)
             records = own[sample.records]
-            look_up = feature_table(self._data, features, records, embedding)
+            look_up = feature_table(self._data, features, records, embedding, self._note)
             for start in range(0, len(records), size):
                 some = records[start : start + size].to(device, non_blocking=True)
                 made = rows(padded(look_up(some), size), padded(self._data.labels[some], size))
@@ -394,7 +400,9 @@ class PrivateClients:
             labels = self._data.labels[part]
             linear = isinstance(model, OnFeatures) and model.linear
             factors = model.gradient_factors if linear else None
-            dp_sgd(model, images, labels, s, steps, settings, penalty, loss, units, factors)
+            dp_sgd(
+                model, images, labels, s, steps, settings, penalty, loss, units, factors, self._note
+            )
             report(done)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from fedsynth.data.images import ImageData
 from fedsynth.features.feature_map import FeatureMap
 from fedsynth.models.feature_linear import Embedding
+from fedsynth.privacy.each_record import Note, values_of_each
 from fedsynth.privacy.passes import padded
 
 MOST_BYTES = 3 * 2**30
@@ -64,7 +65,11 @@ _KEPT: WeakKeyDictionary[ImageData, WeakKeyDictionary[FeatureMap, _Kept]] = Weak
 
 
 def feature_table(
-    data: ImageData, features: FeatureMap, records: Tensor, embedding: Embedding | None = None
+    data: ImageData,
+    features: FeatureMap,
+    records: Tensor,
+    embedding: Embedding | None = None,
+    note: Note | None = None,
 ) -> Look:
     """What looks up vectors [M, d] of positions [M] among `records` [N], which it has made where
     they were missing; a look-up waits for nothing on the device.
@@ -75,12 +80,14 @@ def feature_table(
         records: positions, int64.
         embedding: what z is made of φ with. z is kept too, until another embedding is asked for:
             fedstats' is the same from its first step to its last.
+        note: where the records are private, receives why φ is missing: of a record on which the
+            map raises, φ is NaN. None: the map's error is raised.
 
     Returns:
         A function of positions, to φ or z.
     """
     if 4 * len(data) * features.dimension > MOST_BYTES:
-        return lambda some: _turned(_made(data, features, some), embedding)
+        return lambda some: _turned(_made(data, features, some, note), embedding)
     maps = _KEPT.setdefault(data, WeakKeyDictionary())
     kept = maps.get(features)
     if kept is None:
@@ -88,7 +95,7 @@ def feature_table(
     phi = kept.features
 
     def make(missing: Tensor) -> Tensor:
-        return _made(data, features, missing)
+        return _made(data, features, missing, note)
 
     def embed(missing: Tensor) -> Tensor:
         there = missing.to(data.images.device, non_blocking=True)
@@ -118,11 +125,15 @@ def keep_features(data: ImageData, features: FeatureMap, vectors_Nd: Tensor) -> 
     _KEPT.setdefault(data, WeakKeyDictionary())[features] = _Kept(table)
 
 
-def _made(data: ImageData, features: FeatureMap, records: Tensor) -> Tensor:
+def _made(data: ImageData, features: FeatureMap, records: Tensor, note: Note | None) -> Tensor:
     parts = [torch.zeros(0, features.dimension, device=data.images.device)]
     with torch.no_grad():
         for some in records.to(data.images.device, non_blocking=True).split(PASS):
-            parts.append(features(padded(data.images[some], PASS))[: len(some)])
+            images = padded(data.images[some], PASS)
+            vectors = (
+                features(images) if note is None else values_of_each(features, (images,), note)
+            )
+            parts.append(vectors[: len(some)])
     return torch.cat(parts)
 
 

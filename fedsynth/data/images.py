@@ -4,7 +4,7 @@ see."""
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,8 @@ class ImageData:
             become int64.
         groups: numbers [N] ≥ 0 of writers, devices or patients (many, without names), which need
             not all occur; become int64.
+        may_be_empty: whether there may be no example at all: where a refusal would tell others that
+            a data owner has none.
 
     Raises:
         DataError: shapes that do not fit each other or `spec`, wrong types, two devices, labels
@@ -52,6 +54,7 @@ class ImageData:
     spec: DatasetSpec
     domains: Tensor | None = None
     groups: Tensor | None = None
+    may_be_empty: bool = False
 
     def __post_init__(self) -> None:
         if self.images.dtype != torch.uint8:
@@ -65,7 +68,7 @@ class ImageData:
             raise DataError(
                 f"{self.spec.name}: {len(self.images)} images but {len(self.labels)} labels"
             )
-        if len(self.images) == 0:
+        if len(self.images) == 0 and not self.may_be_empty:
             raise DataError(f"{self.spec.name}: there must be at least one example")
         if self.images.device != self.labels.device:
             raise DataError(
@@ -96,7 +99,8 @@ class ImageData:
         domains, groups = (
             None if array is None else array.to(device) for array in (self.domains, self.groups)
         )
-        return ImageData(self.images.to(device), self.labels.to(device), self.spec, domains, groups)
+        images, labels = self.images.to(device), self.labels.to(device)
+        return replace(self, images=images, labels=labels, domains=domains, groups=groups)
 
     def subset(self, indices: Array) -> ImageData:
         """The examples at `indices` (integers [M], in this order, repeats allowed).
@@ -119,7 +123,8 @@ class ImageData:
         domains, groups = (
             None if array is None else array[index] for array in (self.domains, self.groups)
         )
-        return ImageData(self.images[index], self.labels[index], self.spec, domains, groups)
+        images, labels = self.images[index], self.labels[index]
+        return replace(self, images=images, labels=labels, domains=domains, groups=groups)
 
     def origins(self) -> tuple[IntArray | None, IntArray | None]:
         """`domains` and `groups` as `partition` takes them, int64 [N] on the CPU."""
@@ -302,7 +307,7 @@ def _check_label_range(labels: Tensor, spec: DatasetSpec) -> None:
 def _check_domains(domains: Tensor, labels: Tensor, spec: DatasetSpec) -> None:
     _check_beside("domains", domains, labels, spec)
     wide = _wide(domains)
-    if int(wide.min()) < 0 or int(wide.max()) >= len(spec.domains):
+    if bool(((wide < 0) | (wide >= len(spec.domains))).any()):
         raise DataError(
             f"{spec.name}: domains must lie in [0, {len(spec.domains)}): the specification names "
             f"{len(spec.domains)}"
@@ -311,9 +316,11 @@ def _check_domains(domains: Tensor, labels: Tensor, spec: DatasetSpec) -> None:
 
 def _check_groups(groups: Tensor, labels: Tensor, spec: DatasetSpec) -> None:
     _check_beside("groups", groups, labels, spec)
-    least = int(_wide(groups).min())
-    if least < 0:
-        raise DataError(f"{spec.name}: groups must be numbers from 0 on, the least is {least}")
+    wide = _wide(groups)
+    if bool((wide < 0).any()):
+        raise DataError(
+            f"{spec.name}: groups must be numbers from 0 on, the least is {int(wide.min())}"
+        )
 
 
 def _check_beside(what: str, numbers: Tensor, labels: Tensor, spec: DatasetSpec) -> None:

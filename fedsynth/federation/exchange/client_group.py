@@ -69,6 +69,7 @@ def view(clients: Sequence[ClientRuntime], phase: str, context: RoundContext) ->
         nominal_size=context.nominal_size,
         users=resident.groups if protects_users else None,
         network=context.architecture,
+        note=context.note,
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from fedsynth.core.context import Reporter, RoundContext, Silent
 from fedsynth.core.frames import Frame, whole
 from fedsynth.core.messages import Message
-from fedsynth.errors import FedsynthError, MessageError
+from fedsynth.errors import MessageError
 from fedsynth.federation.exchange.channel import Models, agreement, declared
 from fedsynth.federation.exchange.client_group import step_alone
 from fedsynth.federation.exchange.client_runtime import ClientRuntime
@@ -22,7 +22,7 @@ from fedsynth.federation.exchange.secure_client import SumDesk
 from fedsynth.federation.exchange.secure_step import KEYS, SHARES, UNMASK
 from fedsynth.federation.exchange.sum_form import SUM, parted
 from fedsynth.federation.secure_sums.client import Identities
-from fedsynth.privacy.errors import PrivacyError, RequestRefusedError
+from fedsynth.privacy.errors import RequestRefusedError
 from fedsynth.privacy.plans import PHASES
 
 Answer = Callable[[Frame], Frame]
@@ -84,8 +84,8 @@ class RemoteClient:
     def answer(self, sent: bytes) -> bytes:
         """The answer to one frame; what goes wrong is an answer, too.
 
-        An error that is none of fedsynth's own may speak of records: its text stays here, with the
-        reporter.
+        Only errors of the message itself are answered by their text. Others may depend on records:
+        their text stays here, with the reporter.
         """
         asked: Any = None
         try:
@@ -96,9 +96,7 @@ class RemoteClient:
             answer = self._answers[frame.kind](frame)
         except (MessageError, RequestRefusedError) as error:
             answer = Frame("error", {"text": str(error)})
-        except (FedsynthError, PrivacyError) as error:
-            answer = self._failed(error)
-        except BROKEN as error:
+        except Exception as error:  # whatever it is: silence would tell it from other errors
             answer = self._failed(error)
         named = {"client": self.runtime.number, "number": asked if type(asked) is int else None}
         return replace(answer, facts={**answer.facts, **named}).to_bytes()

@@ -24,7 +24,6 @@ from fedsynth.errors import FedsynthError, MessageError
 from fedsynth.federation.exchange.channel import agreement
 from fedsynth.federation.exchange.places import place_warnings
 from fedsynth.federation.exchange.protocol import REQUEST
-from fedsynth.federation.exchange.remote_client import BROKEN
 from fedsynth.federation.nodes.bundles import pack, unpack
 from fedsynth.federation.nodes.own_data import Source
 from fedsynth.federation.nodes.owner_report import write_owner_report
@@ -145,7 +144,7 @@ class Node:
                 session.keep()
                 return self._named(again, number)
             return session.answer(frame, sent)
-        except (FedsynthError, PrivacyError, OSError) as error:
+        except Exception as error:
             self.say(f"run {run:.16}: {error}")
             # what a file, a folder or a ledger of the owner's says stays here, and also its kind:
             # a server could ask on with other classes and sizes until it knew the owner's images
@@ -252,7 +251,7 @@ class Node:
         """
         try:
             return self._opened(proposal)
-        except (*BROKEN, FedsynthError, PrivacyError, OSError, MemoryError) as error:
+        except Exception as error:
             raise OwnRecordsError(f"its records: {error}") from None
 
     def _opened(self, proposal: Proposal) -> Session:

@@ -102,7 +102,8 @@ class PartOf:
             train.spec.classes,
             *train.origins(),
         )
-        return train.subset(np.asarray(parts[number], np.int64))
+        own = replace(train, may_be_empty=True)
+        return own.subset(np.asarray(parts[number], np.int64))
 
     def identifier(self, proposal: Proposal) -> str:
         return data_set_id(proposal.settings)

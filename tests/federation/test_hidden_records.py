@@ -1,0 +1,187 @@
+"""What a server sees of a private node does not depend on which records its owner has: their
+number, labels and pixels, and whether code raises on some of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fedsynth import resolve
+from fedsynth.core.frames import Frame
+from fedsynth.data.images import ImageData
+from fedsynth.data.registry import DatasetSpec
+from fedsynth.features.feature_map import FeatureMap
+from fedsynth.features.registry import register_features
+from fedsynth.federation.nodes.bundles import unpack
+from fedsynth.federation.nodes.node import Node
+from fedsynth.federation.nodes.policy import ANY, Owner
+from fedsynth.federation.nodes.proposal import Proposal
+from fedsynth.federation.nodes.served import Post, serve
+from fedsynth.federation.nodes.to_nodes import Patience
+from fedsynth.models.registry import register_model
+from tests.federation.test_nodes import Hand
+from tests.federation.test_secure_runs import injected
+
+SPEC = DatasetSpec(
+    "scans", 1, 8, 8, 3, 60, 1, (0.5,), (0.25,), ("a", "b", "c"), "our clinic", groups=30
+)
+RUN = "0123456789abcdef"
+RAISES, DROPS, INFINITE = 255, 254, 253
+"""Grey values of images on which code misbehaves."""
+CLEAN = (9, 80, *range(100, 116))
+HOSTILE = (*CLEAN, RAISES, DROPS, INFINITE, RAISES)
+RECORDS = {"none": (), "one": (7,), "a pass": tuple(range(64)), "clean": CLEAN, "hostile": HOSTILE}
+
+
+def images(pixels: tuple[int, ...]) -> ImageData:
+    """Returns an image of each grey value, two of a user."""
+    made = torch.tensor(pixels, dtype=torch.uint8).view(-1, 1, 1, 1).repeat(1, 1, 8, 8)
+    labels = torch.full((len(made),), 2)
+    groups = torch.arange(len(made)) // 2
+    return ImageData(made, labels, SPEC, groups=groups, may_be_empty=True)
+
+
+@dataclass(frozen=True)
+class Given:
+    """A source of these records."""
+
+    data: ImageData
+
+    def read(self, proposal: Proposal, number: int) -> ImageData:
+        return self.data
+
+    def objections(self, proposal: Proposal, said: bool) -> list[str]:
+        return []
+
+    def identifier(self, proposal: Proposal) -> str:
+        return "scans"
+
+
+def misbehaving(x: Tensor, values: Tensor) -> Tensor:
+    """Returns the values of pixels in [0, 1], unless an image is black (as those that fill up a
+    pass are) or hostile."""
+    least = x.amin(dim=(1, 2, 3))
+    plain = least == x.amax(dim=(1, 2, 3))
+    grey = torch.where(plain, (255 * least).round(), -1)
+    assert not bool(((grey == RAISES) | (grey == 0)).any())
+    values = torch.where((grey == INFINITE)[:, None], torch.inf, values)
+    return values[grey != DROPS]
+
+
+def hostile_map(shape: tuple[int, int, int]) -> FeatureMap:
+    def function(x: Tensor) -> Tensor:
+        return misbehaving(x, x.flatten(1)[:, :16])
+
+    return FeatureMap("hostile", shape, 16, 4.0, 2.0, "pixels", function)
+
+
+class HostileModel(nn.Module):
+    """Misbehaves half-way."""
+
+    def __init__(self, shape: tuple[int, int, int], classes: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(64, 8)
+        self.classifier = nn.Linear(8, classes)
+
+    def embed(self, x: Tensor) -> Tensor:
+        return misbehaving(x / 4 + 0.5, torch.relu(self.first(x.flatten(1))))
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.classifier(self.embed(x))
+        return logits
+
+
+@pytest.fixture(autouse=True, scope="module")
+def own_code() -> None:
+    torch.set_num_threads(1)
+    register_features("hostile", hostile_map)
+    register_model("hostile", HostileModel)
+
+
+STEPS: dict[str, dict[str, Any]] = {
+    "feddm": {"iterations": 2, "ipc": 1, "server_epochs": 1},
+    "fedavg": {"local_steps": 2},
+    "fedstats": {"features": "hostile"},
+}
+
+
+def sections(method: str, **more: Any) -> dict[str, dict[str, Any]]:
+    model = {} if method == "fedstats" else {"name": "hostile"}
+    return {
+        "run": {"method": method, "rounds": 1, "device": "cpu", "quorum": 0.1},
+        "partition": {"clients": 2, **more.get("partition", {})},
+        "model": more.get("model", model),
+        "method": STEPS[method],
+        "privacy": {
+            "noise_multiplier": 5.0,
+            "nominal_size": 30,
+            **({} if method == "fedstats" else {"sample_rate": 1.0}),
+            **more.get("privacy", {}),
+        },
+    }
+
+
+def answers(
+    folder: Path, given: Any, pixels: tuple[int, ...]
+) -> tuple[list[Any], list[bytes], str]:
+    """Returns the kind, facts and length of each answer of the first of two nodes, the payloads,
+    and what its owner was told; with noise that can be repeated."""
+    seen: list[Any] = []
+    told: list[str] = []
+    payloads: list[bytes] = []
+    # "features" sends the classes whose released counts are above a floor
+    fixed_size = given["privacy"].get("mechanism") != "features"
+
+    def look(node: int, sent: bytes, answer: bytes) -> bytes:
+        if node == 100:
+            for one in unpack(answer):
+                frame = Frame.from_bytes(one)
+                facts = {key: value for key, value in frame.facts.items() if key != "history"}
+                sized = fixed_size or frame.kind != "answer"
+                seen.append((frame.kind, facts, len(one) if sized else 0))
+                payloads.append(frame.payload)
+        return answer
+
+    owner = Owner(approved=frozenset({ANY}))
+    nodes = {}
+    for k, own, say in ((0, images(pixels), told.append), (1, images(CLEAN), lambda _: None)):
+        home = folder / str(k)
+        node = Node(k, home, Given(own), owner, device="cpu", say=say, secret=injected(k))
+        nodes[100 + k] = node
+    proposal = Proposal(RUN, resolve(given, own_data="scans"), SPEC)
+    post = Post(Hand(nodes, look), Patience(join=0.2, answer=60, look=0.05))
+    serve(proposal, post, folder / "runs")
+    return seen, payloads, "\n".join(told)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        pytest.param(sections("feddm", partition={"local_test": 0.3}), id="residual"),
+        pytest.param(sections("feddm", privacy={"mechanism": "features"}), id="features"),
+        pytest.param(sections("fedavg", privacy={"unit": "user", "user_records": 1}), id="users"),
+        pytest.param(sections("fedstats"), id="statistics"),
+        pytest.param(
+            sections("fedavg", model={"name": "linear", "features": "hostile"}), id="on features"
+        ),
+    ],
+)
+def test_answers_do_not_depend_on_records(tmp_path: Path, given: Any) -> None:
+    """Neither kind nor length nor text. Records on which code misbehaves contribute zero: the same
+    bits are released as without them."""
+    found = {}
+    sent = {}
+    for number, (name, pixels) in enumerate(RECORDS.items()):
+        found[name], sent[name], told = answers(tmp_path / str(number), given, pixels)
+    assert "contributes nothing: AssertionError" in told
+    assert {kind for kind, _, _ in found["clean"]} == {"answer"}
+    for name, seen in found.items():
+        assert seen == found["clean"], name
+    if given["privacy"].get("mechanism") != "features":  # which also releases counts
+        assert sent["hostile"] == sent["clean"]
+        assert sent["one"] != sent["clean"]
