@@ -39,6 +39,7 @@ def describe(
     image_size: given.ImageSize = None,
     channels: given.Channels = None,
     skip_corrupt: given.SkipCorrupt = None,
+    skip_other: given.SkipOther = None,
     output: Annotated[
         Path | None,
         typer.Option(
@@ -63,6 +64,7 @@ def describe(
             image_size=image_size or "",
             channels=channels or 0,
             skip_corrupt=bool(skip_corrupt),
+            skip_other=bool(skip_other),
         )
         found = describe_folder(
             settings, lambda text: print(f"note: {text}", file=sys.stderr), name

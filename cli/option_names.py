@@ -36,7 +36,7 @@ SETTINGS: dict[str, tuple[str, str]] = {
     "test_data": ("data", "test_folder"),
     **{
         name: ("data", name)
-        for name in ("test", "image_size", "channels", "skip_corrupt", "declaration")
+        for name in ("test", "image_size", "channels", "skip_corrupt", "skip_other", "declaration")
     },
     "partition": ("partition", "kind"),
     **{

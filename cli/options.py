@@ -197,6 +197,14 @@ SkipCorrupt = Annotated[
         help="Name the files of --data that cannot be read, and leave them out.",
     ),
 ]
+SkipOther = Annotated[
+    bool | None,
+    _data(
+        "--skip-other/--no-skip-other",
+        help="Count what is no image in --data (other files, links to nothing, empty folders), and "
+        "skip it.",
+    ),
+]
 Declaration = Annotated[
     str | None,
     _data(

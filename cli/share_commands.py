@@ -51,6 +51,7 @@ def synthesize(
     image_size: given.ImageSize = None,
     channels: given.Channels = None,
     skip_corrupt: given.SkipCorrupt = None,
+    skip_other: given.SkipOther = None,
     declaration: given.Declaration = None,
     test_data: given.TestData = None,
     test: given.Test = None,

@@ -62,6 +62,7 @@ def student(
         str | None, typer.Option(help="A data set whose test images to test on.")
     ] = None,
     skip_corrupt: given.SkipCorrupt = None,
+    skip_other: given.SkipOther = None,
     data_root: given.DataRoot = None,
     download: given.Download = False,
     seed: Annotated[int, typer.Option(help="Of weights, batches and copies.")] = 0,
@@ -79,6 +80,7 @@ def student(
     """
     with one_line_errors(context.command):
         from fedsynth.cli.memory import keep_large_allocations
+        from fedsynth.data.folder_checks import Skip
         from fedsynth.data.shared_set import load_synthetic
         from fedsynth.federation.student import (
             network_for,
@@ -94,7 +96,7 @@ def student(
         test = real_images(
             spec,
             folder=test_data,
-            skip_corrupt=bool(skip_corrupt),
+            skip=Skip(bool(skip_corrupt), bool(skip_other)),
             dataset=dataset,
             data_root=data_root,
             download=download,

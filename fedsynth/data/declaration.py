@@ -20,13 +20,14 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from fedsynth.config_file import read_sections
 from fedsynth.data.own_files import LEDGERS
+from fedsynth.data.record_table import same_name
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import DataError, DataFilesCorruptError, FedsynthError
 
 MEAN, STD = 0.5, 0.25
 """Of pixels in [0, 1], where nobody says better: constants, for a computed mean is an exact
 function of the images."""
-Name = Annotated[str, Field(min_length=1, max_length=200)]
+Name = Annotated[str, Field(min_length=1, max_length=200), AfterValidator(same_name)]
 Count = Annotated[int, Field(ge=1, lt=10**15)]
 
 
@@ -125,6 +126,9 @@ def read_declaration(path: Path) -> Declaration:
         raise DataFilesCorruptError(
             f"{path}: sizes.most_images is a bound, and must not be below sizes.images"
         )
+    for key, names in (("class_names", read.images.class_names), ("sites", read.images.sites)):
+        if len(set(names)) < len(names):
+            raise DataFilesCorruptError(f"{path}: images.{key} has a name twice")
     signed = read.signed_off
     both = signed.by.strip() and signed.date.strip()
     ledger = read.privacy.ledger.strip()

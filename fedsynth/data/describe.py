@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 
 from fedsynth.data.declaration import proposal
+from fedsynth.data.folder_checks import Note
 from fedsynth.data.folder_settings import FolderSettings, declaration_beside
-from fedsynth.data.load_folder import Note, read_folder
+from fedsynth.data.load_folder import read_folder
 from fedsynth.data.own_files import find_files
 from fedsynth.data.partition import count_matrix
 from fedsynth.data.picture import partition_table

@@ -15,7 +15,7 @@ import numpy as np
 
 from fedsynth.data.folders import Reader, Split, images_in, read_images, read_lines
 from fedsynth.data.registry import DatasetSpec
-from fedsynth.data.users import USERS_FILE, read_users
+from fedsynth.data.users import USERS_FILE, numbered, read_users
 from fedsynth.errors import DataFilesCorruptError, DataFilesMissingError, Setting, Text
 
 OTHER_NAMES = {"backpack": "back_pack"}
@@ -58,7 +58,7 @@ def _with_users(split: Split, files: Sequence[Path], folder: Path) -> Split:
     if not (folder / USERS_FILE).exists():
         return split
     paths = [file.relative_to(folder).as_posix() for file in files]
-    return replace(split, groups=read_users(folder / USERS_FILE, paths))
+    return replace(split, groups=numbered(read_users(folder / USERS_FILE, paths)))
 
 
 def _listed(

@@ -35,6 +35,8 @@ class FolderSettings:
         skip_corrupt: leave files out that cannot be read, and name them; False refuses the folder.
         declaration: the file that says what is public of the images; empty: fedsynth.toml in the
             folder, if it is there. With differential privacy there must be one.
+        skip_other: skip what is no image (other files, links to nothing, empty folders), and count
+            it; False refuses the folder.
 
     Raises:
         SettingError: a value that none of these can have.
@@ -55,6 +57,7 @@ class FolderSettings:
     channels: int = 0
     skip_corrupt: bool = False
     declaration: str = ""
+    skip_other: bool = False
 
     def __post_init__(self) -> None:
         for name in ("folder", "test_folder", "declaration"):

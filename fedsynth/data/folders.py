@@ -83,19 +83,19 @@ def read_lines(path: Path, name: str, where: str) -> list[str]:
 
 
 def images_in(folder: Path) -> list[Path]:
-    """The image files of a folder, by name; none if there is no such folder.
+    """Returns the image files of a folder, by name; hidden files are none. Empty if there is no
+    such folder.
 
     Raises:
         DataFilesCorruptError: a folder that cannot be listed.
     """
+    if not folder.is_dir():
+        return []
     try:
-        return (
-            sorted(f for f in folder.iterdir() if f.suffix.lower() in ENDINGS)
-            if folder.is_dir()
-            else []
-        )
+        files = sorted(folder.iterdir())
     except OSError as error:
         raise DataFilesCorruptError(f"{folder} cannot be listed: {one_line(error)}") from None
+    return [f for f in files if f.suffix.lower() in ENDINGS and not f.name.startswith(".")]
 
 
 def read_images(paths: Sequence[Path], spec: DatasetSpec, *, resize: bool = False) -> Bytes:
@@ -144,6 +144,8 @@ def opened_image(path: Path, check: Callable[[tuple[int, int]], None]) -> Iterat
             it is decoded.
     """
     content = read_regular(path, MOST_IMAGE_BYTES)
+    if not content:
+        raise ValueError("it is empty: 0 bytes")
     if content.count(b"\xff\xda") > MOST_SCANS and content.startswith(b"\xff\xd8"):
         raise ValueError(f"it is a JPEG file of more than {MOST_SCANS} scans")
     with Image.open(BytesIO(content), formats=FORMATS) as image:  # reads the header alone

@@ -6,7 +6,7 @@ import hashlib
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,16 +16,25 @@ import torch
 from fedsynth.data.arrays import IntArray
 from fedsynth.data.declaration import MEAN, STD, Declaration
 from fedsynth.data.files import one_line
+from fedsynth.data.folder_checks import (
+    Note,
+    Skip,
+    check_apart,
+    files_of,
+    require_declared,
+    require_declared_counts,
+)
 from fedsynth.data.folder_settings import FolderSettings, name_of
+from fedsynth.data.folder_tree import Unread
 from fedsynth.data.images import ImageData
-from fedsynth.data.own_files import OwnFiles, find_files, in_order, left_out_in_words
+from fedsynth.data.own_files import OwnFiles, in_order
 from fedsynth.data.own_pixels import Failed, Look, look_at, read_pixels
 from fedsynth.data.registry import DatasetSpec
+from fedsynth.data.users import numbered
 from fedsynth.errors import DataError, DataFilesCorruptError, Setting, SettingError, Text
 
 NAMED = 5
 """Files that a message names."""
-Note = Callable[[str], None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +48,8 @@ class FolderData:
         sites: of each site the positions of its images; None: the folder has no sites, and the
             run's partition divides the images.
         names: the sites' names, as they name ledgers.
-        skipped: files that could not be read.
+        skipped: image files that could not be read.
+        not_read: counts of what the folders have beside images.
         declaration: what is public of the images; None: nobody has said.
 
     >>> from fedsynth import FolderData, load_dataset
@@ -54,7 +64,14 @@ class FolderData:
     sites: tuple[IntArray, ...] | None = None
     names: tuple[str, ...] | None = None
     skipped: tuple[str, ...] = ()
+    not_read: tuple[Unread, ...] = ()
     declaration: Declaration | None = None
+
+    @property
+    def left_out(self) -> str:
+        """What the folders have and the data have not, as text; empty for nothing."""
+        parts = [f"{len(self.skipped)} images that cannot be read"] if self.skipped else []
+        return ", ".join([*parts, *map(str, self.not_read)])
 
     def __repr__(self) -> str:
         sites = "no sites" if self.sites is None else f"{len(self.sites)} sites"
@@ -69,6 +86,7 @@ def load_folder(
     test_folder: str | Path | None = None,
     test: str | None = None,
     skip_corrupt: bool = False,
+    skip_other: bool = False,
     declaration: str | Path | None = None,
 ) -> FolderData:
     """A folder of one's own images, ready for `simulate(settings, data=...)`.
@@ -82,7 +100,9 @@ def load_folder(
         channels: 1 or 3. None: the declaration's, or 1 where all images are grey.
         test_folder: images to test on, likewise.
         test: what these are: "public" or "private" (if not given).
-        skip_corrupt: leave files out that cannot be read; a warning names them.
+        skip_corrupt: leave image files out that cannot be read; a warning names them.
+        skip_other: skip what is no image (other files, links to nothing, empty folders); a warning
+            counts it.
         declaration: the file that says what is public of the images (`fedsynth data describe`
             proposes it). None: fedsynth.toml in the folder, if it is there. A private run needs
             one.
@@ -90,7 +110,8 @@ def load_folder(
     Raises:
         DataFilesMissingError: no folder, or no image in it.
         DataFilesCorruptError: a file or list that cannot be read, another layout.
-        DataError: sizes that differ where none is given, or a class or site that is not declared.
+        DataError: something that is no image, sizes that differ where none is given, classes, sites
+            or counts that are not as declared, a file that would train and test.
 
     >>> import tempfile
     >>> from pathlib import Path
@@ -110,6 +131,7 @@ def load_folder(
         channels or 0,
         skip_corrupt,
         str(declaration or ""),
+        skip_other,
     )
     return read_folder(settings, lambda text: warnings.warn(str(text), stacklevel=2))
 
@@ -117,37 +139,41 @@ def load_folder(
 def read_folder(
     settings: FolderSettings, note: Note, name: str = "", *, declared: bool = True
 ) -> FolderData:
-    """The images that settings name; errors as `load_folder`.
+    """Reads the images that settings name; errors as `load_folder`.
 
     Args:
         settings: the folder's.
-        note: told of files that were left out.
+        note: receives what is left out, and what is doubtful.
         name: of the data set, where no declaration names it; empty: the folder's.
         declared: False does not look for a declaration.
     """
     declaration = settings.declared() if declared else None
-    files = find_files(Path(settings.folder))
-    if words := left_out_in_words(files):
-        note(words)
+    skip = Skip.of(settings)
+    files = files_of(Path(settings.folder), skip, note, declaration)
+    test_files = None
+    kind = settings.test or ("private" if settings.test_folder else "none")
+    if settings.test_folder and kind != "none":
+        test_files = files_of(Path(settings.test_folder), skip, note)
+        check_apart(files, test_files, note)
     if declaration is not None:
-        _require_declared(files, declaration)
+        require_declared(files, declaration)
     spec = _specification(settings, files, declaration, name)
-    train, files, skipped = _read(files, spec, settings.skip_corrupt, note)
+    train, files, skipped = _read(files, spec, skip, note)
     if declaration is None:
         spec = replace(spec, train_size=len(train))
         train = replace(train, spec=spec)
-    elif len(train) > declaration.most_images:
-        raise DataError(
-            f"{settings.folder} has more images than {declaration.path} declares in "
-            "sizes.most_images: correct the bound, and sign again"
-        )
+    else:
+        require_declared(files, declaration)  # without those that were skipped
+        require_declared_counts(train, declaration)
     test = None
-    kind = settings.test or ("private" if settings.test_folder else "none")
-    if settings.test_folder and kind != "none":
-        test, more = _read_test(Path(settings.test_folder), spec, settings.skip_corrupt, note)
+    not_read = files.not_read
+    if test_files is not None:
+        test, more = _read_as(test_files, spec, skip, note)
+        test = replace(test, groups=None)
         skipped += more
+        not_read += test_files.not_read
     sites, names = _by_site(files, declaration)
-    return FolderData(train, test, kind, sites, names, skipped, declaration)
+    return FolderData(train, test, kind, sites, names, skipped, not_read, declaration)
 
 
 # ------------------------------------------------------------------------------ what images are
@@ -171,7 +197,7 @@ def _specification(
     size = settings.size()
     channels = settings.channels
     if size is None or not channels:
-        looks = [one for one in look_at(_paths(files)) if isinstance(one, Look)]
+        looks = _looks(files, settings.skip_corrupt)
         size = size or _one_size(looks, settings.folder)
         channels = channels or (1 if all(one.grey for one in looks) else 3)
     return DatasetSpec(
@@ -189,6 +215,18 @@ def _specification(
     )
 
 
+def _looks(files: OwnFiles, skip_corrupt: bool) -> list[Look]:
+    """Returns what the headers of the files say that can be read.
+
+    Raises:
+        DataFilesCorruptError: one cannot be read and may not be skipped, or none can.
+    """
+    found = look_at(files.places)
+    failed = {row: one for row, one in enumerate(found) if isinstance(one, Failed)}
+    _refuse_failed(files, failed, skip_corrupt)
+    return [one for one in found if isinstance(one, Look)]
+
+
 def _one_size(looks: Sequence[Look], folder: str) -> tuple[int, int]:
     sizes = Counter((one.height, one.width) for one in looks)
     if len(sizes) == 1:
@@ -203,96 +241,89 @@ def _one_size(looks: Sequence[Look], folder: str) -> tuple[int, int]:
     )
 
 
-def _require_declared(files: OwnFiles, declaration: Declaration) -> None:
-    """Refuses a class or site that the declaration does not know, or a site without images."""
-    for kind, there, declared in (
-        ("class", files.class_names, declaration.spec.class_names),
-        ("site", files.site_names, declaration.sites),
-    ):
-        strange = [name for name in there if name not in declared]
-        if strange and (kind == "class" or declared):
-            raise DataError(
-                f"{files.root} has a {kind} {one_line(strange[0])!r} that {declaration.path} does "
-                f"not declare; declared: {one_line(', '.join(declared))}"
-            )
-    missing = [name for name in declaration.sites if name not in files.site_names]
-    if missing:
-        raise DataError(
-            f"{files.root} has no image of the site {one_line(missing[0])!r}, which "
-            f"{declaration.path} declares"
-        )
-
-
 # ----------------------------------------------------------------------------------- the images
 
 
-def _paths(files: OwnFiles) -> list[Path]:
-    return [files.root / path for path in files.paths]
-
-
 def _read(
-    files: OwnFiles, spec: DatasetSpec, skip_corrupt: bool, note: Note
+    files: OwnFiles, spec: DatasetSpec, skip: Skip, note: Note
 ) -> tuple[ImageData, OwnFiles, tuple[str, ...]]:
-    """The images, the files that they are of, and those that were skipped."""
-    images, failed = read_pixels(_paths(files), spec.channels, spec.height, spec.width)
+    """Returns the images, the files that they are of, and those that were skipped."""
+    images, failed = read_pixels(files.places, spec.channels, spec.height, spec.width)
     skipped = tuple(files.paths[row] for row in failed)
     if failed:
-        _say_failed(files, failed, skip_corrupt, note)
+        _refuse_failed(files, failed, skip.corrupt)
+        # all of them, a line each: who skips files wants to know which
+        head = f"{_how_many(files, failed)} and are left out:"
+        note("\n".join([head, *(f"  {line}" for line in _reasons(files, failed))]))
         kept = np.setdiff1d(np.arange(len(files.paths)), list(failed))
         images = images[kept]
         files = files.without(failed)
     number = {name: label for label, name in enumerate(spec.class_names)}
     labels = torch.tensor([number[name] for name in files.labels], dtype=torch.int64)
-    groups = None if files.users is None else torch.tensor(files.users, dtype=torch.int64)
+    groups = None if files.users is None else torch.from_numpy(numbered(files.users))
     return ImageData(torch.from_numpy(images), labels, spec, None, groups), files, skipped
 
 
-def _say_failed(files: OwnFiles, failed: dict[int, Failed], skip_corrupt: bool, note: Note) -> None:
-    shown = [f"{one_line(files.paths[row])} ({one.reason})" for row, one in failed.items()]
-    count = f"{len(failed)} of {len(files.paths)} files in {files.root} cannot be read"
-    names = "; ".join(shown[:NAMED]) + (" …" if len(shown) > NAMED else "")
-    if not skip_corrupt or len(failed) == len(files.paths):
-        raise DataFilesCorruptError(
-            Text(
-                f"{count}: {names}; repair or remove them, or leave them out with ",
-                Setting("data", "skip_corrupt", "True"),
-            )
+def _refuse_failed(files: OwnFiles, failed: Mapping[int, Failed], skip_corrupt: bool) -> None:
+    """Refuses files that cannot be read, unless they may be skipped and others can."""
+    if not failed or (skip_corrupt and len(failed) < len(files.paths)):
+        return
+    reasons = _reasons(files, failed)
+    names = "; ".join(reasons[:NAMED]) + (" …" if len(reasons) > NAMED else "")
+    hint = ""
+    if any("\\" in files.paths[row] for row in failed):
+        hint = "; paths are written with /"
+    raise DataFilesCorruptError(
+        Text(
+            f"{_how_many(files, failed)}: {names}{hint}; repair or remove them, or leave them out "
+            "with ",
+            Setting("data", "skip_corrupt", "True"),
         )
-    # all of them, a line each: who skips files wants to know which
-    note("\n".join([f"{count} and are left out:", *(f"  {one}" for one in shown)]))
+    )
 
 
-def _read_test(
-    folder: Path, spec: DatasetSpec, skip_corrupt: bool, note: Note
-) -> tuple[ImageData, tuple[str, ...]]:
-    data, skipped = read_as(folder, spec, note, skip_corrupt=skip_corrupt)
-    return replace(data, groups=None), skipped
+def _how_many(files: OwnFiles, failed: Mapping[int, Failed]) -> str:
+    return f"{len(failed)} of {len(files.paths)} files in {files.root} cannot be read"
+
+
+def _reasons(files: OwnFiles, failed: Mapping[int, Failed]) -> list[str]:
+    return [f"{one_line(files.paths[row])} ({one.reason})" for row, one in failed.items()]
 
 
 def read_as(
-    folder: Path, spec: DatasetSpec, note: Note, *, skip_corrupt: bool = False
+    folder: Path, spec: DatasetSpec, note: Note, skip: Skip | None = None
 ) -> tuple[ImageData, tuple[str, ...]]:
-    """The images of a folder by a specification that is known, and the files that were skipped: in
-    its size and channels; a class of it that the folder has not has no images.
+    """Reads the images of a folder by a specification that is known, in its size and channels; a
+    class of it that the folder does not have has no images.
 
     Args:
         folder: as `load_folder` takes it.
         spec: the specification; its classes' names are compared with the folder's, and never
             followed.
-        note, skip_corrupt: see `read_folder`.
+        note: see `read_folder`.
+        skip: what may be left out; None: nothing.
+
+    Returns:
+        The images, and the files that were skipped as they cannot be read.
 
     Raises:
-        DataError: a class that the specification has not, or as `load_folder`.
+        DataError: a class that the specification does not have, or as `load_folder`.
     """
     if spec.channels not in (1, 3):
         raise DataError(f"{spec.name} has {spec.channels} channels: image files have 1 or 3")
-    files = find_files(folder)
+    skip = skip or Skip()
+    return _read_as(files_of(folder, skip, note), spec, skip, note)
+
+
+def _read_as(
+    files: OwnFiles, spec: DatasetSpec, skip: Skip, note: Note
+) -> tuple[ImageData, tuple[str, ...]]:
     strange = [name for name in files.class_names if name not in spec.class_names]
     if strange:
         raise DataError(
-            f"{folder} has a class {one_line(strange[0])!r} that {spec.name} does not have"
+            f"{files.root} has a class {one_line(strange[0])!r} that {spec.name} does not have"
         )
-    data, _, skipped = _read(files, spec, skip_corrupt, note)
+    data, _, skipped = _read(files, spec, skip, note)
     return data, skipped
 
 

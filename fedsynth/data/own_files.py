@@ -1,34 +1,33 @@
-"""Which files a folder of one's own images has: SITE/CLASS/files, CLASS/files, or a manifest.
+"""Which files a folder of a user's own images has: SITE/CLASS/files, CLASS/files, or a manifest.
 
-A manifest is a CSV file with the columns `path` (below the manifest's folder, with `/`) and
-`label`, and where they are known `site` (the hospital, the client) and `user` (the patient).
-Without one, a file users.csv (`fedsynth.data.users`) may say whose each image is.
+A manifest is a CSV file (`fedsynth.data.record_table`) with the columns `path` and `label`, and
+where they are known `site` (the hospital, the client) and `user` (the patient). Without one, a file
+users.csv may say whose each image is. Every file that is not read is counted.
 """
 
 from __future__ import annotations
 
-import csv
-import io
-import itertools
-import os
+import re
 import unicodedata
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
-from fedsynth.data.files import MAX_LIST_BYTES, one_line
-from fedsynth.data.folders import ENDINGS
+from fedsynth.data.files import one_line
+from fedsynth.data.folder_tree import EMPTY, HIDDEN, IMAGE, Entry, Unread, by_kind, counted, walk
+from fedsynth.data.folders import ENDINGS, images_in
+from fedsynth.data.record_table import read_table, same_name
 from fedsynth.data.users import USERS_FILE, read_users
 from fedsynth.errors import DataError, DataFilesCorruptError, DataFilesMissingError
-from fedsynth.privacy.files import read_regular
 
 MANIFEST = "manifest.csv"
 LEDGERS = "fedsynth-ledger"
-"""A folder of ledgers that may stand beside the images."""
+"""The folder of ledgers that may be among the images."""
 DECLARATION = "fedsynth.toml"
-_COLUMNS = ("path", "label", "site", "user")
+NOT_LISTED = "images that are not listed"
 _LAYOUT = "expected SITE/CLASS/files, CLASS/files, or a manifest.csv (path,label,site,user)"
+_SPLITS = {"train", "training", "test", "testing", "val", "valid", "validation"}
+_NUMBER = re.compile(r"[+-]?[0-9]+([.,][0-9]+)?")
 
 
 @dataclass(frozen=True)
@@ -38,51 +37,66 @@ class OwnFiles:
     Attributes:
         root: the folder.
         paths: of the images, relative to it, with `/`.
-        labels: of each image the name of its class.
-        sites: of each image the name of its site; None: nobody says.
-        users: of each image the number of its user; None: nobody says.
-        left_out: endings of files that are no images by them, with how many there are.
+        labels: the class name of each image.
+        sites: the site name of each image; None: not known.
+        users: the user name of each image; None: not known.
+        not_read: what else the folder has; a run refuses it unless it is told to skip it.
+        ignored: what it has that is always skipped: hidden files, and at a site the empty folder of
+            a class that other sites have.
     """
 
     root: Path
     paths: tuple[str, ...]
     labels: tuple[str, ...]
     sites: tuple[str, ...] | None
-    users: tuple[int, ...] | None
-    left_out: tuple[tuple[str, int], ...] = ()
+    users: tuple[str, ...] | None
+    not_read: tuple[Unread, ...] = ()
+    ignored: tuple[Unread, ...] = ()
 
     @property
     def class_names(self) -> tuple[str, ...]:
-        """The classes that there are: by number where all are numbers, else by name."""
+        """The classes that there are, in order."""
         return in_order(self.labels)
 
     @property
     def site_names(self) -> tuple[str, ...]:
-        """The sites that there are, by name; empty where nobody says."""
+        """The sites that there are, in order; empty where they are not known."""
         return in_order(self.sites or ())
 
+    @property
+    def places(self) -> list[Path]:
+        """The files' whole paths."""
+        return [self.root / path for path in self.paths]
+
     def without(self, rows: Iterable[int]) -> OwnFiles:
-        """All images but those of these rows."""
+        """Returns all images but those of these rows."""
         gone = set(rows)
         kept = [row for row in range(len(self.paths)) if row not in gone]
-        return OwnFiles(
-            self.root,
-            tuple(self.paths[row] for row in kept),
-            tuple(self.labels[row] for row in kept),
-            None if self.sites is None else tuple(self.sites[row] for row in kept),
-            None if self.users is None else tuple(self.users[row] for row in kept),
-            self.left_out,
+
+        def of_kept(values: tuple[str, ...]) -> tuple[str, ...]:
+            return tuple(values[row] for row in kept)
+
+        return replace(
+            self,
+            paths=of_kept(self.paths),
+            labels=of_kept(self.labels),
+            sites=None if self.sites is None else of_kept(self.sites),
+            users=None if self.users is None else of_kept(self.users),
         )
 
 
-def find_files(place: Path) -> OwnFiles:
-    """The images of a folder, or of a manifest (the CSV file itself, or manifest.csv in the
-    folder).
+def find_files(place: Path, ledger: Path | None = None) -> OwnFiles:
+    """Finds the images of a folder, or of a manifest.
+
+    Args:
+        place: the folder (with manifest.csv in it or not), or the manifest itself.
+        ledger: a folder that may be below it and holds no images.
 
     Raises:
         DataFilesMissingError: nothing is there.
         DataFilesCorruptError: a list that cannot be read, or folders of another layout.
-        DataError: two classes whose names differ in upper case alone.
+        DataError: two classes or sites whose names are nearly the same, or sites that are called
+            like splits.
     """
     if place.is_file():
         found = _listed(place)
@@ -91,14 +105,14 @@ def find_files(place: Path) -> OwnFiles:
     elif (place / MANIFEST).exists():
         found = _listed(place / MANIFEST)
     else:
-        found = _in_folders(place)
+        found = _in_folders(place, ledger)
     _refuse_near_names("classes", found.class_names)
     _refuse_near_names("sites", found.site_names)
     return found
 
 
 def in_order(names: Iterable[str]) -> tuple[str, ...]:
-    """Different names: by number where all are numbers, else by name."""
+    """Returns the different names: by number where all are numbers, else by name."""
     different = set(names)
     numbers = all(name.isascii() and name.isdigit() and len(name) < 10 for name in different)
     return tuple(sorted(different, key=lambda name: (int(name) if numbers else 0, name)))
@@ -107,7 +121,7 @@ def in_order(names: Iterable[str]) -> tuple[str, ...]:
 def _refuse_near_names(kind: str, names: Sequence[str]) -> None:
     seen: dict[str, str] = {}
     for name in names:
-        other = seen.setdefault(name.casefold(), name)
+        other = seen.setdefault(_rough(name), name)
         if other != name:
             raise DataError(
                 f"two {kind} are called {other!r} and {name!r}: rename one of the folders (or "
@@ -115,133 +129,115 @@ def _refuse_near_names(kind: str, names: Sequence[str]) -> None:
             )
 
 
-def _name(text: str) -> str:
-    """A name as it is compared: the same whatever way an accent is encoded in."""
-    return unicodedata.normalize("NFC", text).strip()
+def _rough(name: str) -> str:
+    """Returns what two spellings of one name have in common: "T-shirt" and "t_shirt", "0" and
+    "0.0"."""
+    plain = unicodedata.normalize("NFKC", name).casefold()
+    if _NUMBER.fullmatch(plain):
+        return repr(float(plain.replace(",", ".")))
+    return re.sub(r"[\s_-]+", " ", plain)
 
 
 # --------------------------------------------------------------------------------------- folders
 
 
-def _in_folders(root: Path) -> OwnFiles:
-    images: list[tuple[str, ...]] = []
-    others: Counter[str] = Counter()
-    for parts in _walk(root):
-        if Path(parts[-1]).suffix.lower() in ENDINGS:
-            images.append(parts)
-        elif parts not in ((USERS_FILE,), (DECLARATION,)):
-            others[Path(parts[-1]).suffix.lower() or "no ending"] += 1
-    left_out = tuple(sorted(others.items()))
+def _in_folders(root: Path, ledger: Path | None) -> OwnFiles:
+    entries = walk(root, {DECLARATION, USERS_FILE}, {root / LEDGERS, ledger or root / LEDGERS})
+    images = [entry.parts for entry in entries if entry.kind == IMAGE]
     if not images:
-        there = f" (there are files of {_endings(left_out)})" if left_out else ""
+        others = [entry for entry in entries if entry.kind != HIDDEN]
+        there = f" (there are {counted(by_kind(others))})" if others else ""
         raise DataFilesMissingError(
             f"no image ({', '.join(ENDINGS)}) in {one_line(root)}{there}; {_LAYOUT}"
         )
-    images.sort()
-    depths = {len(parts) for parts in images}
-    for parts in images:
-        if len(parts) not in (2, 3) or (len(depths) > 1 and len(parts) != len(images[0])):
-            first = "/".join(images[0])
-            beside = f" beside {first}" if parts != images[0] else ""
-            raise DataFilesCorruptError(
-                f"{one_line(root)} has {one_line('/'.join(parts))}{beside}; {_LAYOUT}, all alike"
-            )
+    depth = _depth(root, images)
+    labels = tuple(same_name(parts[-2]) for parts in images)
+    sites = tuple(same_name(parts[0]) for parts in images) if depth == 3 else None
+    _refuse_splits(root, sites or ())
     paths = tuple("/".join(parts) for parts in images)
     users = None
     if (root / USERS_FILE).exists():
-        users = tuple(read_users(root / USERS_FILE, paths).tolist())
-    return OwnFiles(
-        root,
-        paths,
-        tuple(_name(parts[-2]) for parts in images),
-        tuple(_name(parts[0]) for parts in images) if depths == {3} else None,
-        users,
-        left_out,
-    )
+        users = read_users(root / USERS_FILE, paths)
+    classes = set(labels)
+    ignored = []
+    not_read = []
+    for entry in entries:
+        if _is_harmless(entry, classes):
+            ignored.append(entry)
+        elif entry.kind != IMAGE:
+            not_read.append(entry)
+    return OwnFiles(root, paths, labels, sites, users, by_kind(not_read), by_kind(ignored))
 
 
-def _walk(root: Path) -> Iterator[tuple[str, ...]]:
-    """The parts of each file's path below the folder; hidden ones, and ledgers, are left alone."""
+def _is_harmless(entry: Entry, labels: Collection[str]) -> bool:
+    if entry.kind == EMPTY:
+        return same_name(entry.parts[-1]) in labels
+    return entry.kind == HIDDEN
 
-    def refuse(error: OSError) -> None:
-        raise DataFilesCorruptError(
-            f"{one_line(error.filename)} cannot be listed: {one_line(error.strerror)}"
+
+def _refuse_splits(root: Path, sites: Sequence[str]) -> None:
+    """Refuses splits in place of sites: one of them would train with the other's test images."""
+    if sites and {site.casefold() for site in sites} <= _SPLITS:
+        raise DataError(
+            f"{one_line(root)} has the folders {', '.join(in_order(sites))}, which would be sites: "
+            "if they are splits, name the folder to train on, and the other as test images"
         )
 
-    for where, folders, names in os.walk(root, onerror=refuse, followlinks=False):
-        below = Path(where).relative_to(root).parts
-        folders[:] = sorted(name for name in folders if not _hidden(name, top=not below))
-        for name in names:
-            if not _hidden(name, top=False):
-                yield (*below, name)
 
-
-def _hidden(name: str, *, top: bool) -> bool:
-    return name.startswith(".") or name in ("__MACOSX", "Thumbs.db") or (top and name == LEDGERS)
-
-
-def _endings(left_out: Sequence[tuple[str, int]]) -> str:
-    return ", ".join(f"{one_line(ending, 20)}: {count}" for ending, count in left_out[:8])
-
-
-def left_out_in_words(files: OwnFiles) -> str:
-    """What was left out, for a note; empty for nothing."""
-    if not files.left_out:
-        return ""
-    return f"left alone, as they are no images by their endings: {_endings(files.left_out)}"
+def _depth(root: Path, images: Sequence[tuple[str, ...]]) -> int:
+    """Returns how deep the images are: 2 (CLASS/file) or 3 (SITE/CLASS/file)."""
+    first = images[0]
+    for parts in images:
+        if len(parts) not in (2, 3) or len(parts) != len(first):
+            beside = f" beside {'/'.join(first)}" if parts != first else ""
+            raise DataFilesCorruptError(
+                f"{one_line(root)} has {one_line('/'.join(parts) + beside)}; {_LAYOUT}, all alike"
+            )
+    return len(first)
 
 
 # -------------------------------------------------------------------------------------- manifests
 
 
 def _listed(file: Path) -> OwnFiles:
-    try:
-        text = read_regular(file, MAX_LIST_BYTES).decode("utf-8-sig")
-        rows = list(_rows(text, file))
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise DataFilesCorruptError(f"cannot read {file}: {one_line(error)}") from None
+    rows: dict[str, tuple[str, str, str]] = {}  # label, site, user
+    for line, row in read_table(file, ("path", "label"), ("site", "user")):
+        path = _on_disk(file.parent, row["path"])
+        if path in rows:
+            raise DataFilesCorruptError(f"{file}, line {line}: lists {one_line(path)} twice")
+        rows[path] = (row["label"], row.get("site", ""), row.get("user", ""))
     if not rows:
         raise DataFilesMissingError(f"{file} lists no image")
-    rows.sort(key=lambda row: row["path"])
-    for one, next_one in itertools.pairwise(rows):
-        if one["path"] == next_one["path"]:
-            raise DataFilesCorruptError(f"{file} lists {one_line(one['path'])} twice")
-    users = None
-    if "user" in rows[0]:
-        number = {name: n for n, name in enumerate(sorted({row["user"] for row in rows}))}
-        users = tuple(number[row["user"]] for row in rows)
+    paths = tuple(sorted(rows))
+    labels, sites, users = zip(*(rows[path] for path in paths), strict=True)
     return OwnFiles(
         file.parent,
-        tuple(row["path"] for row in rows),
-        tuple(row["label"] for row in rows),
-        tuple(row["site"] for row in rows) if "site" in rows[0] else None,
-        users,
+        paths,
+        labels,
+        sites if any(sites) else None,
+        users if any(users) else None,
+        ignored=_unlisted(file.parent, paths),
     )
 
 
-def _rows(text: str, file: Path) -> Iterator[dict[str, str]]:
-    """The rows by column; each column that there is must be filled."""
-    first = text.partition("\n")[0]
-    delimiter = ";" if ";" in first and "," not in first else ","
-    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter)
-    header = [name.strip().lower() for name in next(reader, [])]
-    columns = {name: header.index(name) for name in _COLUMNS if name in header}
-    if not {"path", "label"} <= columns.keys():
-        raise DataFilesCorruptError(
-            f"{file}: the first line must name the columns path and label, and may name site and "
-            f"user; got {one_line(first)!r}"
-        )
-    for number, cells in enumerate(reader, start=2):
-        if not any(cell.strip() for cell in cells):
-            continue
-        row = {name: _name(cells[at]) for name, at in columns.items() if at < len(cells)}
-        empty = [name for name in columns if not row.get(name)]
-        if empty:
-            raise DataFilesCorruptError(f"{file}, line {number}: {empty[0]} is empty")
-        path = cells[columns["path"]].strip()
-        given = PurePosixPath(path)
-        if given.is_absolute() or ".." in given.parts or "\0" in path:
-            raise DataFilesCorruptError(
-                f"{file}, line {number}: {one_line(path)} must be a path below {file.parent}"
-            )
-        yield {**row, "path": given.as_posix()}
+def _on_disk(root: Path, path: str) -> str:
+    """Returns a path as the file system spells its accents; as it is, where no file has it."""
+    if (root / path).exists():
+        return path
+    place = PurePosixPath()
+    for part in PurePosixPath(path).parts:
+        forms = [part, *(unicodedata.normalize(form, part) for form in ("NFC", "NFD"))]
+        there = [form for form in forms if (root / place / form).exists()]
+        place /= there[0] if there else part
+    return place.as_posix()
+
+
+def _unlisted(root: Path, paths: Sequence[str]) -> tuple[Unread, ...]:
+    """Counts images that lie beside listed ones and are not listed."""
+    listed = set(paths)
+    unlisted = []
+    for folder in sorted({PurePosixPath(path).parent for path in paths}):
+        if (root / folder).is_dir():
+            beside = [folder / one.name for one in images_in(root / folder)]
+            unlisted += [one for one in beside if one.as_posix() not in listed]
+    return by_kind([Entry(one.parts, NOT_LISTED) for one in unlisted])

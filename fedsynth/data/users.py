@@ -7,22 +7,19 @@ says it, with the columns `path` and `user`; LEAF's files name their writers.
 
 from __future__ import annotations
 
-import csv
 import hashlib
-import io
-import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from fedsynth.data.arrays import IntArray
-from fedsynth.data.files import MAX_LIST_BYTES, one_line
+from fedsynth.data.files import one_line
 from fedsynth.data.fingerprints import record_digests
 from fedsynth.data.images import ImageData
+from fedsynth.data.record_table import read_table, same_name
 from fedsynth.errors import DataError, DataFilesCorruptError, PartitionError, Setting, Text
-from fedsynth.privacy.files import read_regular
 
 USERS_FILE = "users.csv"
 
@@ -105,60 +102,40 @@ def user_digests(
     return digests
 
 
-def read_users(file: Path, paths: Sequence[str]) -> IntArray:
-    """Whose each image is, by a CSV file with the columns `path` (relative, with `/`) and `user`
-    (any text).
+def read_users(file: Path, paths: Sequence[str]) -> tuple[str, ...]:
+    """Returns the name of each image's user, by a CSV file with the columns `path` and `user`.
+
+    Spaces around a name, and the way in which an accent is encoded in a name or a path, do not
+    matter.
 
     Args:
-        paths: of the images, in the data set's order.
-
-    Returns:
-        int64 [N], users numbered in the sorted order of their names. Spaces around a name, and the
-        way in which an accent is encoded, do not
-        make another user.
+        file: see `fedsynth.data.record_table`.
+        paths: of the images, relative to the file's folder, with `/`.
 
     Raises:
-        DataFilesCorruptError: the file cannot be read, lacks a column, names an image twice or not
-            at all, or leaves a user empty.
+        DataFilesCorruptError: the file cannot be read, lacks a column, gives an image to two users
+            or to none, or leaves a user empty.
     """
-    try:
-        text = io.StringIO(read_regular(file, MAX_LIST_BYTES).decode("utf-8-sig"), newline="")
-        owner = _owners(csv.reader(text), file)
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise DataFilesCorruptError(f"cannot read {file}: {one_line(error)}") from None
-    missing = [path for path in paths if path not in owner]
-    if missing:
-        raise DataFilesCorruptError(
-            f"{file} does not say whose {missing[0]} is ({len(missing)} such images)"
-        )
-    names = sorted({owner[path] for path in paths})
-    number_of = {name: number for number, name in enumerate(names)}
-    return np.array([number_of[owner[path]] for path in paths], np.int64)
-
-
-def _owners(rows: Iterator[list[str]], file: Path) -> dict[str, str]:
-    """The user of each path. Row by row and not by `csv.DictReader`, which would make a dict of
-    every column for each row."""
-    header = next(rows, [])
-    columns = [header.index(name) for name in ("path", "user") if name in header]
     owner: dict[str, str] = {}
-    for number, row in enumerate((row for row in rows if row), start=2):
-        cells = [row[column] for column in columns if column < len(row)]
-        if len(cells) == 2:
-            cells[1] = _same_spelling(cells[1])
-        if len(cells) != 2 or not all(cells):
+    for line, row in read_table(file, ("path", "user")):
+        path = same_name(row["path"])
+        if owner.setdefault(path, row["user"]) != row["user"]:
             raise DataFilesCorruptError(
-                f"{file}, line {number}: needs the columns path and user, both filled"
+                f"{file}, line {line}: {one_line(path)} is given to two users"
             )
-        path, user = cells
-        if owner.setdefault(path, user) != user:
-            raise DataFilesCorruptError(
-                f"{file}, line {number}: {one_line(path)} is given to two users"
-            )
-    return owner
+    wanted = [same_name(path) for path in paths]
+    missing = [path for path in wanted if path not in owner]
+    if missing:
+        strange = min(owner.keys() - set(wanted), default=None)
+        hint = "" if strange is None else f"; it lists {one_line(strange)}, which is no image here"
+        raise DataFilesCorruptError(
+            f"{file} does not say whose {one_line(missing[0])} is ({len(missing)} such images)"
+            f"{hint}"
+        )
+    return tuple(owner[path] for path in wanted)
 
 
-def _same_spelling(name: str) -> str:
-    """A name as it is compared: one person must not be two users because of how a table was
-    saved."""
-    return unicodedata.normalize("NFC", name).strip()
+def numbered(names: Sequence[str]) -> IntArray:
+    """Returns the number of each user, int64 [N]: the position among the sorted names."""
+    number = {name: position for position, name in enumerate(sorted(set(names)))}
+    return np.array([number[name] for name in names], np.int64)

@@ -126,7 +126,7 @@ def simulate(
     if protects_users(settings):
         check_one_client_each(positions, train)
     declared = None if names is None else check_names(names, len(parts))
-    return Simulation(
+    result = Simulation(
         settings,
         Clients(train, positions, declared),
         train.to(device),
@@ -138,3 +138,6 @@ def simulate(
         None if resume is None else RunFolder.reopen(Path(resume)),
         None if trained is None else Path(trained),
     ).run()
+    if found.left_out:
+        observer.note(f"left out of the data: {found.left_out}")
+    return result

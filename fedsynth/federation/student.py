@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fedsynth.data.folder_checks import Skip
 from fedsynth.data.images import ImageData
 from fedsynth.data.load import load_dataset
 from fedsynth.data.load_folder import read_as
@@ -247,7 +248,7 @@ def real_images(
     spec: DatasetSpec,
     *,
     folder: str | Path | None = None,
-    skip_corrupt: bool = False,
+    skip: Skip | None = None,
     dataset: str | None = None,
     data_root: Path | None = None,
     download: bool = False,
@@ -258,7 +259,7 @@ def real_images(
     Args:
         spec: of the synthetic set, whose size and classes they must have.
         folder: of CLASS/files; they are resized.
-        skip_corrupt: leave out files of it that cannot be read.
+        skip: what of it may be left out; None: nothing.
         dataset: by name.
         data_root: folder of the data sets.
         download: let torchvision fetch the data set.
@@ -276,7 +277,7 @@ def real_images(
             "data", "dataset", "is named beside ", Setting("data", "test_folder"), ": give one"
         )
     if folder is not None:
-        return read_as(Path(folder), spec, note, skip_corrupt=skip_corrupt)[0]
+        return read_as(Path(folder), spec, note, skip)[0]
     if dataset is None:
         return None
     found = load_dataset(dataset, data_root, download=download)[1]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import tomllib
+import unicodedata
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -125,7 +128,7 @@ def test_a_folder_of_damaged_files_alone_is_refused(tmp_path: Path) -> None:
         (("a/b/c/1.png",), "has a/b/c/1.png; expected SITE/CLASS/files"),
         (("1.png",), "has 1.png; expected"),
         (("ill/1.png", "Ill/2.png"), "two classes are called 'Ill' and 'ill'"),
-        (("a/1.dcm", "b/2.dcm"), r"no image .*\(there are files of .dcm: 2\)"),
+        (("a/1.dcm", "b/2.dcm"), r"no image .*\(there are .dcm: 2 \(a/1.dcm …\)\)"),
     ],
 )
 def test_other_layouts_are_one_line(tmp_path: Path, files: tuple[str, ...], text: str) -> None:
@@ -137,13 +140,133 @@ def test_other_layouts_are_one_line(tmp_path: Path, files: tuple[str, ...], text
     assert "\n" not in str(caught.value)
 
 
-def test_what_is_no_image_is_said_and_hidden_files_are_not(tmp_path: Path) -> None:
+# ------------------------------------------------------------------- what is skipped is counted
+def unlisted_folder(root: Path) -> None:
+    (root / "elsewhere").mkdir()
+    (root / "scans/south").symlink_to(root / "elsewhere")
+
+
+def other_ending(root: Path) -> None:
+    image = root / "scans/north/ill/00.png"
+    image.rename(image.with_suffix(".dcm"))
+
+
+def class_of_another_kind(root: Path) -> None:
+    (root / "scans/north/unsure").mkdir()
+    (root / "scans/north/unsure/1.tif").write_bytes(b"II*")
+
+
+def deeper(root: Path) -> None:
+    (root / "scans/north/ill/raw").mkdir()
+    (root / "scans/north/ill/raw/1.nii.gz").write_bytes(b"x")
+
+
+def dangling_file(root: Path) -> None:
+    (root / "scans/north/ill/99.png").symlink_to(root / "gone.png")
+
+
+@pytest.mark.parametrize(
+    ("damage", "counted"),
+    [
+        (lambda root: (root / "scans/south").symlink_to(root / "gone"), "links to nothing: 1"),
+        (lambda root: (root / "scans/loop").symlink_to(root / "scans/loop"), "links to nothing: 1"),
+        (dangling_file, r"links to nothing: 1 \(north/ill/99.png\)"),
+        (lambda root: (root / "scans/north/unsure").mkdir(), r"empty folders: 1 \(north/unsure\)"),
+        (lambda root: (root / "scans/west").mkdir(), r"empty folders: 1 \(west\)"),
+        (unlisted_folder, r"empty folders: 1 \(south\)"),
+        (lambda root: (root / "scans/north/.x.png").mkdir(), None),
+        (other_ending, r"\.dcm: 1 \(north/ill/00.dcm\)"),
+        (class_of_another_kind, r"\.tif: 1 \(north/unsure/1.tif\)"),
+        (deeper, r"\.gz: 1 \(north/ill/raw/1.nii.gz\)"),
+        (lambda root: (root / "scans/notes").write_text("x"), r"no ending: 1 \(notes\)"),
+    ],
+)
+def test_what_is_no_image_is_counted_and_refused(
+    tmp_path: Path, damage: Callable[[Path], object], counted: str | None
+) -> None:
+    """Catches: half an archive, a site or a class that vanishes behind one note."""
+    make_folder(tmp_path / "scans", ("north",))
+    damage(tmp_path)
+    if counted is not None:
+        with pytest.raises(DataError, match=rf"{counted}.*data.skip_other=True") as caught:
+            load_folder(tmp_path / "scans")
+        assert "\n" not in str(caught.value)
+    with pytest.warns(UserWarning, match=counted or "hidden: 1"):
+        found = load_folder(tmp_path / "scans", skip_other=True)
+    assert len(found.train) == 12 - (damage is other_ending)
+    assert (found.left_out == "") == (counted is None)
+
+
+def test_an_empty_folder_of_a_class_that_other_sites_have_is_no_fault(tmp_path: Path) -> None:
     make_folder(tmp_path)
-    (tmp_path / "notes.txt").write_text("x")
-    (tmp_path / ".DS_Store").write_text("x")
-    write_image(tmp_path / ".thumbnails" / "ill" / "1.png", 1)
-    with pytest.warns(UserWarning, match=r"no images by their endings: .txt: 1$"):
+    for image in (tmp_path / "north" / "ill").iterdir():
+        image.unlink()
+    with pytest.warns(UserWarning, match=r"skipped in .*: empty folders: 1 \(north/ill\)"):
+        assert len(load_folder(tmp_path).train) == 18
+
+
+def test_linked_folders_and_files_are_followed(tmp_path: Path) -> None:
+    """Catches: a site on another disk that is left out, and the run is of one site."""
+    make_folder(tmp_path / "disk", ("south",))
+    make_folder(tmp_path / "scans", ("north",))
+    (tmp_path / "scans/south").symlink_to(tmp_path / "disk/south")
+    (tmp_path / "scans/north/ill/99.png").symlink_to(tmp_path / "disk/south/well/00.png")
+    found = load_folder(tmp_path / "scans")
+    assert (found.names, len(found.train)) == (("north", "south"), 25)
+    for other in ("scans/north/ill", "disk/south", "scans"):  # a loop, a site twice
+        link = tmp_path / "scans" / "west"
+        link.symlink_to(tmp_path / other)
+        with pytest.raises(DataFilesCorruptError, match="are one folder, by a link"):
+            load_folder(tmp_path / "scans")
+        link.unlink()
+
+
+def test_ledgers_and_hidden_files_are_no_images(tmp_path: Path) -> None:
+    declare(make_folder(tmp_path), ledger="kept/here")
+    for place in ("fedsynth-ledger/north.jsonl", "kept/here/north.jsonl", ".git/config"):
+        (tmp_path / place).parent.mkdir(parents=True)
+        (tmp_path / place).write_text("x")
+    (tmp_path / "north" / "ill" / "._00.png").write_bytes(b"of a Macintosh")
+    with pytest.warns(UserWarning, match=r"hidden: 2 \(.git …\)$"):
         assert len(load_folder(tmp_path).train) == 24
+
+
+@pytest.mark.parametrize("names", [("0", "0.0"), ("7", "07"), ("T-shirt", "t_shirt"), ("½", "1⁄2")])
+def test_one_class_in_two_spellings_is_refused(tmp_path: Path, names: tuple[str, str]) -> None:
+    for site, name in zip(("north", "south"), names, strict=True):
+        write_image(tmp_path / site / name / "1.png", 1)
+        write_image(tmp_path / site / "other" / "1.png", 1)
+    with pytest.raises(DataError, match="two classes are called"):
+        load_folder(tmp_path)
+
+
+# -------------------------------------------------------------------- what trains does not test
+def test_splits_in_place_of_sites_are_refused(tmp_path: Path) -> None:
+    """Catches: `--data N5`, where N5 has train/ and test/, which trains on the test images."""
+    folder = make_folder(tmp_path, ("train", "test"))
+    with pytest.raises(DataError, match="folders test, train, which would be sites"):
+        load_folder(folder, test_folder=folder / "test")
+    found = load_folder(folder / "train", test_folder=folder / "test")
+    assert found.test is not None
+    assert len(found.test) == 12
+
+
+@pytest.mark.parametrize("test", ["scans/south", "scans", "link"])
+def test_a_file_that_trains_does_not_test(tmp_path: Path, test: str) -> None:
+    make_folder(tmp_path / "scans")
+    (tmp_path / "link").symlink_to(tmp_path / "scans" / "south")
+    with pytest.raises(DataError, match=r"(12|24) of \1 test images are among the training images"):
+        load_folder(tmp_path / "scans", test_folder=tmp_path / test)
+
+
+def test_people_on_both_sides_are_counted(tmp_path: Path) -> None:
+    for part, people in (("train", "ABCD"), ("test", "DEFG")):
+        folder = make_folder(tmp_path / part, sites=(), each=2)
+        images = [one.relative_to(folder).as_posix() for one in sorted(folder.rglob("*.png"))]
+        rows = [f"{path},{who}" for path, who in zip(images, people, strict=True)]
+        (folder / "users.csv").write_text("\n".join(["image,patient", *rows]))
+    with pytest.warns(UserWarning, match="1 of 4 people .* also have training images"):
+        load_folder(tmp_path / "train", test_folder=tmp_path / "test")
 
 
 # ---------------------------------------------------------------------------------- manifests
@@ -171,32 +294,78 @@ def test_a_manifest_says_label_site_and_user(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "error"),
     [
-        ("file,label\na.png,ill\n", "must name the columns path and label"),
+        ("name,label\na.png,ill\n", r"line 1: needs the columns path .*; found: name, label"),
         ("path,label,site\na.png,ill,\n", "line 2: site is empty"),
         ("path,label\n../a.png,ill\n", "must be a path below"),
         ("path,label\n/etc/a.png,ill\n", "must be a path below"),
         ("path,label\na.png,ill\na.png,well\n", "lists a.png twice"),
         ("path,label\n", "lists no image"),
         ("path,label\nb.png,ill\n", r"b.png \(there is no such file\)"),
+        ("path,label\nnorth\\a.png,ill\n", r"no such file\); paths are written with /"),
+        ("path,label\ndata/a.png,ill\n", r"1 of 1 files .* data/a.png \(there is no such file\)"),
+        ("path,label\na.png,ill\nempty.png,ill\n", r"1 of 2 files .*\(it is empty: 0 bytes\)"),
+        ("path,image,label\na.png,a.png,ill\n", "line 1: two columns say the path: path and image"),
+        ("\n\npath;label\n\na.png;\n", "line 5: label is empty"),
     ],
 )
 def test_a_manifest_that_cannot_be_used_is_one_line(tmp_path: Path, text: str, error: str) -> None:
     write_image(tmp_path / "a.png", 1)
-    with pytest.raises(DataError, match=error) as caught:
-        load_folder(manifest(tmp_path, text), image_size=8)
+    (tmp_path / "empty.png").touch()
+    for size in (None, 8):  # the same error, whether sizes have to be looked up or not
+        with pytest.raises(DataError, match=error) as caught:
+            load_folder(manifest(tmp_path, text), image_size=size)
+        assert "\n" not in str(caught.value)
+
+
+FORMS: list[Callable[[str], bytes]] = [
+    lambda text: text.replace(",", ";").encode("utf-8-sig"),  # Excel, in German
+    lambda text: text.replace(",", "\t").encode("utf-16"),  # Excel's "Unicode text"
+    lambda text: b"sep=;\r\n" + text.replace(",", ";").replace("\n", "\r\n").encode(),
+    lambda text: unicodedata.normalize("NFC", text).upper().replace(".PNG", ".png").encode(),
+    lambda text: unicodedata.normalize("NFD", text).encode(),
+    lambda text: "".join(f'"{cell}"\n' for cell in text.replace(",", '","').split()).encode(),
+]
+
+
+@pytest.mark.parametrize("saved", FORMS)
+@pytest.mark.parametrize("name", ["users.csv", "manifest.csv"])
+def test_tables_as_spreadsheets_save_them(
+    tmp_path: Path, saved: Callable[[str], bytes], name: str
+) -> None:
+    """Catches: a table that one of the two readers takes and the other does not."""
+    folder = unicodedata.normalize("NFD", "KÖLN")  # as a Macintosh names it
+    rows = [(f"{folder}/{label}/{number}.png", label) for label in "AB" for number in (1, 2)]
+    for path, _ in rows:
+        write_image(tmp_path / path, 1)
+    head = "Image,Label,Patient\n"
+    text = head + "".join(f"{path},{label},P{label}\n" for path, label in rows)
+    (tmp_path / name).write_bytes(saved(text))
+    found = load_folder(tmp_path)
+    assert found.train.groups is not None
+    assert found.train.groups.tolist() == [0, 0, 1, 1]
+    assert found.train.labels.tolist() == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("content", "error"),
+    [
+        (b"\xff\xfe\x00", "it is no UTF-8 text: save it as CSV UTF-8"),
+        ("path,user\nKöln/a.png,A\n".encode("cp1252"), "it is no UTF-8 text"),
+        (b"", "users.csv is empty: it needs the columns path .* and user"),
+        (b"image,owner\na.png,Ada\n", r"line 1: needs the columns .*; found: image, owner"),
+        (b"path,user\na.png,\n", "line 2: user is empty"),
+        (b"path,user\na.png,Ada\na.png,Bob\n", "line 3: a.png is given to two users"),
+        (b"path,user\nscans/a.png,Ada\n", "whose a/1.png is .* it lists scans/a.png, which is no"),
+    ],
+)
+def test_a_users_csv_that_cannot_be_used_is_one_line(
+    tmp_path: Path, content: bytes, error: str
+) -> None:
+    write_image(tmp_path / "a" / "1.png", 1)
+    (tmp_path / "users.csv").write_bytes(content)
+    with pytest.raises(DataFilesCorruptError, match=error) as caught:
+        load_folder(tmp_path)
     assert "\n" not in str(caught.value)
-
-
-def test_users_csv_says_whose_images_are(tmp_path: Path) -> None:
-    make_folder(tmp_path, each=1)
-    rows = [
-        f"{p.relative_to(tmp_path).as_posix()},P{n // 2}"
-        for n, p in enumerate(sorted(tmp_path.rglob("*.png")))
-    ]
-    (tmp_path / "users.csv").write_text("path,user\n" + "\n".join(rows))
-    groups = load_folder(tmp_path).train.groups
-    assert groups is not None
-    assert groups.tolist() == [0, 0, 1, 1]
 
 
 # -------------------------------------------------------------------------------- declarations
@@ -224,6 +393,11 @@ def test_what_is_not_declared_is_refused(tmp_path: Path) -> None:
     declare(other, sites=("north", "west", "east"))
     with pytest.raises(DataError, match="no image of the site 'east'"):
         load_folder(other)
+    declare(other, sites=("north", "west"))
+    for folder in other.glob("*/well"):
+        shutil.rmtree(folder)
+    with pytest.raises(DataError, match="no image of the class 'well'"):
+        load_folder(other)
 
 
 def test_more_images_than_declared_are_refused(tmp_path: Path) -> None:
@@ -231,6 +405,18 @@ def test_more_images_than_declared_are_refused(tmp_path: Path) -> None:
     declare(make_folder(tmp_path, each=26))
     with pytest.raises(DataError, match=r"more images than .*sizes.most_images"):
         load_folder(tmp_path)
+
+
+def test_far_fewer_images_or_patients_than_declared_are_refused(tmp_path: Path) -> None:
+    """Catches: an archive of which a part is missing."""
+    declare(make_folder(tmp_path / "few", each=3))
+    with pytest.raises(DataError, match=r"12 images, and .* declares 50 in sizes.images"):
+        load_folder(tmp_path / "few")
+    declare(make_folder(tmp_path / "one"), users=20)
+    rows = [f"{p.relative_to(tmp_path / 'one').as_posix()},A" for p in tmp_path.rglob("one/*/*/*")]
+    (tmp_path / "one" / "users.csv").write_text("path,user\n" + "\n".join(rows))
+    with pytest.raises(DataError, match=r"1 users, and .* declares 20 in sizes.users"):
+        load_folder(tmp_path / "one")
 
 
 @pytest.mark.parametrize(
@@ -243,6 +429,7 @@ def test_more_images_than_declared_are_refused(tmp_path: Path) -> None:
         ("height = 16", 'height = "16"', "images.height"),
         ('date = "2026-11-22"', 'date = "22.11.2026"', "signed_off.date.*such as 2026-11-23"),
         ("[sizes]", "[sizes", "no valid TOML|is not valid TOML"),
+        ('"ill", "well"', '"ill", "ill "', "images.class_names has a name twice"),
     ],
 )
 def test_a_damaged_declaration_names_the_key(

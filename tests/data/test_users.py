@@ -12,8 +12,8 @@ from fedsynth.data.domains import read_office_caltech
 from fedsynth.data.images import ImageData, from_arrays
 from fedsynth.data.local_test import hold_out
 from fedsynth.data.registry import dataset_spec
-from fedsynth.data.users import bounded, check_one_client_each, read_users
-from fedsynth.errors import DataError, DataFilesCorruptError, PartitionError
+from fedsynth.data.users import bounded, check_one_client_each
+from fedsynth.errors import DataError, PartitionError
 
 SPEC = dataset_spec("digits")
 
@@ -83,41 +83,6 @@ def test_data_that_do_not_say_whose_they_are() -> None:
         bounded(np.arange(3), ImageData(data.images, data.labels, SPEC), 1, 0)
 
 
-def written(folder: Path, text: str) -> Path:
-    file = folder / "users.csv"
-    file.write_text(text, encoding="utf-8")
-    return file
-
-
-def test_users_are_numbered_by_their_names(tmp_path: Path) -> None:
-    file = written(tmp_path, "user,path\nZoé,a/1.png\nAda,b/2.png\nZoé,c.png\nMax,unused.png\n")
-    assert read_users(file, ["c.png", "b/2.png", "a/1.png"]).tolist() == [1, 0, 1]
-
-
-def test_a_user_is_one_however_the_table_was_saved(tmp_path: Path) -> None:
-    file = written(tmp_path, "path,user\na.png,Zo\u00e9\nb.png, Zoe\u0301 \nc.png,Zoe\n")
-    assert read_users(file, ["a.png", "b.png", "c.png"]).tolist() == [1, 1, 0]
-
-
-@pytest.mark.parametrize(("text", "match"), [
-    ("path,user\na.png, \n", "both filled"),
-    ("path,owner\na.png,Ada\n", "line 2: needs the columns path and user"),
-    ("path,user\na.png,\n", "both filled"),
-    ("path,user\na.png,Ada\na.png,Bob\n", "line 3: a.png is given to two users"),
-    ("path,user\nb.png,Ada\n", r"whose a\.png is \(1 such"),
-    ("", r"whose a\.png is"),
-])  # fmt: skip
-def test_what_users_csv_must_say(tmp_path: Path, text: str, match: str) -> None:
-    with pytest.raises(DataFilesCorruptError, match=match):
-        read_users(written(tmp_path, text), ["a.png"])
-
-
-def test_a_users_csv_that_is_no_text(tmp_path: Path) -> None:
-    (tmp_path / "users.csv").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(DataFilesCorruptError, match=r"cannot read .*users\.csv"):
-        read_users(tmp_path / "users.csv", ["a.png"])
-
-
 def test_folders_of_images_take_their_users_from_the_file(tmp_path: Path) -> None:
     from PIL import Image
 
@@ -132,7 +97,7 @@ def test_folders_of_images_take_their_users_from_the_file(tmp_path: Path) -> Non
                 lines.append(f"{domain}/{name}/{number}.png,{domain}-{number % 2}")
     train, test = read_office_caltech(spec, tmp_path)
     assert train.groups is None
-    written(tmp_path / "office_caltech_10", "\n".join(lines))
+    (tmp_path / "office_caltech_10" / "users.csv").write_text("\n".join(lines))
     train, test = read_office_caltech(spec, tmp_path)
     assert test.groups is None
     assert train.groups is not None

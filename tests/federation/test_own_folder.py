@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from fedsynth import FolderSettings, ImageData, load_folder, resolve, simulate
+from fedsynth import FolderSettings, ImageData, load_dataset, load_folder, resolve, simulate
 from fedsynth.config_file import read_sections
 from fedsynth.errors import DataError, PartitionError, SettingError
 from fedsynth.federation.audit.auditing import audit_run
@@ -163,6 +165,47 @@ def test_test_images_are_what_they_are_declared_to_be(
 def test_public_test_images_can_be_left_out() -> None:
     settings = resolve({"run": {"method": "fedavg", "rounds": 1}, "model": {"name": "linear"}})
     assert simulate(settings, test="none", quiet=True).accuracy is None
+
+
+def test_test_images_that_also_train_are_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches: copies of training images under other names in the test folder; a public data set
+    has such images as it came, and is not looked at."""
+    make_folder(tmp_path / "scans")
+    make_folder(tmp_path / "test", sites=(), each=2)  # drawn from the same seeds
+    simulate(tiny(tmp_path / "scans", data={"test_folder": str(tmp_path / "test")}))
+    assert "2 of 4 test images are the same, pixel by pixel" in capsys.readouterr().err
+    train, test = load_dataset("digits")
+    linear = resolve({"run": {"method": "fedavg", "rounds": 1}, "model": {"name": "linear"}})
+    simulate(linear, data=(train, test.subset(np.arange(5))))
+    assert "pixel by pixel" not in capsys.readouterr().err
+    own = replace(train, spec=replace(train.spec, name="mine"))
+    simulate(linear, data=(own, own.subset(np.arange(5))))
+    assert "5 of 5 test images are the same" in capsys.readouterr().err
+
+
+def test_what_was_skipped_is_said_at_the_end_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_folder(tmp_path)
+    (folder / "north" / "ill" / "00.png").write_bytes(b"x")
+    (folder / "north" / "ill" / "07.dcm").write_bytes(b"x")
+    simulate(tiny(folder, data={"skip_corrupt": True, "skip_other": True, "image_size": "16"}))
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last == (
+        "left out of the data: 1 images that cannot be read, .dcm: 1 (north/ill/07.dcm)"
+    )
+
+
+def test_a_published_data_set_with_a_part_missing_is_said(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train, test = load_dataset("digits")
+    few = (train.subset(np.arange(1000)), test)
+    monkeypatch.setattr("fedsynth.federation.terms.own_data.load_dataset", lambda *_, **__: few)
+    simulate(resolve({"run": {"method": "fedavg", "rounds": 1}, "model": {"name": "linear"}}))
+    assert "digits has 1,000 training images here, and 1,438 as" in capsys.readouterr().err
 
 
 # ------------------------------------------------------------------------------------- settings

@@ -3,13 +3,14 @@ at each client."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fedsynth.data.arrays import IntArray
+from fedsynth.data.fingerprints import record_digests
 from fedsynth.data.images import ImageData
 from fedsynth.data.local_test import hold_out
 from fedsynth.data.registry import DatasetSpec, is_published
@@ -54,6 +55,26 @@ def kind_of_test(spec: DatasetSpec, test: ImageData | None, declared: str | None
     if test is None or declared == NO_TEST:
         return NO_TEST
     return declared or (PUBLIC if is_published(spec) else PRIVATE)
+
+
+def note_shared_records(train: ImageData, test: ImageData, note: Callable[[str], None]) -> None:
+    """Notes how many test images also train, by a hash of their pixels.
+
+    It is for a user's own data: published data sets have such images, as they came.
+    """
+    training = set(_pixel_hashes(train))
+    testing = _pixel_hashes(test)
+    both = sum(one in training for one in testing)
+    if both:
+        note(
+            f"warning: {both} of {len(testing)} test images are the same, pixel by pixel, as "
+            "training images: the accuracy on them says little of new images"
+        )
+
+
+def _pixel_hashes(data: ImageData) -> list[bytes]:
+    digests = record_digests(data, np.arange(len(data)), b"", labels=False)
+    return [digest.tobytes() for digest in digests]
 
 
 def require_a_ledger(settings: RunSettings, spec: DatasetSpec) -> None:

@@ -12,10 +12,11 @@ from fedsynth.data.arrays import IntArray
 from fedsynth.data.declaration import Declaration, require_signed
 from fedsynth.data.files import one_line
 from fedsynth.data.images import ImageData
+from fedsynth.data.leaf import LEAF_READERS
 from fedsynth.data.load import load_dataset
 from fedsynth.data.load_folder import FolderData, read_folder
 from fedsynth.data.partition_settings import GIVEN
-from fedsynth.data.registry import DatasetSpec, dataset_spec
+from fedsynth.data.registry import DatasetSpec, dataset_spec, is_published
 from fedsynth.errors import (
     DataError,
     DataFilesMissingError,
@@ -24,7 +25,12 @@ from fedsynth.errors import (
     SettingError,
     Text,
 )
-from fedsynth.federation.terms.given_data import NO_TEST, checked_data, kind_of_test
+from fedsynth.federation.terms.given_data import (
+    NO_TEST,
+    checked_data,
+    kind_of_test,
+    note_shared_records,
+)
 from fedsynth.federation.terms.settings import RunSettings
 
 Brought = tuple[ImageData, ImageData | None] | FolderData
@@ -41,6 +47,7 @@ class RunData:
         test_kind: "public", "private" or "none".
         parts: of each client the positions of its images; None: the partition divides them.
         names: the clients'; None: nobody says.
+        left_out: what the data's folders have and the data do not, as text; empty for nothing.
     """
 
     settings: RunSettings
@@ -49,6 +56,7 @@ class RunData:
     test_kind: str
     parts: Sequence[IntArray] | None = None
     names: Sequence[str] | None = None
+    left_out: str = ""
 
 
 def data_of_run(
@@ -71,6 +79,20 @@ def data_of_run(
     Raises:
         DataError: they cannot be used; a private run on a folder that nobody has declared.
     """
+    found = _found(settings, data, test, note, download=download)
+    if found.test is not None and not is_published(found.train.spec):
+        note_shared_records(found.train, found.test, note)
+    return found
+
+
+def _found(
+    settings: RunSettings,
+    data: Brought | None,
+    test: str | None,
+    note: Callable[[Any], None],
+    *,
+    download: bool,
+) -> RunData:
     if data is None and settings.folder is not None:
         if settings.privacy is not None:
             declared(settings)  # before anything is read
@@ -82,6 +104,8 @@ def data_of_run(
         )
         return _of_folder(replace(settings, partition=partition), data, test)
     given = data or load_dataset(settings.dataset, settings.data_root, download=download)
+    if data is None:
+        _note_missing(given[0], note)
     train, tested = checked_data(given)
     kind = kind_of_test(train.spec, tested, test)
     settings = replace(settings, dataset=train.spec.name)
@@ -95,7 +119,7 @@ def _of_folder(settings: RunSettings, found: FolderData, test: str | None) -> Ru
     kind = kind_of_test(found.train.spec, found.test, test or found.test_kind)
     tested = None if kind == NO_TEST else found.test
     if settings.partition.kind != GIVEN:
-        return RunData(settings, found.train, tested, kind)
+        return RunData(settings, found.train, tested, kind, left_out=found.left_out)
     if found.sites is None:
         raise PartitionError(
             Text(
@@ -107,7 +131,17 @@ def _of_folder(settings: RunSettings, found: FolderData, test: str | None) -> Ru
                 ")",
             )
         )
-    return RunData(settings, found.train, tested, kind, found.sites, found.names)
+    return RunData(settings, found.train, tested, kind, found.sites, found.names, found.left_out)
+
+
+def _note_missing(train: ImageData, note: Callable[[Any], None]) -> None:
+    """Notes that a published data set has fewer images here than its authors published."""
+    spec = train.spec
+    if len(train) < spec.train_size and spec.name not in LEAF_READERS:  # LEAF's scripts draw some
+        note(
+            f"warning: {spec.name} has {len(train):,} training images here, and "
+            f"{spec.train_size:,} as it is published: a part of it is missing"
+        )
 
 
 def specification(settings: RunSettings) -> DatasetSpec:

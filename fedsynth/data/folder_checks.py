@@ -1,0 +1,139 @@
+"""Checks of a folder of a user's own images, before anything is read or charged: nothing is passed
+over unseen, and what a declaration promises is there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from fedsynth.data.declaration import Declaration
+from fedsynth.data.files import one_line
+from fedsynth.data.folder_settings import FolderSettings
+from fedsynth.data.folder_tree import counted
+from fedsynth.data.images import ImageData
+from fedsynth.data.own_files import OwnFiles, find_files
+from fedsynth.errors import DataError, Setting, Text
+
+FAR_FEWER = 4
+"""A declared number that is so many times the true one is no rounding of it."""
+Note = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Skip:
+    """What of a folder may be left out.
+
+    Args:
+        corrupt: image files that cannot be read.
+        other: what is no image.
+    """
+
+    corrupt: bool = False
+    other: bool = False
+
+    @classmethod
+    def of(cls, settings: FolderSettings) -> Skip:
+        """Returns what settings say."""
+        return cls(settings.skip_corrupt, settings.skip_other)
+
+
+def files_of(
+    folder: Path, skip: Skip, note: Note, declaration: Declaration | None = None
+) -> OwnFiles:
+    """Finds a folder's images, and counts what else it has.
+
+    Args:
+        folder: see `find_files`.
+        skip: what may be left out.
+        note: receives what is left out.
+        declaration: of the images, if there is one: its ledgers may be in the folder.
+
+    Raises:
+        DataError: something that is no image, and may not be skipped, or as `find_files`.
+    """
+    files = find_files(folder, None if declaration is None else declaration.ledger)
+    if files.ignored:
+        note(f"skipped in {one_line(folder)}: {counted(files.ignored)}")
+    if not files.not_read:
+        return files
+    there = f"{one_line(folder)} has what is no image that can be read: {counted(files.not_read)}"
+    if not skip.other:
+        raise DataError(
+            Text(
+                f"{there}; convert it to PNG or remove it, list the images in a manifest.csv, or "
+                "skip it with ",
+                Setting("data", "skip_other", "True"),
+            )
+        )
+    note(f"{there}; it is skipped")
+    return files
+
+
+def check_apart(train: OwnFiles, test: OwnFiles, note: Note) -> None:
+    """Refuses a file that would train and test; notes people who are in both.
+
+    Raises:
+        DataError: names the first file.
+    """
+    training = {place.resolve() for place in train.places}
+    both = [place for place in test.places if place.resolve() in training]
+    if both:
+        raise DataError(
+            f"{len(both)} of {len(test.paths)} test images are among the training images, such as "
+            f"{one_line(both[0])}: name folders that do not overlap"
+        )
+    people = set(train.users or ()) & set(test.users or ())
+    if people:
+        note(
+            f"warning: {len(people)} of {len(set(test.users or ()))} people (users, patients) of "
+            "the test images also have training images: the accuracy says little of new people"
+        )
+
+
+def require_declared(files: OwnFiles, declaration: Declaration) -> None:
+    """Refuses classes and sites that are not those of the declaration.
+
+    Raises:
+        DataError: one that is not declared, or a declared one that has no image.
+    """
+    for kind, there, declared in (
+        ("class", files.class_names, declaration.spec.class_names),
+        ("site", files.site_names, declaration.sites),
+    ):
+        strange = [name for name in there if name not in declared]
+        if strange and (kind == "class" or declared):
+            raise DataError(
+                f"{files.root} has a {kind} {one_line(strange[0])!r} that {declaration.path} does "
+                f"not declare; declared: {one_line(', '.join(declared))}"
+            )
+        missing = [name for name in declared if name not in there]
+        if missing:
+            raise DataError(
+                f"{files.root} has no image of the {kind} {one_line(missing[0])!r}, which "
+                f"{declaration.path} declares"
+            )
+
+
+def require_declared_counts(train: ImageData, declaration: Declaration) -> None:
+    """Refuses more images than the declared bound, and far fewer images or users than declared.
+
+    Raises:
+        DataError: names the key of the declaration.
+    """
+    if len(train) > declaration.most_images:
+        raise DataError(
+            f"there are more images than {declaration.path} declares in sizes.most_images: correct "
+            "the bound, and sign again"
+        )
+    users = 0 if train.groups is None else len(train.groups.unique())
+    for key, there, declared in (
+        ("images", len(train), declaration.spec.train_size),
+        ("users", users, declaration.spec.groups if users else 0),
+    ):
+        if there * FAR_FEWER < declared:
+            raise DataError(
+                f"there are {there} {key}, and {declaration.path} declares {declared} in "
+                f"sizes.{key}: a part of them is missing, or the number is wrong (correct it, and "
+                "sign again)"
+            )

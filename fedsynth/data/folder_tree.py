@@ -1,0 +1,131 @@
+"""Everything that a folder of images has, with what is no image: nothing is passed over unseen."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from fedsynth.data.files import one_line
+from fedsynth.data.folders import ENDINGS
+from fedsynth.errors import DataFilesCorruptError
+
+IMAGE = "image"
+HIDDEN = "hidden"
+DANGLING = "links to nothing"
+EMPTY = "empty folders"
+NO_ENDING = "no ending"
+_LITTER = {"__macosx", "thumbs.db", "desktop.ini"}
+_KINDS_SHOWN = 8
+
+Parts = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A file, link or empty folder.
+
+    Attributes:
+        parts: of its path below the folder.
+        kind: `IMAGE`, `HIDDEN`, `DANGLING`, `EMPTY`, or of another file its ending.
+    """
+
+    parts: Parts
+    kind: str
+
+
+@dataclass(frozen=True)
+class Unread:
+    """Entries of one kind that are not read.
+
+    Attributes:
+        kind: see `Entry`.
+        count: how many there are.
+        example: the path of one.
+    """
+
+    kind: str
+    count: int
+    example: str
+
+    def __str__(self) -> str:
+        more = " …" if self.count > 1 else ""
+        return f"{one_line(self.kind, 40)}: {self.count} ({one_line(self.example)}{more})"
+
+
+def by_kind(entries: Sequence[Entry]) -> tuple[Unread, ...]:
+    """Returns the entries of each kind, by kind."""
+    found: dict[str, list[Parts]] = {}
+    for entry in entries:
+        found.setdefault(entry.kind, []).append(entry.parts)
+    return tuple(
+        Unread(kind, len(parts), "/".join(min(parts))) for kind, parts in sorted(found.items())
+    )
+
+
+def counted(unread: Sequence[Unread]) -> str:
+    """Returns the counts as text."""
+    left = len(unread) - _KINDS_SHOWN
+    more = f", and {left} more kinds" if left > 0 else ""
+    return ", ".join(map(str, unread[:_KINDS_SHOWN])) + more
+
+
+def walk(root: Path, files: Collection[str], folders: Collection[Path]) -> list[Entry]:
+    """Lists all files below a folder, by path. Linked folders are followed.
+
+    Args:
+        root: the folder.
+        files: names of files in it that are no images and are left out.
+        folders: left out likewise, wherever they are.
+
+    Raises:
+        DataFilesCorruptError: a folder cannot be listed, or is reached in two ways (a link to a
+            folder that is among the others, or that the link lies in).
+    """
+    found: list[Entry] = []
+    seen: dict[tuple[int, int], Path] = {}
+    waiting = [root]
+    while waiting:
+        folder = waiting.pop()
+        try:
+            _refuse_twice(folder, seen)
+            names = sorted(one.name for one in folder.iterdir())
+            subfolders = {name for name in names if (folder / name).is_dir()}
+        except OSError as error:
+            raise DataFilesCorruptError(
+                f"{one_line(folder)} cannot be listed: {one_line(error.strerror)}"
+            ) from None
+        below = folder.relative_to(root).parts
+        if below and all(map(_is_hidden, names)):
+            found.append(Entry(below, EMPTY))
+        for name in names:
+            if folder / name in folders:
+                continue
+            if _is_hidden(name):
+                found.append(Entry((*below, name), HIDDEN))
+            elif name in subfolders:
+                waiting.append(folder / name)
+            elif below or name not in files:
+                found.append(Entry((*below, name), _kind(folder / name)))
+    return sorted(found, key=lambda entry: entry.parts)
+
+
+def _refuse_twice(folder: Path, seen: dict[tuple[int, int], Path]) -> None:
+    status = folder.stat()
+    other = seen.setdefault((status.st_dev, status.st_ino), folder)
+    if other != folder:
+        raise DataFilesCorruptError(
+            f"{one_line(folder)} and {one_line(other)} are one folder, by a link: its images would "
+            "count twice; remove the link"
+        )
+
+
+def _is_hidden(name: str) -> bool:
+    return name.startswith(".") or name.casefold() in _LITTER
+
+
+def _kind(file: Path) -> str:
+    if file.is_symlink() and not file.exists():
+        return DANGLING
+    ending = file.suffix.lower()
+    return IMAGE if ending in ENDINGS else ending or NO_ENDING

@@ -1,0 +1,139 @@
+"""CSV files that list images, as spreadsheets save them: manifest.csv and users.csv."""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import io
+import re
+import unicodedata
+from collections.abc import Iterator, Sequence
+from pathlib import Path, PurePosixPath
+
+from fedsynth.data.files import MOST_LIST_BYTES, one_line, read_regular
+from fedsynth.errors import DataFilesCorruptError
+
+HEADINGS = {
+    "path": ("path", "image", "file", "filename"),
+    "label": ("label", "class"),
+    "site": ("site", "hospital", "client"),
+    "user": ("user", "patient", "person"),
+}
+"""What the heading of each column may be; upper and lower case are the same."""
+DELIMITERS = ",;\t|"
+_EXCEL_HINT = re.compile(r"sep=.\r?\n", re.IGNORECASE)
+
+
+def same_name(text: str) -> str:
+    """Returns a name as it is compared: an accent may be encoded in several ways, and spaces around
+    a name do not count."""
+    return unicodedata.normalize("NFC", text).strip()
+
+
+def read_table(
+    file: Path, required: Sequence[str], optional: Sequence[str] = ()
+) -> Iterator[tuple[int, dict[str, str]]]:
+    """Reads a table of images row by row.
+
+    The file may have a byte-order mark, be separated by commas, semicolons, tabs or bars, and begin
+    with Excel's `sep=` line. Blank lines are skipped.
+
+    Args:
+        file: the CSV file.
+        required: the columns that it must have, of `HEADINGS`.
+        optional: columns that it may have.
+
+    Yields:
+        The line's number, and its cells by column, as `same_name` has them. Paths are as the file
+        spells them, relative, with `/`.
+
+    Raises:
+        DataFilesCorruptError: the file cannot be read, lacks a column, leaves a cell empty, or has
+            a path that leads out of the file's folder. The message has the line.
+    """
+    text, skipped = _text(file)
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=_delimiter(text, required))
+    columns: dict[str, int] | None = None
+    try:
+        for cells in reader:
+            if not any(cell.strip() for cell in cells):
+                continue
+            line = reader.line_num + skipped
+            where = f"{file}, line {line}"
+            if columns is None:
+                columns = _columns(cells, required, optional, where)
+            else:
+                yield line, _row(cells, columns, where)
+    except csv.Error as error:
+        raise DataFilesCorruptError(f"cannot read {file}: {one_line(error)}") from None
+    if columns is None:
+        raise DataFilesCorruptError(f"{file} is empty: it needs the columns {_listed(required)}")
+
+
+def _text(file: Path) -> tuple[str, int]:
+    """Returns the file's text, and the number of lines before the table."""
+    try:
+        content = read_regular(file, MOST_LIST_BYTES)
+    except OSError as error:
+        raise DataFilesCorruptError(f"cannot read {file}: {one_line(error)}") from None
+    utf_16 = content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    try:
+        text = content.decode("utf-16" if utf_16 else "utf-8-sig")
+    except UnicodeDecodeError:
+        raise DataFilesCorruptError(
+            f"cannot read {file}: it is no UTF-8 text: save it as CSV UTF-8"
+        ) from None
+    hint = _EXCEL_HINT.match(text)
+    return (text, 0) if hint is None else (text[hint.end() :], 1)
+
+
+def _delimiter(text: str, required: Sequence[str]) -> str:
+    """Returns the delimiter by which the first line has most of the required columns."""
+    first = text.lstrip().partition("\n")[0]
+    headings = {heading for name in required for heading in HEADINGS[name]}
+
+    def known(delimiter: str) -> int:
+        return sum(_heading(cell) in headings for cell in first.split(delimiter))
+
+    return max(DELIMITERS, key=known)
+
+
+def _heading(cell: str) -> str:
+    return cell.strip().strip('"').strip().casefold()
+
+
+def _columns(
+    cells: Sequence[str], required: Sequence[str], optional: Sequence[str], where: str
+) -> dict[str, int]:
+    """Returns the position of each known column."""
+    headings = [_heading(cell) for cell in cells]
+    columns: dict[str, int] = {}
+    for name in (*required, *optional):
+        found = [at for at, heading in enumerate(headings) if heading in HEADINGS[name]]
+        if len(found) > 1:
+            twice = " and ".join(one_line(cells[at], 40) for at in found)
+            raise DataFilesCorruptError(f"{where}: two columns say the {name}: {twice}")
+        if found:
+            columns[name] = found[0]
+    if any(name not in columns for name in required):
+        there = ", ".join(one_line(cell, 40) for cell in cells[:10])
+        raise DataFilesCorruptError(
+            f"{where}: needs the columns {_listed(required)}; found: {there}"
+        )
+    return columns
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Returns the columns with the other headings that each may have."""
+    return " and ".join(f"{name} (or {', '.join(HEADINGS[name][1:])})" for name in names)
+
+
+def _row(cells: Sequence[str], columns: dict[str, int], where: str) -> dict[str, str]:
+    row = {name: same_name(cells[at]) for name, at in columns.items() if at < len(cells)}
+    for name in columns:
+        if not row.get(name):
+            raise DataFilesCorruptError(f"{where}: {name} is empty")
+    path = PurePosixPath(cells[columns["path"]].strip())
+    if path.is_absolute() or ".." in path.parts or "\0" in str(path):
+        raise DataFilesCorruptError(f"{where}: {one_line(path)} must be a path below the file")
+    return {**row, "path": path.as_posix()}
