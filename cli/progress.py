@@ -7,7 +7,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +110,8 @@ class PlainObserver(Observer):
         first = self._first
         self._first = ""
         lines = [first, self._names.text(text)] if first else [self._names.text(text)]
-        print(*(f"{self._mark}{line}" for line in lines), sep="\n", file=sys.stderr, flush=True)
+        with suppress(OSError):  # a closed pipe does not end a run
+            print(*(f"{self._mark}{line}" for line in lines), sep="\n", file=sys.stderr, flush=True)
 
     def round_ended(self, row: Mapping[str, Any]) -> None:
         if self._pace is not None:
@@ -142,7 +143,8 @@ class LiveObserver(Observer):
         self._first = ""
         lines = [first, self._names.text(text)] if first else [self._names.text(text)]
         marked = [f"{self._mark}{line}" for line in lines]
-        self._progress.console.print(*marked, sep="\n", markup=False, highlight=False)
+        with suppress(OSError):
+            self._progress.console.print(*marked, sep="\n", markup=False, highlight=False)
 
     def step(self, round: int, phase: str, done: int, total: int) -> None:
         _tell_pace(self, self._pace, round, phase, done, total)

@@ -1,7 +1,9 @@
-"""How a model does at each client, and how evenly (FedKF, Definitions 1 to 3); how soon a run
-reaches a level.
+"""How accurate a model is at each client, and how evenly (FedKF, Definitions 1 to 3); how soon a
+run reaches a level.
 
-a_k is the model's accuracy on client k's own test split, n_k the number of its examples.
+a_k is the accuracy on client k's own test split. n_k = |D_k| counts all of the client's records,
+those that train and those that test: FedKF splits each D_k into the two. All three measures count
+the clients that have a test record; each of them has n_k ≥ 1.
 """
 
 from __future__ import annotations
@@ -28,18 +30,24 @@ def worst_local_performance(accuracies: Sequence[float]) -> float:
 
 def local_metrics(
     right: Sequence[int], tested: Sequence[int], sizes: Sequence[float]
-) -> dict[str, Any]:
-    """AMP, FM, WLP and the a_k of a model on the clients' own test splits.
+) -> dict[str, Any] | None:
+    """Computes AMP, FM, WLP and the a_k of a model on the clients' own test splits.
 
     Exact functions of private data: for simulations only.
 
     Args:
-        right: of each client's test split, how many examples the model gets right.
-        tested: how many there are; a client without any counts nowhere (its a_k is None).
+        right: records of each client's test split that the model classifies correctly.
+        tested: records of each client's test split; a client without any does not count (its a_k
+            is None).
         sizes: n_k.
+
+    Returns:
+        None if no client has a test record.
     """
     accuracies = [r / n if n else None for r, n in zip(right, tested, strict=True)]
     there = [(a, n) for a, n in zip(accuracies, sizes, strict=True) if a is not None]
+    if not there:
+        return None
     known = [a for a, _ in there]
     return {
         "amp": average_model_performance(known, [n for _, n in there]),

@@ -27,7 +27,7 @@ from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message
 from fedsynth.data.images import ImageData
 from fedsynth.data.partition import count_matrix
-from fedsynth.errors import OutputError, Setting, Text
+from fedsynth.errors import Setting, Text
 from fedsynth.federation import run_words
 from fedsynth.federation.exchange.client_runtime import ClientRuntime, OwnData
 from fedsynth.federation.exchange.in_process import InProcess
@@ -374,8 +374,8 @@ class Simulation:
             return
         try:
             self.folder.draw_round(number, sets, self.context.spec)
-        except OutputError as error:
-            self.record.picture_missing(error)
+        except Exception as error:  # it may not end the run, whose round is charged
+            self.record.missing("picture", error)
 
 
 def _may_share(settings: RunSettings) -> bool:

@@ -16,6 +16,7 @@ from fedsynth.data.load_folder import FolderData
 from fedsynth.data.partition import check_parts, partition
 from fedsynth.data.partition_settings import GIVEN
 from fedsynth.data.users import check_one_client_each
+from fedsynth.federation.loggers import Logger, Several
 from fedsynth.federation.observer import Observer
 from fedsynth.federation.outputs.result import RunResult
 from fedsynth.federation.outputs.run_folder import RunFolder
@@ -98,6 +99,8 @@ def simulate(
         check_compiler(device)
     if observer is None:
         observer = Observer() if quiet else Spoken(settings.rounds)
+    if isinstance(observer, Logger):
+        observer = Several([observer])  # its failure does not end the run
     found = data_of_run(settings, data, test, observer.note, download=download)
     settings = found.settings
     train = found.train

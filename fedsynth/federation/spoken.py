@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from fedsynth.federation.observer import Observer
@@ -22,7 +23,8 @@ class Spoken(Observer):
 
     def note(self, text: str) -> None:
         """The text, whose settings are named as in Python."""
-        print(text, file=sys.stderr, flush=True)
+        with suppress(OSError):  # a closed pipe does not end a run
+            print(text, file=sys.stderr, flush=True)
 
     def round_ended(self, row: Mapping[str, Any]) -> None:
         """Accuracy, ε, and what was uploaded."""

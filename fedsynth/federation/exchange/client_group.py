@@ -151,7 +151,7 @@ def evaluate_together(
     return [
         Evaluated(
             client.number,
-            len(client.data.records),
+            client.data.size,
             tested[position],
             {name: counts[position] for name, counts in right.items()},
         )

@@ -45,6 +45,11 @@ class OwnData:
     records: Tensor
     held_out: Tensor
 
+    @property
+    def size(self) -> int:
+        """All its records, those that train and those that test."""
+        return len(self.records) + len(self.held_out)
+
 
 @dataclass(frozen=True, eq=False)
 class Standing:
@@ -312,4 +317,4 @@ class ClientRuntime:
             for name, parameters in models.items():
                 model = context.load(self.personal(parameters))
                 right[name] = int(correct(model, self.data.resident, among=held_out).sum())
-        return Evaluated(self.number, len(self.data.records), len(held_out), right)
+        return Evaluated(self.number, self.data.size, len(held_out), right)

@@ -107,7 +107,7 @@ class Evaluated:
 
     Args:
         client: its number.
-        size: n_k.
+        size: all its records, those that train and those that test.
         tested: examples of its test split.
         right: of each model, how many of them it gets right.
     """

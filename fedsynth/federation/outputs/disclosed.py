@@ -6,6 +6,7 @@ nobody declared is refused; one that only a simulation may show goes into `simul
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -97,6 +98,18 @@ def check_facts(facts: Mapping[str, Any], declared: Declared | None) -> Mapping[
         why = "is the engine's own" if key in ROW else "is declared nowhere (`Method.discloses`)"
         raise UnaccountedReleaseError(f"a method's fact {key!r} {why}")
     return facts
+
+
+def finite(value: Any) -> Any:
+    """Returns a value of JSON with None in place of numbers that are not finite, which JSON does
+    not have."""
+    if isinstance(value, Mapping):
+        return {key: finite(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(one) for one in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
 
 
 @dataclass(frozen=True)

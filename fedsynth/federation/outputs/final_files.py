@@ -13,7 +13,6 @@ from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message
 from fedsynth.core.method import Method
 from fedsynth.core.state import ServerState
-from fedsynth.errors import OutputError
 from fedsynth.federation.outputs.report_context import handed_over
 from fedsynth.federation.outputs.run_folder import SERVER, RunFolder
 from fedsynth.privacy.report import write_report
@@ -41,7 +40,7 @@ class FinalFiles:
     report: dict[str, Any] | None
 
     def write(
-        self, folder: RunFolder, picture_missing: Callable[[OutputError], None]
+        self, folder: RunFolder, missing: Callable[[str, Exception], None]
     ) -> dict[str, Any] | None:
         """What was promised first, and pictures last: none of them may cost a result.
 
@@ -50,7 +49,7 @@ class FinalFiles:
 
         Args:
             folder: the run's.
-            picture_missing: told of a picture that cannot be made.
+            missing: receives the name of a picture that cannot be made, and why.
 
         Raises:
             OutputError, PrivacyError: anything else cannot be written.
@@ -71,8 +70,8 @@ class FinalFiles:
             if sets:
                 folder.draw_synthetic(sets, self.context.spec)
             folder.draw_artefacts(artefacts, self.context.spec.class_names)
-        except OutputError as error:
-            picture_missing(error)
+        except Exception as error:
+            missing("picture", error)
         return report
 
     def _sets(self) -> tuple[list[tuple[int, Tensor, Tensor]], list[Tensor | None]]:

@@ -6,9 +6,10 @@ private data: with differential privacy they go into `simulation_only` and nowhe
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -22,6 +23,12 @@ from fedsynth.federation.exchange.protocol import Exchange
 from fedsynth.federation.outputs.disclosed import COMMON, LOCAL, MODELS, PRIVATE_TEST
 
 ONE = "model"
+
+
+class Figures(Protocol):
+    """Computes figures about a run (`RunRecord.figures`)."""
+
+    def __call__(self, name: str, make: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]: ...
 
 
 @dataclass(frozen=True)
@@ -47,54 +54,73 @@ class Measure:
         """What the accuracy on the test set is called in a row."""
         return COMMON if self.method.personal else "test_accuracy"
 
-    def row(self, state: ServerState, context: RoundContext) -> dict[str, Any]:
-        """What a round's row says of the model, and under `models` of each of its variants."""
+    def row(self, state: ServerState, context: RoundContext, figures: Figures) -> dict[str, Any]:
+        """Returns what a round's row says of the model, and under `models` of each variant."""
         final = self.method.final_parameters(state)
         models = dict(self.method.variants(state))
         same = [name for name, one in models.items() if _is(one, final)]
         if not same:
             models[ONE] = final
-        rows = self._rows(models, context)
+        rows = self._rows(models, context, figures)
         if same:
             return {**rows[same[0]], MODELS: rows}
         row = rows.pop(ONE)
         return {**row, MODELS: rows} if rows else row
 
     def final_accuracy(
-        self, metrics: Sequence[Mapping[str, Any]], state: ServerState, context: RoundContext
+        self,
+        metrics: Sequence[Mapping[str, Any]],
+        state: ServerState,
+        context: RoundContext,
+        figures: Figures,
     ) -> float | None:
-        """The last round's accuracy, measured now if it was not; None if it cannot be."""
+        """Returns the last round's accuracy, measured now if it was not; None if it cannot be."""
         if not metrics or self.test is None:
             return None
         last: Mapping[str, Any] = metrics[-1]
         if not {self.accuracy_name, PRIVATE_TEST} & last.keys():
-            last = self.row(state, context)
-        return float(last.get(PRIVATE_TEST, last)[self.accuracy_name])
+            last = self.row(state, context, figures)
+        accuracy = last.get(PRIVATE_TEST, last).get(self.accuracy_name)
+        return None if accuracy is None else float(accuracy)
 
     def _rows(
-        self, models: Mapping[str, Mapping[str, Tensor]], context: RoundContext
+        self,
+        models: Mapping[str, Mapping[str, Tensor]],
+        context: RoundContext,
+        figures: Figures,
     ) -> dict[str, dict[str, Any]]:
-        """Of each model what is measured on the test set and on the clients' own splits."""
+        """Returns what is measured of each model on the test set and on the clients' splits."""
         rows: dict[str, dict[str, Any]] = {name: {} for name in models}
         if self.test is not None:
             for name, parameters in models.items():
-                measured = self._on_test(context, parameters, self.test)
+                on_test = partial(self._on_test, context, parameters, self.test)
+                measured = dict(figures("test accuracy", on_test))
                 rows[name] = {PRIVATE_TEST: measured} if self.hidden else measured
         if self.local:
-            clients = self.exchange.evaluate(models, context)
-            if not sum(one.tested for one in clients):
-                return rows
-            for name, row in rows.items():
-                right = [one.right[name] for one in clients]
-                tested = [one.tested for one in clients]
-                row[LOCAL] = local_metrics(right, tested, [one.size for one in clients])
+            on_splits = partial(self._on_splits, models, context)
+            for name, found in figures("accuracy on the clients' splits", on_splits).items():
+                rows[name][LOCAL] = found
         return rows
+
+    def _on_splits(
+        self, models: Mapping[str, Mapping[str, Tensor]], context: RoundContext
+    ) -> dict[str, Any]:
+        """Returns the clients' accuracies of each model; empty if no client has a test record."""
+        clients = self.exchange.evaluate(models, context)
+        tested = [one.tested for one in clients]
+        sizes = [one.size for one in clients]
+        found = {}
+        for name in models:
+            metrics = local_metrics([one.right[name] for one in clients], tested, sizes)
+            if metrics is not None:
+                found[name] = metrics
+        return found
 
     def _on_test(
         self, context: RoundContext, parameters: Mapping[str, Tensor], test: ImageData
     ) -> dict[str, Any]:
-        """Accuracy on the test set; where it has domains also each one's, and their plain average,
-        as papers on feature skew report.
+        """Returns the accuracy on the test set; where it has domains also each one's, and their
+        plain average, as papers on feature skew report.
 
         Where clients have models of their own, the common one is no result, and its accuracy has
         another name.

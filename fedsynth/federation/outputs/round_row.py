@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from fedsynth.core.context import RoundContext
@@ -10,7 +11,7 @@ from fedsynth.core.state import ServerState
 from fedsynth.federation.exchange.rounds import Played
 from fedsynth.federation.outputs.disclosed import check_facts
 from fedsynth.federation.outputs.lost_clients import lost_clients
-from fedsynth.federation.outputs.measure import Measure
+from fedsynth.federation.outputs.measure import Figures, Measure
 from fedsynth.federation.terms.privacy_plan import PrivacyPlan
 from fedsynth.federation.terms.settings import RunSettings
 
@@ -23,8 +24,9 @@ def round_row(
     context: RoundContext,
     played: Played,
     started: float,
+    figures: Figures,
 ) -> dict[str, Any]:
-    """The row of a round that has been played, with what only a simulation may show.
+    """Returns the row of a round that has been played, with what only a simulation may show.
 
     Args:
         settings: the run's.
@@ -34,6 +36,7 @@ def round_row(
         context: the round's.
         played: what the round was.
         started: when it began, by `time.perf_counter`.
+        figures: computes what is said of the round.
 
     Raises:
         UnaccountedReleaseError: a fact of the method's that may not stand here.
@@ -41,14 +44,19 @@ def round_row(
     number = context.round
     method, exchange = settings.method, measure.exchange
     declared = None if plan is None else method.discloses
-    told = exchange.facts(context, played.there)
-    row: dict[str, Any] = {
-        "round": number,
-        **check_facts(method.facts(state, context), declared),
-        **check_facts(method.merge_facts(told), declared),
-    }
+
+    def of_server() -> Mapping[str, Any]:
+        return check_facts(method.facts(state, context), declared)
+
+    def of_clients() -> Mapping[str, Any]:
+        told = exchange.facts(context, played.there)
+        return check_facts(method.merge_facts(told), declared)
+
+    row: dict[str, Any] = {"round": number}
+    row.update(figures("facts of the server", of_server))
+    row.update(figures("facts of the clients", of_clients))
     if number % settings.evaluate_every == 0 or number == settings.rounds:
-        row.update(measure.row(state, context))
+        row.update(measure.row(state, context, figures))
     if plan is not None:
         histories = exchange.histories()
         if plan.guaranteed(histories):

@@ -52,7 +52,7 @@ from fedsynth.data.picture import (
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import OutputError
 from fedsynth.federation.outputs.checkpoint import write_whole
-from fedsynth.federation.outputs.disclosed import Disclosed
+from fedsynth.federation.outputs.disclosed import Disclosed, finite
 from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.files import load_json, open_regular, plain_files, sync_folder
 from fedsynth.privacy.report_file import read_json
@@ -325,7 +325,7 @@ class RunFolder:
         if not matrices:
             return
         with _writing(self.path):
-            values = {name: matrix.cpu().tolist() for name, matrix in matrices.items()}
+            values = {name: finite(matrix.cpu().tolist()) for name, matrix in matrices.items()}
             (self.path / "artefacts.json").write_text(
                 json.dumps(values, indent=1, allow_nan=False), encoding="utf-8"
             )

@@ -3,7 +3,7 @@ run over nodes alike."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,8 @@ from typing import Any
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message
 from fedsynth.core.state import ServerState
-from fedsynth.errors import OutputError
+from fedsynth.data.files import one_line
+from fedsynth.errors import FedsynthError
 from fedsynth.federation.exchange.protocol import Refusal
 from fedsynth.federation.exchange.rounds import Played
 from fedsynth.federation.exchange.server import Server
@@ -23,6 +24,7 @@ from fedsynth.federation.outputs.disclosed import (
     declared_row,
     declared_summary,
     disclosed,
+    finite,
 )
 from fedsynth.federation.outputs.final_files import FinalFiles
 from fedsynth.federation.outputs.measure import Measure
@@ -32,6 +34,7 @@ from fedsynth.federation.outputs.round_row import round_row
 from fedsynth.federation.outputs.run_folder import RunFolder
 from fedsynth.federation.terms.privacy_plan import PrivacyPlan
 from fedsynth.federation.terms.settings import RunSettings
+from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.history import History
 from fedsynth.privacy.report import build_report
 from fedsynth.privacy.report_schema import Began
@@ -84,7 +87,7 @@ class RunRecord:
     warnings: list[str] = field(default_factory=list)
     rows: list[dict[str, Any]] = field(default_factory=list)
     deviations: list[str] = field(default_factory=list)
-    _pictures_missing: bool = False
+    _missing: set[str] = field(default_factory=set)
 
     def begin(self, histories: Sequence[History]) -> None:
         """Writes what a private run begins with, if it is not there: what its clients' ledgers hold
@@ -111,7 +114,9 @@ class RunRecord:
         self, state: ServerState, context: RoundContext, played: Played, started: float
     ) -> Disclosed:
         """Takes the row of a round that has been played; to be told once the round is kept."""
-        made = round_row(self.settings, self.plan, self.measure, state, context, played, started)
+        made = round_row(
+            self.settings, self.plan, self.measure, state, context, played, started, self.figures
+        )
         told = self._disclosed(made)
         self.rows.append(made)
         return told
@@ -129,11 +134,36 @@ class RunRecord:
         self.deviations.append(f"ended after {done} of {rounds} rounds: {refusal.reason}")
         return self.deviations[-1]
 
-    def picture_missing(self, error: OutputError) -> None:
-        """Said once: a disk that is full stays so."""
-        if not self._pictures_missing:
-            self.observer.note(f"warning: a picture is missing: {error}")
-        self._pictures_missing = True
+    def figures(self, name: str, make: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
+        """Computes figures about the run, without any that are not finite.
+
+        They never end a run: its rounds may be charged, and a resumed run is charged again for the
+        round that has not ended. What cannot be computed is noted once.
+
+        Args:
+            name: of the figures, for the note.
+            make: computes them.
+
+        Returns:
+            Empty if they cannot be computed.
+
+        Raises:
+            PrivacyError: figures that may not be shown, or a ledger that cannot be written.
+        """
+        try:
+            return dict(finite(make()))
+        except PrivacyError:
+            raise
+        except Exception as error:
+            self.missing(name, error)
+            return {}
+
+    def missing(self, name: str, error: Exception) -> None:
+        """Notes once that something about the run is missing: a full disk stays full."""
+        if name not in self._missing:
+            self._missing.add(name)
+            kind = "" if isinstance(error, FedsynthError) else f"{type(error).__name__}: "
+            self.observer.note(f"warning: no {name}: {kind}{one_line(error)}")
 
     def end(
         self,
@@ -154,7 +184,7 @@ class RunRecord:
             secret: whether all clients' noise came from the operating system's keys.
         """
         state = server.state
-        accuracy = self.measure.final_accuracy(self.rows, state, context)
+        accuracy = self.measure.final_accuracy(self.rows, state, context, self.figures)
         report = None
         promised = None
         if self.plan is not None:
@@ -177,7 +207,7 @@ class RunRecord:
         if self.folder is None:
             return Ended(accuracy, report, shown, None)
         files = FinalFiles(method, state, context, server.final_parameters(), uploads, report)
-        report = files.write(self.folder, self.picture_missing)
+        report = files.write(self.folder, self.missing)
         folder = self.folder.finish(told)
         return Ended(accuracy, report, {**shown, "folder": str(folder)}, folder)
 
