@@ -10,8 +10,9 @@ import unicodedata
 from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 
-from fedsynth.data.files import MOST_LIST_BYTES, one_line, read_regular
+from fedsynth.data.files import MAX_LIST_BYTES, one_line
 from fedsynth.errors import DataFilesCorruptError
+from fedsynth.privacy.files import read_regular
 
 HEADINGS = {
     "path": ("path", "image", "file", "filename"),
@@ -73,7 +74,7 @@ def read_table(
 def _text(file: Path) -> tuple[str, int]:
     """Returns the file's text, and the number of lines before the table."""
     try:
-        content = read_regular(file, MOST_LIST_BYTES)
+        content = read_regular(file, MAX_LIST_BYTES)
     except OSError as error:
         raise DataFilesCorruptError(f"cannot read {file}: {one_line(error)}") from None
     utf_16 = content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))

@@ -513,5 +513,5 @@ def test_hostile_files_are_no_tracebacks(tmp_path: Path) -> None:
     bomb = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", pixels)
     (tmp_path / "north" / "ill" / "bomb.png").write_bytes(bomb)
     os.mkfifo(tmp_path / "north" / "ill" / "pipe.png")
-    with pytest.raises(FedsynthError, match=r"9000×9000, more than .*/pipe.png \(it is no reg"):
+    with pytest.raises(FedsynthError, match=r"9000×9000, more than .*/pipe.png \(it is not a reg"):
         load_folder(tmp_path, image_size=16)
