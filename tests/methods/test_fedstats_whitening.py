@@ -3,6 +3,7 @@ share of the budget, and what the server makes of them."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -171,18 +172,18 @@ def test_rows_are_tried_with_what_a_server_may_send_too() -> None:
 
 
 def test_which_features_are_whitened_is_public() -> None:
-    assert not FedStats().whitens(SPEC)  # 8 pixels a side
-    assert FedStats().whitens(dataset_spec("mnist"))
-    assert not FedStats().whitens(dataset_spec("cifar10"))
-    assert not FedStats(whitening="no").whitens(dataset_spec("mnist"))
-    assert FedStats(whitening="yes").whitens(dataset_spec("cifar10"))
+    shapes = ((1, 8, 8), (1, 28, 28), (3, 32, 32))
+    found = {c: [whitening.whitens(c, MAP, s) for s in shapes] for c in ("auto", "yes", "no")}
+    assert found == {"auto": [False, True, False], "yes": [True] * 3, "no": [False] * 3}
+    assert not FedStats().whitens(SPEC)
+    assert METHOD.whitens(SPEC)
     with pytest.raises(SettingError, match="channels and cells"):
         FedStats(whitening="yes", features="pixels").whitens(SPEC)
     with pytest.raises(SettingError, match="covariance_share"):
         FedStats(whitening="yes", covariance_share=0.89, moment_share=0.1)
     unsaid = FedStats(covariance_share=0.89, moment_share=0.1)  # "auto": known with the data set
-    mnist = dataset_spec("mnist")
-    where = round_context(1, 0, torch.device("cpu"), mnist, torch.nn.Identity(), 20.0, PRIVATE)
+    larger, none = replace(SPEC, height=12, width=12), torch.nn.Identity()
+    where = round_context(1, 0, torch.device("cpu"), larger, none, 20.0, PRIVATE)
     with pytest.raises(SettingError, match="covariance_share"):
         unsaid.private_plans(PRIVATE, where)
 

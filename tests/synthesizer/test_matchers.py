@@ -4,6 +4,8 @@ exact gradient."""
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,9 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from fedsynth.core.client import OpenClients, PrivateClients, Segments
-from fedsynth.data.images import ImageData, from_arrays
-from fedsynth.data.registry import dataset_spec
+from fedsynth.core.client import OpenClients, PrivateClients
+from fedsynth.data.images import ImageData
 from fedsynth.models import frozen
 from fedsynth.models.convnet import ConvNet
 from fedsynth.privacy.allowance import UnaccountedNoise
@@ -38,18 +39,45 @@ from fedsynth.synthesizer.condensation.matchers import (
 from fedsynth.synthesizer.condensation.real_batches import BatchIndices
 from fedsynth.synthesizer.condensation.siamese import SiameseAugmentation
 from fedsynth.training.optimisers import MomentumSgd
+from tests.digits import CPU, digits
 
-DEVICES = [
-    "cpu",
-    pytest.param(
-        "cuda",
-        marks=[
-            pytest.mark.cuda,
-            pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-        ],
-    ),
-]
 N, CLASSES, IPC = 60, 10, 3
+WIDTH = 8 * 4 + CLASSES
+PRIVATE_MATCHERS = [(ResidualMatcher, WIDTH), (GradientMatcher, IPC * 64)]
+needs_compiler = pytest.mark.skipif(
+    shutil.which("g++") is None, reason="torch.compile needs a C++ compiler"
+)
+
+
+def data(device: torch.device = CPU) -> ImageData:
+    return digits(np.arange(N) % CLASSES, device=device)
+
+
+def network(device: torch.device = CPU) -> ConvNet:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)  # noqa: TID251
+        return ConvNet((1, 8, 8), CLASSES, width=8, depth=2).to(device).requires_grad_(False)
+
+
+def seen(device: torch.device = CPU, **other: Any) -> NetworkFeatures:
+    return NetworkFeatures(network(device), 1.0, None, **other)
+
+
+def synthetic(segments: int = CLASSES, device: torch.device = CPU) -> Tensor:
+    draws = torch.Generator().manual_seed(1)
+    return torch.randn(segments, IPC, 1, 8, 8, generator=draws).to(device)
+
+
+def exact_matcher(
+    parts: Sequence[Tensor] = (torch.arange(N),),
+    batch: int = 100,
+    steps: int = 1,
+    device: Any = CPU,
+) -> ExactMatcher:
+    clients = OpenClients(range(len(parts)), data(device), list(parts))
+    segments = clients.segments(1)
+    batches = BatchIndices(clients, segments, batch, steps, small_class="all", seed=0, round=1)
+    return ExactMatcher(clients, batches)
 
 
 def synthetic_means(features: FeatureMap, synthetic_SICHW: Tensor) -> Tensor:
@@ -66,66 +94,24 @@ def segment_means(values_ND: Tensor, segment_N: Tensor, segments: int) -> Tensor
     return segment_sums(values_ND, segment_N, segments) / counts_S[:, None]
 
 
-def data(device: str = "cpu") -> ImageData:
-    rng = np.random.default_rng(0)
-    images = rng.integers(0, 256, (N, 1, 8, 8)).astype(np.uint8)
-    return from_arrays(images, np.arange(N) % CLASSES, dataset_spec("digits")).to(
-        torch.device(device)
-    )
-
-
-def network(device: str = "cpu") -> ConvNet:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)  # noqa: TID251
-        return ConvNet((1, 8, 8), CLASSES, width=8, depth=2).to(device).requires_grad_(False)
-
-
-def synthetic(segments: int, device: str = "cpu") -> Tensor:
-    return torch.randn(segments, IPC, 1, 8, 8, generator=torch.Generator().manual_seed(1)).to(
-        device
-    )
-
-
-def all_batches(
-    clients: OpenClients, batch: int = 100, steps: int = 1
-) -> tuple[Segments, BatchIndices]:
-    segments = clients.segments(1)
-    return segments, BatchIndices(
-        clients, segments, batch, steps, small_class="all", seed=0, round=1
-    )
+def noisy_series(
+    clients: int, sigma: float, clip: float, width: int, rate: float = 1.0
+) -> list[GaussianSums]:
+    sampling = "poisson" if rate < 1 else "full"
+    row = Release(1, "images", "test", "x", sigma, clip, rate, sampling, 50, CLASSES * width)
+    guards = [Guard(Ledger(str(k)), 1e-5, None) for k in range(clients)]
+    return [GaussianSums(row, CLASSES, guard, SecretGenerator()) for guard in guards]
 
 
 def private(
-    clients: int,
-    mechanism: type,
-    sigma: float,
-    clip: float,
-    width: int,
-    divisor: float,
-    rate: float = 1.0,
+    mechanism: type, sigma: float, clip: float, width: int, divisor: float, rate: float = 1.0
 ) -> Matcher:
-    secrets = [SecretGenerator() for _ in range(clients)]
-    guards = [Guard(Ledger(str(k)), 1e-5, None) for k in range(clients)]
-    parts = list(torch.arange(N).tensor_split(clients))
-    group = PrivateClients(range(clients), data(), parts, [])
-    row = Release(
-        1,
-        "images",
-        "test",
-        "x",
-        sigma,
-        clip,
-        rate,
-        "poisson" if rate < 1 else "full",
-        50,
-        CLASSES * width,
-    )
-    series = [GaussianSums(row, CLASSES, g, s) for g, s in zip(guards, secrets, strict=True)]
+    group = PrivateClients([0], data(), [torch.arange(N)], [])
+    series = noisy_series(1, sigma, clip, width, rate)
     return mechanism(group, series, divisor)  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_eq_9_for_a_linear_network_equals_numpy(device: str) -> None:
+def test_eq_9_for_a_linear_network_equals_numpy(device: torch.device) -> None:
     """h(x) = A x, z(x) = B h + b: L_c and its gradient by hand."""
     rng = np.random.default_rng(2)
     A, B, b = rng.normal(size=(5, 6)), rng.normal(size=(3, 5)), rng.normal(size=3)
@@ -135,82 +121,60 @@ def test_eq_9_for_a_linear_network_equals_numpy(device: str) -> None:
         def __init__(self) -> None:
             super().__init__()
             self.classifier = nn.Linear(5, 3)
-            self.classifier.weight.data, self.classifier.bias.data = (
-                torch.tensor(B),
-                torch.tensor(b),
-            )
+            self.classifier.weight.data = torch.tensor(B)
+            self.classifier.bias.data = torch.tensor(b)
 
         def embed(self, x: Tensor) -> Tensor:
             return x.flatten(1) @ torch.tensor(A, device=x.device).T
 
-    logit_weight = 0.7
-    features = NetworkFeatures(Linear().to(device), logit_weight, None)
+    features = NetworkFeatures(Linear().to(device), 0.7, None)
     leaf = torch.tensor(S, device=device).view(2, 4, 1, 2, 3).requires_grad_()
     segment = torch.tensor([0] * 7 + [1] * 2, device=device)
-    real = segment_means(
-        features(torch.tensor(np.concatenate(X), device=device).view(9, 1, 2, 3), segment),
-        segment,
-        2,
-    )
+    pixels = torch.tensor(np.concatenate(X), device=device).view(9, 1, 2, 3)
+    real = segment_means(features(pixels, segment), segment, 2)
     loss = (synthetic_means(features, leaf) - real).square().sum()
     (gradient,) = torch.autograd.grad(loss, leaf)
     expected_loss, expected = 0.0, np.zeros_like(S)
     for c in range(2):
         h = A @ (S[c].mean(axis=0) - X[c].mean(axis=0))
-        z = logit_weight * (B @ h)
+        z = 0.7 * (B @ h)
         expected_loss += h @ h + z @ z
-        expected[c] = 2 * (A.T @ h + logit_weight * A.T @ B.T @ z) / 4
+        expected[c] = 2 * (A.T @ h + 0.7 * A.T @ B.T @ z) / 4
     assert loss.item() == pytest.approx(expected_loss)
     np.testing.assert_allclose(gradient.cpu().numpy().reshape(2, 4, 6), expected, atol=1e-10)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_eq_15_the_mean_of_per_example_gradients_is_the_batch_gradient(device: str) -> None:
+def test_eq_15_the_mean_of_per_example_gradients_is_the_batch_gradient(
+    device: torch.device,
+) -> None:
     """App. B of FedDM, to 1e-5, for ragged classes, one of them empty, and several passes."""
-    features, S = NetworkFeatures(network(device), 1.0, None), synthetic(4, device)
+    features, S = seen(device), synthetic(4, device)
     x = torch.randn(23, 1, 8, 8, generator=torch.Generator().manual_seed(3)).to(device)
     segment = torch.tensor([0] * 11 + [1] + [3] * 11, device=device)
     rows = per_example_gradients(features, S, x, segment)
     leaf = S.clone().requires_grad_()
-    means = synthetic_means(features, leaf)
-    real = segment_means(features(x, segment), segment, 4)
-    loss = (means - real)[[0, 1, 3]].square().sum()
-    (autograd,) = torch.autograd.grad(loss, leaf)
-    torch.testing.assert_close(
-        segment_means(rows, segment, 4).view_as(S), autograd, atol=1e-5, rtol=1e-5
-    )
+    apart = synthetic_means(features, leaf) - segment_means(features(x, segment), segment, 4)
+    (autograd,) = torch.autograd.grad(apart[[0, 1, 3]].square().sum(), leaf)
+    means = segment_means(rows, segment, 4).view_as(S)
+    torch.testing.assert_close(means, autograd, atol=1e-5, rtol=1e-5)
     one = per_example_gradients(features, S, x[5:6], segment[5:6])
     # an example's row does not depend on the batch
     torch.testing.assert_close(rows[5:6], one, atol=1e-6, rtol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("mechanism", "width"), [(ResidualMatcher, 8 * 4 + CLASSES), (GradientMatcher, IPC * 64)]
-)
+@pytest.mark.parametrize(("mechanism", "width"), PRIVATE_MATCHERS)
 def test_without_noise_and_clipping_the_private_gradient_is_the_exact_one(
     mechanism: type, width: int
 ) -> None:
     """Full batch, huge clip, σ → 0, divisor = the true class size (equal here): all three
-    mechanisms agree."""
-    features, S = NetworkFeatures(network(), 1.0, None), synthetic(CLASSES)
-    clients = OpenClients([0], data(), [torch.arange(N)])
-    _, batches = all_batches(clients)
-    exact = ExactMatcher(clients, batches).gradient(0, features, S)
-    ours = private(1, mechanism, 1e-12, 1e6, width, divisor=N / CLASSES).gradient(0, features, S)
-    torch.testing.assert_close(ours, exact, atol=1e-5, rtol=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("mechanism", "width"), [(ResidualMatcher, 8 * 4 + CLASSES), (GradientMatcher, IPC * 64)]
-)
-def test_subsampling_is_unbiased(mechanism: type, width: int) -> None:
-    """Over 50 Poisson batches at q = 0.5, divided by the public q·n_c, the gradient averages to the
-    exact one."""
-    features, S = NetworkFeatures(network(), 1.0, None), synthetic(CLASSES)
-    clients = OpenClients([0], data(), [torch.arange(N)])
-    exact = ExactMatcher(clients, all_batches(clients)[1]).gradient(0, features, S)
-    matcher = private(1, mechanism, 1e-12, 1e6, width, divisor=0.5 * N / CLASSES, rate=0.5)
-    draws = torch.stack([matcher.gradient(t, features, S) for t in range(50)])
+    mechanisms agree. Over 50 Poisson batches at q = 0.5, divided by the public q·n_c, the gradient
+    averages to the exact one."""
+    features, S = seen(), synthetic()
+    exact = exact_matcher().gradient(0, features, S)
+    full = private(mechanism, 1e-12, 1e6, width, divisor=N / CLASSES)
+    torch.testing.assert_close(full.gradient(0, features, S), exact, atol=1e-5, rtol=1e-4)
+    sampled = private(mechanism, 1e-12, 1e6, width, divisor=0.5 * N / CLASSES, rate=0.5)
+    draws = torch.stack([sampled.gradient(t, features, S) for t in range(50)])
     error = (draws.mean(0) - exact).flatten()
     assert error.norm() < 3 * (draws.std(0).norm() / 50**0.5)
 
@@ -218,82 +182,56 @@ def test_subsampling_is_unbiased(mechanism: type, width: int) -> None:
 def test_residual_noise_enters_the_gradient_through_the_jacobian_only() -> None:
     """With clip 𝒞 and σ, the released sums have deviation σ𝒞; divided by the public divisor they go
     through J once."""
-    width = 8 * 4 + CLASSES
-    features, S = NetworkFeatures(network(), 1.0, None), synthetic(CLASSES)
+    features, S = seen(), synthetic()
     leaf = S.clone().requires_grad_()
     means = synthetic_means(features, leaf)
-    J = torch.autograd.grad(means[0], leaf, torch.eye(width), is_grads_batched=True)[0][
-        :, 0
-    ].flatten(1)
-    draws = []
-    matcher = private(1, ResidualMatcher, 1e4, 1e-3, width, divisor=6.0)
-    for t in range(50):
-        draws.append(matcher.gradient(t, features, S)[0].flatten())
-    expected = 2 * 1e4 * 1e-3 / 6 * J.norm()
-    assert torch.stack(draws).square().sum(1).mean().sqrt() == pytest.approx(
-        float(expected), rel=0.15
-    )
+    (J,) = torch.autograd.grad(means[0], leaf, torch.eye(WIDTH), is_grads_batched=True)
+    matcher = private(ResidualMatcher, 1e4, 1e-3, WIDTH, divisor=6.0)
+    draws = torch.stack([matcher.gradient(t, features, S)[0].flatten() for t in range(50)])
+    expected = 2 * 1e4 * 1e-3 / 6 * J[:, 0].norm()
+    assert draws.square().sum(1).mean().sqrt() == pytest.approx(float(expected), rel=0.15)
 
 
 def test_paper_mechanism_clips_the_batch_and_its_noise_shrinks_with_it() -> None:
-    features, S = NetworkFeatures(network(), 1.0, None), synthetic(CLASSES)
+    features, S, exact = seen(), synthetic(), exact_matcher()
+    plain = exact.gradient(0, features, S)
+    clip = float(plain.flatten(1).norm(dim=1).median())
     clients = OpenClients([0], data(), [torch.arange(N)])
-    segments, batches = all_batches(clients)
-    exact = ExactMatcher(clients, batches)
-    clip = float(exact.gradient(0, features, S).flatten(1).norm(dim=1).median())
+    segments = clients.segments(1)
+    batches = BatchIndices(clients, segments, 100, 1, small_class="all", seed=0, round=1)
 
-    def noise(sigma: float, clip: float) -> UnaccountedNoise:
+    def with_noise(sigma: float, clip: float) -> Tensor:
         row = Release(1, "images", "paper", "x", sigma, clip, 1.0, "full", 1, 1, "not private")
-        return UnaccountedNoise(row, SecretGenerator())
+        noise = [UnaccountedNoise(row, SecretGenerator())]
+        return PaperMatcher(exact, segments, batches, noise).gradient(0, features, S)
 
-    clipped = PaperMatcher(exact, segments, batches, [noise(0.0, clip)]).gradient(0, features, S)
-    norms = clipped.flatten(1).norm(dim=1)
-    assert norms.max() <= clip * (1 + 1e-5)
-    noisy = PaperMatcher(exact, segments, batches, [noise(3.0, 5.0)]).gradient(0, features, S)
-    unclipped = exact.gradient(0, features, S)
-    assert (noisy - unclipped).std() == pytest.approx(3.0 * 5.0 / (N / CLASSES), rel=0.1)
-
-
-def test_clients_batched_or_alone_make_the_same_images() -> None:
-    """Same seed, fp32: uploads equal to 1e-4, whoever shares the group."""
-    parts = list(torch.arange(N).tensor_split(3))
-
-    def images(ids: list[int]) -> Tensor:
-        clients = OpenClients(ids, data(), [parts[k] for k in ids])
-        segments = clients.segments(1)
-        matcher = ExactMatcher(
-            clients, BatchIndices(clients, segments, 1, 5, small_class="all", seed=0, round=1)
-        )
-        return condense(
-            torch.zeros(len(segments), IPC, 1, 8, 8),
-            network,
-            matcher,
-            steps=5,
-            optimiser=MomentumSgd(1.0),
-        )
-
-    together = images([0, 1, 2])
-    torch.testing.assert_close(
-        together, torch.cat([images([k]) for k in range(3)]), atol=1e-4, rtol=1e-4
-    )
+    assert with_noise(0.0, clip).flatten(1).norm(dim=1).max() <= clip * (1 + 1e-5)
+    assert (with_noise(3.0, 5.0) - plain).std() == pytest.approx(15.0 / (N / CLASSES), rel=0.1)
 
 
 def test_condensation_lowers_the_loss_and_keeps_the_start() -> None:
-    clients = OpenClients([0], data(), [torch.arange(N)])
-    _, batches = all_batches(clients, steps=30)
-    features = NetworkFeatures(network(), 1.0, None)
-    start = synthetic(CLASSES)
+    """And clients of a group make the images that each makes alone."""
+    matcher, features, start = exact_matcher(steps=30), seen(), synthetic()
     before = start.clone()
-    matcher = ExactMatcher(clients, batches)
 
     def loss(S: Tensor) -> float:
-        return float(
-            (synthetic_means(features, S) - matcher.real_means(0, features, CLASSES)).square().sum()
-        )
+        real = matcher.real_means(0, features, CLASSES)
+        return float((synthetic_means(features, S) - real).square().sum())
 
     after = condense(start, network, matcher, steps=30, optimiser=MomentumSgd(1.0))
     assert torch.equal(start, before)
     assert loss(after) < 0.7 * loss(start)
+
+    def images(parts: Sequence[Tensor], ids: Sequence[int]) -> Tensor:
+        clients = OpenClients(ids, data(), list(parts))
+        segments = clients.segments(1)
+        batches = BatchIndices(clients, segments, 1, 5, small_class="all", seed=0, round=1)
+        black, each = torch.zeros(len(segments), IPC, 1, 8, 8), ExactMatcher(clients, batches)
+        return condense(black, network, each, steps=5, optimiser=MomentumSgd(1.0))
+
+    parts = torch.arange(N).tensor_split(3)
+    alone = torch.cat([images([part], [k]) for k, part in enumerate(parts)])
+    torch.testing.assert_close(images(parts, range(3)), alone, atol=1e-4, rtol=1e-4)
 
 
 def test_clipping_is_by_client_over_all_its_images() -> None:
@@ -310,17 +248,6 @@ def test_clipping_is_by_client_over_all_its_images() -> None:
     torch.testing.assert_close(clipped[2], images[2])  # below the bound
     nothing = ClippedMatcher(Given(), client, 2.0).gradient(0, None, torch.zeros_like(images))  # type: ignore[arg-type]
     assert torch.equal(nothing, torch.zeros_like(images))
-
-
-def test_momentum_is_heavy_ball() -> None:
-    class Constant:
-        def gradient(self, step: int, features: object, synthetic: Tensor) -> Tensor:
-            return torch.ones_like(synthetic)
-
-    out = condense(
-        torch.zeros(1, 1, 1, 2, 2), network, Constant(), steps=3, optimiser=MomentumSgd(0.1, 0.5)
-    )  # type: ignore[arg-type]
-    assert torch.allclose(out, torch.full_like(out, -0.1 * (1 + 1.5 + 1.75)))
 
 
 def test_batches_are_without_replacement_or_resampled_on_request() -> None:
@@ -346,17 +273,14 @@ def test_batches_are_without_replacement_or_resampled_on_request() -> None:
     assert any(len(set(row.tolist())) < 5 for row in draws)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_a_reduced_precision_of_the_real_pass_changes_the_gradient_little(device: str) -> None:
+def test_a_reduced_precision_of_the_real_pass_changes_the_gradient_little(
+    device: torch.device,
+) -> None:
     """bfloat16 keeps 8 bits: the gradient moves by about a percent, its direction hardly; synthetic
     images stay float32."""
-    net, S = network(device), synthetic(CLASSES, device)
-    clients = OpenClients([0], data(device), [torch.arange(N)])
-    _, batches = all_batches(clients)
+    S, matcher = synthetic(device=device), exact_matcher(device=device)
     full, half = (
-        ExactMatcher(clients, batches)
-        .gradient(0, NetworkFeatures(net, 1.0, None, dtype), S)
-        .flatten()
+        matcher.gradient(0, seen(device, precision=dtype), S).flatten()
         for dtype in (torch.float32, torch.bfloat16)
     )
     assert half.dtype == torch.float32
@@ -369,7 +293,7 @@ def test_the_size_of_passes_changes_nothing_but_rounding(
     images: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Real images, synthetic segments and per-example gradients in pieces of any size."""
-    features, S = NetworkFeatures(network(), 1.0, None), synthetic(CLASSES)
+    features, S = seen(), synthetic()
     x, segment = torch.randn(50, 1, 8, 8), (torch.arange(50) ** 2) % CLASSES
     whole = features(x, segment), per_example_gradients(features, S, x, segment)
     leaf = S.clone().requires_grad_()
@@ -415,45 +339,25 @@ def test_pieces_of_the_batch_may_cut_classes_and_clients(
 ) -> None:
     """Means over ragged segments, and private sums over clients of different sizes, do not depend
     on where the pieces end."""
-    features, parts = (
-        NetworkFeatures(network(), 1.0, None),
-        [torch.arange(5), torch.arange(5, 33), torch.arange(33, N)],
-    )
+    features, parts = seen(), [torch.arange(5), torch.arange(5, 33), torch.arange(33, N)]
     clients = OpenClients([0, 1, 2], data(), parts)
-    segments, batches = all_batches(clients)
-    width = 8 * 4 + CLASSES
-    indices = torch.cat(
-        [
-            clients.examples(p, c)
-            for p, c in zip(segments.position.tolist(), segments.label.tolist(), strict=True)
-        ]
-    )
-    rows = features(clients.images(indices), batches.segment)
-    expected = torch.stack([rows[batches.segment == s].mean(0) for s in range(len(segments))])
+    segments, means, sums = clients.segments(1), [], torch.zeros(3 * CLASSES, WIDTH)
+    for position, label in zip(segments.position.tolist(), segments.label.tolist(), strict=True):
+        x = clients.images(clients.examples(position, label))
+        rows = features(x, torch.full((len(x),), len(means)))
+        means.append(rows.mean(0))
+        sums[CLASSES * position + label] = rows.sum(0)
     monkeypatch.setattr("fedsynth.core.client.CPU_CHUNK", size)
-    torch.testing.assert_close(
-        ExactMatcher(clients, batches).real_means(0, features, len(segments)),
-        expected,
-        atol=1e-5,
-        rtol=1e-4,
-    )
-
-    guards, secrets = (
-        [Guard(Ledger(str(k)), 1e-5, None) for k in range(3)],
-        [SecretGenerator() for _ in range(3)],
-    )
+    found = exact_matcher(parts).real_means(0, features, len(segments))
+    torch.testing.assert_close(found, torch.stack(means), atol=1e-5, rtol=1e-4)
     group = PrivateClients(range(3), data(), parts, [])
-    row = Release(1, "x", "test", "x", 1e-12, 1e6, 1.0, "full", 1, CLASSES * width)
-    series = [GaussianSums(row, CLASSES, g, s) for g, s in zip(guards, secrets, strict=True)]
-    sums = group.class_sums(series, lambda x, segment: features.real(x, segment))
-    by_client = torch.zeros(3 * CLASSES, width)
-    for position, part in enumerate(parts):
-        labels = clients.labels(part)
-        by_client.index_add_(0, CLASSES * position + labels, features(clients.images(part), labels))
-    torch.testing.assert_close(sums, by_client, atol=1e-4, rtol=1e-4)
+    series = noisy_series(3, 1e-12, 1e6, WIDTH)
+    private_sums = group.class_sums(series, lambda x, segment: features.real(x, segment))
+    torch.testing.assert_close(private_sums, sums, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+@pytest.mark.slow
+@needs_compiler
 @pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
 def test_a_compiled_real_pass_is_the_same_pass(
     precision: torch.dtype, monkeypatch: pytest.MonkeyPatch
@@ -481,7 +385,8 @@ def test_a_compiled_real_pass_is_the_same_pass(
     assert torch.equal(before, torch.get_rng_state())
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+@pytest.mark.slow
+@needs_compiler
 def test_synthetic_images_compiled_are_pulled_the_same_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole passes are compiled, whichever comes first, and smaller ones are not; u and the
     gradient are those of the eager pass. Catches: a shape that a client's data decide, a compiled

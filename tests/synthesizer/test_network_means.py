@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,41 +12,26 @@ import torch
 from torch import Tensor
 
 from fedsynth.core.client import OpenClients
-from fedsynth.core.context import RoundContext, round_context
-from fedsynth.core.state import ServerState
-from fedsynth.data.images import from_arrays
-from fedsynth.data.registry import dataset_spec
+from fedsynth.core.context import RoundContext
 from fedsynth.errors import SettingError
 from fedsynth.federation.simulation import simulate
 from fedsynth.federation.terms.resolve import resolve
 from fedsynth.methods.feddm import FedDM
-from fedsynth.models.registry import ModelSettings, build_model
 from fedsynth.synthesizer.condensation.perturbation import Perturbations
-from fedsynth.synthesizer.condensation.sets import SyntheticSet, real_start
+from fedsynth.synthesizer.condensation.sets import real_start
+from tests.digits import CPU, context, convnet, digits, sent
 
-SPEC = dataset_spec("digits")
 LABELS = np.array([0] * 25 + [1] * 12 + [2] * 3 + [7] * 20)
 PARTS = [torch.arange(0, 40), torch.arange(40, 60)]
 METHOD = FedDM(ipc=2, iterations=7, image_lr=0.5, networks_per_round=3)
 
 
-def clients(device: torch.device) -> OpenClients:
-    pixels = np.random.default_rng(0).integers(0, 256, (60, 1, 8, 8)).astype(np.uint8)
-    data = from_arrays(pixels, LABELS, SPEC).to(device)
-    return OpenClients((0, 1), data, [part.to(device) for part in PARTS])
-
-
-def context(device: torch.device) -> RoundContext:
-    model = build_model(ModelSettings(width=4, depth=2), SPEC.image_shape, 10, 0).to(device)
-    return round_context(1, 0, device, SPEC, model, nominal_size=30.0)
+def clients(device: torch.device = CPU) -> OpenClients:
+    return OpenClients((0, 1), digits(LABELS, device=device), [part.to(device) for part in PARTS])
 
 
 def uploads(method: FedDM, ctx: RoundContext, group: OpenClients) -> list[Tensor]:
-    state = ServerState(ctx.architecture.state_dict())
-    made = method.client_step(method.broadcast(state, ctx), group, [{}, {}], ctx)
-    found = [upload for upload, _ in made]
-    assert all(isinstance(one, SyntheticSet) for one in found)
-    return [one.images for one in found]  # type: ignore[attr-defined]
+    return [one.images for one in sent(method, ctx, group)]
 
 
 def plain_loop(ctx: RoundContext, group: OpenClients, method: FedDM) -> Tensor:
@@ -75,7 +61,7 @@ def plain_loop(ctx: RoundContext, group: OpenClients, method: FedDM) -> Tensor:
 
 def test_the_images_are_those_of_a_plain_loop(device: torch.device) -> None:
     """Catches: minibatches, networks out of turn, means that are made anew or of another class."""
-    ctx, group = context(device), clients(device)
+    ctx, group = context(network=convnet().to(device), device=device), clients(device)
     made = torch.cat(uploads(METHOD, ctx, group))
     expected = plain_loop(ctx, group, METHOD)
     start = real_start(group, group.segments(10), 2, 0).flatten(0, 1)
@@ -84,16 +70,14 @@ def test_the_images_are_those_of_a_plain_loop(device: torch.device) -> None:
 
 
 def test_as_many_networks_as_steps_and_off() -> None:
-    ctx, group = context(torch.device("cpu")), clients(torch.device("cpu"))
-    few = FedDM(ipc=2, iterations=2, networks_per_round=50)
+    """With batches that hold whole classes, and a network for each step, both are the same."""
+    ctx, group = context(), clients()
     expected = plain_loop(ctx, group, FedDM(ipc=2, iterations=2, networks_per_round=2))
-    torch.testing.assert_close(torch.cat(uploads(few, ctx, group)), expected, rtol=1e-4, atol=1e-5)
+    for networks in (50, 0):
+        method = FedDM(ipc=2, iterations=2, networks_per_round=networks)
+        found = torch.cat(uploads(method, ctx, group))
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     assert FedDM().networks_per_round == 0
-    # with batches that hold whole classes, and a network for each step, both are the same
-    literal = FedDM(ipc=2, iterations=2)
-    torch.testing.assert_close(
-        torch.cat(uploads(literal, ctx, group)), expected, rtol=1e-4, atol=1e-5
-    )
 
 
 class Keeps:
@@ -114,13 +98,11 @@ class Keeps:
 @pytest.mark.parametrize("at", [1, 3, 5])
 def test_a_loop_that_was_cut_off_ends_with_the_same_images(at: int) -> None:
     """Catches: means that only the first M steps make."""
-    from dataclasses import replace
-
-    ctx, group = context(torch.device("cpu")), clients(torch.device("cpu"))
     keeper = Keeps(at)
-    whole = uploads(METHOD, replace(ctx, keeper=keeper), group)
+    ctx, group = replace(context(), keeper=keeper), clients()
+    whole = uploads(METHOD, ctx, group)
     assert keeper.kept is not None
-    again = uploads(METHOD, replace(ctx, keeper=keeper), group)
+    again = uploads(METHOD, ctx, group)
     assert all(torch.equal(one, other) for one, other in zip(whole, again, strict=True))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -10,32 +12,24 @@ from fedsynth.models.convnet import ConvNet
 from fedsynth.models.flat import flatten
 from fedsynth.synthesizer.condensation.perturbation import Perturbations
 from fedsynth.training.sgd import project_to_ball
+from tests.digits import CPU
 
 
-def draws(
-    reading: str, radius: float = 5.0, seed: int = 0, round: int = 1, steps: int = 8
-) -> tuple[torch.Tensor, torch.Tensor]:
+def draws(reading: str, radius: float = 5.0, steps: int = 8, **where: int) -> tuple[Any, Any]:
     with torch.random.fork_rng():
         torch.manual_seed(0)  # noqa: TID251
         model = ConvNet((1, 8, 8), 10, width=16, depth=2)
-    networks = Perturbations(
-        model, radius, reading=reading, seed=seed, round=round, device=torch.device("cpu")
-    )
-    center = flatten(model)
+    given: dict[str, Any] = {"seed": 0, "round": 1, "reading": reading, "device": CPU, **where}
+    networks, center = Perturbations(model, radius, **given), flatten(model)
     return center, torch.stack([flatten(networks.draw()) - center for _ in range(steps)])
 
 
 def test_rescaled_gaussians_lie_on_the_sphere() -> None:
-    _, offsets = draws("sphere")
-    torch.testing.assert_close(offsets.norm(dim=1), torch.full((8,), 5.0), rtol=1e-3, atol=0)
-
-
-def test_a_radius_beyond_the_gaussian_leaves_it_alone() -> None:
     """Clip, not normalise: ‖N(0, I)‖ is about √P, and below ρ nothing is rescaled."""
-    center, offsets = draws("sphere", radius=1e6)
-    torch.testing.assert_close(
-        offsets.norm(dim=1), torch.full((8,), len(center) ** 0.5), rtol=0.05, atol=0
-    )
+    center, offsets = draws("sphere")
+    torch.testing.assert_close(offsets.norm(dim=1), torch.full((8,), 5.0), rtol=1e-3, atol=0)
+    norms = draws("sphere", radius=1e6)[1].norm(dim=1)
+    torch.testing.assert_close(norms, torch.full((8,), len(center) ** 0.5), rtol=0.05, atol=0)
 
 
 def test_the_ball_reading_has_uniform_radii() -> None:
@@ -45,17 +39,20 @@ def test_the_ball_reading_has_uniform_radii() -> None:
     assert radii.mean() == pytest.approx(0.5, abs=0.08)
 
 
-def test_draws_depend_on_seed_and_round_alone() -> None:
-    assert torch.equal(draws("sphere")[1], draws("sphere")[1])
-    assert not torch.equal(draws("sphere")[1], draws("sphere", seed=1)[1])
-    assert not torch.equal(draws("sphere")[1], draws("sphere", round=2)[1])
+def test_draws_depend_on_seed_and_round_alone_and_come_again_after_a_period() -> None:
+    first = draws("sphere")[1]
+    assert torch.equal(first, draws("sphere")[1])
+    assert not torch.equal(first, draws("sphere", seed=1)[1])
+    assert not torch.equal(first, draws("sphere", round=2)[1])
+    again = draws("sphere", period=3)[1]
+    assert all(torch.equal(again[t], first[t % 3]) for t in range(8))
 
 
 def test_weights_are_frozen_and_unknown_readings_refused() -> None:
     with pytest.raises(UnknownNameError, match=r"perturbation cannot be .*: ball, sphere"):
         draws("cube")
     model = ConvNet((1, 8, 8), 10, width=4, depth=1)
-    drawn = Perturbations(model, 1.0, seed=0, round=1, device=torch.device("cpu")).draw()
+    drawn = Perturbations(model, 1.0, seed=0, round=1, device=CPU).draw()
     assert not any(p.requires_grad for p in drawn.parameters())
     assert all(p.requires_grad for p in model.parameters())
 
