@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LIST = ROOT / "benchmarks" / "mutants.csv"
 ROWS = ROOT / "benchmarks" / "results" / "mutants.jsonl"
 SEED = 42
-CPU_SECONDS = 240  # for each call of pytest: a fault may be an endless loop
+CPU_SECONDS = 500  # for each call of pytest: a fault may be an endless loop
 SECONDS = 7200  # the same by the clock: it may wait for ever
 
 SOURCES = {  # how many faults, the folder, and the files that they are drawn from
@@ -50,14 +50,39 @@ SOURCES = {  # how many faults, the folder, and the files that they are drawn fr
     "engine": (10, "fedsynth", "federation/exchange/* federation/simul* training/*"),
     "methods": (20, "fedsynth", "methods/* methods/shared/* methods/statistics/* models/* core/*"),
 }
-TESTS = {  # below tests/; the second ones are run where the first find nothing
-    "accounting": ("privacy/test_acc* privacy/test_pl*", "privacy federation/test_priv*"),
-    "mechanisms": ("privacy/test_mech* privacy/test_dps* privacy/test_prod*", "privacy"),
+TESTS = {  # below tests/; each group of files is run where those before find nothing
+    "accounting": (
+        "privacy/test_all* privacy/test_pl* privacy/test_req* privacy/test_set*",
+        "privacy/test_acc*",
+        "privacy federation/test_priv*",
+    ),
+    "mechanisms": (
+        "privacy/test_mech* privacy/test_dps* privacy/test_prod* privacy/test_gr* privacy/test_for*",
+        "privacy/test_[c-z]*",
+        "privacy",
+    ),
     "ledger": ("privacy/test_ledger*", "privacy federation/test_own_data*"),
-    "condensation": ("synthesizer", "methods"),
-    "distillation": ("synthesizer", "methods"),
-    "engine": ("training federation/test_s[ei]*", "federation/test_[cpr]* federation/test_unch*"),
-    "methods": ("methods core models", "privacy/test_thr* federation/test_[slu]*"),
+    "condensation": (
+        "synthesizer/test_[dfknpsw]*",
+        "synthesizer/test_matchers*",
+        "methods/test_cond* methods/test_fed*",
+    ),
+    "distillation": (
+        "synthesizer/test_many* synthesizer/test_v*",
+        "synthesizer/test_[eg]*",
+        "methods/test_ens* methods/test_fedkf*",
+    ),
+    "engine": (
+        "training federation/test_se[rt]*",
+        "federation/test_sim* federation/test_cl* federation/test_p[al]*",
+        "federation/test_unch*",
+        "federation/test_re* federation/test_kept* federation/test_proc*",
+    ),
+    "methods": (
+        "methods/test_[bclr]* methods/test_fe[ad]* models core methods",
+        "federation/test_unch*",
+        "privacy/test_thr* federation/test_[lsp]*",
+    ),
 }
 SWAPS = {
     "operator": [("+", "-"), ("-", "+"), ("*", "/"), ("/", "*"), ("//", "*"), ("**", "*")],
