@@ -341,7 +341,8 @@ def test_pieces_of_the_batch_may_cut_classes_and_clients(
     on where the pieces end."""
     features, parts = seen(), [torch.arange(5), torch.arange(5, 33), torch.arange(33, N)]
     clients = OpenClients([0, 1, 2], data(), parts)
-    segments, means, sums = clients.segments(1), [], torch.zeros(3 * CLASSES, WIDTH)
+    segments, sums = clients.segments(1), torch.zeros(3 * CLASSES, WIDTH)
+    means: list[Tensor] = []
     for position, label in zip(segments.position.tolist(), segments.label.tolist(), strict=True):
         x = clients.images(clients.examples(position, label))
         rows = features(x, torch.full((len(x),), len(means)))

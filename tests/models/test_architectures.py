@@ -1,0 +1,233 @@
+"""The package's networks: the papers' parameter counts, torchvision's layers, embeddings, private
+steps, and what they refuse."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torchvision
+from torch import nn
+
+from fedsynth.errors import SettingError, UnknownNameError
+from fedsynth.models.alexnet import AlexNet
+from fedsynth.models.convnet import WIDE, ConvNet, InstanceNorm
+from fedsynth.models.flat import FlatNetwork, flatten, load_flat
+from fedsynth.models.registry import (
+    ModelSettings,
+    build_client_models,
+    build_model,
+    model_names,
+    parameter_count,
+)
+from fedsynth.privacy.dpsgd import DpSgdSettings, check_model, dp_sgd
+from fedsynth.privacy.errors import ForbiddenLayerError
+from fedsynth.privacy.guard import Guard
+from fedsynth.privacy.ledger import Ledger
+from fedsynth.privacy.mechanisms import GaussianSums
+from fedsynth.privacy.randomness import SecretGenerator
+from fedsynth.privacy.releases import Release
+from fedsynth.training.optimisers import MomentumSgd
+
+Shape = tuple[int, int, int]
+MNIST, CIFAR, LARGE = (1, 28, 28), (3, 32, 32), (3, 64, 64)
+
+
+def network(name: str, shape: Shape, classes: int = 10, **settings: Any) -> Any:
+    return build_model(ModelSettings(name, **settings), shape, classes, 0).eval()
+
+
+def drawn(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "classes", "settings", "count"),
+    [
+        ("convnet", MNIST, 10, {}, 317_706),  # FedDM's Table 3
+        ("convnet", CIFAR, 10, {}, 320_010),
+        ("convnet", CIFAR, 100, {}, 504_420),
+        ("convnet", LARGE, 10, {"norm": "batch"}, 381_450),  # FedAF's
+        ("resnet18", CIFAR, 10, {}, 11_181_642),  # FedAF's
+        ("resnet50", CIFAR, 10, {"norm": "group"}, 23_528_522),
+        ("linear", (1, 1, 60), 10, {}, 610),
+        ("lenet5", MNIST, 10, {}, 156 + 2_416 + 48_120 + 10_164 + 850),
+        ("lenet5", MNIST, 26, {}, 63_066),
+        # convolutions, shortcuts, norms, classifier
+        ("resnet8", CIFAR, 10, {}, 9 * 8_240 + 16 * 32 + 32 * 64 + 2 * 336 + 650),
+    ],
+)
+def test_parameter_counts(
+    name: str, shape: Shape, classes: int, settings: dict[str, Any], count: int
+) -> None:
+    assert parameter_count(network(name, shape, classes, **settings)) == count
+
+
+@pytest.mark.parametrize("name", ["resnet18", "resnet50", "googlenet"])
+def test_it_is_torchvisions_network(name: str) -> None:
+    net, x = network(name, LARGE, 7), drawn(2, *LARGE)
+    more = {"aux_logits": False, "init_weights": False} if name == "googlenet" else {}
+    theirs = torchvision.models.get_model(name, num_classes=7, weights=None, **more).eval()
+    theirs.load_state_dict(net.state_dict())
+    with torch.no_grad():
+        torch.testing.assert_close(net(x), theirs(x))
+
+
+def test_alexnet_has_torchvisions_convolutions_and_small_hidden_layers() -> None:
+    net, theirs = network("alexnet", LARGE), torchvision.models.alexnet(num_classes=10)
+    convolutions = [
+        [layer for layer in one.modules() if isinstance(layer, nn.Conv2d)]
+        for one in (net, theirs.features)
+    ]
+    for a, b in zip(*convolutions, strict=True):
+        assert (a.weight.shape, a.stride, a.padding) == (b.weight.shape, b.stride, b.padding)
+    norms = 2 * (64 + 192 + 384 + 256 + 256 + 1024 + 1024)
+    dense = (9216 + 1) * 1024 + 1025 * 1024 + 1025 * 10
+    assert parameter_count(net) == parameter_count(theirs.features) + norms + dense
+    relu, pool = nn.ReLU(), nn.MaxPool2d(3, 2)
+    parts: list[nn.Module] = []
+    for layer in (net.layer1, net.layer2, net.layer3, net.layer4, net.layer5):
+        parts += [layer[0], layer[1], relu]
+        parts += [] if layer in (net.layer3, net.layer4) else [pool]
+    parts += [nn.AdaptiveAvgPool2d(6), nn.Flatten()]
+    for layer in (net.hidden1, net.hidden2):
+        parts += [layer[0], layer[1], relu]
+    x = drawn(2, *LARGE)
+    with torch.no_grad():
+        torch.testing.assert_close(net(x), nn.Sequential(*parts, net.classifier)(x))
+    assert net.layer1(x)[0].numel() == net.largest_activation
+    assert AlexNet((1, 63, 65), 5, norm="group")(torch.zeros(2, 1, 63, 65)).shape == (2, 5)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        *((name, MNIST) for name in ("convnet", "lenet5", "linear", "cnn1", "cnn2", "resnet18")),
+        *((name, CIFAR) for name in ("lenet5", "resnet8", "cnn1", "cnn2", "googlenet")),
+        ("resnet8", (1, 8, 8)),
+        ("googlenet", (1, 15, 15)),
+    ],
+)
+def test_logits_are_the_classifier_of_the_embedding(name: str, shape: Shape) -> None:
+    """Of each image by itself."""
+    net, x = network(name, shape, 7), drawn(3, *shape)
+    with torch.no_grad():
+        h, z = net.embed(x), net(x)
+        torch.testing.assert_close(net.classifier(h), z)
+        torch.testing.assert_close(net(x[:1]), z[:1], atol=1e-5, rtol=1e-4)
+    assert h.shape == (3, net.embedding_size)
+    if name == "linear":
+        torch.testing.assert_close(z, x.flatten(1) @ net.classifier.weight.T + net.classifier.bias)
+
+
+@pytest.mark.parametrize("name", ["convnet", "lenet5", "linear"])
+def test_a_projection_head_takes_the_last_layers_place(name: str) -> None:
+    plain, net = (network(name, MNIST, width=4, projection=p) for p in (0, 12))
+    d = plain.classifier.in_features
+    head = d * d + d + (d + 1) * 12 + 13 * 10
+    assert parameter_count(net) == parameter_count(plain) - (d + 1) * 10 + head
+    x = drawn(2, *MNIST)
+    with torch.no_grad():
+        z = net.projection(torch.relu(net.hidden(net.body.embed(x))))
+        torch.testing.assert_close(net.embed(x), z)
+        torch.testing.assert_close(net(x), net.classifier(z))
+    settings = ModelSettings(name, width=4, projection=12, clients="cnn1")
+    clients: Any = build_client_models(settings, MNIST, 10, 0, 1)
+    assert clients[0].classifier.in_features == 12
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.slow] * (n == "resnet50")) for n in model_names()],
+)
+def test_every_architecture_takes_a_private_step(name: str) -> None:
+    """Catches: in-place activations, which DP-SGD's hooks do not survive, and dropout, whose masks
+    go by the place in the batch."""
+    norm = "group" if ModelSettings(name).norm == "batch" else ""
+    side = {"alexnet": 63, "resnet8": 8, "resnet18": 8, "resnet50": 8, "googlenet": 15}.get(
+        name, 28
+    )
+    model = network(name, (1, side, side), width=4, norm=norm).train()
+    check_model(model)
+    groups = [m for m in model.modules() if isinstance(m, nn.GroupNorm)]
+    assert name != "resnet8" or all(m.num_groups == m.num_channels for m in groups)
+    before = flatten(model)
+    release = Release(1, "m", "dp-sgd", "g", 1e-9, 1.0, 1.0, "full", 1, len(before))
+    series = GaussianSums(release, 1, Guard(Ledger("0"), 1e-5, None), SecretGenerator())
+    x = drawn(3, 1, side, side)
+    dp_sgd(model, lambda i: x[i], torch.arange(3), series, 1, DpSgdSettings(MomentumSgd(0.1), 3.0))
+    # three clipped gradients of norm 1, over 3, times the rate
+    assert 0 < float((flatten(model) - before).norm()) <= 0.1 * 1.01
+
+
+def test_dropout_is_refused_with_differential_privacy() -> None:
+    with pytest.raises(ForbiddenLayerError, match="masks go by"):
+        check_model(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5)))
+    check_model(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.0)))
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "settings", "says"),
+    [
+        ("alexnet", (3, 62, 64), {}, "63×63"),
+        ("lenet5", (1, 8, 8), {}, "at least 16×16"),
+        ("resnet8", (1, 4, 4), {}, "at least 8×8"),
+        # Catches: torch's "Output size is too small", as a traceback.
+        ("googlenet", (1, 14, 14), {}, "googlenet needs images of at least 15×15, got 14"),
+        ("convnet", (1, 8, 8), {"depth": 4}, "depth=4 halves a 8×8 image to nothing"),
+        ("convnet", (1, 8, 8), {"width": 0}, "at least 1"),
+        ("convnet", (1, 8, 8), {"norm": "bach"}, "did you mean batch"),
+        ("convnet", (1, 8, 8), {"projection": -1}, "projection"),
+        ("convnett", (1, 8, 8), {}, "convnet"),
+        ("resnet18", CIFAR, {"norm": "instance"}, "cannot be 'instance' for resnet18"),
+        ("resnet-18", CIFAR, {}, "did you mean resnet18"),
+    ],
+)
+def test_what_is_refused(name: str, shape: Shape, settings: dict[str, Any], says: str) -> None:
+    with pytest.raises((SettingError, UnknownNameError), match=says):
+        network(name, shape, **settings)
+
+
+def test_the_seed_decides_and_the_global_generator_is_untouched() -> None:
+    before, settings = torch.get_rng_state(), ModelSettings(width=8)
+    a, b, c = (flatten(build_model(settings, (1, 8, 8), 10, seed)) for seed in (0, 0, 1))
+    assert torch.equal(a, b)
+    assert not torch.equal(a, c)
+    assert torch.equal(before, torch.get_rng_state())
+    assert (ModelSettings().norm, ModelSettings("resnet18").norm) == ("instance", "batch")
+
+
+def test_flat_network_is_a_view() -> None:
+    model = ConvNet((1, 8, 8), 10, width=4, depth=1)
+    flat = FlatNetwork(model, requires_grad=True)
+    flat.flat.zero_()
+    assert all((p == 0).all() for p in flat.module.parameters())
+    assert any((p != 0).any() for p in model.parameters())
+    flat.module(torch.randn(2, 1, 8, 8)).sum().backward()
+    assert flat.grad.abs().sum() > 0
+    load_flat(model, torch.ones_like(flat.flat))
+    assert all((p == 1).all() for p in model.parameters())
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.03)])
+@pytest.mark.parametrize("offset", [0.0, 30.0])
+@pytest.mark.parametrize("channels", [8, WIDE])
+def test_fast_instance_norm_is_group_norm(
+    dtype: torch.dtype, tolerance: float, offset: float, channels: int
+) -> None:
+    """Also where the mean is far from zero, where E[x²] − E[x]² would cancel."""
+    norm = InstanceNorm(channels)
+    with torch.no_grad():
+        norm.weight.copy_(torch.linspace(-1, 2, channels))
+        norm.bias.copy_(torch.linspace(0, 1, channels))
+    x = (drawn(5, channels, 16, 16) + offset).to(dtype)
+    expected = nn.functional.group_norm(x.float(), channels, norm.weight, norm.bias)
+    with torch.no_grad():
+        fast = norm.to(dtype)(x.to(memory_format=torch.channels_last))
+    assert fast.is_contiguous(memory_format=torch.channels_last)
+    torch.testing.assert_close(fast.float(), expected, atol=tolerance, rtol=tolerance)
+    if channels < WIDE:  # in float32 but for the weights, and rounded once at the end
+        weight, bias = norm.weight.float(), norm.bias.float()
+        exact = nn.functional.group_norm(x.float(), channels, weight, bias).to(dtype)
+        torch.testing.assert_close(fast.float(), exact.float(), atol=1e-4, rtol=0.008)
