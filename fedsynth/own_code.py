@@ -7,11 +7,11 @@ compared (by SHA-256), and never opened. So a run folder may come from anybody.
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from fedsynth.data.files import one_line
@@ -121,19 +121,21 @@ def load_own(section: str, key: str, given: str) -> tuple[Any, OwnCode]:
 
 
 def _executed(section: str, key: str, path: Path, code: OwnCode) -> Any:
-    """The file as a module; one that was executed before, and is the same, as it is."""
+    """Returns the file as a module, or the one of an earlier call with the same text.
+
+    The text is compiled here: Python's own loader would run a cached `.pyc`, which nobody hashed.
+    """
     title = f"fedsynth_own_{path.stem}_{code.sha256[:_SHOWN]}"
     if title in sys.modules:
         return sys.modules[title]
-    spec = importlib.util.spec_from_file_location(title, path)
-    if spec is None or spec.loader is None:
-        raise SettingError(section, key, f"names {path}, which is no Python file")
-    module = importlib.util.module_from_spec(spec)
+    module = ModuleType(title)
+    module.__file__ = str(path)
     sys.modules[title] = module  # dataclasses look their module up
-    sys.path.insert(0, str(path.parent))  # what stands beside the file may be imported, as a script
+    sys.path.insert(0, str(path.parent))  # as for a script: it may import its neighbours
     try:
-        spec.loader.exec_module(module)
-    except Exception as error:
+        text = code.text.removeprefix("\ufeff")
+        exec(compile(text, str(path), "exec", dont_inherit=True), module.__dict__)
+    except (Exception, SystemExit) as error:
         del sys.modules[title]
         raise SettingError(
             section, key, f"names {path}, which fails: {type(error).__name__}: {one_line(error)}"

@@ -311,6 +311,33 @@ def example_gradients(network: nn.Module, x_NCHW: Tensor, labels_N: Tensor) -> T
     return rows
 
 
+def check_example_gradients(model: nn.Module, x_NCHW: Tensor) -> None:
+    """Refuses a model whose gradients of single examples cannot be computed, before anything is
+    charged for them.
+
+    Args:
+        model: any, for example a custom one.
+        x_NCHW: public images.
+
+    Raises:
+        ForbiddenLayerError: it has parameters that are frozen or unused, or layers that Opacus does
+            not know.
+    """
+    frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
+    if frozen:
+        raise ForbiddenLayerError(f"parameter {frozen[0]!r} is frozen: DP-SGD trains all of them")
+    labels = torch.zeros(len(x_NCHW), dtype=torch.int64, device=x_NCHW.device)
+    try:
+        example_gradients(model, x_NCHW, labels)
+    except ForbiddenLayerError:
+        raise
+    except Exception as error:  # of Opacus or of the model
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise ForbiddenLayerError(
+            f"the model's gradients of single examples cannot be computed: {lines[0]}"
+        ) from error
+
+
 def _per_example_gradients(
     model: nn.Module,
     parameters: list[nn.Parameter],
@@ -328,6 +355,13 @@ def _per_example_gradients(
                 f"a loss of each example must have shape [{len(x_NCHW)}], got {list(each.shape)}"
             )
         each.sum().backward()
+    missing = {id(p) for p in parameters if p.grad_sample is None}  # type: ignore[attr-defined]
+    if missing:
+        name = next(name for name, p in model.named_parameters() if id(p) in missing)
+        raise ForbiddenLayerError(
+            f"parameter {name!r} has no gradients of single examples: no layer uses it, or another "
+            "one than its own"
+        )
     of_each = [p.grad_sample.flatten(1) for p in parameters]  # type: ignore[attr-defined]
     rows = torch.cat(of_each, dim=1)
     _forget_passes(model)

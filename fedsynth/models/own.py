@@ -1,13 +1,14 @@
-"""Models of one's own: what may be registered, and how one is built and looked at."""
+"""Custom models: what may be registered, and how one is built and checked."""
 
 from __future__ import annotations
 
 import copy
 import hashlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import safetensors.torch
 import torch
 from torch import Tensor, nn
 
@@ -25,6 +26,7 @@ def own_name(model: nn.Module | Callable[..., nn.Module]) -> str:
     """A name for a module (with a hash of what it is and of its weights), or for what makes one."""
     if not isinstance(model, nn.Module):
         return str(getattr(model, "__name__", type(model).__name__))
+    check_state(type(model).__name__, model.state_dict())
     found = hashlib.sha256(repr(model).encode())
     for name, tensor in model.state_dict().items():
         found.update(name.encode())
@@ -40,26 +42,33 @@ def builder(
     A module is copied, with its weights. Anything else is called with `image_shape` and `classes`,
     and with what of `TAKEN` it has as parameters.
     """
-    if isinstance(model, nn.Module):
-        module = model
-
-        def duplicate(shape: Shape, classes: int, settings: Any) -> nn.Module:
-            return checked(name, copy.deepcopy(module), shape, classes)
-
-        return duplicate
-    accepted = _parameters(name, model)
+    accepted = frozenset() if isinstance(model, nn.Module) else _parameters(name, model)
+    rehearsed = set()
 
     def made(shape: Shape, classes: int, settings: Any) -> nn.Module:
         values = {key: getattr(settings, key) for key in TAKEN if key in accepted}
         try:
-            network = model(shape, classes, **values)
+            network = _new(model, shape, classes, values)
         except SettingError:
             raise
         except Exception as error:
             raise _wrong(name, f"cannot be made for images of {_shown(shape)}", error) from error
-        return checked(name, network, shape, classes)
+        checked(name, network, shape, classes)
+        case = (shape, classes, tuple(values.items()))
+        if case not in rehearsed:
+            rehearse(name, network, shape, classes)
+            rehearsed.add(case)
+        return network
 
     return made
+
+
+def _new(
+    model: nn.Module | Callable[..., nn.Module], shape: Shape, classes: int, values: dict[str, Any]
+) -> nn.Module:
+    if isinstance(model, nn.Module):
+        return copy.deepcopy(model)
+    return model(shape, classes, **values)
 
 
 def _parameters(name: str, model: Callable[..., nn.Module]) -> frozenset[str]:
@@ -118,6 +127,73 @@ def checked(name: str, network: Any, shape: Shape, classes: int) -> nn.Module:
     return network
 
 
+def rehearse(name: str, network: nn.Module, shape: Shape, classes: int) -> None:
+    """Does what a run does to a network: copies, saves, loads and trains it (the copy).
+
+    So a fault that would show in a later round, after releases were charged, shows before the first
+    one.
+
+    Raises:
+        SettingError: a part of it fails.
+    """
+    try:
+        twin = copied(network)
+    except Exception as error:
+        raise _wrong(name, "cannot be copied", error) from error
+    state = twin.state_dict()
+    check_state(name, state)
+    before = {key: value.shape for key, value in state.items()}
+    try:
+        content = safetensors.torch.save({key: one.contiguous() for key, one in state.items()})
+        network.load_state_dict(safetensors.torch.load(content))  # the values that it has
+    except Exception as error:
+        raise _wrong(name, "cannot be saved and loaded", error) from error
+    try:
+        with torch.enable_grad():
+            logits = twin.train()(torch.rand(2, *shape, device=next(twin.parameters()).device))
+            logits.sum().backward()
+    except Exception as error:
+        raise _wrong(name, "cannot be trained", error) from error
+    if logits.shape != (2, classes):
+        raise _refused(name, f"makes {list(logits.shape)} in training, and not [N, {classes}]")
+    if before != {key: value.shape for key, value in twin.state_dict().items()}:
+        raise _refused(name, "changes the names or shapes in its state_dict in training")
+
+
+def check_state(name: str, state: Mapping[str, Any]) -> None:
+    """Checks that a network's state can be averaged, saved and sent.
+
+    Raises:
+        SettingError: an entry is not a plain tensor, or shares its memory with another one.
+    """
+    owners: dict[int, str] = {}
+    for key, value in state.items():
+        if fault := _fault(value):
+            raise _refused(name, f"has a state that cannot be kept: {key} {fault}")
+        if value.numel():
+            owner = owners.setdefault(value.untyped_storage().data_ptr(), key)
+            if owner != key:
+                raise _refused(
+                    name,
+                    f"has tied weights: {key} is {owner}, or a part of it; give each its own tensor",
+                )
+
+
+def _fault(value: Any) -> str:
+    """Why an entry of a state cannot be kept, or nothing."""
+    if not isinstance(value, Tensor):
+        return f"is a {type(value).__name__} and not a tensor"
+    if nn.parameter.is_lazy(value):
+        return "belongs to a lazy layer that no image reaches"
+    if value.layout != torch.strided or value.is_quantized:
+        return "is sparse or quantised"
+    if value.device.type == "meta":
+        return "has no values (device meta)"
+    if value.is_complex() or (value.is_floating_point() and value.dtype != torch.float32):
+        return f"is of {value.dtype} and not of torch.float32"
+    return "" if torch.isfinite(value).all() else "is not finite"
+
+
 def refuse_mixing(name: str, network: nn.Module, shape: Shape) -> None:
     """Refuses a network that mixes the examples of a batch, in training or in evaluation, as far as
     public random images show it: no bound on one example's influence would hold.
@@ -143,8 +219,11 @@ def refuse_mixing(name: str, network: nn.Module, shape: Shape) -> None:
 
 
 def _wrong(name: str, what: str, error: Exception) -> SettingError:
-    reason = one_line(str(error).partition("\n")[0] or type(error).__name__)
-    return SettingError("model", "name", f"{name} {what}: {reason}")
+    return _refused(name, f"{what}: {one_line(error)}")
+
+
+def _refused(name: str, why: str) -> SettingError:
+    return SettingError("model", "name", f"{name} {why}")
 
 
 def _shown(shape: Shape) -> str:

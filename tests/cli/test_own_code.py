@@ -4,6 +4,8 @@ afterwards; and that nothing but what is named on the command line is ever execu
 from __future__ import annotations
 
 import json
+import os
+import py_compile
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +18,7 @@ from fedsynth.errors import SettingError
 from fedsynth.features.registry import _OWN as _OWN_FEATURES
 from fedsynth.federation.outputs.verification import verify_run
 from fedsynth.methods import _OWN, method_class
+from fedsynth.own_code import load_own
 from tests.interrupted import interrupted_in_round
 
 Train = Callable[..., Any]
@@ -101,6 +104,33 @@ def test_a_run_with_both_records_them_and_verifies(
     changed = fedsynth("privacy", "verify", str(folder), "--method", method, "--model", model)
     assert changed.code == 1
     assert "and what was given is another: mine.py:Mine@" in changed.stdout
+
+
+@pytest.mark.parametrize("times", [True, False], ids=["of the same time", "unchecked"])
+def test_the_text_that_was_hashed_is_what_runs(code: Path, times: bool) -> None:
+    """Python's loader takes a cached file of the same size and time, or one that says that it
+    needs no check."""
+    file = code / "net.py"
+    file.write_text(NET.replace("Net", "Bad"))
+    checked = py_compile.PycInvalidationMode.TIMESTAMP
+    unchecked = py_compile.PycInvalidationMode.UNCHECKED_HASH
+    py_compile.compile(str(file), invalidation_mode=checked if times else unchecked)
+    before = file.stat()
+    file.write_text(NET)
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    made, source = load_own("model", "name", f"{file}:Net")
+    assert (made.__name__, source.text) == ("Net", NET)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [("Net = 1 +", "SyntaxError"), ("raise SystemExit(0)", "SystemExit"), ("\0", "null bytes")],
+)
+def test_a_file_that_fails_is_one_line(code: Path, text: str, why: str) -> None:
+    (code / "net.py").write_text(text)
+    with pytest.raises(SettingError, match=why) as caught:
+        load_own("model", "name", f"{code / 'net.py'}:Net")
+    assert "\n" not in str(caught.value)
 
 
 def test_a_file_that_changed_is_no_file_of_the_run(

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from fedsynth import FedAvg, FedDM, ModelSettings, RunSettings, register_model, resolve, simulate
+from fedsynth import (
+    FedAvg,
+    FedDM,
+    ModelSettings,
+    PrivacySettings,
+    RunSettings,
+    register_model,
+    resolve,
+    simulate,
+)
 from fedsynth.errors import SettingError, UnknownNameError
 from fedsynth.models.own import refuse_mixing
 from fedsynth.models.registry import build_model, has_given_weights, model_names
+from fedsynth.privacy.errors import ForbiddenLayerError
 from fedsynth.validation import check_embedding
 
 Shape = tuple[int, int, int]
@@ -112,7 +124,7 @@ def fails(image_shape: Shape, classes: int) -> nn.Module:
 @pytest.mark.parametrize(
     ("model", "text"),
     [
-        (fails, "cannot be made for images of 1×8×8: no$"),
+        (fails, "cannot be made for images of 1×8×8: no luck$"),
         (lambda image_shape, classes: 3, r"makes no torch.nn.Module"),
         (lambda image_shape, classes: nn.Flatten(), "has no parameters"),
         (lambda image_shape, classes: nn.Linear(9, 9), "cannot take images of 1×8×8"),
@@ -129,6 +141,164 @@ def test_what_is_no_model_is_one_line(model: Any, text: str) -> None:
         build_model(register_model("own-wrong", model), (1, 8, 8), 10, 0)
     assert "\n" not in str(caught.value)
     assert caught.value.key == "name"
+
+
+class Faulty(Net):
+    """A network with a fault that a run would meet in its last round, or after it."""
+
+    def __init__(self, image_shape: Shape, classes: int) -> None:
+        super().__init__(image_shape, classes)
+        self.spoil()
+
+    def spoil(self) -> None:
+        """Adds the fault."""
+
+
+class Tied(Faulty):
+    def spoil(self) -> None:
+        self.twin = nn.Linear(36, 10)
+        self.twin.weight = self.classifier.weight
+
+
+class SharedBuffers(Faulty):
+    def spoil(self) -> None:
+        self.register_buffer("a", torch.zeros(4))
+        self.register_buffer("b", self.a[:2])
+
+
+class ExtraState(Faulty):
+    def get_extra_state(self) -> dict[str, int]:
+        return {"epoch": 3}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        pass
+
+
+class Renamed(Faulty):
+    def spoil(self) -> None:
+        self.register_state_dict_post_hook(  # type: ignore[no-untyped-call]
+            lambda module, state, prefix, _: state.update({"x..y": state.pop("classifier.bias")})
+        )
+
+
+class Lazy(Faulty):
+    def spoil(self) -> None:
+        self.more = nn.LazyLinear(2)
+
+
+class Missing(Faulty):
+    def spoil(self) -> None:
+        self.more = nn.Linear(2, 2, device="meta")
+
+
+class Locked(Faulty):
+    def spoil(self) -> None:
+        self.lock = threading.Lock()
+
+
+class Grows(Faulty):
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.register_buffer("seen", torch.zeros(len(x)))
+        return super().forward(x)
+
+
+class Pair(Faulty):
+    def forward(self, x: Tensor) -> Any:
+        logits = super().forward(x)
+        return (logits, logits) if self.training else logits
+
+
+class NoGradients(Faulty):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            return super().forward(x)
+
+
+def with_parameter(value: Tensor) -> type[Faulty]:
+    class Odd(Faulty):
+        def spoil(self) -> None:
+            self.odd = nn.Parameter(value, requires_grad=False)
+
+    return Odd
+
+
+@pytest.mark.parametrize(
+    ("model", "why"),
+    [
+        (Tied, "tied weights: twin.weight is classifier.weight"),
+        (SharedBuffers, "tied weights: b is a"),
+        (ExtraState, "_extra_state is a dict"),
+        (Renamed, "saved and loaded"),
+        (Locked, "cannot be copied"),
+        (Grows, "changes the names"),
+        (Pair, "cannot be trained"),
+        (NoGradients, "cannot be trained"),
+        (with_parameter(torch.zeros(2, dtype=torch.complex64)), "is of torch.complex64"),
+        (with_parameter(torch.zeros(2, dtype=torch.float64)), "is of torch.float64"),
+        (with_parameter(torch.zeros(2, dtype=torch.float8_e4m3fn)), "is of torch.float8"),
+        (with_parameter(torch.eye(2).to_sparse()), "is sparse or quantised"),
+        (Missing, "has no values"),
+        (with_parameter(torch.full((2,), float("nan"))), "is not finite"),
+        (with_parameter(torch.zeros(1).expand(2)), "saved and loaded"),
+        (Lazy, "lazy layer"),
+    ],
+)
+def test_faults_show_before_anything_is_charged(
+    model: type[nn.Module], why: str, tmp_path: Path
+) -> None:
+    """They ended a run with a traceback after its last round, with its ledgers charged."""
+    privacy = PrivacySettings(noise_multiplier=3.0, ledger=str(tmp_path / "ledger"))
+    settings = RunSettings(FedDM(ipc=1, iterations=1), rounds=1, model=model, privacy=privacy)
+    with pytest.raises(SettingError, match=why) as caught:
+        simulate(settings, quiet=True, output=tmp_path / "runs")
+    assert "\n" not in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+class Frozen(Net):
+    def __init__(self, image_shape: Shape, classes: int) -> None:
+        super().__init__(image_shape, classes)
+        self.body.requires_grad_(False)
+
+
+class Unused(Faulty):
+    def spoil(self) -> None:
+        self.more = nn.Linear(2, 2)
+
+
+class Elsewhere(Net):
+    """Its last layer's weight is used outside of this layer, which Opacus does not see."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        last = self.classifier
+        return nn.functional.linear(self.embed(x), last.weight, last.bias)
+
+
+class Norms(Net):
+    def __init__(self, image_shape: Shape, classes: int) -> None:
+        super().__init__(image_shape, classes)
+        nn.utils.weight_norm(self.classifier)
+
+
+@pytest.mark.parametrize(
+    ("model", "why"),
+    [
+        (Frozen, "'body.0.weight' is frozen"),
+        (Unused, "'more.weight' has no gradients"),
+        (Elsewhere, "'classifier.weight' has no gradients"),
+        (Norms, "cannot be computed"),
+        (lambda shape, classes: torch.jit.script(flat(shape, classes)), "cannot be computed"),
+    ],
+)
+def test_what_dp_sgd_cannot_train_is_refused_before_anything_is_charged(
+    model: Any, why: str, tmp_path: Path
+) -> None:
+    privacy = PrivacySettings(noise_multiplier=3.0, ledger=str(tmp_path / "ledger"))
+    settings = RunSettings(FedAvg(local_steps=1), rounds=1, model=model, privacy=privacy)
+    with pytest.raises(ForbiddenLayerError, match=why):
+        simulate(settings, quiet=True, output=tmp_path / "runs")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_embed_must_fit_the_classifier() -> None:

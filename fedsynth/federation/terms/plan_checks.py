@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import torch
+
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import privacy_of_fields
 from fedsynth.core.method import Method
@@ -13,9 +15,11 @@ from fedsynth.federation.terms.participation import active_clients
 from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.models.own import refuse_mixing
 from fedsynth.models.registry import is_own_model
+from fedsynth.privacy.dpsgd import check_example_gradients
 from fedsynth.privacy.errors import PrivacySettingError, UnaccountedReleaseError
 from fedsynth.privacy.plans import PrivatePlan
 from fedsynth.privacy.settings import PrivacySettings
+from fedsynth.seeding import torch_generator
 
 
 def mechanism_of(method: Method, given: PrivacySettings) -> str:
@@ -118,10 +122,19 @@ def refuse_noise_of_absent_clients(settings: RunSettings, plans: Sequence[Privat
         )
 
 
-def refuse_mixing_model(settings: RunSettings, context: RoundContext) -> None:
-    """Refuses a model of one's own whose outputs are not each of its own image alone."""
-    if settings.method.model_sees_data and is_own_model(settings.model):
-        refuse_mixing(settings.model.name, context.architecture, context.spec.image_shape)
+def check_custom_model(
+    settings: RunSettings, context: RoundContext, plans: Sequence[PrivatePlan]
+) -> None:
+    """Refuses a custom model whose outputs depend on other images of the batch, or that DP-SGD
+    cannot train."""
+    if not (settings.method.model_sees_data and is_own_model(settings.model)):
+        return
+    shape = context.spec.image_shape
+    refuse_mixing(settings.model.name, context.architecture, shape)
+    if any(plan.mechanism == "dp-sgd" for plan in plans):
+        generator = torch_generator(0, "images for a custom model")
+        images = torch.rand(2, *shape, generator=generator).to(context.device)
+        check_example_gradients(context.architecture, images)
 
 
 def refuse_own_proxy(method: Method, spec: DatasetSpec) -> None:

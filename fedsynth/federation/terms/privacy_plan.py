@@ -17,11 +17,11 @@ from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import Setting, SettingError, Text
 from fedsynth.federation.terms.participation import Participation
 from fedsynth.federation.terms.plan_checks import (
+    check_custom_model,
     check_method,
     mechanism_of,
     most_records,
     refuse_absence,
-    refuse_mixing_model,
     refuse_noise_of_absent_clients,
     refuse_own_proxy,
 )
@@ -95,7 +95,7 @@ class PrivacyPlan:
         privacy = replace(given, mechanism=mechanism)
         plans = tuple(method.private_plans(privacy, context))
         check_plans(plans)
-        refuse_mixing_model(settings, context)
+        check_custom_model(settings, context, plans)
         refuse_absence(settings)
         refuse_noise_of_absent_clients(settings, plans)
         return cls(settings, spec, context.nominal_size, privacy, plans, most)
