@@ -1,10 +1,15 @@
-"""Names of data folders, and text from data files, which anybody may have made."""
+"""Names of data folders, and text and tensors from files that anybody may have made."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import safetensors.torch
+from safetensors import SafetensorError
+from torch import Tensor
+
 from fedsynth.errors import DataFilesMissingError
+from fedsynth.privacy.files import MAX_TENSORS_BYTES, decode_json, read_regular
 
 MAX_LIST_BYTES = 2**26
 """Size limit of a text file that lists images or users: DomainNet's longest has 5 MB."""
@@ -15,6 +20,24 @@ def one_line(given: object, most: int = 200) -> str:
     line."""
     text = " ".join(str(given).split()) or type(given).__name__
     return "".join(c if c.isprintable() else "?" for c in text[:most])
+
+
+def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Returns the tensors in a safetensors file by name, and its metadata.
+
+    Raises:
+        OSError: as `open_regular`.
+        ValueError: the file is damaged.
+    """
+    content = read_regular(path, MAX_TENSORS_BYTES)
+    try:
+        tensors = safetensors.torch.load(content)
+        end = 8 + int.from_bytes(content[:8], "little")
+        metadata = decode_json(content[8:end]).get("__metadata__") or {}
+    except (SafetensorError, LookupError, RuntimeError, TypeError) as error:
+        # besides what safetensors finds: types that torch lacks, and sizes beyond its own
+        raise ValueError(one_line(error)) from None
+    return tensors, metadata
 
 
 def expanded(folder: str | Path) -> Path:

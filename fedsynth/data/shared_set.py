@@ -12,8 +12,6 @@ SHA256SUMS                  the hashes of all of them, for `sha256sum -c`
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -21,17 +19,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from fedsynth.data.files import MAX_LIST_BYTES, one_line
+from fedsynth.data.files import MAX_LIST_BYTES, one_line, read_tensors
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import DataFilesCorruptError, DataFilesMissingError, FedsynthError
-from fedsynth.privacy.files import read_regular
+from fedsynth.privacy.files import decode_json, file_hash, plain_files, read_regular
 
 TENSORS, SUMS, README = "synthetic.safetensors", "SHA256SUMS", "README.md"
 FORMAT = "fedsynth synthetic set 1"
-MOST_BYTES = 2**36
+MAX_VALUE = 1e6
+"""Limit of absolute pixel values, as they are and normalised: larger ones are no images, and
+overflow in training."""
+SUM_TOLERANCE = 0.01
+"""Of the sum of an image's soft labels, which is 1: they may have been rounded to 16 bits."""
+_TENSORS = {"images", "labels", "soft_labels", "client"}
 _SUM = re.compile(r"([0-9a-f]{64})  ([^\\\0]+)")
 
 
@@ -98,53 +100,87 @@ def load_synthetic(folder: str | Path) -> SharedSet:
         )
     check_hashes(root)
     try:
-        with safe_open(root / TENSORS, framework="pt") as file:
-            facts = file.metadata() or {}
-            found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        return _shared_set(found, facts)
-    except (
-        SafetensorError,
-        OSError,
-        LookupError,
-        ValueError,
-        RuntimeError,  # of torch, for sizes beyond its own
-        TypeError,
-        FedsynthError,
-    ) as error:
+        return shared_set(*read_tensors(root / TENSORS))
+    except (OSError, ValueError) as error:
         raise DataFilesCorruptError(f"{root / TENSORS} is damaged: {one_line(error)}") from None
 
 
-def _shared_set(found: dict[str, Tensor], facts: dict[str, str]) -> SharedSet:
-    if facts.get("format") != FORMAT:
-        raise ValueError(f"its format is {facts.get('format')!r}, and should be {FORMAT!r}")
-    images = found["images"]
-    labels = found["labels"]
-    classes = len(json.loads(facts["class_names"]))
-    if labels.shape != (len(images),) or labels.dtype != torch.int64:
-        raise ValueError("its labels are not one for each image")
-    if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < classes:
-        raise ValueError("its labels are of classes that there are not")
-    epsilon = _promised(facts["epsilon"])
-    delta = _promised(facts["delta"])
+def shared_set(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> SharedSet:
+    """Returns the synthetic set that a file's tensors and metadata are.
+
+    Raises:
+        ValueError: something is missing, does not fit the rest, or has values that no such set has.
+    """
+    if metadata.get("format") != FORMAT:
+        raise ValueError(f"its format is {metadata.get('format')!r}, and should be {FORMAT!r}")
+    try:
+        images = _images(tensors["images"])
+        spec = spec_of(images, metadata)
+        epsilon = _promised(metadata["epsilon"])
+        delta = _promised(metadata["delta"])
+    except KeyError as error:
+        raise ValueError(f"it lacks {error}") from None
+    except (TypeError, FedsynthError) as error:
+        raise ValueError(f"it does not describe its images: {one_line(error)}") from None
     if (epsilon is None) != (delta is None):
         raise ValueError("it has one of ε and δ")
-    soft = found.get("soft_labels")
-    if soft is not None and (soft.shape != (len(images), classes) or not soft.is_floating_point()):
-        raise ValueError("its soft labels are not a share of each class for each image")
-    return SharedSet(
-        images.float(),
-        labels,
-        soft,
-        found.get("client"),
-        spec_of(images, facts),
+    if delta is not None and delta >= 1:
+        raise ValueError(f"its δ is {delta:g}, and must be below 1")
+    _check_labels(tensors, len(images), spec.classes)
+    found = SharedSet(
+        images,
+        tensors["labels"],
+        tensors.get("soft_labels"),
+        tensors.get("client"),
+        spec,
         epsilon,
         delta,
     )
+    for values in (images, found.normalised()):
+        if not (values.abs() <= MAX_VALUE).all():  # also of NaN
+            raise ValueError(f"its images have values that are not finite, or above {MAX_VALUE:g}")
+    return found
+
+
+def _images(given: Tensor) -> Tensor:
+    if given.dim() != 4 or not given.is_floating_point():
+        raise ValueError("its images are not floating-point numbers [N, C, H, W]")
+    if not given.numel():
+        raise ValueError("it has no images")
+    return given.float()
+
+
+def _check_labels(tensors: Mapping[str, Tensor], count: int, classes: int) -> None:
+    """Checks what belongs to each image.
+
+    Raises:
+        ValueError: as `shared_set`.
+    """
+    if unknown := sorted(set(tensors) - _TENSORS):
+        raise ValueError(f"it has {one_line(unknown[0], 80)!r}, which no such set has")
+    for name in ("labels", "client"):
+        values = tensors.get(name)
+        if values is None and name == "client":
+            continue
+        if values is None or values.shape != (count,) or values.dtype != torch.int64:
+            raise ValueError(f"its {name} are not one whole number for each image")
+    labels = tensors["labels"]
+    if not 0 <= int(labels.min()) <= int(labels.max()) < classes:
+        raise ValueError("its labels are of classes that there are not")
+    soft = tensors.get("soft_labels")
+    if soft is None:
+        return
+    if soft.shape != (count, classes) or not soft.is_floating_point():
+        raise ValueError("its soft labels are not a share of each class for each image")
+    shares = soft.float()
+    sums = shares.sum(dim=1)
+    if not (shares >= 0).all() or not ((sums - 1).abs() <= SUM_TOLERANCE).all():  # also of NaN
+        raise ValueError("its soft labels are negative, not finite, or do not sum to 1")
 
 
 def _promised(text: str) -> float | None:
     """ε or δ as a file's metadata says it."""
-    value = json.loads(text)
+    value = decode_json(text)
     if value is None:
         return None
     if type(value) not in (int, float) or not 0 <= value < math.inf:
@@ -155,7 +191,7 @@ def _promised(text: str) -> float | None:
 def spec_of(images_NCHW: Tensor, facts: Mapping[str, str]) -> DatasetSpec:
     """What a set's images are, by its file's metadata."""
     count, channels, height, width = images_NCHW.shape
-    names = tuple(json.loads(facts["class_names"]))
+    names = tuple(decode_json(facts["class_names"]))
     return DatasetSpec(
         name=facts["data_set"],
         channels=channels,
@@ -164,8 +200,8 @@ def spec_of(images_NCHW: Tensor, facts: Mapping[str, str]) -> DatasetSpec:
         classes=len(names),
         train_size=max(1, count),
         test_size=1,
-        mean=tuple(json.loads(facts["mean"])),
-        std=tuple(json.loads(facts["std"])),
+        mean=tuple(decode_json(facts["mean"])),
+        std=tuple(decode_json(facts["std"])),
         class_names=names,
         source=f"synthetic, made by {facts['made_by']}",
     )
@@ -174,20 +210,10 @@ def spec_of(images_NCHW: Tensor, facts: Mapping[str, str]) -> DatasetSpec:
 # ---------------------------------------------------------------------------------------- hashes
 
 
-def files_below(root: Path) -> list[str]:
-    """The files below a folder, as `SHA256SUMS` names them, in order."""
-    found = (path for path in root.rglob("*") if not path.is_dir())
-    return sorted(path.relative_to(root).as_posix() for path in found)
-
-
-def hash_of(path: Path) -> str:
-    """SHA-256 of a file."""
-    return hashlib.sha256(read_regular(path, MOST_BYTES)).hexdigest()
-
-
 def write_hashes(root: Path) -> None:
     """Writes SHA256SUMS over all other files of a folder."""
-    lines = [f"{hash_of(root / name)}  {name}\n" for name in files_below(root) if name != SUMS]
+    names = plain_files(root, leave_out=(SUMS,))
+    lines = [f"{file_hash(root / name)}  {name}\n" for name in names]
     (root / SUMS).write_text("".join(lines), encoding="utf-8")
 
 
@@ -207,14 +233,17 @@ def check_hashes(root: Path) -> None:
         if match is None or ".." in match[2].split("/") or match[2].startswith("/"):
             raise DataFilesCorruptError(f"{root / SUMS} is damaged: {one_line(line)!r}")
         listed[match[2]] = match[1]
-    there = set(files_below(root)) - {SUMS}
+    try:
+        there = set(plain_files(root, leave_out=(SUMS,)))
+    except OSError as error:
+        raise DataFilesCorruptError(f"cannot read {root}: {one_line(error)}") from None
     for name in sorted(listed.keys() | there):
         if name not in there:
             raise DataFilesMissingError(f"{root} lacks {one_line(name)}, which {SUMS} lists")
         if name not in listed:
             raise DataFilesCorruptError(f"{root} has {one_line(name)}, which {SUMS} does not list")
         try:
-            same = hash_of(root / name) == listed[name]
+            same = file_hash(root / name) == listed[name]
         except OSError as error:
             raise DataFilesCorruptError(
                 f"cannot read {one_line(root / name)}: {one_line(error)}"

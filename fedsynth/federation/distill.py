@@ -7,13 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import nn
 
 from fedsynth.core.context import Notes, Reporter, RoundContext, round_context
-from fedsynth.core.messages import DAMAGED, ModelParameters
+from fedsynth.core.messages import ModelParameters
+from fedsynth.data.files import one_line, read_tensors
 from fedsynth.data.load import load_dataset
 from fedsynth.data.registry import DatasetSpec, dataset_spec
 from fedsynth.errors import (
@@ -26,6 +26,7 @@ from fedsynth.errors import (
 )
 from fedsynth.evaluation.accuracy import accuracy
 from fedsynth.evaluation.generated import GENERATOR, in_words
+from fedsynth.federation.outputs.saved_model import require_finite, restore
 from fedsynth.federation.terms.devices import resolve_device
 from fedsynth.methods import method_class
 from fedsynth.methods.dense import DistilsWithoutData
@@ -101,7 +102,7 @@ def distil_files(
             fit.
         DataFilesMissingError, DataFilesCorruptError: a file that is not there, or is not a model of
             its architecture.
-        OutputError: the student cannot be written.
+        OutputError: the student cannot be written, or its training has diverged.
     """
     spec = dataset_spec(dataset)
     where = resolve_device(device)
@@ -136,6 +137,7 @@ def distil_files(
     if GENERATOR in facts:
         yield f"generated: {in_words(facts[GENERATOR])}"
     made.load_state_dict(dict(state.parameters))
+    require_finite(made)
     if test_root[1]:
         _, test = load_dataset(dataset, test_root[0])
         test = test.to(where)
@@ -168,12 +170,9 @@ def _read(file: Path, network: nn.Module) -> nn.Module:
     if not file.is_file():
         raise DataFilesMissingError(f"no model file {file}")
     try:
-        network.load_state_dict(load_file(file))
-    except (OSError, *DAMAGED) as error:
-        reason = " ".join(str(error).split())[:300]
+        restore(network, read_tensors(file)[0])
+    except (OSError, ValueError) as error:
         raise DataFilesCorruptError(
-            f"{file} is not a model of this architecture: {reason}"
+            f"{file} is not a model of this architecture: {one_line(error, 300)}"
         ) from None
-    if not all(bool(torch.isfinite(value).all()) for value in network.state_dict().values()):
-        raise DataFilesCorruptError(f"{file} has values that are not finite")
     return network

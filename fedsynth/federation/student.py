@@ -19,10 +19,15 @@ from fedsynth.data.registry import DatasetSpec
 from fedsynth.data.shared_set import SUMS, SharedSet, load_synthetic
 from fedsynth.errors import FedsynthError, OutputError, Setting, SettingError, Text, unknown_value
 from fedsynth.evaluation.accuracy import accuracy
-from fedsynth.federation.outputs.architecture import OneNetwork
-from fedsynth.federation.outputs.model_file import teaches, write_model
 from fedsynth.federation.outputs.run_folder import MODEL
-from fedsynth.federation.outputs.saved_model import images_of_model, load_model
+from fedsynth.federation.outputs.saved_model import (
+    Architecture,
+    images_of_model,
+    load_model,
+    require_finite,
+    teaches,
+    write_model,
+)
 from fedsynth.federation.terms.devices import resolve_device
 from fedsynth.models.registry import ModelSettings, has_given_weights, own_model, usual_depth
 from fedsynth.privacy.files import file_hash
@@ -51,7 +56,7 @@ class Student:
     """
 
     network: nn.Module
-    architecture: OneNetwork
+    architecture: Architecture
     found: SharedSet
     labels: str
     how: StudentSettings
@@ -125,7 +130,7 @@ def student_of_set(
             a teacher of other images, or of classes with other names.
         UnknownNameError: other labels than those.
         DeviceError: no such device.
-        OutputError: a teacher that cannot be read.
+        OutputError: a teacher that cannot be read, or the training has diverged.
 
     >>> import tempfile
     >>> from fedsynth import StudentSettings, owner_settings, synthesize
@@ -148,7 +153,7 @@ def student_of_set(
     if model is None:
         model = network_for(found.spec)
     settings = model if isinstance(model, ModelSettings) else own_model(model)
-    architecture = OneNetwork(found.spec, settings)
+    architecture = Architecture(found.spec, settings)
     network = architecture.network(how.seed).to(where)
     asked = teacher if how.views else NOBODY  # without copies it has nothing to label
     tutor, covered = _teacher(Path(folder), asked, found.spec)
@@ -161,6 +166,7 @@ def student_of_set(
         teacher=None if tutor is None else tutor.to(where),
         report=report,
     )
+    require_finite(network)
     kind = SOFT if soft else HARD
     taught = tutor is not None
     return Student(network.eval(), architecture, found, kind, how, taught, covered)

@@ -113,6 +113,9 @@ def test_models_of_different_architectures_become_one(
         (("--models", "{a}", "--arch", "convent"), "did you mean convnet"),
         (("--models", "{broken}"), "is not a model of this architecture"),
         (("--models", "{nan}"), "not finite"),
+        (("--models", "{complex}"), "complex64"),
+        (("--models", "{whole}"), "int32"),
+        (("--models", "{double}"), "not finite"),
         (("--models", ","), "at least one model file"),
         (("--models", "{a}", "--set", "icp=2"), "unknown setting of fedhydra"),
     ],
@@ -123,16 +126,21 @@ def test_refusals_are_one_line(
 ) -> None:
     (tmp_path / "broken").write_bytes(b"nonsense")
     model = build_model(ModelSettings(width=4, depth=2), (1, 8, 8), 10, 0)
-    save_file(
-        {name: torch.full_like(value, float("nan")) for name, value in model.state_dict().items()},
-        tmp_path / "nan",
-    )
+    for name, dtype, value in (
+        ("nan", torch.float32, float("nan")),
+        ("complex", torch.complex64, 1.0),
+        ("whole", torch.int32, 1.0),
+        ("double", torch.float64, 1e300),
+    ):
+        state = model.state_dict()
+        weights = {key: torch.full_like(one, value, dtype=dtype) for key, one in state.items()}
+        save_file(weights, tmp_path / name)
     names = {
         "a": write(tmp_path / "a", "convnet", 1),
         "b": write(tmp_path / "b", "convnet", 2),
         "missing": str(tmp_path / "none"),
         "broken": str(tmp_path / "broken"),
-        "nan": str(tmp_path / "nan"),
+        **{one: str(tmp_path / one) for one in ("nan", "complex", "whole", "double")},
     }
     code, out, err = call(
         capsys,

@@ -4,6 +4,7 @@ belong there."""
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -14,9 +15,11 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import load_file, safe_open
+from safetensors.torch import load_file, safe_open, save_file
+from torch import Tensor
 
 from fedsynth import export_run, load_synthetic, owner_settings, resolve, simulate, synthesize
+from fedsynth.data.shared_set import write_hashes
 from fedsynth.errors import (
     DataError,
     DataFilesCorruptError,
@@ -222,6 +225,84 @@ def test_changed_files_are_refused(share: Path, tmp_path: Path) -> None:
         load_synthetic(folder)
     (folder / "SHA256SUMS").write_text("0 ../../etc/passwd\n")
     with pytest.raises(DataFilesCorruptError, match="is damaged"):
+        load_synthetic(folder)
+
+
+def remade(share: Path, to: Path, tensors: dict[str, Tensor], **stated: str) -> Path:
+    """The set with other tensors or metadata, and the hashes of its new files."""
+    folder = copied(share, to)
+    file = folder / "synthetic.safetensors"
+    with safe_open(file, framework="pt") as opened:
+        metadata = {**opened.metadata(), **stated}
+    save_file({**load_file(file), **tensors}, file, metadata=metadata)
+    write_hashes(folder)
+    return folder
+
+
+def one_value(value: float) -> Tensor:
+    images = torch.rand(4, 1, 16, 16)
+    images[2, 0, 3, 3] = value
+    return images
+
+
+def shares(*row: float) -> dict[str, Tensor]:
+    soft = torch.full((4, 2), 0.5)
+    soft[1] = torch.tensor(row)
+    return {"soft_labels": soft}
+
+
+NAN, INF = float("nan"), float("inf")
+EMPTY = {"images": torch.rand(0, 1, 16, 16), "labels": torch.zeros(0, dtype=torch.int64)}
+UNSOUND: list[tuple[dict[str, Tensor], dict[str, str], str]] = [
+    ({"images": one_value(NAN)}, {}, "not finite"),
+    ({"images": one_value(-INF)}, {}, "not finite"),
+    ({"images": one_value(1e38)}, {}, "above 1e\\+06"),
+    ({"images": torch.rand(4, 1, 16, 16).double() * 1e300}, {}, "not finite"),
+    ({"images": torch.rand(4, 1, 16, 16).to(torch.complex64)}, {}, "not floating-point"),
+    ({"images": torch.ones(4, 1, 16, 16, dtype=torch.uint8)}, {}, "not floating-point"),
+    ({"images": torch.rand(4, 16, 16)}, {}, "not floating-point numbers"),
+    ({"images": torch.rand(4, 1, 16, 0)}, {}, "no images"),
+    (EMPTY, {}, "no images"),
+    ({"images": torch.rand(5, 1, 16, 16)}, {}, "labels are not one"),
+    ({"labels": torch.tensor([0, 0, 1, 2])}, {}, "classes that there are not"),
+    ({"labels": torch.tensor([0.0, 0, 1, 1])}, {}, "labels are not one"),
+    ({"client": torch.tensor([0, 1])}, {}, "client are not one"),
+    ({"other": torch.rand(4)}, {}, "'other'"),
+    (shares(NAN, 1), {}, "soft labels are negative"),
+    (shares(INF, 0), {}, "soft labels are negative"),
+    (shares(-0.5, 1.5), {}, "soft labels are negative"),
+    (shares(0.5, 0.6), {}, "do not sum to 1"),
+    ({"soft_labels": torch.full((4, 2), 0.5).to(torch.complex64)}, {}, "a share of each class"),
+    ({"soft_labels": torch.full((4, 3), 1 / 3)}, {}, "a share of each class"),
+    ({}, {"std": "[1e-300]"}, "not finite"),
+    ({}, {"std": "[NaN]"}, "is no number"),
+    ({}, {"mean": "[" * 50_000}, "levels deep"),
+    ({}, {"class_names": "3"}, "does not describe"),
+    ({}, {"epsilon": "-1"}, "no number"),
+    ({}, {"delta": "1"}, "must be below 1"),
+    ({}, {"delta": "null"}, "one of ε and δ"),
+]
+
+
+@pytest.mark.parametrize(("tensors", "stated", "why"), UNSOUND)
+def test_values_that_no_set_has_are_refused(
+    share: Path, tmp_path: Path, tensors: dict[str, Tensor], stated: dict[str, str], why: str
+) -> None:
+    with pytest.raises(DataFilesCorruptError, match=why) as caught:
+        load_synthetic(remade(share, tmp_path, tensors, **stated))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["link", "images/link", "synthetic.safetensors", "pipe"])
+def test_a_set_has_plain_files_and_nothing_else(share: Path, tmp_path: Path, name: str) -> None:
+    """A link to a folder was skipped, and a pipe waited for."""
+    folder = copied(share, tmp_path)
+    if name == "pipe":
+        os.mkfifo(folder / name)
+    else:
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to(share / "images" if "link" in name else share / name)
+    with pytest.raises(DataFilesCorruptError, match=f"{name} is neither a plain file"):
         load_synthetic(folder)
 
 

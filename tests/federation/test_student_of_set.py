@@ -35,10 +35,8 @@ from fedsynth.errors import (
 )
 from fedsynth.features import register_features, register_file
 from fedsynth.features.registry import _OWN
-from fedsynth.federation.outputs.architecture import OneNetwork
-from fedsynth.federation.outputs.model_file import write_model
 from fedsynth.federation.outputs.result import RunResult
-from fedsynth.federation.outputs.saved_model import images_of_model
+from fedsynth.federation.outputs.saved_model import Architecture, images_of_model, write_model
 from fedsynth.federation.student import network_for, real_images, student_of_set
 from fedsynth.own_code import load_own
 from tests.own_images import make_folder
@@ -217,7 +215,7 @@ def test_what_cannot_be_is_refused(share: Path, run: RunResult, tmp_path: Path) 
 
 def test_a_teacher_of_other_images_is_refused(share: Path, tmp_path: Path) -> None:
     spec = replace(load_dataset("digits")[1].spec, width=16)
-    wider = OneNetwork(spec, LINEAR)
+    wider = Architecture(spec, LINEAR)
     write_model(tmp_path / "other.safetensors", wider.network(), wider)
     with pytest.raises(SettingError, match="for other images"):
         student_of_set(share, LINEAR, BRIEF, teacher=tmp_path / "other.safetensors")
@@ -236,7 +234,7 @@ def test_a_teacher_of_other_classes_or_of_pixels_in_other_units_is_refused(
     """Catches: labels of garments for digits, from a model that takes images of the same shape."""
     digits = load_dataset("digits")[1].spec
     for spec in (digits, replace(digits, name="others", **other)):
-        of = OneNetwork(spec, LINEAR)
+        of = Architecture(spec, LINEAR)
         write_model(tmp_path / f"{spec.name}.safetensors", of.network(), of)
     assert student_of_set(share, LINEAR, BRIEF, teacher=tmp_path / "digits.safetensors").taught
     with pytest.raises(SettingError, match="is for images of others, and the set's are of digits"):

@@ -14,18 +14,16 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fedsynth.core.messages import DAMAGED
 from fedsynth.core.method import Method
-from fedsynth.data.files import one_line
-from fedsynth.data.shared_set import FORMAT, README, TENSORS, spec_of, write_hashes
+from fedsynth.data.files import one_line, read_tensors
+from fedsynth.data.shared_set import FORMAT, README, TENSORS, shared_set, spec_of, write_hashes
 from fedsynth.errors import OutputError, Setting, Text, UnknownNameError
-from fedsynth.federation.outputs.model_file import write_model
 from fedsynth.federation.outputs.run_folder import CONFIG, INCOMPLETE, MODEL, PRIVATE_START
-from fedsynth.federation.outputs.saved_model import model_of_run
+from fedsynth.federation.outputs.saved_model import model_of_run, write_model
 from fedsynth.federation.outputs.share_readme import Share, readme
 from fedsynth.federation.outputs.verification import verify_run
 from fedsynth.methods import method_class
@@ -142,6 +140,10 @@ def _read(folder: Path, unprotected: bool, with_model: bool, method: type[Method
         "epsilon": json.dumps(promise.get("epsilon")),
         "delta": json.dumps(promise.get("delta")),
     }
+    try:
+        shared_set(tensors, stated)
+    except ValueError as error:
+        raise OutputError(f"{folder / TENSORS} cannot be used: {one_line(error)}") from None
     model = None
     if with_model:
         model = model_of_run(folder, spec_of(tensors["images"], stated), method)
@@ -185,9 +187,7 @@ def _sound_report(folder: Path, method: type[Method] | None) -> dict[str, Any]:
 def _tensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """The images in pixel units with what belongs to each, and the file's facts."""
     try:
-        with safe_open(file, framework="pt") as opened:
-            facts = opened.metadata() or {}
-            found = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+        found, facts = read_tensors(file)
         images = _in_pixel_units(found.pop("images"), facts)
         missing = [name for name in ("dataset", "class_names", "mean", "std") if name not in facts]
         if missing:
@@ -198,7 +198,7 @@ def _tensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         if "soft_labels" in found:
             kept["soft_labels"] = found["soft_labels"]
         return kept, facts
-    except (OSError, *DAMAGED) as error:
+    except (OSError, KeyError, ValueError) as error:
         raise OutputError(f"{file} cannot be used: {one_line(error)}") from None
 
 

@@ -1,27 +1,306 @@
-"""The model that a run left: from its folder, from a set that was handed over with it, or from a
-file that says its architecture."""
+"""Models in safetensors files: a run's, one that goes with a synthetic set, and a student's.
+
+A file of its own states the architecture in its metadata. Such files may come from anybody: nothing
+in them is executed, and whoever reads one has to register custom models and feature maps.
+"""
 
 from __future__ import annotations
 
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
+import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
-from torch import nn
+from safetensors.torch import save_file
+from torch import Tensor, nn
 
 from fedsynth.config_file import read_sections
 from fedsynth.core.method import Method
-from fedsynth.data.files import one_line
+from fedsynth.data.files import one_line, read_tensors
+from fedsynth.data.images import normalise
 from fedsynth.data.registry import DatasetSpec, dataset_spec
 from fedsynth.data.shared_set import SUMS, check_hashes
-from fedsynth.errors import OutputError
-from fedsynth.features.registry import register_file
-from fedsynth.federation.outputs.architecture import RunsModel
-from fedsynth.federation.outputs.model_file import read_model, spec_of_file
+from fedsynth.data.stated_spec import spec_from_json
+from fedsynth.errors import FedsynthError, OutputError
+from fedsynth.features.registry import is_own_features, register_file
 from fedsynth.federation.outputs.run_files import read_start
 from fedsynth.federation.outputs.run_folder import CONFIG, MODEL, PRIVATE_START
 from fedsynth.federation.terms.resolve import resolve
-from fedsynth.models.registry import register_model_file
+from fedsynth.federation.terms.settings import RunSettings
+from fedsynth.methods import METHODS
+from fedsynth.models.registry import (
+    MOST_PARAMETERS,
+    ModelSettings,
+    build_network,
+    counted,
+    is_own_model,
+    register_model_file,
+)
+from fedsynth.privacy.errors import PrivacyError
+from fedsynth.privacy.files import decode_json
+from fedsynth.privacy.report_file import HOSTILE
+from fedsynth.seeding import torch_generator
+
+FORMAT = "fedsynth model 1"
+PROBES = 4
+TOLERANCE = 0.02
+"""Of the largest log-probability: devices and versions of torch round, other weights do more."""
+MAX_REASON = 400
+TRUE = json.dumps(True)
+UNUSABLE = (FedsynthError, PrivacyError, RuntimeError, *HOSTILE)
+"""What the metadata of a damaged file may raise."""
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A network without its weights.
+
+    Args:
+        spec: the specification of the images that it takes.
+        model: its settings.
+        run: the settings of a run whose method makes the network, for example on a feature map;
+            None: `model` is all.
+    """
+
+    spec: DatasetSpec
+    model: ModelSettings
+    run: RunSettings | None = None
+
+    @classmethod
+    def of_run(cls, spec: DatasetSpec, run: RunSettings) -> Architecture:
+        """Returns the architecture of a run's model."""
+        return cls(spec, run.model, run)
+
+    @property
+    def teaches(self) -> bool:
+        """Whether it learned from more than synthetic images, and so can label others."""
+        return self.run is not None and not self.run.method.learns_from_images
+
+    def network(self, seed: int = 0) -> nn.Module:
+        """Returns the untrained network, on the CPU."""
+        if self.run is None:
+            return build_network(self.model, self.spec, seed)
+        return self.run.method.network(self.model, self.spec, seed)
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """The names of its feature maps."""
+        if self.run is not None:
+            return self.run.feature_names
+        return (self.model.features,) if self.model.features else ()
+
+    @property
+    def own(self) -> dict[str, str]:
+        """Its custom parts: names by "model", "features" and "method"."""
+        found = {}
+        takes_model = self.run is None or self.run.method.takes_model
+        if takes_model and is_own_model(self.model):
+            found["model"] = self.model.name
+        for name in self.features:
+            if is_own_features(name):
+                found["features"] = name
+        if self.run is not None and self.run.method.name not in METHODS:
+            found["method"] = self.run.method.name
+        return found
+
+    def sections(self) -> dict[str, dict[str, Any]]:
+        """Returns the settings that determine it: no paths, no privacy, no partition."""
+        if self.run is None:
+            return {"model": asdict(self.model)}
+        sections = self.run.to_mapping()
+        names = {key: sections["run"].get(key) for key in ("method", "method_source")}
+        return {
+            "run": {key: name for key, name in names.items() if name is not None},
+            "method": sections.get("method", {}),
+            "model": sections["model"],
+        }
+
+    def count(self) -> int | None:
+        """Returns the number of parameters without making the network, or None if only making it
+        tells."""
+        takes_model = self.run is None or self.run.method.takes_model
+        if self.own or self.features or not takes_model:
+            return None
+        return counted(self.model, self.spec.image_shape, self.spec.classes)
+
+    def to_metadata(self) -> dict[str, str]:
+        """Returns it as a file's metadata; `from_metadata` is the inverse."""
+        return {
+            "settings": json.dumps(self.sections(), sort_keys=True),
+            "spec": json.dumps(asdict(replace(self.spec, source="")), sort_keys=True),
+        }
+
+    @classmethod
+    def from_metadata(
+        cls, metadata: Mapping[str, str], method: type[Method] | None, parameters: int
+    ) -> Architecture:
+        """Returns the architecture that a file states.
+
+        Args:
+            metadata: the file's.
+            method: the class of a custom method.
+            parameters: numbers in the file, so that no larger network is made.
+
+        Raises:
+            OutputError: it is far larger than the file.
+            UNUSABLE: the settings are unsound, or name something unknown.
+        """
+        sections = decode_json(metadata["settings"])
+        spec = spec_from_json(decode_json(metadata["spec"]))
+        if math.prod(spec.image_shape) * spec.classes > MOST_PARAMETERS:
+            raise OutputError("its images, or their classes, are too many")
+        if "run" in sections:
+            kept = {name: sections.get(name, {}) for name in ("run", "method", "model")}
+            names = ("method", "method_source")
+            kept["run"] = {key: kept["run"][key] for key in names if key in kept["run"]}
+            of = cls.of_run(spec, resolve(kept, own_method=method, own_data=spec.name))
+        else:
+            of = cls(spec, ModelSettings(**sections["model"]))
+        count = of.count()
+        if count is not None and count > parameters:
+            raise OutputError(f"its network has {count:,} parameters, and the file {parameters:,}")
+        return of
+
+
+# ----------------------------------------------------------------------------------------- files
+
+
+def restore(network: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Loads weights that may come from anybody into a network.
+
+    Raises:
+        ValueError: they do not fit the network, are complex, or are not finite.
+    """
+    for name, own in network.state_dict().items():
+        value = weights.get(name, own)
+        if _kind(value) != _kind(own):
+            raise ValueError(
+                f"{name} has values of type {value.dtype}, and should have {own.dtype}"
+            )
+        if not torch.isfinite(value.to(own.dtype)).all():
+            raise ValueError(f"{name} has values that are not finite")
+    try:
+        network.load_state_dict(dict(weights))
+    except RuntimeError as error:
+        raise ValueError(str(error)) from None
+
+
+def require_finite(network: nn.Module) -> None:
+    """Refuses a network whose training has diverged.
+
+    Raises:
+        OutputError: a weight is not finite.
+    """
+    for name, value in network.state_dict().items():
+        if not torch.isfinite(value).all():
+            raise OutputError(
+                f"the network's training has diverged: {name} has values that are not finite"
+            )
+
+
+def _kind(values: Tensor) -> tuple[bool, bool]:
+    return values.is_floating_point(), values.is_complex()
+
+
+def write_model(
+    file: Path, network: nn.Module, of: Architecture, facts: Mapping[str, str] | None = None
+) -> None:
+    """Writes weights and architecture, and logits of public images to recognise the network by.
+
+    Args:
+        file: to be written.
+        network: with its weights.
+        of: its architecture.
+        facts: more metadata.
+
+    Raises:
+        OutputError: the file cannot be written.
+    """
+    metadata = {
+        **(facts or {}),
+        "format": FORMAT,
+        "teaches": json.dumps(of.teaches),
+        "logits": json.dumps(_probe(network, of.spec)),
+        **of.to_metadata(),
+    }
+    weights = {name: value.cpu().contiguous() for name, value in network.state_dict().items()}
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        save_file(weights, file, metadata=metadata)
+    except (OSError, SafetensorError) as error:
+        raise OutputError(f"cannot write {file}: {one_line(error)}") from None
+
+
+def teaches(file: Path) -> bool:
+    """Returns whether a file says that its model teaches (`Architecture.teaches`).
+
+    Raises:
+        OutputError: the file is damaged.
+    """
+    return _read(file)[1].get("teaches") == TRUE
+
+
+def read_model(file: Path, method: type[Method] | None = None) -> nn.Module:
+    """Returns the model of a file that `write_model` wrote, in evaluation mode, on the CPU.
+
+    Args:
+        file: the file.
+        method: the class of a custom method.
+
+    Raises:
+        OutputError: the file is damaged, states no architecture, one that is not known here, or one
+            that is different here: an encoder with other weights.
+    """
+    weights, metadata = _read(file)
+    if metadata.get("format") != FORMAT:
+        raise OutputError(f"{file} does not say of which architecture its weights are")
+    try:
+        parameters = sum(one.numel() for one in weights.values())
+        of = Architecture.from_metadata(metadata, method, parameters)
+        network = of.network()
+        restore(network, weights)
+        known = torch.tensor(decode_json(metadata["logits"]))
+        found = torch.tensor(_probe(network, of.spec))
+        atol = TOLERANCE * max(1.0, float(known.abs().max()))
+        same = known.shape == found.shape and torch.allclose(known, found, rtol=0.0, atol=atol)
+    except UNUSABLE as error:
+        raise OutputError(f"{file} cannot be used: {one_line(error, MAX_REASON)}") from None
+    if not same:
+        names = " and ".join(of.own.values())
+        blamed = f": {names} must have other weights of its own here" if names else ""
+        raise OutputError(
+            f"{file} cannot be used: with these weights the network says something else of public "
+            f"images here than where it was written{blamed}"
+        )
+    return network.eval()
+
+
+def _read(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    try:
+        return read_tensors(file)
+    except (OSError, ValueError) as error:
+        raise OutputError(f"{file} cannot be used: {one_line(error)}") from None
+
+
+def _probe(network: nn.Module, spec: DatasetSpec) -> list[list[float]]:
+    """Log-probabilities of public images, rounded, to recognise a network by."""
+    images = torch.rand(PROBES, *spec.image_shape, generator=torch_generator(0, "model's probe"))
+    mode = network.training
+    network.eval()
+    with torch.no_grad():
+        pixels = (images * 255).round().to(torch.uint8)
+        device = next(iter(network.state_dict().values())).device
+        logits = network(normalise(pixels, spec).to(device)).float().cpu()
+    network.train(mode)
+    found: list[list[float]] = logits.log_softmax(dim=1).mul(1000).round().div(1000).tolist()
+    return found
+
+
+# ------------------------------------------------------------------------------ files and folders
 
 
 def load_model(
@@ -66,7 +345,12 @@ def load_model(
     if place.is_file():
         return read_model(place, method)
     if (place / SUMS).is_file():
-        return _of_set(place, method)
+        if not (place / MODEL).is_file():
+            raise OutputError(
+                f"{place} was handed over without the run's model: whoever exported it can add it"
+            )
+        check_hashes(place)
+        return read_model(place / MODEL, method)
     if not (place / MODEL).is_file():
         raise OutputError(
             f"{place} is no folder of a finished run, no set that was handed over, and no model's "
@@ -76,19 +360,22 @@ def load_model(
 
 
 def images_of_model(source: Path) -> DatasetSpec | None:
-    """Of which images the model says that it is; None: a run on images of your own without
-    differential privacy does not say it.
+    """Returns the specification of a model's images, or None for a run on your own images without
+    differential privacy, which does not state it.
 
     Args:
-        source: as `load_model` takes it.
+        source: as for `load_model`.
 
     Raises:
-        OutputError: what says so is damaged.
+        OutputError: the file that states it is damaged.
     """
-    if source.is_file():
-        return spec_of_file(source)
-    if (source / SUMS).is_file():
-        return spec_of_file(source / MODEL)
+    if source.is_file() or (source / SUMS).is_file():
+        file = source if source.is_file() else source / MODEL
+        stated = _read(file)[1].get("spec")
+        try:
+            return None if stated is None else spec_from_json(decode_json(stated))
+        except UNUSABLE as error:
+            raise OutputError(f"{file} cannot be used: {one_line(error, MAX_REASON)}") from None
     if (source / PRIVATE_START).exists():
         return read_start(source, None)[2]
     data = read_sections(source / CONFIG).get("data", {})
@@ -97,32 +384,25 @@ def images_of_model(source: Path) -> DatasetSpec | None:
 
 def model_of_run(
     folder: Path, spec: DatasetSpec | None, method: type[Method] | None
-) -> tuple[nn.Module, RunsModel]:
-    """The model of a run's folder, and what it is; see `load_model`."""
+) -> tuple[nn.Module, Architecture]:
+    """Returns the model of a run's folder and its architecture; see `load_model`."""
     if not (folder / MODEL).is_file():
         raise OutputError(f"{folder} is no folder of a finished run: it has no {MODEL}")
-    made = _architecture(folder, spec, method)
-    network = made.network()
+    of = _architecture(folder, spec, method)
+    network = of.network()
     try:
-        network.load_state_dict(load_file(folder / MODEL))
-    except (OSError, SafetensorError, RuntimeError) as error:
+        restore(network, _read(folder / MODEL)[0])
+    except ValueError as error:
         raise OutputError(f"{folder / MODEL} cannot be used: {one_line(error)}") from None
-    return network.eval(), made
+    return network.eval(), of
 
 
-def _of_set(folder: Path, method: type[Method] | None) -> nn.Module:
-    if not (folder / MODEL).is_file():
-        raise OutputError(
-            f"{folder} was handed over without the run's model: whoever exported it can add it"
-        )
-    check_hashes(folder)
-    return read_model(folder / MODEL, method)
-
-
-def _architecture(folder: Path, spec: DatasetSpec | None, method: type[Method] | None) -> RunsModel:
+def _architecture(
+    folder: Path, spec: DatasetSpec | None, method: type[Method] | None
+) -> Architecture:
     if (folder / PRIVATE_START).exists():
         _, settings, stated = read_start(folder, method)
-        return RunsModel(spec or stated, settings)
+        return Architecture.of_run(spec or stated, settings)
     if not (folder / CONFIG).is_file():
         raise OutputError(f"{folder} is no folder of a finished run: it has no {CONFIG}")
     sections = read_sections(folder / CONFIG)
@@ -133,4 +413,4 @@ def _architecture(folder: Path, spec: DatasetSpec | None, method: type[Method] |
             f"the run in {folder} was on images of your own, whose form it does not say: give "
             "spec=, of the same images (`load_folder(…).train.spec`)"
         )
-    return RunsModel(spec or dataset_spec(settings.dataset), settings)
+    return Architecture.of_run(spec or dataset_spec(settings.dataset), settings)

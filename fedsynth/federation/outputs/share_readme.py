@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fedsynth.federation.outputs.architecture import RunsModel
+from fedsynth.federation.outputs.saved_model import Architecture
 from fedsynth.federation.terms.given_data import PUBLIC
 from fedsynth.own_code import is_label
 from fedsynth.privacy.report_text import up
@@ -46,7 +46,7 @@ class Share:
     report: dict[str, Any] | None
     accuracy: float | None
     learned: bool
-    model: tuple[nn.Module, RunsModel] | None
+    model: tuple[nn.Module, Architecture] | None
     test: str
 
     @property
