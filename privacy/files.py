@@ -35,6 +35,7 @@ MAX_TENSORS_BYTES = 2**36
 """Size limit of a file of tensors."""
 MAX_DEPTH = 64
 """Limit of nested JSON and TOML values: fedsynth's own files have fewer than ten levels."""
+_LOG_END = 2**16
 _OPENING = re.compile(r"[\[{]")
 _BETWEEN_KEYS = re.compile(r"[=,\[\]{}\n]")
 
@@ -139,6 +140,17 @@ def read_text(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> str:
         UnicodeDecodeError: it is not UTF-8.
     """
     return read_regular(path, max_bytes).decode("utf-8")
+
+
+def last_line(path: Path) -> str:
+    """Returns the last line with text of a process's log, shortened."""
+    try:
+        with open_regular(path) as file:
+            file.seek(-min(_LOG_END, os.fstat(file.fileno()).st_size), os.SEEK_END)
+            lines = file.readall().decode(errors="replace").split("\n")
+    except OSError:
+        return "there is no log"
+    return next((line.strip()[:300] for line in reversed(lines) if line.strip()), "it says nothing")
 
 
 def load_json(path: Path) -> Any:

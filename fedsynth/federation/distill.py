@@ -26,13 +26,13 @@ from fedsynth.errors import (
 )
 from fedsynth.evaluation.accuracy import accuracy
 from fedsynth.evaluation.generated import GENERATOR, in_words
-from fedsynth.federation.outputs.saved_model import require_finite, restore
 from fedsynth.federation.terms.devices import resolve_device
 from fedsynth.methods import method_class
 from fedsynth.methods.dense import DistilsWithoutData
 from fedsynth.methods.shared.ensemble import EnsembleState
 from fedsynth.models.convnet import NORMS
 from fedsynth.models.registry import ModelSettings, build_model
+from fedsynth.models.weights import require_finite, restore
 
 
 def distil_models(

@@ -24,12 +24,12 @@ from fedsynth.federation.outputs.saved_model import (
     Architecture,
     images_of_model,
     load_model,
-    require_finite,
     teaches,
     write_model,
 )
 from fedsynth.federation.terms.devices import resolve_device
 from fedsynth.models.registry import ModelSettings, has_given_weights, own_model, usual_depth
+from fedsynth.models.weights import require_finite
 from fedsynth.privacy.files import file_hash
 from fedsynth.privacy.report_file import read_json
 from fedsynth.synthesizer.condensation.student import StudentSettings, train_student

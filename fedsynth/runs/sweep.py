@@ -20,6 +20,7 @@ from fedsynth.config_file import to_toml
 from fedsynth.errors import OutputError
 from fedsynth.federation.outputs.run_folder import INCOMPLETE
 from fedsynth.federation.terms.settings import RunSettings
+from fedsynth.privacy.files import last_line, open_regular
 from fedsynth.runs.folders import run_folders
 from fedsynth.runs.sweep_file import Cell, Sweep, SweepError
 
@@ -145,7 +146,7 @@ def _begin(sweep: Sweep, cell: Cell, command: Command) -> subprocess.Popen[bytes
         place.mkdir(parents=True, exist_ok=True)
         stopped = sorted(place.glob(f"*{INCOMPLETE}"))
         config.write_text(to_toml(cell.settings.to_mapping()), encoding="utf-8")
-        log = (place / LOG).open("ab")
+        log = open_regular(place / LOG, writing=True, create=True)
     except OSError as error:
         raise OutputError(f"cannot write the sweep's {place}: {error.strerror}") from None
     with log:
@@ -174,14 +175,9 @@ def _note_end(
         ended.made.append(cell)
         tell(f"done: {where}")
         return
-    last = _last_line(sweep.output / cell.key / LOG)
+    last = last_line(sweep.output / cell.key / LOG)
     ended.failed.append((cell, last))
     tell(f"failed (exit code {code}): {where}: {last}")
-
-
-def _last_line(log: Path) -> str:
-    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    return lines[-1] if lines else "it printed nothing"
 
 
 def _stop(processes: object) -> None:

@@ -11,11 +11,16 @@ from typing import Any
 import pytest
 
 from tests.fuzz.mutations import CommandFailedError, at_most, command
+from tests.special import special_file
 
 NOBODY = "~nobody-of-that-name/x"
 PATHS = [
     ("train", "--config={}"),
     ("train", "--output={}"),
+    ("train", "--model={}:Net"),
+    ("sweep", "{}"),
+    ("student", "{}"),
+    ("deploy", "init", "A", "--spec={}"),
     ("train", "--data-root={}", "--dataset=mnist"),
     ("train", "--dp-sigma=3", "--dp-ledger={}"),
     ("train", "--dp-ledger={}"),
@@ -68,11 +73,9 @@ def test_a_name_too_long_for_any_file(tmp_path: Path, args: tuple[str, ...]) -> 
 
 
 @pytest.mark.parametrize("args", READ, ids=" ".join)
-@pytest.mark.parametrize("kind", ["pipe", "device"])
-def test_what_is_no_regular_file(tmp_path: Path, args: tuple[str, ...], kind: str) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    name = str(tmp_path / "pipe") if kind == "pipe" else "/dev/zero"
-    refused(tmp_path, args, name)
+@pytest.mark.parametrize("kind", ["pipe", "device", "large"])
+def test_special_files_are_refused(tmp_path: Path, args: tuple[str, ...], kind: str) -> None:
+    refused(tmp_path, args, str(special_file(tmp_path / "x.py", kind)))
 
 
 def test_a_name_that_is_no_utf8(train: Callable[..., Any], tmp_path: Path) -> None:

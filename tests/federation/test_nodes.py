@@ -42,6 +42,7 @@ from fedsynth.privacy.guard import Guard
 from fedsynth.privacy.ledger import Ledger, read_ledger
 from fedsynth.privacy.releases import Release
 from tests.small import small_settings
+from tests.special import SPECIAL, special_file
 
 CLIENTS = 3
 PRIVATE = {"noise_multiplier": 5.0}
@@ -407,6 +408,22 @@ def test_an_approval_is_of_one_agreement(place: Place) -> None:
 def test_a_slip_in_a_policy_allows_nothing(given: dict[str, Any]) -> None:
     with pytest.raises(SettingError, match="policy"):
         Policy.from_mapping(given)
+
+
+@pytest.mark.parametrize("kind", SPECIAL)
+def test_special_files_say_no_policy_and_no_specification(tmp_path: Path, kind: str) -> None:
+    file = special_file(tmp_path / "x.toml", kind)
+    for read in (Policy.read, lambda path: own_proposal({}, path)):
+        with pytest.raises(SettingError, match=r"regular file|bytes, more than"):
+            read(file)
+
+
+def test_deep_files_say_no_policy_and_no_specification(tmp_path: Path) -> None:
+    file = tmp_path / "x.toml"
+    file.write_text("x = " + "[" * 100_000)
+    for read in (Policy.read, lambda path: own_proposal({}, path)):
+        with pytest.raises(SettingError, match="levels deep"):
+            read(file)
 
 
 @pytest.mark.parametrize("method", sorted(METHODS))

@@ -27,12 +27,13 @@ from fedsynth.federation.outputs.disclosed import (
     declared_summary,
     disclosed,
 )
-from fedsynth.federation.outputs.run_folder import RunFolder
+from fedsynth.federation.outputs.run_folder import RunFolder, resumed_rounds
 from fedsynth.federation.simulation import simulate
 from fedsynth.federation.terms.resolve import resolve
 from fedsynth.methods.feddm import FedDM
 from fedsynth.privacy.errors import BudgetExceededError
 from fedsynth.privacy.settings import NO_LEDGER
+from tests.special import special_file
 
 SPEC = dataclasses.replace(
     dataset_spec("digits"),
@@ -71,6 +72,26 @@ def test_a_folder_is_incomplete_until_it_is_finished(tmp_path: Path) -> None:
         "rounds": 1,
         "folder": str(finished),
     }
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "link"])
+@pytest.mark.parametrize("name", ["resumed.json", "metrics.jsonl", "checkpoint/state-1"])
+def test_a_folder_with_special_files_is_not_resumed(tmp_path: Path, name: str, kind: str) -> None:
+    """A pipe was waited for; a link let a stranger's folder have another file written."""
+    folder = RunFolder(tmp_path, "a")
+    folder.write_config("")
+    folder.release()
+    file = folder.path / name
+    file.parent.mkdir(exist_ok=True)
+    if kind == "link":
+        file.symlink_to(tmp_path / "elsewhere")
+    else:
+        special_file(file, kind)
+    with pytest.raises(OutputError, match=f"{name} is neither a plain file nor a folder"):
+        RunFolder.reopen(folder.path)
+    if kind == "pipe" and name == "resumed.json":
+        with pytest.raises(OSError, match="regular file"):
+            resumed_rounds(file)
 
 
 def test_runs_of_the_same_second_do_not_share_a_folder(tmp_path: Path) -> None:

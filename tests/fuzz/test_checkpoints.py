@@ -7,11 +7,14 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from fedsynth import Scaffold
+from fedsynth.errors import CheckpointError
 from fedsynth.federation.outputs.checkpoint import POINTER, Checkpoint, CheckpointFolder
 from tests.fuzz.mutations import Faults, altered, altered_json, generator, json_bytes
+from tests.special import SPECIAL, special_file
 
 FILES, POINTERS = 150, 250
 CASES = FILES + POINTERS
@@ -54,6 +57,18 @@ def damaged(path: Path, number: int) -> None:
         return
     value: Any = altered_json(json.loads(pointer.read_text()), rng)
     pointer.write_bytes(json_bytes(value, rng))
+
+
+@pytest.mark.parametrize("kind", SPECIAL)
+def test_a_special_file_in_a_checkpoint_is_refused(tmp_path: Path, kind: str) -> None:
+    written(tmp_path)
+    for file in sorted(tmp_path.iterdir()):
+        content = file.read_bytes()
+        special_file(file, kind)
+        with pytest.raises(CheckpointError):
+            CheckpointFolder(tmp_path, "run").read(METHOD)
+        file.rmdir() if kind == "folder" else file.unlink()
+        file.write_bytes(content)
 
 
 def test_a_damaged_checkpoint_is_refused_in_one_line(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@ once."""
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,27 +18,7 @@ from fedsynth.privacy.files import (
     plain_files,
     read_regular,
 )
-
-
-def special_file(folder: Path, kind: str) -> Path:
-    """Makes a file of a kind that nothing may read."""
-    path = folder / "special"
-    match kind:
-        case "pipe":
-            os.mkfifo(path)
-        case "folder":
-            path.mkdir()
-        case "device":
-            path.symlink_to("/dev/zero")
-        case "proc":  # a regular file without a size, of which some never end
-            path.symlink_to("/proc/cpuinfo")
-        case "large":
-            with path.open("wb") as file:
-                file.truncate(2**40)  # a hole: it takes no space
-    return path
-
-
-SPECIAL = ("pipe", "folder", "device", "proc", "large")
+from tests.special import SPECIAL, special_file
 
 
 @pytest.mark.parametrize("kind", SPECIAL)
@@ -48,7 +27,7 @@ def test_special_files_are_refused(
     tmp_path: Path, kind: str, read: Callable[[Path], object]
 ) -> None:
     with pytest.raises(UnsuitableFileError, match=r"regular file|bytes, more than"):
-        read(special_file(tmp_path, kind))
+        read(special_file(tmp_path / "special", kind))
 
 
 def test_the_size_limit_is_exact(tmp_path: Path) -> None:

@@ -14,12 +14,12 @@ from fedsynth.errors import SettingError
 from fedsynth.federation.flower.processes import (
     FlowerError,
     free_port,
-    last_line,
     require_flower,
     running,
     wait_for_port,
 )
 from fedsynth.federation.nodes.node import Node
+from fedsynth.privacy.files import last_line
 
 HERE = "127.0.0.1"
 LOG = "supernode.log"

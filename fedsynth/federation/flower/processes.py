@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from fedsynth.errors import FedsynthError
+from fedsynth.privacy.files import last_line, open_regular
 
 QUIET: Mapping[str, str] = {
     "FLWR_TELEMETRY_ENABLED": "0",
@@ -76,7 +77,7 @@ def running(arguments: Sequence[str], home: Path, log: Path) -> Iterator[subproc
         home: FLWR_HOME.
         log: the file that its output goes to.
     """
-    with log.open("ab") as file:
+    with open_regular(log, writing=True, create=True) as file:
         process = subprocess.Popen(
             list(arguments),
             env=environment(home),
@@ -132,15 +133,6 @@ def wait_for_port(
             return
         time.sleep(0.1)
     raise FlowerError(f"{_name(process)} does not listen on {host}:{port} after {seconds:g} s")
-
-
-def last_line(log: Path) -> str:
-    """The last line of a log that says anything."""
-    with suppress(OSError):
-        lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
-        said = [line for line in lines if line]
-        return said[-1][:300] if said else "it has said nothing"
-    return "there is no log"
 
 
 def _name(process: subprocess.Popen[bytes]) -> str:

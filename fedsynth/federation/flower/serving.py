@@ -18,14 +18,13 @@ from fedsynth.federation.flower.processes import (
     FlowerError,
     command,
     environment,
-    last_line,
     running,
     stop,
     wait_for_port,
 )
 from fedsynth.federation.nodes.proposal import Proposal
 from fedsynth.federation.nodes.to_nodes import Patience
-from fedsynth.privacy.files import load_json
+from fedsynth.privacy.files import last_line, load_json
 
 HERE = "127.0.0.1"
 HOSTS = (HERE, "0.0.0.0")

@@ -1,0 +1,47 @@
+"""Weights that may come from anybody, or from a training that diverged."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from fedsynth.errors import OutputError
+
+
+def restore(network: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Loads weights that may come from anybody into a network.
+
+    Raises:
+        ValueError: they do not fit the network, are complex, or are not finite.
+    """
+    for name, own in network.state_dict().items():
+        value = weights.get(name, own)
+        if _kind(value) != _kind(own):
+            raise ValueError(
+                f"{name} has values of type {value.dtype}, and should have {own.dtype}"
+            )
+        if not torch.isfinite(value.to(own.dtype)).all():
+            raise ValueError(f"{name} has values that are not finite")
+    try:
+        network.load_state_dict(dict(weights))
+    except RuntimeError as error:
+        raise ValueError(str(error)) from None
+
+
+def require_finite(network: nn.Module) -> None:
+    """Refuses a network whose training has diverged.
+
+    Raises:
+        OutputError: a weight is not finite.
+    """
+    for name, value in network.state_dict().items():
+        if not torch.isfinite(value).all():
+            raise OutputError(
+                f"the network's training has diverged: {name} has values that are not finite"
+            )
+
+
+def _kind(values: Tensor) -> tuple[bool, bool]:
+    return values.is_floating_point(), values.is_complex()
