@@ -16,31 +16,26 @@ from typing import Annotated, Any
 import typer
 
 from fedsynth.cli import options as given
+from fedsynth.cli.application import Application
 from fedsynth.cli.data_commands import data_app
 from fedsynth.cli.deploy_commands import client, deploy_app, server
-from fedsynth.cli.errors import OneLineGroup, one_line_errors
+from fedsynth.cli.errors import OneLineGroup
+from fedsynth.cli.generated_options import KEYS, takes_settings
 from fedsynth.cli.method_commands import distill, methods_app
-from fedsynth.cli.option_names import OptionNames, sections_of
 from fedsynth.cli.own_code_options import refuse_beside_resume, refuse_needless_code, with_own_code
-from fedsynth.cli.paths import PATH, named_path
+from fedsynth.cli.paths import path_option
 from fedsynth.cli.picture_commands import plot, report
 from fedsynth.cli.privacy_commands import privacy_app
 from fedsynth.cli.reproduce_command import reproduce
 from fedsynth.cli.run_commands import runs
-from fedsynth.cli.settings_options import (
-    from_preset,
-    from_table,
-    merged,
-    read_config,
-    with_set_options,
-)
+from fedsynth.cli.settings_options import Sections, from_preset, from_table, merged, read_config
 from fedsynth.cli.share_commands import export, synthesize
 from fedsynth.cli.signals import ended_by_signals
 from fedsynth.cli.student_command import student
 from fedsynth.cli.sweep_command import sweep
 from fedsynth.version import __version__
 
-app = typer.Typer(
+app = Application(
     name="fedsynth",
     cls=OneLineGroup,
     help="Federated learning by synthetic data, with differential privacy that is accounted for.",
@@ -53,17 +48,10 @@ app.add_typer(privacy_app, name="privacy")
 app.add_typer(methods_app, name="methods")
 app.add_typer(data_app, name="data")
 app.add_typer(deploy_app, name="deploy")
-app.command()(distill)
-app.command()(server)
-app.command()(client)
-app.command()(runs)
-app.command()(sweep)
-app.command()(plot)
-app.command()(report)
-app.command()(reproduce)
-app.command()(synthesize)
-app.command()(export)
-app.command()(student)
+for command in (
+    distill, server, client, runs, sweep, plot, report, reproduce, synthesize, export, student
+):  # fmt: skip
+    app.command()(command)
 
 
 def main() -> None:
@@ -92,68 +80,18 @@ def _root(
 
 
 @app.command()
+@takes_settings(*KEYS)
 def train(
+    chosen: Sections,
     context: typer.Context,
-    method: given.Method = None,
     config: given.Config = None,
     preset: given.Preset = None,
-    settings: given.Set = None,
-    ipc: given.Ipc = None,
-    matching: given.Matching = None,
-    rounds: given.Rounds = None,
-    seed: given.Seed = None,
-    device: given.Device = None,
-    precision: given.Precision = None,
-    compile: given.Compile = None,
-    memory_gb: given.MemoryGb = None,
-    robust: given.Robust = None,
     output: given.Output = Path("runs"),
     resume: given.Resume = None,
     log: given.Log = None,
     as_json: given.AsJson = False,
     dry_run: given.DryRun = False,
-    data: given.Data = None,
-    test_data: given.TestData = None,
-    test: given.Test = None,
-    image_size: given.ImageSize = None,
-    channels: given.Channels = None,
-    skip_corrupt: given.SkipCorrupt = None,
-    skip_other: given.SkipOther = None,
-    declaration: given.Declaration = None,
-    dataset: given.Dataset = None,
-    data_root: given.DataRoot = None,
     download: given.Download = False,
-    partition: given.Partition = None,
-    clients: given.Clients = None,
-    alpha: given.Alpha = None,
-    classes_per_client: given.ClassesPerClient = None,
-    min_size: given.MinSize = None,
-    subset: given.Subset = None,
-    local_test: given.LocalTest = None,
-    participation: given.Participation = None,
-    client_failures: given.ClientFailures = None,
-    quorum: given.Quorum = None,
-    model: given.Model = None,
-    client_models: given.ClientModels = None,
-    features: given.Features = None,
-    width: given.Width = None,
-    depth: given.Depth = None,
-    norm: given.Norm = None,
-    dp_epsilon: given.DpEpsilon = None,
-    dp_sigma: given.DpSigma = None,
-    dp_clip: given.DpClip = None,
-    dp_delta: given.DpDelta = None,
-    dp_max_records: given.DpMaxRecords = None,
-    dp_mechanism: given.DpMechanism = None,
-    dp_sample_rate: given.DpSampleRate = None,
-    dp_nominal_size: given.DpNominalSize = None,
-    dp_adjacency: given.DpAdjacency = None,
-    dp_unit: given.DpUnit = None,
-    dp_four_sums: given.DpFourSums = None,
-    dp_ledger: given.DpLedger = None,
-    responsible: given.Responsible = None,
-    purpose: given.Purpose = None,
-    sites: given.Sites = None,
     sign_key: given.SignKey = None,
 ) -> None:
     """Simulate a federation on this machine and leave a run folder.
@@ -163,23 +101,21 @@ def train(
     Defaults are the method's (`fedsynth methods`), but for the embedded digits, which have a short
     preset; the run folder's config.toml shows what was used.
     """
-    with one_line_errors(context.command) as names:
-        chosen = with_set_options(sections_of(context.params), settings or [], names)
-        if resume is not None:
-            refuse_beside_resume(context)
-            config = resume / "config.toml"
-            refuse_needless_code(read_config(config), chosen)
-        chosen = with_own_code(chosen)
-        if resume is not None:
-            chosen["model"].pop("features", None)  # registered; which it is stands in config.toml
-        if preset is not None:
-            sections = from_table(preset, config, chosen, _to_stderr)
-        else:
-            sections = merged(read_config(config), chosen, _to_stderr)
-        if dry_run:
-            _dry_run(sections, names, as_json)
-        else:
-            _run(sections, names, output, download, as_json, sign_key, resume, log or [])
+    if resume is not None:
+        refuse_beside_resume(context)
+        config = resume / "config.toml"
+        refuse_needless_code(read_config(config), chosen)
+    chosen = with_own_code(chosen)
+    if resume is not None:
+        chosen["model"].pop("features", None)  # registered; which it is stands in config.toml
+    if preset is not None:
+        sections = from_table(preset, config, chosen, _to_stderr)
+    else:
+        sections = merged(read_config(config), chosen, _to_stderr)
+    if dry_run:
+        _dry_run(sections, as_json)
+    else:
+        _run(sections, output, download, as_json, sign_key, resume, log or [])
 
 
 def _to_stderr(text: str) -> None:
@@ -187,48 +123,16 @@ def _to_stderr(text: str) -> None:
 
 
 @app.command()
+@takes_settings("data", "partition", "run.seed", "method.ipc")
 def partition(
-    context: typer.Context,
-    data: given.Data = None,
-    image_size: given.ImageSize = None,
-    channels: given.Channels = None,
-    skip_corrupt: given.SkipCorrupt = None,
-    skip_other: given.SkipOther = None,
-    declaration: given.Declaration = None,
-    dataset: given.Dataset = None,
-    data_root: given.DataRoot = None,
+    chosen: Sections,
     download: given.Download = False,
-    partition: given.Partition = None,
-    clients: given.Clients = None,
-    alpha: given.Alpha = None,
-    classes_per_client: given.ClassesPerClient = None,
-    min_size: given.MinSize = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of the partition; default 0.")] = None,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set", help="Another setting, as partition.dominant_share=0.7; may be repeated."
-        ),
-    ] = None,
-    ipc: Annotated[
-        int | None,
-        typer.Option(help="Images per class, for FedDM's upload volume below the table."),
-    ] = None,
-    picture: Annotated[
-        Path | None,
-        typer.Option(
-            parser=named_path,
-            metavar=PATH,
-            help="Also write the picture to this PNG file.",
-        ),
-    ] = None,
+    picture: Annotated[Path | None, path_option("Also write the picture to this PNG file.")] = None,
 ) -> None:
-    """Show who has what: examples of each class at each client, as `train` with the same options
+    """Show the partition: examples of each class at each client, as `train` with the same options
     divides them.
     """
-    with one_line_errors(context.command) as names:
-        chosen = with_set_options(sections_of(context.params), settings or [], names)
-        _show_partition(merged({}, chosen), download, picture)
+    _show_partition(merged({}, chosen), download, picture)
 
 
 def _show_partition(
@@ -265,7 +169,7 @@ def _show_partition(
         partition_png(counts, picture, data.spec.class_names)
 
 
-def _dry_run(sections: dict[str, dict[str, Any]], names: OptionNames, as_json: bool) -> None:
+def _dry_run(sections: dict[str, dict[str, Any]], as_json: bool) -> None:
     from fedsynth.cli.privacy_commands import print_costs
     from fedsynth.federation.outputs.privacy_words import headline
     from fedsynth.federation.run_words import NO_LATER_EPSILON, UNPROTECTED
@@ -281,7 +185,7 @@ def _dry_run(sections: dict[str, dict[str, Any]], names: OptionNames, as_json: b
         if as_json:
             print(json.dumps({"guarantee": False}))
             return
-        print(names.text(UNPROTECTED))
+        print(UNPROTECTED)
         if settings.ledger is not None:
             print(f"  the ledgers in {settings.ledger} would say so: {NO_LATER_EPSILON}")
         return
@@ -300,14 +204,13 @@ def _dry_run(sections: dict[str, dict[str, Any]], names: OptionNames, as_json: b
         print(json.dumps(facts, indent=2))
         return
     for line in headline(planned):
-        print(names.text(line))
+        print(line)
     if guaranteed:
         print_costs([costs_of(planned, planned.privacy.epsilon)])
 
 
 def _run(
     sections: dict[str, dict[str, Any]],
-    names: OptionNames,
     output: Path,
     download: bool,
     as_json: bool,
@@ -331,7 +234,7 @@ def _run(
         f"preset of {settings.dataset}, where nothing else is given: {changed}" if changed else ""
     )
     loggers = loggers_of(log, output if resume is None else resume.parent, settings)
-    with make_observer(settings, names, first) as shown, ended_by_signals():
+    with make_observer(settings, first) as shown, ended_by_signals():
         observer = shown if not loggers else Several([shown, *loggers])
         result = simulate(
             settings, output=output, observer=observer, download=download, resume=resume

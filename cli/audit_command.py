@@ -11,17 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fedsynth.cli import options as given
-from fedsynth.cli.errors import OptionError, one_line_errors
-from fedsynth.cli.option_names import OptionNames, sections_of
+from fedsynth.cli.errors import OptionError
+from fedsynth.cli.generated_options import takes_settings
 from fedsynth.cli.own_code_options import with_own_code
-from fedsynth.cli.paths import PATH, named_path
-from fedsynth.cli.settings_options import (
-    Sections,
-    from_preset,
-    merged,
-    read_config,
-    with_set_options,
-)
+from fedsynth.cli.paths import path_option
+from fedsynth.cli.settings_options import Sections, from_preset, merged, read_config
 
 if TYPE_CHECKING:
     from fedsynth.federation.audit.auditing import AuditResult
@@ -34,8 +28,12 @@ def _audit(*names: str, help: str) -> Any:
     return typer.Option(*names, help=help, rich_help_panel=AUDIT)
 
 
+@takes_settings(
+    "run", "data.folder", "data.declaration", "data.dataset", "data.data_root", "partition",
+    "model", "method", "privacy",
+)  # fmt: skip
 def audit(
-    context: typer.Context,
+    chosen: Sections,
     canaries: Annotated[
         int, _audit(help="Artificial records, each in one client's data by a fair coin.")
     ] = 1000,
@@ -55,54 +53,13 @@ def audit(
     ] = 0.999,
     run: Annotated[
         Path | None,
-        typer.Option(
-            parser=named_path,
-            metavar=PATH,
-            help="Audit this run folder's settings, and put the result into its privacy report.",
-            rich_help_panel=AUDIT,
+        path_option(
+            "Audit this run folder's settings, and put the result into its privacy report.",
+            panel=AUDIT,
         ),
     ] = None,
-    method: given.Method = None,
     config: given.Config = None,
-    settings: given.Set = None,
-    ipc: given.Ipc = None,
-    matching: given.Matching = None,
-    rounds: given.Rounds = None,
-    seed: given.Seed = None,
-    device: given.Device = None,
-    precision: given.Precision = None,
-    compile: given.Compile = None,
-    memory_gb: given.MemoryGb = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the audit as JSON.")] = False,
-    data: given.Data = None,
-    declaration: given.Declaration = None,
-    dataset: given.Dataset = None,
-    data_root: given.DataRoot = None,
-    partition: given.Partition = None,
-    clients: given.Clients = None,
-    alpha: given.Alpha = None,
-    classes_per_client: given.ClassesPerClient = None,
-    min_size: given.MinSize = None,
-    subset: given.Subset = None,
-    local_test: given.LocalTest = None,
-    participation: given.Participation = None,
-    model: given.Model = None,
-    client_models: given.ClientModels = None,
-    features: given.Features = None,
-    width: given.Width = None,
-    depth: given.Depth = None,
-    norm: given.Norm = None,
-    dp_epsilon: given.DpEpsilon = None,
-    dp_sigma: given.DpSigma = None,
-    dp_clip: given.DpClip = None,
-    dp_delta: given.DpDelta = None,
-    dp_max_records: given.DpMaxRecords = None,
-    dp_mechanism: given.DpMechanism = None,
-    dp_sample_rate: given.DpSampleRate = None,
-    dp_nominal_size: given.DpNominalSize = None,
-    dp_adjacency: given.DpAdjacency = None,
-    dp_four_sums: given.DpFourSums = None,
-    dp_ledger: given.DpLedger = None,
+    as_json: given.AsJson = False,
 ) -> None:
     """Attack a run's own releases: a lower bound on ε beside the claim; exit code 1 if above.
 
@@ -114,21 +71,19 @@ def audit(
     Examples: `fedsynth privacy audit --method feddm --dp-sigma 3`,
     `fedsynth privacy audit --run runs/… --canaries 1000`.
     """
-    with one_line_errors(context.command) as names:
-        chosen = with_set_options(sections_of(context.params), settings or [], names)
-        chosen = {name: values for name, values in with_own_code(chosen).items() if values}
-        numbers = {"canaries": canaries, "canaries_as": canaries_as, "confidence": confidence}
-        if guesses is not None:
-            numbers["guesses"] = guesses
-        if run is None:
-            found, command = _audit_options(config, chosen, numbers, names)
-        else:
-            found, command = _audit_folder(run, config, chosen, numbers, names)
-        _show(found, command, as_json)
+    chosen = {name: values for name, values in with_own_code(chosen).items() if values}
+    numbers = {"canaries": canaries, "canaries_as": canaries_as, "confidence": confidence}
+    if guesses is not None:
+        numbers["guesses"] = guesses
+    if run is None:
+        found, command = _audit_options(config, chosen, numbers)
+    else:
+        found, command = _audit_folder(run, config, chosen, numbers)
+    _show(found, command, as_json)
 
 
 def _audit_options(
-    config: Path | None, chosen: Sections, numbers: dict[str, Any], names: OptionNames
+    config: Path | None, chosen: Sections, numbers: dict[str, Any]
 ) -> tuple[AuditResult, str]:
     """The audit of the given options, and the command as it was typed."""
     from fedsynth.federation.terms.resolve import resolve
@@ -145,7 +100,7 @@ def _audit_options(
     first = (
         f"preset of {settings.dataset}, where nothing else is given: {changed}" if changed else ""
     )
-    return _audited(settings, numbers, first, names), shlex.join(["fedsynth", *sys.argv[1:]])
+    return _audited(settings, numbers, first), shlex.join(["fedsynth", *sys.argv[1:]])
 
 
 def _audit_folder(
@@ -153,7 +108,6 @@ def _audit_folder(
     config: Path | None,
     chosen: Sections,
     numbers: dict[str, Any],
-    names: OptionNames,
 ) -> tuple[AuditResult, str]:
     """The audit of a finished run's settings, which goes into its report, and what repeats it."""
     from fedsynth.federation.audit.auditing import settings_of_run, write_audit
@@ -164,7 +118,7 @@ def _audit_folder(
     sections = read_config(run / "config.toml")
     settings = resolve(sections)
     _same(settings, resolve(merged(sections, {"run": {}, **chosen})), run)
-    found = _audited(settings_of_run(run, settings), numbers, f"settings of {run}", names)
+    found = _audited(settings_of_run(run, settings), numbers, f"settings of {run}")
     said = {"--run": run.resolve().name, "--canaries": found.canaries, "--guesses": found.guesses}
     said |= {"--canaries-as": numbers["canaries_as"], "--confidence": found.confidence}
     words = [str(word) for option in said.items() for word in option]
@@ -190,15 +144,13 @@ def _same(settings: RunSettings, wanted: RunSettings, run: Path) -> None:
         )
 
 
-def _audited(
-    settings: RunSettings, numbers: dict[str, Any], first: str, names: OptionNames
-) -> AuditResult:
+def _audited(settings: RunSettings, numbers: dict[str, Any], first: str) -> AuditResult:
     from fedsynth.cli.memory import keep_large_allocations
     from fedsynth.cli.progress import make_observer
     from fedsynth.federation.audit.auditing import audit_run
 
     keep_large_allocations()
-    with make_observer(settings, names, first) as observer:
+    with make_observer(settings, first) as observer:
         return audit_run(settings, observer=observer, **numbers)
 
 

@@ -1,17 +1,22 @@
-"""A user's mistake is one line on stderr and exit code 2; a mistake of ours keeps its traceback."""
+"""The one place that turns a user's mistake into one line on stderr and exit code 2.
+
+A bug of this package keeps its traceback.
+"""
 
 from __future__ import annotations
 
+import errno
+import os
+import select
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 import typer
-from typer.core import TyperGroup
 
-from fedsynth.cli.option_names import OptionNames, option_names
+from fedsynth.cli.application import Group
 from fedsynth.cli.signals import TerminatedError
 from fedsynth.errors import FedsynthError, OutputError
 from fedsynth.privacy.errors import PrivacyError
@@ -20,28 +25,32 @@ from fedsynth.privacy.errors import PrivacyError
 # typer's version.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
-
+PACKAGE = Path(__file__).resolve().parent.parent
 OUT_OF_MEMORY = (
     "this machine has not enough memory for these settings: fewer images, smaller batches or a "
     "smaller model may fit"
 )
 NO_MEMORY = "DefaultCPUAllocator: can't allocate memory"
+NO_BUG = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM}
+"""Errors of the system that no bug of this package causes, even where they name no file."""
+BROKEN_PIPE = 141
+"""The exit code of a program that SIGPIPE ends."""
 
 
 class OptionError(FedsynthError):
     """Options that contradict each other, or what --set or --config cannot take."""
 
 
-class OneLineGroup(TyperGroup):
-    """Like every other mistake of a user, a mistyped option is one line and exit code 2, not a box
-    of several.
-    """
+class OneLineGroup(Group):
+    """The root command: runs the others, and reports errors in one line and by exit codes."""
 
     def main(self, *args: Any, **options: Any) -> Any:
         standalone = options.pop("standalone_mode", True)
         try:
-            # nobody gives standalone_mode by position
-            code = super().main(*args, **options, standalone_mode=False)  # type: ignore[misc]
+            with one_line_errors():
+                # nobody gives standalone_mode by position
+                code = super().main(*args, **options, standalone_mode=False)  # type: ignore[misc]
+                _flush()
         except _UsageError as error:
             where = getattr(getattr(error, "ctx", None), "command_path", self.name)
             what: Any = error
@@ -49,6 +58,11 @@ class OneLineGroup(TyperGroup):
         if standalone:
             sys.exit(code)
         return code
+
+    def invoke(self, ctx: Any) -> Any:
+        with one_line_errors():  # within `main`, which would take Ctrl-C for an exit code
+            _require_working_folder()
+            return super().invoke(ctx)
 
 
 def fail(text: str) -> NoReturn:
@@ -66,18 +80,22 @@ def write_text(path: Path, text: str) -> None:
 
 
 @contextmanager
-def one_line_errors(command: Any, names: OptionNames | None = None) -> Iterator[OptionNames]:
-    """Around a command's work; what it gives says settings as the command's options.
-
-    Args:
-        command: the running one, `context.command`.
-        names: of its options, where the table of all commands is not its own.
-    """
-    names = names or option_names(command)
+def one_line_errors() -> Iterator[None]:
+    """Ends the program with one line where the user, the file system or a signal is the cause."""
     try:
-        yield names
+        yield
     except (FedsynthError, PrivacyError) as error:
-        fail(names.text(error.args[0]) if error.args else str(error))
+        fail(str(error))
+    except BrokenPipeError:
+        if not _reader_has_left():
+            raise
+        sys.exit(BROKEN_PIPE)
+    except OSError as error:
+        reason = _reason(error)
+        if reason is None:
+            raise
+        _flush()
+        fail(reason)
     except MemoryError:
         fail(OUT_OF_MEMORY)
     except RuntimeError as error:
@@ -90,3 +108,59 @@ def one_line_errors(command: Any, names: OptionNames | None = None) -> Iterator[
     except KeyboardInterrupt:
         print("fedsynth: interrupted", file=sys.stderr)
         raise typer.Exit(130) from None
+
+
+def _flush() -> None:
+    """Writes out what stdout holds: a full disk is an error here, not when Python shuts down."""
+    if sys.stdout is None:
+        return
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        _discard(sys.stdout)
+        fail(f"cannot write to stdout: {error.strerror}")
+
+
+def _reader_has_left() -> bool:
+    """Returns whether nobody reads stdout or stderr any more, as in `fedsynth runs | head`.
+
+    What they hold is then discarded.
+    """
+    left = False
+    for stream in (sys.stdout, sys.stderr):
+        poll = select.poll()
+        if stream is not None:
+            poll.register(stream.fileno(), 0)  # for errors only
+        if poll.poll(0):
+            _discard(stream)
+            left = True
+    return left
+
+
+def _discard(stream: TextIO) -> None:
+    """Lets a broken stream write to nowhere, or Python would fail again when it shuts down."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
+
+
+def _reason(error: OSError) -> str | None:
+    """Returns the line for a failure of the file system; None if it may be a bug."""
+    if error.filename is None:
+        system = isinstance(error, PermissionError) or error.errno in NO_BUG
+        reason = f"cannot read or write (a file, or stdout): {error.strerror or error}"
+        return reason if system else None
+    path = Path(os.fsdecode(error.filename)) if not isinstance(error.filename, int) else None
+    if path is None or path.is_relative_to(PACKAGE):
+        return None
+    return f"cannot use {path}: {error.strerror or error}"
+
+
+def _require_working_folder() -> None:
+    """Ends the program where the working folder was deleted: torch's MKL cannot be loaded there."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        fail("the working folder does not exist any more: go to another one")

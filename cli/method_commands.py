@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
-from fedsynth.cli.errors import one_line_errors
-from fedsynth.cli.option_names import OptionNames, option_names
-from fedsynth.cli.paths import PATH, named_path
+from fedsynth.cli.application import Application, Group
+from fedsynth.cli.generated_options import takes_settings
+from fedsynth.cli.paths import named_path, path_option
+from fedsynth.cli.settings_options import Sections, method_settings
 
 ROBUST = "median, trimmed or clip (run.robust)"
 
 
-class MethodsGroup(TyperGroup):
+class MethodsGroup(Group):
     """`fedsynth methods NAME` is `fedsynth methods show NAME`."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
@@ -25,7 +25,7 @@ class MethodsGroup(TyperGroup):
         return super().resolve_command(ctx, ["show", *args] if named else args)
 
 
-methods_app = typer.Typer(
+methods_app = Application(
     help="The methods: a line each, or one in full.", no_args_is_help=False, cls=MethodsGroup
 )
 
@@ -42,40 +42,37 @@ def methods(context: typer.Context) -> None:
 
 
 @methods_app.command("show")
-def show_method(
-    context: typer.Context, name: Annotated[str, typer.Argument(help="A method's name.")]
-) -> None:
+def show_method(name: Annotated[str, typer.Argument(help="A method's name.")]) -> None:
     """Settings with defaults, what is uploaded, what of that is private, and the reference."""
-    with one_line_errors(context.command):
-        from dataclasses import fields
+    from dataclasses import fields
 
-        from fedsynth.core.messages import privacy_of_fields
-        from fedsynth.methods import method_class
+    from fedsynth.core.messages import privacy_of_fields
+    from fedsynth.methods import method_class
 
-        cls = method_class(name)
-        print(
-            f"{name}: {cls.summary}\nreference: {cls.reference}\n\nsettings (--set KEY=VALUE), "
-            "with defaults:"
-        )
-        for field in fields(cls):
-            print(f"  {field.name} = {field.default}")
-        print(f"\n{explanation(cls)}")
-        for other in explaining(cls):
-            print(f"\n`{other.__name__}`: {explanation(other)}")
-        for title, message in (
-            ("uploads in a first exchange", cls.first_upload),
-            ("uploads", cls.upload),
-        ):
-            if message is not None:
-                print(f"\n{title} ({message.__name__}):")
-                for key, (kind, reason) in privacy_of_fields(message).items():
-                    print(f"  {key}: {kind}" + (f" ({reason})" if reason else ""))
-        print(
-            "\nwith differential privacy: "
-            + (", ".join(cls.protects) if cls.protects else f"refused: {cls.refusal}")
-        )
-        refused = cls.robust_refusal
-        print("robust aggregation: " + (f"refused: {refused}" if refused else ROBUST))
+    cls = method_class(name)
+    print(
+        f"{name}: {cls.summary}\nreference: {cls.reference}\n\nsettings (--set KEY=VALUE), "
+        "with defaults:"
+    )
+    for field in fields(cls):
+        print(f"  {field.name} = {field.default}")
+    print(f"\n{explanation(cls)}")
+    for other in explaining(cls):
+        print(f"\n`{other.__name__}`: {explanation(other)}")
+    for title, message in (
+        ("uploads in a first exchange", cls.first_upload),
+        ("uploads", cls.upload),
+    ):
+        if message is not None:
+            print(f"\n{title} ({message.__name__}):")
+            for key, (kind, reason) in privacy_of_fields(message).items():
+                print(f"  {key}: {kind}" + (f" ({reason})" if reason else ""))
+    print(
+        "\nwith differential privacy: "
+        + (", ".join(cls.protects) if cls.protects else f"refused: {cls.refusal}")
+    )
+    refused = cls.robust_refusal
+    print("robust aggregation: " + (f"refused: {refused}" if refused else ROBUST))
 
 
 def explanation(cls: type) -> str:
@@ -112,13 +109,12 @@ def explaining(cls: type) -> list[type]:
     return found
 
 
-def method_settings_alone(command: Any) -> OptionNames:
-    """How a command says settings whose --set takes nothing but the method's."""
-    return option_names(command, set_sections=("method",))
-
-
+@takes_settings(
+    "model.width", "model.depth", "model.norm", "run.seed", "run.device", "data.data_root",
+    others=False,
+)  # fmt: skip
 def distill(
-    context: typer.Context,
+    chosen: Sections,
     models: Annotated[str, typer.Option(help="Model files (.safetensors), comma-separated.")],
     arch: Annotated[
         str, typer.Option(help="Their architectures: one for all, or one each, comma-separated.")
@@ -138,50 +134,34 @@ def distill(
             "--set", help="A setting of the method's server, as KEY=VALUE; may be repeated."
         ),
     ] = None,
-    width: Annotated[int, typer.Option(help="Channels of a ConvNet's block.")] = 128,
-    depth: Annotated[int, typer.Option(help="Blocks of a ConvNet.")] = 3,
-    norm: Annotated[
-        str, typer.Option(help="Norm of all of them; each one's own if not given.")
-    ] = "",
-    seed: Annotated[int, typer.Option(help="Seed of noise and initial weights.")] = 0,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     evaluate: Annotated[
         bool, typer.Option("--evaluate", help="Also test models and student on the data set.")
     ] = False,
-    data_root: Annotated[
-        Path | None,
-        typer.Option(
-            parser=named_path, metavar=PATH, help="Folder of the data sets, for --evaluate."
-        ),
-    ] = None,
-    output: Annotated[
-        Path, typer.Option(parser=named_path, metavar=PATH, help="Where the student goes.")
-    ] = Path("student.safetensors"),
+    output: Annotated[Path, path_option("The file of the student.")] = Path("student.safetensors"),
 ) -> None:
     """Distil trained models into one, in one shot and without data.
 
     Example: `fedsynth distill --models a.safetensors,b.safetensors --arch lenet5,cnn1 --student
     resnet18 --dataset mnist`.
     """
-    from fedsynth.cli.settings_options import method_settings
+    from fedsynth.federation.distill import distil_files
 
-    with one_line_errors(context.command, method_settings_alone(context.command)) as names:
-        from fedsynth.federation.distill import distil_files
-
-        files = [named_path(name.strip()) for name in models.split(",") if name.strip()]
-        kinds = [name.strip() for name in arch.split(",") if name.strip()]
-        lines = distil_files(
-            files,
-            kinds,
-            student=student or next(iter(kinds), ""),
-            dataset=dataset,
-            method=method,
-            settings=method_settings(settings or []),
-            size=(width, depth, norm),
-            seed=seed,
-            device=device,
-            test_root=(data_root, evaluate),
-            output=output,
-        )
-        for line in lines:
-            print(names.text(line))
+    model, run = chosen["model"], chosen["run"]
+    root = chosen["data"].get("data_root")
+    files = [named_path(name.strip()) for name in models.split(",") if name.strip()]
+    kinds = [name.strip() for name in arch.split(",") if name.strip()]
+    lines = distil_files(
+        files,
+        kinds,
+        student=student or next(iter(kinds), ""),
+        dataset=dataset,
+        method=method,
+        settings=method_settings(settings or []),
+        size=(model.get("width", 128), model.get("depth", 3), model.get("norm", "")),
+        seed=run.get("seed", 0),
+        device=run.get("device", "auto"),
+        test_root=(None if root is None else Path(root), evaluate),
+        output=output,
+    )
+    for line in lines:
+        print(line)

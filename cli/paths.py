@@ -5,10 +5,23 @@ from __future__ import annotations
 import os
 import stat
 from pathlib import Path
+from typing import Any
 
 import typer
 
 PATH = "PATH"
+
+
+def path_option(help: str, *names: str, metavar: str = PATH, panel: str | None = None) -> Any:
+    """Returns an option that names a file or folder."""
+    return typer.Option(
+        *names, parser=named_path, metavar=metavar, help=help, rich_help_panel=panel
+    )
+
+
+def path_argument(help: str, metavar: str = PATH) -> Any:
+    """Returns an argument that names a file or folder."""
+    return typer.Argument(parser=named_path, metavar=metavar, help=help)
 
 
 def named_path(given: str | Path) -> Path:

@@ -8,23 +8,19 @@ from typing import Annotated
 
 import typer
 
-from fedsynth.cli.errors import OptionError, one_line_errors, write_text
-from fedsynth.cli.paths import PATH, named_path
+from fedsynth.cli.errors import OptionError, write_text
+from fedsynth.cli.paths import path_argument, path_option
 
 Runs = Annotated[
-    list[Path],
-    typer.Argument(
-        parser=named_path, metavar="RUN...", help="Run folders, or folders of such (runs/)."
-    ),
+    list[Path], path_argument("Run folders, or folders of such (runs/).", metavar="RUN...")
 ]
 
 
 def plot(
-    context: typer.Context,
     runs: Runs,
     output: Annotated[
         Path,
-        typer.Option(parser=named_path, metavar=PATH, help="Ends in .svg, .png or .html."),
+        path_option("Ends in .svg, .png or .html."),
     ] = Path("curves.svg"),
     by: Annotated[str, typer.Option(help="rounds, bytes, seconds or eps.")] = "rounds",
     metric: Annotated[
@@ -42,26 +38,25 @@ def plot(
 
     SVG and HTML need nothing else; PNG needs matplotlib (`fedsynth[plots]`).
     """
-    with one_line_errors(context.command):
-        from fedsynth.privacy.plots import standalone
-        from fedsynth.runs.curves import AXES, curves, curves_svg, write_png
-        from fedsynth.runs.folders import Run, finished_runs
-        from fedsynth.runs.page import curves_page
-        from fedsynth.validation import check_choice
+    from fedsynth.privacy.plots import standalone
+    from fedsynth.runs.curves import AXES, curves, curves_svg, write_png
+    from fedsynth.runs.folders import Run, finished_runs
+    from fedsynth.runs.page import curves_page
+    from fedsynth.validation import check_choice
 
-        check_choice(None, "by", by, tuple(AXES))
-        ending = output.suffix.lower()
-        if ending not in (".svg", ".png", ".html"):
-            raise OptionError(f"--output must end in .svg, .png or .html, got {output.name!r}")
-        read = [Run.read(folder) for folder in finished_runs(runs)]
-        lines = curves(read, metric, by, mean=mean, note=_note)
-        if ending == ".png":
-            write_png(output, lines, metric, by)
-        elif ending == ".svg":
-            write_text(output, standalone(curves_svg(lines, metric, by)))
-        else:
-            write_text(output, curves_page(lines, metric, by))
-        print(output)
+    check_choice(None, "by", by, tuple(AXES))
+    ending = output.suffix.lower()
+    if ending not in (".svg", ".png", ".html"):
+        raise OptionError(f"--output must end in .svg, .png or .html, got {output.name!r}")
+    read = [Run.read(folder) for folder in finished_runs(runs)]
+    lines = curves(read, metric, by, mean=mean, note=_note)
+    if ending == ".png":
+        write_png(output, lines, metric, by)
+    elif ending == ".svg":
+        write_text(output, standalone(curves_svg(lines, metric, by)))
+    else:
+        write_text(output, curves_page(lines, metric, by))
+    print(output)
 
 
 def _note(text: str) -> None:
@@ -69,11 +64,8 @@ def _note(text: str) -> None:
 
 
 def report(
-    context: typer.Context,
     runs: Runs,
-    output: Annotated[
-        Path, typer.Option(parser=named_path, metavar=PATH, help="The HTML file.")
-    ] = Path("report.html"),
+    output: Annotated[Path, path_option("The HTML file.")] = Path("report.html"),
     simulation_only: Annotated[
         bool,
         typer.Option(
@@ -89,10 +81,9 @@ def report(
     The page has everything in it and loads nothing. (The privacy report of one run, to hand over,
     is `fedsynth privacy report RUN`.)
     """
-    with one_line_errors(context.command):
-        from fedsynth.runs.folders import Run, finished_runs
-        from fedsynth.runs.page import runs_page
+    from fedsynth.runs.folders import Run, finished_runs
+    from fedsynth.runs.page import runs_page
 
-        read = [Run.read(folder) for folder in finished_runs(runs)]
-        write_text(output, runs_page(read, simulation_only=simulation_only))
-        print(output)
+    read = [Run.read(folder) for folder in finished_runs(runs)]
+    write_text(output, runs_page(read, simulation_only=simulation_only))
+    print(output)

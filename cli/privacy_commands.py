@@ -12,49 +12,32 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fedsynth.cli import options as given
+from fedsynth.cli.application import Application
 from fedsynth.cli.audit_command import audit
-from fedsynth.cli.errors import OptionError, one_line_errors, write_text
-from fedsynth.cli.option_names import Place, option_names, sections_of
+from fedsynth.cli.errors import OptionError, write_text
+from fedsynth.cli.generated_options import KEYS, takes_settings
 from fedsynth.cli.own_code_options import with_own_code
-from fedsynth.cli.paths import PATH, named_path
+from fedsynth.cli.paths import path_argument, path_option
 from fedsynth.cli.report_commands import report, sign, verify
-from fedsynth.cli.settings_options import with_set_options
+from fedsynth.cli.settings_options import Sections
+from fedsynth.methods import DEFAULT_METHOD
 
 if TYPE_CHECKING:
     from fedsynth.federation.terms.costs import MechanismCosts
 
-PLAN_SETTINGS = {
-    **{name: ("run", name) for name in ("method", "rounds", "participation")},
-    **{name: ("partition", name) for name in ("clients", "subset", "local_test")},
-    **{
-        name: ("privacy", name)
-        for name in (
-            "epsilon",
-            "delta",
-            "max_records",
-            "mechanism",
-            "sample_rate",
-            "adjacency",
-            "unit",
-        )
-    },
-    "dataset": ("data", "dataset"),
-    "sigma": ("privacy", "noise_multiplier"),
-    "records": ("privacy", "nominal_size"),
+NAMES = {f"privacy.{key}": f"--{key.replace('_', '-')}" for key in KEYS["privacy"].split()} | {
+    "privacy.noise_multiplier": "--sigma",
+    "privacy.nominal_size": "--n",
 }
-PLAN_NAMED: tuple[tuple[str, Place], ...] = (
-    *PLAN_SETTINGS.items(),
-    ("steps", ("method", "iterations")),
-    ("steps", ("method", "local_epochs")),
-)
-
+"""The names of `plan`'s options."""
 SIGNAL = (
     "S/N, signal to noise: of the sum over all clients, if the examples of each class were alike, "
     "and any two\nclasses orthogonal (of covariances: if features were white; docs/fedstats.md); "
     "real classes have less"
 )
 
-privacy_app = typer.Typer(
+privacy_app = Application(
     help="Plan a privacy budget; read, verify, sign and audit what a run claims.",
     no_args_is_help=True,
 )
@@ -63,70 +46,22 @@ for command in (report, verify, sign, audit):
 
 
 @privacy_app.command()
+@takes_settings(
+    "run.method", "run.rounds", "run.participation", "data.dataset", "partition.clients",
+    "partition.subset", "partition.local_test", "privacy.epsilon", "privacy.noise_multiplier",
+    "privacy.delta", "privacy.max_records", "privacy.mechanism", "privacy.sample_rate",
+    "privacy.nominal_size", "privacy.adjacency", "privacy.unit", names=NAMES,
+)  # fmt: skip
 def plan(
-    context: typer.Context,
-    method: Annotated[str, typer.Option(help="Name of the method (`fedsynth methods`).")] = "feddm",
-    epsilon: Annotated[
-        float | None, typer.Option(help="Budget ε of the whole run: gives σ for each mechanism.")
-    ] = None,
-    sigma: Annotated[
-        float | None, typer.Option(help="Noise multiplier σ: gives ε by round.")
-    ] = None,
-    delta: Annotated[float | None, typer.Option(help="δ (default 1e-5).")] = None,
-    records: Annotated[
-        float | None,
-        typer.Option("--n", help="Nominal records of a client, public (default: the data set's)."),
-    ] = None,
-    max_records: Annotated[
-        int | None, typer.Option(help="Public bound on all clients' records.")
-    ] = None,
-    rounds: Annotated[int | None, typer.Option(help="Number of rounds.")] = None,
+    chosen: Sections,
     steps: Annotated[
         int | None,
         typer.Option(
             help="Condensation steps of a round (local epochs, for methods that train models)."
         ),
     ] = None,
-    clients: Annotated[int | None, typer.Option(help="Number of clients.")] = None,
-    participation: Annotated[
-        float | None, typer.Option(help="Share of the clients that takes part in a round.")
-    ] = None,
-    subset: Annotated[
-        float | None, typer.Option(help="Share of each class's examples that is used at all.")
-    ] = None,
-    local_test: Annotated[
-        float | None, typer.Option(help="Share of each client's examples that tests.")
-    ] = None,
-    mechanism: Annotated[
-        str | None, typer.Option(help="Only this one (default: all of the method).")
-    ] = None,
-    sample_rate: Annotated[
-        float | None, typer.Option(help="Public rate q of Poisson sampling.")
-    ] = None,
-    adjacency: Annotated[
-        str | None, typer.Option(help="add-remove (default), zero-out or replace-one.")
-    ] = None,
-    unit: Annotated[
-        str | None, typer.Option(help="record (default) or user: --n then counts users.")
-    ] = None,
-    dataset: Annotated[
-        str, typer.Option(help="Whose classes, image size and published number of records.")
-    ] = "mnist",
-    settings: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            help="Any setting of the method, as KEY=VALUE, or of another section "
-            "(partition.subset=0.1).",
-        ),
-    ] = None,
-    plot: Annotated[
-        Path | None,
-        typer.Option(
-            parser=named_path, metavar=PATH, help="Also draw ε over rounds into this SVG file."
-        ),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
+    plot: Annotated[Path | None, path_option("Also draw ε over rounds into this SVG file.")] = None,
+    as_json: given.AsJson = False,
 ) -> None:
     """What a budget buys, or a σ costs: before any data are touched, from public numbers alone.
 
@@ -135,34 +70,31 @@ def plan(
     Examples: `fedsynth privacy plan --epsilon 8 --rounds 5`, `fedsynth privacy plan --sigma 3
     --method fedavg --n 6000`.
     """
-    own = option_names(context.command, PLAN_NAMED)
-    with one_line_errors(context.command, own) as names:
-        from fedsynth.federation.terms.costs import costs_by_mechanism, costs_plot
+    from fedsynth.federation.terms.costs import costs_by_mechanism, costs_plot
 
-        given = {
-            **sections_of(context.params, PLAN_SETTINGS),
-            "method": _steps_setting(method, steps),
-        }
-        sections = with_own_code(with_set_options(given, settings or [], names))
-        if not sections["privacy"].keys() & {"epsilon", "noise_multiplier"}:
-            raise OptionError("a plan needs --epsilon (a budget, gives σ) or --sigma (gives ε)")
-        plans = costs_by_mechanism(sections, lambda words: print(f"note: {words}", file=sys.stderr))
-        if plot is not None:
-            write_text(plot, costs_plot(plans))
-        if as_json:
-            print(json.dumps([vars(p) | {"epsilon": dict(p.epsilon)} for p in plans], indent=2))
-        else:
-            print_costs(plans)
-            _warn(plans)
+    chosen["data"].setdefault("dataset", "mnist")
+    if steps is not None:
+        chosen["method"] |= _steps_setting(chosen["run"].get("method", DEFAULT_METHOD), steps)
+    sections = with_own_code(chosen)
+    if not sections["privacy"].keys() & {"epsilon", "noise_multiplier"}:
+        raise OptionError("a plan needs --epsilon (a budget, gives σ) or --sigma (gives ε)")
+    plans = costs_by_mechanism(sections, lambda words: print(f"note: {words}", file=sys.stderr))
+    if plot is not None:
+        write_text(plot, costs_plot(plans))
+    if as_json:
+        print(json.dumps([vars(p) | {"epsilon": dict(p.epsilon)} for p in plans], indent=2))
+    else:
+        print_costs(plans)
+        _warn(plans)
 
 
-def _steps_setting(method: str, steps: int | None) -> dict[str, Any]:
-    """--steps as the setting that it is of this method."""
+def _steps_setting(method: str, steps: int) -> dict[str, Any]:
+    """Returns the setting of the method that --steps gives."""
     from dataclasses import fields
 
     from fedsynth.methods import method_class
 
-    if steps is None or method == "real":  # which is refused further on
+    if method == "real":  # which is refused further on
         return {}
     known = {f.name for f in fields(method_class(method))}
     name = next((one for one in ("iterations", "local_epochs") if one in known), None)
@@ -248,12 +180,9 @@ def print_costs(plans: list[MechanismCosts]) -> None:
 
 @privacy_app.command(name="carry-over")
 def carry_over(
-    context: typer.Context,
     folder: Annotated[
         Path,
-        typer.Argument(
-            parser=named_path, metavar="FOLDER", help="Folder of the ledgers (--dp-ledger)."
-        ),
+        path_argument("Folder of the ledgers (--dp-ledger).", metavar="FOLDER"),
     ],
     client: Annotated[str, typer.Argument(help="The client's name.")],
 ) -> None:
@@ -261,22 +190,20 @@ def carry_over(
 
     What was spent stays spent: it counts for every record of the client, also for new ones.
     """
-    with one_line_errors(context.command):
-        from fedsynth.privacy.ledger_folder import LedgerFolder
+    from fedsynth.privacy.ledger_folder import LedgerFolder
 
-        rows = LedgerFolder(folder).carry_over(client)
-        print(
-            f"the next run may bring other records of {client}; "
-            f"what its ledger holds (rows: {rows}) counts for all of them"
-        )
+    rows = LedgerFolder(folder).carry_over(client)
+    print(
+        f"the next run may bring other records of {client}; "
+        f"what its ledger holds (rows: {rows}) counts for all of them"
+    )
 
 
 @privacy_app.command()
 def repair(
-    context: typer.Context,
     ledger: Annotated[
         Path,
-        typer.Argument(parser=named_path, metavar="LEDGER", help="The ledger file, NAME.jsonl."),
+        path_argument("The ledger file, NAME.jsonl.", metavar="LEDGER"),
     ],
 ) -> None:
     """Take a torn last line (a power cut, a full disk) out of a ledger; the file as it was is kept.
@@ -285,16 +212,15 @@ def repair(
     disk. If something else cut the file, such as a copy that broke off, bring it back from a backup
     instead.
     """
-    with one_line_errors(context.command):
-        from fedsynth.privacy.ledger_repair import repair_ledger
+    from fedsynth.privacy.ledger_repair import repair_ledger
 
-        done = repair_ledger(ledger)
-        if done is None:
-            print(f"no line of {ledger} is torn: nothing is changed")
-            return
-        print(f"torn line: {done.line!r}")
-        if done.counts:
-            print("  it lacks only its line break, so it counts: the break is added")
-        else:
-            print("  taken out: nothing was released for it")
-        print(f"the ledger as it was: {done.copy}")
+    done = repair_ledger(ledger)
+    if done is None:
+        print(f"no line of {ledger} is torn: nothing is changed")
+        return
+    print(f"torn line: {done.line!r}")
+    if done.counts:
+        print("  it lacks only its line break, so it counts: the break is added")
+    else:
+        print("  taken out: nothing was released for it")
+    print(f"the ledger as it was: {done.copy}")

@@ -16,7 +16,6 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from fedsynth.cli.option_names import OptionNames
 from fedsynth.cli.pace import Pace
 from fedsynth.evaluation.generated import GENERATOR, in_words
 from fedsynth.federation.loggers import Logger, make_loggers
@@ -82,11 +81,8 @@ class PlainObserver(Observer):
     long phase brings it.
     """
 
-    def __init__(
-        self, settings: RunSettings, names: OptionNames, first: str, mark: str = ""
-    ) -> None:
+    def __init__(self, settings: RunSettings, first: str, mark: str = "") -> None:
         self._settings = settings
-        self._names = names
         self._first = first
         self._mark = mark
         self._last = time.monotonic()
@@ -109,7 +105,7 @@ class PlainObserver(Observer):
         self._last = time.monotonic()
         first = self._first
         self._first = ""
-        lines = [first, self._names.text(text)] if first else [self._names.text(text)]
+        lines = [first, text] if first else [text]
         with suppress(OSError):  # a closed pipe does not end a run
             print(*(f"{self._mark}{line}" for line in lines), sep="\n", file=sys.stderr, flush=True)
 
@@ -125,13 +121,11 @@ class LiveObserver(Observer):
     def __init__(
         self,
         settings: RunSettings,
-        names: OptionNames,
         first: str,
         progress: Progress,
         mark: str = "",
     ) -> None:
         self._settings = settings
-        self._names = names
         self._first = first
         self._mark = mark
         self._progress = progress
@@ -141,7 +135,7 @@ class LiveObserver(Observer):
     def note(self, text: str) -> None:
         first = self._first
         self._first = ""
-        lines = [first, self._names.text(text)] if first else [self._names.text(text)]
+        lines = [first, text] if first else [text]
         marked = [f"{self._mark}{line}" for line in lines]
         with suppress(OSError):
             self._progress.console.print(*marked, sep="\n", markup=False, highlight=False)
@@ -178,20 +172,17 @@ def _tell_pace(
 
 
 @contextmanager
-def make_observer(
-    settings: RunSettings, names: OptionNames, first: str = "", mark: str = ""
-) -> Iterator[Observer]:
+def make_observer(settings: RunSettings, first: str = "", mark: str = "") -> Iterator[Observer]:
     """The observer that fits stderr.
 
     Args:
         settings: of the run.
-        names: how the command says settings.
         first: is said when there is something to say, so that an error before stays one line.
         mark: what every line begins with.
     """
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield PlainObserver(settings, names, first, mark)
+        yield PlainObserver(settings, first, mark)
         return
     columns = (
         TextColumn("{task.description}"),
@@ -204,7 +195,7 @@ def make_observer(
         ),
     )
     with Progress(*columns, console=console, transient=True) as progress:
-        yield LiveObserver(settings, names, first, progress, mark)
+        yield LiveObserver(settings, first, progress, mark)
 
 
 def loggers_of(names: Sequence[str], base: Path, settings: RunSettings) -> list[Logger]:

@@ -12,38 +12,33 @@ from typing import Annotated, Any
 
 import typer
 
-from fedsynth.cli.errors import OptionError, one_line_errors, write_text
+from fedsynth.cli.errors import OptionError, write_text
 from fedsynth.cli.options import OwnFeatures, OwnMethod, OwnModel
 from fedsynth.cli.own_code_options import own_code_alone
-from fedsynth.cli.paths import PATH, named_path
+from fedsynth.cli.paths import path_argument, path_option
 
 SHOWN = 40  # mismatches
 
 Run = Annotated[
     Path,
-    typer.Argument(
-        parser=named_path, metavar="RUN", help="A run folder, or its privacy_report.json."
-    ),
+    path_argument("A run folder, or its privacy_report.json.", metavar="RUN"),
 ]
 LedgerFolder = Annotated[
     Path | None,
-    typer.Option(
-        "--ledger",
-        parser=named_path,
-        metavar=PATH,
-        help="Folder of the ledger files (default: ledger/ in the run folder, or where config.toml "
+    path_option(
+        "Folder of the ledger files (default: ledger/ in the run folder, or where config.toml "
         "keeps them).",
+        "--ledger",
     ),
 ]
 
 
 def report(
-    context: typer.Context,
     run: Run,
     form: Annotated[str, typer.Option("--format", help="markdown, json or html.")] = "markdown",
     output: Annotated[
         Path | None,
-        typer.Option(parser=named_path, metavar=PATH, help="Write there, and not to the screen."),
+        path_option("Write there, and not to the screen."),
     ] = None,
     ledger: LedgerFolder = None,
     method: OwnMethod = None,
@@ -55,25 +50,24 @@ def report(
     A run that was killed has none yet: its report is built from its ledgers, and written into its
     folder.
     """
-    with one_line_errors(context.command):
-        from fedsynth.privacy.errors import PrivacyError
-        from fedsynth.privacy.report import render_html, render_markdown
-        from fedsynth.privacy.report_file import HOSTILE, sound_report
-        from fedsynth.validation import check_choice
+    from fedsynth.privacy.errors import PrivacyError
+    from fedsynth.privacy.report import render_html, render_markdown
+    from fedsynth.privacy.report_file import HOSTILE, sound_report
+    from fedsynth.validation import check_choice
 
-        check_choice(None, "format", form, ("markdown", "json", "html"))
-        own_code_alone(method, model, features)
-        _report_unfinished(run, ledger)
-        found = sound_report(run)
-        render = {"markdown": render_markdown, "html": render_html, "json": _json}
-        try:
-            text = render[form](found)
-        except HOSTILE as error:
-            raise PrivacyError(f"the report at {run} is damaged: {error!r}") from None
-        if output is None:
-            print(text, end="")
-        else:
-            write_text(output, text)
+    check_choice(None, "format", form, ("markdown", "json", "html"))
+    own_code_alone(method, model, features)
+    _report_unfinished(run, ledger)
+    found = sound_report(run)
+    render = {"markdown": render_markdown, "html": render_html, "json": _json}
+    try:
+        text = render[form](found)
+    except HOSTILE as error:
+        raise PrivacyError(f"the report at {run} is damaged: {error!r}") from None
+    if output is None:
+        print(text, end="")
+    else:
+        write_text(output, text)
 
 
 def _json(found: dict[str, Any]) -> str:
@@ -99,16 +93,11 @@ def _report_unfinished(run: Path, ledger: Path | None) -> None:
 
 
 def verify(
-    context: typer.Context,
     run: Run,
     ledger: LedgerFolder = None,
     public_key: Annotated[
         Path | None,
-        typer.Option(
-            parser=named_path,
-            metavar=PATH,
-            help="Also check the run's signature, with this Ed25519 key in PEM.",
-        ),
+        path_option("Also check the run's signature, with this Ed25519 key in PEM."),
     ] = None,
     method: OwnMethod = None,
     model: OwnModel = None,
@@ -120,28 +109,27 @@ def verify(
     summary.json and metrics.jsonl must give the same ε. This checks bookkeeping. It does not attest
     that noise was added.
     """
-    with one_line_errors(context.command) as names:
-        from fedsynth.federation.outputs.verification import verify_run
-        from fedsynth.privacy.report_text import printable
+    from fedsynth.federation.outputs.verification import verify_run
+    from fedsynth.privacy.report_text import printable
 
-        key = _public_key(public_key)
-        own_code_alone(method, model, features)
-        found = verify_run(run, ledger=ledger)
-        problems, note = _signature(run if run.is_dir() else run.parent, key)
-        problems = [*found.problems, *problems]
-        for problem in problems[:SHOWN]:
-            print(f"mismatch: {printable(problem)}")
-        if len(problems) > SHOWN:
-            print(f"and {len(problems) - SHOWN} mismatches more")
-        if problems:
-            raise typer.Exit(1)
-        print(
-            "the report is the one that follows from the run's settings and ledger rows, and "
-            "summary.json and metrics.jsonl agree with it "
-            "(bookkeeping only: this does not attest that noise was added)"
-        )
-        for text in (*found.notes, note):
-            print(printable(names.text(text)))
+    key = _public_key(public_key)
+    own_code_alone(method, model, features)
+    found = verify_run(run, ledger=ledger)
+    problems, note = _signature(run if run.is_dir() else run.parent, key)
+    problems = [*found.problems, *problems]
+    for problem in problems[:SHOWN]:
+        print(f"mismatch: {printable(problem)}")
+    if len(problems) > SHOWN:
+        print(f"and {len(problems) - SHOWN} mismatches more")
+    if problems:
+        raise typer.Exit(1)
+    print(
+        "the report is the one that follows from the run's settings and ledger rows, and "
+        "summary.json and metrics.jsonl agree with it "
+        "(bookkeeping only: this does not attest that noise was added)"
+    )
+    for text in (*found.notes, note):
+        print(printable(text))
 
 
 def _public_key(path: Path | None) -> Any:
@@ -164,19 +152,15 @@ def _signature(folder: Path, key: Any) -> tuple[list[str], str]:
 
 
 def sign(
-    context: typer.Context,
-    run: Annotated[Path, typer.Argument(parser=named_path, metavar="RUN", help="A run folder.")],
-    key: Annotated[
-        Path, typer.Option(parser=named_path, metavar=PATH, help="A private Ed25519 key in PEM.")
-    ],
+    run: Annotated[Path, path_argument("A run folder.", metavar="RUN")],
+    key: Annotated[Path, path_option("A private Ed25519 key in PEM.")],
 ) -> None:
     """Sign all files of a run folder (but simulation_only/) by their hashes, into signature.json.
 
     Keys: `openssl genpkey -algorithm ed25519 -out key.pem`, `openssl pkey -in key.pem -pubout -out
     key.pub`.
     """
-    with one_line_errors(context.command):
-        signer(key, True)(run)
+    signer(key, True)(run)
 
 
 def signer(key: Path | None, private: bool) -> Callable[[Path], None]:

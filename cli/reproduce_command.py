@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fedsynth.cli import options as given
-from fedsynth.cli.errors import OptionError, one_line_errors
-from fedsynth.cli.option_names import OptionNames
-from fedsynth.cli.paths import PATH, named_path
-from fedsynth.cli.settings_options import set_options
+from fedsynth.cli.errors import OptionError
+from fedsynth.cli.generated_options import takes_settings
+from fedsynth.cli.paths import path_option
+from fedsynth.cli.settings_options import Sections, set_options
 from fedsynth.cli.signals import ended_by_signals
 
 if TYPE_CHECKING:
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from fedsynth.reproduction.runs import Outcome
 
 UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
-SPEED = ("device", "precision", "compile", "memory_gb")
-"""Options that change how fast a run is, and its results only by rounding."""
+SPEED = ("run.device", "run.precision", "run.compile", "run.memory_gb", "data.data_root")
+"""Settings that change how fast a run is, and its results only by rounding."""
 
 
 def seconds_of(text: str | None) -> float:
@@ -47,8 +47,9 @@ def seconds_of(text: str | None) -> float:
     return float(found[1]) * UNITS[found[2]]
 
 
+@takes_settings(*SPEED, others=False)
 def reproduce(
-    context: typer.Context,
+    chosen: Sections,
     preset: Annotated[
         str | None, typer.Argument(help="A published table, as feddm:table2 (--list has all).")
     ] = None,
@@ -72,10 +73,9 @@ def reproduce(
     ] = None,
     note: Annotated[str | None, typer.Option(help='Only cells with these words ("ipc 5").')] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each cell: seeds 0, 1, ….")] = 1,
-    output: Annotated[
-        Path,
-        typer.Option(parser=named_path, metavar=PATH, help="Where rows and run folders go."),
-    ] = Path("reproduction"),
+    output: Annotated[Path, path_option("The folder of rows and run folders.")] = Path(
+        "reproduction"
+    ),
     time_budget: Annotated[
         str | None,
         typer.Option(help="170m, 2h or seconds: no round begins that would end later."),
@@ -90,13 +90,8 @@ def reproduce(
         list[str] | None,
         typer.Option("--set", help="Override a setting of the preset; rows record it. Repeatable."),
     ] = None,
-    device: given.Device = None,
-    precision: given.Precision = None,
-    compile: given.Compile = None,
-    memory_gb: given.MemoryGb = None,
-    data_root: given.DataRoot = None,
     download: given.Download = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the comparison as JSON.")] = False,
+    as_json: given.AsJson = False,
 ) -> None:
     """Run cells of a published table and compare the numbers.
 
@@ -105,49 +100,45 @@ def reproduce(
 
     Example: `fedsynth reproduce feddm:table2 --dataset mnist --alpha 0.1 --method feddm --seeds 3`.
     """
-    with one_line_errors(context.command) as names:
-        if preset is None:
-            if not listed:
-                raise OptionError("name a table (feddm:table2), or list all tables with --list")
-            _list_tables(as_json)
-            return
-        from fedsynth.reproduction.preset_files import preset as preset_of
+    if preset is None:
+        if not listed:
+            raise OptionError("name a table (feddm:table2), or list all tables with --list")
+        _list_tables(as_json)
+        return
+    from fedsynth.reproduction.preset_files import preset as preset_of
 
-        table = preset_of(preset)
-        cells = table.select(
-            dataset=dataset,
-            partition=partition,
-            alpha=alpha,
-            clients=clients,
-            rounds=rounds,
-            method=method,
-            note=note,
-        )
-        if listed:
-            _list_cells(table, cells, as_json, data_root)
-            return
-        speed = {name: context.params[name] for name in SPEED if context.params[name] is not None}
-        given_changes = set_options(settings or [])
-        _run(
-            table,
-            cells,
-            range(seeds),
-            names,
-            output=output,
-            budget=seconds_of(time_budget),
-            scale=scale,
-            changes={section: values for section, values in given_changes.items() if values},
-            speed={"run": speed, "data": {"data_root": str(data_root)} if data_root else {}},
-            download=download,
-            as_json=as_json,
-        )
+    table = preset_of(preset)
+    cells = table.select(
+        dataset=dataset,
+        partition=partition,
+        alpha=alpha,
+        clients=clients,
+        rounds=rounds,
+        method=method,
+        note=note,
+    )
+    if listed:
+        _list_cells(table, cells, as_json, chosen["data"].get("data_root"))
+        return
+    given_changes = set_options(settings or [])
+    _run(
+        table,
+        cells,
+        range(seeds),
+        output=output,
+        budget=seconds_of(time_budget),
+        scale=scale,
+        changes={section: values for section, values in given_changes.items() if values},
+        speed={"run": chosen["run"], "data": chosen["data"]},
+        download=download,
+        as_json=as_json,
+    )
 
 
 def _run(
     table: Preset,
     cells: Sequence[Cell],
     seeds: Sequence[int],
-    names: OptionNames,
     *,
     output: Path,
     budget: float,
@@ -179,7 +170,7 @@ def _run(
 
     @contextmanager
     def watch(settings: RunSettings) -> Iterator[Observer]:
-        with make_observer(settings, names, mark=mark) as observer:
+        with make_observer(settings, mark=mark) as observer:
             yield observer
 
     keep_large_allocations()
@@ -284,9 +275,7 @@ def _list_tables(as_json: bool) -> None:
         print(f"  {paper}, {where}: {what}")
 
 
-def _list_cells(
-    table: Preset, cells: Sequence[Cell], as_json: bool, data_root: Path | None
-) -> None:
+def _list_cells(table: Preset, cells: Sequence[Cell], as_json: bool, data_root: str | None) -> None:
     """Prints a table's settings with their sources, and its cells with the published numbers."""
     from fedsynth.reproduction.comparison import format_number
     from fedsynth.reproduction.presets import cell_words
@@ -332,7 +321,7 @@ def _print_block(block: Block) -> None:
     print(f"    {block.source}: {block.why}" if block.why else f"    {block.source}")
 
 
-def _states(table: Preset, cells: Sequence[Cell], data_root: Path | None) -> list[str]:
+def _states(table: Preset, cells: Sequence[Cell], data_root: str | None) -> list[str]:
     """Returns whether each cell can be run here, in words."""
     from fedsynth.data.load import ROOT_VARIABLE, missing_files
     from fedsynth.reproduction.published import dataset_of

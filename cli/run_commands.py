@@ -9,27 +9,17 @@ from typing import Annotated, Any
 
 import typer
 
-from fedsynth.cli.errors import one_line_errors
-from fedsynth.cli.paths import PATH, named_path
+from fedsynth.cli.paths import path_argument, path_option
 
 
 def runs(
-    context: typer.Context,
     folders: Annotated[
         list[Path] | None,
-        typer.Argument(
-            parser=named_path,
-            metavar="FOLDERS",
-            help="Run folders, or folders of such; default: runs.",
-        ),
+        path_argument("Run folders, or folders of such; default: runs.", metavar="FOLDERS"),
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option(
-            parser=named_path,
-            metavar=PATH,
-            help="The folder of run folders, as `train --output` names it.",
-        ),
+        path_option("The folder of run folders, as `train --output` names it."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the rows as JSON.")] = False,
 ) -> None:
@@ -42,15 +32,14 @@ def runs(
     Example: `for mu in 0.01 0.1 1; do fedsynth train --method fedprox --set mu=$mu; done; fedsynth
     runs`.
     """
-    with one_line_errors(context.command):
-        from fedsynth.runs.folders import finished_runs
+    from fedsynth.runs.folders import finished_runs
 
-        given = [*(folders or []), *([output] if output else [])] or [Path("runs")]
-        rows = compared(finished_runs(given))
-        if as_json:
-            print(json.dumps(rows, indent=2, ensure_ascii=False, default=str))
-        else:
-            _print(rows)
+    given = [*(folders or []), *([output] if output else [])] or [Path("runs")]
+    rows = compared(finished_runs(given))
+    if as_json:
+        print(json.dumps(rows, indent=2, ensure_ascii=False, default=str))
+    else:
+        _print(rows)
 
 
 def compared(folders: list[Path]) -> list[dict[str, Any]]:

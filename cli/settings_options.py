@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from fedsynth.cli.errors import OptionError
-from fedsynth.cli.option_names import SET_SECTIONS
-from fedsynth.errors import Setting
 
 Sections = dict[str, dict[str, Any]]
+SET_SECTIONS = ("method", "run", "data", "partition", "model", "privacy", "report")
 
 
 def set_options(texts: list[str]) -> Sections:
@@ -41,15 +40,12 @@ def method_settings(texts: list[str]) -> dict[str, Any]:
     return found["method"]
 
 
-def with_set_options(
-    given: Sections, texts: list[str], names: Callable[[Setting], str]
-) -> Sections:
-    """What options and --set say together.
+def with_set_options(given: Sections, texts: list[str]) -> Sections:
+    """Returns the settings of options and --set together.
 
     Args:
-        given: what options say; None is not given.
-        texts: what --set says.
-        names: a setting's option.
+        given: the options' values; None where an option is not given.
+        texts: the values of --set.
 
     Raises:
         OptionError: an option and --set give the same setting.
@@ -61,8 +57,7 @@ def with_set_options(
     for section, values in set_options(texts).items():
         for name, value in values.items():
             if name in together.setdefault(section, {}):
-                option = names(Setting(section, name))
-                raise OptionError(f"{name} is given twice, by {option} and by --set")
+                raise OptionError(f"{section}.{name} is given twice: by an option and by --set")
             together[section][name] = value
     return together
 

@@ -11,21 +11,15 @@ from typing import Annotated
 import typer
 
 from fedsynth.cli import options as given
-from fedsynth.cli.errors import one_line_errors
-from fedsynth.cli.option_names import sections_of
+from fedsynth.cli.generated_options import takes_settings
 from fedsynth.cli.own_code_options import own_code_alone, with_own_code
-from fedsynth.cli.paths import PATH, named_path
-from fedsynth.cli.settings_options import merged, read_config, with_set_options
+from fedsynth.cli.paths import path_argument, path_option
+from fedsynth.cli.settings_options import Sections, merged, read_config
 from fedsynth.cli.signals import ended_by_signals
 
 Out = Annotated[
     Path,
-    typer.Option(
-        "--out",
-        parser=named_path,
-        metavar=PATH,
-        help="The folder to be made: what may leave the house, and nothing else.",
-    ),
+    path_option("The folder to be made: what may leave the house, and nothing else.", "--out"),
 ]
 Unprotected = Annotated[
     bool,
@@ -44,48 +38,18 @@ WithModel = Annotated[
 ]
 
 
+@takes_settings(
+    "data", "privacy", "report", "run.method", "run.rounds", "run.seed", "run.device",
+    "run.memory_gb", "method.ipc", "model.name", "model.width", "model.depth", "model.norm",
+    "model.features",
+)  # fmt: skip
 def synthesize(
-    context: typer.Context,
+    chosen: Sections,
     out: Out,
-    data: given.Data = None,
-    image_size: given.ImageSize = None,
-    channels: given.Channels = None,
-    skip_corrupt: given.SkipCorrupt = None,
-    skip_other: given.SkipOther = None,
-    declaration: given.Declaration = None,
-    test_data: given.TestData = None,
-    test: given.Test = None,
-    dataset: given.Dataset = None,
-    data_root: given.DataRoot = None,
     download: given.Download = False,
-    dp_epsilon: given.DpEpsilon = None,
-    dp_sigma: given.DpSigma = None,
-    dp_delta: given.DpDelta = None,
-    dp_clip: given.DpClip = None,
-    dp_mechanism: given.DpMechanism = None,
-    dp_sample_rate: given.DpSampleRate = None,
-    dp_max_records: given.DpMaxRecords = None,
-    dp_unit: given.DpUnit = None,
-    dp_nominal_size: given.DpNominalSize = None,
-    dp_ledger: given.DpLedger = None,
-    responsible: given.Responsible = None,
-    purpose: given.Purpose = None,
-    sites: given.Sites = None,
     unprotected: Unprotected = False,
     with_model: WithModel = False,
-    method: given.Method = None,
-    ipc: given.Ipc = None,
-    rounds: given.Rounds = None,
-    seed: given.Seed = None,
-    device: given.Device = None,
-    memory_gb: given.MemoryGb = None,
-    model: given.Model = None,
-    width: given.Width = None,
-    depth: given.Depth = None,
-    norm: given.Norm = None,
-    features: given.Features = None,
     config: given.Config = None,
-    settings: given.Set = None,
     output: given.Output = Path("runs"),
     as_json: given.AsJson = False,
 ) -> None:
@@ -97,41 +61,37 @@ def synthesize(
     Example: `fedsynth data describe scans`, check and sign scans/fedsynth.toml, then `fedsynth
     synthesize --data scans --dp-epsilon 8 --out share`.
     """
-    with one_line_errors(context.command) as names:
-        from fedsynth.cli.memory import keep_large_allocations
-        from fedsynth.cli.progress import make_observer, print_summary
-        from fedsynth.federation.synthesize import owner_settings
-        from fedsynth.federation.synthesize import synthesize as make
-        from fedsynth.privacy.errors import BudgetExceededError
+    from fedsynth.cli.memory import keep_large_allocations
+    from fedsynth.cli.progress import make_observer, print_summary
+    from fedsynth.federation.synthesize import owner_settings
+    from fedsynth.federation.synthesize import synthesize as make
+    from fedsynth.privacy.errors import BudgetExceededError
 
-        chosen = with_set_options(sections_of(context.params), settings or [], names)
-        chosen = with_own_code(chosen)
-        resolved = owner_settings(merged(read_config(config), chosen))
-        keep_large_allocations()
-        with make_observer(resolved, names) as observer, ended_by_signals():
-            result = make(
-                resolved,
-                out,
-                runs=output,
-                unprotected=unprotected,
-                with_model=with_model,
-                observer=observer,
-                download=download,
-            )
-        if not result.metrics:
-            raise BudgetExceededError(result.deviations[-1])
-        if as_json:
-            print(json.dumps(result.summary, indent=2, allow_nan=False))
-        else:
-            print_summary(result)
-        print(f"to hand over: {out} (and nothing of the run folder)", file=sys.stderr)
+    resolved = owner_settings(merged(read_config(config), with_own_code(chosen)))
+    keep_large_allocations()
+    with make_observer(resolved) as observer, ended_by_signals():
+        result = make(
+            resolved,
+            out,
+            runs=output,
+            unprotected=unprotected,
+            with_model=with_model,
+            observer=observer,
+            download=download,
+        )
+    if not result.metrics:
+        raise BudgetExceededError(result.deviations[-1])
+    if as_json:
+        print(json.dumps(result.summary, indent=2, allow_nan=False))
+    else:
+        print_summary(result)
+    print(f"to hand over: {out} (and nothing of the run folder)", file=sys.stderr)
 
 
 def export(
-    context: typer.Context,
     run: Annotated[
         Path,
-        typer.Argument(parser=named_path, metavar="RUN", help="A finished run's folder."),
+        path_argument("A finished run's folder.", metavar="RUN"),
     ],
     out: Out,
     unprotected: Unprotected = False,
@@ -147,9 +107,8 @@ def export(
 
     Example: `fedsynth export runs/… --out share`.
     """
-    with one_line_errors(context.command):
-        from fedsynth.federation.outputs.export import export_run
+    from fedsynth.federation.outputs.export import export_run
 
-        own_code_alone(method, model, features)
-        made = export_run(run, out, unprotected=unprotected, with_model=with_model)
-        print(f"to hand over: {made}")
+    own_code_alone(method, model, features)
+    made = export_run(run, out, unprotected=unprotected, with_model=with_model)
+    print(f"to hand over: {made}")

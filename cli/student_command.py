@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from fedsynth.cli import options as given
-from fedsynth.cli.errors import one_line_errors
+from fedsynth.cli.generated_options import takes_settings
 from fedsynth.cli.own_code_options import own_code_alone, with_own_code
-from fedsynth.cli.paths import PATH, named_path
+from fedsynth.cli.paths import named_path, path_argument, path_option
+from fedsynth.cli.settings_options import Sections
 
 if TYPE_CHECKING:
     from fedsynth.federation.student import Student
@@ -20,13 +20,15 @@ if TYPE_CHECKING:
 TENTHS = 10
 
 
+@takes_settings(
+    "model.name", "model.width", "model.depth", "model.norm", "data.test_folder",
+    "data.skip_corrupt", "data.skip_other", "data.data_root", "run.seed", "run.device", others=False,
+)  # fmt: skip
 def student(
-    context: typer.Context,
+    chosen: Sections,
     share: Annotated[
         Path,
-        typer.Argument(
-            parser=named_path, metavar="SET", help="A folder that `fedsynth export` made."
-        ),
+        path_argument("A folder that `fedsynth export` made.", metavar="SET"),
     ],
     labels: Annotated[
         str, typer.Option(help="soft (as kept with the images), hard (their classes), or auto.")
@@ -50,26 +52,11 @@ def student(
     flip: Annotated[
         bool, typer.Option("--flip", help="Copies may be mirrored (not digits or letters).")
     ] = False,
-    model: given.Model = None,
-    width: given.Width = None,
-    depth: given.Depth = None,
-    norm: given.Norm = None,
-    test_data: Annotated[
-        str | None,
-        typer.Option(metavar=PATH, help="Real images to test on, in folders by class."),
-    ] = None,
     dataset: Annotated[
         str | None, typer.Option(help="A data set whose test images to test on.")
     ] = None,
-    skip_corrupt: given.SkipCorrupt = None,
-    skip_other: given.SkipOther = None,
-    data_root: given.DataRoot = None,
     download: given.Download = False,
-    seed: Annotated[int, typer.Option(help="Of weights, batches and copies.")] = 0,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    output: Annotated[
-        Path, typer.Option(parser=named_path, metavar=PATH, help="Where the network goes.")
-    ] = Path("student.safetensors"),
+    output: Annotated[Path, path_option("Where the network goes.")] = Path("student.safetensors"),
 ) -> None:
     """Train a network on a synthetic set and on nothing else.
 
@@ -78,60 +65,59 @@ def student(
 
     Example: `fedsynth student share --width 32 --steps 5000 --copies 4 --dataset fashion-mnist`.
     """
-    with one_line_errors(context.command):
-        from fedsynth.cli.memory import keep_large_allocations
-        from fedsynth.data.folder_checks import Skip
-        from fedsynth.data.shared_set import load_synthetic
-        from fedsynth.federation.student import (
-            network_for,
-            real_images,
-            require_place,
-            student_of_set,
-        )
-        from fedsynth.synthesizer.condensation.student import StudentSettings
+    from fedsynth.cli.memory import keep_large_allocations
+    from fedsynth.data.folder_checks import Skip
+    from fedsynth.data.shared_set import load_synthetic
+    from fedsynth.federation.student import (
+        network_for,
+        real_images,
+        require_place,
+        student_of_set,
+    )
+    from fedsynth.synthesizer.condensation.student import StudentSettings
 
-        keep_large_allocations()
-        spec = load_synthetic(share).spec
-        require_place(output)
-        test = real_images(
-            spec,
-            folder=test_data,
-            skip=Skip(bool(skip_corrupt), bool(skip_other)),
-            dataset=dataset,
-            data_root=data_root,
-            download=download,
-            note=_to_stderr,
-        )
-        asked = {"name": model, "width": width, "depth": depth, "norm": norm}
-        own_code_alone(None, None, features)
-        network = network_for(spec, **with_own_code({"model": asked})["model"])
-        usual = StudentSettings(flip=flip, seed=seed)
-        how = replace(
-            usual,
-            steps=usual.steps if steps is None else steps,
-            views=usual.views if copies is None else copies,
-        )
-        place = teacher if teacher in ("auto", "none") else named_path(teacher)
-        made = student_of_set(
-            share,
-            network,
-            how,
-            labels=labels,
-            teacher=place,
-            device=device,
-            report=_said,
-        )
-        made.save(output)
-        copies_of = f", and {how.views} changed copies of each" if how.views else ""
-        whose = " that a model labelled" if made.taught and how.views else ""
-        print(f"learned: {len(made.found.labels)} images, {made.labels} labels{copies_of}{whose}")
-        print(f"guarantee: {_guarantee(made)}")
-        if test is not None:
-            right = 100 * made.accuracy_on(test)
-            print(f"accuracy: {right:.2f} % of {len(test.labels)} real test images")
-            if test_data is not None:
-                _to_stderr("note: of private images that figure is outside any guarantee")
-        print(f"student: {output}")
+    keep_large_allocations()
+    spec = load_synthetic(share).spec
+    require_place(output)
+    data, run = chosen["data"], chosen["run"]
+    root = data.get("data_root")
+    test = real_images(
+        spec,
+        folder=data.get("test_folder"),
+        skip=Skip(data.get("skip_corrupt", False), data.get("skip_other", False)),
+        dataset=dataset,
+        data_root=None if root is None else Path(root),
+        download=download,
+        note=_to_stderr,
+    )
+    own_code_alone(None, None, features)
+    network = network_for(spec, **with_own_code({"model": chosen["model"]})["model"])
+    given_numbers = {"steps": steps, "views": copies, "seed": run.get("seed")}
+    numbers: dict[str, Any] = {
+        name: value for name, value in given_numbers.items() if value is not None
+    }
+    how = StudentSettings(flip=flip, **numbers)
+    place = teacher if teacher in ("auto", "none") else named_path(teacher)
+    made = student_of_set(
+        share,
+        network,
+        how,
+        labels=labels,
+        teacher=place,
+        device=run.get("device", "auto"),
+        report=_said,
+    )
+    made.save(output)
+    copies_of = f", and {how.views} changed copies of each" if how.views else ""
+    whose = " that a model labelled" if made.taught and how.views else ""
+    print(f"learned: {len(made.found.labels)} images, {made.labels} labels{copies_of}{whose}")
+    print(f"guarantee: {_guarantee(made)}")
+    if test is not None:
+        right = 100 * made.accuracy_on(test)
+        print(f"accuracy: {right:.2f} % of {len(test.labels)} real test images")
+        if "test_folder" in data:
+            _to_stderr("note: of private images that figure is outside any guarantee")
+    print(f"student: {output}")
 
 
 def _guarantee(made: Student) -> str:

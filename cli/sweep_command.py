@@ -9,24 +9,19 @@ from typing import Annotated
 
 import typer
 
-from fedsynth.cli.errors import one_line_errors, write_text
-from fedsynth.cli.paths import PATH, named_path
+from fedsynth.cli.errors import write_text
+from fedsynth.cli.paths import path_argument, path_option
 from fedsynth.cli.signals import ended_by_signals
 
 COMMAND = (sys.executable, "-c", "from fedsynth.cli.app import main; main()")
 
 
 def sweep(
-    context: typer.Context,
-    file: Annotated[
-        Path, typer.Argument(parser=named_path, metavar="FILE", help="The sweep, in TOML.")
-    ],
+    file: Annotated[Path, path_argument("The sweep, in TOML.", metavar="FILE")],
     form: Annotated[str, typer.Option("--format", help="table, csv, latex or markdown.")] = "table",
     output: Annotated[
         Path | None,
-        typer.Option(
-            parser=named_path, metavar=PATH, help="Folder of the runs; default: the file's."
-        ),
+        path_option("Folder of the runs; default: the file's."),
     ] = None,
     jobs: Annotated[
         int | None, typer.Option(help="Runs at once; default: the file's, or 1.")
@@ -36,7 +31,7 @@ def sweep(
     ] = None,
     table: Annotated[
         Path | None,
-        typer.Option(parser=named_path, metavar=PATH, help="Write the table there."),
+        path_option("Write the table there."),
     ] = None,
     only_table: Annotated[
         bool, typer.Option("--only-table", help="Make no run; show what has finished.")
@@ -54,36 +49,35 @@ def sweep(
 
     Example: `[grid]` with `method = ["fedavg", "feddm"]`, `alpha = [0.1, 1.0]`, `seed = [0, 1, 2]`.
     """
-    with one_line_errors(context.command):
-        from fedsynth.runs.sweep import finished, run_sweep
-        from fedsynth.runs.sweep_file import read_sweep
-        from fedsynth.runs.tables import FORMATS, render, sweep_lines
-        from fedsynth.validation import check_choice
+    from fedsynth.runs.sweep import finished, run_sweep
+    from fedsynth.runs.sweep_file import read_sweep
+    from fedsynth.runs.tables import FORMATS, render, sweep_lines
+    from fedsynth.validation import check_choice
 
-        check_choice(None, "format", form, FORMATS)
-        plan = read_sweep(file)
-        settings = plan.settings
-        if jobs is not None:
-            settings = replace(settings, jobs=jobs)
-        if memory_gb is not None:
-            settings = replace(settings, memory_gb=memory_gb)
-        plan = replace(plan, settings=settings, output=output or plan.output)
-        if dry_run:
-            for cell in plan.cells:
-                state = "finished" if finished(plan, cell) else "to do"
-                print(f"{state}  {plan.output / cell.key}  {cell.words}")
-            return
-        failed = 0
-        if not only_table:
-            with ended_by_signals():
-                failed = len(run_sweep(plan, train_command, _tell).failed)
-        text = render(plan, sweep_lines(plan), form)
-        if table is None:
-            print(text, end="")
-        else:
-            write_text(table, text)
-        if failed:
-            raise typer.Exit(1)
+    check_choice(None, "format", form, FORMATS)
+    plan = read_sweep(file)
+    settings = plan.settings
+    if jobs is not None:
+        settings = replace(settings, jobs=jobs)
+    if memory_gb is not None:
+        settings = replace(settings, memory_gb=memory_gb)
+    plan = replace(plan, settings=settings, output=output or plan.output)
+    if dry_run:
+        for cell in plan.cells:
+            state = "finished" if finished(plan, cell) else "to do"
+            print(f"{state}  {plan.output / cell.key}  {cell.words}")
+        return
+    failed = 0
+    if not only_table:
+        with ended_by_signals():
+            failed = len(run_sweep(plan, train_command, _tell).failed)
+    text = render(plan, sweep_lines(plan), form)
+    if table is None:
+        print(text, end="")
+    else:
+        write_text(table, text)
+    if failed:
+        raise typer.Exit(1)
 
 
 def train_command(config: Path, place: Path, stopped: Path | None) -> list[str]:

@@ -10,7 +10,7 @@ import difflib
 from collections.abc import Iterable
 from typing import Any
 
-from fedsynth.privacy.wording import NamedSettingError, Setting, Text, shown
+from fedsynth.privacy.errors import NamedSettingError, setting_name, shown
 
 __all__ = [
     "CheckpointError",
@@ -23,9 +23,7 @@ __all__ = [
     "MessageError",
     "OutputError",
     "PartitionError",
-    "Setting",
     "SettingError",
-    "Text",
     "UnknownNameError",
     "UploadRejectedError",
     "unknown_name",
@@ -61,9 +59,8 @@ class SettingError(NamedSettingError, FedsynthError):
         section: of a config file ("run", "data", "partition", "model", "method", "privacy"); None
             for an argument of a function or class that no config file has.
         key: the setting's name there.
-        reason: the rest of the sentence that begins with the setting; where it names other
-            settings, these are `Setting`s.
-        value: what the setting is set to, where the sentence is about this value.
+        reason: the rest of the sentence that begins with the setting.
+        value: the setting's value, where the sentence is about this value.
 
     >>> str(SettingError("method", "ipc", "must be at least 1, got 0"))
     'method.ipc must be at least 1, got 0'
@@ -159,7 +156,7 @@ def unknown_value(
         where: more words on where that is so (" for convnet").
     """
     hint = _hint(given, known)
-    text = Text(Setting(section, key), f" cannot be {shown(given)}{where}; {hint}")
+    text = f"{setting_name(section, key)} cannot be {shown(given)}{where}; {hint}"
     return UnknownNameError(text, section, key)
 
 

@@ -15,8 +15,8 @@ from types import ModuleType
 from typing import Any
 
 from fedsynth.data.files import one_line
-from fedsynth.errors import Setting, SettingError
-from fedsynth.privacy.files import read_regular
+from fedsynth.errors import SettingError
+from fedsynth.privacy.files import expand_home, read_regular
 
 MOST_BYTES = 2**24
 _SHOWN = 12
@@ -85,12 +85,12 @@ def given_again(
         return SettingError(
             section, key, f"is {label}, and what was given is another: {changed[-1]}"
         )
+    place = "model" if key == "features" else section
     return SettingError(
         section,
         key,
-        f"is {label}, of somebody's own: it has to be given again (",
-        Setting("model" if key == "features" else section, key, f"PATH/{file}"),
-        f", or {register})",
+        f"is {label}, from a file of its own: give that file again ({place}.{key}=PATH/{file}, or "
+        f"{register})",
     )
 
 
@@ -105,8 +105,9 @@ def load_own(section: str, key: str, given: str) -> tuple[Any, OwnCode]:
         SettingError: the file cannot be read or executed, or has no such name.
     """
     file, _, name = given.rpartition(":")
-    path = Path(file).expanduser().absolute()
+    path = Path(file)
     try:
+        path = expand_home(file).absolute()
         content = read_regular(path, MOST_BYTES)
         text = content.decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:

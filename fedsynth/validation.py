@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from numbers import Real
 from os import PathLike
 from types import UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -15,7 +16,7 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 from torch import nn
 
 from fedsynth.errors import SettingError, unknown_name, unknown_value
-from fedsynth.privacy.wording import shown
+from fedsynth.privacy.errors import shown
 
 T = TypeVar("T")
 
@@ -25,6 +26,8 @@ LARGEST = 2**63 - 1
 FAR = 10_000
 LARGEST_FLOAT = 3e38
 """Of other numbers: what fp32 can hold."""
+MAX_SECONDS = 10**8
+"""Of a duration, three years: timers of the system end before the largest floats."""
 _IN_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 
@@ -38,8 +41,7 @@ def check_ranges(settings: Any, **ranges: tuple[float, float]) -> None:
 
     Args:
         settings: a dataclass.
-        ranges: field: (least, most). A field of type int takes whole numbers alone, of at most
-            `LARGEST`; the others are of at most `LARGEST_FLOAT`.
+        ranges: field: (least, most). A field of type int takes whole numbers only.
 
     Raises:
         SettingError: names the setting, its range and what was given.
@@ -47,17 +49,34 @@ def check_ranges(settings: Any, **ranges: tuple[float, float]) -> None:
     whole = {f.name for f in fields(settings) if f.type in (int, "int")}
     for name, (least, most) in ranges.items():
         value = getattr(settings, name)
-        if name in whole and type(value) is not int:
-            raise SettingError(
-                section_of(settings), name, f"must be a whole number, got {shown(value)}"
-            )
-        if most == math.inf:
-            most = LARGEST if name in whole else LARGEST_FLOAT
-        if not least <= value <= most:
-            allowed = f"between {least:g} and {most:g}"
-            if most >= FAR:  # the other end is of interest to nobody
-                allowed = f"at least {least:g}" if value < least else f"at most {most:g}"
-            raise SettingError(section_of(settings), name, f"must be {allowed}, got {shown(value)}")
+        check_number(section_of(settings), name, value, least, most, whole=name in whole)
+
+
+def check_number(
+    section: str | None, key: str, value: Any, least: float, most: float, *, whole: bool = False
+) -> None:
+    """Refuses a value outside a closed range, not a number, or not whole where it must be.
+
+    Args:
+        section, key: the setting, see `SettingError`.
+        value: what was given.
+        least, most: the range. It ends at `LARGEST` (whole numbers) or `LARGEST_FLOAT`.
+        whole: whether it must be a whole number.
+
+    Raises:
+        SettingError: names the setting, its range and what was given.
+    """
+    if whole and type(value) is not int:
+        raise SettingError(section, key, f"must be a whole number, got {shown(value)}")
+    numeric = isinstance(value, Real) and not isinstance(value, bool)
+    if not numeric:
+        raise SettingError(section, key, f"must be a number, got {shown(value)}")
+    most = min(most, LARGEST if whole else LARGEST_FLOAT)
+    if not least <= value <= most:
+        allowed = f"between {least:g} and {most:g}"
+        if most >= FAR:  # the other end is of interest to nobody
+            allowed = f"at least {least:g}" if value < least else f"at most {most:g}"
+        raise SettingError(section, key, f"must be {allowed}, got {shown(value)}")
 
 
 def check_choices(settings: Any, **choices: Sequence[str]) -> None:

@@ -29,7 +29,6 @@ from fedsynth.privacy.mechanisms import GaussianSums
 from fedsynth.privacy.passes import padded, pass_length
 from fedsynth.privacy.products import clipped_product
 from fedsynth.privacy.units import Units
-from fedsynth.privacy.wording import Setting, Text
 
 Penalty = Callable[[nn.Module], Tensor]
 """(the network in training) -> a scalar whose gradient is added to a step's; it must not see
@@ -96,14 +95,10 @@ def refuse_batch_norm(model: nn.Module) -> None:
     for name, layer in model.named_modules():
         if isinstance(layer, nn.modules.batchnorm._BatchNorm):
             raise ForbiddenLayerError(
-                Text(
-                    f"layer {name!r} is {type(layer).__name__}: batch norm mixes the examples of a "
-                    "batch, so one example's influence cannot be bounded; use group or instance "
-                    "norm (",
-                    Setting("model", "norm", "group"),
-                    "; for a model of your own, fedsynth.privacy.dpsgd.group_norm_twin makes the "
-                    "same network with group norm)",
-                )
+                f"layer {name!r} is {type(layer).__name__}: batch norm mixes the examples of a batch, "
+                "so one example's influence cannot be bounded; use group or instance norm "
+                "(model.norm=group; for a model of your own, fedsynth.privacy.dpsgd.group_norm_twin "
+                "makes the same network with group norm)"
             )
 
 

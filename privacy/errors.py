@@ -2,7 +2,60 @@
 
 from __future__ import annotations
 
-from fedsynth.privacy.wording import NamedSettingError
+import reprlib
+from typing import Any
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 200
+
+
+def shown(value: object) -> str:
+    """Returns an untrusted value for an error's text: short, and on one line.
+
+    >>> shown("x" * 1000)[-5:], shown(10**5000)
+    ("xxxx'", 'a number of more than 18 digits')
+    """
+    if isinstance(value, int) and abs(value) >= 2**63:  # beyond 4,300 digits Python prints none
+        return "a number of more than 18 digits"
+    try:
+        return _SHORT.repr(value)
+    except (ValueError, RecursionError):  # such a number, or such nesting, within a list
+        return f"a {type(value).__name__}"
+
+
+def setting_name(section: str | None, key: str) -> str:
+    """Returns the name of a setting in texts and for `--set`: "method.ipc".
+
+    Args:
+        section: of a config file; None for an argument of a function or class.
+        key: its name in the section.
+    """
+    return key if section is None else f"{section}.{key}"
+
+
+class NamedSettingError(Exception):
+    """Base of errors about one setting, whose name the text begins with.
+
+    Args:
+        section, key: the setting, as in `setting_name`.
+        reason: the rest of the sentence.
+        value: the setting's value, where the sentence is about this value.
+    """
+
+    def __init__(self, section: str | None, key: str, reason: str, value: object = None) -> None:
+        self.section = section
+        self.key = key
+        self.reason = reason
+        self.value = value
+        equals = "" if value is None else f"={value}"
+        super().__init__(f"{setting_name(section, key)}{equals} {reason}")
+
+    def of(self, section: str | None, key: str) -> NamedSettingError:
+        """Returns the same error about another setting, from which the value came."""
+        return type(self)(section, key, self.reason, self.value)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.section, self.key, self.reason, self.value)
 
 
 class PrivacyError(Exception):

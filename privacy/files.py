@@ -47,6 +47,18 @@ class UnsuitableFileError(OSError):
         return str(self.strerror)
 
 
+def expand_home(path: str | Path) -> Path:
+    """Returns the path with the user's home in the place of `~`.
+
+    Raises:
+        FileNotFoundError: no user has that name.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise FileNotFoundError(errno.ENOENT, "there is no such user's home", str(path)) from None
+
+
 def open_regular(
     path: Path, *, writing: bool = False, create: bool = False, max_bytes: int | None = None
 ) -> FileIO:

@@ -11,7 +11,6 @@ from fedsynth.privacy.errors import BudgetExceededError, LedgerError, PrivacySet
 from fedsynth.privacy.figures import up
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.releases import ADD_REMOVE, RECORD, Release, check_adjacency, check_delta
-from fedsynth.privacy.wording import Setting, Text
 
 
 @dataclass(frozen=True)
@@ -88,11 +87,7 @@ class Guard:
         other = next((unit for unit in protecting if unit != self.unit), None)
         if other is not None:
             raise LedgerError(
-                Text(
-                    f"the ledger of client {self.ledger.client!r} holds releases that protect a "
-                    f"{other}, and this run would protect a {self.unit}: their costs do not add "
-                    "up; protect the same unit (",
-                    Setting("privacy", "unit", other),
-                    ")",
-                )
+                f"the ledger of client {self.ledger.client!r} holds releases that protect a {other}, "
+                f"and this run would protect a {self.unit}: their costs do not add up; protect the "
+                f"same unit (privacy.unit={other})"
             )

@@ -13,7 +13,6 @@ from fedsynth.privacy.errors import LedgerError, PrivacyError
 from fedsynth.privacy.ledger import Ledger, chain_hashes, read_ledger
 from fedsynth.privacy.releases import Release
 from fedsynth.privacy.report_file import HOSTILE, SHORT
-from fedsynth.privacy.wording import Setting, Text
 
 
 @dataclass(frozen=True)
@@ -58,10 +57,8 @@ def held_rows(report: Mapping[str, Any], files: Path | None, *, exact: bool) -> 
         if client not in heads
     ]
     if files is None:
-        note = Text(
-            "no ledger file was compared: the ledger is kept elsewhere (",
-            Setting(None, "ledger", "DIR"),
-            ")",
+        note = (
+            "no ledger file was compared: the ledger is kept elsewhere (--ledger DIR compares it)"
         )
         rows = {client: tuple(stated.get(client, ())) for client in heads}
         problems += [

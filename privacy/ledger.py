@@ -26,7 +26,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from fedsynth.privacy.errors import LedgerError
+from fedsynth.privacy.errors import LedgerError, shown
 from fedsynth.privacy.files import (
     MAX_TEXT_BYTES,
     decode_json,
@@ -46,7 +46,6 @@ from fedsynth.privacy.ledger_lines import (
     repair_command,
 )
 from fedsynth.privacy.releases import Release
-from fedsynth.privacy.wording import shown
 
 
 def _allow(_rows: Sequence[Release], _planned: Sequence[Release]) -> None:

@@ -15,10 +15,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fedsynth.privacy.errors import LedgerError, PrivacySettingError
+from fedsynth.privacy.errors import LedgerError, PrivacySettingError, shown
 from fedsynth.privacy.files import decode_json
 from fedsynth.privacy.releases import Release
-from fedsynth.privacy.wording import shown
 
 LEDGER_SCHEMA = 2
 RECORDS, MAY_CHANGE = "records", "carry-over"  # entries that are no release

@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from fedsynth.privacy.errors import PrivacySettingError
-from fedsynth.privacy.wording import Setting, shown
+from fedsynth.privacy.errors import PrivacySettingError, shown
 
 ADJACENCIES = {
     "add-remove": "add or remove one example (dp-accounting ADD_OR_REMOVE_ONE)",
@@ -210,7 +209,5 @@ def check_delta(delta: float, max_records: int | None) -> None:
         raise PrivacySettingError(
             "privacy",
             "delta",
-            "must be at most 1 / ",
-            Setting("privacy", "max_records"),
-            f" = {1 / max_records:.3g}, got {delta!r}",
+            f"must be at most 1 / privacy.max_records = {1 / max_records:.3g}, got {delta!r}",
         )

@@ -8,10 +8,9 @@ from numbers import Real
 from pathlib import Path
 from typing import ClassVar
 
-from fedsynth.privacy.errors import PrivacySettingError
+from fedsynth.privacy.errors import PrivacySettingError, shown
 from fedsynth.privacy.mechanism_facts import mechanism_facts
 from fedsynth.privacy.releases import ADD_REMOVE, RECORD, UNITS, USER, check_adjacency, check_delta
-from fedsynth.privacy.wording import Setting, shown
 
 NO_LEDGER = "none: this data set is public"
 RANGES = {
@@ -65,9 +64,7 @@ def needs_a_budget() -> PrivacySettingError:
     return PrivacySettingError(
         "privacy",
         "noise_multiplier",
-        "or a budget, ",
-        Setting("privacy", "epsilon"),
-        ", must be given: differential privacy needs one",
+        "or a budget, privacy.epsilon, must be given: differential privacy needs one",
     )
 
 
@@ -76,37 +73,37 @@ class PrivacySettings:
     """Differential privacy of one run, for one example (or one user) of one client.
 
     Args:
-        noise_multiplier: σ of each release, relative to the clip. None: found from `epsilon` for
-            the planned run.
-        epsilon: the budget of each client; with `noise_multiplier` a hard cap, alone the target
-            that σ is found for.
-        mechanism: one of the method's (its `protects`), None: the first of them. "paper" is FedDM
-            as printed, and gives no guarantee.
-        clip: L2 bound of one example's contribution; None takes the method's default, a public
-            constant.
-        delta: δ, a constant; at most 1 / `max_records`.
-        max_records: a public upper bound on the number of records of all clients together; None
-            takes the data set's published size.
-        sample_rate: q of Poisson sampling, in (0, 1]; None takes the rate at which a step's
-            expected batch is the method's batch, from public sizes alone.
-        nominal_size: the public number of records that a client is supposed to have, for divisors;
-            None takes the data set's published size over the number of clients.
-        unit: "record": one example is protected. "user": one user with all records of theirs at a
-            client; needs data that say whose each record is, a partition by user, and
+        noise_multiplier: noise multiplier σ of each release, relative to the clip. None: found from
+            `epsilon` for the planned run.
+        epsilon: budget ε of each client. With a noise multiplier it is a hard cap; without, σ is
+            found for it.
+        mechanism: one of the method's (`fedsynth methods NAME` lists them; default: the first).
+            "paper" is FedDM as printed, and gives no guarantee.
+        clip: L2 bound of one example's contribution; default: the method's, a public constant.
+        delta: δ, a constant (default 1e-5), at most 1 / `max_records`.
+        max_records: public upper bound on the records of all clients together; default: the data
+            set's published size.
+        sample_rate: public rate q of Poisson sampling, in (0, 1]. None takes the rate at which a
+            step's expected batch is the method's batch, from public sizes only.
+        nominal_size: public number of records (or users) that a client is supposed to have, for
+            divisors. None takes the data set's published size over the number of clients.
+        unit: who is protected: "record" (one example) or "user" (all examples of a person at a
+            client). "user" needs data that say whose each record is, a partition by user, and
             `nominal_size`. All sizes then count users: a step samples users, and each contributes
             the mean of their records' vectors, clipped as one.
         user_records: with unit "user", at most so many records of each user take part, chosen by a
             public keyed hash; None: all.
-        adjacency: "add-remove" one example; "zero-out" (the same cost, and the number of a client's
-            examples public); "replace-one" (every sensitivity doubled).
-        four_sums: each noise value from four Gaussians, against one known floating-point attack
-            (`SecretGenerator`): a mitigation, no proof.
+        adjacency: "add-remove" (default), "zero-out" or "replace-one". "zero-out" has the same cost
+            as "add-remove" and makes the number of a client's examples public; "replace-one"
+            doubles every sensitivity.
+        four_sums: compute each noise value from four Gaussians, against one known floating-point
+            attack. A mitigation, no proof (`SecretGenerator`).
         max_request_norm: L2 norm of a server's message above which clients do not answer it
             (messages with numbers that are not finite are refused in any case); None bounds
             nothing.
-        ledger: folder of the clients' ledgers, kept over runs. None starts afresh, which only
-            published data sets allow; on your own data say `NO_LEDGER` ("none: this data set is
-            public") where that is so.
+        ledger: folder of the clients' ledgers, kept over runs; default: each run counts for itself.
+            Only published data sets allow that: on your own data say `NO_LEDGER` ("none: this data
+            set is public") if it is so.
 
     Raises:
         PrivacySettingError: neither noise nor budget, or a value outside its range.
@@ -186,9 +183,8 @@ class PrivacySettings:
             raise PrivacySettingError(
                 "privacy",
                 "mechanism",
-                "gives no differential privacy guarantee, so it has no ε: give ",
-                Setting("privacy", "noise_multiplier"),
-                " alone",
+                "gives no differential privacy guarantee, so it has no ε: give "
+                "privacy.noise_multiplier alone",
                 value=mechanism,
             )
 
@@ -201,18 +197,16 @@ class PrivacySettings:
             raise PrivacySettingError(
                 "privacy",
                 "unit",
-                "needs ",
-                Setting("privacy", "nominal_size"),
-                ": the public number of users that a client is supposed to have",
+                "needs privacy.nominal_size: the public number of users that a client is supposed to "
+                "have",
                 value=USER,
             )
         if self.user_records is not None and (self.unit != USER or self.user_records < 1):
             raise PrivacySettingError(
                 "privacy",
                 "user_records",
-                "must be a whole number of at least 1, with ",
-                Setting("privacy", "unit", USER),
-                f", got {self.user_records}",
+                f"must be a whole number of at least 1, with privacy.unit={USER}, got "
+                f"{self.user_records}",
             )
 
     @property

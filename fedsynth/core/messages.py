@@ -26,8 +26,8 @@ from torch import Tensor
 
 from fedsynth.data.files import one_line
 from fedsynth.errors import MessageError
+from fedsynth.privacy.errors import shown
 from fedsynth.privacy.releases import is_real
-from fedsynth.privacy.wording import shown
 
 WIRE_FORMAT = "2"
 LARGEST = 2**63  # of whole numbers

@@ -23,6 +23,7 @@ from fedsynth.data.own_files import LEDGERS
 from fedsynth.data.record_table import same_name
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import DataError, DataFilesCorruptError, FedsynthError
+from fedsynth.privacy.files import expand_home
 
 MEAN, STD = 0.5, 0.25
 """Of pixels in [0, 1], where nobody says better: constants, for a computed mean is an exact
@@ -136,7 +137,7 @@ def read_declaration(path: Path) -> Declaration:
         spec,
         tuple(read.images.sites),
         read.sizes.most_images,
-        (path.parent / Path(ledger).expanduser()).absolute() if ledger else None,
+        (path.parent / expand_home(ledger)).absolute() if ledger else None,
         f"{signed.by.strip()}, {signed.date.strip()}" if both else "",
         path,
     )

@@ -16,7 +16,7 @@ import numpy as np
 from fedsynth.data.folders import Reader, Split, images_in, read_images, read_lines
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.data.users import USERS_FILE, numbered, read_users
-from fedsynth.errors import DataFilesCorruptError, DataFilesMissingError, Setting, Text
+from fedsynth.errors import DataFilesCorruptError, DataFilesMissingError
 
 OTHER_NAMES = {"backpack": "back_pack"}
 """A class folder that some releases of Office-Caltech-10 spell otherwise."""
@@ -94,11 +94,8 @@ def _images_in(domain: Path, name: str, spec: DatasetSpec) -> list[Path]:
     files = images_in(folder)
     if not files:
         raise DataFilesMissingError(
-            Text(
-                f"{spec.name}: no image in {domain / name}; {_OFFICE}; say where with ",
-                Setting("data", "data_root"),
-                " or FEDSYNTH_DATA",
-            )
+            f"{spec.name}: no image in {domain / name}; {_OFFICE}; say where with data.data_root "
+            "or FEDSYNTH_DATA"
         )
     return files
 

@@ -13,7 +13,7 @@ from fedsynth.data.folder_settings import FolderSettings
 from fedsynth.data.folder_tree import counted
 from fedsynth.data.images import ImageData
 from fedsynth.data.own_files import OwnFiles, find_files
-from fedsynth.errors import DataError, Setting, Text
+from fedsynth.errors import DataError
 
 FAR_FEWER = 4
 """A declared number that is so many times the true one is no rounding of it."""
@@ -60,11 +60,8 @@ def files_of(
     there = f"{one_line(folder)} has what is no image that can be read: {counted(files.not_read)}"
     if not skip.other:
         raise DataError(
-            Text(
-                f"{there}; convert it to PNG or remove it, list the images in a manifest.csv, or "
-                "skip it with ",
-                Setting("data", "skip_other", "True"),
-            )
+            f"{there}; convert it to PNG or remove it, list the images in a manifest.csv, or skip "
+            "it with data.skip_other=True"
         )
     note(f"{there}; it is skipped")
     return files

@@ -11,7 +11,7 @@ from fedsynth.data.declaration import Declaration, read_declaration
 from fedsynth.data.files import expanded, one_line
 from fedsynth.data.own_files import DECLARATION
 from fedsynth.data.registry import is_known
-from fedsynth.errors import Setting, SettingError
+from fedsynth.errors import SettingError
 
 TESTS = ("public", "private", "none")
 LARGEST_SIDE = 4096
@@ -23,20 +23,22 @@ class FolderSettings:
     """One's own images in a folder, as settings of a run.
 
     Args:
-        folder: SITE/CLASS/files, CLASS/files, or with a manifest.csv (path, label, site, user);
-            also that file itself.
-        test_folder: images to test on, likewise; sites do not matter there.
-        test: what these are: "public", or "private": with differential privacy, what is measured
-            on them then stands in `simulation_only` alone. "none": they are not used. Empty:
-            private.
-        image_size: every image is resized to it: "64", or "64x48" (height x width). Empty: the
-            declaration's, or that of all images, where it is one.
-        channels: 1 (grey) or 3 (colour); 0: the declaration's, or 1 where all images are grey.
-        skip_corrupt: leave files out that cannot be read, and name them; False refuses the folder.
-        declaration: the file that says what is public of the images; empty: fedsynth.toml in the
-            folder, if it is there. With differential privacy there must be one.
+        folder: your own images: SITE/CLASS/files (each site is a client), CLASS/files (with a
+            partition), or a folder with a manifest.csv of path, label, site, user. Also the
+            manifest itself. JPEG, PNG, BMP and WebP.
+        test_folder: your own images to test on, laid out likewise; sites do not matter there.
+        test: the test images are "public", "private" (default) or "none" (not used). With
+            differential privacy, what is measured on private ones is only in `simulation_only`.
+        image_size: size of all images after resizing: 64, or 64x48 (height x width). Default: the
+            declaration's, or that of all images if it is the same.
+        channels: 1 (grey) or 3 (colour). Default (0): the declaration's, or 1 if all images are
+            grey.
+        skip_corrupt: leave out the files that cannot be read, and name them.
+        declaration: the file that says what is public of the images, as `fedsynth data describe`
+            proposes it (default: fedsynth.toml in their folder). With differential privacy there
+            must be one, signed off.
         skip_other: skip what is no image (other files, links to nothing, empty folders), and count
-            it; False refuses the folder.
+            it.
 
     Raises:
         SettingError: a value that none of these can have.
@@ -74,8 +76,7 @@ class FolderSettings:
             raise SettingError(
                 "data",
                 "test",
-                "needs images to test on, ",
-                Setting("data", "test_folder"),
+                "needs images to test on, data.test_folder",
                 value=self.test,
             )
         if self.channels not in (0, 1, 3):

@@ -28,10 +28,9 @@ from fedsynth.data.leaf import LEAF_READERS
 from fedsynth.data.registry import DatasetSpec, dataset_spec, synthetic_parameters
 from fedsynth.data.svhn import read_svhn
 from fedsynth.data.synthetic import make_synthetic
-from fedsynth.errors import DataError, DataFilesCorruptError, DataFilesMissingError, Setting, Text
+from fedsynth.errors import DataError, DataFilesCorruptError, DataFilesMissingError
 
-_ROOT = Setting("data", "data_root")
-_DOWNLOAD = Setting(None, "download", "True")
+_DOWNLOAD = "--download (download=True)"
 ROOT_VARIABLE = "FEDSYNTH_DATA"
 READERS: dict[str, Reader] = {**DOMAIN_READERS, **CLASS_FOLDER_READERS, **LEAF_READERS}
 
@@ -73,11 +72,11 @@ def load_dataset(
     if name in READERS:
         missing = missing_files(name, folder)
         if missing:
-            hint = Text(" (", _ROOT, f" or {ROOT_VARIABLE} says where to look)")
+            hint = f" (data.data_root or {ROOT_VARIABLE} says where to look)"
             if download:
-                hint = Text("; torchvision cannot fetch it")
+                hint = "; torchvision cannot fetch it"
             raise DataFilesMissingError(
-                Text(f"{name}: no {missing[0]} in {folder}; {READERS[name].where}", hint)
+                f"{name}: no {missing[0]} in {folder}; {READERS[name].where}{hint}"
             )
         return _of_both(READERS[name].read(spec, folder), spec)
     if download and missing_files(name, folder):
@@ -85,13 +84,8 @@ def load_dataset(
     missing = missing_files(name, folder)
     if missing:
         raise DataFilesMissingError(
-            Text(
-                f"{name}: no {missing[0]} in {folder}; fetch it with ",
-                _DOWNLOAD,
-                ", or say where it is with ",
-                _ROOT,
-                f" or {ROOT_VARIABLE}",
-            )
+            f"{name}: no {missing[0]} in {folder}; fetch it with {_DOWNLOAD}, or say where it is "
+            f"with data.data_root or {ROOT_VARIABLE}"
         )
     layout = _TORCHVISION[name]
     return _load_split(spec, folder, layout.train), _load_split(spec, folder, layout.test)
@@ -100,15 +94,10 @@ def load_dataset(
 def _data_folder(name: str, root: Path | None) -> Path:
     given = os.environ.get(ROOT_VARIABLE) if root is None else root
     if not given:
+        source = READERS[name].where if name in READERS else f"{_DOWNLOAD} fetches it"
         raise DataFilesMissingError(
-            Text(
-                f"{name}: no data folder was given to look for {_first_file(name)} in; say where "
-                "with ",
-                _ROOT,
-                f" or {ROOT_VARIABLE} (",
-                READERS[name].where if name in READERS else Text("and ", _DOWNLOAD, " to fetch it"),
-                ")",
-            )
+            f"{name}: no data folder was given to look for {_first_file(name)} in; name it with "
+            f"data.data_root or {ROOT_VARIABLE} ({source})"
         )
     return expanded(given)
 

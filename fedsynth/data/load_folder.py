@@ -31,7 +31,7 @@ from fedsynth.data.own_files import OwnFiles, in_order
 from fedsynth.data.own_pixels import Failed, Look, look_at, read_pixels
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.data.users import numbered
-from fedsynth.errors import DataError, DataFilesCorruptError, Setting, SettingError, Text
+from fedsynth.errors import DataError, DataFilesCorruptError, SettingError
 
 NAMED = 5
 """Files that a message names."""
@@ -233,11 +233,8 @@ def _one_size(looks: Sequence[Look], folder: str) -> tuple[int, int]:
         return next(iter(sizes))
     shown = ", ".join(f"{height}×{width}" for (height, width), _ in sizes.most_common(3))
     raise DataError(
-        Text(
-            f"the images in {folder} have {len(sizes)} sizes ({shown}, …): say to which they are "
-            "resized with ",
-            Setting("data", "image_size", "64"),
-        )
+        f"the images in {folder} have {len(sizes)} sizes ({shown}, …): say to which they are "
+        "resized with data.image_size=64"
     )
 
 
@@ -274,11 +271,8 @@ def _refuse_failed(files: OwnFiles, failed: Mapping[int, Failed], skip_corrupt: 
     if any("\\" in files.paths[row] for row in failed):
         hint = "; paths are written with /"
     raise DataFilesCorruptError(
-        Text(
-            f"{_how_many(files, failed)}: {names}{hint}; repair or remove them, or leave them out "
-            "with ",
-            Setting("data", "skip_corrupt", "True"),
-        )
+        f"{_how_many(files, failed)}: {names}{hint}; repair or remove them, or leave them out "
+        "with data.skip_corrupt=True"
     )
 
 

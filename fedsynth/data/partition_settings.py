@@ -48,19 +48,19 @@ class PartitionSettings:
             no such groups): each is one group. With fewer clients than groups, groups are drawn by
             the seed and the others are left out, as LEAF subsamples writers.
         clients: number of clients K ≥ 1.
-        alpha: concentration of the three Dirichlet kinds and of `quantity`, > 0; small is skewed.
-        classes_per_client: c of `classes`, ≥ 1.
-        missing_classes: m of `missing`, ≥ 1.
+        alpha: concentration > 0 of the three Dirichlet kinds and of `quantity`; small is skewed.
+        classes_per_client: classes of each client in `classes`, ≥ 1.
+        missing_classes: classes that each client lacks in `missing`, ≥ 1.
         dominant_classes: number of a client's dominant classes in `dominant`, ≥ 1.
         dominant_share: share in (0, 1) of a client's examples that is of its dominant classes.
             FedFM's public code, for 10 clients: 0.46 of 1, 10 and 20 classes on CIFAR-10, CIFAR-100
             and Tiny-ImageNet, 0.5 of 1 class on CINIC-10.
-        min_size: `dirichlet` and `quantity` only: the fewest examples a client may have, ≥ 0.
-        subset: share of each class's examples that are divided at all, drawn at random (FedKF takes
-            10 % of EMNIST).
-        local_test: share of each client's examples, drawn one by one, that are its own test split;
-            FedKF: 0.2. The data set's test set stays as it is (the paper does not say whether it
-            pools the two).
+        min_size: fewest examples ≥ 0 of a client, in `dirichlet` and `quantity`.
+        subset: share of each class's examples that is used at all, drawn at random. FedKF takes
+            10 % of EMNIST.
+        local_test: share of each client's examples that is its own test split (for AMP, FM, WLP).
+            They are drawn one by one; FedKF: 0.2. The data set's test set stays as it is (the paper
+            does not say whether it pools the two).
         seed: None takes the run's seed (0 outside a run).
 
     Raises:

@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Any
 
 from fedsynth.errors import SettingError, UnknownNameError, unknown_name
-from fedsynth.privacy.wording import shown
+from fedsynth.privacy.errors import shown
 
 LONGEST_NAME = 200
 

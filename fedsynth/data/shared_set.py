@@ -24,7 +24,7 @@ from torch import Tensor
 from fedsynth.data.files import MAX_LIST_BYTES, one_line, read_tensors
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import DataFilesCorruptError, DataFilesMissingError, FedsynthError
-from fedsynth.privacy.files import decode_json, file_hash, plain_files, read_regular
+from fedsynth.privacy.files import decode_json, expand_home, file_hash, plain_files, read_regular
 
 TENSORS, SUMS, README = "synthetic.safetensors", "SHA256SUMS", "README.md"
 FORMAT = "fedsynth synthetic set 1"
@@ -92,7 +92,7 @@ def load_synthetic(folder: str | Path) -> SharedSet:
     Traceback (most recent call last):
     fedsynth.errors.DataFilesMissingError: ...
     """
-    root = Path(folder).expanduser()
+    root = expand_home(folder)
     if not (root / SUMS).is_file():
         raise DataFilesMissingError(
             f"{one_line(root)} is no synthetic set: it has no {SUMS} (fedsynth export RUN makes "

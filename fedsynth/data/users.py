@@ -19,7 +19,7 @@ from fedsynth.data.files import one_line
 from fedsynth.data.fingerprints import record_digests
 from fedsynth.data.images import ImageData
 from fedsynth.data.record_table import read_table, same_name
-from fedsynth.errors import DataError, DataFilesCorruptError, PartitionError, Setting, Text
+from fedsynth.errors import DataError, DataFilesCorruptError, PartitionError
 
 USERS_FILE = "users.csv"
 
@@ -55,12 +55,9 @@ def check_one_client_each(parts: Sequence[IntArray], data: ImageData) -> None:
             other = home.setdefault(user, client)
             if other != client:
                 raise PartitionError(
-                    Text(
-                        f"clients {other} and {client} both have records of one user, who would be "
-                        "protected at each of them alone: divide the data by user (",
-                        Setting("partition", "kind", "natural"),
-                        " or domain, or `parts` of your own)",
-                    )
+                    f"clients {other} and {client} both have records of one user, who would be protected "
+                    "at each of them alone: divide the data by user (partition.kind=natural or domain, "
+                    "or `parts` of your own)"
                 )
 
 

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import import_module
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
+from fedsynth.data.files import one_line
 from fedsynth.errors import OutputError, SettingError
 from fedsynth.federation.observer import Observer
 from fedsynth.federation.terms.settings import RunSettings
@@ -92,24 +95,52 @@ class Several(Observer):
 
 
 class Logger(Observer):
-    """What the loggers share.
+    """Base of the loggers.
 
     Args:
         base: the folder under which they write, each in one of its own.
 
-    Where their library is not installed, making one raises OutputError with what to install.
+    Attributes:
+        name: what `--log` calls it.
+        library: the module that it needs; empty: none.
+
+    Raises:
+        OutputError: the library is not installed, or cannot be imported.
     """
 
+    name = ""
+    library = ""
     stamps_times = True
 
     def __init__(self, base: Path) -> None:
         self.base = base
         self._private = False
         self._last_step = time.monotonic()
+        try:
+            self._library: Any = import_module(self.library) if self.library else None
+        except ImportError:
+            raise OutputError(
+                f"logging to {self.name} needs its library: pip install 'fedsynth[{self.name}]'"
+            ) from None
+        except Exception as error:  # a library that is damaged, or of other versions than it needs
+            raise self._cannot_begin(error) from error
 
     def started(self, settings: RunSettings, folder: Path | None) -> None:
+        """Begins to log.
+
+        Raises:
+            OutputError: the library refuses: no rights, no key, no server.
+        """
         self._private = settings.privacy is not None
-        self._open("run" if folder is None else folder.name, settings_of(settings))
+        try:
+            self._open("run" if folder is None else folder.name, settings_of(settings))
+        except OutputError:
+            raise
+        except Exception as error:  # of any library
+            raise self._cannot_begin(error) from error
+
+    def _cannot_begin(self, error: Exception) -> OutputError:
+        return OutputError(f"cannot log to {self.name}: {type(error).__name__}: {one_line(error)}")
 
     def step(self, round: int, phase: str, done: int, total: int) -> None:
         """How far a long round is; not of a private run."""
@@ -138,6 +169,7 @@ class CsvLogger(Logger):
     """BASE/csv/RUN.csv: a line a round, a column for each number that any round has. No times of
     its own."""
 
+    name = "csv"
     stamps_times = False
 
     def _open(self, name: str, settings: Mapping[str, Any]) -> None:
@@ -182,17 +214,12 @@ class CsvLogger(Logger):
 class TensorBoardLogger(Logger):
     """BASE/tensorboard/RUN: `tensorboard --logdir BASE/tensorboard` shows all runs."""
 
-    def __init__(self, base: Path) -> None:
-        super().__init__(base)
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            raise _missing("tensorboard") from None
-        self._make: Callable[..., Any] = SummaryWriter
-        self._writer: Any = None
+    name = "tensorboard"
+    library = "torch.utils.tensorboard"
+    _writer: Any = None
 
     def _open(self, name: str, settings: Mapping[str, Any]) -> None:
-        self._writer = self._make(log_dir=str(self.base / "tensorboard" / name))
+        self._writer = self._library.SummaryWriter(log_dir=str(self.base / "tensorboard" / name))
         lines = "".join(f"    {key} = {json.dumps(value)}\n" for key, value in settings.items())
         self._writer.add_text("settings", lines)
 
@@ -210,20 +237,13 @@ class WandbLogger(Logger):
     """A run of project fedsynth; what WANDB_MODE, WANDB_PROJECT and the like say holds, and files
     stand below BASE/wandb."""
 
-    def __init__(self, base: Path) -> None:
-        super().__init__(base)
-        try:
-            import wandb
-        except ImportError:
-            raise _missing("wandb") from None
-        self._wandb: Any = wandb
-        self._run: Any = None
+    name = "wandb"
+    library = "wandb"
+    _run: Any = None
 
     def _open(self, name: str, settings: Mapping[str, Any]) -> None:
-        import os
-
         self.base.mkdir(parents=True, exist_ok=True)
-        self._run = self._wandb.init(
+        self._run = self._library.init(
             project=os.environ.get("WANDB_PROJECT", "fedsynth"),
             name=name,
             dir=str(self.base),
@@ -246,21 +266,16 @@ class MlflowLogger(Logger):
     """A run of experiment fedsynth; at MLFLOW_TRACKING_URI where that is set, else in
     BASE/mlflow.db (`mlflow ui --backend-store-uri sqlite:///BASE/mlflow.db`)."""
 
-    def __init__(self, base: Path) -> None:
-        super().__init__(base)
-        try:
-            from mlflow.tracking import MlflowClient
-        except ImportError:
-            raise _missing("mlflow") from None
-        self._client_of: Callable[..., Any] = MlflowClient
-        self._client: Any = None
+    name = "mlflow"
+    library = "mlflow.tracking"
+    _client: Any = None
 
     def _open(self, name: str, settings: Mapping[str, Any]) -> None:
-        import os
-
         self.base.mkdir(parents=True, exist_ok=True)
         place = os.environ.get("MLFLOW_TRACKING_URI")
-        self._client = self._client_of(place or f"sqlite:///{self.base.resolve() / 'mlflow.db'}")
+        self._client = self._library.MlflowClient(
+            place or f"sqlite:///{self.base.resolve() / 'mlflow.db'}"
+        )
         found = self._client.get_experiment_by_name("fedsynth")
         experiment = found.experiment_id if found else self._client.create_experiment("fedsynth")
         self._id = self._client.create_run(experiment, run_name=name).info.run_id
@@ -280,10 +295,7 @@ class MlflowLogger(Logger):
 
 
 LOGGERS: Mapping[str, type[Logger]] = {
-    "csv": CsvLogger,
-    "tensorboard": TensorBoardLogger,
-    "wandb": WandbLogger,
-    "mlflow": MlflowLogger,
+    kind.name: kind for kind in (CsvLogger, TensorBoardLogger, WandbLogger, MlflowLogger)
 }
 
 
@@ -307,7 +319,3 @@ def make_loggers(names: Sequence[str], base: Path, *, private: bool) -> Iterator
         yield LOGGERS[name](base)
     if private and stamped:
         yield TIMES.format(names=", ".join(stamped))
-
-
-def _missing(name: str) -> OutputError:
-    return OutputError(f"logging to {name} needs its library: pip install 'fedsynth[{name}]'")

@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fedsynth.data.registry import DatasetSpec
-from fedsynth.errors import Setting, Text
 from fedsynth.federation.outputs import privacy_words
 from fedsynth.federation.terms.privacy_plan import PrivacyPlan
 from fedsynth.federation.terms.resolve import model_is_set
 from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.synthesizer.condensation.sets import SyntheticSet
 
-UNPROTECTED = Text(
-    "no differential privacy: what clients send is not protected (",
-    Setting("privacy", "epsilon"),
-    " protects it)",
+UNPROTECTED = (
+    "no differential privacy: what clients send is not protected (privacy.epsilon protects it)"
 )
 NO_LATER_EPSILON = "no run on these data can have an ε afterwards"
 
@@ -36,20 +33,13 @@ def warnings(settings: RunSettings) -> list[str]:
     found: list[str] = []
     if method.personal and not settings.partition.local_test:
         found.append(
-            Text(
-                f"warning: {method.name}'s clients keep models of their own, which nothing tests "
-                "here (",
-                Setting("partition", "local_test", "0.2"),
-                ")",
-            )
+            f"warning: {method.name}'s clients keep models of their own, which nothing tests here "
+            "(partition.local_test=0.2)"
         )
     if not method.takes_model and model_is_set(settings):
         found.append(
-            Text(
-                f"warning: {method.name} has a model of its own: what ",
-                Setting("model", "name"),
-                " and its kin say changes nothing",
-            )
+            f"warning: {method.name} has a model of its own: what model.name and its kin say "
+            "changes nothing"
         )
     return found
 
@@ -69,12 +59,10 @@ def missing_classes(
     if not missing:
         return []
     names = ", ".join(spec.class_names[c] for c in missing)
-    why = Text(
-        "no client has min_examples examples of it (", Setting("method", "min_examples", "1"), ")"
-    )
+    why = "no client has min_examples examples of it (method.min_examples=1)"
     if guaranteed:
-        why = Text(
-            "no client's released count of it is clearly above the counts' noise "
-            "(a larger budget helps)"
+        why = (
+            "no client's released count of it is clearly above the counts' noise (a larger "
+            "budget helps)"
         )
-    return [Text(f"warning: nobody sends images of {names}: ", why)]
+    return [f"warning: nobody sends images of {names}: {why}"]

@@ -27,7 +27,6 @@ from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message
 from fedsynth.data.images import ImageData
 from fedsynth.data.partition import count_matrix
-from fedsynth.errors import Setting, Text
 from fedsynth.federation import run_words
 from fedsynth.federation.exchange.client_runtime import ClientRuntime, OwnData
 from fedsynth.federation.exchange.in_process import InProcess
@@ -281,18 +280,15 @@ class Simulation:
         spent = up(self.plan.epsilon(histories))
         return f"; spent: ε = {spent} at δ = {self.plan.privacy.delta:g}"
 
-    def _interrupted(self, how: str) -> Text:
-        """What a run that is stopped has done and spent, and how it goes on."""
-        parts: list[str | Setting] = [
-            f"{how} after {len(self.record.rows)} of {self.settings.rounds} rounds{self._spent()}"
-        ]
+    def _interrupted(self, how: str) -> str:
+        """Returns what a stopped run has done and spent, and how to resume it."""
+        done = f"{how} after {len(self.record.rows)} of {self.settings.rounds} rounds"
         if self.folder is None:
-            parts.append("; nothing was written")
-        else:
-            if self._private:
-                parts.append("; a round that was cut off is charged again when the run goes on")
-            parts += ["; to go on: ", Setting(None, "resume", str(self.folder.path))]
-        return Text(*parts)
+            return f"{done}{self._spent()}; nothing was written"
+        again = ""
+        if self._private:
+            again = "; a round that was cut off is charged again when the run is resumed"
+        return f"{done}{self._spent()}{again}; to resume: --resume {self.folder.path}"
 
     def _new_folder(self, output: Path, clients: Clients) -> RunFolder:
         """The run folder, with the settings; fresh ledgers go into it, and checkpoints."""

@@ -17,7 +17,7 @@ from fedsynth.data.load import load_dataset
 from fedsynth.data.load_folder import read_as
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.data.shared_set import SUMS, SharedSet, load_synthetic
-from fedsynth.errors import FedsynthError, OutputError, Setting, SettingError, Text, unknown_value
+from fedsynth.errors import FedsynthError, OutputError, SettingError, unknown_value
 from fedsynth.evaluation.accuracy import accuracy
 from fedsynth.federation.outputs.run_folder import MODEL
 from fedsynth.federation.outputs.saved_model import (
@@ -200,8 +200,7 @@ def _teacher(
         try:
             return _fitting(load_model(folder), str(folder), spec), True
         except OutputError as error:
-            without = Setting(None, "teacher", NOBODY)
-            raise OutputError(Text(f"{error} (", without, " does without it)")) from None
+            raise OutputError(f"{error} (teacher={NOBODY} does without it)") from None
     place = Path(named)
     if place.resolve() in (folder.resolve(), own.resolve()):
         return _fitting(load_model(folder), str(folder), spec), True
@@ -279,9 +278,7 @@ def real_images(
         DataError: the files are missing or damaged, or of other classes.
     """
     if folder is not None and dataset is not None:
-        raise SettingError(
-            "data", "dataset", "is named beside ", Setting("data", "test_folder"), ": give one"
-        )
+        raise SettingError("data", "dataset", "is named beside data.test_folder: give one")
     if folder is not None:
         return read_as(Path(folder), spec, note, skip)[0]
     if dataset is None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fedsynth.core.method import Method
-from fedsynth.errors import Setting, SettingError
+from fedsynth.errors import SettingError
 from fedsynth.federation.observer import Observer
 from fedsynth.federation.outputs.export import UNPROTECTED, export_run, require_new
 from fedsynth.federation.outputs.result import RunResult
@@ -98,10 +98,8 @@ def synthesize(
         raise PrivacySettingError(
             "privacy",
             "epsilon",
-            "must be given: without it the images may show real ones, and nothing is guaranteed to "
-            "anybody (",
-            Setting(None, UNPROTECTED, "True"),
-            " makes them all the same)",
+            "must be given: without it the images may show real ones, and nothing is guaranteed "
+            f"to anybody (--{UNPROTECTED}, {UNPROTECTED}=True: make them all the same)",
         )
     _check_images(settings.method)
     result = simulate(settings, output=runs, observer=observer, download=download)

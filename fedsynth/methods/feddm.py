@@ -24,7 +24,7 @@ from torch import nn
 from fedsynth.core.client import ClientGroup, OpenClients, Segments
 from fedsynth.core.context import RoundContext
 from fedsynth.core.method import Down, Presets, PrivatePlan
-from fedsynth.errors import Setting, SettingError
+from fedsynth.errors import SettingError
 from fedsynth.methods.shared.around import AUGMENTATIONS, maps_around
 from fedsynth.methods.shared.condensing import Condenses, FeatureMaps
 from fedsynth.methods.shared.private_condensation import Matching, feature_plans, feature_width
@@ -106,9 +106,8 @@ class FedDM(Condenses, TrainsInBall):
             raise SettingError(
                 "method",
                 "networks_per_round",
-                "must be 0 unless class means are matched (",
-                Setting("method", "matching", "mean"),
-                "): whole distributions need examples in every step",
+                "must be 0 unless class means are matched (method.matching=mean): whole "
+                "distributions need examples in every step",
             )
         check_choices(self, augment=AUGMENTATIONS, perturbation=READINGS)
 
@@ -179,10 +178,7 @@ class FedDM(Condenses, TrainsInBall):
                 "method",
                 "networks_per_round",
                 "must be 0 with differential privacy: it reads exact class means; its private form "
-                "is ",
-                Setting("privacy", "mechanism", "features"),
-                " with ",
-                Setting("method", "networks"),
+                "is privacy.mechanism=features with method.networks",
             )
         if privacy.mechanism != "features":
             return super().private_plans(privacy, context)

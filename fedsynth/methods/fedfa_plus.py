@@ -33,7 +33,7 @@ from fedsynth.core.messages import Message, ModelParameters, public, unprotected
 from fedsynth.core.method import Memory
 from fedsynth.core.state import ServerState
 from fedsynth.core.uploads import Array, Named, Rule
-from fedsynth.errors import Setting, SettingError
+from fedsynth.errors import SettingError
 from fedsynth.methods.shared.aggregation import AveragingState, average
 from fedsynth.methods.shared.client_training import Task, Trained
 from fedsynth.methods.shared.local import TrainsLocally
@@ -140,8 +140,7 @@ class FedFAPlus(TrainsLocally):
                 "model",
                 "name",
                 f"must be a network that names its stages (`stage_names`), after which {self.name} "
-                "augments feature maps; or ",
-                Setting("method", "parts", "alignment"),
+                "augments feature maps; or method.parts=alignment",
             )
 
     def broadcast(self, state: StatisticsState, context: RoundContext) -> Message:

@@ -28,7 +28,7 @@ from fedsynth.core.messages import Message, ModelParameters, public, released
 from fedsynth.core.method import Memory, Results
 from fedsynth.core.state import ServerState
 from fedsynth.core.uploads import Rule
-from fedsynth.errors import Setting, SettingError, Text
+from fedsynth.errors import SettingError
 from fedsynth.methods.shared.aggregation import AveragingState, average
 from fedsynth.methods.shared.class_sums import COUNTS, ClassSums, class_sums, sums_plans, sums_rules
 from fedsynth.methods.shared.client_training import Task
@@ -213,13 +213,9 @@ class FedFM(TrainsLocally):
     def broadcast(self, state: AnchorState, context: RoundContext) -> Message:
         if context.round == 1 and context.privacy is not None and self.weight > HEAVY:
             context.note(
-                Text(
-                    f"warning: weight = {self.weight:g} pulls features to anchors that carry "
-                    "privacy's noise: on the digits at ε = 8, in single runs, 50 gave 16 % and 0.5 "
-                    "gave 72 %, where fedavg had 84 % (",
-                    Setting("method", "weight", "0.5"),
-                    ")",
-                )
+                f"warning: weight = {self.weight:g} pulls features to anchors that carry privacy's "
+                "noise: on the digits at ε = 8, in single runs, 50 gave 16 % and 0.5 gave 72 %, "
+                "where fedavg had 84 % (method.weight=0.5)"
             )
         classes = context.spec.classes
         width = _width(context)
@@ -262,9 +258,8 @@ class FedFM(TrainsLocally):
             raise SettingError(
                 "method",
                 "start_round",
-                f"must be 1 with differential privacy, and {self.name}'s ",
-                Setting("method", "weight"),
-                " above 0: anchors are charged in every round",
+                f"must be 1 with differential privacy, and {self.name}'s method.weight above 0: "
+                "anchors are charged in every round",
             )
         return *super().private_plans(privacy, context), *self._sums_plans(context)
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from fedsynth.data.registry import DatasetSpec
-from fedsynth.errors import Setting, SettingError, unknown_name, unknown_value
+from fedsynth.errors import SettingError, unknown_name, unknown_value
 from fedsynth.features.feature_map import FeatureMap
 from fedsynth.features.registry import feature_map, feature_names, refuse_unknown_map
 from fedsynth.models.alexnet import AlexNet
@@ -100,20 +100,23 @@ class ModelSettings:
     """Which architecture; every client and the server use the same one. All of it is public.
 
     Args:
-        name: see `model_names`; empty is "convnet", and with `features` "linear".
-        width: channels of a layer of "convnet", units of the hidden layer of "mlp"; the others have
-            their published sizes.
+        name: architecture: convnet, linear, mlp, lenet5, cnn1, cnn2, resnet8, resnet18, resnet50,
+            alexnet or googlenet; or FILE.py:NAME for your own. Empty is "convnet", and with `features`
+            "linear".
+        width: channels of a layer of "convnet", or units of the hidden layer of "mlp". The others
+            have their published sizes.
         depth: blocks of "convnet", each of which halves the image.
-        norm: empty takes the architecture's own: instance norm for the ConvNet and ResNet-8, batch
-            norm for the others; LeNet-5 and "linear" have none.
-        clients: for methods that allow it, the clients' own architectures by name, comma-separated,
-            dealt out in turn ("lenet5,resnet8"), with their own norms; empty: the server's.
-        projection: size of a projection head before the last layer (MOON: 256), whose outcome is
+        norm: norm of the network's layers; default: the architecture's own. That is instance norm
+            for the ConvNet and ResNet-8, batch norm for the others; LeNet-5 and "linear" have none.
+        clients: the clients' own architectures, comma-separated, dealt out in turn
+            ("lenet5,resnet8"). They have their own norms. For methods that allow it; empty: the
+            server's.
+        projection: size of a projection head before the last layer (MOON: 256), whose output is
             then the embedding; 0: none.
-        features: a fixed feature map (`fedsynth.features.feature_names`, or one that was
-            registered) that the network, "linear" or "mlp", stands on, for methods that train
-            models. Each image's vector is made once. Its norm is at most 1, so that rates are
-            larger than those of networks.
+        features: fixed feature map for the network, "linear" or "mlp", to work on; or FILE.py:NAME
+            for your own. FedStats has a map as a setting of the method, which the option then
+            gives. Each image's vector is computed once. Its norm is at most 1, so that learning
+            rates are larger than those of networks.
 
     >>> def size(settings):
     ...     return parameter_count(build_model(settings, (1, 8, 8), classes=10, seed=0))
@@ -155,9 +158,8 @@ class ModelSettings:
             raise SettingError(
                 "model",
                 "name",
-                f"must be {' or '.join(ON_FEATURES)} with ",
-                Setting("model", "features", self.features),
-                ": other networks work on images",
+                f"must be {' or '.join(ON_FEATURES)} with model.features={self.features}: other "
+                "networks work on images",
                 value=self.name,
             )
         if self.projection:

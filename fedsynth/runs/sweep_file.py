@@ -31,15 +31,15 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from fedsynth.config_file import read_sections
-from fedsynth.errors import FedsynthError, SettingError
+from fedsynth.errors import FedsynthError
 from fedsynth.federation.terms.resolve import resolve, section_of
-from fedsynth.federation.terms.settings import SECTIONS, RunSettings
+from fedsynth.federation.terms.settings import MOST_GB, SECTIONS, RunSettings
 from fedsynth.methods import DEFAULT_METHOD
-from fedsynth.privacy.errors import PrivacyError
-from fedsynth.validation import from_mapping
+from fedsynth.privacy.errors import PrivacyError, shown
+from fedsynth.validation import check_ranges, from_mapping
 
 MOST_RUNS = 10_000
 SEED = "seed"
@@ -64,16 +64,15 @@ class SweepSettings:
         metrics: of summary.json, by dotted paths, comma-separated; the first is the first column.
     """
 
+    section: ClassVar[str] = "sweep"
+
     output: str = ""
     jobs: int = 1
     memory_gb: float = 0.0
     metrics: str = "test_accuracy"
 
     def __post_init__(self) -> None:
-        if not 1 <= self.jobs <= 1000:
-            raise SettingError("sweep", "jobs", f"must be in [1, 1000], got {self.jobs}")
-        if self.memory_gb < 0:
-            raise SettingError("sweep", "memory_gb", f"must be at least 0, got {self.memory_gb}")
+        check_ranges(self, jobs=(1, 1000), memory_gb=(0, MOST_GB))
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,6 +149,9 @@ def _cells(shared: Sections, grid: Values, methods: Values, file: Path) -> list[
     own = {name: values for name, values in grid.items() if not _is_axis(values)}
     alone = str(shared.get("run", {}).get("method", DEFAULT_METHOD))
     named = [str(one) for one in common.get("method", (alone,))]
+    for name, values in methods.items():
+        if not isinstance(values, Mapping):
+            raise SweepError(f"{file}: methods.{name} must be a table, got {shown(values)}")
     for name in (*own, *methods):
         if name not in named:
             raise SweepError(

@@ -3,6 +3,7 @@ a fraction of a second."""
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,29 +16,21 @@ from fedsynth.cli.app import app
 from fedsynth.methods import METHODS, method_class
 from fedsynth.methods.shared.local import TrainsLocally
 
-_LOCAL = ("--set", "local_epochs=1", "--set", "batch=128")
-_DISTIL = (
-    *_LOCAL,
-    "--set",
-    "server_epochs=1",
-    "--set",
-    "generator_steps=1",
-    "--set",
-    "generator_width=4",
-)
-SMALL: dict[str, tuple[str, ...]] = {
+_LOCAL = "--set local_epochs=1 --set batch=128"
+_DISTIL = f"{_LOCAL} --set server_epochs=1 --set generator_steps=1 --set generator_width=4"
+SMALL: dict[str, str] = {
     **{name: _LOCAL for name in METHODS if issubclass(method_class(name), TrainsLocally)},
-    "fedgen": (*_LOCAL, "--set", "generator_steps=2"),
-    "fedbn": (*_LOCAL, "--norm", "batch"),
-    "fedkf": (*_LOCAL, "--set", "generator_width=4", "--set", "generator_batch=16"),
-    "feddf": (*_LOCAL, "--set", "server_steps=2", "--set", "proxy=noise"),
+    "fedgen": f"{_LOCAL} --set generator_steps=2",
+    "fedbn": f"{_LOCAL} --norm batch",
+    "fedkf": f"{_LOCAL} --set generator_width=4 --set generator_batch=16",
+    "feddf": f"{_LOCAL} --set server_steps=2 --set proxy=noise",
     "dense": _DISTIL,
-    "fedhydra": (*_DISTIL, "--set", "stratification_steps=2", "--set", "stratification_batch=4"),
-    "feddm": ("--set", "iterations=1", "--set", "server_epochs=1", "--ipc", "2"),
-    "fedaf": ("--set", "iterations=1", "--set", "server_epochs=1", "--ipc", "2"),
-    "fedsum": ("--set", "networks=2", "--set", "iterations=2", "--set", "server_epochs=1"),
-    "real": ("--set", "server_epochs=1", "--ipc", "2"),
-    "fedstats": ("--set", "features=pixels"),
+    "fedhydra": f"{_DISTIL} --set stratification_steps=2 --set stratification_batch=4",
+    "feddm": "--set iterations=1 --set server_epochs=1 --ipc 2",
+    "fedaf": "--set iterations=1 --set server_epochs=1 --ipc 2",
+    "fedsum": "--set networks=2 --set iterations=2 --set server_epochs=1",
+    "real": "--set server_epochs=1 --ipc 2",
+    "fedstats": "--set features=pixels",
 }
 
 
@@ -60,15 +53,19 @@ class Outcome:
 Train = Callable[..., Outcome]
 
 
-def call(*args: str, output: Path) -> Outcome:
+def call(line: str, *more: str, output: Path) -> Outcome:
+    """Runs the words of a line, and more words as they are."""
     # without catch_exceptions a traceback fails the test as itself
-    result = CliRunner(env={"FEDSYNTH_DATA": None}).invoke(app, args, catch_exceptions=False)
+    runner = CliRunner(env={"FEDSYNTH_DATA": None, "COLUMNS": "160"})
+    result = runner.invoke(app, [*shlex.split(line), *more], catch_exceptions=False)
     return Outcome(result.exit_code, result.stdout, result.stderr, output)
 
 
-def call_train(output: Path, method: str, *args: str) -> Outcome:
-    tiny = ("--device", "cpu", "--clients", "2", "--rounds", "1", "--width", "8", *SMALL[method])
-    return call("train", "--output", str(output), "--method", method, *tiny, *args, output=output)
+def call_train(output: Path, line: str, *more: str) -> Outcome:
+    method, _, options = line.partition(" ")
+    tiny = f"--device cpu --clients 2 --rounds 1 --width 8 {SMALL[method]}"
+    words = f"train --output '{output}' --method {method} {tiny} {options}"
+    return call(words, *more, output=output)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -82,25 +79,25 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture
-def small() -> dict[str, tuple[str, ...]]:
+def small() -> dict[str, str]:
     """Options with which each method takes a fraction of a second."""
     return SMALL
 
 
 @pytest.fixture
 def fedsynth(tmp_path: Path) -> Callable[..., Outcome]:
-    """`fedsynth(*args)`, as typed; the working directory and run folders are not touched."""
-    return lambda *args: call(*args, output=tmp_path / "out")
+    """`fedsynth("train --dry-run", "more", "words")`; the working directory is not touched."""
+    return lambda line="", *more: call(line, *more, output=tmp_path / "out")
 
 
 @pytest.fixture
 def train(tmp_path: Path) -> Train:
-    """`train(method, *args)`: a tiny run into `tmp_path / "out"`; later options win over the tiny
-    ones."""
-    return lambda method, *args: call_train(tmp_path / "out", method, *args)
+    """`train("feddm --rounds 2", "more", "words")`: a tiny run into `tmp_path / "out"`; later
+    options win over the tiny ones."""
+    return lambda line, *more: call_train(tmp_path / "out", line, *more)
 
 
 @pytest.fixture(scope="module")
 def train_into() -> Train:
-    """`train_into(folder, method, *args)`, for fixtures that live longer than a test."""
+    """`train_into(folder, "feddm --rounds 2")`, for fixtures that live longer than a test."""
     return call_train

@@ -9,16 +9,20 @@ from typing import Any
 
 import pytest
 
-from fedsynth.methods import METHODS, method_class
+from fedsynth.methods import method_class
 from fedsynth.privacy.randomness import SecretGenerator
 
-FEDDM = ("--method", "feddm", "--rounds", "1", "--clients", "2", "--width", "32", "--dp-sigma", "1")
-STEPS = ("--set", "iterations=4", "--set", "server_epochs=1", "--ipc", "2", "--device", "cpu")
+OPEN = (
+    "--method feddm --clients 2 --width 32 --set iterations=4 --set server_epochs=1 --ipc 2 "
+    "--device cpu"
+)
+FEDDM = f"{OPEN} --rounds 1 --dp-sigma 1"
+FAMILIES = ("fedavg", "feddm", "fedsum", "fedfm", "fedkf", "fedhydra", "fedstats", "real")
 Run = Callable[..., Any]
 
 
 def test_the_bound_is_printed_beside_epsilon(fedsynth: Run) -> None:
-    told = fedsynth("privacy", "audit", *FEDDM, *STEPS, "--canaries", "500")
+    told = fedsynth(f"privacy audit {FEDDM} --canaries 500")
     assert told.code == 0
     first, second = told.stdout.splitlines()
     assert first.startswith("ε = 10 claimed (δ = 1e-05) · audited lower bound ")
@@ -34,8 +38,7 @@ def test_a_refuted_claim_is_exit_code_1(fedsynth: Run, monkeypatch: pytest.Monke
         "normal",
         lambda self, shape, deviation, device="cpu": original(self, shape, deviation / 9, device),
     )
-    weak = (*FEDDM[:-1], "9")
-    told = fedsynth("privacy", "audit", *weak, *STEPS, "--json")
+    told = fedsynth(f"privacy audit {OPEN} --rounds 1 --dp-sigma 9 --json")
     facts = json.loads(told.stdout)
     assert told.code == 1
     assert facts["fault"]
@@ -44,11 +47,10 @@ def test_a_refuted_claim_is_exit_code_1(fedsynth: Run, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("kind", ["vectors", "images"])
-def test_a_runs_report_gets_its_audit(fedsynth: Run, kind: str) -> None:
-    out = ("--output", str(fedsynth("methods").output))
-    folder = fedsynth("train", *FEDDM, *STEPS, *out).folder
-    options = ("--canaries", "300", "--canaries-as", kind, "--guesses", "100")
-    told = fedsynth("privacy", "audit", "--run", str(folder), *options, "--dp-sigma", "1")
+def test_a_runs_report_gets_its_audit(fedsynth: Run, kind: str, tmp_path: Path) -> None:
+    folder = fedsynth(f"train {FEDDM} --output {tmp_path / 'out'}").folder
+    options = f"--canaries 300 --canaries-as {kind} --guesses 100 --dp-sigma 1"
+    told = fedsynth(f"privacy audit --run {folder} {options}")
     assert told.code == 0
     report = json.loads((folder / "privacy_report.json").read_text())
     entry = report["audit"]
@@ -66,57 +68,53 @@ def test_a_runs_report_gets_its_audit(fedsynth: Run, kind: str) -> None:
         shown = (folder / f"privacy_report.{ending}").read_text()
         assert entry["text"] in shown
         assert entry["command"] in shown
-    assert fedsynth("privacy", "verify", str(folder)).code == 0
+    assert fedsynth(f"privacy verify {folder}").code == 0
 
 
 def test_only_the_runs_own_settings_go_into_its_report(fedsynth: Run, tmp_path: Path) -> None:
-    out = ("--output", str(tmp_path / "out"))
-    folder = fedsynth("train", *FEDDM, *STEPS, *out).folder
+    folder = fedsynth(f"train {FEDDM} --output {tmp_path / 'out'}").folder
+    audit = f"privacy audit --run {folder}"
     before = (folder / "privacy_report.json").read_bytes()
-    for option, name in ((("--dp-clip", "2"), "privacy.clip"), (("--rounds", "2"), "run.rounds")):
-        told = fedsynth("privacy", "audit", "--run", str(folder), *option)
+    for option, name in (("--dp-clip 2", "privacy.clip"), ("--rounds 2", "run.rounds")):
+        told = fedsynth(f"{audit} {option}")
         assert told.code == 2
         assert f"other settings ({name})" in told.stderr
-    told = fedsynth("privacy", "audit", "--run", str(folder), "--config", "other.toml")
+    told = fedsynth(f"{audit} --config other.toml")
     assert "leave --config out" in told.stderr
     config = folder / "config.toml"
     config.write_text(config.read_text().replace("iterations = 4", "iterations = 2"))
-    told = fedsynth("privacy", "audit", "--run", str(folder), "--canaries", "20")
+    told = fedsynth(f"{audit} --canaries 20")
     assert told.code == 2
     assert "not what its privacy report was made with" in told.stderr
     assert (folder / "privacy_report.json").read_bytes() == before
 
 
 def test_a_folder_without_a_private_run_is_refused(fedsynth: Run, tmp_path: Path) -> None:
-    out = ("--output", str(tmp_path / "out"))
-    folder = fedsynth("train", *FEDDM[:-2], *STEPS, *out).folder
-    told = fedsynth("privacy", "audit", "--run", str(folder))
+    folder = fedsynth(f"train {OPEN} --rounds 1 --output {tmp_path / 'out'}").folder
+    told = fedsynth(f"privacy audit --run {folder}")
     assert (told.code, told.stdout) == (2, "")
     assert "no folder of a finished private run" in told.stderr
-    assert "cannot read" in fedsynth("privacy", "audit", "--run", str(tmp_path)).stderr
+    assert "cannot read" in fedsynth(f"privacy audit --run {tmp_path}").stderr
 
 
 def test_a_run_is_audited_with_the_noise_and_the_rounds_that_it_had(
     fedsynth: Run, tmp_path: Path
 ) -> None:
     """A cap ends the run after one of three rounds; a kept ledger had something in it."""
-    out = ("--output", str(tmp_path / "out"), "--dp-ledger", str(tmp_path / "kept"))
-    words = [*FEDDM, *STEPS, *out, "--dp-epsilon", "12"]
-    words[words.index("--rounds") + 1] = "3"
-    told = fedsynth("train", *words)
+    places = f"--output {tmp_path / 'out'} --dp-ledger {tmp_path / 'kept'}"
+    told = fedsynth(f"train {OPEN} --rounds 3 --dp-sigma 1 --dp-epsilon 12 {places}")
     report = json.loads((told.folder / "privacy_report.json").read_text())
     assert report["budget"]["rounds_done"] == 1
-    found = fedsynth("privacy", "audit", "--run", str(told.folder), "--canaries", "20", "--json")
+    found = fedsynth(f"privacy audit --run {told.folder} --canaries 20 --json")
     assert json.loads(found.stdout)["epsilon"] == pytest.approx(report["guarantee"]["epsilon"])
 
 
-@pytest.mark.parametrize("method", sorted(METHODS))
-def test_every_private_method_can_be_audited(
-    fedsynth: Run, method: str, small: dict[str, tuple[str, ...]]
+@pytest.mark.parametrize("method", FAMILIES)
+def test_a_private_method_of_each_family_can_be_audited(
+    fedsynth: Run, method: str, small: dict[str, str]
 ) -> None:
-    tiny = ("--device", "cpu", "--clients", "2", "--rounds", "1", "--width", "8", *small[method])
-    private = ("--dp-sigma", "3", "--canaries", "20", "--json")
-    told = fedsynth("privacy", "audit", "--method", method, *tiny, *private)
+    tiny = f"--device cpu --clients 2 --rounds 1 --width 8 {small[method]}"
+    told = fedsynth(f"privacy audit --method {method} {tiny} --dp-sigma 3 --canaries 20 --json")
     if not method_class(method).protects:
         assert told.code == 2
         assert "cannot run with differential privacy" in told.stderr

@@ -1,4 +1,5 @@
-"""--dp-ledger with and without privacy, `privacy carry-over`, and no seconds of private runs."""
+"""--dp-ledger with and without privacy, `privacy carry-over | repair`, and no seconds of private
+runs."""
 
 from __future__ import annotations
 
@@ -13,110 +14,82 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedsynth.cli.option_names import OptionNames
 from fedsynth.cli.progress import LONG_PHASE, PlainObserver, print_summary, round_line
 from fedsynth.data.images import from_arrays
 from fedsynth.data.registry import dataset_spec
 from fedsynth.federation.outputs.disclosed import declared_row, disclosed
 from fedsynth.federation.simulation import simulate
+from fedsynth.federation.terms.client_ledgers import data_set_id
 from fedsynth.federation.terms.resolve import resolve
 from fedsynth.methods.fedavg import FedAvg
 from fedsynth.privacy.ledger import Ledger, read_ledger
 from fedsynth.privacy.releases import Release
 from fedsynth.privacy.settings import NO_LEDGER
 
-Train = Callable[..., Any]
+Call = Callable[..., Any]
 SECONDS = re.compile(r"\d\.\d+ ?s\b|\btime\b|seconds")
-
-NO_OPTIONS = OptionNames({}, frozenset(), ())
-
-
-def kept(tmp_path: Path) -> tuple[str, ...]:
-    return "--dp-ledger", str(tmp_path / "ledgers")
+REASON = "a round of real (none): a run on the same data without differential privacy"
 
 
-def test_a_ledger_may_be_named_without_privacy(train: Train, tmp_path: Path) -> None:
+def test_a_ledger_may_be_named_without_privacy(train: Call, tmp_path: Path) -> None:
     """Catches: `--method real` publishes raw images, and the next run's report says ε = 2."""
-    run = train("real", *kept(tmp_path))
+    kept = f"--dp-ledger {tmp_path / 'ledgers'}"
+    dry = train(f"real {kept} --dry-run")
+    assert (dry.code, "no run on these data can have an ε afterwards" in dry.stdout) == (0, True)
+    assert not (tmp_path / "ledgers").exists()
+    run = train(f"real {kept}")
     assert run.code == 0, run.stderr
     assert "no run on these data can have an ε afterwards" in run.stderr
     assert 'ledger = "' in (run.folder / "config.toml").read_text()
     for path in (tmp_path / "ledgers").glob("*.jsonl"):
         (row,) = read_ledger(path).releases
         assert row.unaccounted == "a run on the same data without differential privacy"
-    for budget in (("--dp-epsilon", "8"), ("--dp-sigma", "3", "--dp-epsilon", "100")):
-        capped = train("feddm", *budget, *kept(tmp_path))
+    for budget in ("--dp-epsilon 8", "--dp-sigma 3 --dp-epsilon 100", "--dp-epsilon 8 --dry-run"):
+        capped = train(f"feddm {budget} {kept}")
         assert capped.code == 2
         (line,) = capped.stderr.splitlines()
         assert line.startswith("fedsynth: error: ε = ")
-        assert "a round of real (none): a run on the same data without differential privacy" in line
-    noisy = train("feddm", "--dp-sigma", "3", *kept(tmp_path))
+        assert REASON in line
+    dry = train(f"feddm --dp-sigma 3 {kept} --dry-run")
+    assert (dry.code, "no ε can be stated" in dry.stdout) == (0, True)
+    noisy = train(f"feddm --dp-sigma 3 {kept}")
     assert noisy.code == 0, noisy.stderr
     assert "no differential privacy guarantee: a ledger in" in noisy.stderr
     assert " ε " not in noisy.stderr.split("guarantee", 1)[1].replace("no ε can", "")
     (folder,) = noisy.output.glob("*-feddm-*")
     report = json.loads((folder / "privacy_report.json").read_text())
-    assert report["guarantee"] is None
-    assert report["verdict"]["reasons"] == [
-        "a round of real (none): a run on the same data without differential privacy"
-    ]
+    assert (report["guarantee"], report["verdict"]["reasons"]) == (None, [REASON])
 
 
-def test_a_dry_run_says_it_and_charges_nothing(train: Train, tmp_path: Path) -> None:
-    run = train("real", *kept(tmp_path), "--dry-run")
-    assert run.code == 0, run.stderr
-    assert "no run on these data can have an ε afterwards" in run.stdout
-    assert not (tmp_path / "ledgers").exists()
-    train("real", *kept(tmp_path))
-    noisy = train("feddm", "--dp-sigma", "3", *kept(tmp_path), "--dry-run")
-    assert (noisy.code, "no ε can be stated" in noisy.stdout) == (0, True)
-    capped = train("feddm", "--dp-epsilon", "8", *kept(tmp_path), "--dry-run")
-    assert (capped.code, "cannot be kept to" in capped.stderr) == (2, True)
-
-
-def test_a_budget_that_earlier_runs_have_spent_is_one_line(train: Train, tmp_path: Path) -> None:
-    options = ("--dp-sigma", "3", "--dp-epsilon", "1.5", *kept(tmp_path))
-    assert train("feddm", *options).code == 0
-    again = train("feddm", *options)
-    assert again.code == 2
-    assert again.stderr.startswith(
-        "fedsynth: error: ended after 0 of 1 rounds: client 'client-000'"
-    )
+def test_a_budget_that_earlier_runs_have_spent_is_one_line(train: Call, tmp_path: Path) -> None:
+    line = f"feddm --dp-sigma 3 --dp-epsilon 1.5 --dp-ledger {tmp_path / 'ledgers'}"
+    assert train(line).code == 0
+    again = train(line)
+    assert (again.code, again.stderr.count("\n")) == (2, 1)
+    assert "error: ended after 0 of 1 rounds: client 'client-000'" in again.stderr
     assert "above the cap 1.5" in again.stderr
-    assert again.stderr.count("\n") == 1
     assert len(list(again.output.iterdir())) == 1
     assert len(read_ledger(tmp_path / "ledgers" / "client-000.jsonl").releases) == 1
 
 
-def test_carry_over(train: Train, fedsynth: Train, tmp_path: Path) -> None:
-    """A ledger of the first version is taken once somebody says whose it is, and not before."""
-    folder = tmp_path / "the ledgers"
-    options = ("--dp-sigma", "3", "--dp-ledger", str(folder))
-    row = Release(1, "images", "residual", "residuals", 5.0, 0.1, 1.0, "full", 2, 7840)
-    dataset = resolve({"partition": {"clients": 2}})
-    from fedsynth.federation.terms.client_ledgers import data_set_id
-
-    for name in ("client-000", "client-001"):
-        Ledger(name, folder / f"{name}.jsonl", dataset=data_set_id(dataset)).charge(row)
-    refused = train("feddm", *options)
-    assert refused.code == 2
-    command = refused.stderr.strip().rpartition("say so: ")[2]
-    assert command == f"fedsynth privacy carry-over '{folder}' client-000"
-    for name in ("client-000", "client-001"):
-        said = fedsynth("privacy", "carry-over", str(folder), name)
-        assert (said.code, "(rows: 1) counts for all" in said.stdout) == (0, True)
-    assert train("feddm", *options).code == 0
-    assert len(read_ledger(folder / "client-001.jsonl").releases) == 2
-    wrong = fedsynth("privacy", "carry-over", str(folder), "north")
-    assert (wrong.code, len(wrong.stderr.splitlines())) == (2, 1)
-    assert "there are client-000, client-001" in wrong.stderr
+@pytest.mark.parametrize("options", ["", "--dp-sigma 3"])
+def test_a_ledger_folder_without_a_name_is_refused(
+    train: Call, options: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`--dp-ledger "$UNSET"` must not put ledgers into the current folder."""
+    monkeypatch.chdir(tmp_path)
+    for given in ("", " "):
+        run = train(f"fedavg {options} --dp-ledger", given)
+        assert (run.code, run.stderr.count("error:")) == (2, 1)
+        assert "a variable that is not set?" in run.stderr
+        assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("mechanism", ["residual", "paper"])
-def test_a_private_run_shows_no_seconds(train: Train, mechanism: str) -> None:
+def test_a_private_run_shows_no_seconds(train: Call, mechanism: str) -> None:
     """The run folder keeps them in simulation_only: they depend on the data."""
-    private = ("--dp-sigma", "3", "--dp-mechanism", mechanism)
-    shown, as_json = train("feddm", *private), train("feddm", *private, "--json")
+    line = f"feddm --dp-sigma 3 --dp-mechanism {mechanism}"
+    shown, as_json = train(line), train(f"{line} --json")
     for text in (shown.stderr, shown.stdout, as_json.stderr, as_json.stdout):
         assert text
         assert not SECONDS.search(text.replace(str(shown.output), "")), text
@@ -129,7 +102,7 @@ def test_a_private_run_shows_no_seconds(train: Train, mechanism: str) -> None:
 def test_a_sign_of_life_goes_by_steps_where_seconds_would_tell(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    observer = PlainObserver(resolve({"privacy": {"noise_multiplier": 3.0}}), NO_OPTIONS, "")
+    observer = PlainObserver(resolve({"privacy": {"noise_multiplier": 3.0}}), "")
     observer._last -= 3600
     for total in (LONG_PHASE - 1, LONG_PHASE):
         for done in range(1, total + 1):
@@ -138,7 +111,7 @@ def test_a_sign_of_life_goes_by_steps_where_seconds_would_tell(
     assert lines == [
         f"round 1/3 condense {n * LONG_PHASE // 10}/{LONG_PHASE}" for n in range(1, 11)
     ]
-    plain = PlainObserver(resolve({}), NO_OPTIONS, "")
+    plain = PlainObserver(resolve({}), "")
     plain._last -= 3600
     for done in (1, 2):
         plain.step(1, "condense", done, 10)
@@ -154,105 +127,97 @@ def test_a_row_without_accuracy_is_a_line() -> None:
     assert round_line(shown, private) == "round 1/3 · ε 1 · uploads 1.00 MB"
 
 
-def test_runs_without_accuracy_stand_beside_others(fedsynth: Train, tmp_path: Path) -> None:
-    for number, accuracy in enumerate((None, 0.5)):
-        folder = tmp_path / f"2026010{number + 1}-000000-fedavg-scans"
-        folder.mkdir()
-        summary = {"method": "fedavg", "rounds": 1, "test_accuracy": accuracy, "upload_bytes": 0}
-        (folder / "summary.json").write_text(json.dumps(summary))
-    shown = fedsynth("runs", str(tmp_path))
-    assert shown.code == 0, shown.stderr
-    assert [line.split()[1] for line in shown.stdout.splitlines()] == ["accuracy", "–", "50.00"]
-
-
 @pytest.mark.parametrize("kind", ["private", "none"])
 def test_the_table_says_why_there_is_no_accuracy(
     kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     spec = replace(dataset_spec("digits"), name="scans")
     data = from_arrays(np.zeros((60, 8, 8), np.uint8), np.arange(60) % 10, spec)
-    given = {
-        "run": {"rounds": 1, "device": "cpu"},
-        "model": {"width": 4},
-        "partition": {"clients": 2},
-    }
-    fast = {"iterations": 1, "ipc": 1, "server_epochs": 1}
     settings = resolve(
-        {**given, "method": fast, "privacy": {"noise_multiplier": 3, "ledger": NO_LEDGER}}
+        {
+            "run": {"rounds": 1, "device": "cpu"},
+            "model": {"width": 4},
+            "partition": {"clients": 2},
+            "method": {"iterations": 1, "ipc": 1, "server_epochs": 1},
+            "privacy": {"noise_multiplier": 3, "ledger": NO_LEDGER},
+        }
     )
-    result = simulate(settings, data=(data, data if kind == "private" else None))
-    print_summary(result)
+    print_summary(simulate(settings, data=(data, data if kind == "private" else None)))
     shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert f"test data {kind}" in shown
     assert "test accuracy" not in shown
 
 
-@pytest.mark.parametrize("options", [(), ("--dp-sigma", "3")])
-def test_a_ledger_folder_without_a_name_is_refused(
-    train: Train, options: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`--dp-ledger "$UNSET"` must not put ledgers into the current folder."""
-    monkeypatch.chdir(tmp_path)
-    for given in ("", " "):
-        run = train("fedavg", *options, "--dp-ledger", given)
-        assert run.code == 2
-        assert "a variable that is not set?" in run.stderr
-        assert run.stderr.count("error:") == 1
-        assert list(tmp_path.iterdir()) == []
+def test_carry_over(train: Call, fedsynth: Call, tmp_path: Path) -> None:
+    """A ledger without fingerprints is taken once somebody says whose it is, and not before."""
+    folder = tmp_path / "the ledgers"
+    line = f"feddm --dp-sigma 3 --dp-ledger '{folder}'"
+    row = Release(1, "images", "residual", "residuals", 5.0, 0.1, 1.0, "full", 2, 7840)
+    dataset = resolve({"partition": {"clients": 2}})
+    for name in ("client-000", "client-001"):
+        Ledger(name, folder / f"{name}.jsonl", dataset=data_set_id(dataset)).charge(row)
+    refused = train(line)
+    assert refused.code == 2
+    command = refused.stderr.strip().rpartition("say so: ")[2]
+    assert command == f"fedsynth privacy carry-over '{folder}' client-000"
+    for name in ("client-000", "client-001"):
+        said = fedsynth(f"privacy carry-over '{folder}' {name}")
+        assert (said.code, "(rows: 1) counts for all" in said.stdout) == (0, True)
+    assert train(line).code == 0
+    assert len(read_ledger(folder / "client-001.jsonl").releases) == 2
+    wrong = fedsynth(f"privacy carry-over '{folder}' north")
+    assert (wrong.code, len(wrong.stderr.splitlines())) == (2, 1)
+    assert "there are client-000, client-001" in wrong.stderr
 
 
-def test_repair(fedsynth: Train, tmp_path: Path) -> None:
+def test_repair(fedsynth: Call, tmp_path: Path) -> None:
     path = tmp_path / "client-000.jsonl"
-    row = Release(1, "images", "m", "c", 3.0, 1.0, 1.0, "full", 1, 1)
-    Ledger("client-000", path).charge(row)
+    Ledger("client-000", path).charge(Release(1, "images", "m", "c", 3.0, 1.0, 1.0, "full", 1, 1))
     whole = path.read_bytes()
-    again = fedsynth("privacy", "repair", str(path))
+    again = fedsynth(f"privacy repair {path}")
     assert (again.code, path.read_bytes()) == (0, whole)
     assert "nothing is changed" in again.stdout
     path.write_bytes(whole + b'{"round": 2, "qua')
-    done = fedsynth("privacy", "repair", str(path))
+    done = fedsynth(f"privacy repair {path}")
     assert done.code == 0
     assert '\'{"round": 2, "qua\'' in done.stdout
     (copy,) = tmp_path.glob("*.torn-*")
     assert (path.read_bytes(), copy.read_bytes()) == (whole, whole + b'{"round": 2, "qua')
-    refused = fedsynth("privacy", "repair", str(tmp_path))
-    assert refused.code == 2
-    assert "cannot repair ledger" in refused.stderr
 
 
-@pytest.mark.parametrize("words", [("--dp-epsilon", "8"), ("--dp-sigma", "3"), ()])
-def test_plans_of_enormous_runs_come_at_once(fedsynth: Train, words: tuple[str, ...]) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("words", ["--dp-epsilon 8", "--dp-sigma 3", ""])
+def test_plans_of_enormous_runs_come_at_once(fedsynth: Call, words: str) -> None:
     """A million rounds, a thousand million epochs, with subsampling or not: ε after chosen
     rounds."""
     started = time.process_time()
-    long = ("train", "--dry-run", "--method", "fedavg", *words)
-    epochs, million = ("--set", "local_epochs=1000000000"), ("--rounds", "1000000")
-    sampled = ("--rounds", "2", "--set", "batch=8", "--clients", "2")
-    for more in (million, (*million, *epochs), (*sampled, *epochs), (*sampled, *million)):
-        run = fedsynth(*long, *more)
+    long = f"train --dry-run --method fedavg {words}"
+    epochs, million = "--set local_epochs=1000000000", "--rounds 1000000"
+    sampled = "--rounds 2 --set batch=8 --clients 2"
+    for more in (million, f"{million} {epochs}", f"{sampled} {epochs}", f"{sampled} {million}"):
+        run = fedsynth(f"{long} {more}")
         assert len(run.stdout) < 5000
         if run.code != 0:  # a budget that no noise keeps is another line
-            assert words == ("--dp-epsilon", "8")
+            assert words == "--dp-epsilon 8"
             assert "8 is reached with no noise multiplier up to 1e6" in run.stderr
     if words:
-        shown = json.loads(fedsynth(*long, *million, "--json").stdout)["epsilon"]
+        shown = json.loads(fedsynth(f"{long} {million} --json").stdout)["epsilon"]
         assert 20 < len(shown) < 40
         assert list(shown)[-1] == "1000000"
     assert time.process_time() - started < 20
 
 
 def test_a_plan_that_draws_for_long_says_so(
-    fedsynth: Train, monkeypatch: pytest.MonkeyPatch
+    fedsynth: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    few = ("--method", "fedavg", "--participation", "0.2", "--rounds")
-    dry = ("train", "--dry-run", "--dp-sigma", "3", *few)
-    plan = ("privacy", "plan", "--sigma", "3", *few)
-    for words in (dry, plan):
-        refused = fedsynth(*words, "100000000")
+    few = "--method fedavg --participation 0.2 --rounds"
+    lines = (f"train --dry-run --dp-sigma 3 {few}", f"privacy plan --sigma 3 {few}")
+    for line in lines:
+        refused = fedsynth(f"{line} 100000000")
         assert refused.code == 2
         assert "for 100,000,000 of them takes some 0.8 hours" in refused.stderr
     monkeypatch.setattr("fedsynth.federation.terms.costs.LONG", 0.001)  # seconds
-    for words in (dry, plan):
-        run = fedsynth(*words, "101")
+    for line in lines:
+        run = fedsynth(f"{line} 101")
         assert run.code == 0
         assert "note: drawing who takes part in each of 101 rounds" in run.stderr

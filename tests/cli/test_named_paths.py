@@ -1,57 +1,56 @@
-"""Files and folders that options name: no pipe is waited for, no device read, and a name that none
-can have is one line."""
+"""Files and folders that options name, and what the file system makes of them: a result, or one
+line and exit code 2; no pipe is waited for, no device read."""
 
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fedsynth.cli.errors import PACKAGE
 from tests.fuzz.mutations import CommandFailedError, at_most, command
 from tests.special import special_file
 
-NOBODY = "~nobody-of-that-name/x"
-PATHS = [
-    ("train", "--config={}"),
-    ("train", "--output={}"),
-    ("train", "--model={}:Net"),
-    ("sweep", "{}"),
-    ("student", "{}"),
-    ("deploy", "init", "A", "--spec={}"),
-    ("train", "--data-root={}", "--dataset=mnist"),
-    ("train", "--dp-sigma=3", "--dp-ledger={}"),
-    ("train", "--dp-ledger={}"),
-    ("train", "--dp-sigma=3", "--sign-key={}"),
-    ("partition", "--picture={}"),
-    ("partition", "--data-root={}", "--dataset=mnist"),
-    ("runs", "{}"),
-    ("distill", "--models={}"),
-    ("distill", "--models=x", "--output={}"),
-    ("privacy", "report", "{}"),
-    ("privacy", "report", "x", "--output={}"),
-    ("privacy", "verify", "{}"),
-    ("privacy", "verify", "x", "--ledger={}"),
-    ("privacy", "verify", "x", "--public-key={}"),
-    ("privacy", "sign", "{}", "--key=x"),
-    ("privacy", "sign", "x", "--key={}"),
-    ("privacy", "repair", "{}"),
-    ("privacy", "carry-over", "{}", "north"),
-    ("privacy", "plan", "--sigma=3", "--plot={}"),
-    ("privacy", "audit", "--run={}"),
-]
-READ = [
-    args
-    for args in PATHS
-    if not any(out in " ".join(args) for out in ("output", "picture", "plot", "data-root"))
-]
+READ = (
+    "train --config={}",
+    "train --dp-sigma=3 --dp-ledger={}",
+    "train --dp-ledger={}",
+    "train --dp-sigma=3 --sign-key={}",
+    "runs {}",
+    "distill --models={}",
+    "privacy report {}",
+    "privacy verify {}",
+    "privacy verify x --ledger={}",
+    "privacy verify x --public-key={}",
+    "privacy sign {} --key=x",
+    "privacy sign x --key={}",
+    "privacy repair {}",
+    "privacy carry-over {} north",
+    "privacy audit --run={}",
+    "train --model={}:Net",
+    "sweep {}",
+    "student {}",
+    "deploy init A --spec={}",
+)
+PATHS = (
+    *READ,
+    "train --output={}",
+    "train --data-root={} --dataset=mnist",
+    "partition --picture={}",
+    "distill --models=x --output={}",
+    "privacy report x --output={}",
+    "privacy plan --sigma=3 --plot={}",
+)
 
 
-def refused(tmp_path: Path, args: tuple[str, ...], name: str) -> str:
+def refused(line: str, name: str) -> str:
     with at_most(20), pytest.raises(CommandFailedError) as caught:
-        command(*(arg.format(name) for arg in args))
+        command(*(word.format(name) for word in line.split()))
     return str(caught.value)
 
 
@@ -60,36 +59,87 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.mark.parametrize("args", PATHS, ids=" ".join)
-def test_the_home_of_nobody(tmp_path: Path, args: tuple[str, ...]) -> None:
-    text = refused(tmp_path, args, NOBODY)
-    assert "home" in text
+@pytest.mark.parametrize("line", PATHS)
+def test_names_that_no_file_can_have(tmp_path: Path, line: str) -> None:
+    """The home of nobody, a loop of links, and a name that is too long."""
+    assert "home" in refused(line, "~nobody-of-that-name/x")
     assert list(tmp_path.iterdir()) == []  # no folder of that name
+    refused(line, "x" * 5000)
+    Path("loop").symlink_to("loop")
+    refused(line, "loop")
 
 
-@pytest.mark.parametrize("args", PATHS, ids=" ".join)
-def test_a_name_too_long_for_any_file(tmp_path: Path, args: tuple[str, ...]) -> None:
-    refused(tmp_path, args, "x" * 5000)
-
-
-@pytest.mark.parametrize("args", READ, ids=" ".join)
+@pytest.mark.parametrize("line", READ)
 @pytest.mark.parametrize("kind", ["pipe", "device", "large"])
-def test_special_files_are_refused(tmp_path: Path, args: tuple[str, ...], kind: str) -> None:
-    refused(tmp_path, args, str(special_file(tmp_path / "x.py", kind)))
+def test_special_files_are_refused(tmp_path: Path, line: str, kind: str) -> None:
+    refused(line, str(special_file(tmp_path / "x.py", kind)))
 
 
 def test_a_name_that_is_no_utf8(train: Callable[..., Any], tmp_path: Path) -> None:
     """config.toml is UTF-8, and would have to say it."""
     name = os.fsdecode(os.fsencode(tmp_path) + b"/\xff")
-    done = train("fedavg", "--dp-sigma", "3", "--dp-ledger", name)
-    assert done.code == 2
-    assert "UTF-8" in done.stderr
+    done = train("fedavg --dp-sigma 3 --dp-ledger", name)
+    assert (done.code, "UTF-8" in done.stderr) == (2, True)
     assert not done.output.exists()
 
 
 def test_home_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`--output=~/runs` reaches the command as it stands: shells leave it."""
+    """`--output=~/runs` reaches the command as it is: shells leave it."""
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     (tmp_path / "home").mkdir()
     command("partition", "--clients=2", "--picture=~/who.png")
     assert (tmp_path / "home" / "who.png").exists()
+
+
+# ---------------------------------------------------------------- errors of the file system anywhere
+
+
+@pytest.mark.parametrize(
+    "error", [PermissionError(13, "Permission denied", "/x/y"), OSError(28, "")]
+)
+def test_an_error_of_the_file_system_is_one_line(
+    error: OSError, fedsynth: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*args: object) -> None:
+        raise error
+
+    monkeypatch.setattr("fedsynth.runs.folders.finished_runs", broken)
+    run = fedsynth("runs")
+    assert (run.code, run.stderr.count("\n")) == (2, 1)
+    assert error.filename is None or "cannot use /x/y: Permission denied" in run.stderr
+
+
+def test_bugs_keep_their_traceback(
+    fedsynth: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also errors of the system that no file is the cause of, or a file of the package."""
+    inside = str(PACKAGE / "absent.html")
+    for error in (OSError(22, "Invalid argument"), FileNotFoundError(2, "No", inside), KeyError(1)):
+
+        def broken(*args: object, error: Exception = error) -> None:
+            raise error
+
+        monkeypatch.setattr("fedsynth.runs.folders.finished_runs", broken)
+        with pytest.raises(type(error)):
+            fedsynth("runs")
+
+
+RUN = "import sys; sys.argv[0] = 'fedsynth'; from fedsynth.cli.app import main; main()"
+
+
+@pytest.mark.parametrize(
+    ("shell", "code", "text"),
+    [
+        ("{} methods > /dev/full", 2, "No space left on device"),
+        ("{} --version > /dev/full", 2, "No space left on device"),
+        ("{} methods | true; exit ${{PIPESTATUS[0]}}", 141, ""),
+        ("{} methods >&-", 0, ""),
+        ("mkdir x; cd x; rmdir ../x; {} train", 2, "the working folder does not exist any more"),
+    ],
+)
+def test_broken_streams_and_a_deleted_working_folder(shell: str, code: int, text: str) -> None:
+    """Catches: tracebacks, also those that Python prints when it shuts down."""
+    line = shell.format(f'"{sys.executable}" -c "{RUN}"')
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr.count("\n")) == (code, 1 if text else 0), done.stderr
+    assert text in done.stderr

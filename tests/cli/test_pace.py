@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from fedsynth.cli.option_names import OptionNames
 from fedsynth.cli.pace import Pace, duration
 from fedsynth.cli.progress import PlainObserver
 from fedsynth.federation.terms.resolve import resolve
@@ -75,8 +74,8 @@ def test_slow_first_steps_are_forgotten_when_others_are_fast() -> None:
 def test_a_private_run_says_no_times() -> None:
     private = resolve({"run": {"method": "feddm"}, "privacy": {"noise_multiplier": 3.0}})
     open_run = resolve({"run": {"method": "feddm"}})
-    assert PlainObserver(private, OptionNames({}, frozenset(), ()), "")._pace is None
-    assert PlainObserver(open_run, OptionNames({}, frozenset(), ()), "")._pace is not None
+    assert PlainObserver(private, "")._pace is None
+    assert PlainObserver(open_run, "")._pace is not None
 
 
 def test_durations() -> None:

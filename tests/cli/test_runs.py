@@ -10,13 +10,15 @@ from typing import Any
 
 from fedsynth.runs.folders import run_folders
 
+Call = Callable[..., Any]
 
-def test_runs_beside_each_other(train: Callable[..., Any], fedsynth: Callable[..., Any]) -> None:
-    output = train("fedprox", "--set", "mu=0.1").output
-    train("fedprox", "--set", "mu=0.5", "--local-test", "0.2")
-    train("fedavg", "--dp-epsilon", "8", "--set", "weight_decay=0.1")
+
+def test_runs_are_compared(train: Call, fedsynth: Call) -> None:
+    output = train("fedprox --set mu=0.1").output
+    train("fedprox --set mu=0.5 --local-test 0.2")
+    train("fedavg --dp-epsilon 8 --set weight_decay=0.1")
     (output / "20990101-000000-fedavg-digits.incomplete").mkdir()
-    found = fedsynth("runs", str(output), "--json")
+    found = fedsynth(f"runs {output} --json")
     assert found.code == 0, found.stderr
     rows = json.loads(found.stdout)
     assert [row["method"] for row in rows] == ["fedprox", "fedprox", "fedavg"]
@@ -33,28 +35,26 @@ def test_runs_beside_each_other(train: Callable[..., Any], fedsynth: Callable[..
     assert rows[1]["amp"] == summaries[1]["local"]["amp"]
     assert rows[2]["epsilon"] == summaries[2]["differential_privacy"]["epsilon"]
     assert "epsilon" not in rows[0]
-    lines = fedsynth("runs", str(output)).stdout.splitlines()
+    lines = fedsynth(f"runs {output}").stdout.splitlines()
     assert lines[0].split()[:5] == ["method", "accuracy", "AMP", "WLP", "ε"]
     assert [line.split()[0] for line in lines[1:]] == ["fedprox", "fedprox", "fedavg"]
     assert f"{100 * rows[1]['amp']:.2f} %" in lines[2]
     assert lines[2].endswith("mu=0.5")
-    one = json.loads(fedsynth("runs", str(output / rows[0]["run"]), "--json").stdout)
+    one = json.loads(fedsynth(f"runs {output / rows[0]['run']} --json").stdout)
     assert [(row["run"], row["settings"]) for row in one] == [(rows[0]["run"], {})]
 
 
-def test_what_generators_made_is_said_by_run_and_table(
-    train: Callable[..., Any], fedsynth: Callable[..., Any]
-) -> None:
+def test_what_generators_made_is_said_by_run_and_table(train: Call, fedsynth: Call) -> None:
     """FedGen's generator is asked for classes, FedKF's is not, FedAvg has none; with privacy the
     facts stay."""
-    kf = train("fedkf", "--rounds", "2", "--dp-epsilon", "8")
+    kf = train("fedkf --rounds 2 --dp-epsilon 8")
     gen = train("fedgen")
     output = train("fedavg").output
     assert " · generated: class entropy " in kf.stderr
     assert "as asked" in gen.stderr + gen.stdout
     assert "as asked" not in kf.stderr
     assert "generated" in kf.stdout
-    rows = json.loads(fedsynth("runs", str(output), "--json").stdout)
+    rows = json.loads(fedsynth(f"runs {output} --json").stdout)
     folders = [output / row["run"] for row in rows]
     lines = [(folder / "metrics.jsonl").read_text().splitlines() for folder in folders]
     facts = [json.loads(line[-1]).get("generator") for line in lines]
@@ -62,40 +62,30 @@ def test_what_generators_made_is_said_by_run_and_table(
     assert facts[0].keys() == {"class_entropy", "class_entropy_share", "classes"}
     assert facts[1].keys() == {"agreement", *facts[0]}
     assert facts[2] is None
-    shown = fedsynth("runs", str(output)).stdout.splitlines()
+    shown = fedsynth(f"runs {output}").stdout.splitlines()
     assert "as asked" in shown[0]
     assert "class entropy" in shown[0]
     assert f"  {facts[0]['class_entropy_share']:.2f} " in shown[1]
     assert f"{100 * facts[1]['agreement']:.2f} %" in shown[2]
-    assert "class entropy" not in fedsynth("runs", str(folders[2])).stdout
+    assert "class entropy" not in fedsynth(f"runs {folders[2]}").stdout
 
 
-def test_nothing_there_and_nothing_readable(fedsynth: Callable[..., Any], tmp_path: Path) -> None:
-    empty = fedsynth("runs", str(tmp_path))
-    assert (empty.code, empty.stderr) == (2, f"fedsynth: error: no finished run in {tmp_path}\n")
+def test_damaged_and_missing_summaries(fedsynth: Call, tmp_path: Path) -> None:
     (tmp_path / "broken").mkdir()
     for text in ("{", "[]"):
         (tmp_path / "broken" / "summary.json").write_text(text)
-        wrong = fedsynth("runs", str(tmp_path))
-        assert wrong.code == 2
-        assert len(wrong.stderr.splitlines()) == 1
-    (tmp_path / "broken" / "summary.json").write_text("{}")  # of another version, say
-    assert fedsynth("runs", str(tmp_path)).code == 0
+        wrong = fedsynth(f"runs {tmp_path}")
+        assert (wrong.code, len(wrong.stderr.splitlines())) == (2, 1)
+    (tmp_path / "broken" / "summary.json").write_text('{"method": "a", "test_accuracy": null}')
+    shown = fedsynth(f"runs {tmp_path}")
+    assert (shown.code, "accuracy" in shown.stdout) == (0, False)
 
 
-def test_runs_of_the_same_second_stand_in_the_order_in_which_they_ended(tmp_path: Path) -> None:
-    for number, name in enumerate(
-        (
-            "20261120-120000-solo-digits",
-            "20261120-120000-fedavg-digits",
-            "20251120-120000-real-digits",
-        )
-    ):
+def test_runs_of_the_same_second_are_in_the_order_in_which_they_ended(tmp_path: Path) -> None:
+    names = ("20261120-120000-solo-digits", "20261120-120000-fedavg-digits", "20251120-120000-real")
+    for number, name in enumerate(names):
         (tmp_path / name).mkdir()
         (tmp_path / name / "summary.json").write_text("{}")
         os.utime(tmp_path / name / "summary.json", (1000 + number, 1000 + number))
-    assert [folder.name.split("-")[2] for folder in run_folders(tmp_path)] == [
-        "real",
-        "solo",
-        "fedavg",
-    ]
+    ordered = [folder.name.split("-")[2] for folder in run_folders(tmp_path)]
+    assert ordered == ["real", "solo", "fedavg"]

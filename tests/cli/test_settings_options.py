@@ -1,22 +1,43 @@
-"""--set: settings of the method and, with a section, of all else; nothing is given twice."""
+"""Options made from the settings' classes, `--set`, and the help texts."""
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
 from dataclasses import fields
-from inspect import signature
-from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.main import get_command
+from typer.testing import CliRunner
 
-from fedsynth import FedDM, ModelSettings, PartitionSettings, PrivacySettings, RunSettings
-from fedsynth.cli.app import app, partition, train
+from fedsynth import (
+    FedDM,
+    FolderSettings,
+    ModelSettings,
+    PartitionSettings,
+    PrivacySettings,
+    RunSettings,
+)
+from fedsynth.cli.app import app
 from fedsynth.cli.errors import OptionError
-from fedsynth.cli.option_names import SETTINGS, option_names, sections_of
+from fedsynth.cli.generated_options import KEYS, setting_option
 from fedsynth.cli.settings_options import method_settings, set_options, with_set_options
 from fedsynth.federation.terms.report_settings import ReportSettings
+from fedsynth.models.registry import model_names
+from fedsynth.validation import field_types
 
-NAMES = option_names(get_command(app).commands["train"])  # type: ignore[attr-defined]
+CLASSES: dict[str, Any] = {
+    "run": RunSettings,
+    "data": FolderSettings,
+    "partition": PartitionSettings,
+    "model": ModelSettings,
+    "method": FedDM,
+    "privacy": PrivacySettings,
+    "report": ReportSettings,
+}
 
 
 def test_keys_go_to_the_method_or_to_the_section_that_they_name() -> None:
@@ -27,6 +48,8 @@ def test_keys_go_to_the_method_or_to_the_section_that_they_name() -> None:
         "partition": {"missing_classes": "2"},
     }
     assert method_settings(["a=b=c"]) == {"a": "b=c"}
+    with pytest.raises(OptionError, match="one of model"):
+        method_settings(["model.width=3"])
 
 
 @pytest.mark.parametrize("text", ["mu", "=1", "model.=1", "nowhere.x=1", "method.=1"])
@@ -35,76 +58,58 @@ def test_anything_else_is_refused(text: str) -> None:
         set_options([text])
 
 
-def test_given_twice() -> None:
+def test_a_setting_that_is_given_twice_is_refused() -> None:
     given = {"partition": {"kind": "iid", "alpha": None}, "method": {}}
-    assert with_set_options(given, ["partition.alpha=2"], NAMES) == {
-        "partition": {"kind": "iid", "alpha": "2"},
-        "method": {},
-    }
-    with pytest.raises(OptionError, match="kind is given twice, by --partition and by --set"):
-        with_set_options(given, ["partition.kind=classes"], NAMES)
-    given = {
-        "partition": {},
-        "model": {"clients": "lenet5"},
-        "privacy": {"delta": 0.1},
-        "method": {},
-    }
-    with pytest.raises(
-        OptionError, match="clients is given twice, by --client-models and by --set"
-    ):
-        with_set_options(given, ["model.clients=cnn1"], NAMES)
-    with pytest.raises(OptionError, match="delta is given twice, by --dp-delta and by --set"):
-        with_set_options(given, ["privacy.delta=1"], NAMES)
-    assert with_set_options(given, ["partition.clients=3"], NAMES)["partition"] == {"clients": "3"}
-    with pytest.raises(OptionError, match="one of model"):
-        method_settings(["model.width=3"])
+    merged = with_set_options(given, ["partition.alpha=2"])
+    assert merged == {"partition": {"kind": "iid", "alpha": "2"}, "method": {}}
+    with pytest.raises(OptionError, match=r"^partition\.kind is given twice: by an option and by "):
+        with_set_options(given, ["partition.kind=classes"])
 
 
-def test_every_option_is_a_setting_or_known_to_be_none() -> None:
-    """Catches: a misspelt name in `SETTINGS`, or a new option that reaches no setting."""
-    types = {
-        "run": RunSettings,
-        "partition": PartitionSettings,
-        "model": ModelSettings,
-        "method": FedDM,
-        "privacy": PrivacySettings,
-        "report": ReportSettings,
-    }
-    for section, key in SETTINGS.values():
-        assert section == "data" or key in {f.name for f in fields(types[section])}, (section, key)
-    others = {
-        "context",
-        "config",
-        "preset",
-        "settings",
-        "output",
-        "resume",
-        "as_json",
-        "dry_run",
-        "download",
-        "sign_key",
-        "log",
-    }
-    assert set(signature(train).parameters) == others | set(SETTINGS)
-    assert set(signature(partition).parameters) - set(SETTINGS) == {
-        "context",
-        "settings",
-        "download",
-        "picture",
+@pytest.mark.parametrize("section", KEYS)
+def test_options_have_the_type_of_their_fields_and_a_help(section: str) -> None:
+    """Catches: a misspelt key, and a class's text that has no sentence on a field."""
+    types = field_types(RunSettings) | field_types(CLASSES[section])
+    for key in KEYS[section].split():
+        option = setting_option(f"{section}.{key}", {})
+        kind = types[key]
+        assert option.kind.__name__ == (kind.__name__ if key != "method" else "str"), key
+        assert len(option.help) > 10
+        assert option.help.endswith(".")
+    assert section == "run" or set(KEYS[section].split()) - {"dataset", "data_root"} <= {
+        field.name for field in fields(CLASSES[section])
     }
 
 
-def test_options_reach_their_sections() -> None:
-    found = sections_of(
-        {
-            "partition": "iid",
-            "dp_sigma": 3.0,
-            "data_root": Path("x"),
-            "picture": Path("y"),
-            "rounds": None,
-        }
-    )
-    assert found["partition"]["kind"] == "iid"
-    assert found["privacy"]["noise_multiplier"] == 3.0
-    assert {k: v for k, v in found["data"].items() if v is not None} == {"data_root": "x"}
-    assert "picture" not in {key for section in found.values() for key in section}
+def test_the_help_lists_all_models() -> None:
+    assert set(model_names()) <= set(re.findall(r"\w+", setting_option("model.name", {}).help))
+
+
+def commands() -> Iterator[list[str]]:
+    open_: list[tuple[list[str], Any]] = [([], get_command(app))]
+    for words, command in open_:  # which grows
+        open_ += [([*words, name], one) for name, one in getattr(command, "commands", {}).items()]
+        yield words
+
+
+@pytest.mark.parametrize("words", list(commands()), ids=" ".join)
+def test_a_help_shows_all_of_its_texts_in_80_columns(words: list[str]) -> None:
+    """Catches: square brackets that are read as markup, and words that are cut."""
+    command: Any = get_command(app)
+    for word in words:
+        command = command.commands[word]
+    shown = CliRunner().invoke(app, [*words, "--help"], env={"COLUMNS": "80"}).stdout
+    assert max(map(len, shown.splitlines())) <= 80
+    letters = "".join(shown.split())
+    texts = [command.help, *(one.help for one in command.params)]
+    for text in filter(None, texts):
+        assert "".join(text.split()) in letters
+    for one in command.params:
+        assert all(name in letters for name in one.opts if name.startswith("--"))
+
+
+def test_a_help_imports_no_torch() -> None:
+    code = "import sys; from fedsynth.cli.app import app; app(standalone_mode=False)"
+    for words in (["train", "--help"], ["--help"]):
+        script = f"{code}; assert not {{'torch', 'numpy'}} & set(sys.modules)"
+        subprocess.run([sys.executable, "-c", script, *words], check=True, capture_output=True)

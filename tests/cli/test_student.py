@@ -1,8 +1,10 @@
-"""`fedsynth student`: from a handed-over set to a network and its accuracy."""
+"""`fedsynth student`: from an exported set to a network and its accuracy."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,8 +17,10 @@ from fedsynth import (
     load_synthetic,
     simulate,
 )
-from fedsynth.cli.app import app
 from fedsynth.privacy.figures import up
+
+Call = Callable[..., Any]
+BRIEF = "--model linear --steps 20 --copies 1"
 
 
 @pytest.fixture(scope="module")
@@ -25,73 +29,56 @@ def share(tmp_path_factory: pytest.TempPathFactory) -> Path:
     method = FedStats(ipc=2, drawn_ipc=4)
     settings = RunSettings(method, rounds=3, privacy=PrivacySettings(epsilon=20.0))
     run = simulate(settings, output=place / "runs", quiet=True)
-    exported = ["export", str(run.folder), "--out", str(place / "share"), "--with-model"]
-    assert app_exit(exported) == 0
+    export_run(str(run.folder), place / "share", with_model=True)
     export_run(str(run.folder), place / "bare")
     return place / "share"
 
 
-def app_exit(options: list[str]) -> int:
-    try:
-        app(options)
-    except SystemExit as exit_:
-        return int(exit_.code or 0)
-    return 0
-
-
-BRIEF = ("--model", "linear", "--steps", "20", "--copies", "1")
-
-
 def test_it_says_what_it_learned_its_guarantee_and_its_accuracy(
-    share: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    share: Path, fedsynth: Call, tmp_path: Path
 ) -> None:
     made = tmp_path / "mine.safetensors"
-    code = app_exit(["student", str(share), *BRIEF, "--dataset", "digits", "--output", str(made)])
-    out, err = capsys.readouterr()
-    assert code == 0, err
-    assert "learned: 60 images, soft labels, and 1 changed copies of each that a model" in out
+    run = fedsynth(f"student {share} {BRIEF} --dataset digits --output {made}")
+    assert run.code == 0, run.stderr
+    assert (
+        "learned: 60 images, soft labels, and 1 changed copies of each that a model" in run.stdout
+    )
     epsilon = up(load_synthetic(share).epsilon or 0.0)
-    assert f"guarantee: ε = {epsilon} at δ = 1e-05, the set's" in out
-    assert " % of 359 real test images" in out
-    assert "step 20 of 20" in err
-    assert err.count("step ") == 10
+    assert f"guarantee: ε = {epsilon} at δ = 1e-05, the set's" in run.stdout
+    assert " % of 359 real test images" in run.stdout
+    assert "step 20 of 20" in run.stderr
+    assert run.stderr.count("step ") == 10
     assert load_model(made) is not None
 
 
-def test_without_the_model_nobody_labels_copies_and_without_test_images_nothing_is_claimed(
-    share: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_without_a_model_or_test_images_nothing_is_claimed(
+    share: Path, fedsynth: Call, tmp_path: Path
 ) -> None:
-    made = tmp_path / "mine.safetensors"
-    code = app_exit(["student", str(share.parent / "bare"), *BRIEF, "--output", str(made)])
-    out, err = capsys.readouterr()
-    assert code == 0, err
-    assert "learned: 60 images, soft labels, and 1 changed copies of each\n" in out
-    assert "accuracy" not in out
+    run = fedsynth(f"student {share.parent / 'bare'} {BRIEF} --output {tmp_path / 'm.safetensors'}")
+    assert run.code == 0, run.stderr
+    assert "learned: 60 images, soft labels, and 1 changed copies of each\n" in run.stdout
+    assert "accuracy" not in run.stdout
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "text"),
     [
-        (("--output", "."), ". is a folder"),
-        (("--model", "net.py"), "--model must be FILE.py:NAME, got net.py"),
-        (("--labels", "sof"), "--labels cannot be 'sof'"),
-        (("--steps", "0"), "--steps must be at least 1"),
-        (("--copies", "-1"), "--copies must be at least 0"),
-        (("--width", "0"), "--width must be at least 1"),
-        (("--teacher", "nowhere"), "nowhere is no folder of a finished run"),
-        (("--dataset", "synthetic(1,1)"), "--dataset synthetic(1,1) has other images"),
-        (("--dataset", "digits", "--test-data", "x"), "--dataset is named beside --test-data"),
+        ("--output .", ". is a folder"),
+        ("--model net.py", "model.name must be FILE.py:NAME, got net.py"),
+        ("--labels sof", "labels cannot be 'sof'"),
+        ("--steps 0", "steps must be at least 1"),
+        ("--copies -1", "views must be at least 0"),
+        ("--width 0", "model.width must be at least 1"),
+        ("--teacher nowhere", "nowhere is no folder of a finished run"),
+        ("--dataset 'synthetic(1,1)'", "data.dataset=synthetic(1,1) has other images"),
+        ("--dataset digits --test-data x", "data.dataset is named beside data.test_folder"),
     ],
 )
-def test_mistakes_are_one_line_with_the_command_s_own_options(
-    options: tuple[str, ...], words: str, share: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code = app_exit(["student", str(share), *options])
-    err = capsys.readouterr().err
-    assert code == 2
-    assert err.startswith("fedsynth: error: ")
-    assert err.count("\n") == 1
-    assert words in err
+def test_mistakes_are_one_line(options: str, text: str, share: Path, fedsynth: Call) -> None:
+    run = fedsynth(f"student {share} {options}")
+    assert (run.code, run.stderr.count("\n")) == (2, 1)
+    assert run.stderr.startswith("fedsynth: error: ")
+    assert text in run.stderr
 
 
 FEATURES = """
@@ -104,27 +91,22 @@ def rows(image_shape):
 """
 
 
-def test_a_teacher_on_somebody_s_own_features_needs_their_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_a_teacher_on_an_own_feature_map_needs_its_file(
+    tmp_path: Path, fedsynth: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches: a set whose model nobody else can use, or a traceback of who has not the file."""
-    file = tmp_path / "enc.py"
-    file.write_text(FEATURES)
-    own = f"{file}:rows"
-    made = ("--output", str(tmp_path / "made.safetensors"))
-    train = ("train", "--method", "fedstats", "--rounds", "1", "--clients", "2")
-    settings = ("--features", own, "--set", "drawn_ipc=4", "--dp-epsilon", "20")
-    assert app_exit([*train, *settings, "--output", str(tmp_path / "runs")]) == 0
-    (run,) = (tmp_path / "runs").iterdir()
-    share = str(tmp_path / "share")
-    assert app_exit(["export", str(run), "--out", share, "--with-model", "--features", own]) == 0
+    """Catches: a set whose model nobody else can use, or a traceback for who has not the file."""
+    (tmp_path / "enc.py").write_text(FEATURES)
+    own = f"--features {tmp_path / 'enc.py'}:rows"
+    made = f"--output {tmp_path / 'made.safetensors'}"
+    train = "train --method fedstats --rounds 1 --clients 2 --set drawn_ipc=4 --dp-epsilon 20"
+    run = fedsynth(f"{train} {own} --output {tmp_path / 'out'}").folder
+    share = tmp_path / "share"
+    assert fedsynth(f"export {run} --out {share} --with-model {own}").code == 0
     monkeypatch.setattr("fedsynth.features.registry._OWN", {})
-    capsys.readouterr()
-    assert app_exit(["student", share, *BRIEF, *made]) == 2
-    err = capsys.readouterr().err
-    assert err.count("\n") == 1
-    assert "enc.py:rows@" in err
-    assert "--teacher none" in err
-    assert app_exit(["student", share, *BRIEF, *made, "--teacher", "none"]) == 0
-    assert app_exit(["student", share, *BRIEF, *made, "--features", own]) == 0
-    assert "that a model labelled" in capsys.readouterr().out
+    without = fedsynth(f"student {share} {BRIEF} {made}")
+    assert (without.code, without.stderr.count("\n")) == (2, 1)
+    assert "enc.py:rows@" in without.stderr
+    assert "teacher=none" in without.stderr
+    assert fedsynth(f"student {share} {BRIEF} {made} --teacher none").code == 0
+    again = fedsynth(f"student {share} {BRIEF} {made} {own}")
+    assert (again.code, "that a model labelled" in again.stdout) == (0, True)

@@ -9,6 +9,7 @@ import struct
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -191,6 +192,31 @@ def test_what_cannot_be_logged_is_said_before_the_run(
         monkeypatch.setitem(__import__("sys").modules, module, None)
         with pytest.raises(OutputError, match=rf"pip install 'fedsynth\[{name}\]'"):
             LOGGERS[name](tmp_path)
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow"])
+def test_a_logger_that_cannot_begin_is_one_error_of_ours(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches: tracebacks of a library without a key, rights or a server."""
+
+    def refuse(*args: object, **values: object) -> None:
+        raise RuntimeError("no API key\nconfigured")
+
+    fake = SimpleNamespace(init=refuse, MlflowClient=refuse, SummaryWriter=refuse)
+    monkeypatch.setattr(loggers, "import_module", lambda module: fake)
+    heard = Heard()
+    with pytest.raises(OutputError) as caught:
+        simulate(resolve(TINY), observer=Several([heard, LOGGERS[name](tmp_path)]))
+    assert str(caught.value) == f"cannot log to {name}: RuntimeError: no API key configured"
+    assert not [kind for kind, _ in heard.events if kind == "round"]
+
+    def broken(module: str) -> None:
+        raise AttributeError("partially initialised")
+
+    monkeypatch.setattr(loggers, "import_module", broken)
+    with pytest.raises(OutputError, match=f"cannot log to {name}: AttributeError: partially"):
+        LOGGERS[name](tmp_path)
 
 
 def test_a_logger_that_fails_costs_no_run(tmp_path: Path) -> None:

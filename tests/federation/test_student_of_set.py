@@ -345,7 +345,7 @@ def test_an_encoder_with_other_weights_is_found_out(tmp_path: Path) -> None:
     register_features(name, build)
     assert load_model(share) is not None
     del _OWN[name]
-    with pytest.raises(OutputError, match="has to be given again"):
+    with pytest.raises(OutputError, match="give that file again"):
         load_model(share)
 
 

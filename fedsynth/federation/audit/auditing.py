@@ -22,7 +22,7 @@ from fedsynth.core.context import RoundContext
 from fedsynth.data.arrays import IntArray
 from fedsynth.data.images import ImageData, from_arrays
 from fedsynth.data.registry import DatasetSpec
-from fedsynth.errors import Setting, SettingError
+from fedsynth.errors import SettingError
 from fedsynth.federation.audit.canaries import KINDS, Canaries
 from fedsynth.federation.exchange.client_budget import ClientBudget
 from fedsynth.federation.observer import Observer
@@ -173,9 +173,7 @@ def _audited(settings: RunSettings, spec: DatasetSpec | None) -> RunSettings:
         raise SettingError(
             "privacy",
             "noise_multiplier",
-            "or ",
-            Setting("privacy", "epsilon"),
-            " must be set: an audit tests a claim of differential privacy",
+            "or privacy.epsilon must be set: an audit tests a claim of differential privacy",
         )
     mechanism = settings.privacy.mechanism
     if mechanism is not None and not mechanism_facts(mechanism).guaranteed:

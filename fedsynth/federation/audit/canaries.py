@@ -27,7 +27,6 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from fedsynth.errors import Setting
 from fedsynth.privacy.errors import PrivacyError, PrivacySettingError
 from fedsynth.privacy.guard import Guard
 from fedsynth.privacy.mechanisms import GaussianSums, Released
@@ -353,10 +352,8 @@ class ImageSums(AuditedSums):
                 None,
                 "canaries",
                 f"are too many: what {len(canaries)} images contribute to one release takes "
-                f"{needed / 2**30:.1f} GiB; audit with fewer, ",
-                Setting(None, "canaries_as", "vectors"),
-                ", or more ",
-                Setting("run", "memory_gb"),
+                f"{needed / 2**30:.1f} GiB; audit with fewer, canaries_as=vectors, or more "
+                "run.memory_gb",
             )
         super().__init__(release, groups, guard, secret, canaries)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters
 from fedsynth.core.method import Method
-from fedsynth.errors import DivergedError, Setting, Text
+from fedsynth.errors import DivergedError
 from fedsynth.privacy.errors import RequestRefusedError
 from fedsynth.privacy.requests import check_named
 
@@ -52,11 +52,8 @@ def diverged_error(what: str, number: int, found: str = "is not finite") -> Dive
         found: what was seen of it.
     """
     return DivergedError(
-        Text(
-            f"round {number}: {what} {found}: its optimisation diverged; lower the learning rate "
-            "(the method's image_lr, lr or server_lr) or use a smaller ",
-            Setting("model", "depth"),
-        )
+        f"round {number}: {what} {found}: its optimisation diverged; lower the learning rate "
+        "(the method's image_lr, lr or server_lr) or use a smaller model.depth"
     )
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fedsynth.core.context import Reporter, RoundContext
 from fedsynth.core.messages import Message
-from fedsynth.errors import DeviceMemoryError, Setting, Text
+from fedsynth.errors import DeviceMemoryError
 from fedsynth.federation.exchange.client_group import evaluate_together, step_together
 from fedsynth.federation.exchange.client_runtime import ClientRuntime
 from fedsynth.federation.exchange.protocol import Evaluated, Joined, Refusal, Replies, Terms, shown
@@ -105,20 +105,17 @@ class InProcess:
         whose = f"round {context.round}: {device} ran out of memory in a step of "
         whose += _clients(len(group))
         fewer = (len(group) + 1) // 2
-        alone = Text("use a smaller batch or a smaller ", Setting("model", "width"))
+        alone = "use a smaller batch or a smaller model.width"
         if not all(one.may_try_again(phase, context) for one in group):
             each = self.clients[0].method.client_bytes(context)
             bound = f"{2 * fewer * (each or 0) / 2**30:.3g}"
-            remedy = Text("go on with ", Setting("run", "memory_gb", bound))
+            remedy = f"go on with run.memory_gb={bound}"
             raise DeviceMemoryError(
-                Text(
-                    f"{whose} with differential privacy; it is charged, and is not taken again, as "
-                    "one charge pays for one draw of noise: ",
-                    alone if len(group) == 1 else remedy,
-                )
+                f"{whose} with differential privacy; it is charged, and is not taken again, as one "
+                f"charge pays for one draw of noise: {alone if len(group) == 1 else remedy}"
             )
         if len(group) == 1:
-            raise DeviceMemoryError(Text(f"{whose}, number {group[0].number}: ", alone))
+            raise DeviceMemoryError(f"{whose}, number {group[0].number}: {alone}")
         self._most = fewer
         context.note(f"{whose}; from now on at most {fewer} share a pass, which moves no result")
 

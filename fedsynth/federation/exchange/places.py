@@ -21,15 +21,16 @@ from fedsynth.privacy.dpsgd import rows_at_once
 from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.mechanism_facts import mechanism_facts
 from fedsynth.privacy.passes import power_of_two
-from fedsynth.privacy.wording import Setting, Text
 from fedsynth.rows_alone import moves_with_place
 
 PLACES = (8, 32)
 """Lengths of the passes that are tried; less where memory would not hold so many gradients."""
 UNTRIED = (*BROKEN, FedsynthError, MemoryError, PrivacyError)
 MOVED = "warning: on this machine the bits of an example's row depend on its place among others"
-TAKE = "; against a server that may craft weights take "
-WIDTHS = " in multiples of 8, and images of even sides"
+WIDTHS = (
+    "; against a server that may craft weights take model.width in multiples of 8, and images of "
+    "even sides"
+)
 
 
 def place_warnings(
@@ -62,8 +63,8 @@ def place_warnings(
     if not moved:
         return []
     if not settings.method.takes_model or settings.model.features:
-        return [Text(MOVED, " (docs/privacy.md, active servers)")]
-    return [Text(MOVED, TAKE, Setting("model", "width"), WIDTHS)]
+        return [f"{MOVED} (docs/privacy.md, active servers)"]
+    return [MOVED + WIDTHS]
 
 
 def lengths(network: nn.Module) -> list[int]:

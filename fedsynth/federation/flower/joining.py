@@ -20,6 +20,7 @@ from fedsynth.federation.flower.processes import (
 )
 from fedsynth.federation.nodes.node import Node
 from fedsynth.privacy.files import last_line
+from fedsynth.validation import MAX_SECONDS, check_number
 
 HERE = "127.0.0.1"
 LOG = "supernode.log"
@@ -91,8 +92,10 @@ def join(
         wait: so many seconds a server that does not know the node yet is asked again.
 
     Raises:
+        SettingError: `wait` is negative, not finite or more than three years.
         FlowerError: Flower is missing, or the SuperNode has ended: its server does not know it.
     """
+    check_number(None, "wait", wait, 0, MAX_SECONDS)
     require_flower()
     ends = time.monotonic() + wait
     with tempfile.TemporaryDirectory(prefix="fedsynth-client-") as folder:

@@ -13,14 +13,18 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fedsynth.data.partition_settings import MOST_CLIENTS
 from fedsynth.errors import OutputError, SettingError
 from fedsynth.federation.flower.processes import FlowerError
+from fedsynth.validation import check_number
 
 if TYPE_CHECKING:
     from cryptography import x509
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
 
 DAYS = 365
+MAX_DAYS = 36_525
+"""A century; X.509 has no dates after the year 9999."""
 CA, CERTIFICATE, KEY = "ca.crt", "server.crt", "server.key"
 
 
@@ -42,11 +46,11 @@ def make_keys(folder: Path, clients: int, hosts: tuple[str, ...] = (), days: int
         SettingError: a number out of range, or a host that is no name.
         OutputError: the files cannot be written, or one is there.
     """
+    check_number(None, "clients", clients, 1, MOST_CLIENTS, whole=True)
+    check_number(None, "days", days, 1, MAX_DAYS, whole=True)
     _require_cryptography()
     from cryptography.hazmat.primitives.asymmetric import ec
 
-    if clients < 1 or days < 1:
-        raise SettingError(None, "clients and days", "must be at least 1")
     authority = ec.generate_private_key(ec.SECP256R1())
     server = ec.generate_private_key(ec.SECP256R1())
     issuer = _name("fedsynth federation")

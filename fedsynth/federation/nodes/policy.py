@@ -35,6 +35,7 @@ from fedsynth.federation.nodes.proposal import Proposal
 from fedsynth.privacy.files import load_toml
 from fedsynth.privacy.guard import Cap
 from fedsynth.privacy.mechanism_facts import mechanism_facts
+from fedsynth.validation import check_number
 
 ANY = "any"
 """Approves every proposal."""
@@ -75,10 +76,13 @@ class Policy:
     settings: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in ("epsilon", "delta", "rounds", "height", "width", "channels"):
+        whole = ("rounds", "height", "width", "channels")
+        for name in ("epsilon", "delta", *whole):
             value = getattr(self, name)
-            if value is not None and not (_is_number(value) and 0 < value < math.inf):
-                raise SettingError("policy", name, f"must be above 0, got {value!r:.80}")
+            if value is not None:
+                check_number("policy", name, value, 0, math.inf, whole=name in whole)
+            if value == 0:
+                raise SettingError("policy", name, "must be above 0")
         if self.epsilon is not None and self.delta is None:
             raise SettingError("policy", "delta", "must be given with epsilon, which is at this δ")
         if self.delta is not None and self.delta >= 1:
@@ -100,6 +104,10 @@ class Policy:
         values = dict(given)
         for name in {"methods", "classes"} & set(values):
             values[name] = _list(name, values[name])
+            if not all(isinstance(one, str) for one in values[name]):
+                raise SettingError(
+                    "policy", name, f"must be a list of names, got {given[name]!r:.80}"
+                )
         settings = values.get("settings", {})
         if not isinstance(settings, Mapping):
             raise SettingError("policy", "settings", "must be a table of settings")
@@ -181,7 +189,8 @@ class Policy:
 
 
 def _list(name: str, given: Any) -> tuple[Any, ...]:
-    if not isinstance(given, list) or not given:
+    plain = (str, int, float, bool)
+    if not isinstance(given, list) or not given or not all(type(one) in plain for one in given):
         raise SettingError("policy", name, f"must be a list of what is allowed, got {given!r:.80}")
     return tuple(given)
 

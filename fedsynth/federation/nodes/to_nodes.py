@@ -35,6 +35,7 @@ from fedsynth.federation.nodes.bundles import pack, unpack
 from fedsynth.federation.nodes.proposal import Proposal
 from fedsynth.privacy.history import History
 from fedsynth.privacy.plans import MAIN
+from fedsynth.validation import MAX_SECONDS, check_number
 
 WAITING = ("start", "prepare", "begin")
 """Frames that wait for the next message: nothing is released for them."""
@@ -66,11 +67,18 @@ class Patience:
         join: for all clients to join.
         answer: for the answer to a message, the client's step included.
         look: between two looks for nodes.
+
+    Raises:
+        SettingError: a number that is negative, not finite or more than three years.
     """
 
     join: float = 600.0
     answer: float = 3600.0
     look: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            check_number(None, f"{name}_seconds", value, 0, MAX_SECONDS)
 
 
 @dataclass

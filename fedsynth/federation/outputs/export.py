@@ -21,7 +21,7 @@ from torch import Tensor
 from fedsynth.core.method import Method
 from fedsynth.data.files import one_line, read_tensors
 from fedsynth.data.shared_set import FORMAT, README, TENSORS, shared_set, spec_of, write_hashes
-from fedsynth.errors import OutputError, Setting, Text, UnknownNameError
+from fedsynth.errors import OutputError, UnknownNameError
 from fedsynth.federation.outputs.run_folder import CONFIG, INCOMPLETE, MODEL, PRIVATE_START
 from fedsynth.federation.outputs.saved_model import model_of_run, write_model
 from fedsynth.federation.outputs.share_readme import Share, readme
@@ -114,12 +114,8 @@ def _read(folder: Path, unprotected: bool, with_model: bool, method: type[Method
     if not promise and not unprotected:
         lacks = "a mechanism that guarantees nothing" if private else "no differential privacy"
         raise OutputError(
-            Text(
-                f"the run in {folder} had {lacks}: its images may show real ones, and nothing is "
-                "promised to anybody (",
-                Setting(None, UNPROTECTED, "True"),
-                " hands them over all the same)",
-            )
+            f"the run in {folder} had {lacks}: its images may show real ones, and nothing is "
+            f"promised to anybody (--{UNPROTECTED}, {UNPROTECTED}=True: export them all the same)"
         )
     name = one_line(summary.get("method"))
     made_by = method or _known(name)

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from fedsynth.errors import Setting, Text
 from fedsynth.federation.terms.privacy_plan import PrivacyPlan
 from fedsynth.privacy.history import History
 from fedsynth.privacy.releases import RECORD, USER
@@ -119,13 +118,9 @@ def _of_the_cap(plan: PrivacyPlan, planned: float) -> list[str]:
         if planned <= WEAK:
             return []
         return [
-            Text(
-                f"  warning: ε = {up(planned, 3)} is a weak guarantee: one example may change the "
-                f"odds of any outcome by a factor of e^{planned:.0f}; a smaller one: ",
-                Setting("privacy", "epsilon", "8"),
-                " in place of ",
-                Setting("privacy", "noise_multiplier"),
-            )
+            f"  warning: ε = {up(planned, 3)} is a weak guarantee: one example may change the "
+            f"odds of any outcome by a factor of e^{planned:.0f}; a smaller one: "
+            "privacy.epsilon=8 in place of privacy.noise_multiplier"
         ]
     if planned <= cap * (1 + 1e-9):
         return []

@@ -17,12 +17,11 @@ from fedsynth.federation.outputs import privacy_words
 from fedsynth.federation.outputs.run_folder import PRIVATE_START, RESUMED, SERVED, resumed_rounds
 from fedsynth.federation.terms.resolve import resolve
 from fedsynth.federation.terms.settings import RunSettings
-from fedsynth.privacy.errors import PrivacyError
+from fedsynth.privacy.errors import PrivacyError, shown
 from fedsynth.privacy.files import read_text
 from fedsynth.privacy.report import SCHEMA_VERSION
 from fedsynth.privacy.report_file import HOSTILE, parse_json, read_json
 from fedsynth.privacy.report_schema import Began, Start, schema_problems
-from fedsynth.privacy.wording import shown
 
 OWN_METHOD = (
     "a method of your own has to be given again: its file, or in Python "

@@ -16,7 +16,7 @@ from typing import Any
 
 from fedsynth.core.method import Method
 from fedsynth.data.shared_set import SUMS
-from fedsynth.errors import FedsynthError, Setting, Text
+from fedsynth.errors import FedsynthError
 from fedsynth.federation.outputs.lost_clients import NOT_COUNTED
 from fedsynth.federation.outputs.report_context import handed_over, report_context
 from fedsynth.federation.outputs.run_files import RunFiles, ledger_files, read_run, read_start
@@ -25,7 +25,7 @@ from fedsynth.federation.outputs.verified_charges import Charges, rebuilt
 from fedsynth.federation.outputs.verified_measured import metrics_problems, summary_problems
 from fedsynth.federation.outputs.verified_owner import OWNER, OwnersRun, owners_numbers
 from fedsynth.federation.outputs.verified_served import ServedEvidence
-from fedsynth.privacy.errors import PrivacyError
+from fedsynth.privacy.errors import PrivacyError, shown
 from fedsynth.privacy.held_rows import Held, held_rows
 from fedsynth.privacy.ledger import read_ledger
 from fedsynth.privacy.report import NOT_PRIVATE, build_report
@@ -33,7 +33,6 @@ from fedsynth.privacy.report_file import HOSTILE, read_report
 from fedsynth.privacy.report_inputs import ReportContext
 from fedsynth.privacy.report_schema import schema_problems
 from fedsynth.privacy.verify import Verification, report_problems, taken_as_stated
-from fedsynth.privacy.wording import shown
 from fedsynth.synthesizer.condensation.sets import SyntheticSet
 from fedsynth.version import __version__
 
@@ -278,11 +277,8 @@ def unfinished_report(
         files, _ = ledger_files(folder, run, ledger)
         if files is None:
             raise PrivacyError(
-                Text(
-                    f"the run's ledgers are not where {folder / 'config.toml'} says: give their "
-                    "folder with ",
-                    Setting(None, "ledger"),
-                )
+                f"the run's ledgers are not where {folder / 'config.toml'} says: give their folder "
+                "with --ledger (ledger=DIR)"
             )
         start = run.start["ledgers"]
         held = [read_ledger(files / f"{client}.jsonl").history() for client in start]

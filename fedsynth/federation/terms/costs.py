@@ -11,7 +11,7 @@ import torch
 
 from fedsynth.data.load_folder import site_names
 from fedsynth.data.partition_settings import GIVEN
-from fedsynth.errors import Setting, SettingError
+from fedsynth.errors import SettingError
 from fedsynth.federation.terms.client_ledgers import planned_ledgers
 from fedsynth.federation.terms.own_data import declared, specification, with_declared
 from fedsynth.federation.terms.privacy_plan import PrivacyPlan
@@ -104,11 +104,8 @@ def long_draw(settings: RunSettings) -> str | None:
             "run",
             "rounds",
             f"must be at most {int(LONGEST / one):,} for a plan, which draws who takes part in "
-            "each round, and "
-            f"for {settings.rounds:,} of them takes some {seconds / 3600:,.1f} hours; or plan "
-            "with ",
-            Setting("run", "participation", "1"),
-            ", which is an upper bound",
+            f"each round, and for {settings.rounds:,} of them takes some {seconds / 3600:,.1f} "
+            "hours; or plan with run.participation=1, which is an upper bound",
         )
     return f"drawing who takes part in each of {settings.rounds:,} rounds: some {seconds:.0f} s"
 

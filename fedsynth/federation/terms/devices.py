@@ -8,7 +8,7 @@ import shutil
 
 import torch
 
-from fedsynth.errors import DeviceError, Setting, SettingError, Text, unknown_value
+from fedsynth.errors import DeviceError, SettingError, unknown_value
 
 DEVICES = ("auto", "cpu", "cuda")
 
@@ -22,17 +22,14 @@ def resolve_device(name: str) -> torch.device:
         raise unknown_value("run", "device", name, DEVICES)
     if name != "cpu" and not torch.cuda.is_available():
         raise DeviceError(
-            Text(
-                Setting("run", "device", name),
-                f" was asked for, but torch {torch.__version__} finds no CUDA device here; use ",
-                Setting("run", "device", "cpu"),
-            )
+            f"run.device={name} was asked for, but torch {torch.__version__} finds no CUDA device "
+            "here; use run.device=cpu"
         )
     try:
         return torch.empty(0, device=name).device
     except RuntimeError as error:
         why = str(error).splitlines()[0]
-        raise DeviceError(Text(Setting("run", "device", name), f" cannot be used: {why}")) from None
+        raise DeviceError(f"run.device={name} cannot be used: {why}") from None
 
 
 def check_compiler(device: torch.device) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import fields
 
 from fedsynth.data.registry import DatasetSpec
-from fedsynth.errors import Setting, SettingError, Text
+from fedsynth.errors import SettingError
 from fedsynth.federation.terms.settings import RunSettings
 
 STEP_SECONDS = 2e-5
@@ -61,8 +61,7 @@ def long_run(settings: RunSettings, spec: DatasetSpec) -> str | None:
             f"{seconds / LONGEST:,.1f} years if each takes no more than {1e6 * STEP_SECONDS:.0f} "
             "µs: no run ends like that",
         )
-    return Text(
-        f"note: {total:.3g} steps (",
-        Setting(section, key),
-        f"): {seconds / 3600:,.1f} hours, if each takes no more than {1e6 * STEP_SECONDS:.0f} µs",
+    return (
+        f"note: {total:.3g} steps ({section}.{key}): {seconds / 3600:,.1f} hours, if each "
+        f"takes no more than {1e6 * STEP_SECONDS:.0f} µs"
     )

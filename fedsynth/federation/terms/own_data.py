@@ -21,9 +21,7 @@ from fedsynth.errors import (
     DataError,
     DataFilesMissingError,
     PartitionError,
-    Setting,
     SettingError,
-    Text,
 )
 from fedsynth.federation.terms.given_data import (
     NO_TEST,
@@ -32,6 +30,7 @@ from fedsynth.federation.terms.given_data import (
     note_shared_records,
 )
 from fedsynth.federation.terms.settings import RunSettings
+from fedsynth.privacy.files import expand_home
 
 Brought = tuple[ImageData, ImageData | None] | FolderData
 
@@ -122,14 +121,8 @@ def _of_folder(settings: RunSettings, found: FolderData, test: str | None) -> Ru
         return RunData(settings, found.train, tested, kind, left_out=found.left_out)
     if found.sites is None:
         raise PartitionError(
-            Text(
-                f"the images of {found.train.spec.name} have no sites (SITE/CLASS/files): say how "
-                "they are divided among clients (",
-                Setting("partition", "kind", "dirichlet"),
-                ", ",
-                Setting("partition", "clients", "5"),
-                ")",
-            )
+            f"the images of {found.train.spec.name} have no sites (SITE/CLASS/files): say how "
+            "they are divided among clients (partition.kind=dirichlet, partition.clients=5)"
         )
     return RunData(settings, found.train, tested, kind, found.sites, found.names, found.left_out)
 
@@ -179,7 +172,7 @@ def _required(declaration: Declaration | None, settings: RunSettings) -> Declara
 
 def _require_same_ledger(given: str | Path | None, declared: Path) -> None:
     """What was spent on these images is in the declared one: with another it would not count."""
-    if given is not None and Path(given).expanduser().resolve() != declared.resolve():
+    if given is not None and expand_home(given).resolve() != declared.resolve():
         raise SettingError(
             "privacy",
             "ledger",

@@ -10,7 +10,7 @@ from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import privacy_of_fields
 from fedsynth.core.method import Method
 from fedsynth.data.registry import DatasetSpec
-from fedsynth.errors import Setting, SettingError, Text, unknown_value
+from fedsynth.errors import SettingError, unknown_value
 from fedsynth.federation.terms.participation import active_clients
 from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.models.own import refuse_mixing
@@ -141,10 +141,6 @@ def refuse_own_proxy(method: Method, spec: DatasetSpec) -> None:
     """Refuses public images to distil on that are the clients' own."""
     if method.public_images() == spec.name:
         raise UnaccountedReleaseError(
-            Text(
-                f"{method.name} cannot distil on {spec.name} with differential privacy: those are "
-                "the clients' own images; name public ones (",
-                Setting("method", "proxy", "noise"),
-                ", or another data set)",
-            )
+            f"{method.name} cannot distil on {spec.name} with differential privacy: those are the "
+            "clients' own images; name public ones (method.proxy=noise, or another data set)"
         )

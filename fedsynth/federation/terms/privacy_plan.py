@@ -14,7 +14,7 @@ from functools import cached_property
 
 from fedsynth.core.context import RoundContext
 from fedsynth.data.registry import DatasetSpec
-from fedsynth.errors import Setting, SettingError, Text
+from fedsynth.errors import SettingError
 from fedsynth.federation.terms.participation import Participation
 from fedsynth.federation.terms.plan_checks import (
     check_custom_model,
@@ -123,13 +123,9 @@ class PrivacyPlan:
         reasons = plan.reasons(plan.histories)
         if plan.facts.guaranteed and privacy.epsilon is not None and reasons:
             raise UnaccountedReleaseError(
-                Text(
-                    f"ε = {privacy.epsilon:g} cannot be kept to: a ledger in {privacy.ledger} "
-                    f"holds a release without any guarantee ({reasons[0]}), which nothing takes "
-                    "back; with ",
-                    Setting("privacy", "noise_multiplier"),
-                    " alone the run adds noise and states no ε",
-                )
+                f"ε = {privacy.epsilon:g} cannot be kept to: a ledger in {privacy.ledger} holds a "
+                f"release without any guarantee ({reasons[0]}), which nothing takes back; with "
+                "privacy.noise_multiplier alone the run adds noise and states no ε"
             )
         if privacy.noise_multiplier is None:
             privacy = replace(privacy, noise_multiplier=plan._calibrated())

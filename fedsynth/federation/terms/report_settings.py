@@ -18,9 +18,9 @@ class ReportSettings:
     """What a run's privacy report says beside what follows from the run. All of it is public.
 
     Args:
-        responsible: the party that answers for the run, such as a hospital and its contact.
-        purpose: what the run is for.
-        sites: the clients' sites by name, comma-separated, in the clients' order.
+        responsible: the party that answers for the run, for the report's first page.
+        purpose: the run's purpose, for the report's first page.
+        sites: names of the clients' sites for the report, comma-separated, in the clients' order.
 
     >>> ReportSettings(sites="Mitte, Nord").site_names(["client-000", "client-001"])
     {'client-000': 'Mitte', 'client-001': 'Nord'}

@@ -12,13 +12,13 @@ from fedsynth.data.files import expanded
 from fedsynth.data.folder_settings import FolderSettings, own_name
 from fedsynth.data.partition_settings import GIVEN, PartitionSettings
 from fedsynth.data.registry import DEFAULT_DATASET, dataset_spec, is_known
-from fedsynth.errors import Setting, SettingError, UnknownNameError, unknown_name
+from fedsynth.errors import SettingError, UnknownNameError, unknown_name
 from fedsynth.federation.terms.report_settings import ReportSettings
 from fedsynth.federation.terms.settings import RUN_KINDS, SECTIONS, RunSettings, kept_ledger
 from fedsynth.methods import DEFAULT_METHOD, method_class, own_source
 from fedsynth.models.registry import ModelSettings
+from fedsynth.privacy.errors import shown
 from fedsynth.privacy.settings import PrivacySettings
-from fedsynth.privacy.wording import shown
 from fedsynth.validation import converted, field_types, from_mapping
 
 # What a data set changes beside the method; what it changes of a method's settings stands with the
@@ -141,9 +141,8 @@ def _of_the_method(method: type[Method], values: Mapping[str, Any]) -> Mapping[s
     for key in values:
         home = section_of(key)
         if key not in known and home is not None:
-            there = Setting(home, key)
             raise SettingError(
-                "method", key, f"is no setting of {method.name}, but ", there, " is one"
+                "method", key, f"is no setting of {method.name}, but {home}.{key} is one"
             )
     return values
 
@@ -158,9 +157,8 @@ def _check_source(name: str, stated: Any, own_method: type[Method] | None) -> No
         raise SettingError(
             "run",
             "method",
-            f"is {name} of {shown(stated)}, of your own: it has to be given again (",
-            Setting("run", "method", f"PATH/{str(stated).partition('@')[0]:.200}"),
-            ", or fedsynth.register_method)",
+            f"is {name} of {shown(stated)}, from a file of its own: give that file again "
+            f"(run.method=PATH/{str(stated).partition('@')[0]:.200}, or fedsynth.register_method)",
         ) from None
     source = own_source(name)
     if source is not None and source.label != stated:
@@ -185,9 +183,7 @@ def _own_folder(data: Mapping[str, Any]) -> tuple[str, FolderSettings | None]:
         return str(name or DEFAULT_DATASET), None
     if not values.get("folder"):
         key = next(iter(values))
-        raise SettingError(
-            "data", key, "is of your own images, which ", Setting("data", "folder"), " names"
-        )
+        raise SettingError("data", key, "is of your own images, which data.folder names")
     folder = from_mapping(FolderSettings, values)
     if name is not None and is_known(str(name)):
         raise SettingError(

@@ -16,7 +16,7 @@ from fedsynth.core.method import Method
 from fedsynth.data.folder_settings import FolderSettings
 from fedsynth.data.partition_settings import PartitionSettings
 from fedsynth.data.registry import DEFAULT_DATASET
-from fedsynth.errors import Setting, SettingError
+from fedsynth.errors import SettingError
 from fedsynth.federation.terms.failures import Failures
 from fedsynth.federation.terms.participation import Participation, active_clients
 from fedsynth.federation.terms.report_settings import ReportSettings
@@ -49,53 +49,51 @@ class RunSettings:
     """One run.
 
     Args:
-        method: its settings, which name it.
+        method: the method by name (`fedsynth methods`), or FILE.py:NAME for a class of your own.
+            In Python, an object with its settings.
         dataset: name of the data set.
-        data_root: the data folder; None takes the environment variable FEDSYNTH_DATA.
-        rounds: number of rounds.
-        seed: of everything that is reproducible.
+        data_root: folder of the data sets; default: the environment variable FEDSYNTH_DATA.
+        rounds: number of communication rounds.
+        seed: seed of everything but privacy's noise and masks.
         device: "auto" (CUDA if there is one), "cpu" or "cuda".
-        precision: "fp32" or "bf16", of condensation's passes over real images (and of what
-            mechanism `gradient` pulls back for each of them), of clients' plain training by
-            cross-entropy (but of dense networks, which train together), of a server's on synthetic
-            images by cross-entropy, and of distillation by the server (DENSE, FedDF, FedHydra but
-            for its U) or on generated images (FedKF). Weights, losses and all else are fp32,
-            DP-SGD's gradients of examples too.
-        compile: let torch.compile make condensation's passes over real images, and what stands
-            between the convolutions of those over synthetic ones: up to twice as fast on a CPU,
-            after some seconds of compiling. Only of whole passes, so that shapes never depend on
-            data: a client with few classes alone may have none over synthetic images. Needs a C++
-            compiler (on a GPU, Triton). Not used for private clients, nor with batch norm.
-        memory_gb: what a round's steps should stay within, beside the data set itself: 2^30 bytes
-            each. Fewer clients then share a step. None: 4 on a CPU, half of the card's memory on a
-            GPU.
+        precision: "fp32" or "bf16" for the most expensive passes. These are condensation's passes
+            over real images (and what mechanism `gradient` pulls back for each of them), clients'
+            plain training by cross-entropy (but not of dense networks, which train together), a
+            server's training on synthetic images by cross-entropy, and distillation by the server
+            (DENSE, FedDF, FedHydra but for its U) or on generated images (FedKF). Weights, losses
+            and everything else are fp32, DP-SGD's gradients of examples too.
+        compile: compile condensation's passes with torch.compile (long runs gain; not with
+            differential privacy). These are the passes over real images, and what is between the
+            convolutions of those over synthetic ones: up to twice as fast on a CPU, after some
+            seconds of compiling. Only whole passes are compiled, so that shapes never depend on
+            data. Needs a C++ compiler (on a GPU, Triton). Has no effect with batch norm.
+        memory_gb: memory in GiB that a round's steps stay within, by fewer clients sharing a step;
+            default: 4 on a CPU, half of the card's memory on a GPU. The data set is not counted.
         evaluate_every: rounds between evaluations on the test set; the last round is always
             evaluated.
-        participation: share C of the clients that take part in a round, drawn from the seed
-            (`fedsynth.federation.terms.participation`).
-        sampling: of those clients: "uniform", or in proportion to their "size" n_k (FedProx; not
-            with differential privacy).
-        client_failures: the probability with which each client of a round fails, drawn from the
-            seed: it crashes before its step, hangs in it, or answers too late
+        participation: share C of the clients that takes part in a round, drawn from the seed.
+        sampling: how these clients are drawn: "uniform", or in proportion to their "size" n_k
+            (FedProx; not with differential privacy).
+        client_failures: probability with which each client of a round fails, drawn from the seed.
+            It crashes before its step, hangs in it, or answers too late
             (`fedsynth.federation.terms.failures`).
-        quorum: the smallest share of a round's clients whose uploads make a round. With fewer, the
-            server keeps its state, the round's row says so, and the run goes on; one upload is
-            needed in any case.
-        robust: what the server takes in place of averages of clients' uploads, so that a few
-            clients that lie cannot move it far: "median" or "trimmed" (mean) of each coordinate,
-            "clip" (of the norms of updates), or "none". Clients then count alike, whatever n_k. For
-            methods that average models; of the others the error says why not.
+        quorum: smallest share of a round's clients whose uploads make a round. With fewer, the
+            server keeps its state and the round's row says so; one upload is needed in any case.
+        robust: aggregation that a few malicious clients cannot move far: none, median, trimmed
+            (mean) or clip. "median" and "trimmed" are of each coordinate, "clip" is of the norms of
+            updates. All clients then have the same weight, whatever n_k. For methods that average
+            models; of the others the error says why not.
         robust_share: β of "trimmed": the share of a coordinate's values that is left out at each
-            end, at least the share of clients that may lie.
-        partition: who has which examples.
-        model: the architecture. Also a module of one's own, or a class or function that makes one,
-            which is then registered (`register_model` says what it must be).
-        privacy: None means no differential privacy.
+            end, at least the share of malicious clients.
+        partition: which client has which examples.
+        model: the architecture; also a module, or a class or function that makes one
+            (`register_model` says what it must be).
+        privacy: differential privacy; None: none.
         report: who answers for the run, for the first page of its privacy report.
         ledger: without privacy, the folder of the clients' kept ledgers, which then say that no
             later run on the same data can have an ε. With privacy the folder is named there.
-        folder: one's own images, in place of a named data set; `dataset` is then what they are
-            called. With `PartitionSettings("given")` each site's folder is a client.
+        folder: your own images, in place of a named data set; `dataset` is then their name. With
+            `PartitionSettings("given")` each site's folder is a client.
 
     >>> from fedsynth import FedProx
     >>> settings = RunSettings(FedProx(mu=0.1), rounds=5, participation=0.3)
@@ -139,8 +137,7 @@ class RunSettings:
                 raise SettingError(
                     None,
                     "RunSettings.ledger",
-                    "is that of a run without privacy; with privacy it is ",
-                    Setting("privacy", "ledger"),
+                    "is that of a run without privacy; with privacy it is privacy.ledger",
                 )
             object.__setattr__(self, "ledger", kept_ledger(self.ledger))
         for name, (kind, example) in _KINDS.items():
@@ -187,9 +184,7 @@ class RunSettings:
             raise SettingError(
                 "run",
                 "sampling",
-                "by size draws some of the clients: it needs ",
-                Setting("run", "participation"),
-                " below 1",
+                "by size draws some of the clients: it needs run.participation below 1",
             )
 
     def _check_robust(self) -> None:
@@ -226,9 +221,8 @@ class RunSettings:
             raise SettingError(
                 "model",
                 "clients",
-                "needs one round (",
-                Setting("run", "rounds", "1"),
-                "): clients of their own architectures cannot start from the server's model",
+                "needs one round (run.rounds=1): clients of their own architectures cannot start "
+                "from the server's model",
             )
 
     @property

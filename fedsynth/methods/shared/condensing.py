@@ -84,7 +84,7 @@ class Condenses(TrainsOnUnion):
     gradient is the exact one. The server's settings are `TrainsOnUnion`'s.
 
     Args:
-        ipc: images per class.
+        ipc: synthetic images per class.
         iterations: T, condensation steps in a round.
         image_lr: η_c, of the images.
         image_momentum: of the images' gradient steps.
@@ -99,8 +99,8 @@ class Condenses(TrainsOnUnion):
             batch at hand, real and synthetic apart: "client" takes all classes of a client
             together, as distribution matching's code does, "class" each class for itself. Refused
             with differential privacy.
-        matching: "mean" matches class means of features; "gaussian", "energy" or "sinkhorn" the
-            classes' distributions of features by that loss
+        matching: what condensation matches: "mean" (class means of features), "gaussian", "energy"
+            or "sinkhorn". The last three match the classes' distributions of features by that loss
             (`fedsynth.synthesizer.condensation.distributions`); not with differential privacy.
         blur: of those losses, in their units.
 

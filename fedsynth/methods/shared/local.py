@@ -28,7 +28,7 @@ from fedsynth.core.messages import Message, ModelParameters
 from fedsynth.core.method import Down, Memory, Method, Presets, Results, RowsOf, State, Up
 from fedsynth.core.state import ServerState
 from fedsynth.core.uploads import most_examples
-from fedsynth.errors import Setting, SettingError
+from fedsynth.errors import SettingError
 from fedsynth.methods.shared.aggregation import AveragingState, average, cached
 from fedsynth.methods.shared.client_training import (
     MODEL,
@@ -126,22 +126,17 @@ class TrainsLocally(Method):
         )
         check_ranges(self, local_steps=(0, inf), stragglers=(0, 1))
         check_choices(self, final=("aca", "oca"), oca=("seen", "all"))
-        no_steps = Setting("method", "local_steps", "0")
         if self.equal_steps and self.local_steps:
             raise SettingError(
                 "method",
                 "equal_steps",
-                "needs ",
-                no_steps,
-                ": these are already the same for every client",
+                "needs method.local_steps=0: these are already the same for every client",
             )
         if self.stragglers and self.local_steps:
             raise SettingError(
                 "method",
                 "stragglers",
-                "needs ",
-                no_steps,
-                ": stragglers manage fewer passes over their data",
+                "needs method.local_steps=0: stragglers manage fewer passes over their data",
             )
 
     def broadcast(self, state: State, context: RoundContext) -> Message:

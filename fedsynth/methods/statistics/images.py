@@ -23,7 +23,7 @@ from fedsynth.core.method import Method, State
 from fedsynth.core.state import ServerState
 from fedsynth.data.images import normalise
 from fedsynth.data.registry import DatasetSpec
-from fedsynth.errors import Setting, SettingError
+from fedsynth.errors import SettingError
 from fedsynth.features.feature_map import Shape
 from fedsynth.methods.shared.noise_shares import Pool
 from fedsynth.methods.statistics.class_moments import target_norm
@@ -116,9 +116,7 @@ class MakesImages(Method):
             raise SettingError(
                 "method",
                 "pictures",
-                "is yes, and no images are asked for that would start from them (",
-                Setting("method", "ipc", "400"),
-                ")",
+                "is yes, and no images are asked for that would start from them (method.ipc=400)",
             )
 
     @property
@@ -272,7 +270,6 @@ def check_differentiable(model: FeatureLinear) -> None:
             "method",
             "ipc",
             "must be 0: the feature map has no derivative by the pixels (is it computed under "
-            "torch.no_grad?), so images cannot be moved; ",
-            Setting("method", "drawn_ipc", "400"),
-            " makes images without it",
+            "torch.no_grad?), so images cannot be moved; method.drawn_ipc=400 makes images "
+            "without it",
         )

@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fedsynth.errors import Setting, SettingError
+from fedsynth.errors import SettingError
 from fedsynth.synthesizer.condensation.matchers import ExactMatcher, FeatureMap, passes
 
 SCALE = 4.0  # in units of √D: several times the spread of instance-normalised features
@@ -28,9 +28,8 @@ def refuse_private(matching: str) -> None:
         raise SettingError(
             "method",
             "matching",
-            "needs each example's features, which no mechanism here protects: use ",
-            Setting("method", "matching", "mean"),
-            " with differential privacy",
+            "needs each example's features, which no mechanism here protects: use "
+            "method.matching=mean with differential privacy",
             value=matching,
         )
 

@@ -16,7 +16,7 @@ from fedsynth.core.method import Memory
 from fedsynth.core.uploads import Array, Rule
 from fedsynth.data.images import normalise
 from fedsynth.data.registry import DatasetSpec
-from fedsynth.errors import Setting, SettingError, UploadRejectedError
+from fedsynth.errors import SettingError, UploadRejectedError
 from fedsynth.seeding import torch_generator
 from fedsynth.training.sgd import Objective, SgdSettings, train_on
 
@@ -198,10 +198,8 @@ def train_on_union(
         raise SettingError(
             "method",
             "min_examples",
-            "is more than any client has of any class, so that nobody sends an image: lower it, or "
-            "use fewer clients (",
-            Setting("partition", "clients"),
-            ")",
+            "is more than any client has of any class, so that nobody sends an image: lower it, "
+            "or use fewer clients (partition.clients)",
         )
     images = torch.cat([u.normalised(context.spec) for u in sets])
     labels = torch.cat([u.labels for u in sets])
