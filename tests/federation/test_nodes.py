@@ -403,6 +403,16 @@ def test_an_approval_is_of_one_agreement(place: Place) -> None:
         {"open": "no"},
         {"settings": ["model.width"]},
         {"settings": {"model.width": 8}},
+        {"methods": [1]},
+        {"classes": ["a", ["b"]]},
+        {"rounds": 1.5},
+        {"height": 64.0},
+        {"epsilon": float("nan"), "delta": 1e-5},
+        {"delta": 1e300},
+        {"rounds": 10**30},
+        {"channels": True},
+        {"settings": {"model.width": [[1]]}},
+        {"settings": {"model.width": [{"a": 1}]}},
     ],
 )
 def test_a_slip_in_a_policy_allows_nothing(given: dict[str, Any]) -> None:
@@ -424,6 +434,13 @@ def test_deep_files_say_no_policy_and_no_specification(tmp_path: Path) -> None:
     for read in (Policy.read, lambda path: own_proposal({}, path)):
         with pytest.raises(SettingError, match="levels deep"):
             read(file)
+
+
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1, 1e300, True, "60"])
+def test_durations_are_finite(seconds: Any) -> None:
+    for name in ("join", "answer", "look"):
+        with pytest.raises(SettingError, match=rf"^{name}_seconds must be "):
+            Patience(**{name: seconds})
 
 
 @pytest.mark.parametrize("method", sorted(METHODS))

@@ -288,7 +288,7 @@ def test_an_abandoned_runs_metrics_may_be_torn_and_its_ledgers_elsewhere(
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"round": 2, "epsi')
     kept.rename(tmp_path / "moved")
-    with pytest.raises(PrivacyError, match="with ledger"):
+    with pytest.raises(PrivacyError, match="with --ledger"):
         unfinished_report(folder)
     write_report(unfinished_report(folder, ledger=tmp_path / "moved"), folder)
     assert found(folder, ledger=tmp_path / "moved") == []

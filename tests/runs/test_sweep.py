@@ -132,7 +132,9 @@ def test_another_setting_is_another_run_and_another_device_is_not(made: Made) ->
         ('[grid]\nalpha = [1.0]\n"partition.alpha" = [2.0]\n', "are one setting"),
         ("[grid]\nalpha = [1.0, 1.0]\n", "two runs of the grid have the same settings"),
         ("[grid]\nseed = [" + "0," * 101 + "]\nalpha = [" + "1.0," * 101 + "]\n", "more than"),
-        ("[sweep]\njobs = 0\n", "jobs must be in"),
+        ("[sweep]\njobs = 0\n", "sweep.jobs must be between 1 and 1000"),
+        ("[sweep]\nmemory_gb = nan\n", "sweep.memory_gb must be a finite number"),
+        ("[methods]\nfedavg = 1\n", "methods.fedavg must be a table, got 1"),
         ("[sweep]\njob = 1\n", "job"),
     ],
 )
@@ -247,7 +249,7 @@ def test_the_command(made: Made, tmp_path: Path) -> None:
     assert "1/2" in shown.stdout
     wrong = CliRunner().invoke(app, [*common, "--format", "excel"])
     assert wrong.exit_code == 2
-    assert "--format" in wrong.stderr
+    assert "format cannot be" in wrong.stderr
 
 
 def test_a_real_run(tmp_path: Path) -> None:
