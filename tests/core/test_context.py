@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedsynth.core.context import Compute, Federation, Notes, RoundContext, Silent, round_context
+from fedsynth.core.context import Compute, Notes, RoundContext, Silent, round_context
 from fedsynth.data.images import from_arrays
 from fedsynth.data.proxy import ProxyImages
 from fedsynth.data.registry import dataset_spec
@@ -93,29 +93,6 @@ def test_a_runs_context_pickles(sections: dict[str, dict[str, object]]) -> None:
     assert all(getattr(arrived, name) == getattr(context, name) for name in same)
 
 
-def test_the_parts_can_be_read_in_one_place() -> None:
-    context = whole()
-    for part in (context.federation, context.compute):
-        for name in type(part).__dataclass_fields__:
-            assert getattr(context, name) is getattr(part, name), name
-
-
-def test_all_clients_are_active_unless_some_are_named() -> None:
-    context = round_context(1, 0, CPU, SPEC, network(), 5.0, clients=3)
-    assert context.active == (0, 1, 2)
-    assert replace(context, participants=(1,)).active == (1,)
-    assert replace(context, participants=()).active == ()
-
-
-def test_a_part_is_changed_alone() -> None:
-    context = whole()
-    changed = replace(context, federation=replace(context.federation, privacy=None))
-    assert changed.privacy is None
-    assert context.privacy is not None
-    assert changed.compute is context.compute
-    assert (changed.seed, changed.proxy) == (context.seed, context.proxy)
-
-
 def test_a_reporter_hears_what_a_step_says() -> None:
     heard: list[tuple[str, int, int]] = []
 
@@ -129,10 +106,12 @@ def test_a_reporter_hears_what_a_step_says() -> None:
     context.note("a class is missing")
     assert heard == [("condense", 2, 9)]
     assert ear.lines == ["a class is missing"]
-    silent = RoundContext(1, Federation(0, SPEC, network(), 5.0), Compute(CPU))
-    assert type(silent.reporter) is Silent
+    silent = round_context(1, 0, CPU, SPEC, network(), 5.0, clients=3)
     silent.report("condense", 1, 1)
     silent.note("nobody hears")
+    assert type(silent.reporter) is Silent
+    assert silent.active == (0, 1, 2)  # unless some are named
+    assert replace(silent, participants=()).active == ()
 
 
 def test_a_loaded_network_is_a_copy_of_the_clients_own_architecture() -> None:

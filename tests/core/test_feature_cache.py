@@ -12,19 +12,17 @@ from torch import Tensor
 
 from fedsynth.core import feature_cache
 from fedsynth.core.feature_cache import feature_table
-from fedsynth.data.images import ImageData, from_arrays
-from fedsynth.data.registry import dataset_spec
+from fedsynth.data.images import ImageData
 from fedsynth.features import feature_map
 from fedsynth.models.feature_linear import Embedding, Root
+from tests.digits import SPEC, digits
 
-SPEC = dataset_spec("digits")
 PIXELS = replace(feature_map("pixels", SPEC.image_shape), blocks=((8, 8),))
 
 
 def data(n: int = 700) -> ImageData:
     """More than one pass of the embedding."""
-    rng = np.random.default_rng(0)
-    return from_arrays(rng.integers(0, 256, (n, 1, 8, 8)).astype(np.uint8), np.arange(n) % 10, SPEC)
+    return digits(np.arange(n) % 10)
 
 
 def embedding(seed: int) -> Embedding:

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedsynth.core.frames import LONGEST_HEADER, Frame, whole
@@ -26,6 +26,7 @@ def by_hand(header: bytes, payload: bytes = b"", length: int | None = None) -> b
     return size.to_bytes(LENGTH_BYTES, "little") + header + payload
 
 
+@settings(max_examples=30)
 @given(st.text(), st.dictionaries(st.text(), VALUES), st.binary())
 def test_what_is_sent_comes_back(kind: str, facts: dict[str, Any], payload: bytes) -> None:
     """Catches: a payload that is cut, or taken for a part of the header."""

@@ -138,7 +138,7 @@ def test_what_is_moved_is_the_same_elsewhere() -> None:
 
 
 @pytest.mark.parametrize("kind", sorted(set(kinds()), key=lambda k: k.__name__))
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=10)
 @given(data=st.data())
 def test_what_is_sent_arrives(kind: type[Packed], data: st.DataObject) -> None:
     message = data.draw(messages(kind))
@@ -270,7 +270,7 @@ def test_a_tensor_in_a_numbers_place_is_refused() -> None:
         ModelParameters.from_bytes(forged)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(st.sampled_from([(ModelParameters, GOOD), (AnchorState, STATE)]), st.data())
 def test_a_changed_byte_is_refused_or_is_another_message(
     good: tuple[type[Packed], bytes], data: st.DataObject

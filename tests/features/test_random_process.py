@@ -113,7 +113,7 @@ def test_the_shipped_dictionary_is_small_and_of_the_recipes_form() -> None:
     assert norms.max() < 10
 
 
-@pytest.mark.parametrize("shape", [(3, 32, 32), (1, 28, 28), (1, 12, 20)], ids=str)
+@pytest.mark.parametrize("shape", [(3, 12, 12), (1, 12, 20)], ids=str)
 @pytest.mark.parametrize("name", ["random-process", "scattering+random-process"])
 def test_maps_are_of_one_image_alone_and_differentiable(
     name: str, shape: tuple[int, int, int]

@@ -9,21 +9,10 @@ from torch import Tensor
 from fedsynth.models.convnet import ConvNet
 from fedsynth.models.registry import ModelSettings, build_model
 
-DEVICES = [
-    "cpu",
-    pytest.param(
-        "cuda",
-        marks=[
-            pytest.mark.cuda,
-            pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-        ],
-    ),
-]
+Shape = tuple[int, int, int]
 
 
-def random_network(
-    shape: tuple[int, int, int], width: int, depth: int, norm: str = "instance"
-) -> ConvNet:
+def random_network(shape: Shape, width: int, depth: int, norm: str = "instance") -> ConvNet:
     """With affine weights of both signs and away from one and zero, so that every term of the VJP
     is seen."""
     settings = ModelSettings(width=width, depth=depth, norm=norm)
@@ -47,23 +36,12 @@ def by_autograd(net: ConvNet, x: Tensor, vectors: Tensor) -> tuple[Tensor, Tenso
     return h.detach(), torch.stack(rows)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("shape", "width", "depth"),
-    [
-        ((1, 28, 28), 6, 3),
-        ((3, 32, 32), 5, 2),
-        ((6, 8, 16), 3, 3),
-        ((1, 8, 8), 1, 1),
-        ((4, 8, 8), 2, 2),
-    ],
+    [((1, 28, 28), 6, 3), ((3, 32, 32), 5, 2), ((6, 8, 16), 3, 3), ((1, 8, 8), 1, 1)],
 )
 def test_embedding_and_vjp_equal_autograd(
-    shape: tuple[int, int, int],
-    width: int,
-    depth: int,
-    device: str,
-    monkeypatch: pytest.MonkeyPatch,
+    shape: Shape, width: int, depth: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # both sides in float32
     net = random_network(shape, width, depth).to(device)
@@ -94,6 +72,6 @@ def test_a_reduced_precision_rounds_the_vectors_only(width: int) -> None:
     ("shape", "norm"),
     [((1, 8, 8), "group"), ((1, 8, 8), "batch"), ((1, 8, 8), "none"), ((1, 12, 12), "instance")],
 )
-def test_there_is_no_such_path_elsewhere(shape: tuple[int, int, int], norm: str) -> None:
+def test_there_is_no_such_path_elsewhere(shape: Shape, norm: str) -> None:
     """Other norms, and a 12×12 image whose third block would pool a row of three."""
     assert random_network(shape, 4, 3, norm).embed_vjp(drawn(2, *shape)) is None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +57,7 @@ def weights(model: nn.Module) -> Tensor:
 
 
 def test_a_registered_class_is_a_model_like_others() -> None:
+    before = torch.get_rng_state()
     settings = register_model("own-net", Net, norms=("none", "group"))
     assert settings == ModelSettings("own-net")
     assert resolve({"model": {"name": "own-net"}}).model.name == "own-net"
@@ -69,12 +69,6 @@ def test_a_registered_class_is_a_model_like_others() -> None:
     grouped = build_model(ModelSettings("own-net", norm="group"), (1, 8, 8), 10, 0)
     assert any(isinstance(m, nn.GroupNorm) for m in grouped.modules())
     assert "own-net" not in model_names()
-
-
-def test_the_global_generator_is_left_alone() -> None:
-    settings = register_model("own-net", Net)
-    before = torch.get_rng_state()
-    build_model(settings, (1, 8, 8), 10, 0)
     assert torch.equal(before, torch.get_rng_state())
 
 
@@ -103,16 +97,10 @@ def test_a_module_starts_with_its_weights_and_stays_as_it_is() -> None:
 
 def test_given_weights_are_said_to_be_declared_public() -> None:
     """Catches: "drawn from the run's seed" of weights that were trained on who knows what."""
-    for model, words in (
-        (flat((1, 8, 8), 10), "declared public by the user"),
-        (flat, "run's seed"),
-    ):
-        settings = RunSettings(
-            FedAvg(local_steps=1),
-            rounds=1,
-            model=model,  # type: ignore[arg-type]
-            privacy=resolve({"privacy": {"noise_multiplier": 3.0}}).privacy,
-        )
+    privacy = resolve({"privacy": {"noise_multiplier": 3.0}}).privacy
+    cases: list[Any] = [(flat((1, 8, 8), 10), "declared public by the user"), (flat, "run's seed")]
+    for model, words in cases:
+        settings = RunSettings(FedAvg(local_steps=1), rounds=1, model=model, privacy=privacy)
         report: Any = simulate(settings, quiet=True).privacy
         assert words in report["public_items"]["architecture and initial weights"]
 
@@ -318,10 +306,8 @@ def test_embed_must_fit_the_classifier() -> None:
 def test_methods_say_what_they_need_of_a_model() -> None:
     """Catches: an AttributeError in the first step of condensation."""
     settings = RunSettings(FedDM(), rounds=1, model=flat)  # type: ignore[arg-type]
-    with pytest.raises(
-        SettingError,
-        match=r"embed\(x\), \[N, embedding_size\]; classifier, an nn.Linear\(embedding_size, classes",
-    ):
+    says = r"embed\(x\), \[N, embedding_size\]; classifier, an nn.Linear\(embedding_size, classes"
+    with pytest.raises(SettingError, match=says):
         simulate(settings, quiet=True)
 
 
@@ -331,39 +317,15 @@ def test_names_of_the_package_are_taken(name: str) -> None:
         register_model(name, Net)
 
 
-def test_a_file_that_was_not_given_again_is_said(register: Callable[[str], None]) -> None:
-    with pytest.raises(
-        SettingError, match=r"is mynet.py:Net@1234, of somebody's own: .*PATH/mynet.py:Net"
-    ):
+def test_a_file_that_was_not_given_again_is_said() -> None:
+    says = r"is mynet.py:Net@1234, of somebody's own: .*PATH/mynet.py:Net"
+    with pytest.raises(SettingError, match=says):
         ModelSettings("mynet.py:Net@1234")
-    register("mynet.py:Net@5678")
+    register_model("mynet.py:Net@5678", Net)
     with pytest.raises(SettingError, match=r"is mynet.py:Net@1234, and what was given is another"):
         ModelSettings("mynet.py:Net@1234")
     with pytest.raises(UnknownNameError, match="unknown model 'nett'"):
         ModelSettings("nett")
-
-
-@pytest.fixture
-def register() -> Callable[[str], None]:
-    def one(name: str) -> None:
-        register_model(name, Net)
-
-    return one
-
-
-@pytest.mark.parametrize("side", [8, 14])
-def test_googlenet_says_which_images_are_too_small(side: int) -> None:
-    """Catches: torch's "Output size is too small", as a traceback."""
-    with pytest.raises(
-        SettingError, match=rf"googlenet needs images of at least 15×15, got {side}"
-    ):
-        build_model(ModelSettings("googlenet"), (1, side, side), 10, 0)
-
-
-def test_googlenet_takes_the_smallest_that_it_says() -> None:
-    network = build_model(ModelSettings("googlenet"), (1, 15, 15), 10, 0).eval()
-    with torch.no_grad():
-        assert network(torch.zeros(1, 1, 15, 15)).shape == (1, 10)
 
 
 class Mixing(Net):

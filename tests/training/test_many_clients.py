@@ -4,7 +4,7 @@ found out."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -44,10 +44,10 @@ def pull(seed: int, size: int) -> Pull:
 
 
 def learners(
-    device: torch.device,
     settings: Callable[[int], SgdSettings],
-    penalties: bool,
-    sizes: tuple[int, ...] = SIZES,
+    penalties: bool = False,
+    sizes: Sequence[int] = SIZES,
+    device: torch.device | str = "cpu",
 ) -> list[Learner]:
     """Clients with models of their own, as SOLO's are, and data of their own out of one resident
     tensor."""
@@ -57,14 +57,11 @@ def learners(
         with torch.no_grad():
             for p in model.parameters():
                 p.add_(0.01 * k)
-        where, order = order[:size], order[size:]
+        where, order = order[:size].to(device), order[size:]
         extra = pull(k, flatten(model).numel()) if penalties and k % 2 else None
         extra = extra and Pull(extra.weight, extra.center.to(device), extra.linear.to(device))
-        found.append(
-            Learner(
-                model, where.to(device), settings(k), torch.Generator().manual_seed(10 + k), extra
-            )
-        )
+        draws = torch.Generator().manual_seed(10 + k)
+        found.append(Learner(model, where, settings(k), draws, extra))
     return found
 
 
@@ -105,45 +102,26 @@ def test_equals_each_clients_own_training(
     monkeypatch.setattr("fedsynth.training.many_clients.FEW", few)
     # many layings-out, across passes
     monkeypatch.setattr("fedsynth.training.many_clients.BLOCK", 2)
-    together = learners(device, settings, penalties)
+    together = learners(settings, penalties, device=device)
     starts = [flatten(one.model) for one in together]
     train_together(together, lambda i: images[i], lambda i: labels[i])
-    oracle = apart(learners(device, settings, penalties), images, labels)
+    oracle = apart(learners(settings, penalties, device=device), images, labels)
     for size, one, start, expected in zip(SIZES, together, starts, oracle, strict=True):
         torch.testing.assert_close(flatten(one.model), expected, atol=2e-6, rtol=1e-5)
         assert torch.equal(start, flatten(one.model)) == (size == 0)
-
-
-def test_clients_do_not_touch_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches: a filler, or a step that a client no longer takes, which counts for it."""
-    monkeypatch.setattr("fedsynth.training.many_clients.FEW", 1)
-    alone = learners(
-        torch.device("cpu"), lambda k: SgdSettings(2, 5, MomentumSgd(0.1, 0.9, 1e-2)), True
-    )
-    many = copy.deepcopy(alone)  # generators are copied with their state
-    train_together(alone[1:2], IMAGES.__getitem__, LABELS.__getitem__)
-    train_together(many, IMAGES.__getitem__, LABELS.__getitem__)
-    torch.testing.assert_close(
-        flatten(many[1].model), flatten(alone[1].model), atol=1e-6, rtol=1e-6
-    )
 
 
 @pytest.mark.parametrize("few", [1, 4])
 def test_nobody_with_data_and_progress(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fedsynth.training.many_clients.FEW", few)
     monkeypatch.setattr("fedsynth.training.many_clients.BLOCK", 1)
-    each = learners(
-        torch.device("cpu"), lambda k: SgdSettings(2, 5, MomentumSgd(0.1)), False, (0, 0)
-    )
+    each = learners(lambda k: SgdSettings(2, 5, MomentumSgd(0.1)), sizes=(0, 0))
     before = [flatten(one.model) for one in each]
     train_together(each, IMAGES.__getitem__, LABELS.__getitem__)
-    assert all(
-        torch.equal(flatten(one.model), start) for one, start in zip(each, before, strict=True)
-    )
+    for one, start in zip(each, before, strict=True):
+        assert torch.equal(flatten(one.model), start)
     seen: list[tuple[int, int]] = []
-    each = learners(
-        torch.device("cpu"), lambda k: SgdSettings(1 + k, 5, MomentumSgd(0.1)), False, (3, 8)
-    )
+    each = learners(lambda k: SgdSettings(1 + k, 5, MomentumSgd(0.1)), sizes=(3, 8))
     train_together(
         each, IMAGES.__getitem__, LABELS.__getitem__, lambda done, total: seen.append((done, total))
     )
@@ -167,59 +145,48 @@ def test_what_is_not_common_is_refused() -> None:
         lambda k: SgdSettings(1, 5, MomentumSgd(0.1), radius=1.0),
     ):
         with pytest.raises(ValueError, match="learners in one pass share"):
-            train_together(
-                learners(torch.device("cpu"), settings, False),
-                IMAGES.__getitem__,
-                LABELS.__getitem__,
-            )
-    odd = learners(torch.device("cpu"), lambda k: SgdSettings(1, 5, MomentumSgd(0.1)), False)[:1]
-    odd[0] = Learner(
-        odd[0].model, odd[0].where, odd[0].settings, odd[0].generator, lambda net: torch.zeros(())
-    )
+            train_together(learners(settings), IMAGES.__getitem__, LABELS.__getitem__)
+    one = learners(lambda k: SgdSettings(1, 5, MomentumSgd(0.1)))[0]
+    odd = Learner(one.model, one.where, one.settings, one.generator, lambda net: torch.zeros(()))
     with pytest.raises(ValueError, match="no penalty but a Pull"):
-        train_together(odd, IMAGES.__getitem__, LABELS.__getitem__)
+        train_together([odd], IMAGES.__getitem__, LABELS.__getitem__)
 
 
 def test_which_networks() -> None:
     dense, relu = nn.Linear(4, 3), nn.ReLU()
-    assert trains_together(Linear((1, 4, 4), 3))
-    assert trains_together(two_layers())
-    assert trains_together(build_model(ModelSettings("linear", projection=8), (1, 4, 4), 3, 0))
-    assert not trains_together(
-        build_model(ModelSettings(width=4, depth=1, projection=8), (1, 8, 8), 3, 0)
-    )
-    assert not trains_together(ConvNet((1, 8, 8), 4, width=4, depth=1))
-    assert not trains_together(nn.Sequential(dense, nn.BatchNorm1d(3)))
-    assert not trains_together(
-        nn.Sequential(dense, nn.BatchNorm1d(3, affine=False, track_running_stats=False))
-    )
-    assert not trains_together(nn.Sequential(dense, nn.Dropout(0.5)))
-    assert not trains_together(nn.Sequential(dense, nn.RReLU()))
-    assert not trains_together(copy.deepcopy(dense).double())
-    # its forward could do anything
-    assert not trains_together(type("Own", (nn.Sequential,), {})(dense, relu))
+    projected = [
+        ModelSettings("linear", projection=8),
+        ModelSettings(width=4, depth=1, projection=8),
+    ]
     named = type("Named", (nn.Sequential,), {})(dense)
     named.dense = nn.Linear(3, 3)  # a layer of that name says nothing
-    assert not trains_together(named)
+    yes = [Linear((1, 4, 4), 3), two_layers(), build_model(projected[0], (1, 4, 4), 3, 0)]
+    no = [
+        build_model(projected[1], (1, 8, 8), 3, 0),
+        ConvNet((1, 8, 8), 4, width=4, depth=1),
+        nn.Sequential(dense, nn.BatchNorm1d(3)),
+        nn.Sequential(dense, nn.BatchNorm1d(3, affine=False, track_running_stats=False)),
+        nn.Sequential(dense, nn.Dropout(0.5)),
+        nn.Sequential(dense, nn.RReLU()),
+        copy.deepcopy(dense).double(),
+        type("Own", (nn.Sequential,), {})(dense, relu),  # its forward could do anything
+        named,
+    ]
+    assert [trains_together(one) for one in yes + no] == [True] * 3 + [False] * 9
     assert worth_batching(dense, 2**15 // 4, 4)
     assert not worth_batching(dense, 2**15 // 4 + 1, 4)
 
 
-def test_memory_that_is_said() -> None:
+@pytest.mark.parametrize("penalties", [False, True])
+def test_memory_that_is_said(penalties: bool) -> None:
     """What a pass takes at most, counted by torch's profiler, stays within what is said of it."""
-    for penalties in (False, True):
-        each = learners(
-            torch.device("cpu"),
-            lambda k: SgdSettings(2, 5, MomentumSgd(0.1, 0.9)),
-            penalties,
-            (10,) * 6,
-        )
-        said = sum(learner_bytes(one.model, 5, 16) for one in each)
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-            train_together(each, IMAGES.__getitem__, LABELS.__getitem__)
-        held = most = 0
-        for event in profiled.profiler.kineto_results.events():  # type: ignore[union-attr]
-            if event.name() == "[memory]":
-                held += event.nbytes()
-                most = max(most, held)
-        assert 0 < most <= said
+    each = learners(lambda k: SgdSettings(2, 5, MomentumSgd(0.1, 0.9)), penalties, (10,) * 6)
+    said = sum(learner_bytes(one.model, 5, 16) for one in each)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        train_together(each, IMAGES.__getitem__, LABELS.__getitem__)
+    held = most = 0
+    for event in profiled.profiler.kineto_results.events():  # type: ignore[union-attr]
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            most = max(most, held)
+    assert 0 < most <= said
