@@ -16,10 +16,9 @@ from fedsynth.core.client import PrivateClients
 from fedsynth.core.context import RoundContext, round_context
 from fedsynth.core.messages import Message, ModelParameters
 from fedsynth.core.state import ServerState
-from fedsynth.data.images import ImageData, from_arrays
+from fedsynth.data.images import ImageData
 from fedsynth.data.partition_settings import PartitionSettings
 from fedsynth.data.proxy import ProxyImages, noise_images
-from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import DivergedError
 from fedsynth.federation.exchange.client_group import (
     evaluate_together,
@@ -39,7 +38,6 @@ from fedsynth.methods.fedavg import FedAvg
 from fedsynth.methods.fedfm import FedFMLite
 from fedsynth.methods.shared.class_sums import COUNTS
 from fedsynth.methods.shared.client_training import Task
-from fedsynth.methods.shared.local import TrainsLocally
 from fedsynth.methods.solo import Solo
 from fedsynth.models.registry import ModelSettings
 from fedsynth.models.small import Linear
@@ -47,16 +45,15 @@ from fedsynth.privacy.errors import UnplannedReleaseError
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.plans import FIRST, MAIN, PHASES
 from fedsynth.privacy.settings import PrivacySettings
+from tests.digits import CPU, SPEC, digits
+from tests.families import by_family
 from tests.federation.test_unchanged import case
 
-SPEC, CPU = dataset_spec("digits"), torch.device("cpu")
 PARTS = [torch.arange(0, 30), torch.arange(30, 70), torch.arange(70, 90), torch.arange(90, 120)]
 
 
 def data() -> ImageData:
-    rng = np.random.default_rng(0)
-    pixels = rng.integers(0, 256, (150, 1, 8, 8)).astype(np.uint8)
-    return from_arrays(pixels, np.arange(150) % 10, SPEC)
+    return digits(np.arange(150) % 10)
 
 
 def context(**named: Any) -> RoundContext:
@@ -83,11 +80,9 @@ def client_of(number: int, method: Any, own: Any = None, **privacy: Any) -> Clie
 def runtimes(method: Any, held_out: list[Tensor] | None = None) -> list[ClientRuntime]:
     nothing = [torch.arange(0)] * len(PARTS)
     resident = data()
-    own = [
-        OwnData(resident, part, test) for part, test in zip(PARTS, held_out or nothing, strict=True)
-    ]
-    clients = [client_of(k, method, mine) for k, mine in enumerate(own)]
-    return clients
+    pairs = zip(PARTS, held_out or nothing, strict=True)
+    own = [OwnData(resident, part, test) for part, test in pairs]
+    return [client_of(k, method, mine) for k, mine in enumerate(own)]
 
 
 def request(ctx: RoundContext) -> ModelParameters:
@@ -208,18 +203,14 @@ class SaysZero(nn.Module):
 
 def test_models_are_tested_on_each_clients_own_split() -> None:
     """Of consecutive labels every tenth is 0: by hand; a client without a split has none right."""
-    splits = [
-        torch.arange(0),
-        torch.arange(120, 131),
-        torch.arange(121, 125),
-        torch.arange(130, 150),
-    ]
+    bounds = ((0, 0), (120, 131), (121, 125), (130, 150))
+    splits = [torch.arange(*some) for some in bounds]
     ctx = replace(context(), federation=replace(context().federation, architecture=SaysZero()))
     clients = runtimes(FedAvg(), splits)
     models = {"global": SaysZero().state_dict(), "one": {"bias": torch.eye(10)[1]}}
     found = evaluate_together(clients, models, ctx)
     assert [e.client for e in found] == [0, 1, 2, 3]
-    assert [e.size for e in found] == [30, 40, 20, 30]
+    assert [e.size for e in found] == [30, 40 + 11, 20 + 4, 30 + 20]
     assert [e.tested for e in found] == [0, 11, 4, 20]
     assert [e.right["global"] for e in found] == [0, 2, 0, 2]
     assert [e.right["one"] for e in found] == [0, 1, 1, 2]
@@ -277,7 +268,7 @@ def tensors(kept: ServerState) -> dict[str, Tensor]:
     return dict(kept.numbers())
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", by_family(METHODS))
 def test_bytes_are_all_that_has_to_pass(name: str) -> None:
     """Two rounds of every method: messages, contexts and the state from round to round as bytes,
     replies in another order; and the same state, and memories, as without."""
@@ -291,11 +282,6 @@ def test_bytes_are_all_that_has_to_pass(name: str) -> None:
     for one, other in zip(clients, others, strict=True):
         assert set(one.memory) == set(other.memory)
         assert all(torch.equal(one.memory[key], value) for key, value in other.memory.items())
-
-
-def test_local_training_of_every_kind_is_in_it() -> None:
-    kinds = [method_class(name) for name in METHODS]
-    assert sum(issubclass(kind, TrainsLocally) for kind in kinds) > 10
 
 
 def test_the_client_whose_budget_is_spent_is_the_one_that_refuses() -> None:

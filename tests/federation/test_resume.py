@@ -185,6 +185,7 @@ def start_child(*arguments: Any) -> Any:
     return process
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["feddm", "scaffold"])
 def test_ten_kills_at_random_moments(method: str, tmp_path: Path) -> None:
     given = sections(method, run={"rounds": 30})

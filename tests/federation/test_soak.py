@@ -66,6 +66,7 @@ def soaked(name: str, private: bool) -> dict[str, dict[str, Any]]:
     return {**sections, "privacy": {"noise_multiplier": 50.0}} if private else sections
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("private", [False, True], ids=["open", "private"])
 @pytest.mark.parametrize("name", sorted(SOAKED))
 def test_rounds_leave_nothing_behind(name: str, private: bool, tmp_path: Path) -> None:
@@ -89,6 +90,7 @@ class Uploaded(Observer):
         self.bytes = live_tensors()[1]
 
 
+@pytest.mark.slow
 def test_clients_that_are_not_active_take_no_tensor_but_their_indices() -> None:
     """Ten of 50 and ten of 800 clients: a model takes 13 kB, an example's index eight bytes."""
     found = []

@@ -4,7 +4,7 @@ Each case is a tiny run on the embedded digits, open or private with injected te
 are the model, what each client sent last, the rounds' metrics, the ledgers' rows and ε: tensors by
 three fingerprints each. One may record anew, by
 
-    python tests/federation/test_unchanged.py
+    python -m tests.federation.test_unchanged
 
 only for a change that is meant to change results, and says so in its commit; or, with nothing else
 changed, for another version of torch or NumPy. A change of structure has to leave the file alone.
@@ -32,6 +32,7 @@ from fedsynth import ImageData, Message, RunResult, from_arrays, resolve, simula
 from fedsynth.data.registry import dataset_spec
 from fedsynth.methods import METHODS, method_class
 from fedsynth.privacy import randomness
+from tests.families import by_family
 
 RECORDED = Path(__file__).with_name("recorded_numbers.json")
 CLIENTS = 4
@@ -380,7 +381,19 @@ def test_every_case_is_recorded() -> None:
     assert recorded_numbers()["cases"].keys() == CASES.keys()
 
 
-@pytest.mark.parametrize("name", CASES)
+QUICK = {
+    "fedavg, private", "feddm, private", "feddm, features", "fedaf, users", "fedsum, private",
+    "fedstats, private", "fedstats, users, secure", "feddm, paper",
+}  # fmt: skip
+"""Private cases outside the slow tests."""
+LONG = {
+    "fedhydra, batch norm", "dense, batch norm", "feddm, client by client", "moon, some clients",
+    "fedkf, some clients", "fedhydra, own architectures", "fedhydra, one round",
+}  # fmt: skip
+SHORT = [name for name in CASES if name in QUICK or not (CASES[name]["privacy"] or name in LONG)]
+
+
+@pytest.mark.parametrize("name", by_family(CASES, SHORT))
 def test_nothing_moved(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     record = recorded_numbers()
     tolerance, images = HERE if record["machine"] == machine() else ELSEWHERE
