@@ -1,7 +1,7 @@
 """Small plots as SVG text, for pages that must carry everything themselves.
 
 Text and axes have the colour of the text around them (`currentColor`), and lines colours that are
-legible on white and on a dark page; a line's dashes tell it from others in black and white.
+legible on white and on a dark page; a line's dashes distinguish it in black and white.
 """
 
 from __future__ import annotations
@@ -9,14 +9,20 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from html import escape
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 Points = Sequence[tuple[float, float]]
 COLOURS = ("#2f7fd1", "#d1602a", "#2e9461", "#9a66cc", "#a8821a", "#c4527f", "#3a8f9e", "#7a7f87")
 DASHES = ("", "7 4", "2 3", "10 3 2 3")
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 640, 320, 76, 20, 16, 48
+WIDTH, LEFT, RIGHT, TOP, BASE, BOTTOM = 640, 76, 620, 16, 272, 48
+"""Pixels: of the picture, of the axes' edges in it, and below the x axis."""
 LEGEND = 18
-FAINT = "#8a97a5"
+MAX_LEGEND = 78
+"""Letters of a legend that fit the width."""
+MAX_DOTS = 60
 
 
 @dataclass(frozen=True)
@@ -27,13 +33,27 @@ class Line:
         name: in the legend.
         points: (x, y), by x.
         band: (x, low, high) around it, such as the range over seeds.
-        colour: its number in `COLOURS` and `DASHES`; None: its place among the lines.
+        colour: its index in `COLOURS` and `DASHES`; None: its position among the lines.
     """
 
     name: str
     points: Points
     band: Sequence[tuple[float, float, float]] = field(default=())
     colour: int | None = None
+
+
+def svg_templates(folder: Path) -> Environment:
+    """Returns the templates of a folder; texts that enter them are escaped."""
+    return Environment(
+        loader=FileSystemLoader([folder, Path(__file__).parent / "templates"]),
+        undefined=StrictUndefined,
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+
+
+_TEMPLATES = svg_templates(Path(__file__).parent / "templates")
 
 
 def line_plot(
@@ -47,57 +67,75 @@ def line_plot(
     percent: bool = False,
     first_broad: bool = False,
 ) -> str:
-    """Lines through points, with a legend; empty without any point.
+    """Draws lines through points, with a legend above them.
 
     Args:
         series: (name, points), or lines with bands.
-        x, y: what the axes are of.
+        x, y: titles of the axes.
         log_x: a logarithmic x axis.
         faint: lines without a name, behind the others.
         from_zero: the y axis begins at 0; else near the smallest value.
         percent: y values are shares, which its axis shows in percent.
         first_broad: the first line is drawn broad and the others over it, so that each is seen
             where they coincide.
+
+    Returns:
+        Empty without any point.
     """
     lines = [one if isinstance(one, Line) else Line(*one) for one in series]
     scale = _Scale.of(lines, faint, log_x=log_x, from_zero=from_zero)
     if scale is None:
         return ""
-    above = LEGEND * len(lines)  # the legend stands over the axes
-    parts = [f'<g transform="translate(0 {above})">', _axes(scale, x, y, percent)]
-    parts += [_path([scale.at(p) for p in points], FAINT, 1, "", 0.55) for points in faint]
-    kinds = [n if line.colour is None else line.colour for n, line in enumerate(lines)]
-    for number, line in enumerate(lines):
-        parts += _drawn(line, kinds[number], scale, broad=number == 0 and first_broad)
-    parts.append("</g>")
-    parts += [_legend(line.name, kinds[number], number) for number, line in enumerate(lines)]
-    return _svg(parts, HEIGHT + above, f"{y} over {x}: {', '.join(one.name for one in lines)}")
+    above = LEGEND * len(lines) + 4  # the legend is over the axes, and its first line whole
+    drawn = [_drawn(line, n, scale, first_broad) for n, line in enumerate(lines)]
+    values_y = ticks(scale.bottom, scale.top, 5)
+    unit = (100, " %") if percent else (1, "")
+    return _TEMPLATES.get_template("plot.svg.j2").render(
+        title=f"{y} over {x}: {', '.join(line.name for line in lines)}",
+        x=x,
+        y=y,
+        width=WIDTH,
+        height=above + BASE + BOTTOM,
+        above=above,
+        left=LEFT,
+        right=RIGHT,
+        top=TOP,
+        base=BASE,
+        lines=drawn,
+        faint=[_path(map(scale.at, points)) for points in faint],
+        ticks_x=[(scale.at((a, scale.bottom))[0], f"{a:.6g}") for a in scale.ticks_x()],
+        ticks_y=[
+            (scale.at((scale.values_x[0], b))[1], f"{unit[0] * b:.6g}{unit[1]}") for b in values_y
+        ],
+    )
 
 
 def bar_plot(bars: Sequence[tuple[str, float]], *, y: str) -> str:
-    """A horizontal bar for each (name, value ≥ 0), its value beside it."""
+    """Draws a horizontal bar for each (name, value ≥ 0), with its value behind it."""
     most = max((value for _, value in bars), default=0.0) or 1.0
-    parts = []
-    for number, (name, value) in enumerate(bars):
-        top = 8 + 44 * number
-        length = value / most * (WIDTH - 120)
-        parts.append(f'<text x="4" y="{top + 12}">{escape(name)}</text>')
-        parts.append(
-            f'<rect x="4" y="{top + 18}" width="{length:.1f}" height="14" '
-            f'fill="{COLOURS[number % len(COLOURS)]}"/>'
-        )
-        parts.append(f'<text x="{length + 10:.1f}" y="{top + 30}">{value:.4g}</text>')
-    return _svg(parts, 16 + 44 * len(bars), y)
+    drawn = [
+        {
+            "name": name,
+            "value": f"{value:.4g}",
+            "top": 8 + 44 * number,
+            "length": round(value / most * (WIDTH - 120), 1),
+            "colour": COLOURS[number % len(COLOURS)],
+        }
+        for number, (name, value) in enumerate(bars)
+    ]
+    height = 16 + 44 * len(bars)
+    template = _TEMPLATES.get_template("bars.svg.j2")
+    return template.render(title=y, width=WIDTH, height=height, bars=drawn)
 
 
 def standalone(svg: str) -> str:
-    """A plot as a file of its own: black on white, whatever shows it."""
+    """Returns a plot for a file of its own: black on white, whatever shows it."""
     start, sign, rest = svg.partition("</title>")
     return f'{start}{sign}<rect width="100%" height="100%" fill="#fff"/>{rest}\n'
 
 
 def ticks(low: float, high: float, about: int) -> list[float]:
-    """Round numbers (1, 2 or 5 times a power of ten apart) from `low` to `high`.
+    """Returns round numbers (1, 2 or 5 times a power of ten apart) from `low` to `high`.
 
     >>> ticks(0.0, 9.0, 5)
     [0.0, 2.0, 4.0, 6.0, 8.0]
@@ -114,7 +152,7 @@ def ticks(low: float, high: float, about: int) -> list[float]:
 
 @dataclass(frozen=True)
 class _Scale:
-    """From values to places in the picture."""
+    """Maps values to positions in the picture."""
 
     left: float
     right: float
@@ -145,15 +183,14 @@ class _Scale:
         return cls(left, right, bottom, top + spare, log_x, tuple(xs))
 
     def at(self, point: tuple[float, float]) -> tuple[float, float]:
+        """Returns a point's position, in pixels."""
         across = math.log10(point[0]) if self.log_x else float(point[0])
         share_x = (across - self.left) / (self.right - self.left)
         share_y = (point[1] - self.bottom) / (self.top - self.bottom)
-        return (
-            LEFT + share_x * (WIDTH - LEFT - RIGHT),
-            HEIGHT - BOTTOM - share_y * (HEIGHT - TOP - BOTTOM),
-        )
+        return round(LEFT + share_x * (RIGHT - LEFT), 1), round(BASE - share_y * (BASE - TOP), 1)
 
     def ticks_x(self) -> list[float]:
+        """Returns the values that the x axis names."""
         whole = all(float(value).is_integer() for value in self.values_x)
         if len(self.values_x) <= 10 and (whole or self.log_x):
             return list(self.values_x)
@@ -164,75 +201,24 @@ class _Scale:
         return [value for value in found if not whole or value.is_integer()]
 
 
-def _drawn(line: Line, number: int, scale: _Scale, *, broad: bool) -> list[str]:
-    colour = COLOURS[number % len(COLOURS)]
-    parts = []
-    if line.band:
-        upper = [scale.at((a, high)) for a, _, high in line.band]
-        lower = [scale.at((a, low)) for a, low, _ in line.band]
-        around = " ".join(f"{a:.1f},{b:.1f}" for a, b in [*upper, *reversed(lower)])
-        parts.append(f'<polygon points="{around}" fill="{colour}" fill-opacity="0.18"/>')
-    at = [scale.at(p) for p in line.points]
-    dash = DASHES[number % len(DASHES)]
-    parts.append(_path(at, colour, 6 if broad else 2, dash, 1))
-    if len(at) <= 60:
-        parts += [f'<circle cx="{a:.1f}" cy="{b:.1f}" r="3" fill="{colour}"/>' for a, b in at]
-    return parts
+def _drawn(line: Line, number: int, scale: _Scale, first_broad: bool) -> dict[str, Any]:
+    """Returns what the template has of a line."""
+    kind = number if line.colour is None else line.colour
+    dots = [scale.at(point) for point in line.points]
+    upper = [scale.at((a, high)) for a, _, high in line.band]
+    lower = [scale.at((a, low)) for a, low, _ in line.band]
+    short = len(line.name) <= MAX_LEGEND
+    return {
+        "name": line.name if short else f"{line.name[: MAX_LEGEND - 1]}…",
+        "legend": LEGEND * number + 16,
+        "colour": COLOURS[kind % len(COLOURS)],
+        "dash": DASHES[kind % len(DASHES)],
+        "width": 6 if number == 0 and first_broad else 2,
+        "points": _path(dots),
+        "band": _path([*upper, *reversed(lower)]),
+        "dots": dots if len(dots) <= MAX_DOTS else [],
+    }
 
 
-def _legend(name: str, kind: int, number: int) -> str:
-    colour = COLOURS[kind % len(COLOURS)]
-    dash = DASHES[kind % len(DASHES)]
-    down = LEGEND * number + 10
-    dashes = f' stroke-dasharray="{dash}"' if dash else ""
-    return (
-        f'<path d="M{LEFT} {down - 4}h34" stroke="{colour}" stroke-width="3"{dashes}/>'
-        f'<text x="{LEFT + 42}" y="{down}">{escape(name)}</text>'
-    )
-
-
-def _axes(scale: _Scale, x: str, y: str, percent: bool) -> str:
-    base = HEIGHT - BOTTOM
-    right = WIDTH - RIGHT
-    parts = []
-    for value in ticks(scale.bottom, scale.top, 5):
-        _, down = scale.at((scale.values_x[0], value))
-        label = f"{100 * value:.4g} %" if percent else f"{value:.6g}"
-        parts.append(
-            f'<path d="M{LEFT} {down:.1f}H{right}" stroke="currentColor" stroke-opacity="0.15"/>'
-            f'<text x="{LEFT - 6}" y="{down + 4:.1f}" text-anchor="end">{label}</text>'
-        )
-    parts.append(f'<path d="M{LEFT} {TOP}V{base}H{right}" fill="none" stroke="currentColor"/>')
-    for value in scale.ticks_x():
-        across, _ = scale.at((value, scale.bottom))
-        parts.append(
-            f'<text x="{across:.1f}" y="{base + 16}" text-anchor="middle">{value:.6g}</text>'
-        )
-    parts.append(
-        f'<text x="{(LEFT + right) / 2:.1f}" y="{HEIGHT - 8}" text-anchor="middle">'
-        f"{escape(x)}</text>"
-    )
-    middle = (TOP + base) / 2
-    parts.append(
-        f'<text transform="translate(14 {middle:.1f}) rotate(-90)" text-anchor="middle">'
-        f"{escape(y)}</text>"
-    )
-    return "".join(parts)
-
-
-def _path(points: Points, colour: str, width: int, dash: str, opacity: float) -> str:
-    path = " ".join(f"{a:.1f},{b:.1f}" for a, b in points)
-    dashes = f' stroke-dasharray="{dash}"' if dash else ""
-    return (
-        f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="{width}" '
-        f'stroke-opacity="{opacity:g}"{dashes}/>'
-    )
-
-
-def _svg(parts: Sequence[str], height: int, title: str) -> str:
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
-        f'width="{WIDTH}" height="{height}" role="img" fill="currentColor" '
-        f'font-family="system-ui, sans-serif" font-size="12">'
-        f"<title>{escape(title)}</title>{''.join(parts)}</svg>"
-    )
+def _path(points: Any) -> str:
+    return " ".join(f"{across:.1f},{down:.1f}" for across, down in points)

@@ -105,7 +105,7 @@ def test_the_wheel_has_every_module(wheel_names: list[str]) -> None:
 def test_the_wheel_has_the_published_tables(wheel_names: list[str]) -> None:
     """Catches: a preset, or the published numbers, that only a checkout has."""
     folder = ROOT / "fedsynth" / "reproduction"
-    data = {path for kind in ("*.csv", "*.toml") for path in folder.rglob(kind)}
+    data = {path for kind in ("*.csv", "*.toml", "*.j2") for path in folder.rglob(kind)}
     assert len(data) > 30
     assert {path.relative_to(ROOT).as_posix() for path in data} <= set(wheel_names)
 
