@@ -193,36 +193,47 @@ def place(mutant: Mutant, tree: Path) -> bool:
     return False
 
 
-def outcome(mutant: Mutant, tree: Path) -> tuple[str, str]:
-    """Killed or survived, and the test that found the fault."""
+def failing(files: list[str], tree: Path) -> str:
+    """The first test of these files (or ids) that fails in a tree; empty for none."""
     limit = CPU_SECONDS, CPU_SECONDS + 5
+    words = ["-m", "pytest", "-n", "0", "-x", "-q", "--tb=no", "-p", "no:cacheprovider"]
+    try:
+        ran = subprocess.run(
+            [sys.executable, *words, *files],
+            cwd=tree,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tree)},
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_CPU, limit),
+        )
+    except subprocess.TimeoutExpired:
+        return "waits for ever"
+    found = re.findall(r"^(?:FAILED|ERROR) (.*?)(?: - |$)", ran.stdout, re.MULTILINE)
+    return found[0] if found else f"ends with {ran.returncode}" if ran.returncode else ""
+
+
+def finds(mutant: Mutant, tree: Path, before: list[str]) -> str:
+    """The test that finds a fault in a tree, empty for none.
+
+    Args:
+        before: tests that found it in other commits, whose files are run first.
+    """
+    first = [name for name in {test.split("::")[0] for test in before} if (tree / name).is_file()]
+    steps = [first] if first else []
     for patterns in TESTS[mutant.group]:
-        files = [path for one in patterns.split() for path in sorted((tree / "tests").glob(one))]
-        words = ["-m", "pytest", "-n", "0", "-x", "-q", "--tb=no", "-p", "no:cacheprovider"]
-        try:
-            ran = subprocess.run(
-                [sys.executable, *words, *map(str, files)],
-                cwd=tree,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tree)},
-                capture_output=True,
-                text=True,
-                timeout=SECONDS,
-                preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_CPU, limit),
-            )
-        except subprocess.TimeoutExpired:
-            return "killed", "waits for ever"
-        if ran.returncode != 0:
-            tests = re.findall(r"^(?:FAILED|ERROR) (\S+)", ran.stdout, re.MULTILINE)
-            return "killed", tests[0] if tests else f"ends with {ran.returncode}"
-    return "survived", ""
+        paths = [path for one in patterns.split() for path in sorted((tree / "tests").glob(one))]
+        steps.append([str(path.relative_to(tree)) for path in paths])
+    return next((test for files in steps if (test := failing(files, tree))), "")
 
 
 def run(commit: str) -> None:
-    """Tests the mutants of the list in a clone of a commit."""
+    """Tests the mutants of the list in a clone of a commit, and finds by the unchanged code."""
     with LIST.open(encoding="utf-8", newline="") as file:
         mutants = [Mutant(int(row[0]), *row[1:]) for row in list(csv.reader(file))[1:]]
-    rows = ROWS.read_text(encoding="utf-8").splitlines() if ROWS.exists() else []
-    finished = [row["mutant"] for row in map(json.loads, rows) if row["commit"] == commit]
+    text = ROWS.read_text(encoding="utf-8") if ROWS.exists() else ""
+    rows = [json.loads(line) for line in text.splitlines()]
+    finished = [row["mutant"] for row in rows if row["commit"] == commit]
     with tempfile.TemporaryDirectory() as folder, ROWS.open("a", encoding="utf-8") as results:
         tree = Path(folder, "tree")
         git = ["git", "-C", str(tree)]
@@ -231,12 +242,16 @@ def run(commit: str) -> None:
         for mutant in mutants:
             if mutant.number in finished:
                 continue
-            found, test = outcome(mutant, tree) if place(mutant, tree) else ("gone", "")
+            outcome, test = "gone", ""
+            if place(mutant, tree):
+                earlier = [row["test"] for row in rows if row["mutant"] == mutant.number]
+                test = finds(mutant, tree, [name for name in earlier if "::" in name])
+                outcome = "killed" if test else "survived"
             subprocess.run([*git, "checkout", "-q", "."], check=True)
+            if "::" in test and failing([test], tree):
+                outcome = "error"  # the test fails without the fault, too
             row = {"commit": commit, "mutant": mutant.number, "group": mutant.group}
-            row = {**row, "outcome": found, "test": test}
-            print(json.dumps(row, ensure_ascii=False), file=results, flush=True)
-            print(row)
+            print(json.dumps({**row, "outcome": outcome, "test": test}), file=results, flush=True)
 
 
 def main() -> None:
