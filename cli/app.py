@@ -33,6 +33,7 @@ from fedsynth.cli.share_commands import export, synthesize
 from fedsynth.cli.signals import ended_by_signals
 from fedsynth.cli.student_command import student
 from fedsynth.cli.sweep_command import sweep
+from fedsynth.cli.threads import CpuUse, fewer_threads, wait_passively
 from fedsynth.version import __version__
 
 app = Application(
@@ -54,11 +55,17 @@ for command in (
     app.command()(command)
 
 
+BEGAN: list[CpuUse | None] = []
+"""The use of the CPUs when the command line began; empty where `app` is called from Python."""
+
+
 def main() -> None:
     """Entry point of the `fedsynth` command."""
     for stream in (sys.stdout, sys.stderr):  # an old locale shall cost a Greek letter, not the run
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
+    wait_passively()
+    BEGAN.append(CpuUse.now())
     app()
 
 
@@ -226,6 +233,7 @@ def _run(
     from fedsynth.federation.terms.resolve import resolve
     from fedsynth.privacy.errors import BudgetExceededError
 
+    note = "" if resume is not None else _reduce_threads(sections)
     settings = resolve(sections)
     sign = signer(sign_key, settings.privacy is not None)  # a key that is none: before the run
     keep_large_allocations()
@@ -233,6 +241,7 @@ def _run(
     first = (
         f"preset of {settings.dataset}, where nothing else is given: {changed}" if changed else ""
     )
+    first = "\n".join(filter(None, (first, note)))
     loggers = loggers_of(log, output if resume is None else resume.parent, settings)
     with make_observer(settings, first) as shown, ended_by_signals():
         observer = shown if not loggers else Several([shown, *loggers])
@@ -247,3 +256,22 @@ def _run(
         print(json.dumps(result.summary, indent=2, allow_nan=False))
     else:
         print_summary(result)
+
+
+def _reduce_threads(sections: Sections) -> str:
+    """Lowers the run's number of threads where other programs use the CPUs; returns what to say.
+
+    The number is a setting of the run: its config.toml repeats the run, and a resumed run has it.
+    """
+    import torch
+
+    usual = torch.get_num_threads()
+    run = sections.setdefault("run", {})
+    threads = fewer_threads(BEGAN[0], usual) if BEGAN and "threads" not in run else None
+    if threads is None:
+        return ""
+    run["threads"] = threads
+    return (
+        f"note: {threads} of {usual} CPU threads, as other programs use the CPUs (run.threads="
+        f"{usual} takes all; another number rounds results otherwise)"
+    )

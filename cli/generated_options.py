@@ -35,7 +35,7 @@ CLASSES: Mapping[str, tuple[str, ...]] = {
 }
 """A section of a config file: the classes with its fields, by file and name."""
 KEYS: Mapping[str, str] = {
-    "run": "method rounds seed device precision compile memory_gb participation client_failures "
+    "run": "method rounds seed device precision compile memory_gb threads participation client_failures "
     "quorum robust",
     "data": "dataset data_root folder test_folder test image_size channels skip_corrupt skip_other declaration",
     "partition": "kind clients alpha classes_per_client min_size subset local_test",

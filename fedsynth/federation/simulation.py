@@ -23,7 +23,7 @@ from fedsynth.federation.outputs.run_folder import RunFolder
 from fedsynth.federation.simulated_run import Simulation
 from fedsynth.federation.spoken import Spoken
 from fedsynth.federation.terms.client_ledgers import Clients
-from fedsynth.federation.terms.devices import check_compiler, resolve_device
+from fedsynth.federation.terms.devices import check_compiler, cpu_threads, resolve_device
 from fedsynth.federation.terms.given_data import protects_users, require_a_ledger
 from fedsynth.federation.terms.own_data import data_of_run
 from fedsynth.federation.terms.plan_checks import check_method
@@ -129,18 +129,19 @@ def simulate(
     if protects_users(settings):
         check_one_client_each(positions, train)
     declared = None if names is None else check_names(names, len(parts))
-    result = Simulation(
-        settings,
-        Clients(train, positions, declared),
-        train.to(device),
-        (None if tested is None else tested.to(device), found.test_kind),
-        [torch.from_numpy(part) for part in positions],
-        observer,
-        folder,
-        download,
-        None if resume is None else RunFolder.reopen(Path(resume)),
-        None if trained is None else Path(trained),
-    ).run()
+    with cpu_threads(settings.threads):
+        result = Simulation(
+            settings,
+            Clients(train, positions, declared),
+            train.to(device),
+            (None if tested is None else tested.to(device), found.test_kind),
+            [torch.from_numpy(part) for part in positions],
+            observer,
+            folder,
+            download,
+            None if resume is None else RunFolder.reopen(Path(resume)),
+            None if trained is None else Path(trained),
+        ).run()
     if found.left_out:
         observer.note(f"left out of the data: {found.left_out}")
     return result

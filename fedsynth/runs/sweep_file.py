@@ -43,7 +43,7 @@ from fedsynth.validation import check_ranges, from_mapping
 
 MOST_RUNS = 10_000
 SEED = "seed"
-PLACES = ("device", "data_root", "memory_gb")
+PLACES = ("device", "data_root", "memory_gb", "threads")
 """Settings that say where a run is made: no other run for another one."""
 Values = Mapping[str, Any]
 Sections = dict[str, dict[str, Any]]

@@ -53,7 +53,7 @@ def agreement(settings: RunSettings) -> str:
     """A hash of all settings that both sides must share: all but where they compute, and where a
     client keeps its ledgers."""
     shared = settings.to_mapping()
-    for own in ("device", "memory_gb", "compile"):
+    for own in ("device", "memory_gb", "threads", "compile"):
         shared["run"].pop(own, None)
     shared["data"].pop("data_root", None)
     shared.get("privacy", {}).pop("ledger", None)

@@ -25,7 +25,11 @@ from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.federation.terms.sums import check_quorum
 from fedsynth.privacy.files import load_toml
 
-OWN = {"run": ("device", "memory_gb", "compile"), "data": ("data_root",), "privacy": ("ledger",)}
+OWN = {
+    "run": ("device", "memory_gb", "threads", "compile"),
+    "data": ("data_root",),
+    "privacy": ("ledger",),
+}
 """Settings that say where a party computes and what it keeps: each party's own."""
 _NAME = re.compile(r"[0-9a-f]{16}")
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -30,6 +32,20 @@ def resolve_device(name: str) -> torch.device:
     except RuntimeError as error:
         why = str(error).splitlines()[0]
         raise DeviceError(f"run.device={name} cannot be used: {why}") from None
+
+
+@contextmanager
+def cpu_threads(count: int | None) -> Iterator[None]:
+    """Within it torch has `count` threads on the CPU; None leaves the number as it is."""
+    if count is None:
+        yield
+        return
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def check_compiler(device: torch.device) -> None:

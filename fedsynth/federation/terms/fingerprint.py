@@ -9,7 +9,7 @@ from typing import Any
 from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.privacy.settings import PrivacySettings
 
-SPEED = ("compile", "memory_gb", "device", "data_root")
+SPEED = ("compile", "memory_gb", "threads", "device", "data_root")
 """What changes how long a run takes, or where its data lie, and not its result."""
 FIRST: dict[str, dict[str, Any]] = {"fedhydra": {"server_momentum": 0.9}}
 """By method, the first defaults of settings that have another one by now."""

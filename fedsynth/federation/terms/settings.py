@@ -30,6 +30,7 @@ QUORUM = 0.5
 """Of a round's clients, the share whose uploads make a round."""
 MOST_ROUNDS = 10**9  # a year has 3e7 seconds
 MOST_GB = 1_000_000
+MOST_THREADS = 4096
 SECTIONS = ("run", "data", "partition", "model", "method", "privacy", "report")
 
 
@@ -69,6 +70,9 @@ class RunSettings:
             data. Needs a C++ compiler (on a GPU, Triton). Has no effect with batch norm.
         memory_gb: memory in GiB that a round's steps stay within, by fewer clients sharing a step;
             default: 4 on a CPU, half of the card's memory on a GPU. The data set is not counted.
+        threads: threads that compute on the CPU; default: torch's own choice, and fewer where the
+            command line finds that other programs use the CPUs. With another number sums are
+            rounded otherwise, so that a run is repeated only with the same one.
         evaluate_every: rounds between evaluations on the test set; the last round is always
             evaluated.
         participation: share C of the clients that takes part in a round, drawn from the seed.
@@ -115,6 +119,7 @@ class RunSettings:
     precision: str = "fp32"
     compile: bool = False
     memory_gb: float | None = None
+    threads: int | None = None
     evaluate_every: int = 1
     participation: float = 1.0
     sampling: str = "uniform"
@@ -154,6 +159,8 @@ class RunSettings:
                 "memory_gb",
                 f"must be above 0 and at most {MOST_GB:,}, got {self.memory_gb}",
             )
+        if self.threads is not None:
+            check_ranges(self, threads=(1, MOST_THREADS))
         if not 0 < self.participation <= 1:
             raise SettingError(
                 "run", "participation", f"must be in (0, 1], got {self.participation}"
@@ -265,6 +272,7 @@ class RunSettings:
             "precision": self.precision,
             "compile": self.compile,
             "memory_gb": self.memory_gb,
+            "threads": self.threads,
         }
         sections: dict[str, dict[str, Any]] = {
             "run": {

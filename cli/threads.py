@@ -1,0 +1,97 @@
+"""How torch's CPU threads wait, and how many there are: chosen for machines with other work.
+
+By default a thread that waits for others spins on its CPU. Where other programs need that CPU, the
+threads of one run hold each other up.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+CPU_TIMES = Path("/proc/stat")
+CGROUPS = Path("/sys/fs/cgroup")
+_IDLE = slice(3, 5)  # idle, and waiting for a disk
+_GUEST = 8  # is in the times before it, too
+
+
+def wait_passively() -> None:
+    """Lets waiting threads sleep, unless the user says how they wait.
+
+    OpenMP reads the variable when torch is imported.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+@dataclass(frozen=True)
+class CpuUse:
+    """The CPU seconds used since the machine was started, of all processes and of this one.
+
+    Attributes:
+        at: the time of the measurement, seconds.
+        machine: of all processes, on the CPUs that this process may use.
+        process: of this process.
+    """
+
+    at: float
+    machine: float
+    process: float
+
+    @classmethod
+    def now(cls) -> CpuUse | None:
+        """Measures; None where the system does not say."""
+        try:
+            machine = _busy_seconds(CPU_TIMES.read_text(encoding="ascii"))
+        except (OSError, ValueError, AttributeError):  # no Linux
+            return None
+        return cls(time.monotonic(), machine, time.process_time())
+
+    def others(self, later: CpuUse) -> float:
+        """Returns how many CPUs other processes used from this measurement to a later one."""
+        used = (later.machine - self.machine) - (later.process - self.process)
+        return max(0.0, used / max(later.at - self.at, 1e-3))
+
+
+def fewer_threads(began: CpuUse | None, usual: int) -> int | None:
+    """Returns the number of threads that other programs leave; None: the usual number.
+
+    Args:
+        began: a measurement when the program began; None: what others use is unknown.
+        usual: the number of threads that torch has.
+    """
+    if {"OMP_NUM_THREADS", "MKL_NUM_THREADS"} & os.environ.keys():
+        return None  # the user's choice
+    free = min(float(usual), cpu_quota())
+    now = CpuUse.now()
+    if began is not None and now is not None:
+        free = min(free, len(os.sched_getaffinity(0)) - began.others(now))
+    threads = max(1, math.floor(free + 0.5))
+    return threads if threads < usual else None
+
+
+def cpu_quota(root: Path = CGROUPS) -> float:
+    """Returns the CPUs that the container's quota allows; infinity without one."""
+    for names in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
+        try:
+            words = " ".join((root / name).read_text(encoding="ascii") for name in names).split()
+            quota, period = (float(word) for word in words)
+        except (OSError, ValueError):  # none, or "max"
+            continue
+        if quota > 0:
+            return quota / period
+    return math.inf
+
+
+def _busy_seconds(text: str) -> float:
+    """Returns the seconds in which this process's CPUs were busy, from the text of /proc/stat."""
+    mine = {f"cpu{number}" for number in os.sched_getaffinity(0)}
+    ticks = 0
+    for line in text.splitlines():
+        name, *words = line.split()
+        if name in mine:
+            times = [int(word) for word in words][:_GUEST]
+            ticks += sum(times) - sum(times[_IDLE])
+    return ticks / os.sysconf("SC_CLK_TCK")
