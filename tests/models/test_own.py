@@ -318,7 +318,7 @@ def test_names_of_the_package_are_taken(name: str) -> None:
 
 
 def test_a_file_that_was_not_given_again_is_said() -> None:
-    says = r"is mynet.py:Net@1234, of somebody's own: .*PATH/mynet.py:Net"
+    says = r"is mynet.py:Net@1234, from a file of its own: .*PATH/mynet.py:Net"
     with pytest.raises(SettingError, match=says):
         ModelSettings("mynet.py:Net@1234")
     register_model("mynet.py:Net@5678", Net)
