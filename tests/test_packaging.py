@@ -20,7 +20,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 LINKS = ("privacy", "cli")
-HEAVY = ("torch", "numpy", "scipy", "sklearn", "opacus", "torchvision")
+HEAVY = ("torch", "numpy", "scipy", "opacus", "torchvision")
 
 
 def package_folders() -> Iterator[Path]:

@@ -14,9 +14,9 @@ from fedsynth.data.pickled import PickledArray, read_pickle
 from fedsynth.errors import DataFilesCorruptError
 from fedsynth.privacy.files import read_regular
 
-MOST_BYTES = 60_000 * (2 * 3072 + 256)
-"""Of a batch file: all images, as text (two bytes for one) before protocol 3, with their labels and
-file names."""
+MAX_BYTES = 60_000 * (2 * 3072 + 256)
+"""Size limit of a batch file: all images, as text (two bytes for one) before protocol 3, with their
+labels and file names."""
 
 
 def read_cifar_batch(
@@ -32,42 +32,31 @@ def read_cifar_batch(
         DataFilesCorruptError: not such a pickle, or one that wants more than numeric arrays and
             plain containers.
     """
-    batch = _content(path)
+    try:
+        batch = read_pickle(read_regular(path, MAX_BYTES))
+    except Exception as error:  # damaged pickle code may raise anything
+        raise DataFilesCorruptError(
+            f"{path} cannot be read as a CIFAR batch: {one_line(error)}"
+        ) from None
     if not isinstance(batch, dict):
         raise DataFilesCorruptError(
             f"{path} is no CIFAR batch: it holds a {type(batch).__name__}, not a dict"
         )
     data = _entry(batch, "data", path)
     labels = _entry(batch, label_key, path)
-    if not (
-        isinstance(data, PickledArray)
-        and data.code == "u1"
-        and len(data.shape) == 2
-        and data.shape[1] == 3072
-    ):
-        got = str(data) if isinstance(data, PickledArray) else type(data).__name__
+    x = data.value if isinstance(data, PickledArray) else None
+    if x is None or x.ndim != 2 or x.shape[1] != 3072:
+        got = type(data).__name__ if x is None else f"uint8 {list(x.shape)}"
         raise DataFilesCorruptError(f"{path}: 'data' must be uint8 [N, 3072], got {got}")
     if not (isinstance(labels, list) and all(type(label) is int for label in labels)):
         raise DataFilesCorruptError(f"{path}: {label_key!r} must be a list of integers")
-    if len(labels) != data.shape[0]:
-        raise DataFilesCorruptError(f"{path} has {data.shape[0]} images but {len(labels)} labels")
+    if len(labels) != len(x):
+        raise DataFilesCorruptError(f"{path} has {len(x)} images but {len(labels)} labels")
     try:
         y = np.array(labels, dtype=np.int64)
     except OverflowError:
         raise DataFilesCorruptError(f"{path}: {label_key!r} has a number beyond 64 bits") from None
-    x = np.frombuffer(data.content, np.uint8).reshape(
-        data.shape, order="F" if data.by_columns else "C"
-    )
     return x.reshape(-1, 3, 32, 32), y
-
-
-def _content(path: Path) -> object:
-    try:
-        return read_pickle(read_regular(path, MOST_BYTES))
-    except Exception as error:  # damaged pickle code may raise anything
-        raise DataFilesCorruptError(
-            f"{path} cannot be read as a CIFAR batch: {one_line(error)}"
-        ) from None
 
 
 def _entry(batch: dict[Any, Any], key: str, path: Path) -> object:

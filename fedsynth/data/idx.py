@@ -6,8 +6,8 @@ from __future__ import annotations
 import gzip
 import math
 import zlib
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -16,72 +16,43 @@ from fedsynth.data.files import one_line
 from fedsynth.errors import DataFilesCorruptError
 from fedsynth.privacy.files import open_regular
 
-_UNSIGNED_BYTE = 0x08
-_AT_ONCE = 2**20  # bytes decompressed at a time
 _SPARE = 2**16  # by which compression may make a file longer, and a header
 
 
-def read_idx(path: Path, ndim: int, most: int) -> npt.NDArray[np.uint8]:
-    """The uint8 array with `ndim` axes in the idx file at `path`; a name that ends in `.gz` is
-    decompressed.
-
-    No more is decompressed than the header announces and one byte.
+def read_idx(path: Path, ndim: int, max_bytes: int) -> npt.NDArray[np.uint8]:
+    """Returns the uint8 array in an idx file; a name that ends in `.gz` is decompressed.
 
     Args:
-        most: bytes that the array may have.
+        path: of the file.
+        ndim: how many axes the array must have.
+        max_bytes: size limit of the array; not much more is decompressed.
 
     Raises:
-        DataFilesCorruptError: not an idx file of bytes with `ndim` axes, one that announces more
-            than `most`, or more or fewer bytes than it announces.
+        DataFilesCorruptError: the file is damaged, or has another or a larger array.
     """
+    header = 4 + 4 * ndim
     try:
-        with open_regular(path, max_bytes=most + _SPARE) as file:
-            if path.suffix != ".gz":
-                return _array(file, path, ndim, most)
-            with gzip.GzipFile(fileobj=file) as inflated:
-                return _array(inflated, path, ndim, most)
+        with BufferedReader(open_regular(path, max_bytes=max_bytes + _SPARE)) as file:
+            source = gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else file
+            content = source.read(header + max_bytes + 1)
     except (OSError, EOFError, zlib.error) as error:
         raise DataFilesCorruptError(f"{path} cannot be read: {one_line(error)}") from None
-
-
-def _array(
-    file: BinaryIO | gzip.GzipFile, path: Path, ndim: int, most: int
-) -> npt.NDArray[np.uint8]:
-    size = 4 + 4 * ndim
-    header = _bytes(file, size)
-    magic = bytes([0, 0, _UNSIGNED_BYTE, ndim])
-    if len(header) < size:
+    magic = bytes([0, 0, 8, ndim])  # 8: unsigned bytes
+    if content[:4] != magic or len(content) < header:
         raise DataFilesCorruptError(
-            f"{path} is truncated: {len(header)} bytes, the header alone has {size}"
+            f"{path} is no idx file of bytes: it starts with {content[:4].hex()}, not {magic.hex()}"
         )
-    if header[:4] != magic:
+    shape = np.frombuffer(content[4:header], ">u4").tolist()
+    size = math.prod(shape)
+    if size > max_bytes:
         raise DataFilesCorruptError(
-            f"{path} is no idx file of bytes: it starts with {header[:4].hex()}, not {magic.hex()}"
+            f"{path}: its header announces {shape}, {size:,} bytes; such a file has at most "
+            f"{max_bytes:,}"
         )
-    shape = tuple(int.from_bytes(header[4 + 4 * i : 8 + 4 * i], "big") for i in range(ndim))
-    announced = math.prod(shape)
-    if announced > most:
+    if len(content) - header != size:
+        got = len(content) - header
+        fault = "is truncated" if got < size else "has bytes left over"
         raise DataFilesCorruptError(
-            f"{path}: its header announces {list(shape)}, {announced:,} bytes; such a file has at "
-            f"most {most:,}"
+            f"{path} {fault}: its header announces {shape}, {size} bytes, it has {got}"
         )
-    content = _bytes(file, announced + 1)
-    if len(content) != announced:
-        fault = "is truncated" if len(content) < announced else "has bytes left over"
-        got = f"{len(content)}" if len(content) < announced else "more"
-        raise DataFilesCorruptError(
-            f"{path} {fault}: its header announces {list(shape)}, {announced} bytes, it has {got}"
-        )
-    return np.frombuffer(content, np.uint8).reshape(shape)
-
-
-def _bytes(file: BinaryIO | gzip.GzipFile, most: int) -> bytearray:
-    """The next `most` bytes, fewer at the end; the memory grows with what is there, not with
-    `most`."""
-    content = bytearray()
-    while len(content) < most:
-        piece = file.read(min(_AT_ONCE, most - len(content)))
-        if not piece:
-            break
-        content += piece
-    return content
+    return np.frombuffer(content, np.uint8, offset=header).reshape(shape)

@@ -32,6 +32,8 @@ from fedsynth.errors import DataError, DataFilesCorruptError, DataFilesMissingEr
 
 _DOWNLOAD = "--download (download=True)"
 ROOT_VARIABLE = "FEDSYNTH_DATA"
+DIGITS = Path(__file__).with_name("digits.npz")
+"""The one data set that the package ships; digits.LICENSE.txt says whose it is."""
 READERS: dict[str, Reader] = {**DOMAIN_READERS, **CLASS_FOLDER_READERS, **LEAF_READERS}
 
 _Arrays = tuple[npt.NDArray[Any], npt.NDArray[Any]]
@@ -46,8 +48,8 @@ def load_dataset(
     """The training and the test split of a named data set, on the CPU.
 
     Args:
-        name: one that `fedsynth.data.registry.dataset_spec` knows. `digits` comes with scikit-learn
-            and the synthetic ones are computed: they need no files.
+        name: one that `fedsynth.data.registry.dataset_spec` knows. `digits` comes with the
+            package and the synthetic ones are computed: they need no files.
         root: the data folder; None takes the environment variable FEDSYNTH_DATA.
         download: fetch missing files through torchvision. Files that are there are never replaced.
 
@@ -198,20 +200,17 @@ def _read_cifar100(paths: list[Path], spec: DatasetSpec) -> _Arrays:
 
 
 def _read_svhn(paths: list[Path], spec: DatasetSpec) -> _Arrays:
-    return read_svhn(paths[0], spec)
+    return read_svhn(paths[0])
 
 
 def _load_digits(spec: DatasetSpec) -> tuple[ImageData, ImageData]:
-    """scikit-learn's digits: levels 0..16 become 0..255, every fifth example (index % 5 == 4) is
-    for testing."""
-    from sklearn.datasets import load_digits
-
-    bundled = load_digits()
-    images = np.rint(bundled.images * (255 / 16)).astype(np.uint8)
+    """The digits of the package: levels 0..16 become 0..255, every fifth example (index % 5 == 4)
+    is for testing."""
+    with np.load(DIGITS) as file:
+        images = np.rint(file["images"] * (255 / 16)).astype(np.uint8)
+        labels = file["labels"].astype(np.int64)
     is_test = np.arange(len(images)) % 5 == 4
-    train, test = (
-        from_arrays(images[rows], bundled.target[rows], spec) for rows in (~is_test, is_test)
-    )
+    train, test = (from_arrays(images[rows], labels[rows], spec) for rows in (~is_test, is_test))
     return train, test
 
 

@@ -1,7 +1,7 @@
 """Damaged and hostile data files for one reader, in a process of its own: `python fuzz_readers.py
 KIND SEED CASES`.
 
-KIND is pickle, mat, image, leaf, users, idx or list. Prints one JSON object: how many cases were
+KIND is pickle, image, leaf, users, idx or list. Prints one JSON object: how many cases were
 refused and accepted, the largest traced memory beyond ten times the file's size, the longest time,
 and what was neither a refusal in one line nor a result as promised. The number of the case at work
 stands in the file CASE of the current folder, for the reader who finds a signal.
@@ -25,7 +25,6 @@ from typing import Any
 
 import numpy as np
 from PIL import Image
-from scipy.io import savemat
 
 from fedsynth.data.cifar import read_cifar_batch
 from fedsynth.data.domains import _listed
@@ -33,12 +32,11 @@ from fedsynth.data.folders import read_images, read_lines
 from fedsynth.data.idx import read_idx
 from fedsynth.data.leaf import read_femnist
 from fedsynth.data.registry import dataset_spec
-from fedsynth.data.svhn import read_svhn
 from fedsynth.data.users import read_users
 from fedsynth.errors import DataError
 
 ROWS = np.arange(3072 * 2, dtype=np.uint8).reshape(2, 3072)
-SVHN, OFFICE, FEMNIST = map(dataset_spec, ("svhn", "office-caltech-10", "femnist"))
+OFFICE, FEMNIST = map(dataset_spec, ("office-caltech-10", "femnist"))
 DOMAINNET = dataset_spec("domainnet-10")
 
 
@@ -227,33 +225,6 @@ def pickles(rng: random.Random) -> Iterator[bytes]:
         yield mutated(good, rng, instruction_starts)
 
 
-def mats(rng: random.Random) -> Iterator[bytes]:
-    """Uncompressed, so that what is changed is read; each again with its elements compressed."""
-    good = []
-    for kind in (np.uint8, np.float64, np.complex128, np.int32, object):
-        file = io.BytesIO()
-        labels = np.array([[1], [10]]).astype(kind)
-        savemat(file, {"X": np.zeros((32, 32, 3, 2), np.uint8), "y": labels, "z": {"a": [1, "b"]}})
-        good.append(file.getvalue())
-
-    def starts(content: bytes) -> list[int]:
-        x = content.find(b"X\0\0\0")
-        return [*range(128, x + 16), *range(x + 6144, len(content))]
-
-    import zlib
-
-    while True:
-        plain = mutated(good, rng, starts)
-        yield plain
-        packed, at = plain[:128], 128
-        while at + 8 <= len(plain):
-            length = int.from_bytes(plain[at + 4 : at + 8], "little")
-            element = zlib.compress(plain[at : at + 8 + length], 1)
-            packed += struct.pack("<II", 15, len(element)) + element
-            at += 8 + length
-        yield packed
-
-
 def images(rng: random.Random) -> Iterator[bytes]:
     picture = Image.fromarray(np.arange(64 * 64 * 3, dtype=np.uint8).reshape(64, 64, 3))
     good = []
@@ -340,13 +311,6 @@ def read_one_batch(path: Path) -> None:
     int(x.sum())  # touches all of it
 
 
-def read_one_mat(path: Path) -> None:
-    x, y = read_svhn(path, SVHN)
-    if x.dtype != np.uint8 or x.shape[:1] != y.shape or not set(y.tolist()) <= set(range(10)):
-        raise ValueError(f"accepted as {x.dtype} {x.shape}")
-    int(x.sum())
-
-
 def read_one_writer(path: Path) -> None:
     root = path.parent
     for split in ("train", "test"):
@@ -367,7 +331,6 @@ def read_one_list(path: Path) -> None:
 
 KINDS: dict[str, tuple[Callable[[random.Random], Iterator[bytes]], str, Callable[[Path], Any]]] = {
     "pickle": (pickles, "batch", read_one_batch),
-    "mat": (mats, "train.mat", read_one_mat),
     "image": (images, "image.png", read_one_image),
     "leaf": (leaves, "leaf", read_one_writer),
     "list": (lists, "clipart_train.txt", read_one_list),

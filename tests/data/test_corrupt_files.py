@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from scipy.io import savemat
 
 from fedsynth.data.load import load_dataset
 from fedsynth.errors import DataFilesCorruptError
@@ -43,8 +42,8 @@ GOOD = idx((20, 28, 28))
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "is truncated: 0 bytes, the header alone has 16"),
-        (GOOD[:10], "is truncated: 10 bytes"),
+        (b"", "is no idx file of bytes: it starts with ,"),
+        (GOOD[:10], "is no idx file of bytes"),
         (GOOD[:-1], "is truncated: its header .*15680 bytes, it has 15679"),
         (GOOD + b"x", "has bytes left over"),
         (b"\x00\x00\x0d\x03" + GOOD[4:], "is no idx file of bytes"),
@@ -105,7 +104,10 @@ ROWS = np.zeros((4, 3072), np.uint8)
             pickle.dumps({b"data": ROWS[:, 1:], b"labels": [0] * 4}),
             r"must be uint8 \[N, 3072\], got uint8 \[4, 3071\]",
         ),
-        (pickle.dumps({b"data": ROWS.astype(float), b"labels": [0] * 4}), "got float64"),
+        (
+            pickle.dumps({b"data": ROWS.astype(float), b"labels": [0] * 4}),
+            "it has an array of type f8",
+        ),
         (pickle.dumps({b"data": b"", b"labels": []}), "got bytes"),
         (pickle.dumps({b"data": ROWS, b"labels": [0] * 3}), "4 images but 3 labels"),
         (pickle.dumps({b"data": ROWS, b"labels": ["a"] * 4}), "must be a list of integers"),
@@ -139,7 +141,7 @@ class Evil:
         return self.call
 
 
-@pytest.mark.parametrize("protocol", [0, 2, 5])
+@pytest.mark.parametrize("protocol", [2, 5])
 def test_a_malicious_pickle_is_refused_and_does_not_run(
     files: Any, protocol: int, tmp_path: Path
 ) -> None:
@@ -157,7 +159,7 @@ def test_a_malicious_pickle_is_refused_and_does_not_run(
     for evil in attacks:
         content = pickle.dumps({b"data": ROWS, b"labels": [0] * 4, b"x": evil}, protocol)
         path.write_bytes(content)
-        refused("cifar10", tmp_path, path.name, "it asks for .*, which image files have no use for")
+        refused("cifar10", tmp_path, path.name, "it asks for .*, which image files do not use")
         assert not trace.exists()
     # the standard unpickler does run it: the attack is a real one
     pickle.loads(pickle.dumps(attacks[0], protocol))
@@ -179,27 +181,19 @@ def test_a_pickle_cannot_change_what_the_reader_uses(files: Any, tmp_path: Path)
         refused("cifar10", tmp_path, path.name, "cannot be read as a CIFAR batch")
 
 
-def test_corrupt_svhn(files: Any, tmp_path: Path) -> None:
+def test_only_the_published_svhn_files_are_read(files: Any, tmp_path: Path) -> None:
+    """SciPy's reader crashes on some damaged files: it sees none of them."""
     files.write_svhn()
+    train, test = load_dataset("svhn", tmp_path)
+    assert train.labels.tolist() == test.labels.tolist() == [0, 1, 9, 0]
     path = tmp_path / "train_32x32.mat"
     whole = path.read_bytes()
-    for content in (b"", b"<html>404</html>", whole[: len(whole) // 2]):
-        path.write_bytes(content)
-        refused("svhn", tmp_path, path.name, "cannot be read as an SVHN file")
-    x = np.zeros((32, 32, 3, 2), np.uint8)
-    for content_, message in (
-        ({"X": x}, "cannot be read as an SVHN file"),
-        (
-            {"X": x, "y": np.array([[1], [2], [3]])},
-            r"must hold X uint8 \[32, 32, 3, N\] and y \[N, 1\]",
-        ),
-        ({"X": x.astype(float), "y": np.array([[1], [2]])}, "got float64"),
-        ({"X": x[:30], "y": np.array([[1], [2]])}, r"cannot be used: .*got \[2, 3, 30, 32\]"),
-        ({"X": x, "y": np.array([[0], [2]])}, "labels must be 1 to 10, 1 are not, first 0"),
-        ({"X": x, "y": np.array([[1.5], [2]])}, "labels must be 1 to 10"),
-        ({"X": x, "y": np.array([[1 + 0j], [2]])}, "y is of complex numbers"),
-        ({"X": x, "y": np.array([["1"], ["2"]])}, "y is of text, not numbers"),
-        ({"X": x.astype(object), "y": np.array([[1], [2]])}, "X is of cells, not numbers"),
+    for content in (
+        b"",
+        b"<html>404</html>",
+        whole[:-1],
+        whole + b"x",
+        whole[:200] + b"x" + whole[201:],
     ):
-        savemat(path, content_)
-        refused("svhn", tmp_path, path.name, message)
+        path.write_bytes(content)
+        refused("svhn", tmp_path, path.name, "is not the published file: its MD5 is")

@@ -17,7 +17,6 @@ SCRIPT = Path(__file__).with_name("fuzz_readers.py")
 MEGABYTE = 2**20
 CASES = {
     "pickle": 400,
-    "mat": 200,
     "image": 150,
     "leaf": 150,
     "users": 150,
@@ -62,7 +61,6 @@ def test_some_files(kind: str, cases: int, tmp_path: Path) -> None:
     ("kind", "cases"),
     [
         ("pickle", 5000),
-        ("mat", 3000),
         ("image", 2000),
         ("leaf", 1000),
         ("users", 1000),

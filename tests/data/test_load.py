@@ -15,7 +15,8 @@ import numpy.typing as npt
 import pytest
 import torchvision
 
-from fedsynth.data.load import load_dataset
+from fedsynth.data.load import DIGITS, load_dataset
+from fedsynth.data.svhn import MD5
 from fedsynth.errors import DataFilesMissingError, UnknownNameError
 
 Bytes = npt.NDArray[np.uint8]
@@ -52,7 +53,7 @@ def test_emnist_letters_are_turned_upright_and_counted_from_zero(
     assert np.array_equal(train.labels.numpy(), y - 1)
 
 
-@pytest.mark.parametrize("protocol", [0, 1, 2, 4, 5])
+@pytest.mark.parametrize("protocol", [2, 4, 5])
 @pytest.mark.parametrize("key", [str, str.encode])
 def test_cifar10_of_every_pickle_protocol(
     files: Any, protocol: int, key: Callable[[str], Any], tmp_path: Path
@@ -114,6 +115,11 @@ def test_svhn_calls_ten_zero(files: Any, tmp_path: Path) -> None:
     assert len(test) == 4
 
 
+def test_svhn_files_are_those_that_torchvision_lists() -> None:
+    listed = {name: md5 for _, name, md5 in torchvision.datasets.SVHN.split_list.values()}
+    assert {name: listed[name] for name in MD5} == MD5
+
+
 def test_digits_need_no_files() -> None:
     train, test = load_dataset("digits")
     assert (len(train), len(test)) == (train.spec.train_size, train.spec.test_size)
@@ -123,6 +129,13 @@ def test_digits_need_no_files() -> None:
     assert train.spec.mean[0] == pytest.approx(float(pixels.mean()), abs=1e-4)
     assert train.spec.std[0] == pytest.approx(float(pixels.std()), abs=1e-4)
     assert test.labels[:2].tolist() == [4, 9]  # examples 4 and 9 of scikit-learn's list
+
+
+def test_digits_are_those_of_scikit_learn() -> None:
+    bundled = pytest.importorskip("sklearn.datasets").load_digits()
+    with np.load(DIGITS) as file:
+        assert np.array_equal(file["images"], bundled.images)
+        assert np.array_equal(file["labels"], bundled.target)
 
 
 def test_the_environment_names_the_folder(
