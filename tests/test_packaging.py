@@ -105,9 +105,20 @@ def test_the_wheel_has_every_module(wheel_names: list[str]) -> None:
 def test_the_wheel_has_the_published_tables(wheel_names: list[str]) -> None:
     """Catches: a preset, or the published numbers, that only a checkout has."""
     folder = ROOT / "fedsynth" / "reproduction"
-    data = {path for kind in ("*.csv", "*.toml", "*.j2") for path in folder.rglob(kind)}
+    data = {path for kind in ("*.csv", "*.toml") for path in folder.rglob(kind)}
     assert len(data) > 30
     assert {path.relative_to(ROOT).as_posix() for path in data} <= set(wheel_names)
+
+
+def test_the_wheel_has_every_template(wheel_names: list[str]) -> None:
+    templates = [
+        (folder / path.name).as_posix()
+        for package in package_folders()
+        for folder in [package / "templates"]
+        for path in (ROOT / folder).glob("*.j2")
+    ]
+    assert len(templates) >= 3
+    assert set(templates) <= set(wheel_names)
 
 
 def test_help_imports_nothing_heavy() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fedsynth.runs.folders import Run
@@ -19,6 +19,8 @@ QUIET = (
 )
 """Settings that are said elsewhere, or are no matter for a result."""
 SEEDS = ("run.seed", "partition.seed")
+MAX_LABEL = 40
+"""Letters of a run's name in a legend or a heading."""
 
 
 def differing(runs: Sequence[Run]) -> list[dict[str, Any]]:
@@ -44,18 +46,35 @@ def _comparable(key: str, run: Run, other: Run) -> bool:
 
 
 def labels(runs: Sequence[Run]) -> list[str]:
-    """What each run is called: its method, whether it is private where others are not, and the
-    settings that differ; where that is the same of two, also the folder's name."""
+    """Returns a short name for each run, for legends and headings.
+
+    It has the method, "private" where other runs are not, and as few of the settings that differ
+    as distinguish the runs; "…" stands for the others. Runs that these do not distinguish, and
+    long names, get a number.
+    """
     mixed = len({run.private for run in runs}) > 1
-    words = []
-    for run, settings in zip(runs, differing(runs), strict=True):
-        private = ["private"] if mixed and run.private else []
-        given = [f"{key}={value}" for key, value in settings.items()]
-        words.append(" ".join([_method(run), *private, *given]))
+    words = [_method(run) + (" private" if mixed and run.private else "") for run in runs]
+    rest = differing(runs)
+    while len(set(words)) < len(words):
+        keys = dict.fromkeys(key for settings in rest for key in settings)
+        options = [[_with(key, *pair) for pair in zip(words, rest, strict=True)] for key in keys]
+        best = max(options, key=lambda names: len(set(names)), default=words)
+        if len(set(best)) == len(set(words)):
+            break
+        used = list(keys)[options.index(best)]
+        rest = [{key: one for key, one in some.items() if key != used} for some in rest]
+        words = best
+    names = [f"{word} …" if some else word for word, some in zip(words, rest, strict=True)]
+    if max(map(len, names)) > MAX_LABEL:
+        names = [_method(run) for run in runs]
     return [
-        f"{word} ({run.name})" if words.count(word) > 1 else word
-        for run, word in zip(runs, words, strict=True)
+        f"{name} #{number}" if names.count(name) > 1 else name
+        for number, name in enumerate(names, start=1)
     ]
+
+
+def _with(key: str, word: str, settings: Mapping[str, Any]) -> str:
+    return f"{word} {key}={settings[key]}" if key in settings else word
 
 
 def by_seed(runs: Sequence[Run]) -> list[list[Run]]:

@@ -69,7 +69,7 @@ class Page(HTMLParser):
     def handle_starttag(self, tag: str, attrs: Any) -> None:
         if tag == "img":
             self.images.append(dict(attrs))
-        elif tag != "meta":
+        elif tag not in ("meta", "wbr"):
             self.open.append(tag)
         if tag == "table":
             self.tables.append([])
@@ -142,8 +142,15 @@ def test_runs_are_called_by_what_differs(runs: list[Run]) -> None:
     assert names[0].startswith("fedavg seed=0")
     assert names[1].startswith("fedavg seed=1")
     assert names[3].startswith("feddm private")
-    twice = labels([runs[0], replace(runs[0], folder=runs[1].folder)])
-    assert runs[1].name in twice[1]
+    assert labels([runs[0], runs[0]]) == ["fedavg #1", "fedavg #2"]
+    many = []
+    for seed in range(3):
+        settings = {**runs[0].settings, "run.seed": seed, "partition.alpha": seed / 7}
+        settings |= {"model.name": "x" * 30, "model.width": seed, "method.lr": 0.1 * seed}
+        many.append(replace(runs[0], settings=settings))
+    names = labels(many)
+    assert len(set(names)) == 3
+    assert max(map(len, names)) <= 40  # four lines of settings, before
 
 
 def test_pictures_of_curves(runs: list[Run], tmp_path: Path, monkeypatch: Any) -> None:
@@ -151,6 +158,9 @@ def test_pictures_of_curves(runs: list[Run], tmp_path: Path, monkeypatch: Any) -
     svg = ElementTree.fromstring(curves_svg(lines, "test_accuracy", "rounds"))
     drawn = [one for one in svg.iter() if one.tag.endswith("polyline")]
     assert len(drawn) == 4
+    legend = [one for one in svg if one.tag.endswith("}text")]
+    assert len(legend) == 4
+    assert min(float(one.get("y", 0)) for one in legend) >= 14  # not cut off at the upper edge
     write_png(tmp_path / "c.png", lines, "test_accuracy", "rounds")
     with Image.open(tmp_path / "c.png") as picture:
         assert picture.size[0] > 800
@@ -175,7 +185,9 @@ def test_the_page_has_all_of_it_in_itself(runs: list[Run]) -> None:
     assert all(image["alt"] and image["src"].startswith("data:image/png") for image in page.images)
     assert len(page.images) == 4  # two rounds of the two runs with images
     assert all("col" in heads and "row" in heads for heads in page.tables)
-    assert "privacy.noise_multiplier" in said
+    assert "privacy.<wbr>noise_<wbr>multiplier" in text  # no word is broken in its middle
+    accuracy = f"{100 * runs[0].summary['test_accuracy']:.2f} %"
+    assert f'<td data-head="test accuracy">{accuracy}</td>' in text  # on a phone: a line each
 
 
 def test_who_has_what_of_a_private_run_is_shown_on_request_alone(runs: list[Run]) -> None:
@@ -184,7 +196,7 @@ def test_who_has_what_of_a_private_run_is_shown_on_request_alone(runs: list[Run]
     row = "".join(f">{n}</td>" for n in counts["counts"][0])
     shown = re.sub(r'<td style="[^"]*"', "", runs_page([private]))
     assert row not in shown
-    assert "is shown on request alone" in shown
+    assert "is shown on request only" in shown
     assert "Not to be handed on" not in shown
     asked = re.sub(r'<td style="[^"]*"', "", runs_page([private], simulation_only=True))
     assert row in asked
@@ -218,7 +230,7 @@ def test_the_commands(runs: list[Run], tmp_path: Path) -> None:
         assert file.stat().st_size > 1000
     for wrong, words in (
         (["--output", "c.pdf"], "must end in .svg, .png or .html"),
-        (["--by", "hours"], "--by"),
+        (["--by", "hours"], "by cannot be 'hours'"),
         (["--metric", "speed"], "has no speed"),
     ):
         out = CliRunner().invoke(app, ["plot", *folders, *wrong])
