@@ -16,6 +16,7 @@ from fedsynth.cli.generated_options import takes_settings
 from fedsynth.cli.paths import path_argument, path_option
 from fedsynth.cli.settings_options import Sections, merged, read_config
 from fedsynth.cli.signals import ended_by_signals
+from fedsynth.data.partition_settings import MOST_CLIENTS
 
 if TYPE_CHECKING:
     from fedsynth.federation.nodes.policy import Owner
@@ -92,7 +93,7 @@ def server(
     host: Annotated[str, typer.Option(help="127.0.0.1, or 0.0.0.0 for nodes elsewhere.")] = (
         "127.0.0.1"
     ),
-    port: Annotated[int, typer.Option(help="Nodes connect there.")] = 9092,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Nodes connect there.")] = 9092,
     join_seconds: Annotated[float, typer.Option(help="Seconds that clients have to join.")] = 600.0,
     answer_seconds: Annotated[
         float, typer.Option(help="Seconds that a client has for a step; then it is lost.")
@@ -132,7 +133,9 @@ def server(
 
 def client(
     server: Annotated[str, typer.Option(help="The server, HOST:PORT.")],
-    number: Annotated[int, typer.Option("--number", min=0, help="This client's, from 0.")],
+    number: Annotated[
+        int, typer.Option("--number", min=0, max=MOST_CLIENTS - 1, help="This client's, from 0.")
+    ],
     ledger: Annotated[
         Path, path_option("Folder of your ledgers, kept over all runs on your records.")
     ],

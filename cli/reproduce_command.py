@@ -72,7 +72,9 @@ def reproduce(
         typer.Option(help="Only this method, by the table's word or the name in this package."),
     ] = None,
     note: Annotated[str | None, typer.Option(help='Only cells with these words ("ipc 5").')] = None,
-    seeds: Annotated[int, typer.Option(min=1, help="Runs of each cell: seeds 0, 1, ….")] = 1,
+    seeds: Annotated[
+        int, typer.Option(min=1, max=10_000, help="Runs of each cell: seeds 0, 1, ….")
+    ] = 1,
     output: Annotated[Path, path_option("The folder of rows and run folders.")] = Path(
         "reproduction"
     ),

@@ -43,7 +43,9 @@ from fedsynth.privacy.releases import USER, is_real
 from fedsynth.privacy.report import write_report
 from fedsynth.privacy.report_file import read_json, read_report
 from fedsynth.seeding import numpy_generator, torch_generator
-from fedsynth.validation import check_choice
+from fedsynth.validation import check_choice, check_number
+
+MAX_CANARIES = 10**7
 
 REST, OTHERS = 1000, 100
 """At most so many random records has the audited client beside the canaries, and another client."""
@@ -155,16 +157,15 @@ def audit_run(
 
 
 def _check_numbers(canaries: int, guesses: int, confidence: float) -> None:
-    if canaries < 2:
-        raise SettingError(None, "canaries", f"must be at least 2, got {canaries}")
+    check_number(None, "canaries", canaries, 2, MAX_CANARIES, whole=True)
     if not 2 <= guesses <= canaries or guesses % 2:
         raise SettingError(
             None,
             "guesses",
             f"must be an even number from 2 to the {canaries} canaries, got {guesses}",
         )
-    if not 0 < confidence < 1:
-        raise SettingError(None, "confidence", f"must be in (0, 1), got {confidence}")
+    if not 0.5 <= confidence < 1:
+        raise SettingError(None, "confidence", f"must be in [0.5, 1), got {confidence}")
 
 
 def _audited(settings: RunSettings, spec: DatasetSpec | None) -> RunSettings:
