@@ -32,6 +32,7 @@ PAUSE = 0.1
 """Seconds between looks at whether a run has ended."""
 PATIENCE = 60.0
 """Seconds that runs which are told to stop have for it."""
+NEWS_SECONDS = 30.0
 LOG = "log.txt"
 Command = Callable[[Path, Path, Path | None], Sequence[str]]
 """What makes a run: (config, folder that the run's folder goes into, the folder of a run that was
@@ -70,7 +71,7 @@ def run_sweep(sweep: Sweep, command: Command, tell: Callable[[str], None]) -> En
     Args:
         sweep: the runs.
         command: makes one of them.
-        tell: is told of each run's beginning and end.
+        tell: receives each run's beginning and end, and every half minute how far it is.
 
     Raises:
         SweepError: a run needs more memory than there is for all.
@@ -82,9 +83,9 @@ def run_sweep(sweep: Sweep, command: Command, tell: Callable[[str], None]) -> En
     waiting: list[Cell] = []
     for cell in sweep.cells:
         (ended.before if finished(sweep, cell) else waiting).append(cell)
-    if ended.before:
-        tell(f"{len(ended.before)} of {len(sweep.cells)} runs had finished before")
+    tell(f"{len(sweep.cells)} runs in {sweep.output}, {len(ended.before)} had finished before")
     going: dict[Cell, subprocess.Popen[bytes]] = {}
+    told = time.monotonic()
     try:
         while waiting or going:
             for cell in _next(sweep, waiting, going):
@@ -92,6 +93,10 @@ def run_sweep(sweep: Sweep, command: Command, tell: Callable[[str], None]) -> En
                 going[cell] = _begin(sweep, cell, command)
                 tell(f"begins: {cell.words or cell.key}")
             time.sleep(PAUSE)
+            if time.monotonic() - told > NEWS_SECONDS:
+                told = time.monotonic()
+                for cell in going:
+                    tell(f"{cell.words or cell.key}: {last_line(sweep.output / cell.key / LOG)}")
             for cell, process in list(going.items()):
                 if process.poll() is not None:
                     del going[cell]

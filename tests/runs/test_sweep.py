@@ -192,6 +192,16 @@ def test_one_that_fails_is_said_and_the_others_go_on(made: Made) -> None:
     assert "2/3" in render(sweep, [line], "table")
 
 
+def test_a_long_run_is_heard_of(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches: a sweep that is silent for minutes."""
+    monkeypatch.setattr("fedsynth.runs.sweep.NEWS_SECONDS", 0.2)
+    monkeypatch.setattr("fedsynth.runs.sweep.last_line", lambda log: "round 3/20")
+    told: list[str] = []
+    run_sweep(made("[grid]\nseed = [0]\n", seconds=1.0), train_command, told.append)
+    assert told[0].startswith("1 runs in ")
+    assert "seed=0: round 3/20" in told
+
+
 def most_at_once(sweep: Sweep) -> int:
     spans = times(sweep)
     return max(sum(a <= begun < b for a, b, _ in spans) for begun, _, _ in spans)
