@@ -31,7 +31,8 @@ SOAKED: Mapping[str, dict[str, Any]] = {
 def live_tensors() -> tuple[int, int]:
     """How many tensors are alive, and their bytes."""
     gc.collect()
-    found = [one for one in gc.get_objects() if type(one) in (torch.Tensor, torch.nn.Parameter)]
+    kinds = (torch.Tensor, torch.nn.Parameter)
+    found = [one for one in gc.get_objects() if type(one) in kinds and one.layout is torch.strided]
     storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in found}
     return len(found), sum(storages.values())
 
