@@ -2,7 +2,7 @@
 with it: a result, or one line of an error of fedsynth's own, within 20 seconds.
 
 A surface's test makes its good bytes or its good JSON value once, takes `altered` or
-`altered_json` of it for each case, and gives the call to `Faults.of`.
+`altered_json` of it for each of its `cases`, and gives the call to `Faults.of`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 from typer.testing import CliRunner
 
 from fedsynth.cli.app import app
@@ -23,6 +24,7 @@ from fedsynth.privacy.errors import PrivacyError
 
 OWN = (FedsynthError, PrivacyError)
 SECONDS = 20.0
+STEP = 11  # shares no factor with the numbers of kinds that cases take in turn
 LONGEST_LINE = 4000
 HOSTILE: tuple[Any, ...] = (
     None,
@@ -65,6 +67,13 @@ HOSTILE: tuple[Any, ...] = (
     {"x": 1},
 )
 """What no place expects: another type, out of range, huge, not finite, steering characters."""
+
+
+def fuzzed(count: int) -> pytest.MarkDecorator:
+    """Gives a test `cases`: one number in `STEP` in the suite, all of them with `-m slow`."""
+    sample = pytest.param(range(0, count, STEP), id="sample")
+    every = pytest.param(range(count), id="all", marks=pytest.mark.slow)
+    return pytest.mark.parametrize("cases", [sample, every])
 
 
 def generator(seed: int) -> random.Random:
@@ -231,10 +240,12 @@ class Faults:
         if not right:
             self.found.append(f"{case}: {what}")
 
-    def check(self, cases: int) -> None:
-        """No fault, and no case left out."""
+    def check(self, cases: Sequence[int], refused: float = 0.0, accepted: float = 0.0) -> None:
+        """No fault, no case left out, and at least these shares refused and accepted."""
         assert self.found == [], f"{len(self.found)} faults:\n" + "\n".join(self.found[:40])
-        assert self.refused + self.accepted == cases
+        assert self.refused + self.accepted == len(cases)
+        assert self.refused >= refused * len(cases)
+        assert self.accepted >= accepted * len(cases)
 
 
 class CommandFailedError(Exception):

@@ -12,7 +12,15 @@ from typing import Any
 from fedsynth import resolve
 from fedsynth.config_file import read_sections, to_toml
 from fedsynth.federation.terms.settings import RunSettings
-from tests.fuzz.mutations import HOSTILE, CommandFailedError, Faults, altered, command, generator
+from tests.fuzz.mutations import (
+    HOSTILE,
+    CommandFailedError,
+    Faults,
+    altered,
+    command,
+    fuzzed,
+    generator,
+)
 
 TEXTS, VALUES, PLANNED = 200, 400, 60
 CASES = TEXTS + VALUES + PLANNED
@@ -65,31 +73,30 @@ def again(path: Path) -> RunSettings:
     return settings
 
 
-def test_damaged_texts(tmp_path: Path) -> None:
+@fuzzed(TEXTS)
+def test_damaged_texts(cases: range, tmp_path: Path) -> None:
     path = tmp_path / "config.toml"
     faults = Faults()
-    for number in range(TEXTS):
+    for number in cases:
         rng = generator(number)
         good = to_toml(sections(rng.choice(METHODS))).encode()
         path.write_bytes(altered(good, rng))
         made = faults.of(number, lambda: again(path))
         faults.unless(made is None or sane(made), number, f"made {made}")
-    faults.check(TEXTS)
-    assert faults.refused > TEXTS / 3
+    faults.check(cases, refused=0.33)
 
 
-def test_values_that_nobody_can_mean(tmp_path: Path) -> None:
+@fuzzed(VALUES)
+def test_values_that_nobody_can_mean(cases: range, tmp_path: Path) -> None:
     """One setting, of any section, becomes another type, huge, not finite, or deeply nested."""
     path = tmp_path / "config.toml"
     faults = Faults()
-    for number in range(VALUES):
+    for number in cases:
         rng = generator(number)
         path.write_text(with_one(sections(rng.choice(METHODS)), rng), errors="surrogateescape")
         made = faults.of(number, lambda: again(path))
         faults.unless(made is None or sane(made), number, f"made {made}")
-    faults.check(VALUES)
-    assert faults.refused > VALUES / 3
-    assert faults.accepted > 10
+    faults.check(cases, refused=0.33, accepted=0.02)
 
 
 def with_one(given: dict[str, dict[str, Any]], rng: Any) -> str:
@@ -120,11 +127,12 @@ class Raw(str):
     __slots__ = ()
 
 
-def test_plans_of_hostile_values(tmp_path: Path) -> None:
+@fuzzed(PLANNED)
+def test_plans_of_hostile_values(cases: range, tmp_path: Path) -> None:
     """What is accepted is also planned, by the command line, as any other."""
     path = tmp_path / "config.toml"
     faults = Faults()
-    for number in range(PLANNED):
+    for number in cases:
         rng = generator(10_000 + number)
         method = rng.choice(("feddm", "fedavg", "fedfm"))
         path.write_text(with_one(sections(method), rng), errors="surrogateescape")
@@ -133,4 +141,4 @@ def test_plans_of_hostile_values(tmp_path: Path) -> None:
             lambda: command("train", "--dry-run", "--config", str(path)),
             (CommandFailedError,),
         )
-    faults.check(PLANNED)
+    faults.check(cases)

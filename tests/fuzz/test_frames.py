@@ -24,7 +24,7 @@ from fedsynth.federation.exchange.remote_client import RemoteClient
 from fedsynth.federation.terms.public_context import public_context
 from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.privacy.ledger import Ledger
-from tests.fuzz.mutations import Faults, altered, altered_json, generator, json_bytes
+from tests.fuzz.mutations import Faults, altered, altered_json, fuzzed, generator, json_bytes
 
 PLAIN, ASKED, ANSWERED = 100, 300, 200
 CASES = PLAIN + ASKED + ANSWERED
@@ -105,10 +105,11 @@ def damaged(frame: Frame, rng: Any) -> bytes:
             return len(header).to_bytes(8, "little") + header + frame.payload
 
 
-def test_frames_alone() -> None:
+@fuzzed(PLAIN)
+def test_frames_alone(cases: range) -> None:
     good = Frame("step", {"round": 1, "participants": [0, 1], "phase": "main"}, b"payload")
     faults = Faults()
-    for number in range(PLAIN):
+    for number in cases:
         sent = damaged(good, generator(number))
         frame = faults.of(number, lambda s=sent: Frame.from_bytes(s))
         if frame is not None:
@@ -117,22 +118,23 @@ def test_frames_alone() -> None:
             same = (frame.kind, dict(frame.facts)) == (header["kind"], header["facts"])
             faults.unless(same or frame.facts != frame.facts, number, "read as another")
             faults.unless(frame.payload == sent[8 + length :], number, "another payload")
-    faults.check(PLAIN)
+    faults.check(cases)
 
 
+@fuzzed(ASKED // 2)
 @pytest.mark.parametrize("private", [False, True])
-def test_a_client_answers_whatever_it_is_asked(private: bool, data: ImageData) -> None:
+def test_a_client_answers_whatever_it_is_asked(
+    cases: range, private: bool, data: ImageData
+) -> None:
     """The conversation as it should be, with one damaged frame before each of its frames; the
     right one is answered as ever."""
     settings = settings_of(private)
     faults = Faults()
-    number = 0
-    while number < ASKED // 2:
+    left = list(cases)
+    while left:
         remote, context = client(settings, data)
-        for frame in conversation(settings, context):
-            if number == ASKED // 2:
-                break
-            number += 1
+        for frame in conversation(settings, context)[: len(left)]:
+            number = left.pop(0)
             sent = damaged(frame, generator(number))
             before = 0 if remote.runtime.budget is None else len(remote.runtime.history().releases)
             answer = faults.of(number, lambda s=sent, r=remote: Frame.from_bytes(r.answer(s)))
@@ -154,7 +156,7 @@ def test_a_client_answers_whatever_it_is_asked(private: bool, data: ImageData) -
                 number,
                 f"after {sent[:200]!r} ({answer.kind}), {frame.kind} gives {right}",
             )
-    faults.check(ASKED // 2)
+    faults.check(cases)
 
 
 class Damaging:
@@ -176,12 +178,13 @@ class Damaging:
         return damaged(Frame.from_bytes(self.reply), generator(self.seed))
 
 
-def test_a_server_reads_whatever_it_is_answered(data: ImageData) -> None:
+@fuzzed(ANSWERED)
+def test_a_server_reads_whatever_it_is_answered(cases: range, data: ImageData) -> None:
     """A history that is none is refused by name; after joining, a client that answers so is
     lost."""
     faults = Faults()
     lost: list[int] = []
-    for number in range(ANSWERED):
+    for number in cases:
         settings = settings_of(number % 2 == 0)
         private = settings.privacy is not None
         remote, context = client(settings, data)
@@ -219,8 +222,8 @@ def test_a_server_reads_whatever_it_is_answered(data: ImageData) -> None:
             return True
 
         faults.of(number, talk)
-    faults.check(ANSWERED)
-    assert faults.refused + len(lost) > ANSWERED / 4
+    faults.check(cases)
+    assert faults.refused + len(lost) > len(cases) / 4
 
 
 def test_what_is_no_frame_is_named() -> None:

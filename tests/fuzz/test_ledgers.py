@@ -13,7 +13,7 @@ from typing import Any
 from fedsynth.privacy.ledger import Ledger, chain_hashes, read_ledger
 from fedsynth.privacy.ledger_repair import repair_ledger
 from fedsynth.privacy.releases import SAMPLERS, UNITS, Release
-from tests.fuzz.mutations import Faults, altered, altered_json, generator, json_bytes
+from tests.fuzz.mutations import Faults, altered, altered_json, fuzzed, generator, json_bytes
 
 FLIPPED, REHASHED, REPAIRED = 200, 300, 100
 CASES = FLIPPED + REHASHED + REPAIRED
@@ -71,29 +71,30 @@ def read(path: Path) -> tuple[Release, ...]:
     return ledger.releases
 
 
-def test_a_changed_ledger_is_noticed(tmp_path: Path) -> None:
+@fuzzed(FLIPPED)
+def test_a_changed_ledger_is_noticed(cases: range, tmp_path: Path) -> None:
     """A prefix of whole lines is all that may be taken for the ledger."""
     good = written(tmp_path)
     lines = good.splitlines(keepends=True)
     meant = [[loads(line) for line in lines[:n]] for n in range(1, len(lines) + 1)]
     faults = Faults()
     path = tmp_path / "damaged.jsonl"
-    for number in range(FLIPPED):
+    for number in cases:
         path.write_bytes(altered(good, generator(number)))
         rows = faults.of(number, lambda: read(path))
         if rows is not None:
             now = [loads(line) for line in path.read_bytes().splitlines()]
             faults.unless(now in meant, number, "read as other rows")
             faults.unless(list(rows) == ROWS[: len(rows)], number, f"read as {rows}")
-    faults.check(FLIPPED)
-    assert faults.refused > FLIPPED / 2
+    faults.check(cases, refused=0.5)
 
 
-def test_new_hashes_make_no_nonsense_true(tmp_path: Path) -> None:
+@fuzzed(REHASHED)
+def test_new_hashes_make_no_nonsense_true(cases: range, tmp_path: Path) -> None:
     good = [loads(line) for line in written(tmp_path).splitlines()]
     faults = Faults()
     path = tmp_path / "damaged.jsonl"
-    for number in range(REHASHED):
+    for number in cases:
         rng = generator(number)
         changed = altered_json(good, rng)
         try:
@@ -104,16 +105,16 @@ def test_new_hashes_make_no_nonsense_true(tmp_path: Path) -> None:
         rows = faults.of(number, lambda: read(path))
         for row in rows or ():
             faults.unless(sound(row), number, f"took {row}")
-    faults.check(REHASHED)
-    assert faults.accepted > 20
+    faults.check(cases, accepted=0.05)
 
 
-def test_a_repair_adds_nothing(tmp_path: Path) -> None:
+@fuzzed(REPAIRED)
+def test_a_repair_adds_nothing(cases: range, tmp_path: Path) -> None:
     """What is left after a repair is a ledger of the rows that were charged, or the file as it
     was."""
     good = written(tmp_path)
     faults = Faults()
-    for number in range(REPAIRED):
+    for number in cases:
         rng = generator(number)
         path = tmp_path / f"{number}.jsonl"
         torn = good[: rng.randrange(1, len(good))]
@@ -125,8 +126,7 @@ def test_a_repair_adds_nothing(tmp_path: Path) -> None:
         else:
             rows = read(path)
             faults.unless(list(rows) == ROWS[: len(rows)], number, f"left {rows}")
-    faults.check(REPAIRED)
-    assert faults.accepted > 20
+    faults.check(cases, accepted=0.2)
 
 
 def test_the_oracle_makes_the_hashes_of_the_ledger(tmp_path: Path) -> None:
