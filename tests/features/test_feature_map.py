@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +12,11 @@ import torch
 
 from fedsynth.errors import SettingError, UnknownNameError
 from fedsynth.features import FeatureMap, feature_map, feature_names, register_features
+from fedsynth.features.feature_map import Shape
+from fedsynth.features.public_statistics import IMAGES, constants, public_vectors
+from fedsynth.features.random_images import random_images
+from fedsynth.features.side_by_side import SMALLER
+from fedsynth.seeding import torch_generator
 
 
 def own(shape: tuple[int, int, int], dimension: int = 1, **other: float) -> FeatureMap:
@@ -25,12 +31,64 @@ def own(shape: tuple[int, int, int], dimension: int = 1, **other: float) -> Feat
     )
 
 
-def test_bytes_and_floats_are_the_same_images() -> None:
-    images = torch.randint(0, 256, (5, 1, 8, 8), dtype=torch.uint8)
-    made = feature_map("pixels", (1, 8, 8))
-    torch.testing.assert_close(made(images), made(images.double() / 255))
-    assert made(images).shape == (5, made.dimension)
-    assert made(images).norm(dim=1).max() <= made.norm_bound
+PAIR, MIRRORED = "whitened-scattering+random-process", "mirrored-scattering+random-process"
+GREY, COLOUR = (1, 8, 8), (3, 12, 12)
+MAPS = [
+    ("pixels", GREY),
+    ("scattering", GREY),
+    ("whitened-scattering", GREY),
+    ("random-process", (1, 12, 20)),
+    ("scattering+random-process", (1, 12, 20)),
+    (PAIR, COLOUR),
+    (MIRRORED, COLOUR),
+]
+
+
+@pytest.mark.parametrize(("name", "shape"), MAPS)
+def test_each_image_s_vector_is_its_own_and_can_be_pulled_back(name: str, shape: Shape) -> None:
+    """Whatever the batch is, as bytes too; gradients are finite, for a constant image too."""
+    features, x = feature_map(name, shape), random_images(5, shape, torch_generator(1, "test"))
+    x[2] = 0.0
+    together = features(x)
+    assert together.shape == (5, features.dimension)
+    alone = torch.cat([features(one[None]) for one in x])
+    torch.testing.assert_close(alone, together, rtol=1e-4, atol=1e-4)
+    pixels = x.mul(255).round().to(torch.uint8)
+    torch.testing.assert_close(features(pixels), features(pixels.float() / 255))
+    x.requires_grad_()
+    features(x).square().sum().backward()
+    assert x.grad is not None
+    assert bool(torch.isfinite(x.grad).all())
+    assert x.grad.abs().max() > 0
+    if name != "scattering+random-process":  # its function is a closure
+        again = pickle.loads(pickle.dumps(features))
+        assert again(x[:1].detach()).shape == (1, features.dimension)
+
+
+@pytest.mark.parametrize(("name", "shape"), [MAPS[1], MAPS[2], *MAPS[5:]])
+def test_constants_are_those_of_images_from_a_seed(name: str, shape: Shape) -> None:
+    """Nobody's data went in: the same numbers come out again, to the digits that are kept."""
+    features = feature_map(name, shape)
+    norm, radius = constants(public_vectors(features.function, shape))
+    smaller = SMALLER if name in (PAIR, MIRRORED) else 1.0
+    assert features.norm_bound == pytest.approx(smaller * norm, rel=0.02)
+    assert features.radius == pytest.approx(smaller * radius, rel=0.02)
+    assert "no data" in features.source or str(IMAGES) in features.source
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "says"),
+    [
+        ("scattering", (1, 7, 28), "at least 8×8"),
+        (PAIR, GREY, "at least 12×12"),
+        (MIRRORED, GREY, "at least 12×12"),
+        ("random-process", GREY, "random processes"),
+        ("random-process", (2, 32, 32), "random processes"),
+    ],
+)
+def test_images_that_a_map_cannot_take_are_refused(name: str, shape: Shape, says: str) -> None:
+    with pytest.raises(SettingError, match=says):
+        feature_map(name, shape)
 
 
 def test_a_map_refuses_other_images_and_a_wrong_dimension() -> None:

@@ -10,7 +10,7 @@ from fedsynth.errors import SettingError, UnknownNameError
 from fedsynth.features.random_images import AT_ONCE, PROCESSES, random_images
 from fedsynth.seeding import torch_generator
 
-SHAPES = [(1, 28, 28), (3, 32, 32), (3, 20, 48), (2, 9, 8), (5, 8, 8), (1, 4, 4)]
+SHAPES = [(1, 28, 28), (3, 20, 48), (2, 9, 8), (1, 4, 4)]
 
 
 def drawn(seed: int, count: int, shape: tuple[int, int, int], process: str = "mixed") -> Tensor:

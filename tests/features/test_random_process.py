@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedsynth.errors import SettingError
 from fedsynth.features import feature_map
 from fedsynth.features.random_images import random_images
 from fedsynth.features.random_process import CONTRAST, PATCH, THRESHOLD, Dictionary, shipped
@@ -113,31 +112,9 @@ def test_the_shipped_dictionary_is_small_and_of_the_recipes_form() -> None:
     assert norms.max() < 10
 
 
-@pytest.mark.parametrize("shape", [(3, 12, 12), (1, 12, 20)], ids=str)
-@pytest.mark.parametrize("name", ["random-process", "scattering+random-process"])
-def test_maps_are_of_one_image_alone_and_differentiable(
-    name: str, shape: tuple[int, int, int]
-) -> None:
-    made = feature_map(name, shape)
-    x = images(4, shape).requires_grad_()
-    together = made(x)
-    assert together.shape == (4, made.dimension)
-    torch.testing.assert_close(made(x[1:2]), together[1:2], atol=1e-5, rtol=1e-4)
-    (gradient,) = torch.autograd.grad(together.sum(), x)
-    assert torch.isfinite(gradient).all()
-    assert gradient.abs().max() > 0
-    assert torch.isfinite(made(torch.zeros(1, *shape))).all()
-
-
 def test_constants_are_of_random_process_images() -> None:
     """The median norm over public images: about half of others are shorter."""
     made = feature_map("random-process", (1, 16, 16))
     shorter = (made(images(200, (1, 16, 16))).norm(dim=1) < made.norm_bound).double().mean()
     assert 0.35 < shorter < 0.65
     assert "no data" in made.source
-
-
-@pytest.mark.parametrize("shape", [(1, 8, 8), (2, 32, 32)], ids=str)
-def test_images_that_it_cannot_take_are_refused(shape: tuple[int, int, int]) -> None:
-    with pytest.raises(SettingError, match="random processes"):
-        feature_map("random-process", shape)

@@ -4,7 +4,6 @@ there."""
 from __future__ import annotations
 
 import importlib
-import pickle
 from typing import Any
 
 import numpy as np
@@ -12,12 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedsynth.errors import SettingError
-from fedsynth.features.public_statistics import IMAGES, Whitening, constants, public_vectors
-from fedsynth.features.registry import feature_map
+from fedsynth.features.public_statistics import Whitening
 from fedsynth.features.scattering import Scattering, _aliased, scattering_features
 
-NAMES = ("scattering", "whitened-scattering")
 # kymatio 0.3.0's Scattering2D(J=2, (16, 20)) of `waves()`: channel -> values at (0, 0), (2, 3), (3, 4)
 KYMATIO = {
     0: (0.683185, 0.508932, 0.511984),
@@ -72,37 +68,6 @@ def test_random_images_agree_with_kymatio(size: tuple[int, int]) -> None:
 def test_sizes(shape: tuple[int, int, int], dimension: int) -> None:
     images = torch.rand(2, *shape, generator=torch.Generator().manual_seed(0))
     assert scattering_features(images).shape == (2, dimension)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_each_image_s_vector_is_its_own_and_can_be_pulled_back(name: str) -> None:
-    """Whatever the batch is; gradients are finite, for a constant image too."""
-    features = feature_map(name, (1, 8, 8))
-    images = torch.rand(20, 1, 8, 8, generator=torch.Generator().manual_seed(0))
-    images[3] = 0.0
-    together = features(images)
-    alone = torch.cat([features(one[None]) for one in images])
-    torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-4)
-    images.requires_grad_()
-    features(images).square().sum().backward()
-    assert images.grad is not None
-    assert bool(torch.isfinite(images.grad).all())
-    assert pickle.loads(pickle.dumps(features))(images[:1].detach()).shape == (1, 324)
-
-
-def test_images_that_are_too_small_are_refused() -> None:
-    with pytest.raises(SettingError, match="at least 8×8"):
-        feature_map("scattering", (1, 7, 28))
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_constants_are_those_of_images_from_a_seed(name: str) -> None:
-    """Nobody's data went in: the same numbers come out again, to the digits that are kept."""
-    features = feature_map(name, (1, 8, 8))
-    norm, radius = constants(public_vectors(features.function, (1, 8, 8)))
-    assert features.norm_bound == pytest.approx(norm, rel=0.02)
-    assert features.radius == pytest.approx(radius, rel=0.02)
-    assert str(IMAGES) in features.source
 
 
 def test_whitening_makes_channels_and_cells_white() -> None:

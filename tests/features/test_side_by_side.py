@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import math
-import pickle
 
 import pytest
 import torch
 from torch import Tensor
 
-from fedsynth.errors import SettingError
 from fedsynth.features import feature_map
 from fedsynth.features.feature_map import Shape
-from fedsynth.features.public_statistics import constants, public_vectors
+from fedsynth.features.public_statistics import public_vectors
 from fedsynth.features.random_images import random_images
 from fedsynth.features.scattering import sizes
-from fedsynth.features.side_by_side import DICTIONARY, KEPT, SMALLER, Mirrored, SideBySide
+from fedsynth.features.side_by_side import DICTIONARY, KEPT, Mirrored, SideBySide
 from fedsynth.privacy.products import matrices_of
 from fedsynth.seeding import torch_generator
 
@@ -47,29 +45,6 @@ def test_an_image_and_its_mirror_image_have_one_vector(shape: Shape) -> None:
     assert float((both[0] - both[1]).norm(dim=1).min()) > 0.1 * pair.radius
 
 
-@pytest.mark.parametrize("name", [PAIR, MIRRORED])
-def test_each_image_s_vector_is_its_own_and_can_be_pulled_back(name: str) -> None:
-    features = feature_map(name, COLOUR)
-    x = images(5, COLOUR)
-    x[2] = 0.0
-    together = features(x)
-    torch.testing.assert_close(features(x[1:2]), together[1:2], rtol=1e-4, atol=1e-4)
-    x.requires_grad_()
-    features(x).square().sum().backward()
-    assert x.grad is not None
-    assert bool(torch.isfinite(x.grad).all())
-    assert pickle.loads(pickle.dumps(features))(x[:1].detach()).shape == (1, features.dimension)
-
-
-@pytest.mark.parametrize("name", [PAIR, MIRRORED])
-def test_constants_are_public_and_smaller_than_their_medians(name: str) -> None:
-    features = feature_map(name, COLOUR)
-    norm, radius = constants(public_vectors(features.function, COLOUR))
-    assert features.norm_bound == pytest.approx(SMALLER * norm, rel=0.02)
-    assert features.radius == pytest.approx(SMALLER * radius, rel=0.02)
-    assert "no data" in features.source
-
-
 def test_neither_kind_drowns_the_other() -> None:
     """Distances of public images from their mean: the dictionary's are its factor of
     scattering's."""
@@ -80,12 +55,6 @@ def test_neither_kind_drowns_the_other() -> None:
     one = about[:, :size].norm(dim=1).median()
     other = about[:, size:].norm(dim=1).median()
     assert float(other / one) == pytest.approx(DICTIONARY, rel=0.02)
-
-
-@pytest.mark.parametrize("name", [PAIR, MIRRORED])
-def test_images_that_the_dictionary_cannot_take_are_refused(name: str) -> None:
-    with pytest.raises(SettingError, match="at least 12×12"):
-        feature_map(name, (1, 8, 8))
 
 
 @pytest.mark.parametrize("shape", [GREY, COLOUR], ids=str)
