@@ -27,10 +27,12 @@ class Skip:
     Args:
         corrupt: image files that cannot be read.
         other: what is no image.
+        all: every file of it: there may be no image.
     """
 
     corrupt: bool = False
     other: bool = False
+    all: bool = False
 
     @classmethod
     def of(cls, settings: FolderSettings) -> Skip:

@@ -25,9 +25,9 @@ from fedsynth.data.folder_checks import (
     require_declared_counts,
 )
 from fedsynth.data.folder_settings import FolderSettings, name_of
-from fedsynth.data.folder_tree import Unread
+from fedsynth.data.folder_tree import Unread, counted
 from fedsynth.data.images import ImageData
-from fedsynth.data.own_files import OwnFiles, in_order
+from fedsynth.data.own_files import OwnFiles, find_declared, in_order
 from fedsynth.data.own_pixels import Failed, Look, look_at, read_pixels
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.data.users import numbered
@@ -197,7 +197,7 @@ def _specification(
     size = settings.size()
     channels = settings.channels
     if size is None or not channels:
-        looks = _looks(files, settings.skip_corrupt)
+        looks = _looks(files, Skip.of(settings))
         size = size or _one_size(looks, settings.folder)
         channels = channels or (1 if all(one.grey for one in looks) else 3)
     return DatasetSpec(
@@ -215,7 +215,7 @@ def _specification(
     )
 
 
-def _looks(files: OwnFiles, skip_corrupt: bool) -> list[Look]:
+def _looks(files: OwnFiles, skip: Skip) -> list[Look]:
     """Returns what the headers of the files say that can be read.
 
     Raises:
@@ -223,7 +223,7 @@ def _looks(files: OwnFiles, skip_corrupt: bool) -> list[Look]:
     """
     found = look_at(files.places)
     failed = {row: one for row, one in enumerate(found) if isinstance(one, Failed)}
-    _refuse_failed(files, failed, skip_corrupt)
+    _refuse_failed(files, failed, skip)
     return [one for one in found if isinstance(one, Look)]
 
 
@@ -248,7 +248,7 @@ def _read(
     images, failed = read_pixels(files.places, spec.channels, spec.height, spec.width)
     skipped = tuple(files.paths[row] for row in failed)
     if failed:
-        _refuse_failed(files, failed, skip.corrupt)
+        _refuse_failed(files, failed, skip)
         # all of them, a line each: who skips files wants to know which
         head = f"{_how_many(files, failed)} and are left out:"
         note("\n".join([head, *(f"  {line}" for line in _reasons(files, failed))]))
@@ -258,12 +258,14 @@ def _read(
     number = {name: label for label, name in enumerate(spec.class_names)}
     labels = torch.tensor([number[name] for name in files.labels], dtype=torch.int64)
     groups = None if files.users is None else torch.from_numpy(numbered(files.users))
-    return ImageData(torch.from_numpy(images), labels, spec, None, groups), files, skipped
+    pixels = torch.from_numpy(images)
+    data = ImageData(pixels, labels, spec, groups=groups, may_be_empty=skip.all)
+    return data, files, skipped
 
 
-def _refuse_failed(files: OwnFiles, failed: Mapping[int, Failed], skip_corrupt: bool) -> None:
+def _refuse_failed(files: OwnFiles, failed: Mapping[int, Failed], skip: Skip) -> None:
     """Refuses files that cannot be read, unless they may be skipped and others can."""
-    if not failed or (skip_corrupt and len(failed) < len(files.paths)):
+    if not failed or skip.all or (skip.corrupt and len(failed) < len(files.paths)):
         return
     reasons = _reasons(files, failed)
     names = "; ".join(reasons[:NAMED]) + (" …" if len(reasons) > NAMED else "")
@@ -307,6 +309,30 @@ def read_as(
         raise DataError(f"{spec.name} has {spec.channels} channels: image files have 1 or 3")
     skip = skip or Skip()
     return _read_as(files_of(folder, skip, note), spec, skip, note)
+
+
+def read_records(folder: Path, spec: DatasetSpec, note: Note, *, by_user: bool) -> ImageData:
+    """Reads an owner's images for a private run; there may be none.
+
+    Each file is a record or none by itself: one that cannot be read, or is of no declared class, is
+    left out, and does not make the others be refused. A refusal would show that it is there.
+
+    Args:
+        folder, spec, note: see `read_as`.
+        by_user: images of no known user are left out.
+
+    Raises:
+        DataFilesCorruptError: a list or a folder that cannot be read.
+    """
+    if spec.channels not in (1, 3):
+        raise DataError(f"{spec.name} has {spec.channels} channels: image files have 1 or 3")
+    files = find_declared(folder, spec.class_names, by_user=by_user)
+    if files.not_read:
+        note(f"left out in {one_line(folder)}: {counted(files.not_read)}")
+    data, _, _ = _read(files, spec, Skip(corrupt=True, other=True, all=True), note)
+    if not len(data):
+        note(f"{one_line(folder)} has no image of the run's classes: nothing but noise is added")
+    return data
 
 
 def _read_as(

@@ -17,7 +17,7 @@ from fedsynth.data.files import one_line
 from fedsynth.data.folder_tree import EMPTY, HIDDEN, IMAGE, Entry, Unread, by_kind, counted, walk
 from fedsynth.data.folders import ENDINGS, images_in
 from fedsynth.data.record_table import read_table, same_name
-from fedsynth.data.users import USERS_FILE, read_users
+from fedsynth.data.users import USERS_FILE, read_owners, read_users
 from fedsynth.errors import DataError, DataFilesCorruptError, DataFilesMissingError
 
 MANIFEST = "manifest.csv"
@@ -25,6 +25,8 @@ LEDGERS = "fedsynth-ledger"
 """The folder of ledgers that may be among the images."""
 DECLARATION = "fedsynth.toml"
 NOT_LISTED = "images that are not listed"
+NOT_DECLARED = "images of no declared class"
+NO_USER = "images of no known user"
 _LAYOUT = "expected SITE/CLASS/files, CLASS/files, or a manifest.csv (path,label,site,user)"
 _SPLITS = {"train", "training", "test", "testing", "val", "valid", "validation"}
 _NUMBER = re.compile(r"[+-]?[0-9]+([.,][0-9]+)?")
@@ -106,9 +108,55 @@ def find_files(place: Path, ledger: Path | None = None) -> OwnFiles:
         found = _listed(place / MANIFEST)
     else:
         found = _in_folders(place, ledger)
+    if not found.paths:
+        raise DataFilesMissingError(f"{place} lists no image")
     _refuse_near_names("classes", found.class_names)
     _refuse_near_names("sites", found.site_names)
     return found
+
+
+def find_declared(place: Path, classes: Collection[str], *, by_user: bool) -> OwnFiles:
+    """Finds the images of declared classes; there may be none, and sites do not matter.
+
+    For a private run: whether a file is among them depends on this file only, and no file makes the
+    others be refused. What is left out is in `not_read`.
+
+    Args:
+        place: see `find_files`.
+        classes: the names of the declared classes.
+        by_user: only images whose user is known; else users are left out.
+
+    Raises:
+        DataFilesCorruptError: a list or a folder that cannot be read.
+    """
+    manifest = place if place.is_file() else place / MANIFEST
+    if manifest.exists():
+        found = _listed(manifest)
+    else:
+        entries = walk(place, {DECLARATION, USERS_FILE}, {place / LEDGERS})
+        images = [one.parts for one in entries if one.kind == IMAGE and len(one.parts) > 1]
+        paths = tuple("/".join(parts) for parts in images)
+        labels = tuple(same_name(parts[-2]) for parts in images)
+        others = by_kind([one for one in entries if one.parts not in set(images)])
+        found = OwnFiles(place, paths, labels, None, None, others)
+    if not by_user:
+        found = replace(found, users=None)
+    elif found.users is None:
+        found = replace(found, users=_users_or_none(found.root / USERS_FILE, found.paths))
+    users = found.users or found.paths
+    left = {
+        row: NO_USER if label in classes else NOT_DECLARED
+        for row, label in enumerate(found.labels)
+        if label not in classes or not users[row]
+    }
+    entries = [Entry(PurePosixPath(found.paths[row]).parts, kind) for row, kind in left.items()]
+    return replace(found.without(left), not_read=found.not_read + by_kind(entries))
+
+
+def _users_or_none(file: Path, paths: Sequence[str]) -> tuple[str, ...]:
+    """Returns the name of each image's user; "" where it is not known."""
+    owner = read_owners(file) if file.exists() else {}
+    return tuple(owner.get(same_name(path), "") for path in paths)
 
 
 def in_order(names: Iterable[str]) -> tuple[str, ...]:
@@ -206,10 +254,8 @@ def _listed(file: Path) -> OwnFiles:
         if path in rows:
             raise DataFilesCorruptError(f"{file}, line {line}: lists {one_line(path)} twice")
         rows[path] = (row["label"], row.get("site", ""), row.get("user", ""))
-    if not rows:
-        raise DataFilesMissingError(f"{file} lists no image")
     paths = tuple(sorted(rows))
-    labels, sites, users = zip(*(rows[path] for path in paths), strict=True)
+    labels, sites, users = (tuple(rows[path][column] for path in paths) for column in range(3))
     return OwnFiles(
         file.parent,
         paths,

@@ -113,13 +113,7 @@ def read_users(file: Path, paths: Sequence[str]) -> tuple[str, ...]:
         DataFilesCorruptError: the file cannot be read, lacks a column, gives an image to two users
             or to none, or leaves a user empty.
     """
-    owner: dict[str, str] = {}
-    for line, row in read_table(file, ("path", "user")):
-        path = same_name(row["path"])
-        if owner.setdefault(path, row["user"]) != row["user"]:
-            raise DataFilesCorruptError(
-                f"{file}, line {line}: {one_line(path)} is given to two users"
-            )
+    owner = read_owners(file)
     wanted = [same_name(path) for path in paths]
     missing = [path for path in wanted if path not in owner]
     if missing:
@@ -130,6 +124,22 @@ def read_users(file: Path, paths: Sequence[str]) -> tuple[str, ...]:
             f"{hint}"
         )
     return tuple(owner[path] for path in wanted)
+
+
+def read_owners(file: Path) -> dict[str, str]:
+    """Returns the user of each path, as `same_name` has it, by such a file.
+
+    Raises:
+        DataFilesCorruptError: as `read_users`, but for images that it does not list.
+    """
+    owner: dict[str, str] = {}
+    for line, row in read_table(file, ("path", "user")):
+        path = same_name(row["path"])
+        if owner.setdefault(path, row["user"]) != row["user"]:
+            raise DataFilesCorruptError(
+                f"{file}, line {line}: {one_line(path)} is given to two users"
+            )
+    return owner
 
 
 def numbered(names: Sequence[str]) -> IntArray:

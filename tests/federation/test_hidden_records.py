@@ -3,12 +3,15 @@ number, labels and pixels, and whether code raises on some of them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 from fedsynth import resolve
@@ -19,7 +22,8 @@ from fedsynth.features.feature_map import FeatureMap
 from fedsynth.features.registry import register_features
 from fedsynth.federation.nodes.bundles import unpack
 from fedsynth.federation.nodes.node import Node
-from fedsynth.federation.nodes.policy import ANY, Owner
+from fedsynth.federation.nodes.own_data import ClassFolders, Source
+from fedsynth.federation.nodes.policy import Owner, Policy
 from fedsynth.federation.nodes.proposal import Proposal
 from fedsynth.federation.nodes.served import Post, serve
 from fedsynth.federation.nodes.to_nodes import Patience
@@ -126,9 +130,7 @@ def sections(method: str, **more: Any) -> dict[str, dict[str, Any]]:
     }
 
 
-def answers(
-    folder: Path, given: Any, pixels: tuple[int, ...]
-) -> tuple[list[Any], list[bytes], str]:
+def answers(folder: Path, given: Any, records: Source) -> tuple[list[Any], list[bytes], str]:
     """Returns the kind, facts and length of each answer of the first of two nodes, the payloads,
     and what its owner was told; with noise that can be repeated."""
     seen: list[Any] = []
@@ -147,11 +149,13 @@ def answers(
                 payloads.append(frame.payload)
         return answer
 
-    owner = Owner(approved=frozenset({ANY}))
+    says = {"classes": SPEC.class_names, "height": 8, "width": 8, "channels": 1}
+    owner = Owner(Policy(**says))
     nodes = {}
-    for k, own, say in ((0, images(pixels), told.append), (1, images(CLEAN), lambda _: None)):
+    others = Given(images(CLEAN))
+    for k, own, say in ((0, records, told.append), (1, others, lambda _: None)):
         home = folder / str(k)
-        node = Node(k, home, Given(own), owner, device="cpu", say=say, secret=injected(k))
+        node = Node(k, home, own, owner, device="cpu", say=say, secret=injected(k))
         nodes[100 + k] = node
     proposal = Proposal(RUN, resolve(given, own_data="scans"), SPEC)
     post = Post(Hand(nodes, look), Patience(join=0.2, answer=60, look=0.05))
@@ -177,7 +181,9 @@ def test_answers_do_not_depend_on_records(tmp_path: Path, given: Any) -> None:
     found = {}
     sent = {}
     for number, (name, pixels) in enumerate(RECORDS.items()):
-        found[name], sent[name], told = answers(tmp_path / str(number), given, pixels)
+        found[name], sent[name], told = answers(
+            tmp_path / str(number), given, Given(images(pixels))
+        )
     assert "contributes nothing: AssertionError" in told
     assert {kind for kind, _, _ in found["clean"]} == {"answer"}
     for name, seen in found.items():
@@ -185,3 +191,61 @@ def test_answers_do_not_depend_on_records(tmp_path: Path, given: Any) -> None:
     if given["privacy"].get("mechanism") != "features":  # which also releases counts
         assert sent["hostile"] == sent["clean"]
         assert sent["one"] != sent["clean"]
+
+
+def scans(folder: Path) -> Path:
+    """Writes an owner's images of two of the three classes, and whose they are."""
+    drawn = np.random.default_rng(0).integers(0, 256, (12, 8, 8), np.uint8)
+    rows = ["path,user"]
+    for k, image in enumerate(drawn):
+        path = f"{'ab'[k % 2]}/{k:02}.png"
+        write(folder / path, image)
+        rows.append(f"{path},patient {k // 3}")
+    (folder / "users.csv").write_text("\n".join(rows))
+    return folder
+
+
+def write(file: Path, image: Any = None) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(np.zeros((8, 8), np.uint8) if image is None else image).save(file)
+
+
+def listed(folder: Path, more: str) -> None:
+    paths = sorted(one.relative_to(folder).as_posix() for one in folder.glob("*/*.png"))
+    rows = [f"{path},{path[0]}" for path in paths]
+    (folder / "manifest.csv").write_text("\n".join(["path,label", *rows, more]))
+
+
+WRONG: dict[str, Callable[[Path], object]] = {
+    "damaged": lambda folder: (folder / "a" / "x.png").write_bytes(b"no image"),
+    "cut off": lambda folder: (folder / "a" / "x.jpg").write_bytes(b"\xff\xd8\xff"),
+    "nothing in it": lambda folder: (folder / "a" / "x.png").touch(),
+    "not in a class": lambda folder: write(folder / "x.png"),
+    "too deep": lambda folder: write(folder / "a" / "deeper" / "and" / "x.png"),
+    "of no class": lambda folder: write(folder / "flu" / "x.png"),
+    "nearly a class": lambda folder: write(folder / "A" / "x.png"),
+    "no image": lambda folder: (folder / "a" / "x.dcm").write_bytes(b"DICM"),
+    "a link to nothing": lambda folder: (folder / "a" / "x.png").symlink_to(folder / "nothing"),
+    "listed and not there": lambda folder: listed(folder, "a/x.png,a"),
+    "listed in no class": lambda folder: listed(folder, "a/00.png.png,flu"),
+}
+
+
+@pytest.mark.parametrize("unit", ["record", "user"])
+def test_a_file_that_is_no_record_changes_nothing(tmp_path: Path, unit: str) -> None:
+    """Each is one file more in a folder that is read without it. What leaves is the same; the owner
+    reads that it was left out. And a folder of such files only answers like any other."""
+    given = sections("feddm", privacy={"unit": unit})
+    sound = answers(tmp_path / "sound", given, ClassFolders(scans(tmp_path / "data")))
+    assert {kind for kind, _, _ in sound[0]} == {"answer"}
+    for number, (name, spoil) in enumerate(WRONG.items()):
+        folder = scans(tmp_path / f"data-{number}")
+        spoil(folder)
+        seen, sent, _ = answers(tmp_path / str(number), given, ClassFolders(folder))
+        assert seen == sound[0], name
+        assert sent == sound[1], name
+    empty = tmp_path / "empty"
+    (empty / "a").mkdir(parents=True)
+    assert answers(tmp_path / "none", given, ClassFolders(empty))[0] == sound[0]
+    (empty / "a" / "x.png").write_bytes(b"no image")
+    assert answers(tmp_path / "one", given, ClassFolders(empty))[0] == sound[0]

@@ -11,7 +11,7 @@ import numpy as np
 from fedsynth.data.declaration import Declaration, read_declaration
 from fedsynth.data.images import ImageData
 from fedsynth.data.load import load_dataset
-from fedsynth.data.load_folder import read_as
+from fedsynth.data.load_folder import read_as, read_records
 from fedsynth.data.own_files import DECLARATION
 from fedsynth.data.partition import partition
 from fedsynth.data.partition_settings import GIVEN
@@ -19,6 +19,7 @@ from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import DataError
 from fedsynth.federation.nodes.proposal import Proposal
 from fedsynth.federation.terms.client_ledgers import data_set_id
+from fedsynth.privacy.releases import USER
 
 
 class Source(Protocol):
@@ -72,7 +73,11 @@ class ClassFolders:
         ]
 
     def read(self, proposal: Proposal, number: int) -> ImageData:
-        return read_as(self.folder, proposal.spec, print)[0]
+        privacy = proposal.settings.privacy
+        if privacy is None:
+            return read_as(self.folder, proposal.spec, print)[0]
+        by_user = privacy.unit == USER
+        return read_records(self.folder, proposal.spec, print, by_user=by_user)
 
     def identifier(self, proposal: Proposal) -> str:
         return f"{proposal.spec.name}-{GIVEN}"
