@@ -171,6 +171,18 @@ class OpenClients:
         return torch.stack(sums)
 
 
+def _once(note: Note) -> Note:
+    """Returns a function that passes each line on once: a step has many passes."""
+    told: set[str] = set()
+
+    def pass_on(text: str) -> None:
+        if text not in told:
+            told.add(text)
+            note(text)
+
+    return pass_on
+
+
 class PrivateClients:
     """DP on: a method gets noisy sums and privately trained models; no data, no counts.
 
@@ -212,14 +224,14 @@ class PrivateClients:
     ) -> None:
         self.ids = tuple(ids)
         self.spec = data.spec
-        self._note = note
+        self._note = _once(note)
         self._data = data
         self._allowance = GroupAllowance(allowances)
         self._nominal_size = nominal_size
         self._parts = [part.to(data.labels.device) for part in parts]
         self._records = [part.cpu() for part in parts]
         self._labels = data.labels.cpu()
-        self._inputs = _inputs(network, data, self._parts, note)
+        self._inputs = _inputs(network, data, self._parts, self._note)
         self._users = None if users is None else users.cpu()
         self._units = [
             Units(len(own), None if self._users is None else self._users[own])

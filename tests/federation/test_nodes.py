@@ -737,20 +737,17 @@ def test_a_server_does_not_learn_which_images_fit(tmp_path: Path, declared: bool
         assert "says no classes and image size" in told.facts["reason"]
 
 
-def test_whatever_is_wrong_with_own_data_is_one_answer(tmp_path: Path) -> None:
+def test_data_that_cannot_be_read_as_a_whole_are_one_answer(tmp_path: Path) -> None:
     says = {"classes": ("healthy", "ill"), "height": 8, "width": 8, "channels": 1}
     answers = set()
-    for name in ("layout", "none", "damaged", "class"):
+    for name in ("folder", "list", "link"):
         folder = tmp_path / name
-        folder.mkdir()
-        if name != "none":
+        if name != "folder":
             with_scans(folder)
-        if name == "layout":
-            Image.fromarray(np.zeros((8, 8), np.uint8)).save(folder / "1.png")
-        if name == "class":
-            (folder / "ill").rename(folder / "flu")
-        if name == "damaged":
-            (folder / "ill" / "1.png").write_bytes(b"no image")
+        if name == "list":
+            (folder / "manifest.csv").write_bytes(b"path,label\n\xff\xfe")
+        if name == "link":
+            (folder / "again").symlink_to(folder / "ill")
         said: list[str] = []
         owner = Owner(Policy(**says))
         home = tmp_path / f"home-{name}"
