@@ -44,6 +44,7 @@ def test_a_digest_goes_with_its_record_and_not_with_its_place(digits: ImageData)
     here = record_digests(digits, np.arange(len(digits)), KEY)
     assert np.array_equal(record_digests(many, np.arange(5000), KEY), here[order])
     assert len(np.unique(here, axis=0)) == len(digits)  # no two of the digits are the same
+    assert record_digests(digits, np.arange(0), KEY).shape == (0, 16)
 
 
 def test_another_label_pixel_or_key_is_another_digest(digits: ImageData) -> None:
@@ -59,10 +60,6 @@ def test_another_label_pixel_or_key_is_another_digest(digits: ImageData) -> None
     unlabelled = record_digests(data, np.arange(3), KEY, labels=False)
     assert np.array_equal(unlabelled[0], unlabelled[2])
     assert len(np.unique(unlabelled, axis=0)) == 2
-
-
-def test_no_record_has_no_digest(digits: ImageData) -> None:
-    assert record_digests(digits, np.arange(0), KEY).shape == (0, 16)
 
 
 def test_a_ledger_knows_an_image_that_is_labelled_anew(digits: ImageData) -> None:

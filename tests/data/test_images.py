@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fedsynth.data.images import ImageData, denormalise, from_arrays, normalise, require_all_classes
-from fedsynth.data.registry import DATASETS, dataset_spec
+from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import DataError
 
 DIGITS, CIFAR = dataset_spec("digits"), dataset_spec("cifar10")
@@ -45,20 +45,14 @@ def test_from_arrays_rounds_floating_point_to_the_nearest_level() -> None:
         )
 
 
-def test_from_arrays_copies() -> None:
-    images, labels = np.zeros((2, 8, 8), np.uint8), np.array([1, 2])
-    data = from_arrays(images, labels, DIGITS)
-    images += 1
-    labels += 1
-    assert int(data.images.sum()) == 0
-    assert data.labels.tolist() == [1, 2]
-
-
 def test_from_arrays_takes_read_only_and_strided_arrays() -> None:
     images = RNG.integers(0, 256, (6, 8, 8), dtype=np.uint8)
+    before = images.copy()
     images.setflags(write=False)
     data = from_arrays(images[::-2].transpose(0, 2, 1), np.arange(3), DIGITS)
-    assert np.array_equal(data.images[0, 0].numpy(), images[5].T)
+    images.setflags(write=True)
+    images += 1
+    assert np.array_equal(data.images[0, 0].numpy(), before[5].T)  # a copy
 
 
 def floats(value: float) -> npt.NDArray[np.float32]:
@@ -100,12 +94,9 @@ def test_what_cannot_be_used_gets_one_clear_line(images: Any, labels: Any, messa
     assert "\n" not in str(caught.value)
 
 
-def test_colour_images_have_no_grey_form() -> None:
+def test_image_data_itself_insists_on_uint8() -> None:
     with pytest.raises(DataError, match=r"must have shape \[N, 3, 32, 32\], got \[4, 32, 32\]"):
         from_arrays(np.zeros((4, 32, 32), np.uint8), np.zeros(4, int), CIFAR)
-
-
-def test_image_data_itself_insists_on_uint8() -> None:
     with pytest.raises(DataError, match="images must be uint8, got float32"):
         ImageData(torch.zeros(2, 1, 8, 8), torch.zeros(2, dtype=torch.int64), DIGITS)
     with pytest.raises(DataError, match="images are on cpu but labels on meta"):
@@ -188,7 +179,7 @@ def test_a_class_that_nobody_has_is_named() -> None:
         require_all_classes(data.subset(torch.tensor([0])))
 
 
-@pytest.mark.parametrize("spec", DATASETS.values(), ids=list(DATASETS))
+@pytest.mark.parametrize("spec", [DIGITS, CIFAR, dataset_spec("svhn")], ids=lambda one: one.name)
 def test_denormalise_inverts_normalise_at_every_level(spec: Any) -> None:
     square = dataclasses.replace(spec, height=16, width=16)
     every = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16).expand(2, spec.channels, 16, 16)
@@ -201,19 +192,12 @@ def test_denormalise_inverts_normalise_at_every_level(spec: Any) -> None:
 def test_normalise_does_not_touch_its_input_and_gives_the_type_asked_for() -> None:
     data = some_digits()
     before = data.images.clone()
+    assert denormalise(torch.full((1, 1, 8, 8), 100.0), DIGITS).unique().tolist() == [255]
+    assert denormalise(torch.full((1, 1, 8, 8), -100.0), DIGITS).unique().tolist() == [0]
     x = normalise(data.images, DIGITS, torch.bfloat16)
     assert x.dtype == torch.bfloat16
     assert torch.equal(data.images, before)
     torch.testing.assert_close(x, normalise(data.images, DIGITS).bfloat16())
-
-
-def test_denormalise_clamps_and_leaves_its_input() -> None:
-    x = torch.full((1, 1, 8, 8), 100.0, requires_grad=True)
-    out = denormalise(x, DIGITS)
-    assert out.unique().tolist() == [255]
-    assert not out.requires_grad
-    assert denormalise(-x, DIGITS).unique().tolist() == [0]
-    assert x.detach().unique().tolist() == [100.0]
 
 
 def test_constants_made_in_inference_mode_serve_training_later() -> None:

@@ -30,11 +30,9 @@ def counts_of(sizes: npt.ArrayLike, wish: PartitionSettings) -> IntArray:
     ("classes", "each", "dominant", "share", "many", "few"),
     [
         (10, 5000, 1, 0.46, 2300, 300),
-        (10, 9000, 1, 0.5, 4500, 500),
-        (100, 500, 10, 0.46, 230, 30),
         (200, 500, 20, 0.46, 230, 30),
     ],
-    ids=["cifar10", "cinic10", "cifar100", "tiny-imagenet"],
+    ids=["cifar10", "tiny-imagenet"],
 )
 def test_dominant_gives_the_counts_of_fedfms_code(
     classes: int, each: int, dominant: int, share: float, many: int, few: int
@@ -114,48 +112,6 @@ def test_dominant_with_few_clients_keeps_its_share() -> None:
     assert (left == 10).all()
 
 
-@pytest.mark.parametrize(
-    ("sizes", "wish", "message"),
-    [
-        (
-            [100] * 10,
-            {"clients": 4},
-            r"class \d has 100 examples, but to dominate 1 of 4 clients it needs 115: lower dominant_share",
-        ),
-        (
-            [100] * 4,
-            {"dominant_classes": 4},
-            "dominant_classes is 4 but there are examples of 4 classes only",
-        ),
-        (
-            [100, 0, 100],
-            {"dominant_classes": 2},
-            "dominant_classes is 2 but there are examples of 2 classes only",
-        ),
-        (
-            [100] * 4,
-            {"dominant_share": 0.25},
-            "dominant_share 0.25 is no more than the even share of 1 of 4 classes, 0.25: raise it",
-        ),
-        # Three clients of 100 with 60 of their own class leave 40 each; class 0 has 180 left, more
-        # than clients 1 and 2 may take.
-        (
-            [240, 30, 30],
-            {"clients": 3, "dominant_share": 0.4},
-            r"class [12] has 30 examples, but to dominate 1 of 3 clients it needs 40",
-        ),
-        (
-            [220, 40, 40],
-            {"clients": 3, "dominant_share": 0.4},
-            "the classes' totals leave clients of one size no such share",
-        ),
-    ],
-)
-def test_dominant_that_cannot_be(sizes: list[int], wish: dict[str, float], message: str) -> None:
-    with pytest.raises(PartitionError, match=message):
-        counts_of(sizes, PartitionSettings(kind="dominant", **wish))  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("missing", [1, 2, 5])
 def test_missing_gives_the_counts_of_fedfms_code(missing: int) -> None:
     """pytorch/utils.py, noniid-3: each of 10 clients has 10 − m classes of CIFAR-10, each class at
@@ -184,18 +140,6 @@ def test_missing_is_balanced(clients: int, missing: int, seed: int) -> None:
     assert lacks.sum(axis=0).max() < clients
 
 
-def test_missing_that_cannot_be() -> None:
-    with pytest.raises(
-        PartitionError, match="missing_classes is 3 but there are examples of 3 classes only"
-    ):
-        counts_of([9, 0, 9, 9], PartitionSettings(kind="missing", clients=3, missing_classes=3))
-    with pytest.raises(
-        PartitionError,
-        match=r"class 1 has 3 examples for the 9 clients .* lower clients or raise missing_classes",
-    ):
-        counts_of([90, 3], PartitionSettings(kind="missing", clients=18, missing_classes=1))
-
-
 def test_quantity_is_niid_benchs_rule() -> None:
     """utils.py, iid-diff-quantity: shares from Dir(β) until the smallest is large enough, cut at
     ⌊cumsum(p)·N⌋."""
@@ -208,26 +152,6 @@ def test_quantity_is_niid_benchs_rule() -> None:
             sizes, redraws = np.diff(cuts[:-1], prepend=0, append=2000), redraws + 1
         assert [len(part) for part in partition(y, wish, 7)] == sizes.tolist()
     assert redraws > 40  # the least size is what decides here
-
-
-def test_quantity_mixes_classes_alike() -> None:
-    for seed in range(10):
-        counts = counts_of(
-            np.full(10, 2000), PartitionSettings(kind="quantity", clients=5, seed=seed)
-        )
-        sizes = counts.sum(axis=1, keepdims=True)
-        assert sizes.max() > 1.5 * sizes.min()
-        # five standard deviations
-        assert (np.abs(counts - sizes / 10) < 5 * np.sqrt(sizes * 0.1 * 0.9) + 1).all()
-
-
-def test_quantity_that_cannot_be() -> None:
-    with pytest.raises(PartitionError, match="need 100, there are 90: lower min_size or clients"):
-        counts_of([90], PartitionSettings(kind="quantity", min_size=10))
-    with pytest.raises(
-        PartitionError, match=r"at alpha=0\.001: raise alpha, or lower min_size or clients$"
-    ):
-        counts_of([900], PartitionSettings(kind="quantity", alpha=0.001))
 
 
 @pytest.mark.parametrize("alpha", [0.01, 0.1, 1.0])
@@ -295,15 +219,10 @@ def natural(clients: int, seed: int = 0, **origins: IntArray) -> list[list[int]]
     return [part.tolist() for part in partition(ZEROS, wish, 1, **origins)]
 
 
-def test_natural_with_all_groups() -> None:
-    everyone = [[7], [1, 3], [0, 4, 5], [2, 6]]  # of groups 0, 2, 5 and 9
-    assert natural(4, groups=GROUPS) == everyone
-    assert natural(4, domains=GROUPS) == everyone
-    assert natural(4, groups=GROUPS, domains=ZEROS) == everyone
-
-
 def test_natural_with_some_groups_leaves_the_others_out() -> None:
     everyone = natural(4, groups=GROUPS)
+    assert everyone == [[7], [1, 3], [0, 4, 5], [2, 6]]  # of groups 0, 2, 5 and 9
+    assert natural(4, domains=GROUPS) == natural(4, groups=GROUPS, domains=ZEROS) == everyone
     drawn = set()
     for seed in range(200):
         chosen = natural(2, seed, groups=GROUPS)

@@ -3,24 +3,19 @@ see."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from torch.nn import functional as F
 
 from fedsynth.data.images import normalise, require_all_classes
 from fedsynth.data.load import load_dataset, missing_files
-from fedsynth.data.partition import partition
-from fedsynth.data.partition_settings import PartitionSettings
 from fedsynth.data.registry import dataset_spec
 from fedsynth.data.synthetic import (
     device_sizes,
     draw_device,
     from_levels,
-    make_synthetic,
     to_levels,
 )
 from fedsynth.federation.simulation import simulate
@@ -29,7 +24,6 @@ from fedsynth.federation.terms.resolve import resolve
 NAMES = [
     "synthetic(iid)",
     "synthetic(0,0)",
-    "synthetic(0.5,0.5)",
     "synthetic(1,1)",
     "synthetic(2.5,7)",
 ]
@@ -142,34 +136,6 @@ def test_the_data_are_fixed_and_nothing_global_decides() -> None:
     assert missing_files("synthetic(1,1)", Path()) == []
 
 
-def test_only_synthetic_specifications_can_be_made() -> None:
-    with pytest.raises(ValueError, match=r"digits is no synthetic"):
-        make_synthetic(dataset_spec("digits"))
-
-
-def softmax_regression(name: str, device: int | None = None) -> float:
-    """Test accuracy of a linear model, after 100 steps of full-batch Adam."""
-    train, test = load_dataset(name)
-    if device is not None:
-        train, test = (d.subset((d.groups == device).nonzero().flatten()) for d in (train, test))  # type: ignore[union-attr]
-    x, x_test = (normalise(d.images, d.spec).flatten(1) for d in (train, test))
-    W, b = torch.zeros(60, 10, requires_grad=True), torch.zeros(10, requires_grad=True)
-    optimiser = torch.optim.Adam([W, b], lr=0.1)
-    for _ in range(100):
-        optimiser.zero_grad()
-        F.cross_entropy(x @ W + b, train.labels).backward()
-        optimiser.step()
-    return float(((x_test @ W + b).argmax(dim=1) == test.labels).float().mean())
-
-
-def test_a_linear_model_learns_what_is_linear() -> None:
-    assert softmax_regression("synthetic(iid)") > 0.93
-    biggest = int(device_sizes().argmax())
-    assert softmax_regression("synthetic(1,1)", biggest) > 0.93
-    # Thirty linear models at once are no linear model.
-    assert softmax_regression("synthetic(0,0)") < softmax_regression("synthetic(iid)") - 0.1
-
-
 def test_a_federation_of_devices() -> None:
     settings = resolve(
         {
@@ -183,16 +149,3 @@ def test_a_federation_of_devices() -> None:
     result = simulate(settings)
     assert len(result.metrics[0]["client_upload_bytes"]) == 30
     assert result.metrics[-1]["test_accuracy"] > 0.4  # ten classes
-    # Another seed draws the same devices where all take part.
-    labels, groups = (
-        array.numpy()
-        for array in (
-            load_dataset("synthetic(0,0)")[0].labels,
-            load_dataset("synthetic(0,0)")[0].groups,
-        )
-    )  # type: ignore[union-attr]
-    everyone = PartitionSettings(kind="natural", clients=30)
-    one, other = (
-        partition(labels, replace(everyone, seed=seed), 10, groups=groups) for seed in (0, 1)
-    )
-    assert all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
