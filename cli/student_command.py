@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,6 +12,7 @@ import typer
 from fedsynth.cli import options as given
 from fedsynth.cli.generated_options import takes_settings
 from fedsynth.cli.own_code_options import own_code_alone, with_own_code
+from fedsynth.cli.pace import duration
 from fedsynth.cli.paths import named_path, path_argument, path_option
 from fedsynth.cli.settings_options import Sections
 
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from fedsynth.federation.student import Student
 
 TENTHS = 10
+MEASURED_STEPS = 10
 
 
 @takes_settings(
@@ -105,7 +108,7 @@ def student(
         labels=labels,
         teacher=place,
         device=run.get("device", "auto"),
-        report=_said,
+        report=_Progress(),
     )
     made.save(output)
     copies_of = f", and {how.views} changed copies of each" if how.views else ""
@@ -138,7 +141,18 @@ def _to_stderr(text: str) -> None:
     print(text, file=sys.stderr)
 
 
-def _said(done: int, total: int) -> None:
-    """Each tenth of the steps, on stderr."""
-    if done * TENTHS // total > (done - 1) * TENTHS // total:
-        print(f"step {done} of {total}", file=sys.stderr)
+class _Progress:
+    """Reports on stderr: how long the training takes, by its first steps, then each tenth of it."""
+
+    def __init__(self) -> None:
+        self._began = 0.0
+
+    def __call__(self, done: int, total: int) -> None:
+        now = time.monotonic()
+        if done == 1:  # the first one is slower, and is not measured
+            self._began = now
+        if done == MEASURED_STEPS < total:
+            seconds = (now - self._began) / (MEASURED_STEPS - 1) * total
+            _to_stderr(f"{total} steps take about {duration(max(1.0, seconds))}")
+        if done * TENTHS // total > (done - 1) * TENTHS // total:
+            _to_stderr(f"step {done} of {total}")

@@ -47,6 +47,7 @@ def test_it_says_what_it_learned_its_guarantee_and_its_accuracy(
     assert f"guarantee: ε = {epsilon} at δ = 1e-05, the set's" in run.stdout
     assert " % of 359 real test images" in run.stdout
     assert "step 20 of 20" in run.stderr
+    assert "20 steps take about 1 s" in run.stderr  # before they are taken
     assert run.stderr.count("step ") == 10
     assert load_model(made) is not None
 
