@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import safetensors.torch
@@ -38,6 +39,18 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         # besides what safetensors finds: types that torch lacks, and sizes beyond its own
         raise ValueError(one_line(error)) from None
     return tensors, metadata
+
+
+def save_tensors(tensors: Mapping[str, Tensor], file: Path, metadata: Mapping[str, str]) -> None:
+    """Writes tensors into a safetensors file that others may read: safetensors itself leaves its
+    files to their owner only.
+
+    Raises:
+        OSError, SafetensorError: the file cannot be written.
+    """
+    on_cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    safetensors.torch.save_file(on_cpu, file, metadata=dict(metadata) or None)
+    file.chmod(0o644)
 
 
 def expanded(folder: str | Path) -> Path:

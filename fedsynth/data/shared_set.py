@@ -12,6 +12,7 @@ SHA256SUMS                  the hashes of all of them, for `sha256sum -c`
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Mapping
@@ -21,13 +22,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fedsynth.data.files import MAX_LIST_BYTES, one_line, read_tensors
+from fedsynth.data.files import MAX_LIST_BYTES, one_line, read_tensors, save_tensors
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import DataFilesCorruptError, DataFilesMissingError, FedsynthError
 from fedsynth.privacy.files import decode_json, expand_home, file_hash, plain_files, read_regular
 
 TENSORS, SUMS, README = "synthetic.safetensors", "SHA256SUMS", "README.md"
 FORMAT = "fedsynth synthetic set 1"
+UNITS = "float32; 0 is black, 1 is white; values outside are not cut off"
+NORMALISED = "float32, normalised: (x - mean) / std of x whose black is 0 and white 1"
+BYTES = "uint8; 0 is black, 255 is white"
 MAX_VALUE = 1e6
 """Limit of absolute pixel values, as they are and normalised: larger ones are no images, and
 overflow in training."""
@@ -105,8 +109,48 @@ def load_synthetic(folder: str | Path) -> SharedSet:
         raise DataFilesCorruptError(f"{root / TENSORS} is damaged: {one_line(error)}") from None
 
 
+def write_set(
+    file: Path,
+    images: Tensor,
+    labels: Tensor,
+    spec: DatasetSpec,
+    *,
+    pixels: str,
+    clients: Tensor | None = None,
+    soft_labels: Tensor | None = None,
+    facts: Mapping[str, str] | None = None,
+) -> None:
+    """Writes a synthetic set as `shared_set` reads it.
+
+    Args:
+        file: the safetensors file.
+        images: [N, C, H, W], as `pixels` states.
+        labels: int64 [N].
+        spec: of the images.
+        pixels: `UNITS`, `NORMALISED` or `BYTES`.
+        clients: int64 [N], who made each.
+        soft_labels: float32 [N, classes].
+        facts: more metadata.
+
+    Raises:
+        OSError, SafetensorError: the file cannot be written.
+    """
+    tensors = {"images": images, "labels": labels, "client": clients, "soft_labels": soft_labels}
+    metadata = {
+        "format": FORMAT,
+        "pixels": pixels,
+        "data_set": spec.name,
+        "class_names": json.dumps(spec.class_names),
+        "mean": json.dumps(spec.mean),
+        "std": json.dumps(spec.std),
+        **(facts or {}),
+    }
+    there = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    save_tensors(there, file, metadata)
+
+
 def shared_set(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> SharedSet:
-    """Returns the synthetic set that a file's tensors and metadata are.
+    """Returns the synthetic set that a file's tensors and metadata are, in pixel units.
 
     Raises:
         ValueError: something is missing, does not fit the rest, or has values that no such set has.
@@ -114,10 +158,10 @@ def shared_set(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Sh
     if metadata.get("format") != FORMAT:
         raise ValueError(f"its format is {metadata.get('format')!r}, and should be {FORMAT!r}")
     try:
-        images = _images(tensors["images"])
-        spec = spec_of(images, metadata)
-        epsilon = _promised(metadata["epsilon"])
-        delta = _promised(metadata["delta"])
+        images = _in_units(tensors["images"], metadata)
+        spec = _spec_of(images, metadata)
+        epsilon = _promised(metadata.get("epsilon", "null"))
+        delta = _promised(metadata.get("delta", "null"))
     except KeyError as error:
         raise ValueError(f"it lacks {error}") from None
     except (TypeError, FedsynthError) as error:
@@ -142,12 +186,23 @@ def shared_set(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Sh
     return found
 
 
-def _images(given: Tensor) -> Tensor:
-    if given.dim() != 4 or not given.is_floating_point():
-        raise ValueError("its images are not floating-point numbers [N, C, H, W]")
+def _in_units(given: Tensor, metadata: Mapping[str, str]) -> Tensor:
+    """Returns images float32 [N, C, H, W] whose black is 0 and white 1."""
+    pixels = metadata["pixels"]
+    as_stated = given.dtype == torch.uint8 if pixels == BYTES else given.is_floating_point()
+    if given.dim() != 4 or not as_stated:
+        kind = "bytes" if pixels == BYTES else "floating-point numbers"
+        raise ValueError(f"its images are not {kind} [N, C, H, W]")
     if not given.numel():
         raise ValueError("it has no images")
-    return given.float()
+    if pixels == BYTES:
+        return given.float() / 255
+    if pixels != NORMALISED:
+        return given.float()
+    mean, std = (
+        torch.tensor(decode_json(metadata[key])).view(1, -1, 1, 1) for key in ("mean", "std")
+    )
+    return (given.float() * std + mean).contiguous()
 
 
 def _check_labels(tensors: Mapping[str, Tensor], count: int, classes: int) -> None:
@@ -188,8 +243,8 @@ def _promised(text: str) -> float | None:
     return float(value)
 
 
-def spec_of(images_NCHW: Tensor, facts: Mapping[str, str]) -> DatasetSpec:
-    """What a set's images are, by its file's metadata."""
+def _spec_of(images_NCHW: Tensor, facts: Mapping[str, str]) -> DatasetSpec:
+    """Returns what a set's images are, by its file's metadata."""
     count, channels, height, width = images_NCHW.shape
     names = tuple(decode_json(facts["class_names"]))
     return DatasetSpec(
@@ -203,7 +258,7 @@ def spec_of(images_NCHW: Tensor, facts: Mapping[str, str]) -> DatasetSpec:
         mean=tuple(decode_json(facts["mean"])),
         std=tuple(decode_json(facts["std"])),
         class_names=names,
-        source=f"synthetic, made by {facts['made_by']}",
+        source=f"synthetic, made by {facts.get('made_by', 'fedsynth')}",
     )
 
 

@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import nn
 
 from fedsynth.core.context import Notes, Reporter, RoundContext, round_context
 from fedsynth.core.messages import ModelParameters
-from fedsynth.data.files import one_line, read_tensors
+from fedsynth.data.files import one_line, read_tensors, save_tensors
 from fedsynth.data.load import load_dataset
 from fedsynth.data.registry import DatasetSpec, dataset_spec
 from fedsynth.errors import (
@@ -146,9 +145,7 @@ def distil_files(
         yield f"student: test accuracy {100 * accuracy(made, test):.2f} %"
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        save_file(
-            {name: value.cpu().contiguous() for name, value in made.state_dict().items()}, output
-        )
+        save_tensors(made.state_dict(), output, {})
     except (OSError, SafetensorError) as error:
         raise OutputError(f"cannot write {output}: {error}") from None
     yield f"student: {output}"

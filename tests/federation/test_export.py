@@ -19,7 +19,8 @@ from safetensors.torch import load_file, safe_open, save_file
 from torch import Tensor
 
 from fedsynth import export_run, load_synthetic, owner_settings, resolve, simulate, synthesize
-from fedsynth.data.shared_set import write_hashes
+from fedsynth.data.registry import DatasetSpec
+from fedsynth.data.shared_set import SharedSet, write_hashes
 from fedsynth.errors import (
     DataError,
     DataFilesCorruptError,
@@ -28,6 +29,7 @@ from fedsynth.errors import (
     SettingError,
 )
 from fedsynth.federation.outputs.result import RunResult
+from fedsynth.federation.outputs.share_readme import Share, readme
 from fedsynth.federation.outputs.verification import verify_run
 from fedsynth.privacy.errors import PrivacyError, PrivacySettingError
 from fedsynth.privacy.files import file_hash
@@ -73,6 +75,7 @@ def test_exactly_these_files(share: Path) -> None:
     assert files(share) == sorted(
         ["README.md", "SHA256SUMS", *images, *REPORTS, "synthetic.safetensors"]
     )
+    assert {(share / name).stat().st_mode & 0o777 for name in files(share)} == {0o644}
 
 
 def test_with_the_model_there_is_one_file_more_which_says_no_more(
@@ -469,3 +472,16 @@ def test_mistakes_are_said_before_anything_is_spent(secret_place: Path, tmp_path
             {"data": {"folder": str(tmp_path / "mistyped")}, "privacy": {"epsilon": 8.0}}
         )
     assert not (tmp_path / "runs").exists()
+
+
+def test_names_of_a_stranger_stay_text_in_the_readme() -> None:
+    """Catches: a class that is called like a table's cell or like HTML."""
+    images = torch.rand(2, 1, 8, 8)
+    names = ("<b>ill</b>", "a|b", "*well*")
+    spec = DatasetSpec("[x](y)", 1, 8, 8, 3, 2, 1, (0.5,), (0.25,), names, "x")
+    found = SharedSet(images, torch.tensor([0, 1]), None, None, spec, None, None)
+    text = readme(Share(found, "fedsynth", None, None, False, None, ""))
+    assert r"| 0 | \<b\>ill\</b\> |" in text
+    assert r"| 1 | a\|b |" in text
+    assert r"# Synthetic images of \[x\](y)" in text
+    assert "There is no differential privacy" in text

@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from fedsynth.data.images import ImageData, from_arrays
 from fedsynth.data.load import load_dataset
 from fedsynth.data.registry import DatasetSpec, dataset_spec
+from fedsynth.data.shared_set import FORMAT, NORMALISED
 from fedsynth.errors import DataError, OutputError, SettingError
 from fedsynth.federation.observer import Observer
 from fedsynth.federation.outputs.disclosed import (
@@ -177,7 +178,9 @@ def test_synthetic_images_are_kept_as_they_were_sent(tmp_path: Path) -> None:
     assert tensors["client"].tolist() == [0, 0, 0, 4, 4]
     with safe_open(path, "pt") as file:
         assert file.metadata() == {
-            "dataset": "ours",
+            "format": FORMAT,
+            "pixels": NORMALISED,
+            "data_set": "ours",
             "mean": json.dumps(SPEC.mean),
             "std": json.dumps(SPEC.std),
             "class_names": json.dumps(SPEC.class_names),

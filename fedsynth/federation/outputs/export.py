@@ -7,20 +7,26 @@ import json
 import re
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from PIL import Image
 from safetensors import SafetensorError
-from safetensors.torch import save_file
-from torch import Tensor
 
 from fedsynth.core.method import Method
 from fedsynth.data.files import one_line, read_tensors
-from fedsynth.data.shared_set import FORMAT, README, TENSORS, shared_set, spec_of, write_hashes
+from fedsynth.data.shared_set import (
+    README,
+    TENSORS,
+    UNITS,
+    SharedSet,
+    shared_set,
+    write_hashes,
+    write_set,
+)
 from fedsynth.errors import OutputError, UnknownNameError
 from fedsynth.federation.outputs.run_folder import CONFIG, INCOMPLETE, MODEL, PRIVATE_START
 from fedsynth.federation.outputs.saved_model import model_of_run, write_model
@@ -123,33 +129,21 @@ def _read(folder: Path, unprotected: bool, with_model: bool, method: type[Method
         needs = "" if made_by is None else made_by.images_from
         why = f"with {name} they need {needs}" if needs else f"{name} sends models"
         raise OutputError(f"the run in {folder} made no synthetic images: {why}")
-    tensors, facts = _tensors(folder / TENSORS)
-    accuracy = summary.get("test_accuracy")
-    stated = {
-        "format": FORMAT,
-        "pixels": "float32; 0 is black, 1 is white; values outside are not cut off",
-        "data_set": facts["dataset"],
-        "class_names": facts["class_names"],
-        "mean": facts["mean"],
-        "std": facts["std"],
-        "made_by": f"fedsynth {__version__}, {one_line(summary.get('method'), 60)}",
-        "epsilon": json.dumps(promise.get("epsilon")),
-        "delta": json.dumps(promise.get("delta")),
-    }
     try:
-        shared_set(tensors, stated)
-    except ValueError as error:
+        found = shared_set(*read_tensors(folder / TENSORS))
+    except (OSError, ValueError) as error:
         raise OutputError(f"{folder / TENSORS} cannot be used: {one_line(error)}") from None
-    model = None
-    if with_model:
-        model = model_of_run(folder, spec_of(tensors["images"], stated), method)
+    if found.clients is not None and len(found.clients.unique()) == 1:
+        found = replace(found, clients=None)
+    found = replace(found, epsilon=promise.get("epsilon"), delta=promise.get("delta"))
+    accuracy = summary.get("test_accuracy")
     return Share(
-        tensors,
-        stated,
+        found,
+        f"fedsynth {__version__}, {one_line(summary.get('method'), 60)}",
         None if report is None else _without_settings(report),
         accuracy if type(accuracy) is float else None,
         made_by is not None and made_by.learns_from_images,
-        model,
+        model_of_run(folder, found.spec, method) if with_model else None,
         str(read_json(folder / PRIVATE_START, "start of a run")["test_images"]) if private else "",
     )
 
@@ -180,37 +174,27 @@ def _sound_report(folder: Path, method: type[Method] | None) -> dict[str, Any]:
     return sound_report(folder)
 
 
-def _tensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The images in pixel units with what belongs to each, and the file's facts."""
-    try:
-        found, facts = read_tensors(file)
-        images = _in_pixel_units(found.pop("images"), facts)
-        missing = [name for name in ("dataset", "class_names", "mean", "std") if name not in facts]
-        if missing:
-            raise ValueError(f"it does not say {missing[0]}")
-        kept = {"images": images, "labels": found["labels"]}
-        if len(found["client"].unique()) > 1:
-            kept["client"] = found["client"]
-        if "soft_labels" in found:
-            kept["soft_labels"] = found["soft_labels"]
-        return kept, facts
-    except (OSError, KeyError, ValueError) as error:
-        raise OutputError(f"{file} cannot be used: {one_line(error)}") from None
-
-
-def _in_pixel_units(images: Tensor, facts: Mapping[str, str]) -> Tensor:
-    if images.dtype == torch.uint8:
-        return images.float() / 255
-    mean, std = (torch.tensor(json.loads(facts[key])).view(1, -1, 1, 1) for key in ("mean", "std"))
-    return (images.float() * std + mean).contiguous()
-
-
 # --------------------------------------------------------------------------------------- writing
 
 
 def _write(made: Share, out: Path) -> None:
-    save_file(dict(made.tensors), out / TENSORS, metadata=dict(made.facts))
-    _draw(made, out / "images")
+    found = made.found
+    facts = {
+        "made_by": made.made_by,
+        "epsilon": json.dumps(found.epsilon),
+        "delta": json.dumps(found.delta),
+    }
+    write_set(
+        out / TENSORS,
+        found.images,
+        found.labels,
+        found.spec,
+        pixels=UNITS,
+        clients=found.clients,
+        soft_labels=found.soft_labels,
+        facts=facts,
+    )
+    _draw(found, out / "images")
     if made.model is not None:
         network, architecture = made.model
         write_model(out / MODEL, network, architecture)
@@ -220,8 +204,8 @@ def _write(made: Share, out: Path) -> None:
     write_hashes(out)
 
 
-def folder_names(class_names: list[str]) -> list[str]:
-    """A folder's name for each class, in the classes' order.
+def folder_names(class_names: Sequence[str]) -> list[str]:
+    """Returns a folder's name for each class, in the classes' order.
 
     >>> folder_names(["T-shirt/top", "Trouser"])
     ['00-T-shirt_top', '01-Trouser']
@@ -231,17 +215,14 @@ def folder_names(class_names: list[str]) -> list[str]:
     return [f"{number:0{digits}d}-{name}" for number, name in enumerate(plain)]
 
 
-def _draw(made: Share, folder: Path) -> None:
-    """Each image as a PNG in its class's folder; of more channels than colours there are none."""
-    images = made.tensors["images"]
-    if images.shape[1] not in (1, 3):
+def _draw(found: SharedSet, folder: Path) -> None:
+    """Writes each image as a PNG into its class's folder; none of more channels than colours."""
+    if found.spec.channels not in (1, 3):
         return
-    pixels = (images * 255).round().clamp(0, 255).to(torch.uint8).numpy()
-    for label, name in enumerate(folder_names(made.class_names)):
-        rows = np.flatnonzero(made.tensors["labels"].numpy() == label)
-        if len(rows):
-            (folder / name).mkdir(parents=True)
-        for row in rows:
-            shown = pixels[row, 0] if pixels.shape[1] == 1 else pixels[row].transpose(1, 2, 0)
-            # numbered as in the tensors, so that the two can be laid beside each other
-            Image.fromarray(shown).save(folder / name / f"{row:05d}.png")
+    pixels = (found.images * 255).round().clamp(0, 255).to(torch.uint8).numpy()
+    names = folder_names(found.spec.class_names)
+    for row, label in enumerate(found.labels.tolist()):
+        (folder / names[label]).mkdir(parents=True, exist_ok=True)
+        shown = pixels[row, 0] if found.spec.channels == 1 else pixels[row].transpose(1, 2, 0)
+        # numbered as in the tensors, so that the two can be compared
+        Image.fromarray(shown).save(folder / names[label] / f"{row:05d}.png")

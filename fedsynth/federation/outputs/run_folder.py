@@ -38,9 +38,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
+from fedsynth.data.files import save_tensors
 from fedsynth.data.images import denormalise
 from fedsynth.data.picture import (
     by_class,
@@ -50,6 +50,7 @@ from fedsynth.data.picture import (
     shares_png,
 )
 from fedsynth.data.registry import DatasetSpec
+from fedsynth.data.shared_set import BYTES, NORMALISED, TENSORS, write_set
 from fedsynth.errors import OutputError
 from fedsynth.federation.outputs.checkpoint import write_whole
 from fedsynth.federation.outputs.disclosed import Disclosed, finite
@@ -264,10 +265,7 @@ class RunFolder:
 
     def write_model(self, parameters: Mapping[str, Tensor]) -> None:
         with _writing(self.path):
-            save_file(
-                {name: t.detach().cpu().contiguous() for name, t in parameters.items()},
-                self.path / MODEL,
-            )
+            save_tensors(parameters, self.path / MODEL, {})
 
     def write_synthetic(
         self,
@@ -278,21 +276,18 @@ class RunFolder:
         """(client, images [N, C, H, W], normalised or uint8 pixels, labels [N]) of the last round:
         exactly what was sent, or what the server (`SERVER`) made; and where all have them, soft
         labels [N, classes]."""
-        sets = [(client, images.cpu(), labels.cpu()) for client, images, labels in sets]
-        images = torch.cat([s[1] for s in sets])
-        labels = torch.cat([s[2] for s in sets])
-        client = torch.cat([torch.full((len(s[2]),), s[0]) for s in sets])
-        metadata = {
-            "dataset": spec.name,
-            "mean": json.dumps(spec.mean),
-            "std": json.dumps(spec.std),
-            "class_names": json.dumps(spec.class_names),
-        }
-        tensors = {"images": images.contiguous(), "labels": labels, "client": client}
-        if (rows := [one.cpu() for one in soft if one is not None]) and len(rows) == len(sets):
-            tensors["soft_labels"] = torch.cat(rows).contiguous()
+        images = torch.cat([s[1].cpu() for s in sets])
+        rows = [one.cpu() for one in soft if one is not None]
         with _writing(self.path):
-            save_file(tensors, self.path / "synthetic.safetensors", metadata=metadata)
+            write_set(
+                self.path / TENSORS,
+                images,
+                torch.cat([s[2].cpu() for s in sets]),
+                spec,
+                pixels=BYTES if images.dtype == torch.uint8 else NORMALISED,
+                clients=torch.cat([torch.full((len(s[2]),), s[0]) for s in sets]),
+                soft_labels=torch.cat(rows) if rows and len(rows) == len(sets) else None,
+            )
 
     def draw_synthetic(
         self,

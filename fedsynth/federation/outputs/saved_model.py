@@ -15,12 +15,11 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from fedsynth.config_file import read_sections
 from fedsynth.core.method import Method
-from fedsynth.data.files import one_line, read_tensors
+from fedsynth.data.files import one_line, read_tensors, save_tensors
 from fedsynth.data.images import normalise
 from fedsynth.data.registry import DatasetSpec, dataset_spec
 from fedsynth.data.shared_set import SUMS, check_hashes
@@ -191,10 +190,9 @@ def write_model(
         "logits": json.dumps(_probe(network, of.spec)),
         **of.to_metadata(),
     }
-    weights = {name: value.cpu().contiguous() for name, value in network.state_dict().items()}
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        save_file(weights, file, metadata=metadata)
+        save_tensors(network.state_dict(), file, metadata)
     except (OSError, SafetensorError) as error:
         raise OutputError(f"cannot write {file}: {one_line(error)}") from None
 
