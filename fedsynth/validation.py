@@ -71,6 +71,8 @@ def check_number(
     numeric = isinstance(value, Real) and not isinstance(value, bool)
     if not numeric:
         raise SettingError(section, key, f"must be a number, got {shown(value)}")
+    if not -math.inf < value < math.inf:  # a whole number may be too large for `isfinite`
+        raise SettingError(section, key, f"must be a finite number, got {shown(value)}")
     most = min(most, LARGEST if whole else LARGEST_FLOAT)
     if not least <= value <= most:
         allowed = f"between {least:g} and {most:g}"

@@ -151,6 +151,13 @@ def test_annotations_for_type_checkers_alone_do_not_stand_in_the_way() -> None:
 
 
 def test_ranges() -> None:
+    for odd in (math.nan, math.inf):
+        with pytest.raises(SettingError, match=r"^own\.rate must be a finite number, got "):
+            check_ranges(Own(rate=odd), rate=(0, 1))
+    with pytest.raises(SettingError, match=r"^own\.rate must be between 0 and 1, got a number"):
+        check_ranges(Own(rate=10**400), rate=(0, 1))
+    with pytest.raises(SettingError, match=r"^own\.rate must be a number, got "):
+        check_ranges(Own(rate="1"), rate=(0, 1))
     with pytest.raises(SettingError, match=r"^own\.number must be between 2 and 5, got 1$"):
         check_ranges(Own(), number=(2, 5))
     with pytest.raises(SettingError, match=r"^own\.number must be a whole number, got 2.5$"):
