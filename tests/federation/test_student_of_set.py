@@ -1,4 +1,4 @@
-"""A set that was handed over, with the run's model and without, and a network trained on it."""
+"""An exported set, with the run's model and without, and a network trained on it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ from fedsynth import (
     load_dataset,
     load_model,
     load_synthetic,
+    owner_settings,
     simulate,
+    synthesize,
 )
 from fedsynth.data.images import normalise
 from fedsynth.errors import (
@@ -67,15 +69,28 @@ def share(run: RunResult, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return export_run(str(run.folder), place, with_model=True)
 
 
-def copied(share: Path, to: Path) -> Path:
-    """The set, without its list of hashes' protection of the model."""
-    to.mkdir()
-    (to / "model.safetensors").write_bytes((share / "model.safetensors").read_bytes())
-    return to / "model.safetensors"
+@pytest.fixture
+def bare(run: RunResult, tmp_path: Path) -> Path:
+    """The set without the run's model."""
+    return export_run(str(run.folder), tmp_path / "bare")
 
 
+def metadata(file: Path) -> dict[str, str]:
+    with safe_open(file, framework="pt") as opened:
+        found: dict[str, str] = opened.metadata()
+    return found
+
+
+def changed(file: Path, to: Path, shift: float = 0.0, **stated: str) -> Path:
+    """A model's file with other weights or metadata."""
+    weights = {name: value + shift for name, value in load_file(file).items()}
+    save_file(weights, to, metadata={**metadata(file), **stated})
+    return to
+
+
+# ------------------------------------------------------------------------------- the run's model
 def test_the_model_goes_with_the_set_and_gives_the_run_s_logits(
-    run: RunResult, share: Path
+    run: RunResult, share: Path, bare: Path
 ) -> None:
     test = load_dataset("digits")[1]
     images = normalise(test.images[:20], test.spec)
@@ -85,231 +100,74 @@ def test_the_model_goes_with_the_set_and_gives_the_run_s_logits(
         torch.testing.assert_close(found(images), run.model.eval()(images))
     assert "model.safetensors" in (share / "SHA256SUMS").read_text()
     assert "`fedsynth.load_model" in (share / "README.md").read_text()
-
-
-def test_with_the_model_go_what_its_network_follows_from_and_no_other_settings(share: Path) -> None:
-    with safe_open(share / "model.safetensors", framework="pt") as file:
-        said = json.loads(file.metadata()["settings"])
-    assert sorted(said) == ["method", "model", "run"]
-    assert said["run"] == {"method": "fedstats"}
-
-
-def test_a_set_without_the_model_says_so(run: RunResult, tmp_path: Path) -> None:
-    made = export_run(str(run.folder), tmp_path / "share")
-    assert not (made / "model.safetensors").exists()
-    assert "load_model" not in (made / "README.md").read_text()
+    stated = json.loads(metadata(share / "model.safetensors")["settings"])
+    assert sorted(stated) == ["method", "model", "run"]
+    assert stated["run"] == {"method": "fedstats"}
+    assert not (bare / "model.safetensors").exists()
+    assert "load_model" not in (bare / "README.md").read_text()
     with pytest.raises(OutputError, match="without the run's model"):
-        load_model(made)
-
-
-def test_a_model_that_was_changed_on_the_way_is_refused(run: RunResult, tmp_path: Path) -> None:
-    made = export_run(str(run.folder), tmp_path / "share", with_model=True)
-    file = made / "model.safetensors"
-    with safe_open(file, framework="pt") as opened:
-        said = opened.metadata()
-    save_file({name: value + 1 for name, value in load_file(file).items()}, file, metadata=said)
-    with pytest.raises(DataFilesCorruptError, match="was changed"):
-        load_model(made)
-
-
-def changed(share: Path, to: Path, **said: str) -> Path:
-    """The set's model with other metadata."""
-    file = copied(share, to)
-    with safe_open(file, framework="pt") as opened:
-        before = opened.metadata()
-    save_file(load_file(file), file, metadata={**before, **said})
-    return file
-
-
-@pytest.mark.parametrize(
-    ("key", "text"),
-    [
-        ("settings", '{"run": {"method": "nosuch"}}'),
-        ("settings", '{"run": {"method": "fedstats"}, "method": {"features": "nosuch"}}'),
-        ("settings", '{"run": "fedstats"}'),
-        ("settings", '["run"]'),
-        ("settings", '{"model": {"width": -1}}'),
-        ("settings", '{"model": {"wide": 1}}'),
-        ("settings", '{"model": 3}'),
-        ("settings", "{"),
-        ("spec", "[]"),
-        ("spec", '{"name": [1]}'),
-        ("logits", "[[0]]"),
-        ("logits", '"x"'),
-    ],
-)
-def test_a_hostile_file_is_an_error_of_one_line(
-    key: str, text: str, share: Path, tmp_path: Path
-) -> None:
-    with pytest.raises(OutputError, match="cannot be used") as caught:
-        load_model(changed(share, tmp_path / "copy", **{key: text}))
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("wanted", "words"),
-    [({"width": 100_000, "height": 100_000}, "too many"), ({"width": 20_000}, "parameters")],
-)
-def test_a_small_file_makes_no_large_network(
-    wanted: dict[str, int], words: str, share: Path, tmp_path: Path
-) -> None:
-    """Catches: 80 GB for a file of a kilobyte."""
-    with safe_open(share / "model.safetensors", framework="pt") as opened:
-        spec = {**json.loads(opened.metadata()["spec"]), **wanted}
-    said = {"spec": json.dumps(spec), "settings": '{"model": {"name": "linear"}}'}
-    with pytest.raises(OutputError, match=words):
-        load_model(changed(share, tmp_path / "copy", **said))
-
-
-def test_other_settings_of_a_stranger_are_not_taken(share: Path, tmp_path: Path) -> None:
-    """Catches: a file whose sections on data or privacy touch this machine."""
-    with safe_open(share / "model.safetensors", framework="pt") as opened:
-        settings = json.loads(opened.metadata()["settings"])
-    settings["run"]["rounds"] = 10**9
-    text = json.dumps({**settings, "data": {"folder": "/x"}, "privacy": {"epsilon": -1}})
-    assert load_model(changed(share, tmp_path / "copy", settings=text)) is not None
-
-
-def test_a_file_of_bare_weights_does_not_say_what_it_is(run: RunResult) -> None:
+        load_model(bare)
     with pytest.raises(OutputError, match="does not say of which architecture"):
         load_model(f"{run.folder}/model.safetensors")
-
-
-def test_soft_labels_and_the_set_s_own_teacher_are_what_is_taken(share: Path) -> None:
-    made = student_of_set(share, LINEAR, BRIEF)
-    assert (made.labels, made.taught) == ("soft", True)
-    plain = student_of_set(share, LINEAR, BRIEF, labels="hard", teacher="none")
-    assert (plain.labels, plain.taught) == ("hard", False)
-    outcomes = [torch.cat([p.flatten() for p in one.network.parameters()]) for one in (made, plain)]
-    assert not torch.equal(*outcomes)
-
-
-def test_a_run_s_folder_can_be_the_teacher(run: RunResult, tmp_path: Path, share: Path) -> None:
-    bare = export_run(str(run.folder), tmp_path / "share")
-    made = student_of_set(bare, LINEAR, BRIEF, teacher=str(run.folder))
-    same = student_of_set(share, LINEAR, BRIEF)
-    assert made.taught
-    for name, value in made.network.state_dict().items():
-        torch.testing.assert_close(value, same.network.state_dict()[name])
-
-
-def test_a_student_learns_from_the_set_and_is_read_back(share: Path, tmp_path: Path) -> None:
-    """Catches: a student of wrong labels, or one whose file is another network's."""
-    made = student_of_set(share, ModelSettings(width=8, depth=2), StudentSettings(300, views=2))
-    test = real_images(made.found.spec, dataset="digits")
-    assert test is not None
-    assert made.accuracy_on(test) > 0.6  # a tenth by chance
-    made.save(tmp_path / "deep" / "student.safetensors")
-    again = load_model(tmp_path / "deep" / "student.safetensors")
-    images = made.found.normalised()[:5]
-    with torch.no_grad():
-        torch.testing.assert_close(again(images), made.network(images))
-
-
-def test_what_cannot_be_is_refused(share: Path, run: RunResult, tmp_path: Path) -> None:
-    with pytest.raises(UnknownNameError, match="labels"):
-        student_of_set(share, LINEAR, BRIEF, labels="sof")
-    with pytest.raises(OutputError, match="is no folder of a finished run, no set"):
-        student_of_set(share, LINEAR, BRIEF, teacher=tmp_path)
-
-
-def test_a_teacher_of_other_images_is_refused(share: Path, tmp_path: Path) -> None:
-    spec = replace(load_dataset("digits")[1].spec, width=16)
-    wider = Architecture(spec, LINEAR)
-    write_model(tmp_path / "other.safetensors", wider.network(), wider)
-    with pytest.raises(SettingError, match="for other images"):
-        student_of_set(share, LINEAR, BRIEF, teacher=tmp_path / "other.safetensors")
-    with pytest.raises(SettingError, match="for other images"):
-        student_of_set(share, LINEAR, BRIEF, teacher=torch.nn.Flatten())
-
-
-@pytest.mark.parametrize(
-    "other",
-    [{"class_names": tuple("abcdefghij")}, {"mean": (0.1,)}, {"std": (0.1,)}],
-    ids=["classes", "mean", "std"],
-)
-def test_a_teacher_of_other_classes_or_of_pixels_in_other_units_is_refused(
-    other: dict[str, Any], share: Path, tmp_path: Path
-) -> None:
-    """Catches: labels of garments for digits, from a model that takes images of the same shape."""
-    digits = load_dataset("digits")[1].spec
-    for spec in (digits, replace(digits, name="others", **other)):
-        of = Architecture(spec, LINEAR)
-        write_model(tmp_path / f"{spec.name}.safetensors", of.network(), of)
-    assert student_of_set(share, LINEAR, BRIEF, teacher=tmp_path / "digits.safetensors").taught
-    with pytest.raises(SettingError, match="is for images of others, and the set's are of digits"):
-        student_of_set(share, LINEAR, BRIEF, teacher=tmp_path / "others.safetensors")
-
-
-def test_an_open_run_s_folder_says_which_images_its_model_is_for(tmp_path: Path) -> None:
-    settings = RunSettings(FedStats(), rounds=1)
-    result = simulate(settings, output=tmp_path, quiet=True)
-    assert result.folder is not None
-    told = images_of_model(result.folder)
+    told = images_of_model(Path(str(run.folder)))
     assert told is not None
     assert told.name == "digits"
 
 
-def test_the_guarantee_is_the_set_s_where_nothing_else_went_in(
-    run: RunResult, share: Path, tmp_path: Path
+def test_a_model_that_was_changed_on_the_way_is_refused(run: RunResult, tmp_path: Path) -> None:
+    made = export_run(str(run.folder), tmp_path / "share", with_model=True)
+    changed(made / "model.safetensors", made / "model.safetensors", shift=1)
+    with pytest.raises(DataFilesCorruptError, match="was changed"):
+        load_model(made)
+
+
+LARGE = {"width": 100_000, "height": 100_000}
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "words"),
+    [
+        *(
+            ("settings", text, "cannot be used")
+            for text in (
+                '{"run": {"method": "nosuch"}}',
+                '{"run": {"method": "fedstats"}, "method": {"features": "nosuch"}}',
+                '{"run": "fedstats"}',
+                '["run"]',
+                '{"model": {"width": -1}}',
+                '{"model": {"wide": 1}}',
+                '{"model": 3}',
+                "{",
+            )
+        ),
+        ("spec", "[]", "cannot be used"),
+        ("spec", '{"name": [1]}', "cannot be used"),
+        ("spec", LARGE, "too many"),  # of a file of a kilobyte
+        ("spec", {"width": 20_000}, "parameters"),
+        ("logits", "[[0]]", "cannot be used"),
+        ("logits", '"x"', "cannot be used"),
+    ],
+)
+def test_a_hostile_file_is_an_error_of_one_line(
+    key: str, text: Any, words: str, share: Path, tmp_path: Path
 ) -> None:
-    """Catches: the set's ε claimed of a network that learned from an unprotected run's model."""
-    settings = RunSettings(FedStats(drawn_ipc=2), rounds=1)
-    unprotected = simulate(settings, output=tmp_path / "open", quiet=True)
-    folder = unprotected.folder
-    assert folder is not None
-    set_too = export_run(folder, tmp_path / "other", unprotected=True, with_model=True)
-    cases = {
-        "auto": True,
-        "none": True,
-        str(run.folder): True,
-        str(folder): False,
-        str(set_too): False,
-        str(share): True,
-        f"{share}/model.safetensors": True,
-    }
-    for teacher, holds in cases.items():
-        made = student_of_set(share, LINEAR, BRIEF, teacher=teacher)
-        assert made.guaranteed is holds, teacher
-        made.save(tmp_path / "made.safetensors")
-        with safe_open(tmp_path / "made.safetensors", framework="pt") as file:
-            said = file.metadata()
-        assert json.loads(said["epsilon"]) == (made.found.epsilon if holds else None)
-    assert not student_of_set(share, LINEAR, BRIEF, teacher=load_model(folder)).guaranteed
-    no_copies = StudentSettings(steps=2, views=0)
-    alone = student_of_set(share, LINEAR, no_copies, teacher=str(folder))
-    assert (alone.taught, alone.guaranteed) == (False, True)
+    file = share / "model.safetensors"
+    stated = {key: text}
+    if isinstance(text, dict):
+        spec = {**json.loads(metadata(file)["spec"]), **text}
+        stated = {"spec": json.dumps(spec), "settings": '{"model": {"name": "linear"}}'}
+    with pytest.raises(OutputError, match=words) as caught:
+        load_model(changed(file, tmp_path / "model.safetensors", **stated))
+    assert "\n" not in str(caught.value)
 
 
-def test_no_network_is_written_into_a_set(share: Path, tmp_path: Path) -> None:
-    """Catches: a set that nobody can read any more, for one file too many."""
-    made = student_of_set(share, LINEAR, BRIEF, teacher="none")
-    for name in ("student.safetensors", "synthetic.safetensors", "images/student.safetensors"):
-        with pytest.raises(OutputError, match="in a synthetic set"):
-            made.save(share / name)
-    with pytest.raises(OutputError, match="is a folder"):
-        made.save(tmp_path)
-    assert load_synthetic(share).labels.shape == made.found.labels.shape
-
-
-class Mine(torch.nn.Sequential):
-    """A user's own network."""
-
-    def __init__(self, image_shape: tuple[int, int, int], classes: int) -> None:
-        size = image_shape[1] * image_shape[2]
-        super().__init__(torch.nn.Flatten(), torch.nn.Linear(size, classes))
-
-
-def test_a_network_of_one_s_own_learns_too(share: Path) -> None:
-    made = student_of_set(share, Mine, BRIEF)
-    assert isinstance(made.network, Mine)
-    assert made.guaranteed
-
-
-def test_weights_that_it_began_with_are_not_the_set_s(share: Path) -> None:
-    """Catches: the set's ε claimed of a network that was trained on private data before."""
-    made = student_of_set(share, Mine((1, 8, 8), 10), BRIEF)
-    assert not made.guaranteed
+def test_other_settings_of_a_stranger_are_not_taken(share: Path, tmp_path: Path) -> None:
+    """Catches: a file whose sections on data or privacy touch this machine."""
+    file = share / "model.safetensors"
+    settings = json.loads(metadata(file)["settings"])
+    settings["run"]["rounds"] = 10**9
+    text = json.dumps({**settings, "data": {"folder": "/x"}, "privacy": {"epsilon": -1}})
+    assert load_model(changed(file, tmp_path / "model.safetensors", settings=text)) is not None
 
 
 ENCODER = """
@@ -349,37 +207,149 @@ def test_an_encoder_with_other_weights_is_found_out(tmp_path: Path) -> None:
         load_model(share)
 
 
-def test_real_images_come_from_a_folder_or_a_data_set(share: Path, tmp_path: Path) -> None:
-    spec = student_of_set(share, LINEAR, BRIEF).found.spec
+# ------------------------------------------------------------------------------------ the student
+def test_soft_labels_and_the_set_s_own_teacher_are_the_default(
+    run: RunResult, share: Path, bare: Path
+) -> None:
+    made = student_of_set(share, LINEAR, BRIEF)
+    plain = student_of_set(share, LINEAR, BRIEF, labels="hard", teacher="none")
+    of_run = student_of_set(bare, LINEAR, BRIEF, teacher=str(run.folder))
+    assert (made.labels, made.taught) == ("soft", True)
+    assert (plain.labels, plain.taught) == ("hard", False)
+    assert of_run.taught
+    for name, value in made.network.state_dict().items():
+        torch.testing.assert_close(value, of_run.network.state_dict()[name])
+        assert not torch.equal(value, plain.network.state_dict()[name])
+
+
+def test_a_student_learns_from_the_set_and_is_read_back(share: Path, tmp_path: Path) -> None:
+    """Catches: a student of wrong labels, or one whose file is another network's."""
+    made = student_of_set(share, ModelSettings(width=8, depth=2), StudentSettings(300, views=2))
+    test = real_images(made.found.spec, dataset="digits")
+    assert test is not None
+    assert test.spec.mean == made.found.spec.mean  # normalised as the student's images were
+    assert made.accuracy_on(test) > 0.6  # a tenth by chance
+    made.save(tmp_path / "deep" / "student.safetensors")
+    again = load_model(tmp_path / "deep" / "student.safetensors")
+    images = made.found.normalised()[:5]
+    with torch.no_grad():
+        torch.testing.assert_close(again(images), made.network(images))
+    for name in ("student.safetensors", "synthetic.safetensors", "images/student.safetensors"):
+        with pytest.raises(OutputError, match="in a synthetic set"):
+            made.save(share / name)
+    with pytest.raises(OutputError, match="is a folder"):
+        made.save(tmp_path)
+    assert load_synthetic(share).labels.shape == made.found.labels.shape
+
+
+DIGITS = load_dataset("digits")[1].spec
+OTHERS: list[tuple[dict[str, Any], str]] = [
+    ({"width": 16}, "for other images"),
+    ({"class_names": tuple("abcdefghij")}, "is for images of others, and the set's are of digits"),
+    ({"mean": (0.1,)}, "is for images of others"),
+    ({"std": (0.1,)}, "is for images of others"),
+]
+
+
+@pytest.mark.parametrize(("other", "words"), OTHERS)
+def test_a_teacher_of_other_images_is_refused(
+    other: dict[str, Any], words: str, share: Path, tmp_path: Path
+) -> None:
+    """Catches: labels of garments for digits, from a model that takes images of the same shape."""
+    for spec in (DIGITS, replace(DIGITS, name="others", **other)):
+        of = Architecture(spec, LINEAR)
+        write_model(tmp_path / f"{spec.name}.safetensors", of.network(), of)
+    assert student_of_set(share, LINEAR, BRIEF, teacher=tmp_path / "digits.safetensors").taught
+    with pytest.raises(SettingError, match=words):
+        student_of_set(share, LINEAR, BRIEF, teacher=tmp_path / "others.safetensors")
+
+
+def test_what_cannot_be_is_refused(share: Path, tmp_path: Path) -> None:
+    spec = load_synthetic(share).spec
     assert real_images(spec) is None
-    found = real_images(spec, dataset="digits")
-    assert found is not None
-    assert found.spec.mean == spec.mean  # normalised as the student's images were
-    with pytest.raises(SettingError, match="other images or classes"):
-        real_images(spec, dataset="synthetic(1,1)")
-    with pytest.raises(SettingError, match="give one"):
-        real_images(spec, dataset="digits", folder=tmp_path)
-    with pytest.raises(DataError, match="does not have"):
-        real_images(spec, folder=make_folder(tmp_path / "scans", ("a",), each=3))
+    scans = make_folder(tmp_path / "scans", ("a",), each=3)
+    for error, words, call in (
+        (UnknownNameError, "labels", lambda: student_of_set(share, LINEAR, BRIEF, labels="sof")),
+        (
+            OutputError,
+            "is no folder of a finished run, no set",
+            lambda: student_of_set(share, LINEAR, BRIEF, teacher=tmp_path),
+        ),
+        (
+            SettingError,
+            "for other images",
+            lambda: student_of_set(share, LINEAR, BRIEF, teacher=torch.nn.Flatten()),
+        ),
+        (
+            SettingError,
+            "other images or classes",
+            lambda: real_images(spec, dataset="synthetic(1,1)"),
+        ),
+        (SettingError, "give one", lambda: real_images(spec, dataset="digits", folder=tmp_path)),
+        (DataError, "does not have", lambda: real_images(spec, folder=scans)),
+    ):
+        with pytest.raises(error, match=words):
+            call()
+
+
+class Mine(torch.nn.Sequential):
+    """A user's own network."""
+
+    def __init__(self, image_shape: tuple[int, int, int], classes: int) -> None:
+        size = image_shape[1] * image_shape[2]
+        super().__init__(torch.nn.Flatten(), torch.nn.Linear(size, classes))
+
+
+def test_the_guarantee_is_the_set_s_where_nothing_else_went_in(
+    run: RunResult, share: Path, tmp_path: Path
+) -> None:
+    """Catches: the set's ε claimed of a network that learned from an unprotected run's model, or
+    began with weights that were trained on private data before."""
+    settings = RunSettings(FedStats(drawn_ipc=2), rounds=1)
+    folder = simulate(settings, output=tmp_path / "open", quiet=True).folder
+    assert folder is not None
+    set_too = export_run(folder, tmp_path / "other", unprotected=True, with_model=True)
+    no_copies = StudentSettings(steps=2, views=0)
+    for teacher, model, how, holds in (
+        ("auto", LINEAR, BRIEF, True),
+        ("none", LINEAR, BRIEF, True),
+        (str(run.folder), LINEAR, BRIEF, True),
+        (str(folder), LINEAR, BRIEF, False),
+        (str(set_too), LINEAR, BRIEF, False),
+        (str(share), LINEAR, BRIEF, True),
+        (f"{share}/model.safetensors", LINEAR, BRIEF, True),
+        (load_model(folder), LINEAR, BRIEF, False),
+        (str(folder), LINEAR, no_copies, True),  # it has nothing to label
+        ("auto", Mine, BRIEF, True),
+        ("auto", Mine((1, 8, 8), 10), BRIEF, False),
+    ):
+        made = student_of_set(share, model, how, teacher=teacher)
+        assert made.guaranteed is holds, (teacher, model)
+        assert made.taught is (teacher != "none" and how is BRIEF)
+        if model is not LINEAR:
+            assert isinstance(made.network, Mine)
+            continue
+        made.save(tmp_path / "made.safetensors")
+        stated = json.loads(metadata(tmp_path / "made.safetensors")["epsilon"])
+        assert stated == (made.found.epsilon if holds else None)
 
 
 def test_a_set_without_soft_labels_has_none_to_learn(tmp_path: Path) -> None:
-    from fedsynth import owner_settings, synthesize
-
-    tiny = {"ipc": 1, "iterations": 1, "server_epochs": 1}
-    model = {"width": 4, "depth": 2}
-    settings = owner_settings(
-        {"run": {"rounds": 1}, "method": tiny, "model": model, "privacy": {"epsilon": 8.0}}
-    )
-    synthesize(settings, tmp_path / "share", runs=tmp_path / "runs", with_model=True)
-    made = student_of_set(tmp_path / "share", LINEAR, BRIEF)
+    given = {
+        "run": {"rounds": 1},
+        "method": {"ipc": 1, "iterations": 1, "server_epochs": 1},
+        "model": {"width": 4, "depth": 2},
+        "privacy": {"epsilon": 8.0},
+    }
+    out = tmp_path / "share"
+    synthesize(owner_settings(given), out, runs=tmp_path / "runs", with_model=True)
+    made = student_of_set(out, LINEAR, BRIEF)
     assert (made.labels, made.taught) == ("hard", False)  # its model was trained on these images
-    assert "labels the copies" not in (tmp_path / "share" / "README.md").read_text()
+    assert "labels the copies" not in (out / "README.md").read_text()
     with pytest.raises(SettingError, match="no soft labels"):
-        student_of_set(tmp_path / "share", LINEAR, BRIEF, labels="soft")
+        student_of_set(out, LINEAR, BRIEF, labels="soft")
 
 
 def test_the_network_is_small_unless_another_is_asked_for() -> None:
-    spec = load_dataset("digits")[1].spec
-    assert (network_for(spec).width, network_for(spec).depth) == (32, 2)
-    assert network_for(spec, width=8, name=None).width == 8
+    assert (network_for(DIGITS).width, network_for(DIGITS).depth) == (32, 2)
+    assert network_for(DIGITS, width=8, name=None).width == 8
