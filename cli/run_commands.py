@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from fedsynth.cli.paths import path_argument, path_option
+
+if TYPE_CHECKING:
+    from fedsynth.runs.folders import Run
 
 
 def runs(
@@ -32,90 +34,34 @@ def runs(
     Example: `for mu in 0.01 0.1 1; do fedsynth train --method fedprox --set mu=$mu; done; fedsynth
     runs`.
     """
-    from fedsynth.runs.folders import finished_runs
+    from fedsynth.runs.compare import differing
+    from fedsynth.runs.folders import Run, finished_runs, read_settings, read_summary
+    from fedsynth.runs.overview import aligned, overview
 
     given = [*(folders or []), *([output] if output else [])] or [Path("runs")]
-    rows = compared(finished_runs(given))
+    places = finished_runs(given)
+    read = [Run(place, read_summary(place), read_settings(place)) for place in places]
+    settings = differing(read)
     if as_json:
+        rows = [_as_json(run, differ) for run, differ in zip(read, settings, strict=True)]
         print(json.dumps(rows, indent=2, ensure_ascii=False, default=str))
-    else:
-        _print(rows)
+        return
+    head, *figures = overview(read)
+    table = [["method", *head, "run", "settings that differ"]]
+    for run, row, differ in zip(read, figures, settings, strict=True):
+        words = ", ".join(f"{key}={value}" for key, value in differ.items())
+        table.append([str(run.summary.get("method")), *row, run.name, words])
+    print(aligned(table), end="")
 
 
-def compared(folders: list[Path]) -> list[dict[str, Any]]:
-    """A row for each run. Of its settings those that differ: the method's between runs of the same
-    method, all others between all runs.
-    """
-    from fedsynth.runs.compare import differing
-    from fedsynth.runs.folders import Run, read_settings, read_summary
-
-    read = [Run(folder, read_summary(folder), read_settings(folder)) for folder in folders]
-    rows = []
-    for run, differ in zip(read, differing(read), strict=True):
-        summary = run.summary
-        local = summary.get("local")
-        private = summary.get("differential_privacy")
-        rows.append(
-            {
-                "run": run.name,
-                "method": summary.get("method"),
-                "dataset": summary.get("dataset"),
-                "settings": differ,
-                "rounds": summary.get("rounds"),
-                "test_accuracy": summary.get("test_accuracy"),
-                **({"amp": local["amp"], "wlp": local["wlp"]} if local else {}),
-                **({"generator": summary["generator"]} if summary.get("generator") else {}),
-                **({"epsilon": private.get("epsilon")} if private else {}),
-                "upload_bytes": summary.get("upload_bytes"),
-                "seconds": summary.get("seconds"),
-            }
-        )
-    return rows
-
-
-def _print(rows: list[dict[str, Any]]) -> None:
-    """Aligned columns, as wide as they are: nothing is cut. A column that no run has something in
-    is left out.
-    """
-    from fedsynth.privacy.report_text import up
-
-    columns: list[tuple[str, Callable[[dict[str, Any]], str | None]]] = [
-        ("method", lambda row: str(row["method"])),
-        ("accuracy", lambda row: _percent(row.get("test_accuracy"))),
-        ("AMP", lambda row: _percent(row.get("amp"))),
-        ("WLP", lambda row: _percent(row.get("wlp"))),
-        ("as asked", lambda row: _percent(_generated(row, "agreement"))),
-        ("class entropy", lambda row: _fraction(_generated(row, "class_entropy_share"))),
-        ("ε", lambda row: None if row.get("epsilon") is None else up(row["epsilon"])),
-        ("MB up", lambda row: f"{(row['upload_bytes'] or 0) / 1e6:.2f}"),
-        ("s", lambda row: None if row["seconds"] is None else f"{row['seconds']:.1f}"),
-        ("run", lambda row: str(row["run"])),
-        (
-            "settings that differ",
-            lambda row: ", ".join(f"{key}={value}" for key, value in row["settings"].items()),
-        ),
-    ]
-    table = []
-    for name, value in columns:
-        cells = [value(row) for row in rows]
-        if any(cell is not None for cell in cells):
-            table.append([name, *("–" if cell is None else cell for cell in cells)])
-    widths = [max(map(len, column)) for column in table]
-    for line in zip(*table, strict=True):
-        print(
-            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        )
-
-
-def _generated(row: dict[str, Any], name: str) -> float | None:
-    """A fact of a run's last generated images, of methods with a generator."""
-    facts: dict[str, float] = row.get("generator", {})
-    return facts.get(name)
-
-
-def _percent(value: float | None) -> str | None:
-    return None if value is None else f"{100 * value:.2f} %"
-
-
-def _fraction(value: float | None) -> str | None:
-    return None if value is None else f"{value:.2f}"
+def _as_json(run: Run, settings: dict[str, Any]) -> dict[str, Any]:
+    """Returns what came out of a run, and of its settings those that differ."""
+    summary = run.summary
+    found = {name: summary.get(name) for name in ("method", "dataset", "rounds", "test_accuracy")}
+    found |= summary.get("local") or {}
+    if summary.get("generator"):
+        found["generator"] = summary["generator"]
+    if private := summary.get("differential_privacy"):
+        found["epsilon"] = private.get("epsilon")
+    sent = {name: summary.get(name) for name in ("upload_bytes", "seconds")}
+    return {"run": run.name, "settings": settings, **found, **sent}

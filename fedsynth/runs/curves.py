@@ -12,6 +12,7 @@ from fedsynth.errors import OutputError
 from fedsynth.privacy.plots import COLOURS, Line, line_plot
 from fedsynth.runs.compare import SEEDS, by_seed, labels
 from fedsynth.runs.folders import Run, RunFolderError, value_at
+from fedsynth.runs.overview import is_share, words_of
 
 AXES: Mapping[str, str] = {
     "rounds": "round",
@@ -20,7 +21,6 @@ AXES: Mapping[str, str] = {
     "eps": "ε spent",
 }
 """What a curve may be over, and what the axis is called."""
-SHARES = ("accuracy", "amp", "wlp", "agreement", "share")
 NEEDS_MATPLOTLIB = "a PNG needs matplotlib: pip install 'fedsynth[plots]' (SVG and HTML do not)"
 
 
@@ -132,16 +132,6 @@ def _mean_line(name: str, lines: Sequence[Sequence[tuple[float, float]]]) -> Lin
     if len(lines) == 1:
         return Line(name, points)
     return Line(f"{name} (mean of {len(lines)} seeds, ± std)", points, band)
-
-
-def is_share(metric: str) -> bool:
-    """Whether a metric is a share, shown in percent."""
-    return metric.endswith(SHARES)
-
-
-def words_of(metric: str) -> str:
-    """A metric as an axis names it: "local.amp" is "local amp"."""
-    return metric.replace("_", " ").replace(".", " ")
 
 
 def curves_svg(lines: Sequence[Line], metric: str, axis: str) -> str:

@@ -29,15 +29,15 @@ from fedsynth.privacy.plots import Line, line_plot, svg_templates
 from fedsynth.privacy.report_file import HOSTILE, sound_report
 from fedsynth.privacy.report_html import STYLE
 from fedsynth.runs.compare import differing, labels
-from fedsynth.runs.curves import AXES, curve, curves_svg, is_share, words_of
+from fedsynth.runs.curves import AXES, curve, curves_svg
 from fedsynth.runs.folders import Run, RunFolderError, value_at
+from fedsynth.runs.overview import NONE, is_share, overview, percent, words_of
 
 PICTURES = 5
 """Rounds of a run whose images are shown."""
 MAX_CELLS = 2000
 """Cells of a partition that is shown as a table; a larger one is a picture."""
 MAX_PICTURE_BYTES = 2**24
-NONE = "–"
 Part = dict[str, Any]
 Section = Callable[[Sequence[Run], Sequence[str], bool], Iterator[Part]]
 
@@ -85,7 +85,7 @@ def curves_page(lines: Sequence[Line], metric: str, axis: str) -> str:
     rows = []
     for line in lines:
         across, value = line.points[-1]
-        shown = _percent(value) if is_share(metric) else f"{value:.6g}"
+        shown = percent(value) if is_share(metric) else f"{value:.6g}"
         rows.append([line.name, f"{across:.6g}", shown])
     plot = _plot(curves_svg(lines, metric, axis), title)
     return _page(title, {"": [plot, _table("last values", head, rows)]})
@@ -105,21 +105,11 @@ def _with_hidden(run: Run) -> list[dict[str, Any]]:
 
 
 def _runs(runs: Sequence[Run], names: Sequence[str], simulation_only: bool) -> Iterator[Part]:
-    head = ("run", "test accuracy", "AMP", "WLP", "ε", "rounds", "MB up", "s", "data set", "folder")
+    head, *figures = overview(runs)
     rows = []
-    for run, name in zip(runs, names, strict=True):
-        accuracies = ("test_accuracy", "local.amp", "local.wlp")
-        row = [name, *(_percent(value_at(run.summary, key)) for key in accuracies)]
-        row += [
-            _number(run.summary, "differential_privacy.epsilon", up),
-            str(run.summary.get("rounds", NONE)),
-            _number(run.summary, "upload_bytes", lambda sent: f"{sent / 1e6:.2f}"),
-            _number(run.summary, "seconds", lambda seconds: f"{seconds:.1f}"),
-            str(run.summary.get("dataset", NONE)),
-            run.name,
-        ]
-        rows.append(row)
-    yield _table("runs", head, rows)
+    for run, name, row in zip(runs, names, figures, strict=True):
+        rows.append([name, *row, str(run.summary.get("dataset", NONE)), run.name])
+    yield _table("runs", ("run", *head, "data set", "folder"), rows)
 
 
 def _curves(runs: Sequence[Run], names: Sequence[str], simulation_only: bool) -> Iterator[Part]:
@@ -215,7 +205,7 @@ def _fairness(runs: Sequence[Run], names: Sequence[str], simulation_only: bool) 
         local = run.rows[-1].get("local") if run.rows else None
         values = local.get("client_accuracy") if isinstance(local, Mapping) else None
         if isinstance(values, list):
-            rows.append([name, *(_percent(value_at({"a": one}, "a")) for one in values)])
+            rows.append([name, *(percent(value_at({"a": one}, "a")) for one in values)])
     if rows:
         most = max(map(len, rows))
         head = ["accuracy at", *(f"client {number}" for number in range(most - 1))]
@@ -340,12 +330,3 @@ def _image(path: Path, alt: str, caption: str) -> Part | None:
         return None
     data = base64.b64encode(content).decode()
     return {"kind": "image", "alt": alt, "data": data, "caption": caption}
-
-
-def _percent(value: float | None) -> str:
-    return NONE if value is None else f"{100 * value:.2f} %"
-
-
-def _number(summary: Mapping[str, Any], path: str, form: Callable[[float], str]) -> str:
-    value = value_at(summary, path)
-    return NONE if value is None else form(value)

@@ -11,13 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from fedsynth.runs.folders import read_summary, value_at
+from fedsynth.runs.overview import NONE, aligned, is_share, words_of
 from fedsynth.runs.sweep import finished
 from fedsynth.runs.sweep_file import SEED, Sweep
 
 FORMATS = ("table", "csv", "latex", "markdown")
-SHARES = ("accuracy", "amp", "wlp", "agreement")
-"""Metrics whose name ends so are shares, shown in percent."""
-NONE = "–"
 
 
 @dataclass(frozen=True)
@@ -75,7 +73,7 @@ def _line(
 def render(sweep: Sweep, lines: Sequence[Line], form: str) -> str:
     """The lines in one of `FORMATS`."""
     forms: Mapping[str, Callable[[], str]] = {
-        "table": lambda: _aligned(_cells(sweep, lines, " ± ")),
+        "table": lambda: aligned(_cells(sweep, lines, " ± ")),
         "markdown": lambda: _markdown(_cells(sweep, lines, " ± ")),
         "latex": lambda: _latex(sweep, _cells(sweep, lines, r" \pm ")),
         "csv": lambda: _csv(sweep, lines),
@@ -109,9 +107,8 @@ def _shown_as(name: str) -> tuple[str, float, int]:
     known = {"epsilon": ("ε", 1.0, 2), "upload_bytes": ("MB up", 1e-6, 2), "seconds": ("s", 1.0, 1)}
     if name in known:
         return known[name]
-    words = name.replace("_", " ")
-    share = name.endswith(SHARES)
-    return (f"{words} (%)", 100.0, 2) if share else (words, 1.0, 4)
+    words = words_of(name)
+    return (f"{words} (%)", 100.0, 2) if is_share(name) else (words, 1.0, 4)
 
 
 def _spread(one: Spread, scale: float, digits: int, between: str) -> str:
@@ -119,15 +116,6 @@ def _spread(one: Spread, scale: float, digits: int, between: str) -> str:
         return NONE
     text = f"{scale * one.mean:.{digits}f}"
     return text if one.std is None else f"{text}{between}{scale * one.std:.{digits}f}"
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
-    return "\n".join(lines) + "\n"
 
 
 def _markdown(rows: Sequence[Sequence[str]]) -> str:
