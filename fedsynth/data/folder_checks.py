@@ -63,7 +63,7 @@ def files_of(
     if not skip.other:
         raise DataError(
             f"{there}; convert it to PNG or remove it, list the images in a manifest.csv, or skip "
-            "it with data.skip_other=True"
+            "it with --skip-other (data.skip_other=True)"
         )
     note(f"{there}; it is skipped")
     return files

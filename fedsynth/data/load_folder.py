@@ -274,7 +274,7 @@ def _refuse_failed(files: OwnFiles, failed: Mapping[int, Failed], skip: Skip) ->
         hint = "; paths are written with /"
     raise DataFilesCorruptError(
         f"{_how_many(files, failed)}: {names}{hint}; repair or remove them, or leave them out "
-        "with data.skip_corrupt=True"
+        "with --skip-corrupt (data.skip_corrupt=True)"
     )
 
 

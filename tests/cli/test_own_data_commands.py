@@ -81,7 +81,7 @@ def test_train_on_sites_and_names_damaged_files(tmp_path: Path, fedsynth: Call) 
     line = f"train --data {folder} --output {tmp_path / 'out'} {SHORT}"
     refused = fedsynth(f"{line} --image-size 16")
     assert (refused.code, refused.stderr.count("\n")) == (2, 1)
-    assert "or leave them out with data.skip_corrupt=True" in refused.stderr
+    assert "or leave them out with --skip-corrupt (data.skip_corrupt=True)" in refused.stderr
     assert "resized with data.image_size=64" in fedsynth(f"{line} --skip-corrupt").stderr
     done = fedsynth(f"{line} --image-size 16 --skip-corrupt")
     assert done.code == 0, done.stderr
