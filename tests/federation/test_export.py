@@ -76,6 +76,7 @@ def test_exactly_these_files(share: Path) -> None:
         ["README.md", "SHA256SUMS", *images, *REPORTS, "synthetic.safetensors"]
     )
     assert {(share / name).stat().st_mode & 0o777 for name in files(share)} == {0o644}
+    subprocess.run(["sha256sum", "--check", "--quiet", "SHA256SUMS"], cwd=share, check=True)
 
 
 def test_with_the_model_there_is_one_file_more_which_says_no_more(
@@ -130,49 +131,30 @@ def test_whose_test_images_they_were_is_said_where_it_is_known(tmp_path: Path) -
         assert words in (share / "README.md").read_text()
 
 
-def test_tensors_are_in_pixel_units_and_the_pictures_are_theirs(share: Path) -> None:
+def test_tensors_are_in_pixel_units_with_their_promise(share: Path) -> None:
     """Catches: normalised images, which a recipient would normalise again."""
-    tensors = load_file(share / "synthetic.safetensors")
+    file = share / "synthetic.safetensors"
+    tensors = load_file(file)
     assert sorted(tensors) == ["images", "labels"]
     images = tensors["images"]
     assert (images.dtype, list(images.shape)) == (torch.float32, [4, 1, 16, 16])
     assert tensors["labels"].tolist() == [0, 0, 1, 1]
-    with safe_open(share / "synthetic.safetensors", framework="pt") as file:
-        facts = file.metadata()
+    with safe_open(file, framework="pt") as opened:
+        facts = opened.metadata()
     assert facts["pixels"].startswith("float32; 0 is black, 1 is white")
-    assert sorted(facts) == sorted(
-        (
-            "format",
-            "pixels",
-            "data_set",
-            "class_names",
-            "mean",
-            "std",
-            "made_by",
-            "epsilon",
-            "delta",
-        )
-    )
+    stated = "format pixels data_set class_names mean std made_by epsilon delta"
+    assert sorted(facts) == sorted(stated.split())
     drawn = np.asarray(Image.open(share / "images" / "01-well" / "00003.png"))
-    expected = np.clip(np.rint(images[3, 0].numpy() * 255), 0, 255)
-    assert np.array_equal(drawn, expected)
-
-
-def test_what_was_sent_is_what_is_handed_over(share: Path) -> None:
+    assert np.array_equal(drawn, np.clip(np.rint(images[3, 0].numpy() * 255), 0, 255))
     (run,) = (share.parent / "runs").iterdir()
     sent = load_file(run / "synthetic.safetensors")["images"]
     found = load_synthetic(share)
     assert torch.allclose(found.normalised(), sent, atol=1e-5)
     assert torch.allclose(found.images, sent * 0.25 + 0.5, atol=1e-6)
-
-
-def test_it_is_read_with_its_promise(share: Path) -> None:
-    found = load_synthetic(share)
     report = json.loads((share / "privacy_report.json").read_text())
     assert found.epsilon == report["guarantee"]["epsilon"] <= 8
     assert (found.delta, found.spec.class_names) == (1e-5, ("ill", "well"))
-    assert found.soft_labels is None
-    assert found.clients is None
+    assert (found.soft_labels, found.clients) == (None, None)
     readme = (share / "README.md").read_text()
     assert f"ε = {found.epsilon:.4g}"[:6] in readme
     assert "Not protected: a person with several examples" in readme
@@ -191,16 +173,6 @@ def test_the_readme_trains_in_ten_lines(share: Path) -> None:
     assert re.fullmatch(r"loss \d+\.\d+, accuracy [01]\.\d+\n", done.stdout)
     accuracy = float(done.stdout.split()[-1])
     assert accuracy > 0.9  # four images
-
-
-def test_sums_are_sha256sums(share: Path) -> None:
-    done = subprocess.run(
-        ["sha256sum", "--check", "--quiet", "SHA256SUMS"],
-        cwd=share,
-        capture_output=True,
-        check=False,
-    )
-    assert (done.returncode, done.stdout) == (0, b"")
 
 
 def copied(share: Path, to: Path) -> Path:
@@ -356,61 +328,56 @@ def test_soft_labels_go_with_their_images(tmp_path: Path) -> None:
     assert 'data["soft_labels"]' in (out / "README.md").read_text()
 
 
-def test_what_is_not_private_needs_a_word(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("sections", "lacks", "words"),
+    [
+        ({}, "had no differential privacy", "**There is no differential privacy.**"),
+        (
+            {"privacy": {"noise_multiplier": 3.0, "mechanism": "paper"}},
+            "had a mechanism that guarantees nothing",
+            "**Nothing is guaranteed**",
+        ),
+    ],
+)
+def test_what_guarantees_nothing_needs_a_word(
+    sections: dict[str, Any], lacks: str, words: str, tmp_path: Path
+) -> None:
     """Catches: real images that leave the house as if they were protected."""
-    run = digits_run(tmp_path)
-    assert run.folder is not None
-    with pytest.raises(OutputError, match=r"had no differential privacy.*unprotected=True"):
-        export_run(run.folder, tmp_path / "share")
-    out = export_run(run.folder, tmp_path / "share", unprotected=True)
-    assert [name for name in REPORTS if (out / name).exists()] == []
-    assert "**There is no differential privacy.**" in (out / "README.md").read_text()
+    folder = digits_run(tmp_path, **sections).folder
+    assert folder is not None
+    with pytest.raises(OutputError, match=rf"{lacks}.*unprotected=True"):
+        export_run(folder, tmp_path / "share")
+    out = export_run(folder, tmp_path / "share", unprotected=True)
+    assert all((out / name).exists() is bool(sections) for name in REPORTS)
+    assert words in (out / "README.md").read_text()
     assert load_synthetic(out).epsilon is None
 
 
-def test_a_mechanism_without_a_guarantee_is_none(tmp_path: Path) -> None:
-    """Catches: noise that guarantees nothing, taken for protection because there is a report."""
-    run = digits_run(tmp_path, privacy={"noise_multiplier": 3.0, "mechanism": "paper"})
-    assert run.folder is not None
-    with pytest.raises(OutputError, match=r"had a mechanism that guarantees nothing"):
-        export_run(run.folder, tmp_path / "share")
-    out = export_run(run.folder, tmp_path / "share", unprotected=True)
-    assert "**Nothing is guaranteed**" in (out / "README.md").read_text()
-    assert (out / "privacy_report.html").exists()
-
-
-def test_a_run_without_images_or_end_is_refused(tmp_path: Path) -> None:
-    models = digits_run(tmp_path, "fedavg", privacy={"noise_multiplier": 3.0})
-    assert models.folder is not None
+def test_what_is_not_exported(tmp_path: Path) -> None:
+    """Catches: an ε that somebody wrote into the report; a folder that is overwritten."""
+    models = digits_run(tmp_path, "fedavg", privacy={"noise_multiplier": 3.0}).folder
+    folder = digits_run(tmp_path, privacy={"noise_multiplier": 3.0}).folder
+    assert models is not None
+    assert folder is not None
+    out = tmp_path / "share"
     with pytest.raises(OutputError, match="made no synthetic images: fedavg sends models"):
-        export_run(models.folder, tmp_path / "share")
+        export_run(models, out)
     (tmp_path / "x.incomplete").mkdir()
     with pytest.raises(OutputError, match="did not finish"):
-        export_run(tmp_path / "x.incomplete", tmp_path / "share")
-    assert not (tmp_path / "share").exists()
-
-
-def test_a_report_that_does_not_follow_is_not_handed_over(tmp_path: Path) -> None:
-    """Catches: an ε that somebody wrote into the report."""
-    folder = digits_run(tmp_path, privacy={"noise_multiplier": 3.0}).folder
-    assert folder is not None
+        export_run(tmp_path / "x.incomplete", out)
+    assert not out.exists()
+    out.mkdir()
+    (out / "mine").write_text("x")
+    with pytest.raises(OutputError, match="is there already"):
+        export_run(folder, out)
+    assert files(out) == ["mine"]
     path = folder / "privacy_report.json"
     report = json.loads(path.read_text())
     report["guarantee"]["epsilon"] = 0.1
     path.write_text(json.dumps(report))
     with pytest.raises(PrivacyError, match="does not follow from its settings"):
-        export_run(folder, tmp_path / "share")
-    assert not (tmp_path / "share").exists()
-
-
-def test_a_folder_with_something_in_it_stays_as_it_is(tmp_path: Path) -> None:
-    folder = digits_run(tmp_path, privacy={"noise_multiplier": 3.0}).folder
-    assert folder is not None
-    (tmp_path / "share").mkdir()
-    (tmp_path / "share" / "mine").write_text("x")
-    with pytest.raises(OutputError, match="is there already"):
-        export_run(folder, tmp_path / "share")
-    assert files(tmp_path / "share") == ["mine"]
+        export_run(folder, tmp_path / "other")
+    assert not (tmp_path / "other").exists()
 
 
 # ---------------------------------------------------------------------------------- synthesize
