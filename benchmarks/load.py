@@ -6,9 +6,9 @@ rounds.
 Each case is a process of its own. FedAvg with two local steps on the digits (iid, a ConvNet-64 of
 two blocks) and on MNIST (Dirichlet, α = 1, LeNet-5), three rounds; ten clients a round, a tenth, or
 all. Memory is the peak of the run over what is resident before it, with data and libraries loaded;
-time is the processor's. The soak is of tiny runs of 200 rounds: the slope of resident memory over
-the rounds 50 to 200, least squares, and the open files. Linux only; cases that are there are not
-made again.
+time is the processor's. The soak is of tiny runs of 300 rounds with a run folder: the slope of
+resident memory over the rounds 100 to 300, least squares, and the open files. Linux only; cases
+that are there are not made again.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ import argparse
 import json
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -39,8 +41,8 @@ from library.rows import lines
 NAME = "load"
 CLIENTS = (10, 100, 300, 1000)
 ACTIVE = ("10", "tenth", "all")
-SOAK_ROUNDS = 200
-SETTLED = 50  # rounds before which memory may still grow: caches, arenas
+SOAK_ROUNDS = 300
+SETTLED = 100  # rounds before which memory may still grow: caches, arenas
 MIB = 2**20
 DATA: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "digits": ({"kind": "iid"}, {"width": 64, "depth": 2}),
@@ -131,7 +133,8 @@ def measured(case: Case, quick: bool) -> dict[str, Any]:
     before = resident()
     forget_peak()
     started = time.process_time()
-    simulate(settings, data=data, observer=sampler)
+    with tempfile.TemporaryDirectory() as folder:
+        simulate(settings, data=data, observer=sampler, output=Path(folder) if soak else None)
     seconds = time.process_time() - started
     row: dict[str, Any] = {
         "case": case.name,

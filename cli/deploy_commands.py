@@ -167,8 +167,9 @@ def client(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     once: Annotated[bool, typer.Option("--once", help="Leave when a run has ended.")] = False,
     wait: Annotated[
-        float, typer.Option(help="Seconds to ask a server again that does not know you yet.")
-    ] = 0.0,
+        float,
+        typer.Option(help="Seconds without a connection to the server after which to give up."),
+    ] = 600.0,
 ) -> None:
     """Take part in a federation with your own records, your own ledger, and by your own rules.
 

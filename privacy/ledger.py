@@ -144,8 +144,7 @@ class Ledger:
     def history(self) -> History:
         """What stands in the ledger now, with the chain hash over it."""
         releases = self.releases
-        chain = None if self.path is None else chain_hashes(self.path)[len(releases)]
-        return History(self.client, releases, chain)
+        return History(self.client, releases, self._read.rows_chain or None)
 
     def charge(
         self,

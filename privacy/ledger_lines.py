@@ -35,6 +35,7 @@ class Lines:
         may_change: whether what was spent counts for other records of the client, too.
         size: bytes that have been read.
         chain: the hash over their lines.
+        rows_chain: the hash on the last release's line, or without any on the header's.
     """
 
     releases: tuple[Release, ...] = ()
@@ -44,6 +45,7 @@ class Lines:
     may_change: bool = False
     size: int = 0
     chain: str = ""
+    rows_chain: str = ""
 
 
 def encode(entry: dict[str, Any], chain: str) -> tuple[bytes, str]:
@@ -71,11 +73,12 @@ def read_on(known: Lines, data: bytes, client: str, path: Path | None) -> Lines:
     for number, line in enumerate(data.splitlines()):
         entry, chain = _decode(line, known.chain, path)
         if known.size == 0 and number == 0:
-            known = _header(entry, client, path)
+            known = replace(_header(entry, client, path), rows_chain=chain)
         elif "entry" in entry:
             known = _noted(known, entry, spent=bool(releases), path=path)
         else:
             releases.append(_release(entry, len(releases) + 2, path))
+            known = replace(known, rows_chain=chain)
         known = replace(known, chain=chain)
     return replace(known, releases=tuple(releases), size=known.size + len(data))
 

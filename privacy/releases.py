@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -154,7 +155,9 @@ class Release:
                 "row",
                 f"must have exactly the fields {sorted(names)}, got {shown(sorted(row))}",
             )
-        return cls(**row)
+        # A ledger's rows share their text, which makes most of what they take.
+        shared = {key: sys.intern(one) if type(one) is str else one for key, one in row.items()}
+        return cls(**shared)
 
 
 def aggregated(shares: int) -> str:

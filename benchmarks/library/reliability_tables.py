@@ -82,7 +82,7 @@ def _soak() -> str:
             files = " and ".join(map(str, row["files"]))
             found = [str(row["rounds"]), f"{row['kib_a_round']:.1f}".replace("-", "−"), files]
         body.append([case, *found])
-    head = ["run", "rounds", "KiB a round (50 to 200)", "open files, first and last round"]
+    head = ["run", "rounds", "KiB a round (100 to 300)", "open files, first and last round"]
     return table(head, body)
 
 

@@ -6,24 +6,32 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import socket
 import ssl
 import stat
 import subprocess
 import sys
 import time
 import tomllib
+from base64 import b64encode
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from fedsynth.errors import MessageError, OutputError, SettingError
+from fedsynth.federation.flower import joining
 from fedsynth.federation.flower.app_folder import write_app
 from fedsynth.federation.flower.joining import Door
-from fedsynth.federation.flower.processes import QUIET, environment
+from fedsynth.federation.flower.processes import QUIET, FlowerError, environment
 from fedsynth.federation.flower.serving import Link, Tls, key_files
-from fedsynth.federation.flower.superlink import ControlAtHome, allowed
+from fedsynth.federation.flower.superlink import Gate, allowed
+from fedsynth.federation.nodes.node import Node
+from fedsynth.federation.nodes.own_data import PartOf
+from fedsynth.federation.nodes.policy import Owner
 from fedsynth.federation.nodes.proposal import own_proposal
 
 GIVEN = {"run": {"method": "feddm", "rounds": 2}, "partition": {"clients": 3}}
@@ -145,10 +153,162 @@ def test_control_is_for_the_machine_itself(
     async def send(message: dict[str, Any]) -> None:
         sent.append(message)
 
-    scope = {"type": "http", "path": path, "client": client}
-    asyncio.run(ControlAtHome(app)(scope, None, send))
+    insecure = SimpleNamespace(state=SimpleNamespace(enable_supernode_auth=False))
+    scope = {"type": "http", "path": path, "client": client, "app": insecure}
+    asyncio.run(Gate(app)(scope, None, send))
     assert bool(reached) == answered
     assert [one.get("status") for one in sent] == ([] if answered else [403, None])
+
+
+@pytest.mark.parametrize(
+    ("headers", "answered"),
+    [
+        ("known", True),
+        ("none", False),
+        ("unknown key", False),
+        ("another's signature", False),
+        ("old", False),
+        ("no base64", False),
+    ],
+)
+def test_a_strangers_request_is_refused_before_its_body_is_read(
+    headers: str, answered: bool
+) -> None:
+    flwr()
+    from flwr.supercore.date import now
+    from flwr.supercore.primitives.asymmetric import (
+        generate_key_pairs,
+        public_key_to_bytes,
+        sign_message,
+    )
+
+    (known, public), (other, others) = generate_key_pairs(), generate_key_pairs()
+    raw = public_key_to_bytes(others if headers == "unknown key" else public)
+    at = (now() - timedelta(days=headers == "old")).isoformat()
+    signed = sign_message(known if headers in ("known", "old") else other, at.encode())
+    key = b"\xff!" if headers == "no base64" else b64encode(raw)
+    fields = {
+        b"flwr-public-key": key,
+        b"flwr-timestamp": at.encode(),
+        b"flwr-signature": b64encode(signed),
+    }
+    linkstate = SimpleNamespace(
+        get_node_id_by_public_key={public_key_to_bytes(public): 7}.get,
+    )
+    state = SimpleNamespace(
+        enable_supernode_auth=True,
+        linkstate_factory=SimpleNamespace(state=lambda: linkstate),
+    )
+    scope = {
+        "type": "http",
+        "path": "/v1/fleet/push-object",
+        "client": ("192.0.2.7", 1),
+        "app": SimpleNamespace(state=state),
+        "headers": [] if headers == "none" else list(fields.items()),
+    }
+    read: list[str] = []
+    sent: list[dict[str, Any]] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+
+    async def receive() -> dict[str, Any]:
+        read.append("the body")
+        return {}
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    asyncio.run(Gate(app)(scope, receive, send))
+    assert bool(read) == answered
+    assert [one.get("status") for one in sent] == ([] if answered else [401, None])
+
+
+# ---------------------------------------------------------------------------------- connecting
+
+
+class Attempts:
+    """Plays a server that is there or not, and SuperNodes that end."""
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, outcomes: list[tuple[str, str, bool]]
+    ) -> None:
+        """outcomes: of each attempt why nobody listens, why the SuperNode ends, and whether it was
+        connected; the last one stays."""
+        self.outcomes = outcomes
+        self.clock = 0.0
+        monkeypatch.setattr(joining, "require_flower", lambda: None)
+        monkeypatch.setattr(joining, "time", self)
+        monkeypatch.setattr(Door, "unreachable", lambda door: self.outcomes[0][0])
+        monkeypatch.setattr(joining, "_Connection", lambda *given: self)
+
+    def monotonic(self) -> float:
+        return self.clock
+
+    def sleep(self, seconds: float) -> None:
+        self.clock += seconds
+        self.outcomes = self.outcomes[1:] or self.outcomes
+
+    def serve(self, going: Any, *, once: bool) -> str:
+        self.was_made = self.outcomes[0][2]
+        self.clock += 100 * self.was_made
+        return self.outcomes[0][1]
+
+
+NOBODY = ("nobody listens", "", False)
+TAKEN = ("", "a client with this key is connected", False)
+LOST = ("", "the server does not answer any more", True)
+WORKS = ("", "", True)
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "said", "seconds"),
+    [
+        ([WORKS], [], 100),
+        ([NOBODY, NOBODY, WORKS], ["nobody listens"], 106),
+        ([TAKEN, TAKEN, NOBODY, WORKS], ["a client with this key", "nobody listens"], 109),
+        ([LOST, NOBODY, LOST, WORKS], ["does not answer", "nobody", "does not answer"], 309),
+        ([NOBODY], ["nobody listens", "no connection"], 60),
+        ([LOST, *[TAKEN] * 99], ["does not answer", "with this key", "no connection"], 160),
+    ],
+)
+def test_a_client_reconnects_and_says_why_for_so_long(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    outcomes: list[tuple[str, str, bool]],
+    said: list[str],
+    seconds: float,
+) -> None:
+    attempts = Attempts(monkeypatch, outcomes)
+    lines: list[str] = []
+    node = Node(0, tmp_path, PartOf(), Owner(), say=lines.append)
+    try:
+        joining.join(node, Door("127.0.0.1:9", None), wait=60.0)
+    except FlowerError as error:
+        lines.append(str(error))
+    assert len(lines) == len(said)
+    assert all(part in line for part, line in zip(said, lines, strict=True))
+    assert seconds <= attempts.clock <= seconds + 3
+
+
+def test_a_client_that_the_server_refuses_leaves(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """So that another one with the same key can connect."""
+    Attempts(monkeypatch, [WORKS])
+    node = Node(0, tmp_path, PartOf(), Owner())
+    node.refused = "its ledger does not continue"
+    with pytest.raises(FlowerError, match="refuses this client: its ledger does not"):
+        joining.join(node, Door("127.0.0.1:9", None))
+
+
+def test_nobody_listening_is_noticed_at_once() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        assert "nobody listens" in Door(f"127.0.0.1:{port}", None).unreachable()
+        taken.listen()
+        assert not Door(f"127.0.0.1:{port}", None).unreachable()
 
 
 # ---------------------------------------------------------------------------------- keys

@@ -106,8 +106,10 @@ class Place:
     def hand(self, *nodes: Node) -> Hand:
         return Hand({100 + node.number: node for node in nodes or map(self.node, range(CLIENTS))})
 
-    def serve(self, given: Any, hand: Hand | None = None, **more: Any) -> Served:
-        post = Post(hand or self.hand(), Patience(join=0.2, answer=60, look=0.05))
+    def serve(
+        self, given: Any, hand: Hand | None = None, *, join: float = 0.2, **more: Any
+    ) -> Served:
+        post = Post(hand or self.hand(), Patience(join=join, answer=60, look=0.05))
         return serve(own_proposal(given), post, self.folder / "runs", **more)
 
     def ledger(self, number: int) -> tuple[Any, ...]:

@@ -19,9 +19,10 @@ from fedsynth import Observer, resolve, simulate
 ROUNDS = 30
 SETTLED = 12  # rounds after which nothing new may stay
 HALFWAY = 21
-OF_A_ROUND = 8_000
+OF_A_ROUND = {"fedavg": 6_000, "feddm": 3_500}
 """Bytes of Python objects that a round may leave: its row of metrics, and with privacy the
-ledgers' rows. Measured: 700 to 4,800."""
+ledgers' rows, whose texts are shared. Measured: 1,300 to 4,200 (of which a cached distribution of
+the accountant is the largest part), and 1,000 to 2,400."""
 SOAKED: Mapping[str, dict[str, Any]] = {
     "fedavg": {"local_steps": 1, "batch": 64},
     "feddm": {"ipc": 1, "iterations": 1, "server_epochs": 1},
@@ -81,7 +82,7 @@ def test_rounds_leave_nothing_behind(name: str, private: bool, tmp_path: Path) -
     assert len(set(alive.files)) <= 1
     first, second = alive.python[1] - alive.python[0], alive.python[2] - alive.python[1]
     # what is made once (a module, a cache) is in one of the two; what rounds leave is in both
-    assert min(first, second) / (ROUNDS - HALFWAY) < OF_A_ROUND
+    assert min(first, second) / (ROUNDS - HALFWAY) < OF_A_ROUND[name]
 
 
 class Uploaded(Observer):

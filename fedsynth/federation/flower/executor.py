@@ -13,6 +13,7 @@ this version does.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -31,6 +32,7 @@ from flwr.supercore.interceptors import (
     SuperExecAuthHttpInterceptor,
 )
 from flwr.supercore.retry import make_simple_http_retry_invoker
+from flwr.supercore.run import RunNotRunningException
 from flwr.supercore.runtime import RuntimeHttpClient
 from flwr.supernode.runtime.run_clientapp import pull_task_input, push_message, push_task_output
 
@@ -38,6 +40,8 @@ from fedsynth.errors import MessageError
 from fedsynth.federation.flower.records import from_record, reply
 
 ACQUIRE = "/flwr.proto.Runtime/AcquireTask"
+GONE_SECONDS = 30.0
+"""How long a SuperNode that does not answer is tried."""
 LOOK = 0.2
 """Seconds between two looks for a task."""
 
@@ -84,16 +88,21 @@ class Executor:
             client.close()
 
     def _client(self, *interceptors: object, persistent: bool = True) -> RuntimeHttpClient:
+        invoker = make_simple_http_retry_invoker()
+        invoker.max_time = GONE_SECONDS
         return RuntimeHttpClient.from_server_address(
             server_address=self.address,
             insecure=True,  # it never leaves the machine
             root_certificates=None,
             interceptors=list(interceptors),
-            retry_invoker=make_simple_http_retry_invoker() if persistent else None,
+            retry_invoker=invoker if persistent else None,
         )
 
     def _take(self, token: str) -> None:
-        """Answers one message. A SuperNode waits for an answer to each, so there is always one."""
+        """Answers one message. A SuperNode waits for an answer to each, so there is always one.
+
+        A SuperNode that has ended meanwhile gets none: the node keeps its answer for the server.
+        """
         version = RuntimeVersionHttpInterceptor(component_name="flwr-clientapp")
         client = self._client(version, RuntimeTokenHttpInterceptor(token))
         beat = HeartbeatSender(make_task_heartbeat_fn_http(client))
@@ -105,6 +114,8 @@ class Executor:
             push_task_output(
                 client=client, context=context, sub_status=SubStatus.COMPLETED, details=""
             )
+        except (httpx.HTTPError, RunNotRunningException) as error:
+            print(f"an answer was not taken: {error!r:.200}", file=sys.stderr, flush=True)
         finally:
             if beat.is_running:
                 beat.stop()

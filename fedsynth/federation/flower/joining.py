@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import socket
 import sys
 import tempfile
 import time
@@ -19,14 +20,27 @@ from fedsynth.federation.flower.processes import (
     wait_for_port,
 )
 from fedsynth.federation.nodes.node import Node
-from fedsynth.privacy.files import last_line
+from fedsynth.privacy.files import last_line, open_regular
 from fedsynth.validation import MAX_SECONDS, check_number
 
 HERE = "127.0.0.1"
 LOG = "supernode.log"
 """In the owner's folder of ledgers: what the SuperNode has said."""
+WAIT = 600.0
+"""Seconds without a connection after which a client gives up."""
 AGAIN = 3.0
-"""Seconds between two attempts to reach a server that does not know the node yet."""
+"""Seconds between two attempts to connect."""
+LOST_SECONDS = 10
+"""Seconds after which a SuperNode without its server ends."""
+REASONS = {
+    "[code: 2004]": "a client with this key is connected to the server: an earlier process of this "
+    "one, which the server gives up after a minute, or another client with the same key",
+    "SSL/TLS handshake error": "the server's certificate is not one of the CA's, or has expired",
+    "Giving up reconnection": "the server does not answer any more",
+    "SuperNode terminated gracefully": "the server does not know this client's key: it was "
+    "restarted, or was given other keys",
+}
+"""What a SuperNode logs before it ends -> what that means."""
 LINGER = 6.0
 """Seconds in which the last answer leaves, after a run that was to be the only one."""
 
@@ -62,10 +76,19 @@ class Door:
             if path is not None and not path.is_file():
                 raise SettingError(None, str(path), "is no file")
 
+    def unreachable(self) -> str:
+        """Returns why nothing can be sent to the server; "" if it listens."""
+        host, _, port = self.server.rpartition(":")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), LOST_SECONDS).close()
+        except OSError as error:
+            return f"nobody listens on {self.server} ({error.strerror or error})"
+        return ""
+
     @property
     def arguments(self) -> list[str]:
         """Of the SuperNode's command."""
-        found = ["--superlink", self.server]
+        found = ["--superlink", self.server, "--max-wait-time", str(LOST_SECONDS)]
         if self.authority is None:
             return [*found, "--insecure"]
         found += ["--root-certificates", str(self.authority)]
@@ -80,63 +103,112 @@ def join(
     going: Callable[[], bool] = lambda: True,
     *,
     once: bool = False,
-    wait: float = 0.0,
+    wait: float = WAIT,
 ) -> None:
     """Connects a node, and answers until it is told to end.
+
+    A connection that fails or is lost is made again. The node's owner is told why, once for each
+    reason.
 
     Args:
         node: the data owner's.
         door: to its server.
         going: asked between messages; when it says no, this ends.
         once: end after the first run that has ended.
-        wait: so many seconds a server that does not know the node yet is asked again.
+        wait: how many seconds without a connection to the server end the attempts.
 
     Raises:
         SettingError: `wait` is negative, not finite or more than three years.
-        FlowerError: Flower is missing, or the SuperNode has ended: its server does not know it.
+        FlowerError: Flower is missing, the server was not reached in time, or it refuses the
+            client.
     """
     check_number(None, "wait", wait, 0, MAX_SECONDS)
     require_flower()
+    reason = ""
     ends = time.monotonic() + wait
     with tempfile.TemporaryDirectory(prefix="fedsynth-client-") as folder:
-        while True:
-            try:
-                _connected(node, door, going, Path(folder), once=once)
-                return
-            except FlowerError:
-                if time.monotonic() >= ends or not going():
-                    raise
-                time.sleep(AGAIN)
+        while going():
+            error = door.unreachable()
+            if not error:
+                connection = _Connection(node, door, Path(folder))
+                error = connection.serve(going, once=once)
+                if node.refused:
+                    raise FlowerError(f"the server refuses this client: {node.refused}")
+                if not error:
+                    return
+                if connection.was_made:
+                    ends = time.monotonic() + wait
+                    reason = ""
+            if time.monotonic() >= ends:
+                raise FlowerError(f"no connection to {door.server} for {wait:g} s: {error}")
+            if error != reason:
+                node.say(f"{error}; trying again for {wait:g} s")
+                reason = error
+            time.sleep(min(AGAIN, wait))
 
 
-def _connected(
-    node: Node, door: Door, going: Callable[[], bool], home: Path, *, once: bool
-) -> None:
-    """One SuperNode, as long as it lasts, and the answers to its messages."""
-    from fedsynth.federation.flower.executor import Executor
+class _Connection:
+    """One SuperNode, as long as it lasts, and the answers to its messages.
 
-    secret = secrets.token_bytes(32)
-    shared = home / "secret"
-    shared.touch(0o600)
-    shared.write_bytes(secret)
-    port = free_port()
-    node.home.mkdir(parents=True, exist_ok=True)
-    log = node.home / LOG
-    arguments = [
-        *(sys.executable, "-m", "fedsynth.federation.flower.supernode"),
-        *door.arguments,
-        *("--isolation", "process", "--superexec-auth-secret-file", str(shared)),
-        *("--host", HERE, "--port", str(port)),
-    ]
-    with running(arguments, home, log) as process:
-        wait_for_port(HERE, port, process, log)
+    Args:
+        node: the data owner's.
+        door: to its server.
+        home: FLWR_HOME.
 
-        def alive() -> bool:
-            over = once and node.ended > 0
-            return going() and not over and process.poll() is None
+    Attributes:
+        was_made: whether the server accepted the SuperNode.
+    """
 
-        Executor(f"{HERE}:{port}", secret, node.answer).serve(alive)
-        if process.poll() is not None:
-            raise FlowerError(f"the SuperNode has ended: {last_line(log)}")
-        if once and node.ended:
-            time.sleep(LINGER)
+    def __init__(self, node: Node, door: Door, home: Path) -> None:
+        self._node = node
+        self._door = door
+        self._home = home
+        self.was_made = False
+
+    def serve(self, going: Callable[[], bool], *, once: bool) -> str:
+        """Answers until the SuperNode or the node's work ends.
+
+        Returns:
+            Why the SuperNode has ended; "": the node's work has.
+        """
+        from fedsynth.federation.flower.executor import Executor
+
+        node = self._node
+        secret = secrets.token_bytes(32)
+        shared = self._home / "secret"
+        shared.touch(0o600)
+        shared.write_bytes(secret)
+        port = free_port()
+        node.home.mkdir(parents=True, exist_ok=True)
+        log = node.home / LOG
+        before = log.stat().st_size if log.exists() else 0
+        arguments = [
+            *(sys.executable, "-m", "fedsynth.federation.flower.supernode"),
+            *self._door.arguments,
+            *("--isolation", "process", "--superexec-auth-secret-file", str(shared)),
+            *("--host", HERE, "--port", str(port)),
+        ]
+        with running(arguments, self._home, log) as process:
+            wait_for_port(HERE, port, process, log)
+
+            def alive() -> bool:
+                over = node.refused or (once and node.ended)
+                return going() and not over and process.poll() is None
+
+            Executor(f"{HERE}:{port}", secret, node.answer).serve(alive)
+            ended = process.poll() is not None
+            if not ended and (node.refused or node.ended):
+                time.sleep(LINGER)
+        with open_regular(log) as file:
+            file.seek(before)
+            said = file.readall().decode(errors="replace")
+        self.was_made = "SuperNode ID" in said
+        return _reason(said, log) if ended else ""
+
+
+def _reason(said: str, log: Path) -> str:
+    """Why a SuperNode has ended, by what it has logged."""
+    for mark, reason in REASONS.items():
+        if mark in said:
+            return reason
+    return f"the SuperNode has ended: {last_line(log)}"

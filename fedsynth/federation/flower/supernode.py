@@ -1,7 +1,9 @@
-"""Flower's SuperNode, which ends when who has started it is gone: `python -m` this, with its
-options."""
+"""Flower's SuperNode, which ends when its parent process or its server is gone: `python -m` this,
+with its options."""
 
 from __future__ import annotations
+
+import os
 
 from fedsynth.federation.flower.processes import end_with_parent
 
@@ -12,6 +14,7 @@ def main() -> None:
 
     end_with_parent()
     flower_supernode()
+    os._exit(1)  # its server is gone, and a thread of its own keeps the process alive
 
 
 if __name__ == "__main__":

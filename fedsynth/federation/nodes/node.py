@@ -72,6 +72,9 @@ class Node:
             None: the server is trusted to pass on keys as they are.
         ended: how many runs have ended.
 
+    Attributes:
+        refused: why the server of a run does not accept this client; "": none has refused it.
+
     Raises:
         LedgerError: a ledger was there, and is gone.
     """
@@ -86,6 +89,7 @@ class Node:
     secret: Callable[[], SecretGenerator] | None = None
     identities: Identities | None = None
     ended: int = 0
+    refused: str = field(default="", init=False)
     _sessions: dict[str, Session] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -135,6 +139,9 @@ class Node:
             session = self._session(run)
             if frame.kind == "end":
                 return self._named(self._end(session, frame), number)
+            if frame.kind == "refused":
+                self.refused = f"{frame.facts.get('reason')!s:.500}"
+                return self._named(Frame("answer", {}), number)
             if frame.kind == "start" and session.told(frame.facts):
                 return self._named(Frame("answer", {}), number)  # the answer to it was lost
             if frame.kind == "start":

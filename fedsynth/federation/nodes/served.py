@@ -26,6 +26,7 @@ from fedsynth.data.registry import is_published
 from fedsynth.errors import CheckpointError, DataFilesMissingError
 from fedsynth.federation.exchange.rounds import Played, agree, play_round
 from fedsynth.federation.exchange.server import Server
+from fedsynth.federation.nodes.client_records import ClientRecords
 from fedsynth.federation.nodes.proposal import Proposal, new_run
 from fedsynth.federation.nodes.to_nodes import Carrier, Patience, ToNodes
 from fedsynth.federation.observer import Observer
@@ -45,6 +46,7 @@ from fedsynth.federation.terms.sums import check_quorum
 from fedsynth.privacy.errors import LedgerError
 from fedsynth.privacy.files import load_json
 from fedsynth.privacy.history import History
+from fedsynth.privacy.releases import Release
 from fedsynth.synthesizer.condensation.sets import synthetic_sets
 
 
@@ -134,9 +136,13 @@ class _Run:
         self.proposal = replace(proposal, run=_name(self.folder, proposal, resume))
         self.checkpoints = CheckpointFolder(self.folder.path / "checkpoint", self.proposal.run)
         checkpoint = None if resume is None else self.checkpoints.read(self.method)
+        self.records = ClientRecords(self.checkpoints.path)
         after = 0 if checkpoint is None else checkpoint.round
-        if resume is not None and checkpoint is None and self.folder.has_rounds:
+        began = resume is not None and self.folder.has_begun
+        lost = checkpoint is None and self.folder.has_rounds
+        if resume is not None and (lost or (began and not self.records.exists)):
             raise CheckpointError(f"the checkpoint of the run in {self.folder.path} is gone")
+        start = _start(self.folder.path) if began else None
         self.exchange = ToNodes(
             self.proposal,
             post.carrier,
@@ -144,11 +150,12 @@ class _Run:
             post.patience,
             numbers=post.numbers,
             after=after,
+            names=() if start is None else list(start.rows),
+            records=self.records,
             note=observer.note,
         )
-        began = resume is not None and self.folder.has_begun
-        planned = partial(_plan_when_it_began, self.folder.path, settings, context)
-        self.agreed = agree(settings, context, self.exchange, planned if began else None)
+        planned = None if start is None else partial(_plan_when_it_began, start, settings, context)
+        self.agreed = agree(settings, context, self.exchange, planned)
         self.context = self.agreed.context
         self.participation = settings.schedule(self.agreed.terms.sizes)
         test = None if self.test is None else self.test.to(context.device)
@@ -165,7 +172,7 @@ class _Run:
             simulated=False,
         )
         self.record.deviations += [
-            f"client {k} took no part: {why}" for k, why in self.exchange.out.items()
+            f"client {k} took no part: {why}" for k, why in self.exchange.never_joined.items()
         ]
         self._begin(checkpoint, resumed=resume is not None)
 
@@ -218,9 +225,11 @@ class _Run:
         self.exchange.end(done)
         if done:
             self.server.end(self._context_of(done))
-        histories = self.exchange.histories()
+        histories = self._charged()
         ended = self.record.end(self.server, self.context, self.uploads, histories)
-        CheckpointFolder(self.folder.path / "checkpoint", "").discard()
+        folder = self.folder.path / "checkpoint"
+        ClientRecords(folder).discard()
+        CheckpointFolder(folder, "").discard()
         return Served(
             self.folder.path,
             self.record.rows,
@@ -229,6 +238,34 @@ class _Run:
             histories,
             tuple(self.record.deviations),
         )
+
+    def _charged(self) -> list[History]:
+        """Returns the clients' ledgers, with the rows of steps that they did not state since.
+
+        A client that was asked for a step and never answered again may have been charged for it,
+        and its upload may have been seen: the report must not be below that.
+        """
+        plan = self.agreed.plan
+        if plan is None:
+            return self.exchange.histories()
+        found: list[History] = []
+        for client, one in sorted(self.exchange.clients.items()):
+            assumed: list[Release] = []
+            for number, phase in one.unstated:
+                context = self._context_of(number)
+                plans = plan.client_plans(client, context)
+                rows = plan.client_rows(client, context)
+                assumed += [row for own, row in zip(plans, rows, strict=True) if own.phase == phase]
+            history = one.history
+            if history is None:
+                continue
+            if assumed:
+                rounds = sorted({number for number, _ in one.unstated})
+                self.record.deviations.append(privacy_words.unstated(client, rounds))
+                rows_with = (*history.releases, *assumed)
+                history = replace(history, releases=rows_with, chain=None)
+            found.append(history)
+        return found
 
 
 def _test_set(proposal: Proposal) -> ImageData | None:
@@ -278,27 +315,47 @@ def _name(folder: RunFolder, proposal: Proposal, resume: Path | None) -> str:
     return name
 
 
-def _plan_when_it_began(
-    folder: Path, settings: RunSettings, context: RoundContext, histories: Sequence[History]
-) -> PrivacyPlan:
-    """The plan that the run had: with its σ, and what the ledgers held then.
+@dataclass(frozen=True)
+class _Start:
+    """What a private run began with.
+
+    Attributes:
+        sigma: σ.
+        rows: how many rows each client's ledger held, by name, in the clients' order.
+    """
+
+    sigma: float
+    rows: Mapping[str, int]
+
+
+def _start(folder: Path) -> _Start:
+    """Reads what the private run in a folder began with.
 
     Raises:
-        CheckpointError: the file that says so is damaged.
-        LedgerError: a ledger has lost rows that it had.
+        CheckpointError: the file is damaged.
     """
     try:
         start = load_json(folder / PRIVATE_START)
-        sigma = float(start["noise_multiplier"])
-        rows = {name: int(one["rows"]) for name, one in start["ledgers"].items()}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        rows = {str(name): int(one["rows"]) for name, one in start["ledgers"].items()}
+        return _Start(float(start["noise_multiplier"]), rows)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{folder / PRIVATE_START} is damaged: {error!r:.120}") from None
+
+
+def _plan_when_it_began(
+    start: _Start, settings: RunSettings, context: RoundContext, histories: Sequence[History]
+) -> PrivacyPlan:
+    """Returns the plan that the run had: with its σ, and what the ledgers held then.
+
+    Raises:
+        LedgerError: a ledger has lost rows that it had.
+    """
+    before: list[History] = []
     for one in histories:
-        if len(one.releases) < rows.get(one.client, 0):
+        rows = start.rows[one.client]
+        if len(one.releases) < rows:
             raise LedgerError(f"{one.client}: its ledger has lost rows that it had")
+        before.append(replace(one, releases=one.releases[:rows]))
     plan = PrivacyPlan.checked(settings, context)
-    before = tuple(
-        replace(one, releases=one.releases[: rows.get(one.client, 0)]) for one in histories
-    )
-    privacy = replace(plan.privacy, noise_multiplier=sigma)
-    return replace(plan, privacy=privacy, histories=before)
+    privacy = replace(plan.privacy, noise_multiplier=start.sigma)
+    return replace(plan, privacy=privacy, histories=tuple(before))

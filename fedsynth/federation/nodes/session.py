@@ -74,6 +74,7 @@ class Session:
     Attributes:
         remote: answers the server's frames.
         context: of the run.
+        history: what the ledger held when the client first joined the run.
     """
 
     def __init__(
@@ -113,7 +114,8 @@ class Session:
         self._sigma = _sigma(folder)
         self._counted: set[tuple[int, str]] = set()
         self._spend()
-        self.history = ledger.history()
+        history = ledger.history()
+        self.history = replace(history, releases=history.releases[: _held(folder)])
 
     def _spend(self) -> None:
         """What was answered as often as it may be is answered no more."""
@@ -159,19 +161,24 @@ class Session:
             raise MessageError("the run was begun with another noise multiplier")
 
     def begin(self, after: int) -> None:
-        """Begins, with what it kept after this round: 0, or where a server goes on.
+        """Begins after a round: 0, or the one that a restarted server resumes after.
+
+        The client continues with the memory of its last round until then. That may be an earlier
+        one: it takes part in some rounds only, and may have been lost in others.
 
         Raises:
-            MessageError: nothing is kept of that round, while the client keeps something.
+            MessageError: the memory of its last round until then was pruned.
         """
         rounds = self._rounds()
-        if after and rounds and after not in rounds:
+        last = max((number for number in rounds if number <= after), default=0)
+        if last:
+            self.remote.runtime.memory = self._read(f"memory-{last}")
+            self._saved = last
+        elif after and len(rounds) >= KEPT_ROUNDS:
             raise MessageError(
-                f"this client has no memory of round {after} any more, but of {sorted(rounds)}"
+                f"this client keeps its memories of rounds {sorted(rounds)}, and the server resumes "
+                f"after round {after}"
             )
-        if after in rounds:
-            self.remote.runtime.memory = self._read(f"memory-{after}")
-            self._saved = after
         for later in rounds:
             # of rounds that the server plays again, unless what was answered then is kept, too
             if later > after and not self._answers.has(later, MAIN):
@@ -186,7 +193,6 @@ class Session:
         try:
             state = load_json(self.folder / STATE)
             self.remote.joined = True  # a folder is written when it has
-            self.history = replace(self.history, releases=self.history.releases[: state["held"]])
             if state["terms"] is not None:
                 sizes = state["terms"]["sizes"]
                 sigma = state["terms"]["noise_multiplier"]
@@ -340,6 +346,16 @@ def answered(folder: Path) -> dict[tuple[int, str], int]:
         return {(int(number), str(phase)): int(times) for number, phase, times in rows}
 
     return _from_state(folder, taken) or {}
+
+
+def _held(folder: Path) -> int | None:
+    """How many rows the ledger held when the client joined the run of this folder first; None: it
+    has not joined yet.
+
+    Raises:
+        CheckpointError: the folder is damaged.
+    """
+    return _from_state(folder, lambda state: int(state["held"]))
 
 
 def _sigma(folder: Path) -> float | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -32,6 +32,7 @@ from fedsynth.federation.exchange.protocol import Joined, Refusal, Replies, Term
 from fedsynth.federation.exchange.rounds import needed_uploads
 from fedsynth.federation.exchange.secure_step import SecureStep
 from fedsynth.federation.nodes.bundles import pack, unpack
+from fedsynth.federation.nodes.client_records import ClientRecords, JoinedClient
 from fedsynth.federation.nodes.proposal import Proposal
 from fedsynth.privacy.history import History
 from fedsynth.privacy.plans import MAIN
@@ -41,6 +42,8 @@ WAITING = ("start", "prepare", "begin")
 """Frames that wait for the next message: nothing is released for them."""
 AFTER = ("facts", "history")
 """Frames that go with a step."""
+REFUSAL_SECONDS = 10.0
+"""How long the server waits until a node has received that it is refused."""
 
 
 class Carrier(Protocol):
@@ -81,16 +84,6 @@ class Patience:
             check_number(None, f"{name}_seconds", value, 0, MAX_SECONDS)
 
 
-@dataclass
-class _Known:
-    """A client that has joined, as the server knows it."""
-
-    node: int
-    history: History | None
-    facts: Mapping[str, Any] = field(default_factory=dict)
-    told: bool = False
-
-
 class ToNodes(OverWire):
     """A server's exchange with nodes.
 
@@ -102,10 +95,13 @@ class ToNodes(OverWire):
         numbers: which client each node is, where the server knows (by the keys that they
             authenticate with); empty: each says so itself.
         after: the last round that has ended, where a run goes on; 0: it begins.
+        names: the clients' names when a private run began, in their order; empty: it begins now.
+        records: the file of the run's clients.
         note: told what people should know.
 
     Attributes:
-        out: clients that take no part in the run, and why.
+        clients: those that have joined the run, in this process or in an earlier one.
+        out: clients that take no part now, and why.
     """
 
     def __init__(
@@ -117,6 +113,8 @@ class ToNodes(OverWire):
         *,
         numbers: Mapping[int, int] | None = None,
         after: int = 0,
+        names: Sequence[str] = (),
+        records: ClientRecords,
         note: Callable[[str], None] = lambda text: None,
     ) -> None:
         super().__init__(proposal.settings, (), device)
@@ -126,9 +124,11 @@ class ToNodes(OverWire):
         self._patience = patience or Patience()
         self._numbers = dict(numbers or {})
         self._after = after
+        self._names = names
+        self._records = records
         self._note = note
         self._everybody = range(proposal.settings.partition.clients)
-        self._known: dict[int, _Known] = {}
+        self.clients = records.read()
         self._start: Frame | None = None
         self._waiting: list[Frame] = []
         self.out: dict[int, str] = {}
@@ -140,36 +140,52 @@ class ToNodes(OverWire):
 
         Raises:
             RemoteError: fewer have joined than a quorum.
+            OutputError: who has joined cannot be written down.
         """
         asked: set[int] = set()
         ends = time.monotonic() + self._patience.join
-        joined: dict[int, Joined] = {}
-        while len(self._known) + len(self.out) < len(self._everybody):
+        while len(self._present()) + len(self.out) < len(self._everybody):
             left = ends - time.monotonic()
             if left <= 0:
                 break
-            new = [node for node in self._carrier.nodes() if node not in asked]
+            here = set(self._carrier.nodes())
+            asked &= here  # a node that has left and is back is asked again
+            new = sorted(here - asked - {one.node for one in self.clients.values()})
             asked.update(new)
-            for node, answer in self._ask_to_join(new, left).items():
-                self._joined(node, answer, joined)
+            self._ask_to_join(new, left)
             if not new:
                 time.sleep(min(self._patience.look, left))
+        present = self._present()
         for client in self._everybody:
-            if client not in self._known and client not in self.out:
-                self.out[client] = "has not joined"
+            if client not in present:
+                self.out.setdefault(client, "has not joined")
         for client, why in sorted(self.out.items()):
             self._note(f"client {client} takes no part: {why}")
         needed = needed_uploads(self._settings.quorum, len(self._everybody))
-        if len(self._known) < needed:
+        if len(present) < needed:
             raise RemoteError(
-                f"{len(self._known)} of {len(self._everybody)} clients have joined, and {needed} "
+                f"{len(present)} of {len(self._everybody)} clients have joined, and {needed} "
                 "are the quorum"
             )
-        return [joined.get(k, _absent(k)) for k in self._everybody]
+        self._records.write(self.clients)
+        return [self._as_joined(client) for client in self._everybody]
 
-    def _ask_to_join(self, nodes: Sequence[int], seconds: float) -> Mapping[int, bytes | str]:
+    def _present(self) -> list[int]:
+        return sorted(k for k, one in self.clients.items() if one.node is not None)
+
+    def _as_joined(self, client: int) -> Joined:
+        """What a client has stated of itself; one that never joined has no records."""
+        if client not in self.clients:
+            return Joined(client, 0, History(self._name(client)))
+        one = self.clients[client]
+        return Joined(client, one.size, one.history)
+
+    def _name(self, client: int) -> str:
+        return self._names[client] if self._names else f"client-{client:03d}"
+
+    def _ask_to_join(self, nodes: Sequence[int], seconds: float) -> None:
         if not nodes:
-            return {}
+            return
         self._asked += 1
         facts = {
             "proposal": self._proposal.to_json(),
@@ -177,43 +193,79 @@ class ToNodes(OverWire):
             "number": self._asked,
         }
         sent = pack([Frame("join", facts).to_bytes()])
-        return self._carrier.ask(dict.fromkeys(nodes, sent), seconds)
+        refused: dict[int, bytes] = {}
+        for node, answer in self._carrier.ask(dict.fromkeys(nodes, sent), seconds).items():
+            try:
+                self._take_joining(node, answer)
+            except MessageError as error:
+                self._note(f"node {node} cannot join: {error}")
+                if isinstance(answer, str):
+                    continue
+                told = Frame("refused", {"reason": str(error), "number": self._asked})
+                refused[node] = pack([told.to_bytes()])
+        if refused:
+            self._carrier.ask(refused, min(seconds, REFUSAL_SECONDS))
 
-    def _joined(self, node: int, answer: bytes | str, joined: dict[int, Joined]) -> None:
-        """Takes a node's answer; one that is none is no client's."""
-        try:
-            if isinstance(answer, str):
-                raise MessageError(answer)
-            if len(answer) > LONGEST_HEADER:
-                raise MessageError(f"sends {len(answer)} bytes")
-            frame = Frame.from_bytes(unpack(answer)[0])
-            client = self._client(node, frame)
-            if frame.kind == "answer":
-                size = frame.facts.get("size")
-                own = None if size is None else whole(size, "size")
-                history = read_history(frame.facts.get("history"))
-                if self._settings.privacy is not None and history is None:
-                    raise MessageError("says nothing of its ledger")
-                joined[client] = Joined(client, own, history)
-                self._known[client] = _Known(node, history)
-            else:
-                why = frame.facts.get("reason", frame.facts.get("text"))
-                self.out[client] = f"{why!s:.500}"
-        except MessageError as error:
-            self._note(f"node {node} cannot join: {error}")
-
-    def _client(self, node: int, frame: Frame) -> int:
-        """Which client answers.
+    def _take_joining(self, node: int, answer: bytes | str) -> None:
+        """Takes a node's answer.
 
         Raises:
-            MessageError: none of this run, or one that has answered before.
+            MessageError: it is not an answer of a client that may join.
+        """
+        if isinstance(answer, str):
+            raise MessageError(answer)
+        if len(answer) > LONGEST_HEADER:
+            raise MessageError(f"sends {len(answer)} bytes")
+        frame = Frame.from_bytes(unpack(answer)[0])
+        client = self._client(node, frame)
+        if frame.kind != "answer":
+            why = frame.facts.get("reason", frame.facts.get("text"))
+            self.out[client] = f"{why!s:.500}"
+            return
+        size = frame.facts.get("size")
+        history = read_history(frame.facts.get("history"))
+        stated = JoinedClient(None if size is None else whole(size, "size"), history)
+        self._check_history(client, history)
+        known = self.clients.setdefault(client, stated)
+        if known.size != stated.size:
+            raise MessageError(f"it had {known.size} examples, and joins with {stated.size}")
+        known.state(history)
+        known.node = node
+        self.out.pop(client, None)
+
+    def _check_history(self, client: int, history: History | None) -> None:
+        """Checks that a client states a ledger under a name of its own.
+
+        Raises:
+            MessageError: it states none, or under another client's name.
+        """
+        if history is None:
+            if self._settings.privacy is not None:
+                raise MessageError("it does not state its ledger")
+            return
+        if self._names and history.client != self._names[client]:
+            raise MessageError(
+                f"its name is {history.client!r:.80}, and it was {self._names[client]!r} when the "
+                "run began"
+            )
+        others = {self._name(k) for k in self._everybody if k != client} | {
+            one.history.client for k, one in self.clients.items() if k != client and one.history
+        }
+        if history.client in others:
+            raise MessageError(f"its name {history.client!r:.80} is another client's")
+
+    def _client(self, node: int, frame: Frame) -> int:
+        """Returns which client answers.
+
+        Raises:
+            MessageError: none of this run, or one that is connected already.
         """
         client = whole(frame.facts.get("client"), "client")
         if client not in self._everybody:
             raise MessageError(f"there is no client {client} in this run")
         if self._numbers and self._numbers.get(node) != client:
             raise MessageError(f"says that it is client {client}, which its key is not for")
-        if client in self._known or client in self.out:
+        if client in self._present():
             raise MessageError(f"says that it is client {client}, which another one is")
         return client
 
@@ -227,7 +279,7 @@ class ToNodes(OverWire):
     def prepare(self, context: RoundContext) -> list[Refusal]:
         """Nobody is asked apart from the step: who cannot take part declines it."""
         self._lost = dict(self.out)
-        for known in self._known.values():
+        for known in self.clients.values():
             known.facts = {}
         self._waiting = [Frame("prepare", of_round(context))]
         return []
@@ -296,19 +348,24 @@ class ToNodes(OverWire):
     ) -> list[Mapping[str, Any]]:
         """As they came with the step."""
         numbers = context.active if asked is None else asked
-        told = [self._known[k].facts.get("facts") for k in numbers if k in self._known]
+        told = [self.clients[k].facts.get("facts") for k in numbers if k in self.clients]
         return alike(told)
 
     def histories(self) -> list[History]:
-        """Of those that have joined, as they came with their last answers."""
-        known = (self._known[k].history for k in sorted(self._known))
+        """Returns the ledgers of all clients that have ever joined, as they last stated them."""
+        known = (self.clients[k].history for k in sorted(self.clients))
         return [history for history in known if history is not None]
+
+    @property
+    def never_joined(self) -> dict[int, str]:
+        """Clients that have no part in the run's releases, and why."""
+        return {k: why for k, why in self.out.items() if k not in self.clients}
 
     def end(self, rounds: int) -> None:
         """Tells the clients that the run is over, and takes what their ledgers hold now: they are
         charged also for what never arrived."""
         self._waiting = [Frame("history", {})]
-        self._asked_all(sorted(self._known), Frame("end", {"rounds": rounds}), None)
+        self._asked_all(sorted(self.clients), Frame("end", {"rounds": rounds}), None)
 
     # ---------------------------------------------------------------------------------- messages
 
@@ -325,36 +382,51 @@ class ToNodes(OverWire):
         first = self._asked
         at: dict[int, int] = {}
         messages: dict[int, bytes] = {}
+        nodes: dict[int, int] = {}
         self._asked += len(WAITING) + 1 + len(AFTER)
-        for client, frame in questions.items():
-            if client in self.out:
-                continue
+        there = {k: one for k, one in questions.items() if k not in self.out}
+        self._write_down(there)
+        for client, frame in there.items():
             after = _after(frame)
-            known = self._known[client]
-            start = [] if known.told or self._start is None else [self._start]
+            known = self.clients[client]
+            start = [] if known.started or self._start is None else [self._start]
             frames = [*start, *self._waiting, frame, *after]
             at[client] = len(frames) - len(after) - 1
             numbered = [
                 replace(one, facts={**one.facts, "number": first + place}).to_bytes()
                 for place, one in enumerate(frames, 1)
             ]
-            messages[known.node] = pack(numbered)
+            if known.node is not None:
+                nodes[client] = known.node
+                messages[known.node] = pack(numbered)
         self._waiting = []
         answers = self._carrier.ask(messages, self._patience.answer)
         found: dict[int, Frame | str] = {}
-        for client in questions:
+        for client, frame in questions.items():
             if client in self.out:
                 found[client] = self.out[client]
                 continue
-            sent = answers.get(self._known[client].node, "does not answer in time")
+            sent = answers.get(nodes[client], "does not answer in time")
             most = LONGEST_HEADER if longest is None else LONGEST_FACTS + longest[client]
             if isinstance(sent, str):
                 found[client] = sent
             else:
-                found[client] = self._read(client, sent, first, at[client], most + LONGEST_HEADER)
+                found[client] = self._read(
+                    client, frame, sent, first, at[client], most + LONGEST_HEADER
+                )
         return found
 
-    def _read(self, client: int, sent: bytes, first: int, at: int, most: int) -> Frame | str:
+    def _write_down(self, questions: Mapping[int, Frame]) -> None:
+        """Writes down who is asked for a step, before it is: from then on it may be charged."""
+        steps = {k: one.facts for k, one in questions.items() if one.kind == "step"}
+        for client, facts in steps.items():
+            self.clients[client].unstated.append((facts["round"], facts["phase"]))
+        if steps:
+            self._records.write(self.clients)
+
+    def _read(
+        self, client: int, asked: Frame, sent: bytes, first: int, at: int, most: int
+    ) -> Frame | str:
         """The answer to the frame at a place in a message, or why there is none."""
         if len(sent) > most + LENGTH_BYTES:
             return f"sends {len(sent)} bytes, above the {most} that it may"
@@ -364,9 +436,11 @@ class ToNodes(OverWire):
                 said = (frame.facts.get("client"), frame.facts.get("number"))
                 if said != (client, first + place):
                     return f"was asked request {first + place}, and {said!r:.80} answers"
-            known = self._known[client]
-            known.told = known.told or frames[0].kind == "answer"
+            known = self.clients[client]
+            known.started = known.started or frames[0].kind == "answer"
             if len(frames) <= at:
+                if asked.kind == "step":
+                    known.unstated.pop()  # it has refused what comes before the step
                 last = sound(frames[-1])
                 if isinstance(last, str) or last.kind != "answer":
                     return last
@@ -376,7 +450,7 @@ class ToNodes(OverWire):
             return str(error)
         return sound(frames[at])
 
-    def _take_along(self, known: _Known, frames: Sequence[Frame]) -> None:
+    def _take_along(self, known: JoinedClient, frames: Sequence[Frame]) -> None:
         """What came with an answer: facts for the round's row, and the ledger's rows."""
         for frame in frames:
             if frame.kind != "answer":
@@ -384,7 +458,7 @@ class ToNodes(OverWire):
             if "facts" in frame.facts:
                 known.facts = frame.facts
             if "history" in frame.facts:
-                known.history = read_history(frame.facts["history"])
+                known.state(read_history(frame.facts["history"]))
 
 
 def _after(frame: Frame) -> list[Frame]:
@@ -394,8 +468,3 @@ def _after(frame: Frame) -> list[Frame]:
     where = {key: frame.facts[key] for key in ("round", "participants")}
     facts, history = AFTER
     return [Frame(facts, where), Frame(history, {})]
-
-
-def _absent(client: int) -> Joined:
-    """Of a client that takes no part: it has spent nothing, and has no records."""
-    return Joined(client, 0, History(f"client-{client:03d}"))

@@ -205,6 +205,20 @@ def resumed(after: int, rounds: int, *, simulated: bool = True) -> str:
     )
 
 
+def unstated(client: int, rounds: Sequence[int]) -> str:
+    """Returns the report's sentence on a client that was asked for steps and did not answer again.
+
+    Args:
+        client: its number.
+        rounds: in which it was asked since it last stated its ledger, ascending.
+    """
+    named = ", ".join(map(str, rounds))
+    return (
+        f"client {client} has not stated its ledger since it was asked for a step in round {named}: "
+        "counted as charged"
+    )
+
+
 def how_many(number: int, noun: str) -> str:
     """The number with its noun: "1 round", "3 rounds"."""
     return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -148,7 +148,9 @@ class Evidence:
         self.served: ServedEvidence | None = None
         if run.served:
             absent = self.charges.absent
-            self.served = ServedEvidence(absent, run.rows, run.resumptions, self.rounds)
+            self.served = ServedEvidence(
+                absent, run.rows, run.resumptions, run.resumed, self.rounds
+            )
 
     def problems(self, report: Mapping[str, Any]) -> list[str]:
         """Everything in which the run's files and its report differ."""

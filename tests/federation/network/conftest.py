@@ -143,7 +143,9 @@ class Federation:
         """What a data owner has read."""
         return (self.folder / f"owner-{number}.log").read_text()
 
-    def client_arguments(self, number: int, key: Path | None = None) -> list[str]:
+    def client_arguments(
+        self, number: int, key: Path | None = None, home: Path | None = None
+    ) -> list[str]:
         """Of the command that a data owner types."""
         own = key or self.keys / f"client-{number:03d}"
         allowed = ["--approve", "any"]
@@ -152,7 +154,7 @@ class Federation:
         return [
             *(sys.executable, "-c", "from fedsynth.cli.app import main; main()", "client"),
             *("--server", f"127.0.0.1:{self.port}", "--number", str(number), "--trial"),
-            *("--ledger", str(self.home(number)), "--ca", str(self.keys / "ca.crt")),
+            *("--ledger", str(home or self.home(number)), "--ca", str(self.keys / "ca.crt")),
             *("--key", str(own), "--device", "cpu", *allowed),
         ]
 

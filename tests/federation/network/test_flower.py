@@ -151,18 +151,28 @@ def test_a_server_goes_on_from_its_checkpoint(federation: Federation) -> None:
     same_model(ended, given)
 
 
-def test_a_node_without_a_known_key_is_refused(federation: Federation) -> None:
-    stranger = federation.folder / "strangers" / "client-000"
+@pytest.mark.parametrize(
+    ("folder", "why"),
+    [("strangers", "does not know this client's key"), ("keys", "with this key is connected")],
+)
+def test_a_stranger_and_a_second_client_with_a_key_are_refused(
+    federation: Federation, folder: str, why: str
+) -> None:
+    """A stranger's request is refused before its body is read; the second client of a key, while
+    the first one is connected."""
+    key = federation.folder / folder / "client-000"
+    home = federation.folder / f"second-{folder}"
     done = subprocess.run(
-        federation.client_arguments(0, stranger),
+        [*federation.client_arguments(0, key, home), "--wait", "1"],
         capture_output=True,
         text=True,
         timeout=90,
         check=False,
     )
     assert done.returncode == 2, done.stdout + done.stderr
-    assert "SuperNode has ended" in done.stderr
-    assert "joins" not in done.stdout
+    assert why in done.stdout.splitlines()[0]
+    assert "no connection to 127.0.0.1" in done.stderr
+    assert not list(home.glob("*.jsonl"))
 
 
 def test_a_node_that_is_killed_in_a_round_is_lost_and_the_run_ends(federation: Federation) -> None:
