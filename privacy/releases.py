@@ -156,7 +156,9 @@ class Release:
                 f"must have exactly the fields {sorted(names)}, got {shown(sorted(row))}",
             )
         # A ledger's rows share their text, which makes most of what they take.
-        shared = {key: sys.intern(one) if type(one) is str else one for key, one in row.items()}
+        shared: dict[str, Any] = {
+            key: sys.intern(one) if type(one) is str else one for key, one in row.items()
+        }
         return cls(**shared)
 
 

@@ -47,7 +47,7 @@ def killed(place: Place, given: Any, hand: Hand, steps: int, resume: Path | None
     asked: list[int] = []
 
     def stops(node: int, sent: bytes, answer: bytes) -> bytes | str | None:
-        if b'"kind": "step"' in sent:
+        if f'"kind": "{kind}"'.encode() in sent:
             asked.append(node)
         if len(asked) == steps:
             raise StoppedError
@@ -64,10 +64,11 @@ def killed(place: Place, given: Any, hand: Hand, steps: int, resume: Path | None
 def covers_everybody(place: Place, served: Served, ever: Sequence[int]) -> None:
     """The report has a row for each one in the ledgers, and its ε never falls."""
     assert served.report is not None
-    heads = served.report["ledger_heads"]
+    heads: Any = served.report["ledger_heads"]
     assert sorted(heads) == [f"client-{k:03d}" for k in ever]
     spent = max(epsilon(place.ledger(k), 1e-5) for k in ever)
-    assert served.report["guarantee"]["epsilon"] >= spent * (1 - 1e-9)
+    guarantee: Any = served.report["guarantee"]
+    assert guarantee["epsilon"] >= spent * (1 - 1e-9)
     for k in ever:
         assert heads[f"client-{k:03d}"]["rows"] >= len(place.ledger(k))
     stated = [row["epsilon"] for row in served.metrics]
@@ -89,6 +90,15 @@ def test_a_client_that_does_not_join_again_stays_in_the_report(place: Place, ste
     assert any(f"client {LAST} has not stated its ledger" in one for one in served.deviations)
     assert not any("took no part" in one for one in served.deviations)
     assert not (served.folder / "checkpoint").exists()
+
+
+def test_a_server_that_was_killed_before_its_results_asks_nobody_again(place: Place) -> None:
+    """All rounds are in its checkpoint, and so is what the clients stated in them."""
+    given = sections("feddm", privacy=PRIVATE)
+    folder = killed(place, given, place.hand(), 1, kind="end")
+    served = place.serve(given, place.hand(*map(place.node, range(LAST))), resume=folder)
+    covers_everybody(place, served, range(CLIENTS))
+    assert served.deviations == ()
 
 
 def test_a_client_that_is_away_for_one_restart_is_taken_by_its_word_again(place: Place) -> None:
@@ -127,7 +137,8 @@ def test_a_client_that_declines_a_round_is_not_counted_as_charged(place: Place) 
     )
     served = place.serve(sections("feddm", privacy=PRIVATE), hand)
     assert served.report is not None
-    head = served.report["ledger_heads"][f"client-{LAST:03d}"]
+    heads: Any = served.report["ledger_heads"]
+    head = heads[f"client-{LAST:03d}"]
     assert head["rows"] == len(place.ledger(LAST))
     covers_everybody(place, served, range(CLIENTS))
 
@@ -248,7 +259,7 @@ def test_a_second_client_with_a_key_does_not_take_the_firsts_place(place: Place,
     assert not first.refused
     assert not any("lost" in row for row in served.metrics)
     covers_everybody(place, served, range(CLIENTS))
-    heads = served.report["ledger_heads"] if served.report else {}
+    heads: Any = served.report["ledger_heads"] if served.report else {}
     assert heads["client-000"]["rows"] == len(place.ledger(0))
 
 
@@ -267,7 +278,7 @@ def test_a_ledger_that_is_replaced_within_a_run_is_no_answer(place: Place) -> No
     hand.change = replaced
     served = place.serve(sections("feddm", privacy=PRIVATE), hand)
     assert served.metrics[1]["lost"].keys() == {"0"}
-    heads = served.report["ledger_heads"] if served.report else {}
+    heads: Any = served.report["ledger_heads"] if served.report else {}
     assert heads["client-000"]["rows"] == heads["client-001"]["rows"]
 
 

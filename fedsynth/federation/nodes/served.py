@@ -217,6 +217,7 @@ class _Run:
         state = self.server.state
         row = self.record.row(state, context, played, started)
         kept = Checkpoint(tuple(self.record.rows), state, {}, synthetic_sets(self.uploads))
+        self.records.write(self.exchange.clients)  # first: the checkpoint is not to be ahead of it
         self.checkpoints.write(kept, frozenset())
         self.record.tell(row)
 
