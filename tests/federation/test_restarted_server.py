@@ -41,8 +41,16 @@ def place(tmp_path: Path) -> Place:
     return Place(tmp_path)
 
 
-def killed(place: Place, given: Any, hand: Hand, steps: int, resume: Path | None = None) -> Path:
-    """The folder of a run whose server is killed when it has asked for so many steps."""
+def killed(
+    place: Place,
+    given: Any,
+    hand: Hand,
+    steps: int,
+    resume: Path | None = None,
+    kind: str = "step",
+) -> Path:
+    """The folder of a run whose server is killed when it has asked so many times for steps, or for
+    another kind of frame."""
     before = hand.change
     asked: list[int] = []
 
