@@ -107,7 +107,7 @@ def server(
 
     require_flower()
     from fedsynth.federation.flower.serving import Link, Tls, key_files, superlink
-    from fedsynth.federation.nodes.to_nodes import Patience
+    from fedsynth.federation.nodes.carrier import Timeouts
 
     if resume is not None:
         if config is not None or any(chosen.values()):
@@ -121,12 +121,12 @@ def server(
         files = key_files(keys, proposal.settings.partition.clients)
     elif not insecure:
         raise OptionError("--keys is needed, or --insecure for a trial on this machine alone")
-    patience = Patience(join_seconds, answer_seconds)
+    timeouts = Timeouts(join_seconds, answer_seconds)
     print(f"the run's agreement is {proposal.agreement}", flush=True)
     with ended_by_signals(), superlink(Link(port, tls, host, files), output) as started:
         print(f"nodes connect to port {port}", flush=True)
         folder = started.run(
-            proposal, output, patience, resume, lambda line: print(line, flush=True)
+            proposal, output, timeouts, resume, lambda line: print(line, flush=True)
         )
     print(f"run folder: {folder}")
 

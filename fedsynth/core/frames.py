@@ -59,7 +59,7 @@ class Frame:
         return cls(kind, facts, sent[end:])
 
 
-def whole(value: Any, what: str) -> int:
+def parse_nonnegative_int(value: Any, what: str) -> int:
     """A whole number of at least 0, of a frame's facts.
 
     Raises:

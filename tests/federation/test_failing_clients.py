@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,22 +16,16 @@ import torch
 
 from fedsynth import RunResult, load_dataset, resolve, simulate
 from fedsynth.core.context import RoundContext
-from fedsynth.core.frames import Frame
-from fedsynth.core.messages import ModelParameters
 from fedsynth.federation.exchange.in_process import InProcess
-from fedsynth.federation.exchange.over_wire import OverWire, RemoteError
-from fedsynth.federation.exchange.remote_client import RemoteClient
-from fedsynth.federation.exchange.rounds import Played, agree, needed_uploads, play_round
+from fedsynth.federation.exchange.rounds import needed_uploads
 from fedsynth.federation.exchange.server import Server
 from fedsynth.federation.outputs.verification import verify_run
 from fedsynth.federation.simulated_run import Simulation
 from fedsynth.federation.terms.failures import CRASHED, KINDS, LATE, TIMED_OUT, Failure, Failures
 from fedsynth.federation.terms.public_context import public_context
 from fedsynth.methods import METHODS, method_class
-from fedsynth.privacy.errors import RequestRefusedError
 from fedsynth.privacy.plans import FIRST, MAIN
 from tests.families import by_family
-from tests.federation.test_processes import CPU, parts_of, remote_client, sections
 from tests.federation.test_unchanged import CLIENTS, case, private
 
 ROUNDS = 4
@@ -187,7 +181,7 @@ def test_a_run_in_which_no_round_counts_ends_with_the_first_model() -> None:
     result = simulate(settings)
     assert all(row["not_counted"]["uploads"] == 0 for row in result.metrics)
     assert result.uploads == {}
-    context = public_context(settings, load_dataset("digits")[0].spec, CPU)
+    context = public_context(settings, load_dataset("digits")[0].spec, torch.device("cpu"))
     for name, value in context.architecture.state_dict().items():
         assert torch.equal(result.model.state_dict()[name], value)
 
@@ -313,196 +307,3 @@ def test_a_rows_rejection_is_shown_in_a_private_run(
     ]
     assert shown[0]["rejected"] == {"2": "weight is -1, and must be in [0, 1]"}
     assert verify_run(result.folder).problems == []
-
-
-# --------------------------------------------------------------------------------------- over a wire
-
-
-class Wire:
-    """A channel to a client in this process, which can be broken, or lie."""
-
-    def __init__(self, client: RemoteClient) -> None:
-        self.client = client
-        self.asked: list[Frame] = []
-        self.waiting: list[bytes] = []
-        self.how = ""
-
-    def send(self, frame: bytes) -> None:
-        if self.how == "no send":
-            raise BrokenPipeError("gone")
-        asked = Frame.from_bytes(frame)
-        self.asked.append(asked)
-        self.waiting.append(self.client.answer(frame))
-
-    def receive(self, longest: int) -> bytes:
-        step = self.asked[-1].kind == "step"
-        if self.how in ("EOF", "refused") or (self.how == "timeout" and step):
-            raise {"EOF": EOFError, "refused": ConnectionRefusedError}.get(self.how, TimeoutError)()
-        answer = self.waiting.pop(0)
-        if not step:
-            return answer
-        frame = Frame.from_bytes(answer)
-        words = {
-            "error": ("error", {"text": "x" * 9999}),
-            "refusal": ("refusal", {"kind": "request", "reason": "no"}),
-            "budget": ("refusal", {"kind": "budget", "reason": "spent"}),
-        }
-        if self.how in words:
-            kind, said = words[self.how]
-            return replace(frame, kind=kind, facts={**frame.facts, **said}).to_bytes()
-        if self.how == "junk":
-            return b"\xff" * 100
-        if self.how == "no message":
-            return replace(frame, payload=b"\xff" * 100).to_bytes()
-        if self.how == "long":
-            return answer + bytes(2**22)
-        return answer
-
-
-def wires_of(name: str) -> list[Wire]:
-    settings, (train, _) = resolve(sections(name)), load_dataset("digits")
-    return [
-        Wire(remote_client(settings, number, train.subset(np.asarray(part))))
-        for number, part in enumerate(parts_of(settings, train))
-    ]
-
-
-def wired(name: str = "fedavg") -> tuple[Server, list[Wire], OverWire, RoundContext]:
-    settings, wires = resolve(sections(name)), wires_of(name)
-    exchange = OverWire(settings, wires, CPU)
-    context = public_context(settings, load_dataset("digits")[0].spec, CPU)
-    agreed = agree(settings, context, exchange)
-    server = Server(settings.method, agreed.context.architecture.state_dict())
-    return server, wires, exchange, agreed.context
-
-
-def play(name: str, how: str) -> tuple[Played, Played]:
-    """A round in which client 1 fails, and the next, in which it does not."""
-    server, wires, exchange, context = wired(name)
-    wires[1].how = how
-    first = play_round(server, exchange, replace(context, round=1, participants=(0, 1, 2)))
-    wires[1].how = ""
-    again = replace(context, round=2, participants=(0, 1, 2))
-    return first, play_round(server, exchange, again)
-
-
-WAYS = {
-    "no send": "cannot be reached (BrokenPipeError)",
-    "EOF": "does not answer (EOFError)",
-    "refused": "does not answer (ConnectionRefusedError)",
-    "timeout": "does not answer (TimeoutError)",
-    "error": "answers with an error: xxx",
-    "refusal": "refuses: no",
-    "budget": "refuses: spent",
-    "junk": "these bytes are no frame",
-    "long": "bytes, above the",
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "how"),
-    [*(("fedavg", how) for how in WAYS), ("fedfm", "timeout"), ("fedfm", "refusal")],
-)
-def test_a_client_that_does_not_answer_is_lost_for_the_round(name: str, how: str) -> None:
-    first, second = play(name, how)
-    assert list(first.lost) == [1]
-    assert WAYS[how] in first.lost[1]
-    assert len(first.lost[1]) < 600
-    assert sorted(first.uploads) == [0, 2]
-    assert sorted(second.uploads) == [0, 1, 2]  # also behind answers that came too late
-    assert second.lost == {}
-    without, _ = play(name, "no send")
-    for one, other in zip(first.uploads.values(), without.uploads.values(), strict=True):
-        for (key, a), (_, b) in zip(one.arrays(), other.arrays(), strict=True):
-            assert torch.equal(a, b), key
-
-
-def test_bytes_that_are_no_message_are_rejected() -> None:
-    first, second = play("fedavg", "no message")
-    assert list(first.rejected) == [1]
-    assert "no message of fedsynth" in first.rejected[1]
-    assert sorted(second.uploads) == [0, 1, 2]
-
-
-def test_all_that_refuse_are_right() -> None:
-    server, wires, exchange, context = wired()
-    for wire in wires:
-        wire.how = "refusal"
-    with pytest.raises(RequestRefusedError, match="no"):
-        play_round(server, exchange, replace(context, round=1, participants=(0, 1, 2)))
-
-
-def test_nobody_who_answers_is_no_quorum() -> None:
-    server, wires, exchange, context = wired()
-    before = server.state
-    for wire in wires:
-        wire.how = "EOF"
-    played = play_round(server, exchange, replace(context, round=1, participants=(0, 1, 2)))
-    assert played.no_quorum is not None
-    assert sorted(played.lost) == [0, 1, 2]
-    assert server.state is before
-    assert exchange.facts(context, played.there) == []
-
-
-def test_everybody_joins() -> None:
-    wires = wires_of("fedavg")
-    wires[2].how = "EOF"
-    with pytest.raises(RemoteError, match="client 2: does not answer"):
-        OverWire(resolve(sections("fedavg")), wires, CPU).join()
-
-
-def told(*facts: Any) -> Sequence[Mapping[str, Any]]:
-    """What is left of clients' facts."""
-    settings = resolve(sections("fedkf"))
-
-    class Says:
-        def __init__(self, client: int, said: Any) -> None:
-            self.answer = {"client": client, "number": 1, "facts": said}
-
-        def send(self, frame: bytes) -> None:
-            """Takes it."""
-
-        def receive(self, longest: int) -> bytes:
-            return Frame("answer", self.answer).to_bytes()
-
-    channels = [Says(client, said) for client, said in enumerate(facts)]
-    context = public_context(settings, load_dataset("digits")[0].spec, CPU)
-    context = replace(context, round=1, participants=tuple(range(len(facts))))
-    return OverWire(settings, channels, CPU).facts(context)
-
-
-def test_facts_that_no_method_could_merge_are_left_out() -> None:
-    good = {"generator": {"classes": 3, "class_entropy": 0.5}}
-    for odd in (  # type: ignore[var-annotated]
-        None,
-        7,
-        [],
-        {},
-        {"generator": 7},
-        {"generator": {"classes": 3}},
-        {"generator": {"classes": "3", "class_entropy": 0.5}},
-        {"generator": {"classes": 1e300, "class_entropy": 0.5}},
-        {"generator": {"classes": {"deep": {"deeper": 1}}, "class_entropy": 0.5}},
-        {"generator": {"classes": True, "class_entropy": 0.5}},
-    ):
-        assert told(good, odd, good) == [good, good]
-    assert told({}, {}) == []
-
-
-def test_a_model_too_large_is_never_read() -> None:
-    """A frame beyond what a client may send is refused by its length, before it is parsed."""
-    server, _, exchange, context = wired()
-    in_round = replace(context, round=1, participants=(0, 1, 2))
-    limits: list[int] = []
-    honest = Wire.receive
-
-    def receive(self: Wire, longest: int) -> bytes:
-        if self.asked[-1].kind == "step":
-            limits.append(longest)
-        return honest(self, longest)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Wire, "receive", receive)
-        play_round(server, exchange, in_round)
-    sent = ModelParameters(server.state.parameters, 1.0).to_bytes()
-    assert len(sent) < min(limits) < len(sent) + 2 * 2**20

@@ -21,12 +21,12 @@ from fedsynth.data.registry import DatasetSpec
 from fedsynth.features.feature_map import FeatureMap
 from fedsynth.features.registry import register_features
 from fedsynth.federation.nodes.bundles import unpack
+from fedsynth.federation.nodes.carrier import Timeouts
 from fedsynth.federation.nodes.node import Node
 from fedsynth.federation.nodes.own_data import ClassFolders, Source
 from fedsynth.federation.nodes.policy import Owner, Policy
 from fedsynth.federation.nodes.proposal import Proposal
 from fedsynth.federation.nodes.served import Post, serve
-from fedsynth.federation.nodes.to_nodes import Patience
 from fedsynth.models.registry import register_model
 from tests.federation.test_nodes import Hand
 from tests.federation.test_secure_runs import injected
@@ -158,7 +158,7 @@ def answers(folder: Path, given: Any, records: Source) -> tuple[list[Any], list[
         node = Node(k, home, own, owner, device="cpu", say=say, secret=injected(k))
         nodes[100 + k] = node
     proposal = Proposal(RUN, resolve(given, own_data="scans"), SPEC)
-    post = Post(Hand(nodes, look), Patience(join=0.2, answer=60, look=0.05))
+    post = Post(Hand(nodes, look), Timeouts(join=0.2, answer=60, look=0.05))
     serve(proposal, post, folder / "runs")
     return seen, payloads, "\n".join(told)
 

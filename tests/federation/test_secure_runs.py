@@ -24,11 +24,11 @@ from fedsynth.federation.exchange.secure_step import SecureStep
 from fedsynth.federation.exchange.server import Server
 from fedsynth.federation.exchange.sum_form import sum_form, with_parcel
 from fedsynth.federation.nodes.bundles import pack, unpack
+from fedsynth.federation.nodes.carrier import Timeouts
 from fedsynth.federation.nodes.identities import read_identities
 from fedsynth.federation.nodes.policy import Owner, Policy
 from fedsynth.federation.nodes.proposal import Proposal, own_proposal
 from fedsynth.federation.nodes.served import Post, Served, serve
-from fedsynth.federation.nodes.to_nodes import Patience
 from fedsynth.federation.secure_sums import pairs
 from fedsynth.federation.secure_sums.client import Identities, SumClient, SumTerms
 from fedsynth.federation.secure_sums.errors import SecureSumError
@@ -401,7 +401,7 @@ def test_a_quorum_below_what_a_sum_needs_is_refused_at_the_start(place: Place) -
     enough = own_proposal({**given, "run": {**given["run"], "quorum": 0.8}})
     few = replace(enough, settings=replace(enough.settings, quorum=0.6))
     with pytest.raises(SettingError, match=said):
-        serve(few, Post(place.hand(), Patience(join=0.2)), place.folder / "runs")
+        serve(few, Post(place.hand(), Timeouts(join=0.2)), place.folder / "runs")
     assert not (place.folder / "runs").exists()
     own = {**given, "method": {**given["method"], "aggregation": "own"}}
     assert own_proposal(own).settings.quorum == 0.6

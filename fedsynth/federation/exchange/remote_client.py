@@ -11,16 +11,16 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from fedsynth.core.context import Reporter, RoundContext, Silent
-from fedsynth.core.frames import Frame, whole
+from fedsynth.core.frames import Frame, parse_nonnegative_int
 from fedsynth.core.messages import Message
 from fedsynth.errors import MessageError
-from fedsynth.federation.exchange.channel import Models, agreement, declared
 from fedsynth.federation.exchange.client_group import step_alone
 from fedsynth.federation.exchange.client_runtime import ClientRuntime
 from fedsynth.federation.exchange.protocol import Refusal, Terms
 from fedsynth.federation.exchange.secure_client import SumDesk
 from fedsynth.federation.exchange.secure_step import KEYS, SHARES, UNMASK
 from fedsynth.federation.exchange.sum_form import SUM, parted
+from fedsynth.federation.exchange.wire import Models, agreement, declared
 from fedsynth.federation.secure_sums.client import Identities
 from fedsynth.privacy.errors import RequestRefusedError
 from fedsynth.privacy.plans import PHASES
@@ -127,7 +127,7 @@ class RemoteClient:
         if sizes is not None:
             if not isinstance(sizes, list) or len(sizes) != self._context.clients:
                 raise MessageError("the terms need the size of every client")
-            sizes = tuple(whole(size, "size") for size in sizes)
+            sizes = tuple(parse_nonnegative_int(size, "size") for size in sizes)
         self.take(Terms(sizes, frame.facts.get("noise_multiplier")))
         return Frame("answer", {})
 
@@ -141,12 +141,12 @@ class RemoteClient:
         self.terms = terms
 
     def _round(self, frame: Frame) -> RoundContext:
-        number = whole(frame.facts.get("round"), "round")
+        number = parse_nonnegative_int(frame.facts.get("round"), "round")
         clients = self._context.clients
         named = frame.facts.get("participants")
         if not isinstance(named, list) or not named:
             raise MessageError("a round needs its participants")
-        participants = tuple(whole(one, "participant") for one in named)
+        participants = tuple(parse_nonnegative_int(one, "participant") for one in named)
         if list(participants) != sorted(set(participants)) or participants[-1] >= clients:
             raise MessageError(f"the participants must be of the {clients} clients, ascending")
         if not 1 <= number <= self._settings.rounds:

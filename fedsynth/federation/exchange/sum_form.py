@@ -21,7 +21,7 @@ from fedsynth.core.messages import LENGTH_BYTES, Message, public
 from fedsynth.core.method import Method
 from fedsynth.core.uploads import Array
 from fedsynth.errors import MessageError
-from fedsynth.federation.exchange.channel import declared
+from fedsynth.federation.exchange.wire import declared
 from fedsynth.federation.secure_sums.client import SumTerms
 from fedsynth.federation.secure_sums.errors import SecureSumError
 from fedsynth.federation.secure_sums.fixed_point import FixedPoint, Words

@@ -27,9 +27,9 @@ from fedsynth.data.registry import DEFAULT_DATASET, DatasetSpec, dataset_spec
 from fedsynth.data.stated_spec import spec_from_json
 from fedsynth.errors import FedsynthError, MessageError
 from fedsynth.federation.flower.records import from_record, request
+from fedsynth.federation.nodes.carrier import Timeouts
 from fedsynth.federation.nodes.proposal import Proposal, new_run, own_name
 from fedsynth.federation.nodes.served import Post, Served, serve
-from fedsynth.federation.nodes.to_nodes import Patience
 from fedsynth.federation.observer import Observer
 from fedsynth.federation.terms.resolve import resolve
 
@@ -120,11 +120,11 @@ def played(grid: Grid, given: Mapping[str, Any]) -> Served:
     """
     proposal = proposed(given)
     numbers = {int(node): int(k) for node, k in json.loads(str(given["numbers"])).items()}
-    patience = Patience(join=float(given["join"]), answer=float(given["answer"]))
+    timeouts = Timeouts(join=float(given["join"]), answer=float(given["answer"]))
     resume = str(given["resume"])
     return serve(
         proposal,
-        Post(OverGrid(grid), patience, numbers),
+        Post(OverGrid(grid), timeouts, numbers),
         Path(str(given["output"])),
         observer=Said(),
         resume=Path(resume) if resume else None,

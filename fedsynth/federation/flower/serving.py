@@ -22,8 +22,8 @@ from fedsynth.federation.flower.processes import (
     stop,
     wait_for_port,
 )
+from fedsynth.federation.nodes.carrier import Timeouts
 from fedsynth.federation.nodes.proposal import Proposal
-from fedsynth.federation.nodes.to_nodes import Patience
 from fedsynth.privacy.files import last_line, load_json
 
 HERE = "127.0.0.1"
@@ -166,7 +166,7 @@ class Started:
         self,
         proposal: Proposal,
         output: Path,
-        patience: Patience,
+        timeouts: Timeouts,
         resume: Path | None = None,
         say: Callable[[str], None] = print,
     ) -> Path:
@@ -185,8 +185,8 @@ class Started:
             "resume": "" if resume is None else str(resume.absolute()),
             "numbers": json.dumps(self.numbers),
             "token": token,
-            "join": patience.join,
-            "answer": patience.answer,
+            "join": timeouts.join,
+            "answer": timeouts.answer,
         }
         write_app(app, proposal, options)
         arguments = [command("flwr"), "run", str(app), CONNECTION, "--stream"]

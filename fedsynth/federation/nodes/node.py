@@ -18,12 +18,12 @@ import numpy as np
 import torch
 
 from fedsynth.core.context import Silent
-from fedsynth.core.frames import Frame, whole
+from fedsynth.core.frames import Frame, parse_nonnegative_int
 from fedsynth.data.images import ImageData
 from fedsynth.errors import FedsynthError, MessageError
-from fedsynth.federation.exchange.channel import agreement
 from fedsynth.federation.exchange.places import place_warnings
 from fedsynth.federation.exchange.protocol import REQUEST
+from fedsynth.federation.exchange.wire import agreement
 from fedsynth.federation.nodes.bundles import pack, unpack
 from fedsynth.federation.nodes.own_data import Source
 from fedsynth.federation.nodes.owner_report import write_owner_report
@@ -164,7 +164,7 @@ class Node:
 
     def _join(self, run: str, frame: Frame, sent: bytes) -> bytes:
         """Joins a run if the owner allows it, anew or again after its server was restarted."""
-        number = whole(frame.facts.get("number"), "request's number")
+        number = parse_nonnegative_int(frame.facts.get("number"), "request's number")
         proposal = Proposal.from_json(frame.facts.get("proposal"))
         if proposal.run != run:
             raise MessageError(f"the proposal is of run {proposal.run}, the message of {run:.16}")
@@ -195,7 +195,7 @@ class Node:
             own = session.context.architecture_of(self.number)
             for line in place_warnings(proposal.settings, session.context, [own]):
                 self.say(f"  {line}")
-        session.begin(whole(frame.facts.get("after", 0), "round"))
+        session.begin(parse_nonnegative_int(frame.facts.get("after", 0), "round"))
         asked = Frame("join", {"agreement": agreement(proposal.settings), "number": number})
         answer = session.remote.answer(asked.to_bytes())
         session.keep()
@@ -288,7 +288,7 @@ class Node:
 
     def _end(self, session: Session, frame: Frame) -> Frame:
         """The run is over: its owner gets a report."""
-        rounds = whole(frame.facts.get("rounds"), "number of rounds")
+        rounds = parse_nonnegative_int(frame.facts.get("rounds"), "number of rounds")
         folder = session.folder
         written = write_owner_report(session, rounds, folder)
         self.say(f"run {folder.name} has ended after {rounds} rounds: {written}")

@@ -19,7 +19,7 @@ from fedsynth.data.files import one_line
 from fedsynth.data.registry import DATASETS, DEFAULT_DATASET, DatasetSpec, dataset_spec
 from fedsynth.data.stated_spec import spec_from_json
 from fedsynth.errors import FedsynthError, MessageError, SettingError
-from fedsynth.federation.exchange.channel import agreement
+from fedsynth.federation.exchange.wire import agreement
 from fedsynth.federation.terms.resolve import resolve
 from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.federation.terms.sums import check_quorum

@@ -26,9 +26,10 @@ from fedsynth.data.registry import is_published
 from fedsynth.errors import CheckpointError, DataFilesMissingError
 from fedsynth.federation.exchange.rounds import Played, agree, play_round
 from fedsynth.federation.exchange.server import Server
+from fedsynth.federation.nodes.carrier import Carrier, Timeouts
 from fedsynth.federation.nodes.client_records import ClientRecords
+from fedsynth.federation.nodes.node_exchange import NodeExchange
 from fedsynth.federation.nodes.proposal import Proposal, new_run
-from fedsynth.federation.nodes.to_nodes import Carrier, Patience, ToNodes
 from fedsynth.federation.observer import Observer
 from fedsynth.federation.outputs import privacy_words
 from fedsynth.federation.outputs.checkpoint import Checkpoint, CheckpointFolder, write_whole
@@ -77,12 +78,12 @@ class Post:
 
     Args:
         carrier: to the nodes.
-        patience: how long it waits for them.
+        timeouts: how long it waits for them.
         numbers: which client each node is, where the server knows; empty: each says so itself.
     """
 
     carrier: Carrier
-    patience: Patience = field(default_factory=Patience)
+    timeouts: Timeouts = field(default_factory=Timeouts)
     numbers: Mapping[int, int] = field(default_factory=dict)
 
 
@@ -104,7 +105,7 @@ def serve(
         resume: the folder of a run of the same settings that did not finish.
 
     Raises:
-        FedsynthError, PrivacyError: as `fedsynth.simulate`; RemoteError: too few nodes have joined.
+        FedsynthError, PrivacyError: as `fedsynth.simulate`; TooFewClientsError: too few nodes have joined.
     """
     return _Run(proposal, post, output, observer or Observer(), resume).run()
 
@@ -143,11 +144,11 @@ class _Run:
         if resume is not None and (lost or (began and not self.records.exists)):
             raise CheckpointError(f"the checkpoint of the run in {self.folder.path} is gone")
         start = _start(self.folder.path) if began else None
-        self.exchange = ToNodes(
+        self.exchange = NodeExchange(
             self.proposal,
             post.carrier,
             context.device,
-            post.patience,
+            post.timeouts,
             numbers=post.numbers,
             after=after,
             names=() if start is None else list(start.rows),

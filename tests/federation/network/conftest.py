@@ -199,7 +199,7 @@ class Federation:
         resume: Path | None = None,
     ) -> Run:
         """Starts a run."""
-        from fedsynth.federation.nodes.to_nodes import Patience
+        from fedsynth.federation.nodes.carrier import Timeouts
 
         output = self.folder / f"runs-{time.monotonic_ns()}" if resume is None else resume.parent
         run = Run(output)
@@ -207,8 +207,8 @@ class Federation:
 
         def work() -> None:
             try:
-                patience = Patience(join=90.0, answer=answer)
-                run.folder = self.started.run(proposal, output, patience, resume, run.lines.append)
+                timeouts = Timeouts(join=90.0, answer=answer)
+                run.folder = self.started.run(proposal, output, timeouts, resume, run.lines.append)
             except Exception as error:
                 run.error = error
 

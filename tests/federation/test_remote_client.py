@@ -1,31 +1,25 @@
-"""Every method with a server and clients in processes of their own, over bytes alone: the result is
-that of the same federation in one process."""
+"""A client that is apart from its server: what it answers, and what it refuses before it is
+charged."""
 
 from __future__ import annotations
 
-import json
-import multiprocessing
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from fedsynth import RunSettings, load_dataset, resolve, simulate
+from fedsynth import RunSettings, load_dataset, resolve
 from fedsynth.core.frames import Frame
 from fedsynth.core.messages import ModelParameters
 from fedsynth.data.images import ImageData
 from fedsynth.data.partition import partition
 from fedsynth.errors import MessageError
-from fedsynth.federation.exchange.channel import Models, agreement
 from fedsynth.federation.exchange.client_runtime import ClientRuntime, OwnData
-from fedsynth.federation.exchange.over_wire import OverWire, RemoteError
 from fedsynth.federation.exchange.remote_client import RemoteClient
-from fedsynth.federation.exchange.rounds import agree, play_round
-from fedsynth.federation.exchange.server import Server
+from fedsynth.federation.exchange.wire import Models, agreement
 from fedsynth.federation.terms.public_context import public_context, with_proxy
 from fedsynth.methods import METHODS, method_class
 from fedsynth.privacy.ledger import Ledger
@@ -61,133 +55,6 @@ def remote_client(settings: RunSettings, number: int, own: ImageData) -> RemoteC
     return RemoteClient(ClientRuntime(number, settings, context, data, ledger), context)
 
 
-def work(connection: Connection, number: int, pixels: Any, labels: Any) -> None:
-    """A client's process: it is given its records once, and for each run the settings."""
-    torch.set_num_threads(1)
-    spec = load_dataset("digits")[0].spec
-    everything = ImageData(torch.from_numpy(pixels), torch.from_numpy(labels), spec)
-    client: RemoteClient | None = None
-    while True:
-        try:
-            asked = connection.recv_bytes()
-        except EOFError:
-            return
-        if asked.startswith(b"settings:"):
-            settings = resolve(json.loads(asked.removeprefix(b"settings:")))
-            client = remote_client(settings, number, everything)
-        elif client is not None:
-            connection.send_bytes(client.answer(asked))
-
-
-@dataclass
-class Pipe:
-    """A channel over a pipe, which counts what it carries."""
-
-    connection: Connection
-    carried: int = 0
-
-    def send(self, frame: bytes) -> None:
-        self.carried += len(frame)
-        self.connection.send_bytes(frame)
-
-    def receive(self, longest: int) -> bytes:
-        received = self.connection.recv_bytes(longest)
-        self.carried += len(received)
-        return received
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """As the client processes have: a sum over other threads is rounded otherwise, and Adam's first
-    steps, of tiny gradients, make 1e-3 of that."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def connections() -> Iterator[list[Connection]]:
-    """Client processes, each with its own records and no others."""
-    settings = resolve(sections("fedavg"))
-    train, _ = load_dataset("digits")
-    spawn = multiprocessing.get_context("spawn")
-    ends: list[Connection] = []
-    processes = []
-    for number, part in enumerate(parts_of(settings, train)):
-        here, there = spawn.Pipe()
-        own = train.subset(np.asarray(part))
-        arguments = (there, number, own.images.numpy(), own.labels.numpy())
-        process = spawn.Process(target=work, args=arguments, daemon=True)
-        process.start()
-        there.close()
-        ends.append(here)
-        processes.append(process)
-    yield ends
-    for end in ends:
-        end.close()
-    for process in processes:
-        process.join(timeout=20)
-        process.terminate()
-
-
-def over_bytes(given: Sections, connections: list[Connection]) -> tuple[Server, list[Pipe], Any]:
-    """Plays a run's rounds with the client processes; the server, the pipes, what was agreed."""
-    settings = resolve(given)
-    for connection in connections:
-        connection.send_bytes(b"settings:" + json.dumps(given).encode())
-    pipes = [Pipe(connection) for connection in connections]
-    spec = load_dataset("digits")[0].spec
-    context = with_proxy(public_context(settings, spec, CPU), settings)
-    exchange = OverWire(settings, pipes, CPU)
-    agreed = agree(settings, context, exchange)
-    context = agreed.context
-    server = Server(settings.method, context.architecture.state_dict())
-    for number in range(1, settings.rounds + 1):
-        in_round = replace(context, round=number, participants=tuple(range(CLIENTS)))
-        assert play_round(server, exchange, in_round).refusal is None
-        settings.method.merge_facts(exchange.facts(in_round))
-    return server, pipes, (agreed.plan, exchange.histories())
-
-
-@pytest.mark.parametrize("method", sorted(METHODS))
-def test_processes_get_what_one_process_gets(method: str, connections: list[Connection]) -> None:
-    given = sections(method)
-    server, pipes, _ = over_bytes(given, connections)
-    together = simulate(resolve(given))
-    found = server.final_parameters()
-    for name, value in together.model.state_dict().items():
-        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=name)
-    assert all(pipe.carried > 1000 for pipe in pipes) or method == "solo"
-
-
-@pytest.mark.parametrize(
-    "method", [name for name in sorted(METHODS) if method_class(name).protects]
-)
-def test_a_private_federation_over_bytes_charges_as_planned(
-    method: str, connections: list[Connection]
-) -> None:
-    given = sections(method, privacy={"epsilon": 8.0})
-    server, _, (plan, histories) = over_bytes(given, connections)
-    assert all(bool(torch.isfinite(t).all()) for t in server.final_parameters().values())
-    alone = simulate(resolve(given))
-    assert alone.privacy is not None
-    planned = sorted(str(row) for row in plan.planned())
-    for history in histories:
-        assert sorted(str(row) for row in history.releases) == planned
-    assert plan.epsilon(histories) == pytest.approx(alone.metrics[-1]["epsilon"])
-
-
-def test_a_client_refuses_a_server_with_other_settings(connections: list[Connection]) -> None:
-    given = sections("fedavg", privacy={"epsilon": 8.0})
-    other = resolve(sections("fedavg", privacy={"epsilon": 80.0}))
-    for connection in connections:
-        connection.send_bytes(b"settings:" + json.dumps(given).encode())
-    exchange = OverWire(other, [Pipe(connection) for connection in connections], CPU)
-    with pytest.raises(RemoteError, match="other settings"):
-        exchange.join()
-
-
 def client_of(given: Sections) -> RemoteClient:
     """A client in this process."""
     settings = resolve(given)
@@ -216,6 +83,12 @@ def test_a_client_answers_a_hostile_frame_with_an_error(frame: bytes) -> None:
     answer = Frame.from_bytes(client_of(sections("fedavg")).answer(frame))
     assert answer.kind == "error"
     assert answer.facts["text"]
+
+
+def test_a_client_refuses_a_server_with_other_settings() -> None:
+    client = client_of(sections("fedavg", privacy=EPSILON))
+    other = agreement(resolve(sections("fedavg", privacy={"epsilon": 80.0})))
+    assert "other settings" in asked(client, "join", agreement=other).facts["text"]
 
 
 def test_a_private_client_is_not_measured_on_its_own_records() -> None:
@@ -363,32 +236,6 @@ def test_an_open_client_records_a_round_that_a_server_does_not_announce() -> Non
             answer = asked(client, kind, packed.to_bytes(), **ROUND, phase="main")
             assert answer.kind == "answer"
         assert [row.unaccounted is not None for row in ledger.releases] == [True]
-
-
-def test_answers_are_of_the_client_and_the_request_that_were_asked() -> None:
-    """A late answer of another round, or another client's, is not taken for this one's."""
-    settings = resolve(sections("fedavg"))
-
-    class Late:
-        def __init__(self, client: int, number: int) -> None:
-            self.answer = Frame("answer", {"client": client, "number": number}).to_bytes()
-
-        def send(self, frame: bytes) -> None:
-            """Takes it."""
-
-        def receive(self, longest: int) -> bytes:
-            return self.answer
-
-    in_round = replace(public_context(settings, load_dataset("digits")[0].spec, CPU), round=1)
-    for client, number in ((1, 1), (0, 7), (0, 0)):
-        channels = [Late(client, number), *(Late(k, 1) for k in range(1, CLIENTS))]
-        exchange = OverWire(settings, channels, CPU)
-        assert exchange.prepare(in_round) == []
-        message = ModelParameters({}, 1.0)
-        lost = exchange.step("main", message, in_round).lost
-        assert "request 1" in lost[0], lost
-        with pytest.raises(RemoteError, match="client 0"):
-            exchange.histories()
 
 
 @pytest.mark.parametrize("cut", [0, 5, 8, 20])

@@ -1,7 +1,4 @@
-"""What carries frames between a server and its clients, and what both sides have agreed on.
-
-`RemoteClient` answers frames where the client's data are, `OverWire` is the server's exchange, and
-whatever carries them between the two (pipes, HTTP, Flower) is a `Channel`.
+"""What a server and its clients share where frames pass between them (`fedsynth.core.frames`).
 
 Both sides have the run's settings before: a client takes part by its own copy, caps included, and
 refuses a server that has others (`agreement`).
@@ -13,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 from torch import Tensor
 
@@ -23,23 +20,8 @@ from fedsynth.errors import MessageError
 from fedsynth.federation.terms.settings import RunSettings
 
 Side = Literal["downlink", "upload"]
-LONGEST_FACTS = 2**20
-"""Bytes of the header of an answer to a step, whose values are few and small."""
-BROKEN_CHANNEL = (OSError, EOFError)
-"""What a channel raises whose client is gone or does not answer in time (TimeoutError is an
-OSError)."""
-
-
-class Channel(Protocol):
-    """Carries frames to one client and back, in order.
-
-    Both raise OSError or EOFError where the client is gone, TimeoutError where it takes too long.
-    """
-
-    def send(self, frame: bytes) -> None: ...
-
-    def receive(self, longest: int) -> bytes:
-        """The next frame; OSError, before it is taken in, if it has more than `longest` bytes."""
+MAX_FACTS_BYTES = 2**20
+"""Size limit of the header of an answer to a step, whose values are few and small."""
 
 
 @dataclass(frozen=True)
@@ -50,10 +32,12 @@ class Models(Packed):
 
 
 def agreement(settings: RunSettings) -> str:
-    """A hash of all settings that both sides must share: all but where they compute, and where a
-    client keeps its ledgers."""
+    """Returns a hash of all settings that both sides share.
+
+    Where a party computes, and where a client keeps its ledgers, is its own.
+    """
     shared = settings.to_mapping()
-    for own in ("device", "memory_gb", "threads", "compile"):
+    for own in ("device", "memory_gb", "compile"):
         shared["run"].pop(own, None)
     shared["data"].pop("data_root", None)
     shared.get("privacy", {}).pop("ledger", None)
@@ -64,7 +48,7 @@ def agreement(settings: RunSettings) -> str:
 
 
 def declared(method: Method, phase: str, side: Side) -> type[Message]:
-    """The type of what is sent, or of what comes back, in an exchange of a round.
+    """Returns the type of the messages of one exchange of a round.
 
     Raises:
         MessageError: the method has no such exchange.
