@@ -59,9 +59,8 @@ def assumptions(context: ReportContext, shares: int) -> list[str]:
     if context.own_code:
         found.append(
             f"{' and '.join(context.own_code)}, which the user gave, makes of each example what "
-            "depends on that example alone, and nothing in it comes from private data: a trial on "
-            "random public images found no mixing of examples, and for the rest it is taken at its "
-            "word"
+            "depends on that example only, and nothing in it comes from private data: a trial on "
+            "random public images found nothing else, which is no proof"
         )
     if shares > 1 and context.fewest:
         found.append(

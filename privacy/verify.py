@@ -77,6 +77,7 @@ def taken_as_stated(report: Mapping[str, Any]) -> list[str]:
     facts = [f"versions ({', '.join(names)})"] if names else []
     facts += _said_by_the_user(report)
     facts += ["the counts of the audit"] if isinstance(report["audit"], dict) else []
+    facts += ["what a trial of the clients' steps found (verdict.warnings)"]
     return facts
 
 

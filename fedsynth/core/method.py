@@ -15,7 +15,7 @@ sees it, so a step names the type that it declared in its signature, and asks no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Self
 
@@ -40,9 +40,6 @@ Memory = Mapping[str, torch.Tensor]
 
 Results = list[tuple[Message, Memory]]
 """Message and new memory of each client of a group, in the group's order."""
-
-RowsOf = Callable[[torch.Tensor], torch.Tensor]
-"""Normalised images [N, C, H, W] to a row for each, [N, …]."""
 
 # What a method's own signatures narrow: its `downlink`, `upload` and so on, and its `state`.
 Down = Any
@@ -367,20 +364,6 @@ class Method:
         (`PrivateClients.series`).
         """
         raise NotImplementedError  # abstract
-
-    def private_rows(
-        self, network: nn.Module, privacy: PrivacySettings, context: RoundContext
-    ) -> Sequence[RowsOf]:
-        """What a private client computes of its examples through the network, a row for each: a
-        row's bits must not depend on its place, which is tried on random images before a run
-        (`fedsynth.federation.exchange.places`).
-
-        Args:
-            network: of the client, on the context's device.
-            privacy: the run's.
-            context: of the run; its own `privacy` may not be known yet.
-        """
-        return [network]
 
     def round_plans(self, plans: tuple[PrivatePlan, ...], round: int) -> tuple[PrivatePlan, ...]:
         """Those of `plans` that the round with this number (1, 2, …) releases, in their order.

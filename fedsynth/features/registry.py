@@ -20,8 +20,7 @@ from fedsynth.errors import FedsynthError, SettingError, unknown_name
 from fedsynth.features.feature_map import FeatureMap, Shape
 from fedsynth.features.random_process import LEAST
 from fedsynth.own_code import OwnCode, given_again, is_label, load_own
-from fedsynth.rows_alone import mixes_rows
-from fedsynth.seeding import torch_generator
+from fedsynth.privacy.batch_independence import ADVICE, dependence_on_batch
 
 Builder = Callable[[Shape], FeatureMap]
 """(channels, height, width) of the images -> their map."""
@@ -144,13 +143,13 @@ class _EachAlone:
     def try_on(self, device: torch.device, shape: Shape) -> None:
         if device in self.tried:
             return
-        if mixes_rows(self.function, shape, device):
+        finding = dependence_on_batch(self.function, shape, device)
+        if finding:
             raise SettingError(
                 "method",
                 "features",
-                f"{self.name!r}: its function mixes the examples of a batch (an image's vector "
-                "changes with the other images), so one example's influence has no bound: make "
-                "each vector of its own image alone",
+                f"{self.name!r}: its function {finding}, so one example's influence has no bound: "
+                f"{ADVICE}",
             )
         self.tried.add(device)
 
@@ -173,27 +172,11 @@ def _looked_at(name: str, own: object, shape: Shape) -> FeatureMap:
         )
     function = _EachAlone(name, own.function)
     try:
-        _check_same(name, own)
+        own(torch.zeros(2, *shape))  # raises where it makes another thing than it declares
         function.try_on(torch.device("cpu"), own.image_shape)
     except (RuntimeError, AssertionError, NotImplementedError):
         pass  # it may want another device: there it is tried before it gets its first images
     return replace(own, name=name, function=function)
-
-
-def _check_same(name: str, own: FeatureMap) -> None:
-    """Refuses a map that draws: its vectors are made once by some, and anew by others."""
-    draws = torch_generator(0, "the same vector twice")
-    images = torch.rand(2, *own.image_shape, generator=draws)
-    with torch.no_grad():
-        first = own(images)
-        again = own(images)
-    if not torch.allclose(first, again, rtol=1e-3, atol=1e-3 * own.radius, equal_nan=True):
-        raise SettingError(
-            "method",
-            "features",
-            f"{name!r}: its function makes another vector of the same image each time: a network "
-            "has to be in evaluation mode, and nothing may be drawn",
-        )
 
 
 def register_file(given: str, section: str = "method") -> str:

@@ -30,7 +30,7 @@ from fedsynth.data.partition import count_matrix
 from fedsynth.federation import run_words
 from fedsynth.federation.exchange.client_runtime import ClientRuntime, OwnData
 from fedsynth.federation.exchange.in_process import InProcess
-from fedsynth.federation.exchange.places import place_warnings
+from fedsynth.federation.exchange.position_leak_check import check_private_steps
 from fedsynth.federation.exchange.protocol import Refusal
 from fedsynth.federation.exchange.rounds import Played, agree, play_round
 from fedsynth.federation.exchange.server import Server
@@ -49,6 +49,7 @@ from fedsynth.federation.terms.given_data import PRIVATE, divided
 from fedsynth.federation.terms.privacy_plan import PrivacyPlan
 from fedsynth.federation.terms.public_context import public_context, with_proxy
 from fedsynth.federation.terms.settings import RunSettings
+from fedsynth.methods import is_own_method
 from fedsynth.models.registry import is_own_model
 from fedsynth.privacy.errors import PrivacySettingError
 from fedsynth.privacy.figures import up
@@ -80,8 +81,7 @@ class Simulation:
         context = public_context(settings, train.spec, train.labels.device)
         self.method.check_model(context.architecture)
         self.context = with_proxy(context, settings, download=download)
-        if settings.privacy is not None:
-            PrivacyPlan.checked(settings, self.context)
+        warnings = check_private_steps(settings, self.context)  # before anything is opened
         identity = partial(run_identity, settings, train, test[0], parts)
         shared = trained if _may_share(settings) else None
         self.checkpoints = RunCheckpoints(settings, identity, shared)
@@ -108,6 +108,7 @@ class Simulation:
             Measure(self.method, self.exchange, test[0], hidden, local),
             test[1],
             simulated=True,
+            warnings=warnings,
         )
         if self.folder is not None:
             self._begin(self.folder, train, parts)
@@ -180,14 +181,13 @@ class Simulation:
             long: how long the run takes, if that is worth a line.
             new: the run is not resumed.
         """
-        settings, context = self.settings, self.context
+        settings = self.settings
         lines = [] if self.over else run_words.headline(settings, self.agreed.plan)
         if long:
             lines.append(long)
         lines += run_words.warnings(settings)
         if new and not self.over:
-            networks = context.client_architectures or (context.architecture,)
-            lines += place_warnings(settings, context, networks)
+            lines += [f"warning: {one}" for one in self.record.warnings]
         if not self.over:
             self.observer.started(settings, None if self.folder is None else self.folder.final)
         for line in lines:
@@ -377,9 +377,8 @@ class Simulation:
 def _may_share(settings: RunSettings) -> bool:
     """Whether what clients train can be another run's: of one open round, which a disk has room
     for, and with the package's own networks and methods, whose words say all of them."""
-    own = is_own_model(settings.model) or bool(own_sources(settings))
-    ours = type(settings.method).__module__.startswith("fedsynth.methods.")
-    return settings.rounds == 1 and settings.privacy is None and ours and not own
+    own = is_own_model(settings.model) or is_own_method(settings.method) or own_sources(settings)
+    return settings.rounds == 1 and settings.privacy is None and not own
 
 
 @dataclass(frozen=True)

@@ -87,6 +87,11 @@ def own_source(name: str) -> OwnCode | None:
     return _OWN[name][1] if name in _OWN else None
 
 
+def is_own_method(method: Method) -> bool:
+    """Whether a method's class comes from outside the package."""
+    return not type(method).__module__.startswith(f"{__name__}.")
+
+
 def method_class(name: str) -> type[Method]:
     """The class of a method, whose name may be in any case.
 

@@ -10,9 +10,8 @@ charges it as any other.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from math import inf
 from typing import ClassVar
 
@@ -22,14 +21,13 @@ from torch.nn import functional as F
 
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters, public
-from fedsynth.core.method import Memory, RowsOf
+from fedsynth.core.method import Memory
 from fedsynth.core.state import ServerState
 from fedsynth.methods.shared.aggregation import AveragingState, average
-from fedsynth.methods.shared.client_training import Task, gradient_rows
+from fedsynth.methods.shared.client_training import Task
 from fedsynth.methods.shared.local import TrainsLocally
 from fedsynth.privacy.dpsgd import cross_entropies
 from fedsynth.privacy.requests import check_named
-from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.validation import check_ranges
 
 
@@ -101,11 +99,6 @@ class FedGKD(TrainsLocally):
             return F.cross_entropy(logits, y, reduction="none") + self.gamma / 2 * apart
 
         return Task(loss=loss if self.gamma else cross_entropies)
-
-    def private_rows(
-        self, network: nn.Module, privacy: PrivacySettings, context: RoundContext
-    ) -> Sequence[RowsOf]:
-        return [partial(gradient_rows, network)]  # its loss is its own, also of a linear model
 
     def combine(
         self, state: PastState, uploads: Mapping[int, ModelParameters], context: RoundContext

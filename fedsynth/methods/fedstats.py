@@ -24,17 +24,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from fedsynth.copies import copied
 from fedsynth.core.client import ClientGroup, PrivateClients
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters, released
-from fedsynth.core.method import Memory, Presets, Results, RowsOf
+from fedsynth.core.method import Memory, Presets, Results
 from fedsynth.core.state import ServerState
 from fedsynth.core.uploads import LARGEST, Array, Rule
 from fedsynth.errors import SettingError
@@ -57,8 +55,6 @@ from fedsynth.methods.statistics.whitening import COVARIANCES, covariance_rows, 
 from fedsynth.models.feature_linear import Embedding, FeatureLinear
 from fedsynth.privacy.plans import FIRST
 from fedsynth.privacy.products import Products, Rows
-from fedsynth.privacy.settings import PrivacySettings
-from fedsynth.seeding import torch_generator
 
 SCALE = 4.0
 """From a regression on labels to logits: the softmax's slope at even odds of two classes is ¼."""
@@ -124,24 +120,6 @@ class FedStats(PlansStatistics):
     )
 
     # --------------------------------------------------------------------------- declarations
-
-    def private_rows(
-        self, network: nn.Module, privacy: PrivacySettings, context: RoundContext
-    ) -> Sequence[RowsOf]:
-        if not isinstance(network, FeatureLinear):
-            raise TypeError(f"{self.name} has a linear model on features")
-
-        def step(images: Tensor, network: FeatureLinear) -> Tensor:
-            z = network.embed(images)
-            labels = torch.zeros(len(z), dtype=torch.int64, device=z.device)
-            return torch.cat([z, step_rows(z, labels, network.classifier.weight, 1.0).left], dim=1)
-
-        # at first T is the identity, whose products are exact whatever kernel makes them
-        sent: Any = copied(network)
-        draws = torch_generator(0, "what a server may send", device=context.device)
-        for value in sent.state_dict().values():
-            value.normal_(generator=draws)
-        return [partial(step, network=one) for one in (network, sent)]
 
     def upload_rules(self, phase: str, client: int, context: RoundContext) -> dict[str, Rule]:
         widths = self.releases(context.privacy, context).widths()

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from fedsynth.core.client import ClientGroup, PrivateClients
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters, public, released
-from fedsynth.core.method import Memory, Presets, PrivatePlan, Results, RowsOf
+from fedsynth.core.method import Memory, Presets, PrivatePlan, Results
 from fedsynth.core.state import ServerState
 from fedsynth.core.uploads import LARGEST, Array, Rule, most_examples
 from fedsynth.data.images import normalise
@@ -39,7 +39,6 @@ from fedsynth.methods.shared.private_condensation import (
     IMAGES,
     feature_plans,
     feature_width,
-    matched_rows,
 )
 from fedsynth.methods.shared.union import TrainsInBall
 from fedsynth.privacy.disclosure import Disclosure
@@ -205,11 +204,6 @@ class FedSum(TrainsInBall, SharesNoise):
             privacy, context, networks=self.networks, count_noise=self.count_noise
         )
         return self.added_up(plans, privacy, context)
-
-    def private_rows(
-        self, network: nn.Module, privacy: PrivacySettings, context: RoundContext
-    ) -> Sequence[RowsOf]:
-        return matched_rows(network, privacy, context)
 
     def client_bytes(self, context: RoundContext) -> int:
         numbers = self.networks * context.spec.classes * feature_width(context, logits=True)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fedsynth.copies import copied
 from fedsynth.data.files import one_line
 from fedsynth.errors import SettingError
-from fedsynth.rows_alone import mixes_rows
+from fedsynth.privacy.batch_independence import ADVICE, dependence_on_batch
 
 Shape = tuple[int, int, int]
 TAKEN = ("norm", "width", "depth")
@@ -194,28 +194,35 @@ def _fault(value: Any) -> str:
     return "" if torch.isfinite(value).all() else "is not finite"
 
 
-def refuse_mixing(name: str, network: nn.Module, shape: Shape) -> None:
-    """Refuses a network that mixes the examples of a batch, in training or in evaluation, as far as
-    public random images show it: no bound on one example's influence would hold.
+def refuse_dependence(
+    name: str, network: nn.Module, shape: Shape, device: torch.device, *, training: bool
+) -> None:
+    """Refuses a network whose output for an image depends on more than the image, as far as public
+    random images show it: no bound on one example's influence would hold.
+
+    Args:
+        name: of the model.
+        network: stays as it is.
+        shape: of the images.
+        device: where it is tried.
+        training: whether it is used in training mode, too.
 
     Raises:
         SettingError: names the model.
     """
-    tried = copied(network)  # what it may remember of a batch is forgotten
-    device = next(tried.parameters()).device
-    parts: list[Callable[[Tensor], Tensor]] = [tried]
-    if hasattr(tried, "embed"):
-        parts.append(tried.embed)  # type: ignore[arg-type]
-    for training in (False, True):
-        tried.train(training)
-        if any(mixes_rows(part, shape, device) for part in parts):
-            raise SettingError(
-                "model",
-                "name",
-                f"{name} mixes the examples of a batch (an image's output changes with the other "
-                "images), so with differential privacy one example's influence has no bound: make "
-                "each output of its own image alone",
-            )
+    for mode in (False, True) if training else (False,):
+        tried = copied(network).to(device).train(mode)
+        parts: list[Callable[[Tensor], Tensor]] = [tried]
+        if hasattr(tried, "embed"):
+            parts.append(tried.embed)  # type: ignore[arg-type]
+        for part in parts:
+            try:
+                finding = dependence_on_batch(part, shape, device)
+            except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
+                raise _wrong(name, "cannot take random images", error) from error
+            if finding:
+                bound = "with differential privacy one example's influence has no bound"
+                raise _refused(name, f"{finding}, so {bound}: {ADVICE}")
 
 
 def _wrong(name: str, what: str, error: Exception) -> SettingError:

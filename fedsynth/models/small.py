@@ -13,25 +13,43 @@ import torch
 from torch import Tensor, nn
 
 from fedsynth.errors import SettingError
+from fedsynth.features.row_products import LANES, filled_up
 from fedsynth.models.convnet import make_norm
 from fedsynth.models.layout import channels_last
 
 
+def aligned(pixels: int) -> int:
+    """Returns the width that a linear layer has for images of so many pixels: where rows of them
+    would not all begin at multiples of 16 bytes, kernels add some up in another order
+    (`fedsynth.features.row_products`), so zeros are added.
+
+    >>> aligned(64), aligned(81)
+    (64, 96)
+    """
+    return pixels if pixels % 4 == 0 else pixels + -pixels % LANES
+
+
+def flat(x_NCHW: Tensor) -> Tensor:
+    """Returns the pixels, and zeros up to the width of `aligned`."""
+    x = x_NCHW.flatten(1)
+    return filled_up(x) if aligned(x.shape[1]) != x.shape[1] else x
+
+
 class Linear(nn.Module):
     """Softmax regression: normalised images [N, C, H, W] to logits [N, classes]; the embedding is
-    the image itself."""
+    the image itself (`flat`)."""
 
     dense = True
 
     def __init__(self, image_shape: tuple[int, int, int], classes: int) -> None:
         super().__init__()
         channels, height, width = image_shape
-        self.embedding_size = self.largest_activation = channels * height * width
+        self.embedding_size = self.largest_activation = aligned(channels * height * width)
         self.classifier = nn.Linear(self.embedding_size, classes)
 
     def embed(self, x_NCHW: Tensor) -> Tensor:
-        """The pixels, [N, C·H·W]."""
-        return x_NCHW.flatten(1)
+        """The pixels, [N, embedding_size]."""
+        return flat(x_NCHW)
 
     def forward(self, x_NCHW: Tensor) -> Tensor:
         z: Tensor = self.classifier(self.embed(x_NCHW))
@@ -46,7 +64,7 @@ class Mlp(nn.Module):
     def __init__(self, image_shape: tuple[int, int, int], classes: int, hidden: int) -> None:
         super().__init__()
         channels, height, width = image_shape
-        inputs = channels * height * width
+        inputs = aligned(channels * height * width)
         self.hidden = nn.Linear(inputs, hidden)
         self.classifier = nn.Linear(hidden, classes)
         self.embedding_size = hidden
@@ -54,7 +72,7 @@ class Mlp(nn.Module):
 
     def embed(self, x_NCHW: Tensor) -> Tensor:
         """Embeddings, [N, hidden]."""
-        return torch.relu(self.hidden(x_NCHW.flatten(1)))
+        return torch.relu(self.hidden(flat(x_NCHW)))
 
     def forward(self, x_NCHW: Tensor) -> Tensor:
         z: Tensor = self.classifier(self.embed(x_NCHW))

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,15 +15,17 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file
+from torch import Tensor
 
-from fedsynth import resolve, simulate
+from fedsynth import register_model, resolve, simulate
 from fedsynth.core.frames import Frame
 from fedsynth.core.messages import ModelParameters
 from fedsynth.data.declaration import proposal as declaration
 from fedsynth.data.registry import DatasetSpec, dataset_spec
 from fedsynth.errors import CheckpointError, DataError, MessageError, SettingError
-from fedsynth.federation.exchange import client_group, places
+from fedsynth.federation.exchange import client_group, position_leak_check
 from fedsynth.federation.exchange.protocol import Terms
+from fedsynth.federation.nodes import served
 from fedsynth.federation.nodes.bundles import pack, unpack
 from fedsynth.federation.nodes.carrier import Timeouts
 from fedsynth.federation.nodes.node import Node
@@ -35,8 +38,10 @@ from fedsynth.federation.nodes.request_words import request_words
 from fedsynth.federation.nodes.served import Post, Served, serve
 from fedsynth.federation.nodes.session import Session
 from fedsynth.federation.outputs.checkpoint import Kept
+from fedsynth.federation.outputs.verification import verify_run
 from fedsynth.methods import METHODS, method_class
 from fedsynth.methods.fedsum import FedSum
+from fedsynth.models.small import Mlp
 from fedsynth.privacy.accounting import epsilon
 from fedsynth.privacy.errors import (
     BudgetExceededError,
@@ -167,17 +172,18 @@ def test_what_the_server_makes_is_kept_with_its_soft_labels(place: Place) -> Non
     torch.testing.assert_close(kept["soft_labels"], expected["soft_labels"], rtol=0, atol=1e-3)
 
 
-def test_an_owner_is_warned_once_of_rows_that_depend_on_their_place(
+def test_an_owner_is_warned_once_of_rows_that_depend_on_their_position(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With what it reads before it joins, and neither again with the next message nor when the
-    server asks it to join again."""
-    monkeypatch.setattr(places, "moves_with_place", lambda *args: True)
+    server asks it to join again; and in all reports."""
+    moved = SimpleNamespace(moved=True, finding="")
+    monkeypatch.setattr(position_leak_check, "_trials", lambda *args: [moved])
     joins: list[tuple[int, bytes]] = []
     hand = place.hand()
 
     def warned() -> int:
-        return sum("depend on its place" in line for line in place.said)
+        return sum("depend on its position" in line for line in place.said)
 
     def look(node: int, sent: bytes, answer: bytes) -> bytes:
         if b'"kind": "join"' in sent:
@@ -190,6 +196,31 @@ def test_an_owner_is_warned_once_of_rows_that_depend_on_their_place(
     assert warned() == len(joins) == CLIENTS
     hand.nodes_[joins[0][0]].answer(hand.run, joins[0][1])
     assert warned() == CLIENTS
+    reports = list(place.folder.rglob("privacy_report.json"))
+    assert len(reports) == CLIENTS + 1
+    for file in reports:
+        [warning] = json.loads(file.read_text())["verdict"]["warnings"]
+        assert "depend on its position" in warning
+        assert verify_run(file.parent).problems == []
+
+
+def test_a_model_that_draws_is_declined_before_a_ledger_is_made(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Drawing(Mlp):
+        def embed(self, x: Tensor) -> Tensor:
+            return torch.nn.functional.dropout(super().embed(x), 0.5)
+
+    register_model("own-drawing", lambda image_shape, classes: Drawing(image_shape, classes, 16))
+    given = sections("feddm", privacy=PRIVATE, model={"name": "own-drawing"})
+    with pytest.raises(SettingError, match="draws random numbers"):
+        place.serve(given)
+    monkeypatch.setattr(served, "check_private_steps", lambda *args: [])  # a server may not look
+    with pytest.raises(RemoteError, match="0 of 3 clients have joined"):
+        place.serve(given)
+    declined = [line for line in place.said if "declined: model.name own-drawing draws" in line]
+    assert len(declined) == CLIENTS
+    assert not list(place.folder.glob("owner-*/*.jsonl"))
 
 
 def test_a_try_that_fails_decides_over_nothing(
@@ -200,7 +231,7 @@ def test_a_try_that_fails_decides_over_nothing(
     def fails(*args: Any) -> bool:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(places, "moves_with_place", fails)
+    monkeypatch.setattr(position_leak_check, "_trials", fails)
     assert place.serve(sections("feddm", privacy=PRIVATE)).metrics
     assert sum("could not be tried: out of memory" in line for line in place.said) == CLIENTS
 

@@ -158,19 +158,6 @@ def test_a_private_run_whitens_and_an_open_one_does_not() -> None:
     assert sum("channels" in one for one in quantities) == 1
 
 
-def test_rows_are_tried_with_what_a_server_may_send_too() -> None:
-    """Catches: a try for bits that go by place at the first weights alone, where T is the identity
-    and its products are exact whatever makes them."""
-    about = context()
-    network: Any = about.architecture
-    pixels = torch.rand(3, *SPEC.image_shape, generator=torch.Generator().manual_seed(0))
-    first, sent = (rows(pixels) for rows in METHOD.private_rows(network, PRIVATE, about))
-    width = network.embedding_size
-    assert not torch.allclose(first[:, :width], sent[:, :width], atol=0.01)
-    assert float(sent[:, :width].norm(dim=1).max()) <= 1 + 1e-6
-    assert torch.equal(network.channels_root_0, torch.eye(len(network.channels_root_0)))
-
-
 def test_which_features_are_whitened_is_public() -> None:
     shapes = ((1, 8, 8), (1, 28, 28), (3, 32, 32))
     found = {c: [whitening.whitens(c, MAP, s) for s in shapes] for c in ("auto", "yes", "no")}

@@ -21,7 +21,7 @@ from fedsynth.errors import FedsynthError, SettingError, UnknownNameError
 from fedsynth.evaluation.accuracy import correct
 from fedsynth.features import FeatureMap, feature_map, register_features
 from fedsynth.features.registry import Builder
-from fedsynth.federation.exchange import places
+from fedsynth.federation import simulated_run
 from fedsynth.methods import METHODS, method_class
 from fedsynth.methods.shared.local import TrainsLocally
 from fedsynth.models.on_features import OnFeatures
@@ -115,7 +115,7 @@ def test_each_image_is_mapped_once_a_run(
     counting: list[int], privacy: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beside the random ones that a private run tries rows with."""
-    monkeypatch.setattr(places, "moves_with_place", lambda *args: False)
+    monkeypatch.setattr(simulated_run, "check_private_steps", lambda *args: [])
     train, test = load_dataset("digits")
     sections = {
         "run": {"method": "fedavg", "rounds": 2},

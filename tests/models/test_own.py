@@ -21,7 +21,6 @@ from fedsynth import (
     simulate,
 )
 from fedsynth.errors import SettingError, UnknownNameError
-from fedsynth.models.own import refuse_mixing
 from fedsynth.models.registry import build_model, has_given_weights, model_names
 from fedsynth.privacy.errors import ForbiddenLayerError
 from fedsynth.validation import check_embedding
@@ -328,44 +327,16 @@ def test_a_file_that_was_not_given_again_is_said() -> None:
         ModelSettings("nett")
 
 
-class Mixing(Net):
-    """Adds up what it sees of a batch, always or in training alone."""
-
-    def __init__(self, image_shape: Shape, classes: int, always: bool = True) -> None:
-        super().__init__(image_shape, classes)
-        self.always = always
-
-    def embed(self, x: Tensor) -> Tensor:
-        h = super().embed(x)
-        return h - 3 * h.mean(0) if self.always or self.training else h
-
-
-class Dropping(Net):
-    """Draws, and mixes nothing."""
-
-    def embed(self, x: Tensor) -> Tensor:
-        return nn.functional.dropout(super().embed(x), 0.5, self.training)
-
-
-def test_a_model_that_mixes_a_batch_is_refused_with_privacy() -> None:
-    for always in (True, False):
-        with pytest.raises(SettingError, match="mixes the examples of a batch"):
-            refuse_mixing("own", Mixing((1, 8, 8), 10, always), (1, 8, 8))
-    for sound in (Net((1, 8, 8), 10), Net((1, 8, 8), 10, norm="group"), Dropping((1, 8, 8), 10)):
-        refuse_mixing("own", sound, (1, 8, 8))
-        assert sound.training
-    register_model("own-mixing", Mixing)
+def test_a_report_names_the_users_model() -> None:
+    register_model("own-net", Net)
     sections = {
         "run": {"method": "feddm", "rounds": 1, "device": "cpu"},
+        "method": {"iterations": 1, "server_epochs": 1, "ipc": 1},
         "partition": {"clients": 2},
-        "model": {"name": "own-mixing"},
+        "model": {"name": "own-net"},
         "privacy": {"noise_multiplier": 3.0},
     }
-    with pytest.raises(SettingError, match="mixes the examples of a batch"):
-        simulate(resolve(sections))
-    register_model("own-mixing", Net)
-    sections["method"] = {"iterations": 1, "server_epochs": 1, "ipc": 1}
     report = simulate(resolve(sections)).privacy
     assert report is not None
-    words = "the model own-mixing, which the user gave"
+    words = "the model own-net, which the user gave"
     assert any(one.startswith(words) for one in report["verdict"]["assumptions"])  # type: ignore[index]

@@ -8,6 +8,7 @@ that, all rows change. `fedsynth.features.row_products` is what keeps them.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,9 +17,9 @@ from torch import Tensor
 
 from fedsynth.core.charging import charge_for
 from fedsynth.core.client import PrivateClients
-from fedsynth.core.context import round_context
+from fedsynth.core.context import RoundContext, round_context
 from fedsynth.core.method import Method
-from fedsynth.data.images import from_arrays
+from fedsynth.data.images import from_arrays, normalise
 from fedsynth.data.registry import dataset_spec
 from fedsynth.features.registry import feature_map
 from fedsynth.features.row_products import LANES, row_product, two_sided
@@ -132,6 +133,35 @@ def test_hostile_weights_do_not_let_a_record_move_others(
     )
     parameters = {**network.state_dict(), "classifier.weight": cancelling(z)}
     context = round_context(number, 0, CPU, SPEC, network, 200.0, privacy, clients=1, rounds=16)
+    assert moved(method, parameters, images, context, monkeypatch) <= clip * (1 + 1e-6)
+
+
+@pytest.mark.parametrize(("height", "width"), [(9, 9), (15, 15), (27, 27), (9, 10), (28, 28)])
+def test_hostile_weights_of_a_linear_model_on_pixels(
+    height: int, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """(By three to five clips, where rows of the image's size are multiplied as they are.)"""
+    spec = replace(SPEC, height=height, width=width)
+    images = np.random.default_rng(0).integers(0, 256, (51, 1, height, width)).astype(np.uint8)
+    network = build_network(ModelSettings(name="linear"), spec, 0)
+    z = network.embed(normalise(torch.from_numpy(images[1:]), spec))  # type: ignore[operator]
+    weight = cancelling(z[:, : height * width])
+    weight = torch.nn.functional.pad(weight, (0, z.shape[1] - height * width))
+    parameters = {"classifier.weight": weight, "classifier.bias": torch.zeros(10)}
+    privacy = PrivacySettings(noise_multiplier=3.0, sample_rate=1.0, clip=0.5)
+    context = round_context(1, 0, CPU, spec, network, 200.0, privacy, clients=1, rounds=1)
+    method = FedAvg(local_steps=1, lr=1.0, momentum=0.0)
+    assert moved(method, parameters, images, context, monkeypatch) <= 0.5 * (1 + 1e-6)
+
+
+def moved(
+    method: Method,
+    parameters: dict[str, Tensor],
+    images: np.ndarray,
+    context: RoundContext,
+    monkeypatch: pytest.MonkeyPatch,
+) -> float:
+    """How far a client's un-noised sum moves by the first image."""
     message = method.broadcast(method.initial_state(parameters), context)
     sums: list[Tensor] = []
 
@@ -144,7 +174,7 @@ def test_hostile_weights_do_not_let_a_record_move_others(
 
     monkeypatch.setattr(GaussianSums, "release", release)
     for some in (images, images[1:]):
-        data = from_arrays(some, np.full(len(some), 5), SPEC)
+        data = from_arrays(some, np.full(len(some), 5), context.spec)
         guard = Guard(Ledger("0"), 1e-5, None)
         charged = charge_for(method, context, [0], [guard], [SecretGenerator()])
         parts = [torch.arange(len(some))]
@@ -154,7 +184,7 @@ def test_hostile_weights_do_not_let_a_record_move_others(
         )
         method.client_step(message, clients, [{}], context)
     assert len(sums) == 2
-    assert float((sums[0] - sums[1]).norm()) <= clip * (1 + 1e-6)
+    return float((sums[0] - sums[1]).norm())
 
 
 def test_widths_of_a_hidden_layer_are_filled_up() -> None:

@@ -20,8 +20,8 @@ import torch
 from fedsynth.core.context import Silent
 from fedsynth.core.frames import Frame, parse_nonnegative_int
 from fedsynth.data.images import ImageData
-from fedsynth.errors import FedsynthError, MessageError
-from fedsynth.federation.exchange.places import place_warnings
+from fedsynth.errors import FedsynthError, MessageError, SettingError
+from fedsynth.federation.exchange.position_leak_check import check_private_steps
 from fedsynth.federation.exchange.protocol import REQUEST
 from fedsynth.federation.exchange.wire import agreement
 from fedsynth.federation.nodes.bundles import pack, unpack
@@ -34,6 +34,7 @@ from fedsynth.federation.nodes.session import Session, answered, kept_proposal
 from fedsynth.federation.secure_sums.client import Identities
 from fedsynth.federation.secure_sums.errors import require_cryptography
 from fedsynth.federation.terms.client_ledgers import Clients
+from fedsynth.federation.terms.devices import resolve_device
 from fedsynth.federation.terms.plan_checks import check_own_noise
 from fedsynth.federation.terms.privacy_plan import PrivacyPlan
 from fedsynth.federation.terms.public_context import public_context
@@ -185,6 +186,12 @@ class Node:
         said = policy is not None and policy.says_images
         objections += self.source.objections(proposal, said)
         objections += self._used_up(proposal)
+        warnings = []
+        if kept is None and not objections:
+            try:
+                warnings = self._tried(proposal)
+            except SettingError as error:  # of public settings and code: the server may know
+                objections.append(str(error))
         if kept is None or objections:
             self._show(proposal, objections)
         if objections:
@@ -192,15 +199,25 @@ class Node:
             return self._named(Frame("refusal", {"reason": told, "kind": REQUEST}), number)
         session = self._new(proposal)
         if kept is None:
-            own = session.context.architecture_of(self.number)
-            for line in place_warnings(proposal.settings, session.context, [own]):
-                self.say(f"  {line}")
+            session.warnings = warnings
+            for line in warnings:
+                self.say(f"  warning: {line}")
         session.begin(parse_nonnegative_int(frame.facts.get("after", 0), "round"))
         asked = Frame("join", {"agreement": agreement(proposal.settings), "number": number})
         answer = session.remote.answer(asked.to_bytes())
         session.keep()
         self._sessions[run] = session
         return answer
+
+    def _tried(self, proposal: Proposal) -> list[str]:
+        """Returns what a trial of the client's step on public images finds on its device.
+
+        Raises:
+            SettingError: user code whose value of an example depends on more than the example.
+        """
+        run = proposal.settings
+        context = public_context(run, proposal.spec, resolve_device(self.device))
+        return check_private_steps(run, context, self.number)
 
     def _used_up(self, proposal: Proposal) -> list[str]:
         """An approval by hand is of one run, where no ε bounds how many there may be."""

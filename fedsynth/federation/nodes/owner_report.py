@@ -46,14 +46,20 @@ def write_owner_report(session: Session, rounds: int, folder: Path) -> str:
     plan = budget.plan
     held = _as_it_was(session.history, budget.ledger.path)
     began = Began.today(folder.name)
-    start = privacy_words.start(plan, (held,), NO_TEST, began)
+    start = privacy_words.start(plan, (held,), NO_TEST, began, session.warnings)
     write_whole(folder / "config.toml", to_toml(plan.run.to_mapping()).encode())
     write_whole(folder / PRIVATE_START, json.dumps(start.to_json(), indent=1).encode())
     about = {"client": runtime.number, "rounds": rounds}
     write_whole(folder / OWNER, json.dumps(about).encode())
     now = budget.history()
     context = owner_context(
-        plan, runtime.number, held, rounds, secret=budget.secret.is_secret, began=began
+        plan,
+        runtime.number,
+        held,
+        rounds,
+        secret=budget.secret.is_secret,
+        began=began,
+        warnings=session.warnings,
     )
     write_report(build_report(context, [now]), folder)
     if not plan.guaranteed([now]):

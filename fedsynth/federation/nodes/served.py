@@ -24,6 +24,7 @@ from fedsynth.data.images import ImageData
 from fedsynth.data.load import load_dataset
 from fedsynth.data.registry import is_published
 from fedsynth.errors import CheckpointError, DataFilesMissingError
+from fedsynth.federation.exchange.position_leak_check import check_private_steps
 from fedsynth.federation.exchange.rounds import Played, agree, play_round
 from fedsynth.federation.exchange.server import Server
 from fedsynth.federation.nodes.carrier import Carrier, Timeouts
@@ -132,6 +133,7 @@ class _Run:
             check_own_noise(plan.plans)
         self.method.check_model(context.architecture)
         context = with_proxy(context, settings)
+        warnings = check_private_steps(settings, context)
         self.test = _test_set(proposal)
         self.folder = _opened(proposal, output, resume)
         self.proposal = replace(proposal, run=_name(self.folder, proposal, resume))
@@ -171,6 +173,7 @@ class _Run:
             Measure(self.method, self.exchange, test, False, local),
             NO_TEST if self.test is None else PUBLIC,
             simulated=False,
+            warnings=warnings,
         )
         self.record.deviations += [
             f"client {k} took no part: {why}" for k, why in self.exchange.never_joined.items()
@@ -184,6 +187,8 @@ class _Run:
             for line in privacy_words.headline(plan, simulated=False):
                 self.observer.note(line)
             self.record.begin(plan.histories)
+            for line in self.record.warnings:
+                self.observer.note(f"warning: {line}")
         if checkpoint is not None:
             device = self.context.device
             self.server.state = checkpoint.state.to(device)

@@ -75,6 +75,7 @@ class Session:
         remote: answers the server's frames.
         context: of the run.
         history: what the ledger held when the client first joined the run.
+        warnings: what a trial of the client's step found when it joined.
     """
 
     def __init__(
@@ -113,6 +114,7 @@ class Session:
         self._answered = answered(folder)
         self._sigma = _sigma(folder)
         self._counted: set[tuple[int, str]] = set()
+        self.warnings: list[str] = _from_state(folder, lambda kept: kept["warnings"]) or []
         self._spend()
         history = ledger.history()
         self.history = replace(history, releases=history.releases[: _held(folder)])
@@ -287,6 +289,7 @@ class Session:
                 "recorded": standing.recorded,
                 "pending": None if standing.pending is None else standing.pending[0],
                 "memory": self._saved,
+                "warnings": self.warnings,
             }
             write_whole(self.folder / STATE, json.dumps(state).encode(), secret=True)
             self._stamp = _stamp(self.folder)

@@ -17,14 +17,13 @@ from typing import Any
 from fedsynth.core.messages import privacy_of_fields
 from fedsynth.data.partition_settings import clients_or_groups
 from fedsynth.data.registry import is_published
-from fedsynth.features.registry import is_own_features
 from fedsynth.federation.outputs.privacy_words import how_many
 from fedsynth.federation.terms.given_data import NO_TEST, PRIVATE, PUBLIC
 from fedsynth.federation.terms.participation import active_clients
 from fedsynth.federation.terms.privacy_plan import PrivacyPlan
 from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.federation.terms.sums import fewest
-from fedsynth.models.registry import feature_facts, has_given_weights, is_own_model
+from fedsynth.models.registry import feature_facts, has_given_weights
 from fedsynth.privacy import disclosure
 from fedsynth.privacy.files import file_hash
 from fedsynth.privacy.first_page import FILES
@@ -102,7 +101,7 @@ def report_context(
         abandoned=abandoned,
         shares=plan.chief.shares,
         fewest=0 if simulated else fewest_in_a_sum(plan),
-        own_code=_own_code(plan.run),
+        own_code=plan.run.own_code,
         run=_run_facts(plan, began, first),
         files=files or {},
         warnings=tuple(warnings),
@@ -119,7 +118,14 @@ def fewest_in_a_sum(plan: PrivacyPlan) -> int:
 
 
 def owner_context(
-    plan: PrivacyPlan, number: int, history: History, rounds: int, *, secret: bool, began: Began
+    plan: PrivacyPlan,
+    number: int,
+    history: History,
+    rounds: int,
+    *,
+    secret: bool,
+    began: Began,
+    warnings: Sequence[str],
 ) -> ReportContext:
     """What a data owner's own report says beside its ledger.
 
@@ -130,11 +136,20 @@ def owner_context(
         rounds: that have ended, as the server says; charges are the ledger's.
         secret: whether the noise came from the operating system's keys.
         began: which run it is, and when it began.
+        warnings: what the run wants its report to warn of.
     """
     own = replace(plan, histories=(history,))
     done = min(rounds, plan.run.rounds)
     return report_context(
-        own, done, (), test=NO_TEST, secret=secret, began=began, simulated=False, first=number
+        own,
+        done,
+        (),
+        test=NO_TEST,
+        secret=secret,
+        began=began,
+        warnings=warnings,
+        simulated=False,
+        first=number,
     )
 
 
@@ -147,15 +162,6 @@ def _run_facts(plan: PrivacyPlan, began: Began, first: int) -> RunFacts:
         purpose=said.purpose or None,
         sites=said.site_names([one.client for one in plan.histories], first),
     )
-
-
-def _own_code(run: RunSettings) -> tuple[str, ...]:
-    """What computes on private data, and comes from outside the package."""
-    found = []
-    if run.method.model_sees_data and is_own_model(run.model):
-        found.append(f"the model {run.model.name}")
-    found += [f"the feature map {name}" for name in run.feature_names if is_own_features(name)]
-    return tuple(found)
 
 
 def handed_over(folder: Path) -> dict[str, str]:

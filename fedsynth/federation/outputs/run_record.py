@@ -91,11 +91,19 @@ class RunRecord:
 
     def begin(self, histories: Sequence[History]) -> None:
         """Writes what a private run begins with, if it is not there: what its clients' ledgers hold
-        now."""
-        if self.plan is not None and self.folder is not None and not self.folder.has_begun:
+        now. A run that is resumed adds its own warnings."""
+        if self.plan is None or self.folder is None:
+            return
+        if not self.folder.has_begun:
             began = Began.today(self.folder.name)
-            start = privacy_words.start(self.plan, histories, self.test, began, self.warnings)
-            self.folder.write_private_start(start.to_json())
+            made = privacy_words.start(self.plan, histories, self.test, began, self.warnings)
+            self.folder.write_private_start(made.to_json())
+            return
+        start = self.folder.private_start()
+        new = [one for one in self.warnings if one not in start["warnings"]]
+        if new:
+            start["warnings"] += new
+            self.folder.write_private_start(start)
 
     def go_on(self, folder: RunFolder, rows: Sequence[dict[str, Any]]) -> None:
         """Goes on after these rounds, in the folder that has them."""

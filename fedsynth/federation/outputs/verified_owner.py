@@ -83,6 +83,7 @@ class OwnersRun:
             self.rounds,
             secret=secret,
             began=Began(**self.start["run"]),
+            warnings=self.start["warnings"],
         )
         problems += self._uncharged(plan, held.rows[name][len(before) :])
         return [*problems, *report_problems(report, context, held, folder)], [held.note]

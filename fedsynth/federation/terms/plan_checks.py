@@ -13,7 +13,6 @@ from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import SettingError, unknown_value
 from fedsynth.federation.terms.participation import active_clients
 from fedsynth.federation.terms.settings import RunSettings
-from fedsynth.models.own import refuse_mixing
 from fedsynth.models.registry import is_own_model
 from fedsynth.privacy.dpsgd import check_example_gradients
 from fedsynth.privacy.errors import PrivacySettingError, UnaccountedReleaseError
@@ -125,15 +124,12 @@ def refuse_noise_of_absent_clients(settings: RunSettings, plans: Sequence[Privat
 def check_custom_model(
     settings: RunSettings, context: RoundContext, plans: Sequence[PrivatePlan]
 ) -> None:
-    """Refuses a custom model whose outputs depend on other images of the batch, or that DP-SGD
-    cannot train."""
+    """Refuses a custom model that DP-SGD cannot train."""
     if not (settings.method.model_sees_data and is_own_model(settings.model)):
         return
-    shape = context.spec.image_shape
-    refuse_mixing(settings.model.name, context.architecture, shape)
     if any(plan.mechanism == "dp-sgd" for plan in plans):
         generator = torch_generator(0, "images for a custom model")
-        images = torch.rand(2, *shape, generator=generator).to(context.device)
+        images = torch.rand(2, *context.spec.image_shape, generator=generator).to(context.device)
         check_example_gradients(context.architecture, images)
 
 

@@ -17,12 +17,13 @@ from fedsynth.data.folder_settings import FolderSettings
 from fedsynth.data.partition_settings import PartitionSettings
 from fedsynth.data.registry import DEFAULT_DATASET
 from fedsynth.errors import SettingError
+from fedsynth.features.registry import is_own_features
 from fedsynth.federation.terms.failures import Failures
 from fedsynth.federation.terms.participation import Participation, active_clients
 from fedsynth.federation.terms.report_settings import ReportSettings
-from fedsynth.methods import own_source
+from fedsynth.methods import is_own_method, own_source
 from fedsynth.methods.shared.robust import FEWEST, RULES
-from fedsynth.models.registry import ModelSettings, own_model
+from fedsynth.models.registry import ModelSettings, is_own_model, own_model
 from fedsynth.privacy.settings import PrivacySettings, ledger_setting
 from fedsynth.validation import check_choices, check_ranges, field_types
 
@@ -258,6 +259,17 @@ class RunSettings:
         """The feature maps that the model and the method stand on, by name."""
         named = (self.model.features, getattr(self.method, "features", ""))
         return tuple(name for name in named if isinstance(name, str) and name)
+
+    @property
+    def own_code(self) -> tuple[str, ...]:
+        """User code that computes with clients' examples, in words."""
+        found = []
+        if is_own_method(self.method):
+            found.append(f"the method {self.method.name}")
+        if self.method.model_sees_data and is_own_model(self.model):
+            found.append(f"the model {self.model.name}")
+        maps = (name for name in self.feature_names if is_own_features(name))
+        return *found, *(f"the feature map {name}" for name in maps)
 
     def to_mapping(self) -> dict[str, dict[str, Any]]:
         """Sections of plain values, without what is None; `resolve` makes the same settings of

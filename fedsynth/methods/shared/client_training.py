@@ -9,15 +9,14 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fedsynth.core.client import OpenClients, PrivateClients, chunk
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters
 from fedsynth.core.method import Memory
 from fedsynth.keeping import KeepsNothing, StepKeeper
-from fedsynth.models.on_features import OnFeatures
-from fedsynth.privacy.dpsgd import DpSgdSettings, ExampleLoss, Penalty, example_gradients
+from fedsynth.privacy.dpsgd import DpSgdSettings, ExampleLoss, Penalty
 from fedsynth.seeding import torch_generator
 from fedsynth.training.many_clients import Learner, train_together
 from fedsynth.training.optimisers import Optimiser
@@ -232,15 +231,3 @@ def mean_loss(model: nn.Module, clients: OpenClients, position: int) -> float:
                 )
             )
     return total / max(1, len(mine))
-
-
-def gradient_rows(network: nn.Module, images: Tensor) -> Tensor:
-    """The gradient of each example's cross-entropy, [N, P]."""
-    labels = torch.zeros(len(images), dtype=torch.int64, device=images.device)
-    return example_gradients(network, images, labels)
-
-
-def linear_rows(network: OnFeatures, images: Tensor) -> Tensor:
-    """Its factors, side by side."""
-    labels = torch.zeros(len(images), dtype=torch.int64, device=images.device)
-    return torch.cat(network.gradient_factors(images, labels), dim=1)

@@ -23,14 +23,13 @@ from torch import Tensor, nn
 from fedsynth.core.client import ClientGroup, OpenClients, PrivateClients, Segments
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters
-from fedsynth.core.method import Down, Memory, PrivatePlan, Results, RowsOf, Up
+from fedsynth.core.method import Down, Memory, PrivatePlan, Results, Up
 from fedsynth.core.uploads import Rule
 from fedsynth.methods.shared.private_condensation import (
     IMAGES,
     Matching,
     feature_width,
     image_plan,
-    matched_rows,
     private_matching,
 )
 from fedsynth.methods.shared.union import TrainsOnUnion
@@ -211,11 +210,6 @@ class Condenses(TrainsOnUnion):
     def image_optimiser(self) -> Optimiser:
         """What a step does with the images' gradient."""
         return MomentumSgd(self.image_lr, self.image_momentum)
-
-    def private_rows(
-        self, network: nn.Module, privacy: PrivacySettings, context: RoundContext
-    ) -> Sequence[RowsOf]:
-        return matched_rows(network, privacy, context)
 
     def private_plans(
         self, privacy: PrivacySettings, context: RoundContext

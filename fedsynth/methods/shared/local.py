@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from math import inf
 from typing import Any, ClassVar
 
@@ -25,7 +24,7 @@ from fedsynth.copies import copied
 from fedsynth.core.client import ClientGroup, PrivateClients
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters
-from fedsynth.core.method import Down, Memory, Method, Presets, Results, RowsOf, State, Up
+from fedsynth.core.method import Down, Memory, Method, Presets, Results, State, Up
 from fedsynth.core.state import ServerState
 from fedsynth.core.uploads import most_examples
 from fedsynth.errors import SettingError
@@ -33,13 +32,11 @@ from fedsynth.methods.shared.aggregation import AveragingState, average, cached
 from fedsynth.methods.shared.client_training import (
     MODEL,
     Task,
-    gradient_rows,
-    linear_rows,
     train_openly,
     train_privately,
 )
 from fedsynth.methods.shared.robust import robust_uploads
-from fedsynth.models.on_features import OnFeatures, input_size
+from fedsynth.models.on_features import input_size
 from fedsynth.models.registry import parameter_count
 from fedsynth.privacy.disclosure import Disclosure, public
 from fedsynth.privacy.dpsgd import check_model
@@ -268,13 +265,6 @@ class TrainsLocally(Method):
 
     def variants(self, state: State) -> Mapping[str, Mapping[str, Tensor]]:
         return {"aca": state.parameters, "oca": state.overall} if state.overall else {}
-
-    def private_rows(
-        self, network: nn.Module, privacy: PrivacySettings, context: RoundContext
-    ) -> Sequence[RowsOf]:
-        if isinstance(network, OnFeatures) and network.linear:
-            return [partial(linear_rows, network)]
-        return [partial(gradient_rows, network)]
 
     def private_plans(
         self, privacy: PrivacySettings, context: RoundContext

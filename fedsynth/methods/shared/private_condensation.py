@@ -9,12 +9,10 @@ printed: it works on open clients, and guarantees nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fedsynth.core.client import PrivateClients
 from fedsynth.core.context import RoundContext
@@ -22,14 +20,11 @@ from fedsynth.errors import SettingError
 from fedsynth.methods.shared.class_sums import COUNTS
 from fedsynth.privacy.plans import PrivatePlan
 from fedsynth.privacy.settings import PrivacySettings
-from fedsynth.seeding import torch_generator
 from fedsynth.synthesizer.condensation.feature_sums import FeatureSumMatcher
-from fedsynth.synthesizer.condensation.loop import NetworkFeatures
 from fedsynth.synthesizer.condensation.matchers import (
     GradientMatcher,
     Matcher,
     ResidualMatcher,
-    per_example_gradients,
 )
 
 IMAGES = "images"
@@ -153,40 +148,6 @@ def feature_plans(
         noise_ratio=count_noise / math.sqrt(networks),
     )
     return sums, counts
-
-
-def matched_rows(
-    network: nn.Module, privacy: PrivacySettings, context: RoundContext
-) -> list[Callable[[Tensor], Tensor]]:
-    """What a step computes of each example, of images [N, C, H, W] of one class: features, and with
-    mechanism `gradient` what is pulled back to two images.
-
-    Raises:
-        SettingError: a mechanism that is none of these, whose rows would go untried.
-    """
-    if privacy.mechanism not in ("residual", "gradient", "features"):
-        raise _unknown(privacy.mechanism, "private_rows")
-    features = NetworkFeatures(
-        network.requires_grad_(False),
-        1.0,
-        None,
-        context.precision,
-        memory_bytes=context.memory_bytes,
-    )
-
-    def embedded(images: Tensor) -> Tensor:
-        return features.real(images, torch.zeros(len(images), dtype=torch.int64))
-
-    if privacy.mechanism != "gradient":
-        return [embedded]
-    generator = torch_generator(0, "images that gradients are tried with")
-    two = torch.randn(1, 2, *context.spec.image_shape, generator=generator).to(context.device)
-
-    def pulled(images: Tensor) -> Tensor:
-        labels = torch.zeros(len(images), dtype=torch.int64)
-        return per_example_gradients(features, two, images, labels)
-
-    return [embedded, pulled]
 
 
 def private_matching(

@@ -1,0 +1,234 @@
+"""Tries whether a user's function of a batch computes each example's value from that example only,
+as every bound on one example's influence assumes: no mixing of examples, no random numbers, no
+arithmetic that depends on the position, no state between calls.
+
+A trial on public random images: what it finds is a fault; what it does not find is no proof.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+ROWS = 8
+CPU_ROUNDING = 1e-4
+DEVICE_ROUNDING = 1e-2
+"""Relative to the largest value: another batch may use another kernel."""
+SHARED_DRAWS = re.compile("attention|rnn|lstm|gru")
+"""Operations that draw only with dropout, which then shows in their values."""
+UNINITIALISED = frozenset(
+    ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided")
+)
+MIXES = "mixes the examples of a batch (an example's value changes with the other examples)"
+DRAWS = "draws random numbers"
+KEEPS_STATE = "makes other values of the same examples when it is called again"
+POSITION = "makes another value of an example at another position of the batch"
+LENGTH = "makes other values of an example in a batch of another length"
+AMONG_OTHERS = "makes another value of an example at another position or among other examples"
+ADVICE = "make each value from its own example only, without random numbers and without state"
+
+
+class GlobalGenerators:
+    """The process's global random generators: of torch, NumPy and Python. Inside the context a
+    trial may use them; afterwards they are as they were.
+
+    Args:
+        device: whose generator of torch is watched beside the CPU's.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device if device.type == "cuda" else None
+        self._saved = self._states()
+
+    def _states(self) -> tuple[Any, ...]:
+        on_device = None if self._device is None else torch.cuda.get_rng_state(self._device)
+        legacy = np.random.get_state()  # noqa: NPY002
+        return torch.get_rng_state(), on_device, legacy, random.getstate()
+
+    def position(self) -> tuple[Any, ...]:
+        """Returns a value that changes when any of them is used."""
+        cpu, on_device, legacy, python = self._states()
+        torch_states = [one.numpy().tobytes() for one in (cpu, on_device) if one is not None]
+        return *torch_states, repr(legacy[1:]), legacy[1].tobytes(), python
+
+    def rewind(self) -> None:
+        """Sets them to where they were at first."""
+        cpu, on_device, legacy, python = self._saved
+        torch.set_rng_state(cpu)
+        if self._device is not None:
+            torch.cuda.set_rng_state(on_device, self._device)
+        np.random.set_state(legacy)  # noqa: NPY002
+        random.setstate(python)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.rewind()
+
+
+class OperationWatch(TorchDispatchMode):
+    """Watches torch's operations: which of them draw, and what values they make.
+
+    Args:
+        fill: what uninitialised memory (`torch.empty`) holds, so that it cannot pass unnoticed.
+        keeps_values: whether to keep all values.
+
+    Attributes:
+        draws: the names of operations that drew random numbers.
+        values: the name and a copy of the value of each operation.
+    """
+
+    def __init__(self, fill: float = 0.0, *, keeps_values: bool = False) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._fill = fill
+        self._keeps = keeps_values
+        self.draws: list[str] = []
+        self.values: list[tuple[str, Tensor]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if torch.Tag.nondeterministic_seeded in func.tags and not SHARED_DRAWS.search(name):
+            self.draws.append(name)
+        if name in UNINITIALISED:
+            made.fill_(self._fill)
+        if self._keeps:
+            several = made if isinstance(made, tuple | list) else (made,)
+            for one in several:
+                if isinstance(one, Tensor | bool | int | float):
+                    self.values.append((name, torch.as_tensor(one).detach().clone()))
+        return made
+
+
+def dependence_on_batch(
+    function: Callable[[Tensor], Tensor], shape: tuple[int, int, int], device: torch.device
+) -> str:
+    """Returns how an example's value depends on more than the example, or "" if a trial shows
+    nothing.
+
+    Args:
+        function: images [N, C, H, W] -> values [N, …].
+        shape: (C, H, W).
+        device: where it takes them.
+
+    >>> shape = (1, 4, 4)
+    >>> dependence_on_batch(lambda x: x.flatten(1), shape, torch.device("cpu"))
+    ''
+    >>> dependence_on_batch(lambda x: x.flatten(1) - x.mean(0).flatten(), shape, torch.device("cpu"))
+    "mixes the examples of a batch (an example's value changes with the other examples)"
+    """
+    with GlobalGenerators(device) as generators, torch.no_grad():
+        return _Trial(function, shape, device, generators).finding()
+
+
+class _Trial:
+    def __init__(
+        self,
+        function: Callable[[Tensor], Tensor],
+        shape: tuple[int, int, int],
+        device: torch.device,
+        generators: GlobalGenerators,
+    ) -> None:
+        draws = torch.Generator().manual_seed(0)
+        self._function = function
+        self._generators = generators
+        self._images = (0.25 + 0.5 * torch.rand(ROWS, *shape, generator=draws)).to(device)
+        # more extreme than the first ones, so that what takes a maximum takes these
+        others = torch.rand(ROWS, *shape, generator=draws)
+        others[0], others[1], others[2] = 0.0, 1.0, others[2].round()
+        self._others = others.to(device)
+
+    def _run(self, images: Tensor, watch: OperationWatch | None = None) -> Tensor:
+        self._generators.rewind()
+        with watch or OperationWatch():
+            return self._function(images.clone()).detach().double()
+
+    def finding(self) -> str:
+        images = self._images
+        owner = getattr(self._function, "__self__", self._function)
+        watch = OperationWatch()
+        before = self._generators.position()
+        first = self._run(images, watch)
+        if watch.draws or self._generators.position() != before:
+            return f"{DRAWS}{f' ({watch.draws[0]})' if watch.draws else ''}"
+        state = _state(owner)
+        base = OperationWatch(1.0, keeps_values=True)
+        if _differ(first, self._run(images, base)):
+            return KEEPS_STATE
+        shifted = [self._run(images.roll(k, 0)).roll(-k, 0) for k in (1, 3)]
+        if any(_differ(first, one) for one in shifted):
+            return POSITION
+        for chosen in (torch.arange(ROWS) % 2 == 0, torch.arange(ROWS) < ROWS // 2):
+            finding = self._mixing(first, base, chosen.to(images.device))
+            if finding:
+                return finding
+        if _state(owner) != state or _differ(first, self._run(images)):
+            return KEEPS_STATE
+        # not one by one: normalisation layers of 1×1 maps refuse a single example
+        pairs = torch.cat([self._run(some) for some in images.split(2)])
+        shorter = self._run(images[:-1])
+        return LENGTH if _differ(first, pairs) or _differ(first[:-1], shorter) else ""
+
+    def _mixing(self, first: Tensor, base: OperationWatch, chosen: Tensor) -> str:
+        """Replaces the chosen examples, then the others: what changes both times, in a result or on
+        the way to it, was made of examples of both halves."""
+        both = []
+        for replaced in (chosen, ~chosen):
+            images = torch.where(replaced.view(-1, 1, 1, 1), self._others, self._images)
+            watch = OperationWatch(1.0, keeps_values=True)
+            if _differ(first[~replaced], self._run(images, watch)[~replaced]):
+                return MIXES
+            both.append(watch.values)
+        for (name, a), (other, b), (another, c) in zip(base.values, *both, strict=False):
+            if not (name == other == another and a.shape == b.shape == c.shape):
+                return f"takes another path for other examples (at {name})"
+            if bool((_changed(a, b) & _changed(a, c)).any()):
+                return f"computes a value from several examples together ({name})"
+        return ""
+
+
+def _state(owner: object) -> dict[str, object]:
+    """Returns a module's parameters, buffers and attributes, as far as they can be compared."""
+    found: dict[str, object] = {}
+    if not isinstance(owner, nn.Module):
+        return found
+    for name, tensor in owner.state_dict().items():
+        found[name] = tensor.cpu().view(torch.uint8).numpy().tobytes()
+    for path, module in owner.named_modules():
+        for key, value in vars(module).items():
+            if isinstance(value, Tensor):
+                found[f"{path}.{key}"] = value.detach().cpu().double().sum().item()
+            elif isinstance(value, bool | int | float | str):
+                found[f"{path}.{key}"] = value
+            elif isinstance(value, dict | list | set):
+                found[f"{path}.{key}"] = len(value)
+    return found
+
+
+def rounding(device: torch.device, precision: torch.dtype = torch.float32) -> float:
+    """Returns what kernels of another batch may change, relative to the largest value."""
+    exact = device.type == "cpu" and precision == torch.float32
+    return CPU_ROUNDING if exact else DEVICE_ROUNDING
+
+
+def _changed(a: Tensor, b: Tensor) -> Tensor:
+    if not a.is_floating_point():
+        return a != b
+    a, b = (one.double().nan_to_num(0.0, 0.0, 0.0) for one in (a, b))
+    most = a.abs().max() if a.numel() else 0.0
+    changed: Tensor = (a - b).abs() > rounding(a.device) * most
+    return changed
+
+
+def _differ(a: Tensor, b: Tensor) -> bool:
+    return a.shape != b.shape or bool(_changed(a, b).any())

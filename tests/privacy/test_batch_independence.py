@@ -1,0 +1,230 @@
+"""User code whose value of an example depends on more than the example: refused before a private run
+opens a ledger, or named in the report. Every case is a whole run or the trial that a run makes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedsynth import TrainsLocally, register_model, resolve, simulate
+from fedsynth.errors import SettingError
+from fedsynth.features.feature_map import FeatureMap
+from fedsynth.features.registry import register_features
+from fedsynth.methods.shared.client_training import Task
+from fedsynth.privacy.batch_independence import dependence_on_batch
+
+CPU = torch.device("cpu")
+SHAPE = (1, 8, 8)
+Mix = Callable[[Tensor], Tensor]
+CALLS = {"number": 0}
+GENERATOR = torch.Generator().manual_seed(0)
+
+
+def counted(x: Tensor) -> Tensor:
+    CALLS["number"] += 1
+    return x * (1 + CALLS["number"] % 3)
+
+
+def from_index(first: int) -> Mix:
+    return lambda x: torch.cat([x[:first], x[first:] - x[first:].mean(0)]) if len(x) > first else x
+
+
+def unseeded(x: Tensor) -> Tensor:
+    return x * float(np.random.default_rng().random())
+
+
+def numpy_by_position(x: Tensor) -> Tensor:
+    return x + torch.from_numpy(np.random.default_rng(0).normal(size=tuple(x.shape))).to(x)
+
+
+DEPENDENT: dict[str, Mix] = {
+    "dropout": lambda x: F.dropout(x, 0.5),
+    "randn_like": lambda x: x + torch.randn_like(x),
+    "python's random": lambda x: x * random.random(),
+    "numpy's global": lambda x: x * float(np.random.rand()),  # noqa: NPY002
+    "fresh generator": unseeded,
+    "seeded, by position": numpy_by_position,
+    "own generator, once a pass": lambda x: x * torch.rand((), generator=GENERATOR),
+    "uninitialised": lambda x: x + torch.empty_like(x) * 0 + torch.empty(x.shape),
+    "counter": counted,
+    "by position": lambda x: x * (1 + torch.arange(len(x))[:, None] % 3),
+    "odd lengths": lambda x: x * 2 if len(x) % 2 else x,
+    "long batches": lambda x: x - x.mean(0) if len(x) > 6 else x,
+    "from index 6": from_index(6),
+    "pairs": lambda x: x + 0.1 * x.roll(2, 0),
+    "rank": lambda x: x.sort(0)[0],
+    "softmax over examples": lambda x: x.softmax(0),
+    "if a maximum is reached": lambda x: x - x.mean(0) if x.max() > 1e6 else x,
+    "where a maximum is reached": lambda x: torch.where(x.max() > 1e6, x - x.mean(0), x),
+    "a millionth of the mean": lambda x: x + 1e-6 * x.mean(0),
+}
+SOUND: dict[str, Mix] = {
+    "nothing": lambda x: x,
+    "loop": lambda x: torch.stack([one - one.mean() for one in x]),
+    "chunks": lambda x: torch.cat([part * 2 for part in x.split(3)]),
+    "masked": lambda x: x.masked_fill(x > 0.5, 0.0),
+    "inactive dropout": lambda x: F.dropout(x, 0.5, training=False),
+    "attention": lambda x: F.scaled_dot_product_attention(*3 * [x.view(-1, 8, 8)]).flatten(1),
+}
+
+
+@pytest.mark.parametrize("name", [*DEPENDENT, *SOUND])
+def test_a_trial_finds_what_depends_on_more_than_the_example(name: str) -> None:
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # noqa: NPY002
+    mix = {**DEPENDENT, **SOUND}[name]
+    finding = dependence_on_batch(lambda x: mix(x.flatten(1)), SHAPE, CPU)
+    assert bool(finding) == (name in DEPENDENT)
+    assert torch.equal(before[0], torch.get_rng_state())
+    assert before[1:] == (random.getstate(), np.random.get_state()[1].tolist())  # noqa: NPY002
+
+
+class Net(nn.Module):
+    """A hidden layer on pixels that go through `mix` first."""
+
+    mix: ClassVar[Any] = staticmethod(SOUND["nothing"])
+
+    def __init__(self, image_shape: tuple[int, int, int], classes: int) -> None:
+        super().__init__()
+        self.hidden = nn.Linear(64, 16)
+        self.classifier = nn.Linear(16, classes)
+        self.scale = torch.rand(64, generator=torch.Generator().manual_seed(1))
+
+    def embed(self, x: Tensor) -> Tensor:
+        return torch.relu(self.hidden(self.mix(x.flatten(1)) * self.scale))
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.classifier(self.embed(x))
+        return logits
+
+
+class Counting(Net):
+    """Counts its calls, which changes nothing yet."""
+
+    calls = 0
+
+    def embed(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().embed(x) * (2 if self.calls > 1000 else 1)
+
+
+def private(name: str, tmp_path: Path, **sections: Any) -> Any:
+    quick = {"local_steps": 2, "batch": 128}
+    if name == "fedsum":
+        quick = {"networks": 2, "iterations": 2, "ipc": 1, "server_epochs": 1}
+    given = {
+        "run": {"method": name, "rounds": 2, "device": "cpu"},
+        "partition": {"clients": 2},
+        "method": quick,
+        "privacy": {"noise_multiplier": 3.0},
+        **sections,
+    }
+    return simulate(resolve(given), output=tmp_path, quiet=True)
+
+
+MODELS = {
+    **{name: type("Own", (Net,), {"mix": staticmethod(mix)}) for name, mix in DEPENDENT.items()},
+    "from index 20": type("Own", (Net,), {"mix": staticmethod(from_index(20))}),
+    "its own counter": Counting,
+}
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedsum"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_is_refused_before_anything_is_charged(
+    name: str, method: str, tmp_path: Path
+) -> None:
+    register_model("own-dependent", MODELS[name])
+    with pytest.raises(SettingError, match=r"model\.name.*one example's influence has no") as error:
+        private(method, tmp_path, model={"name": "own-dependent"})
+    assert "\n" not in str(error.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_sound_model_has_a_report_without_a_warning(tmp_path: Path) -> None:
+    register_model("own-sound", Net)
+    for method in ("fedavg", "fedsum"):
+        report = private(method, tmp_path, model={"name": "own-sound"}).privacy
+        assert report["verdict"]["warnings"] == []
+
+
+def test_dropout_that_is_not_used_is_no_draw(tmp_path: Path) -> None:
+    """FedSum sees its networks in evaluation mode, DP-SGD trains."""
+
+    class Dropping(Net):
+        def embed(self, x: Tensor) -> Tensor:
+            return F.dropout(super().embed(x), 0.5, self.training)
+
+    register_model("own-dropping", Dropping)
+    private("fedsum", tmp_path, model={"name": "own-dropping"})
+    with pytest.raises(SettingError, match="draws random numbers"):
+        private("fedavg", tmp_path, model={"name": "own-dropping"})
+
+
+def losses(network: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(network(x), y, reduction="none")
+
+
+METHODS: dict[str, Any] = {
+    "noise": lambda n, x, y: losses(n, x + torch.randn_like(x), y),
+    "a factor for each pass": lambda n, x, y: losses(n, x, y) * random.random(),
+    "mixup": lambda n, x, y: losses(n, (x + x.flip(0)) / 2, y),
+    "class sizes": lambda n, x, y: losses(n, x, y) / torch.bincount(y, minlength=10)[y],
+    "from index 40": lambda n, x, y: losses(n, x, y) * (1 + (torch.arange(len(x)) > 40)),
+    "state": lambda n, x, y: losses(n, counted(x), y),
+}
+
+
+def with_task(task: Task) -> Any:
+    @dataclass(frozen=True)
+    class OwnTask(TrainsLocally):
+        """Trains with a loss or a penalty of its own."""
+
+        name: ClassVar[str] = "own-task"
+
+        def task(self, client: int, message: Any, memory: Any, context: Any) -> Task:
+            return task
+
+    given = {"run": {"rounds": 1}, "partition": {"clients": 2}, "privacy": {"noise_multiplier": 3}}
+    settings = resolve({**given, "model": {"name": "linear"}})
+    method = OwnTask(local_steps=1, batch=128)
+    return simulate(replace(settings, method=method), quiet=True).privacy
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_methods_own_loss_is_refused(name: str) -> None:
+    with pytest.raises(SettingError, match=r"run\.method.*the method own-task.*has no bound"):
+        with_task(Task(loss=METHODS[name]))
+
+
+def test_what_a_method_draws_without_data_is_its_own_affair() -> None:
+    report = with_task(
+        Task(
+            loss=lambda n, x, y: losses(n, x, y) + n(x).square().mean(1),
+            penalty=lambda n: torch.rand(()) * n.classifier.weight.square().sum(),
+        )
+    )
+    assert report["verdict"]["warnings"] == []
+    words = "the method own-task, which the user gave"
+    assert any(one.startswith(words) for one in report["verdict"]["assumptions"])
+
+
+@pytest.mark.parametrize("name", ["dropout", "from index 6", "from index 30"])
+def test_a_feature_map_is_refused(name: str, tmp_path: Path) -> None:
+    mix = {**DEPENDENT, "from index 30": from_index(30)}[name]
+
+    def build(shape: tuple[int, int, int]) -> FeatureMap:
+        return FeatureMap("", shape, 64, 8.0, 4.0, "pixels", lambda x: mix(x.flatten(1)))
+
+    register_features("own-map", build)
+    with pytest.raises(SettingError, match="so one example's influence has no bound"):
+        private("fedavg", tmp_path, model={"features": "own-map"})
+    assert not list(tmp_path.iterdir())
