@@ -124,7 +124,7 @@ def dependence_on_batch(
     >>> shape = (1, 4, 4)
     >>> dependence_on_batch(lambda x: x.flatten(1), shape, torch.device("cpu"))
     ''
-    >>> dependence_on_batch(lambda x: x.flatten(1) - x.mean(0).flatten(), shape, torch.device("cpu"))
+    >>> dependence_on_batch(lambda x: x - x.mean(0), shape, torch.device("cpu"))
     "mixes the examples of a batch (an example's value changes with the other examples)"
     """
     with GlobalGenerators(device) as generators, torch.no_grad():
