@@ -216,7 +216,7 @@ def test_a_model_that_draws_is_declined_before_a_ledger_is_made(
     with pytest.raises(SettingError, match="draws random numbers"):
         place.serve(given)
     monkeypatch.setattr(served, "check_private_steps", lambda *args: [])  # a server may not look
-    with pytest.raises(RemoteError, match="0 of 3 clients have joined"):
+    with pytest.raises(TooFewClientsError, match="0 of 3 clients have joined"):
         place.serve(given)
     declined = [line for line in place.said if "declined: model.name own-drawing draws" in line]
     assert len(declined) == CLIENTS
