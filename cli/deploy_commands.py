@@ -106,7 +106,7 @@ def server(
     from fedsynth.federation.flower.processes import require_flower
 
     require_flower()
-    from fedsynth.federation.flower.serving import Link, Tls, key_files, superlink
+    from fedsynth.federation.flower.serving import Link, superlink
     from fedsynth.federation.nodes.carrier import Timeouts
 
     if resume is not None:
@@ -114,16 +114,12 @@ def server(
             raise OptionError("--resume takes the run's own config.toml, and no other settings")
         config = resume / "config.toml"
     proposal = _proposal(chosen, config, spec)
-    tls = None
-    files: list[Path] = []
-    if keys is not None:
-        tls = Tls(keys / "server.crt", keys / "server.key", keys / "ca.crt")
-        files = key_files(keys, proposal.settings.partition.clients)
-    elif not insecure:
+    if keys is None and not insecure:
         raise OptionError("--keys is needed, or --insecure for a trial on this machine alone")
+    link = Link(port, keys, proposal.settings.partition.clients, host)
     timeouts = Timeouts(join_seconds, answer_seconds)
     print(f"the run's agreement is {proposal.agreement}", flush=True)
-    with ended_by_signals(), superlink(Link(port, tls, host, files), output) as started:
+    with ended_by_signals(), superlink(link, output) as started:
         print(f"nodes connect to port {port}", flush=True)
         folder = started.run(
             proposal, output, timeouts, resume, lambda line: print(line, flush=True)

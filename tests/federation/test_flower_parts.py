@@ -26,13 +26,13 @@ from fedsynth.errors import MessageError, OutputError, SettingError
 from fedsynth.federation.flower import joining
 from fedsynth.federation.flower.app_folder import write_app
 from fedsynth.federation.flower.joining import Door
+from fedsynth.federation.flower.launch import Gate, allowed
 from fedsynth.federation.flower.processes import QUIET, FlowerError, environment
-from fedsynth.federation.flower.serving import Link, Tls, key_files
-from fedsynth.federation.flower.superlink import Gate, allowed
+from fedsynth.federation.flower.serving import Link
 from fedsynth.federation.nodes.node import Node
 from fedsynth.federation.nodes.own_data import PartOf
 from fedsynth.federation.nodes.policy import Owner
-from fedsynth.federation.nodes.proposal import own_proposal
+from fedsynth.federation.nodes.proposal import Proposal, own_proposal
 
 GIVEN = {"run": {"method": "feddm", "rounds": 2}, "partition": {"clients": 3}}
 
@@ -363,29 +363,26 @@ def test_keys_are_their_owners_alone_and_never_replaced(keys: Path) -> None:
 
     for name in ("server.key", "client-000", "client-001"):
         assert stat.S_IMODE((keys / name).stat().st_mode) == 0o600
-    assert [file.name for file in key_files(keys, 2)] == ["client-000.pub", "client-001.pub"]
     with pytest.raises(OutputError, match="cannot write keys"):
         make_keys(keys, 2)
-    with pytest.raises(SettingError, match="is missing"):
-        key_files(keys, 3)
 
 
 # ---------------------------------------------------------------------------------- the commands
 
 
-def test_a_link_beyond_this_machine_needs_tls_and_keys(keys: Path) -> None:
-    tls = Tls(keys / "server.crt", keys / "server.key", keys / "ca.crt")
-    with pytest.raises(SettingError, match="TLS"):
-        Link(9092, None, "0.0.0.0")
-    with pytest.raises(SettingError, match="public key"):
-        Link(9092, tls)
+def test_a_link_beyond_this_machine_needs_keys(keys: Path) -> None:
+    with pytest.raises(SettingError, match="keys are needed"):
+        Link(9092, None, 2, "0.0.0.0")
     with pytest.raises(SettingError, match="host"):
-        Link(9092, tls, "192.0.2.7", key_files(keys, 2))
-    link = Link(9092, tls, "0.0.0.0", key_files(keys, 2))
+        Link(9092, keys, 2, "192.0.2.7")
+    with pytest.raises(SettingError, match=r"client-002\.pub is missing"):
+        Link(9092, keys, 3)
+    link = Link(9092, keys, 2, "0.0.0.0")
     assert "--enable-supernode-auth" in link.arguments
     assert "--disable-runtime-dependency-installation" in link.arguments
     assert tomllib.loads(link.connection())["superlink"]["here"]["address"] == "127.0.0.1:9092"
-    assert "--insecure" in Link(9092, None).arguments
+    assert [file.name for file in link.public_keys] == ["client-000.pub", "client-001.pub"]
+    assert "--insecure" in Link(9092, None, 2).arguments
 
 
 def test_a_door_beyond_this_machine_needs_tls(keys: Path) -> None:
@@ -416,11 +413,8 @@ def test_an_app_folder_is_what_flower_and_our_server_read(tmp_path: Path) -> Non
     text = (tmp_path / "app" / module.replace(".", "/")).with_suffix(".py").read_text()
     assert f"import {name}" in text
     assert app["config"]["output"] == "/somewhere"
-    assert json.loads(app["config"]["settings"])["run"]["method"] == "feddm"
-    flwr()
-    from fedsynth.federation.flower.server_app import proposed
-
-    assert proposed(app["config"]).agreement == proposal.agreement
+    stated = json.loads(app["config"]["proposal"])
+    assert Proposal.from_json(stated).agreement == proposal.agreement
 
 
 def fedsynth(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -5,8 +5,8 @@
     client_app.py   the ClientApp, for Flower's own simulation and for plain SuperNodes
     executor.py     what answers a SuperNode's messages at a data owner's, in place of the app
                     that a server sends there
-    superlink.py    Flower's SuperLink, whose control stays on its own machine
-    processes.py    Flower's commands, with what they must not do switched off
+    launch.py       Flower's SuperLink, whose control stays on its own machine, and SuperNode
+    processes.py    these as processes, with what they must not do switched off
     app_folder.py   the app folder that `fedsynth deploy init` writes
 
 Flower's API moves, so that the extra pins it to one minor version; nothing outside this package

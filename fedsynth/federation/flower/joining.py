@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 import socket
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -13,17 +12,16 @@ from pathlib import Path
 
 from fedsynth.errors import SettingError
 from fedsynth.federation.flower.processes import (
+    HERE,
     FlowerError,
     free_port,
+    listening,
     require_flower,
-    running,
-    wait_for_port,
 )
 from fedsynth.federation.nodes.node import Node
 from fedsynth.privacy.files import last_line, open_regular
 from fedsynth.validation import MAX_SECONDS, check_number
 
-HERE = "127.0.0.1"
 LOG = "supernode.log"
 """In the owner's folder of ledgers: what the SuperNode has said."""
 WAIT = 600.0
@@ -183,13 +181,11 @@ class _Connection:
         log = node.home / LOG
         before = log.stat().st_size if log.exists() else 0
         arguments = [
-            *(sys.executable, "-m", "fedsynth.federation.flower.supernode"),
             *self._door.arguments,
             *("--isolation", "process", "--superexec-auth-secret-file", str(shared)),
             *("--host", HERE, "--port", str(port)),
         ]
-        with running(arguments, self._home, log) as process:
-            wait_for_port(HERE, port, process, log)
+        with listening("supernode", arguments, port, self._home, log) as process:
 
             def alive() -> bool:
                 over = node.refused or (once and node.ended)

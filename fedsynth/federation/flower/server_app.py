@@ -4,8 +4,7 @@ It is no Strategy: Flower's strategies average arrays, and here the method makes
 whatever its clients send. Flower starts it in a process of its own on the SuperLink's machine, with
 a run's settings in its configuration:
 
-    settings    the run's sections, as JSON
-    spec        the data set's specification, as JSON; "": that of the data set which settings name
+    proposal    the run's, as JSON
     output      the folder that run folders go into
     resume      the folder of a run to go on with; ""
     numbers     which client each node is, as JSON {"node": client}; "{}": each says so itself
@@ -23,15 +22,12 @@ from typing import Any
 from flwr.app import Context, Message
 from flwr.serverapp import Grid, ServerApp
 
-from fedsynth.data.registry import DEFAULT_DATASET, DatasetSpec, dataset_spec
-from fedsynth.data.stated_spec import spec_from_json
 from fedsynth.errors import FedsynthError, MessageError
 from fedsynth.federation.flower.records import from_record, request
 from fedsynth.federation.nodes.carrier import Timeouts
-from fedsynth.federation.nodes.proposal import Proposal, new_run, own_name
+from fedsynth.federation.nodes.proposal import Proposal
 from fedsynth.federation.nodes.served import Post, Served, serve
 from fedsynth.federation.observer import Observer
-from fedsynth.federation.terms.resolve import resolve
 
 LOOK = 0.3
 """Seconds between two looks for answers."""
@@ -112,13 +108,13 @@ def main(grid: Grid, context: Context) -> None:
 
 
 def played(grid: Grid, given: Mapping[str, Any]) -> Served:
-    """The run that a configuration says.
+    """Plays the run of a configuration.
 
     Args:
         grid: Flower's.
-        given: as this module's docstring has it.
+        given: see this module's docstring.
     """
-    proposal = proposed(given)
+    proposal = Proposal.from_json(json.loads(str(given["proposal"])))
     numbers = {int(node): int(k) for node, k in json.loads(str(given["numbers"])).items()}
     timeouts = Timeouts(join=float(given["join"]), answer=float(given["answer"]))
     resume = str(given["resume"])
@@ -129,18 +125,6 @@ def played(grid: Grid, given: Mapping[str, Any]) -> Served:
         observer=Said(),
         resume=Path(resume) if resume else None,
     )
-
-
-def proposed(given: Mapping[str, Any]) -> Proposal:
-    """The run that a configuration proposes."""
-    sections = json.loads(str(given["settings"]))
-    text = str(given["spec"])
-    spec: DatasetSpec
-    if text:
-        spec = spec_from_json(json.loads(text))
-    else:
-        spec = dataset_spec(str(sections.get("data", {}).get("dataset", DEFAULT_DATASET)))
-    return Proposal(new_run(), resolve(sections, own_data=own_name(spec)), spec)
 
 
 def _leave(output: Path, token: str, facts: Mapping[str, str]) -> None:

@@ -5,52 +5,32 @@ from __future__ import annotations
 import json
 import secrets
 import subprocess
-import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from fedsynth.config_file import to_toml
 from fedsynth.errors import OutputError, SettingError
 from fedsynth.federation.flower.app_folder import write_app
 from fedsynth.federation.flower.processes import (
+    HERE,
     FlowerError,
     command,
     environment,
-    running,
+    listening,
     stop,
-    wait_for_port,
 )
 from fedsynth.federation.nodes.carrier import Timeouts
 from fedsynth.federation.nodes.proposal import Proposal
 from fedsynth.privacy.files import last_line, load_json
 
-HERE = "127.0.0.1"
 HOSTS = (HERE, "0.0.0.0")
 CONNECTION = "here"
 LOG = "superlink.log"
-"""Beside the run folders: what the SuperLink has said."""
-
-
-@dataclass(frozen=True)
-class Tls:
-    """A server's certificate; its names must have 127.0.0.1, since runs reach it there.
-
-    Args:
-        certificate: PEM, with the names and addresses that nodes know the server by.
-        key: of the certificate, PEM.
-        authority: the certificate of who has signed it, PEM; nodes need this one, too.
-    """
-
-    certificate: Path
-    key: Path
-    authority: Path
-
-    def __post_init__(self) -> None:
-        for path in (self.certificate, self.key, self.authority):
-            if not path.is_file():
-                raise SettingError(None, str(path), "is no file: TLS needs certificate, key and CA")
+"""Besides the run folders: the SuperLink's output."""
 
 
 @dataclass(frozen=True)
@@ -59,57 +39,68 @@ class Link:
 
     Args:
         port: it listens there.
-        tls: None: without TLS, and without node authentication, for trials on one machine.
+        keys: the folder of server.crt, server.key, ca.crt and each client's client-NNN.pub: no
+            other nodes connect. The certificate must name 127.0.0.1, too. None: without TLS and
+            without node authentication, for trials on one machine.
+        clients: how many.
         host: "127.0.0.1", or "0.0.0.0" for nodes elsewhere.
-        keys: of nodes, their public keys in the order of the clients; with TLS no others connect.
-        database: the file of the SuperLink's state, where it is to outlive it.
+
+    Raises:
+        SettingError: another host, nodes elsewhere without keys, or a file of `keys` is missing.
     """
 
     port: int
-    tls: Tls | None
+    keys: Path | None
+    clients: int
     host: str = HERE
-    keys: Sequence[Path] = ()
-    database: Path | None = None
 
     def __post_init__(self) -> None:
         if self.host not in HOSTS:
             raise SettingError(None, "host", f"must be {' or '.join(HOSTS)}, got {self.host!r}")
-        if self.tls is None and (self.keys or self.host != HERE):
-            raise SettingError(
-                None,
-                "TLS",
-                "is needed for nodes elsewhere and for their authentication: give the server's "
-                "certificate, its key and its CA",
-            )
-        if self.tls is not None and not self.keys:
-            raise SettingError(
-                None, "keys", "must have each client's public key: nobody else connects then"
-            )
+        if self.keys is None and self.host != HERE:
+            raise SettingError(None, "keys", "are needed for nodes elsewhere, who connect over TLS")
+        for path in [*self._tls.values(), *self.public_keys]:
+            if not path.is_file():
+                raise SettingError(
+                    None,
+                    str(path),
+                    "is missing: TLS needs the server's certificate, key and CA, and each client "
+                    "a key",
+                )
+
+    @property
+    def _tls(self) -> dict[str, Path]:
+        if self.keys is None:
+            return {}
+        files = {"cert": "server.crt", "key": "server.key", "ca-cert": "ca.crt"}
+        return {option: self.keys / name for option, name in files.items()}
+
+    @property
+    def public_keys(self) -> list[Path]:
+        """The clients' keys, in their order."""
+        if self.keys is None:
+            return []
+        return [self.keys / f"client-{number:03d}.pub" for number in range(self.clients)]
 
     @property
     def arguments(self) -> list[str]:
-        """Of the SuperLink's command."""
+        """Options of `flower-superlink`."""
         found = ["--host", self.host, "--port", str(self.port)]
         found.append("--disable-runtime-dependency-installation")
-        if self.database is not None:
-            found += ["--database", str(self.database)]
-        if self.tls is None:
+        if self.keys is None:
             return [*found, "--insecure"]
-        tls = self.tls
-        files = {"cert": tls.certificate, "key": tls.key, "ca-cert": tls.authority}
-        for name, path in files.items():
-            found += [f"--ssl-{name}file", str(path)]
+        for option, path in self._tls.items():
+            found += [f"--ssl-{option}file", str(path)]
         return [*found, "--enable-supernode-auth"]
 
     def connection(self) -> str:
-        """What Flower's commands are told of it, as TOML."""
-        lines = ["[superlink]", f'default = "{CONNECTION}"', f"[superlink.{CONNECTION}]"]
-        lines.append(f'address = "{HERE}:{self.port}"')
-        if self.tls is None:
-            lines.append("insecure = true")
+        """Returns the configuration of Flower's commands, as TOML."""
+        there: dict[str, Any] = {"address": f"{HERE}:{self.port}"}
+        if self.keys is None:
+            there["insecure"] = True
         else:
-            lines.append(f"root-certificates = {json.dumps(str(self.tls.authority.absolute()))}")
-        return "\n".join(lines) + "\n"
+            there["root-certificates"] = str((self.keys / "ca.crt").absolute())
+        return to_toml({"superlink": {"default": CONNECTION}, f"superlink.{CONNECTION}": there})
 
 
 @dataclass
@@ -153,7 +144,7 @@ class Started:
         Raises:
             FlowerError: a file holds no key.
         """
-        for number, key in enumerate(self.link.keys):
+        for number, key in enumerate(self.link.public_keys):
             said = self.flwr(
                 "supernode", "register", str(key.absolute()), CONNECTION, "--format", "json"
             )
@@ -225,27 +216,12 @@ def superlink(link: Link, logs: Path) -> Iterator[Started]:
         (home / "config.toml").write_text(link.connection(), encoding="utf-8")
         logs.mkdir(parents=True, exist_ok=True)
         log = logs / LOG
-        module = [sys.executable, "-m", "fedsynth.federation.flower.superlink"]
-        with running([*module, *link.arguments], home, log) as process:
-            wait_for_port(HERE, link.port, process, log)
+        with listening("superlink", link.arguments, link.port, home, log) as process:
             started = Started(link, home)
             started.register()
             if process.poll() is not None:
-                raise FlowerError(f"the SuperLink has ended: {last_line(log)}")
+                raise FlowerError(f"the superlink has ended: {last_line(log)}")
             yield started
-
-
-def key_files(folder: Path, clients: int) -> list[Path]:
-    """The public keys of all clients in a folder, in their order.
-
-    Raises:
-        SettingError: one is missing.
-    """
-    files = [folder / f"client-{number:03d}.pub" for number in range(clients)]
-    for file in files:
-        if not file.is_file():
-            raise SettingError(None, str(file), "is missing: each client has a key")
-    return files
 
 
 def _ended(output: Path, token: str) -> Path:

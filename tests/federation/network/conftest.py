@@ -112,7 +112,7 @@ class Federation:
     def __init__(self, folder: Path, script: Path | None = None) -> None:
         from fedsynth.federation.flower.keys import make_keys
         from fedsynth.federation.flower.processes import free_port
-        from fedsynth.federation.flower.serving import Link, Tls, key_files, superlink
+        from fedsynth.federation.flower.serving import Link, superlink
 
         self.folder = folder
         self.script = script
@@ -127,9 +127,8 @@ class Federation:
         os.environ["OMP_NUM_THREADS"] = "1"
         make_keys(self.keys, CLIENTS)
         make_keys(folder / "strangers", 1)
-        tls = Tls(self.keys / "server.crt", self.keys / "server.key", self.keys / "ca.crt")
         self.port = free_port()
-        link = Link(self.port, tls, keys=key_files(self.keys, CLIENTS))
+        link = Link(self.port, self.keys, CLIENTS)
         self.started = self._stack.enter_context(superlink(link, folder))
         (folder / "policy.toml").write_text(POLICY)
         for number in range(CLIENTS):

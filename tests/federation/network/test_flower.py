@@ -203,7 +203,7 @@ def test_the_last_one_nothing_left_the_machine_and_no_process_is_left(
     found = federation.watched()
     processes = {pid for pid, kind, _ in found if kind == "process"}
     started = " ".join(what for _, kind, what in found if kind == "process")
-    for name in ("flower.superlink", "flower.supernode", "flower-superexec", "flwr-serverapp"):
+    for name in ("'superlink'", "'supernode'", "flower-superexec", "flwr-serverapp"):
         assert name in started, name
     assert "flwr-clientapp" not in started  # no code of a server's ran at an owner's
     seen = [(kind, literal_eval(what)) for _, kind, what in found if kind != "process"]

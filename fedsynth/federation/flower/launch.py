@@ -1,4 +1,5 @@
-"""Flower's SuperLink, whose control stays on its own machine: `python -m` this, with its options.
+"""Flower's SuperLink and SuperNode, which end when their parent process is gone:
+`python -m fedsynth.federation.flower.launch superlink|supernode OPTIONS`.
 
 One port of a SuperLink serves the nodes (Fleet API), whoever starts and stops runs and registers
 nodes (Control API), and the processes of a run (Runtime API). The last two have no business outside
@@ -12,10 +13,15 @@ by Flower's own function: what a stranger sends takes no memory.
 from __future__ import annotations
 
 import ipaddress
+import os
+import signal
+import sys
+import threading
+import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from fedsynth.federation.flower.processes import end_with_parent
+from fedsynth.federation.flower.processes import GRACE_SECONDS
 
 FOR_NODES = ("/v1/fleet/",)
 """Paths of the Fleet API."""
@@ -101,16 +107,44 @@ def allowed(path: str, client: tuple[str, int] | None) -> bool:
         return False
 
 
-def main() -> None:
-    """`flower-superlink`, with its options."""
+def superlink() -> None:
+    """Runs `flower-superlink`, whose control stays on its own machine."""
     from flwr.superlink import extensions
     from flwr.superlink.cli.flower_superlink import flower_superlink
     from starlette.middleware import Middleware
 
-    end_with_parent()
     others = extensions.get_middleware
     extensions.get_middleware = lambda: (Middleware(Gate), *others())
     flower_superlink()
+
+
+def supernode() -> None:
+    """Runs `flower-supernode`, which ends when it has lost its server."""
+    from flwr.supernode.cli.flower_supernode import flower_supernode
+
+    flower_supernode()
+    os._exit(1)  # a thread of its own keeps the process alive
+
+
+def end_with_parent(seconds: float = 0.5) -> None:
+    """Ends this process when its parent process is gone, also after a SIGKILL."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(seconds)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(GRACE_SECONDS)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def main() -> None:
+    """Runs the one that is named first."""
+    end_with_parent()
+    name = sys.argv.pop(1)
+    {"superlink": superlink, "supernode": supernode}[name]()
 
 
 if __name__ == "__main__":
