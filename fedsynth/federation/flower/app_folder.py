@@ -47,7 +47,8 @@ def write_app(folder: Path, proposal: Proposal, options: Mapping[str, Any]) -> N
         (folder / "pyproject.toml").write_text(_project(proposal, options), encoding="utf-8")
         (package / "__init__.py").write_text('"""A run of fedsynth."""\n', encoding="utf-8")
         for name in APPS:
-            text = f"from fedsynth.federation.flower.{name}_app import app\n"
+            module = f"fedsynth.federation.flower.{name}_app"
+            text = f'from {module} import app\n\n__all__ = ["app"]\n'  # Flower looks for a name
             (package / f"{name}.py").write_text(text, encoding="utf-8")
     except OSError as error:
         raise OutputError(f"cannot write {folder}: {error.strerror or error}") from None
