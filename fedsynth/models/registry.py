@@ -101,8 +101,8 @@ class ModelSettings:
 
     Args:
         name: architecture: convnet, linear, mlp, lenet5, cnn1, cnn2, resnet8, resnet18, resnet50,
-            alexnet or googlenet; or FILE.py:NAME for your own. Empty is "convnet", and with `features`
-            "linear".
+            alexnet or googlenet; or FILE.py:NAME for your own. Empty is "convnet", or "linear" with
+            `features`.
         width: channels of a layer of "convnet", or units of the hidden layer of "mlp". The others
             have their published sizes.
         depth: blocks of "convnet", each of which halves the image.

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedsynth.core.frames import LONGEST_HEADER, Frame, whole
+from fedsynth.core.frames import LONGEST_HEADER, Frame, parse_nonnegative_int
 from fedsynth.core.messages import LENGTH_BYTES
 from fedsynth.errors import MessageError
 
@@ -72,5 +72,5 @@ def test_what_is_no_number_is_not_sent() -> None:
 def test_a_whole_number_is_one(value: Any) -> None:
     """Catches: True as 1, and 1.0 as 1."""
     with pytest.raises(MessageError, match="a round must be a whole number"):
-        whole(value, "round")
-    assert whole(3, "round") == 3
+        parse_nonnegative_int(value, "round")
+    assert parse_nonnegative_int(3, "round") == 3

@@ -62,7 +62,7 @@ def test_the_report_is_there_when_the_model_cannot_be_written(
     def no_place(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(run_folder, "save_file", no_place)
+    monkeypatch.setattr(run_folder, "save_tensors", no_place)
     with pytest.raises(OutputError, match="No space left on device"):
         simulate(resolve(TINY), output=tmp_path)
     (folder,) = tmp_path.iterdir()

@@ -142,7 +142,7 @@ def test_what_is_handed_over_says_whom_its_epsilon_holds_against(
     run = simulate(settings, output=tmp_path, quiet=True)
     assert verify_run(str(run.folder)).problems == []
     words = (export_run(str(run.folder), tmp_path / "share") / "README.md").read_text()
-    shared = "as clients shared noise: assumed, not executed." in words
+    shared = "because clients shared noise: assumed, not executed." in words
     assert shared is (aggregation == "secure")
     assert "**Differential privacy: ε = " in words
 

@@ -89,7 +89,7 @@ def _promise(report: dict[str, Any]) -> dict[str, Any]:
         "delta": f"{promise['delta']:g}",
         "protected": report["unit"]["one"],
         "unprotected": report["unit"]["does_not_protect"],
-        "shared_noise": report["trust_model"]["secure_aggregation"] != "none",
+        "aggregation": report["trust_model"]["secure_aggregation"].partition(":")[0],
     }
 
 
