@@ -156,14 +156,14 @@ def _audited(settings: RunSettings, numbers: dict[str, Any], first: str) -> Audi
 
 def _show(found: AuditResult, command: str, as_json: bool) -> None:
     from fedsynth.privacy.audit import CAVEAT, down
-    from fedsynth.privacy.report_text import up
+    from fedsynth.privacy.formatting import format_epsilon
 
     if as_json:
         facts = {**found.entry(command), "epsilon": found.epsilon, "fault": found.fault}
         print(json.dumps(facts, indent=2, ensure_ascii=False))
     else:
         print(
-            f"ε = {up(found.epsilon, 3)} claimed (δ = {found.delta:g}) · audited lower bound "
+            f"ε = {format_epsilon(found.epsilon)} claimed (δ = {found.delta:g}) · audited lower bound "
             f"{down(found.epsilon_lower_bound)} at {100 * found.confidence:g} % confidence from "
             f"{found.canaries} canaries, {found.guesses} guesses, {found.correct} right"
         )

@@ -135,7 +135,7 @@ def print_costs(plans: list[MechanismCosts]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from fedsynth.privacy.report_text import up
+    from fedsynth.privacy.formatting import format_epsilon
 
     console = Console()
     table = Table(title=f"plan, for one example of one client, δ = {plans[0].delta:g}")
@@ -148,7 +148,7 @@ def print_costs(plans: list[MechanismCosts]) -> None:
             rate = f"{row['sample_rate']:.4g}" if row["sample_rate"] < 1 else "1"
             table.add_row(
                 p.mechanism if number == 0 else "",
-                up(p.epsilon[max(p.epsilon)]) if number == 0 else "",
+                format_epsilon(p.epsilon[max(p.epsilon)]) if number == 0 else "",
                 row["quantity"],
                 f"{row['noise_multiplier']:.4g}",
                 f"{row['clip']:.4g}",
@@ -174,7 +174,7 @@ def print_costs(plans: list[MechanismCosts]) -> None:
     for p in plans:
         by_round.add_column(p.mechanism)
     for n in shown:
-        by_round.add_row(str(n), *(up(p.epsilon[n], 3) for p in plans))
+        by_round.add_row(str(n), *(format_epsilon(p.epsilon[n]) for p in plans))
     console.print(by_round)
 
 

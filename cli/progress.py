@@ -23,8 +23,8 @@ from fedsynth.federation.observer import Observer
 from fedsynth.federation.outputs.lost_clients import lost_in_words
 from fedsynth.federation.outputs.result import RunResult
 from fedsynth.federation.terms.settings import RunSettings
-from fedsynth.privacy.report import summary_rows
-from fedsynth.privacy.report_text import up
+from fedsynth.privacy.formatting import format_epsilon
+from fedsynth.privacy.report_pages import summary_rows
 
 LONG_PHASE = 1000  # steps
 NO_ACCURACY = {
@@ -64,7 +64,7 @@ def round_line(row: Mapping[str, Any], settings: RunSettings) -> str:
         *(f"{name} {value}" for name, value in each),
     ]
     if "epsilon" in row:
-        parts.append(f"ε {up(row['epsilon'], 3)}")
+        parts.append(f"ε {format_epsilon(row['epsilon'])}")
     if GENERATOR in row:
         parts.append(f"generated: {in_words(row[GENERATOR])}")
     parts.append(f"uploads {row['upload_bytes'] / 1e6:.2f} MB")

@@ -50,9 +50,8 @@ def report(
     A run that was killed has none yet: its report is built from its ledgers, and written into its
     folder.
     """
-    from fedsynth.privacy.errors import PrivacyError
-    from fedsynth.privacy.report import render_html, render_markdown
-    from fedsynth.privacy.report_file import HOSTILE, sound_report
+    from fedsynth.privacy.report_file import sound_report
+    from fedsynth.privacy.report_pages import render_html, render_markdown
     from fedsynth.validation import check_choice
 
     check_choice(None, "format", form, ("markdown", "json", "html"))
@@ -60,10 +59,7 @@ def report(
     _report_unfinished(run, ledger)
     found = sound_report(run)
     render = {"markdown": render_markdown, "html": render_html, "json": _json}
-    try:
-        text = render[form](found)
-    except HOSTILE as error:
-        raise PrivacyError(f"the report at {run} is damaged: {error!r}") from None
+    text = render[form](found)
     if output is None:
         print(text, end="")
     else:
@@ -110,7 +106,7 @@ def verify(
     that noise was added.
     """
     from fedsynth.federation.outputs.verification import verify_run
-    from fedsynth.privacy.report_text import printable
+    from fedsynth.privacy.formatting import printable
 
     key = _public_key(public_key)
     own_code_alone(method, model, features)

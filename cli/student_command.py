@@ -124,11 +124,11 @@ def student(
 
 
 def _guarantee(made: Student) -> str:
-    from fedsynth.privacy.figures import up
+    from fedsynth.privacy.formatting import format_epsilon
 
     if made.found.epsilon is None:
         return "none: the set has none"
-    epsilon = f"ε = {up(made.found.epsilon)} at δ = {made.found.delta:g}"
+    epsilon = f"ε = {format_epsilon(made.found.epsilon)} at δ = {made.found.delta:g}"
     own = made.architecture.own.get("model")
     if made.guaranteed and own is None:
         return f"{epsilon}, the set's"

@@ -19,10 +19,7 @@ from typing import Any
 
 from fedsynth.privacy.releases import (
     ADD_REMOVE,
-    RECORD,
-    USER,
     Release,
-    adjacency_words,
     check_adjacency,
     check_delta,
     is_real,
@@ -337,11 +334,10 @@ def epsilon_by_round(
 
 
 def describe_accountant(releases: Sequence[Release], adjacency: str = ADD_REMOVE) -> dict[str, Any]:
-    """Name, library version, discretisation interval (None: exact) and neighbouring relation, for
+    """Returns name, library version, computation and discretisation interval (None: exact), for
     the report."""
     from importlib.metadata import version
 
-    unit = USER if any(row.unit == USER for row in releases) else RECORD
     merged = merge(releases, adjacency)
     interval = merged.interval if merged else None
     if interval is not None:
@@ -358,5 +354,4 @@ def describe_accountant(releases: Sequence[Release], adjacency: str = ADD_REMOVE
         "library": f"dp-accounting {version('dp-accounting')}",
         "computation": how,
         "discretisation_interval": interval,
-        "neighbouring_relation": adjacency_words(adjacency, unit),
     }

@@ -13,9 +13,7 @@ The largest ε that this refutes is a lower bound.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from math import exp, floor
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +24,6 @@ GUESSES = (
     400  # of 1000 canaries about the number with which the bound is highest, between ε of 1 and 3
 )
 CAVEAT = "an audit can find a fault, but cannot prove privacy"
-NOT_RUN = f"not run (and {CAVEAT})"
 
 
 def p_value(correct: int, guesses: int, canaries: int, epsilon: float, delta: float) -> float:
@@ -102,21 +99,6 @@ def right_guesses(
 def guesses_for(canaries: int) -> int:
     """The number of guesses for so many canaries that nobody has to choose: even, at least 2."""
     return max(2, 2 * (GUESSES * canaries // 2000))
-
-
-def audit_text(found: Mapping[str, Any]) -> str:
-    """An audit's counts and bound in words, as the report has them.
-
-    Args:
-        found: canaries, guesses, correct, confidence, delta and epsilon_lower_bound.
-    """
-    return (
-        f"a canary audit of these settings shows ε ≥ {down(found['epsilon_lower_bound'])} at "
-        f"δ = {found['delta']:g} with {100 * found['confidence']:g} % confidence: "
-        f"{found['correct']} of {found['guesses']} guesses about {found['canaries']} canaries were "
-        f"right ({CAVEAT}; the canaries were artificial and no record was read, so it costs no "
-        "privacy)"
-    )
 
 
 def down(value: float) -> str:

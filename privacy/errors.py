@@ -70,7 +70,16 @@ class PrivacySettingError(NamedSettingError, PrivacyError):
 
 
 class BudgetExceededError(PrivacyError):
-    """A release was refused because, with it, ε would exceed the cap."""
+    """A release was refused because, with it, ε would exceed the cap.
+
+    Args:
+        reason: for people.
+        spent: the client, its ε now, and its ε with the release; None where it is not known.
+    """
+
+    def __init__(self, reason: str, spent: tuple[str, float, float] | None = None) -> None:
+        super().__init__(reason)
+        self.spent = spent
 
 
 class UnaccountedReleaseError(PrivacyError):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from fedsynth.privacy.accounting import epsilon
 from fedsynth.privacy.errors import BudgetExceededError, LedgerError, PrivacySettingError
-from fedsynth.privacy.figures import up
+from fedsynth.privacy.formatting import format_epsilon
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.releases import ADD_REMOVE, RECORD, Release, check_adjacency, check_delta
 
@@ -75,9 +75,10 @@ class Guard:
             if after > cap.epsilon:
                 now = epsilon(rows, cap.delta, self.adjacency)
                 raise BudgetExceededError(
-                    f"client {self.ledger.client!r}: epsilon is {up(now)} now and would be "
-                    f"{up(after)} with the planned release, above the cap {cap.epsilon:g} "
-                    f"(delta {cap.delta:g})"
+                    f"client {self.ledger.client!r}: ε is {format_epsilon(now)} now and would be "
+                    f"{format_epsilon(after)} with the planned release, above the cap "
+                    f"{cap.epsilon:g} (δ = {cap.delta:g})",
+                    (self.ledger.client, now, after),
                 )
 
     def check_unit(self, rows: Sequence[Release]) -> None:

@@ -1,11 +1,10 @@
-"""The ledger rows that a privacy report speaks of: as its own ledger section states them, compared
-with the ledger files where there are any."""
+"""The ledger rows that a privacy report is about: from the ledger files where there are any, else
+from the report's own ledger section."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,33 +15,31 @@ from fedsynth.privacy.report_file import HOSTILE, SHORT
 
 
 @dataclass(frozen=True)
-class Held:
-    """The ledger rows that a report speaks of.
+class HeldRows:
+    """The rows that a report is about.
 
     Attributes:
-        rows: of each client, in the order of the file where there is one.
-        chains: client → the chain hash over them, for the clients whose file is the one that the
-            report speaks of.
-        starts: client → the chain hash over the rows from before the run.
-        data_sets: client → what its file says that it is of.
+        rows: of each client.
+        chains: client → the hashes on its file's header and rows, for clients with a file.
+        ledgers: client → its file's ledger.
         problems: where files and report differ.
-        note: which files were compared.
+        note: what was compared; empty: no file.
     """
 
-    rows: dict[str, tuple[Release, ...]]
-    chains: dict[str, str | None]
-    starts: dict[str, str | None]
-    data_sets: dict[str, str]
-    problems: list[str]
-    note: str
+    rows: dict[str, tuple[Release, ...]] = field(default_factory=dict)
+    chains: dict[str, list[str]] = field(default_factory=dict)
+    ledgers: dict[str, Ledger] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    note: str = ""
 
 
-def held_rows(report: Mapping[str, Any], files: Path | None, *, exact: bool) -> Held:
-    """The rows that the report speaks of, from its ledger files.
+def held_rows(report: Mapping[str, Any], files: Path | None, *, exact: bool) -> HeldRows:
+    """Returns the rows that the report is about.
 
     Args:
-        files: folder of the ledger files; None: there is none to compare with, and the report's own
-            rows are taken.
+        report: of a sound shape.
+        files: the folder of the ledger files; None: there is none to compare with, and the
+            report's own rows are taken.
         exact: the files hold these rows and no others; else (a ledger that is kept over runs) they
             may have grown since.
 
@@ -51,72 +48,54 @@ def held_rows(report: Mapping[str, Any], files: Path | None, *, exact: bool) -> 
     """
     heads = report["ledger_heads"]
     stated = stated_rows(report)
-    problems = [
-        f"the report's ledger names {client}, its ledger_heads do not"
-        for client in stated
-        if client not in heads
-    ]
     if files is None:
-        note = (
-            "no ledger file was compared: the ledger is kept elsewhere (--ledger DIR compares it)"
-        )
-        rows = {client: tuple(stated.get(client, ())) for client in heads}
-        problems += [
-            f"{client}: the report has {len(rows[client])} rows, and its ledger head {head['rows']}"
-            for client, head in heads.items()
-            if head["rows"] != len(rows[client])
-        ]
-        chains = {client: head["chain"] for client, head in heads.items()}
-        return Held(rows, chains, {}, {}, problems, note)
-    found, bad = _ledgers_in(files)
-    if exact or not set(heads) <= set(found):
-        problems += bad
-    if exact:
-        problems += [
-            f"{files} has a ledger of {client}, whom the report does not name"
-            for client in found
-            if client not in heads
-        ]
-    held = Held(
-        {}, {}, {}, {}, problems, f"its rows were compared with the ledger files in {files}"
-    )
+        held = HeldRows()
+        for client, head in heads.items():
+            held.rows[client] = tuple(stated.get(client, ()))
+            if len(held.rows[client]) != head["rows"]:
+                count = len(held.rows[client])
+                held.problems.append(
+                    f"{client}: the report has {count} rows, and its ledger head {head['rows']}"
+                )
+        return held
+    held = HeldRows(note=f"the report's rows were compared with the ledger files in {files}")
+    ledgers, damaged = _ledgers_in(files)
+    if exact or not set(heads) <= set(ledgers):
+        held.problems.extend(damaged)
+    for client in ledgers:
+        if exact and client not in heads:
+            held.problems.append(f"{files} has a ledger of {client}, which the report lacks")
     for client, head in heads.items():
-        own = tuple(stated.get(client, ()))
-        if client in found:
-            ledger, hashes = found[client]
-            held.data_sets[client] = ledger.dataset
-            _compare_file(held, client, head, own, ledger.releases, hashes, exact)
+        if client in ledgers:
+            _compare(held, head, *ledgers[client], exact=exact)
         else:
-            problems.append(f"{files} has no ledger of {client}")
-            held.rows[client] = own
+            held.problems.append(f"{files} has no ledger of {client}")
+            held.rows[client] = tuple(stated.get(client, ()))
     return held
 
 
 def stated_rows(report: Mapping[str, Any]) -> dict[str, list[Release]]:
-    """Each client's rows as the report's ledger section, unfolded, has them.
-
-    They are in the order of its entries, and fold to the same entries again.
+    """Returns each client's rows as the report's ledger section has them, unfolded.
 
     Raises:
         PrivacyError: the section is damaged.
     """
     rows: dict[str, list[Release]] = {}
-    apart = ("rounds", "clients", "noise_standard_deviation")
     try:
         for entry in report["ledger"]:
-            if not entry["rounds"] or not entry["clients"]:
-                raise KeyError("a ledger entry without rounds or clients")
-            fields = {key: value for key, value in entry.items() if key not in apart}
-            some = [Release.from_json({**fields, "round": number}) for number in entry["rounds"]]
+            fields = {
+                key: value for key, value in entry.items() if key not in ("rounds", "clients")
+            }
+            releases = [Release.from_json({**fields, "round": n}) for n in entry["rounds"]]
             for client in entry["clients"]:
-                rows.setdefault(client, []).extend(some)
+                rows.setdefault(client, []).extend(releases)
     except (*HOSTILE, PrivacyError) as error:
         raise PrivacyError(f"the report's ledger section is damaged: {error}") from None
     return rows
 
 
 def _ledgers_in(folder: Path) -> tuple[dict[str, tuple[Ledger, list[str]]], list[str]]:
-    """Ledgers and their chain hashes by client, and what is wrong with files."""
+    """Returns the ledgers and their chain hashes by client, and what is wrong with files."""
     found: dict[str, tuple[Ledger, list[str]]] = {}
     problems: list[str] = []
     for path in sorted(folder.glob("*.jsonl")):
@@ -133,45 +112,21 @@ def _ledgers_in(folder: Path) -> tuple[dict[str, tuple[Ledger, list[str]]], list
     return found, problems
 
 
-def _compare_file(
-    held: Held,
-    client: str,
-    head: Mapping[str, Any],
-    stated: tuple[Release, ...],
-    file: tuple[Release, ...],
-    hashes: list[str],
-    exact: bool,
+def _compare(
+    held: HeldRows, head: Mapping[str, Any], ledger: Ledger, hashes: list[str], *, exact: bool
 ) -> None:
-    """One client's file against the report's rows and head; fills in `held`."""
+    """Adds one client's rows to `held`, and compares its file with the report's head."""
+    rows = ledger.releases
     count = head["rows"]
-    before = head["rows_before"]
-    held.rows[client] = stated
-    if count > len(file) or (exact and count != len(file)):
+    if count > len(rows) or (exact and count != len(rows)):
         held.problems.append(
-            f"{client}: the ledger file has {len(file)} rows, the report speaks of {count}"
+            f"{ledger.client}: the ledger file has {len(rows)} rows, and the report states {count}"
         )
     elif hashes[count] != head["chain"]:
         held.problems.append(
-            f"{client}: the chain hash of the ledger file's first {count} rows is not the "
+            f"{ledger.client}: the chain hash of the ledger file's first {count} rows is not the "
             "report's: they are other rows"
         )
-    else:
-        held.chains[client] = hashes[count]
-    if before <= min(count, len(file)):
-        held.starts[client] = hashes[before]
-    own = file if exact else file[:count]
-    missing = Counter(stated) - Counter(own)
-    more = Counter(own) - Counter(stated)
-    held.problems.extend(
-        f"{client}: the ledger file lacks {_row(row)}" for row in missing.elements()
-    )
-    held.problems.extend(
-        f"{client}: the report lacks {_row(row)}, which the ledger file holds"
-        for row in more.elements()
-    )
-    if not missing and not more:
-        held.rows[client] = own
-
-
-def _row(row: Release) -> str:
-    return f"{SHORT.repr(row.quantity)[1:-1]} of round {row.round}"
+    held.rows[ledger.client] = rows if exact else rows[:count]
+    held.chains[ledger.client] = hashes
+    held.ledgers[ledger.client] = ledger

@@ -40,6 +40,7 @@ from fedsynth.privacy.ledger_lines import (
     LEDGER_SCHEMA,
     MAY_CHANGE,
     RECORDS,
+    RESUMED,
     Lines,
     encode,
     read_on,
@@ -195,6 +196,17 @@ class Ledger:
         What was spent counts for them too.
         """
         self._note({"entry": MAY_CHANGE})
+
+    def note_resumption(self, after: int) -> None:
+        """Notes that a run is resumed after so many rounds, so that its folder cannot claim a
+        resumption that never was."""
+        self._note({"entry": RESUMED, "after": after})
+
+    @property
+    def resumptions(self) -> tuple[tuple[int, int], ...]:
+        """Of each resumption of a run the number of rows before it, and the rounds that had
+        ended."""
+        return self._read.resumptions
 
     def take_records(self, records: str, dataset: str) -> None:
         """From here on the ledger is for the records with this fingerprint, of this data set."""

@@ -20,7 +20,7 @@ from fedsynth.privacy.files import decode_json
 from fedsynth.privacy.releases import Release
 
 LEDGER_SCHEMA = 2
-RECORDS, MAY_CHANGE = "records", "carry-over"  # entries that are no release
+RECORDS, MAY_CHANGE, RESUMED = "records", "carry-over", "resumed"  # entries that are no release
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,8 @@ class Lines:
         records: fingerprints of the records that it was and is for, the present ones last.
         charged: those without what was replaced before anything was spent.
         may_change: whether what was spent counts for other records of the client, too.
+        resumptions: of each resumption of a run the number of rows before it, and the rounds that
+            had ended.
         size: bytes that have been read.
         chain: the hash over their lines.
         rows_chain: the hash on the last release's line, or without any on the header's.
@@ -43,6 +45,7 @@ class Lines:
     records: tuple[str, ...] = ()
     charged: tuple[str, ...] = ()
     may_change: bool = False
+    resumptions: tuple[tuple[int, int], ...] = ()
     size: int = 0
     chain: str = ""
     rows_chain: str = ""
@@ -75,7 +78,7 @@ def read_on(known: Lines, data: bytes, client: str, path: Path | None) -> Lines:
         if known.size == 0 and number == 0:
             known = replace(_header(entry, client, path), rows_chain=chain)
         elif "entry" in entry:
-            known = _noted(known, entry, spent=bool(releases), path=path)
+            known = _noted(known, entry, len(releases), path)
         else:
             releases.append(_release(entry, len(releases) + 2, path))
             known = replace(known, rows_chain=chain)
@@ -134,8 +137,10 @@ def _header(header: dict[str, Any], client: str, path: Path | None) -> Lines:
     return Lines(dataset=dataset, records=records, charged=records)
 
 
-def _noted(known: Lines, entry: dict[str, Any], *, spent: bool, path: Path | None) -> Lines:
-    """What is known after a line that is no release."""
+def _noted(known: Lines, entry: dict[str, Any], rows: int, path: Path | None) -> Lines:
+    """What is known after a line that is no release, and comes after so many releases."""
+    if entry["entry"] == RESUMED and type(entry.get("after")) is int:
+        return replace(known, resumptions=(*known.resumptions, (rows, entry["after"])))
     if entry["entry"] == MAY_CHANGE:
         return replace(known, may_change=True)
     if entry["entry"] == RECORDS and {"records", "dataset"} <= entry.keys():
@@ -144,7 +149,7 @@ def _noted(known: Lines, entry: dict[str, Any], *, spent: bool, path: Path | Non
             known,
             dataset=str(entry["dataset"]),
             records=(*known.records, new),
-            charged=(*known.charged, new) if spent else (new,),
+            charged=(*known.charged, new) if rows else (new,),
             may_change=False,
         )
     raise LedgerError(f"ledger {path} has an entry that this fedsynth does not know")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from fedsynth.privacy.errors import PrivacySettingError
 from fedsynth.privacy.grid import Addends, Grid, grid_of
-from fedsynth.privacy.releases import RECORD, Release, aggregated
+from fedsynth.privacy.releases import RECORD, Release
 
 FIRST, MAIN = "first", "main"
 PHASES = (FIRST, MAIN)
@@ -132,7 +132,7 @@ class PrivatePlan:
         return Release(
             round=round,
             quantity=self.quantity,
-            mechanism=self.mechanism + aggregated(self.shares),
+            mechanism=self.mechanism,
             clipped=self.clipped,
             noise_multiplier=noise_multiplier * self.noise_ratio,
             sensitivity=self.clip,
@@ -142,6 +142,7 @@ class PrivatePlan:
             dimension=self.dimension,
             unaccounted=unaccounted,
             unit=unit,
+            shares=self.shares,
         )
 
 

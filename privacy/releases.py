@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
@@ -11,41 +10,16 @@ from typing import Any
 
 from fedsynth.privacy.errors import PrivacySettingError, shown
 
-ADJACENCIES = {
-    "add-remove": "add or remove one example (dp-accounting ADD_OR_REMOVE_ONE)",
-    "zero-out": (
-        "replace one example by a null record that contributes nothing (dp-accounting "
-        "REPLACE_SPECIAL): how many examples a client has is then public, how many of each class "
-        "is not"
-    ),
-    "replace-one": (
-        "replace one example, its label too, by any other (dp-accounting REPLACE_ONE): it leaves "
-        "one class's sum and enters another's or the same, so all classes together move by at most "
-        "twice the clip"
-    ),
-}
-"""Adjacency: its words for the report. Zero-out costs what add-remove costs; replace-one doubles
-every sensitivity."""
-USER_ADJACENCIES = {
-    "add-remove": (
-        "add or remove one user with all their examples (dp-accounting ADD_OR_REMOVE_ONE)"
-    ),
-    "zero-out": (
-        "replace all examples of one user by null records that contribute nothing (dp-accounting "
-        "REPLACE_SPECIAL): how many users a client has is then public"
-    ),
-    "replace-one": (
-        "replace all examples of one user by any others (dp-accounting REPLACE_ONE): all classes "
-        "together move by at most twice the clip"
-    ),
-}
+ADJACENCIES = ("add-remove", "zero-out", "replace-one")
+"""Neighbouring data sets: one unit is added or removed, replaced by a null record that contributes
+nothing (how many units a client has is then public), or replaced by any other. Zero-out costs what
+add-remove costs; replace-one doubles every sensitivity."""
 ADD_REMOVE = "add-remove"
 RECORD = "record"
 USER = "user"
 UNITS = (RECORD, USER)
 """Who is added or removed under adjacency: one example, or one user with all examples of theirs."""
 SAMPLERS = ("poisson", "full")
-_AGGREGATED = re.compile(r", noise of ([1-9][0-9]{0,8}) clients together\Z")
 
 
 @dataclass(frozen=True)
@@ -70,6 +44,8 @@ class Release:
         dimension: coordinates released at each step.
         unaccounted: the reason, where no guarantee holds for this row; it makes ε infinite.
         unit: one of `UNITS`: whose influence `sensitivity` bounds, and whom `sample_rate` samples.
+        shares: H, where the noise that is charged is that of H clients together, each of whom adds
+            1/√H of it; 1: the noise is the client's own.
 
     Raises:
         PrivacySettingError: a value outside its range.
@@ -87,9 +63,10 @@ class Release:
     dimension: int
     unaccounted: str | None = None
     unit: str = RECORD
+    shares: int = 1
 
     def __post_init__(self) -> None:
-        for name, least in (("round", 0), ("steps", 1), ("dimension", 1)):
+        for name, least in (("round", 0), ("steps", 1), ("dimension", 1), ("shares", 1)):
             value = getattr(self, name)
             require(
                 type(value) is int and value >= least,
@@ -134,12 +111,6 @@ class Release:
             q,
         )
 
-    @property
-    def shares(self) -> int:
-        """H, where the noise is that of H clients together (`aggregated`); 1: the client's own."""
-        found = _AGGREGATED.search(self.mechanism)
-        return int(found[1]) if found else 1
-
     def to_json(self) -> dict[str, Any]:
         """The row as a flat, JSON-able dict; `from_json` is its inverse."""
         return asdict(self)
@@ -149,7 +120,7 @@ class Release:
         """Rebuild a row. Raises PrivacySettingError on missing or unknown fields and on values out
         of range."""
         names = {f.name for f in fields(cls)}
-        if not names - {"unaccounted", "unit"} <= set(row) <= names:
+        if set(row) != names:
             raise PrivacySettingError(
                 None,
                 "row",
@@ -160,15 +131,6 @@ class Release:
             key: sys.intern(one) if type(one) is str else one for key, one in row.items()
         }
         return cls(**shared)
-
-
-def aggregated(shares: int) -> str:
-    """What a row's mechanism ends with, where its noise is not the client's alone.
-
-    It is a part of the mechanism's name, and no field, so that the ledgers that have such rows say
-    it as they are; `Release.shares` reads it.
-    """
-    return f", noise of {shares} clients together" if shares > 1 else ""
 
 
 def is_real(value: object) -> bool:
@@ -185,11 +147,6 @@ def require(ok: bool, key: str, rule: str, value: object, section: str | None = 
     """Refuses the value of what is called `key` (in `section` of a config file, if it has one)."""
     if not ok:
         raise PrivacySettingError(section, key, f"{rule}, got {shown(value)}")
-
-
-def adjacency_words(adjacency: str, unit: str) -> str:
-    """Which data sets are neighbours, as the report says it."""
-    return (USER_ADJACENCIES if unit == USER else ADJACENCIES)[adjacency]
 
 
 def check_adjacency(adjacency: str) -> None:

@@ -8,8 +8,7 @@ from typing import Any
 
 from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.files import decode_json, read_text
-from fedsynth.privacy.report import SCHEMA_VERSION
-from fedsynth.privacy.report_schema import schema_problems
+from fedsynth.privacy.report_figures import SCHEMA_VERSION, schema_problems
 
 HOSTILE = (
     KeyError,

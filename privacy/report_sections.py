@@ -15,28 +15,24 @@ from fedsynth.privacy.accounting import (
     epsilon_by_round,
     epsilon_rdp,
     merge,
+    totals,
 )
 from fedsynth.privacy.attacks import attack_success, best_guess
 from fedsynth.privacy.releases import Release
-from fedsynth.privacy.report_schema import (
+from fedsynth.privacy.report_figures import (
     Accountant,
     AfterRound,
     Attack,
-    Budget,
-    CrossCheck,
     CurvePoint,
     Group,
     Guarantee,
-    KindAlone,
     LedgerEntry,
-    Spread,
-    WorstAfterRound,
+    ReleaseKind,
 )
 
 Rows = Sequence[Release]
 CURVE_DELTAS = (1e-3, 1e-4, 1e-5, 1e-6, 1e-7, 1e-8, 1e-9)
 GROUPS = (2, 5)
-WEAK_EPSILON = 10.0
 
 
 def reasons_in_ledgers(ledgers: Mapping[str, Rows]) -> list[str]:
@@ -52,36 +48,32 @@ def reasons_in_ledgers(ledgers: Mapping[str, Rows]) -> list[str]:
 
 
 def guarantee(ledgers: Mapping[str, Rows], delta: float, adjacency: str) -> Guarantee:
-    """(ε, δ) of the worst client, the spread over clients, ε by round, ε(δ) and what an attacker
-    can gain."""
+    """Returns (ε, δ) of the worst client, ε by client and by round, ε(δ), and what an attacker can
+    gain; each figure is the largest over the clients."""
     by_client = {name: epsilon(rows, delta, adjacency) for name, rows in ledgers.items()}
     worst = max(by_client, key=lambda name: by_client[name])
     rows = ledgers[worst]
     histories = {name: epsilon_by_round(each, delta, adjacency) for name, each in ledgers.items()}
-    # who is worst may depend on δ and on the attack
-    different = list({tuple(each) for each in ledgers.values()})
+    # which client is worst may depend on δ, on the attack and on the group
+    different = list({totals(each): each for each in ledgers.values()}.values())
     return Guarantee(
         epsilon=by_client[worst],
         delta=delta,
         worst_client=worst,
-        clients=Spread(
-            number=len(by_client),
-            epsilon_min=min(by_client.values()),
-            epsilon_median=statistics.median(by_client.values()),
-            epsilon_max=by_client[worst],
-        ),
         epsilon_by_client=by_client,
-        epsilon_by_round_worst_client=[
-            WorstAfterRound(round=number, epsilon=spent)
-            for number, spent in histories[worst].items()
-        ],
         epsilon_by_round=over_clients(histories),
         epsilon_of_each_release_alone=alone(rows, delta, adjacency),
         epsilon_of_delta=_curve(different, delta, adjacency),
         attack_success=_attacks(different, adjacency),
         best_guess_at_most=max(best_guess(rows, adjacency) for rows in different),
-        groups=[group(rows, delta, size, adjacency) for size in GROUPS],
+        groups=[_worst_group(different, delta, size, adjacency) for size in GROUPS],
     )
+
+
+def _worst_group(ledgers: Sequence[Rows], delta: float, size: int, adjacency: str) -> Group:
+    """Returns the largest ε of a group over the clients; none where one client's is not known."""
+    groups = [group(rows, delta, size, adjacency) for rows in ledgers]
+    return max(groups, key=lambda one: math.inf if one.epsilon is None else one.epsilon)
 
 
 def _curve(ledgers: Sequence[Rows], delta: float, adjacency: str) -> list[CurvePoint]:
@@ -118,14 +110,14 @@ def over_clients(histories: Mapping[str, Mapping[int, float]]) -> list[AfterRoun
     return table
 
 
-def alone(rows: Rows, delta: float, adjacency: str) -> list[KindAlone]:
+def alone(rows: Rows, delta: float, adjacency: str) -> list[ReleaseKind]:
     """The ε of each kind of release if it were the only one: they do not add up to the whole, which
     is less."""
     kinds: dict[tuple[str, str], list[Release]] = defaultdict(list)
     for row in rows:
         kinds[row.quantity, row.mechanism].append(row)
     return [
-        KindAlone(quantity=quantity, mechanism=mechanism, epsilon=epsilon(some, delta, adjacency))
+        ReleaseKind(quantity=quantity, mechanism=mechanism, epsilon=epsilon(some, delta, adjacency))
         for (quantity, mechanism), some in sorted(kinds.items())
     ]
 
@@ -143,7 +135,7 @@ def group(rows: Rows, delta: float, size: int, adjacency: str) -> Group:
     if all(row.sample_rate == 1 for row in rows):
         scaled = [replace(row, noise_multiplier=row.noise_multiplier / size) for row in rows]
         exact = epsilon(scaled, delta, adjacency)
-        return Group(units=size, epsilon=exact, note="exact for this mechanism")
+        return Group(units=size, epsilon=exact, exact=True)
     least = epsilon(rows, delta, adjacency)
     merged = merge(rows, adjacency)
     slack = math.inf if merged is None else merged.slack
@@ -153,10 +145,8 @@ def group(rows: Rows, delta: float, size: int, adjacency: str) -> Group:
         if spread * slack > delta:  # below the accountant's accuracy from here on
             break
         if deltas_at(rows, [each], adjacency)[0] * spread <= delta:
-            note = "upper bound by chaining neighbours"
-            return Group(units=size, epsilon=size * each, note=note)
-    note = "not computed: out of the accountant's numerical reach"
-    return Group(units=size, epsilon=None, note=note)
+            return Group(units=size, epsilon=size * each, exact=False)
+    return Group(units=size, epsilon=None, exact=False)
 
 
 def folded_ledger(ledgers: Mapping[str, Rows]) -> list[LedgerEntry]:
@@ -179,66 +169,21 @@ def folded_ledger(ledgers: Mapping[str, Rows]) -> list[LedgerEntry]:
 def _entry(row: Release, numbers: Sequence[int], clients: list[str]) -> LedgerEntry:
     fields = row.to_json()
     del fields["round"]
-    return LedgerEntry(
-        rounds=list(numbers),
-        clients=clients,
-        **fields,
-        noise_standard_deviation=row.noise_multiplier * row.sensitivity,
-    )
+    return LedgerEntry(rounds=list(numbers), clients=clients, **fields)
 
 
 def accountant(
     ledgers: Mapping[str, Rows], worst: str | None, delta: float, adjacency: str
 ) -> Accountant:
-    """Which accountant, version and discretisation; with RDP's figure for the worst client beside
-    it, if there is one."""
-    rows = ledgers[worst] if worst is not None else ()
-    described = describe_accountant(rows, adjacency)
+    """Returns which accountant, version and discretisation, with Rényi DP's ε of the worst client.
+
+    Args:
+        worst: None where nothing is guaranteed.
+    """
     if worst is None:
+        described = describe_accountant((), adjacency)
         return Accountant(**{**described, "computation": "none: no guarantee to compute"})
-    return Accountant(**described, cross_check=_cross_check(rows, delta, adjacency))
-
-
-def _cross_check(rows: Rows, delta: float, adjacency: str) -> CrossCheck:
+    rows = ledgers[worst]
     rdp = epsilon_rdp(rows, delta, adjacency)
-    if rdp is None:
-        note = "the library has no Rényi accountant for replace-one with subsampling"
-        return CrossCheck(name="none", epsilon=None, note=note)
-    return CrossCheck(
-        name="Rényi differential privacy (RDP), same library",
-        epsilon=rdp if math.isfinite(rdp) else None,
-        note="an independent, looser bound: it should not be below the figure above, and is far "
-        "above it where epsilon is large and the data are subsampled",
-    )
-
-
-def budget(spent: float, cap: float | None, planned_rounds: int, rounds_done: int) -> Budget:
-    """What is left, and what happens at the end of it."""
-    end = "there is no cap: nothing stops the budget from growing with every further round or run"
-    if cap is not None:
-        end = (
-            "a release that would exceed the cap is refused before it happens, and the run ends "
-            "with what it has; the schedule is public, so stopping tells nothing about the data"
-        )
-    return Budget(
-        epsilon_cap=cap,
-        epsilon_spent=spent,
-        epsilon_left=None if cap is None else max(0.0, cap - spent),
-        planned_rounds=planned_rounds,
-        rounds_done=rounds_done,
-        at_the_end=end,
-        note="epsilons of several releases do not simply add up: what is left buys more than the "
-        "difference suggests",
-    )
-
-
-def weakness(spent: float) -> list[str]:
-    """The plain warning that an ε above 10 gets."""
-    if spent <= WEAK_EPSILON:
-        return []
-    return [
-        "This epsilon is above 10: the formal promise is weak. It does not rule out that somebody "
-        "who sees the releases tells with near certainty whether a given example was used. More "
-        "noise, fewer rounds and steps, or a smaller "
-        "sampling rate give a smaller one; privacy.epsilon finds the noise for a wanted value."
-    ]
+    finite = rdp is not None and math.isfinite(rdp)
+    return Accountant(**describe_accountant(rows, adjacency), rdp_epsilon=rdp if finite else None)

@@ -1,10 +1,9 @@
-"""Checks a privacy report: what it must say is built again, by the functions that build reports,
-and compared as a whole.
+"""Checks a privacy report: its figures are computed again, and compared.
 
-A report follows from a context (public settings: `fedsynth.federation.outputs.verification` makes
-it from a run folder's config.toml) and from ledger rows. So nothing here lists what to look at:
-every key, figure and sentence must be the one that follows. What does not follow from anything is
-named in `taken_as_stated`.
+A report follows from public facts (`fedsynth.federation.outputs.verification` makes them from a
+run folder) and from ledger rows. Every key and figure must be the one that follows; figures that
+can only be stated are named by `taken_as_stated`. The pages are rendered again and compared where
+the installed renderers are those that made them.
 
 This checks bookkeeping. It does not, and cannot, attest that the noise was added.
 """
@@ -20,15 +19,15 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from fedsynth.privacy import audit as audits
+from fedsynth.privacy.audit import epsilon_lower_bound
 from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.files import read_regular
-from fedsynth.privacy.held_rows import Held
+from fedsynth.privacy.held_rows import HeldRows
 from fedsynth.privacy.history import History
-from fedsynth.privacy.report import build_report, render_html, render_markdown
+from fedsynth.privacy.report import NAME, build_report
+from fedsynth.privacy.report_figures import ReportFacts, faults
 from fedsynth.privacy.report_file import HOSTILE, SHORT
-from fedsynth.privacy.report_inputs import ReportContext
-from fedsynth.privacy.report_schema import faults
+from fedsynth.privacy.report_pages import render_html, render_markdown, renderer_versions
 
 TOLERANCE = 1e-6  # of figures that another version of the libraries may round differently
 _COMMAND = re.compile(r"fedsynth privacy audit( [ -~]{0,2000})?")
@@ -37,10 +36,10 @@ _VERSION = re.compile(r"[0-9][0-9A-Za-z.+!_-]{0,63}")
 
 @dataclass(frozen=True)
 class Verification:
-    """What was found.
+    """What a verification found.
 
     Attributes:
-        problems: everything in which the report differs from what it must say; empty: it holds.
+        problems: every difference; empty: the report holds.
         notes: what was compared with what, and what had to be taken as stated.
     """
 
@@ -49,80 +48,111 @@ class Verification:
 
 
 def report_problems(
-    report: Mapping[str, Any], context: ReportContext, held: Held, folder: Path | None = None
+    report: Mapping[str, Any], facts: ReportFacts, held: HeldRows, rows_before: Mapping[str, int]
 ) -> list[str]:
-    """Everything in which a report differs from the one that follows from `context` and the rows.
+    """Returns everything in which a report differs from the one that follows from facts and rows.
 
     Args:
         report: of a sound shape (`schema_problems`).
-        folder: holds its Markdown and HTML.
+        rows_before: client → the rows that its ledger held when the run began.
     """
+    histories = [
+        History(client, rows, _chain(report, held, client)) for client, rows in held.rows.items()
+    ]
     try:
-        histories = [History(client, tuple(rows)) for client, rows in held.rows.items()]
-        expected = build_report(context, histories)
+        expected = build_report(facts, histories, rows_before)
     except (PrivacyError, ArithmeticError) as error:  # ArithmeticError: of absurdly large figures
         return [f"no report follows from this: {error}"]
     except ValidationError as error:  # the same, where they come out infinite
         return [f"no report follows from this: {line}" for line in faults(error)]
-    for client, head in expected["ledger_heads"].items():  # type: ignore[attr-defined]
-        head["chain"] = held.chains.get(client, report["ledger_heads"][client]["chain"])
-    problems = [*_as_stated(report, expected), *differences("", expected, report)]
-    problems += _worst_client(report)
-    return problems + (_renderings(report, folder) if folder is not None else [])
+    problems = _versions(report, expected)
+    if report["audit"] is not None:
+        problems += _audit_problems(report["audit"], report)
+        expected["audit"] = report["audit"]
+    return [*problems, *differences("", expected, report)]
+
+
+def _chain(report: Mapping[str, Any], held: HeldRows, client: str) -> str | None:
+    """Returns the chain hash over a client's rows: its file's, or as stated without a file."""
+    hashes = held.chains.get(client)
+    if hashes is not None and len(held.rows[client]) < len(hashes):
+        return hashes[len(held.rows[client])]
+    stated: str | None = report["ledger_heads"][client]["chain"]
+    return stated
 
 
 def taken_as_stated(report: Mapping[str, Any]) -> list[str]:
-    """What this report says that follows from nothing else."""
+    """Returns what the report states that follows from nothing else."""
     names = [name for name in report["provenance"] if name != "config"]
     facts = [f"versions ({', '.join(names)})"] if names else []
-    facts += _said_by_the_user(report)
-    facts += ["the counts of the audit"] if isinstance(report["audit"], dict) else []
-    facts += ["what a trial of the clients' steps found (verdict.warnings)"]
+    run = report["run"]
+    stated = [name for name in ("id", "date", "responsible", "purpose", "sites") if run[name]]
+    facts += [f"which run it is ({', '.join(stated)})"] if stated else []
+    facts += ["the run's own warnings, and what a trial of the clients' steps found"]
+    facts += ["the counts of the audit"] if report["audit"] is not None else []
     return facts
 
 
-def _said_by_the_user(report: Mapping[str, Any]) -> list[str]:
-    run = report["run"]
-    said = [name for name in ("id", "date", "responsible", "purpose", "sites") if run[name]]
-    return [f"which run it is ({', '.join(said)})"] if said else []
+def page_problems(report: Mapping[str, Any], folder: Path) -> tuple[list[str], list[str]]:
+    """Returns where the Markdown and HTML in a folder differ from the report, and which were not
+    compared: where other versions of the renderers made them.
 
-
-def _as_stated(report: Mapping[str, Any], expected: dict[str, Any]) -> list[str]:
-    """Moves into `expected` what can only be stated, and says where that is not what such a thing
-    may be."""
+    Args:
+        report: of a sound shape.
+    """
+    installed = renderer_versions()
+    other = [
+        f"{name} {SHORT.repr(report['provenance'].get(name))[1:-1]}"
+        for name, own in installed.items()
+        if report["provenance"].get(name) != own
+    ]
+    if other:
+        made_by = ", ".join(other)
+        return [], [f"{NAME}.md and .html were not compared: they were rendered by {made_by}"]
     problems = []
-    versions = dict(report["provenance"])
-    if set(versions) == set(expected["provenance"]):
-        for name, value in versions.items():
-            if name != "config" and not _VERSION.fullmatch(value):
-                problems.append(f"provenance.{name} is no version: {SHORT.repr(value)}")
-        own = expected["provenance"].get("config")
-        expected["provenance"] = versions if own is None else {**versions, "config": own}
-        if "dp-accounting" in versions:
-            expected["accountant"]["library"] = f"dp-accounting {versions['dp-accounting']}"
-    if isinstance(report["audit"], dict):
-        problems += _audit(report["audit"], report)
-        expected["audit"] = report["audit"]
+    for ending, render in (("md", render_markdown), ("html", render_html)):
+        file = folder / f"{NAME}.{ending}"
+        if not file.exists():  # which is a problem of the folder
+            continue
+        try:
+            if read_regular(file) != render(report).encode():
+                problems.append(f"{file.name} does not say what the JSON report says")
+        except OSError as error:
+            problems.append(f"{file.name} cannot be read: {error.strerror}")
+        except PrivacyError as error:
+            problems.append(f"{file.name}: {error}")
+    return problems, []
+
+
+def _versions(report: Mapping[str, Any], expected: dict[str, Any]) -> list[str]:
+    """Moves the stated versions into `expected`, and returns those that cannot be versions."""
+    stated = report["provenance"]
+    if set(stated) != set(expected["provenance"]):
+        return []
+    problems = []
+    for name, value in stated.items():
+        if name == "config":
+            continue
+        expected["provenance"][name] = value
+        if not _VERSION.fullmatch(value):
+            problems.append(f"provenance.{name} is no version: {SHORT.repr(value)}")
+    if "dp-accounting" in stated:
+        expected["accountant"]["library"] = f"dp-accounting {stated['dp-accounting']}"
     return problems
 
 
-def _audit(stated: Mapping[str, Any], report: Mapping[str, Any]) -> list[str]:
-    """An audit's bound must follow from its counts, and be of this method, mechanism and δ."""
-    promise = report["guarantee"]
-    same = {"method": report["method"], "mechanism": report["mechanism"]}
-    same |= {} if promise is None else {"delta": promise["delta"]}
-    problems = [
-        text
-        for key, value in same.items()
-        for text in differences(f"audit.{key}", value, stated[key])
-    ]
-    counts = (stated["correct"], stated["guesses"], stated["canaries"])
+def _audit_problems(stated: Mapping[str, Any], report: Mapping[str, Any]) -> list[str]:
+    """Returns where an audit's bound does not follow from its counts, or is of another run."""
+    same = {name: report[name] for name in ("method", "mechanism", "delta")}
+    problems = differences("audit", same, {name: stated[name] for name in same})
     if not (0 < stated["confidence"] < 1 and 0 < stated["delta"] < 1):
         return [*problems, "audit: confidence and delta must be in (0, 1)"]
+    counts = (stated["correct"], stated["guesses"], stated["canaries"])
     try:
-        bound = audits.epsilon_lower_bound(*counts, stated["delta"], stated["confidence"])
+        bound = epsilon_lower_bound(*counts, stated["delta"], stated["confidence"])
     except (*HOSTILE, PrivacyError) as error:
         return [*problems, f"audit: {error}"]
+    promise = report["guarantee"]
     if promise is not None and bound > promise["epsilon"]:
         problems.append(
             f"audit: ε is at least {bound:.6g}, and the report claims {promise['epsilon']:.6g}"
@@ -134,57 +164,27 @@ def _audit(stated: Mapping[str, Any], report: Mapping[str, Any]) -> list[str]:
         )
     if not _COMMAND.fullmatch(stated["command"]):
         problems.append(f"audit.command is no audit's command: {SHORT.repr(stated['command'])}")
-    return [*problems, *differences("audit.text", audits.audit_text(stated), stated["text"])]
-
-
-def _worst_client(report: Mapping[str, Any]) -> list[str]:
-    """Of clients that have spent the same, any may be named the worst."""
-    promise = report["guarantee"]
-    if promise is None:
-        return []
-    spent = promise["epsilon_by_client"].get(promise["worst_client"])
-    if spent is not None and _same(promise["epsilon"], spent):
-        return []
-    return [f"guarantee.worst_client {SHORT.repr(promise['worst_client'])} has not spent the most"]
-
-
-def _renderings(report: Mapping[str, Any], folder: Path) -> list[str]:
-    """The Markdown and HTML beside the report must be made of it."""
-    problems = []
-    for ending, render in (("md", render_markdown), ("html", render_html)):
-        file = folder / f"privacy_report.{ending}"
-        try:
-            if read_regular(file) != render(report).encode():
-                problems.append(f"{file.name} does not say what the JSON report says")
-        except OSError as error:
-            problems.append(f"{file.name} cannot be read: {error.strerror}")
-        except HOSTILE as error:
-            problems.append(f"{file.name} cannot be made of the JSON report: {error}")
     return problems
 
 
+_MISSING = object()
+
+
 def differences(where: str, expected: Any, stated: Any) -> list[str]:
-    """Every leaf in which two JSON values differ; figures may differ by `TOLERANCE`."""
+    """Returns every leaf in which two JSON values differ; figures may differ by `TOLERANCE`."""
     if isinstance(expected, Mapping) and isinstance(stated, Mapping):
-        keys = [*expected, *(key for key in stated if key not in expected)]
-        missing = object()
-        return [
-            text
-            for key in keys
-            if f"{where}.{key}" != "guarantee.worst_client"  # checked apart
-            for text in differences(
-                f"{where}.{_key(key)}" if where else _key(key),
-                expected.get(key, missing),
-                stated.get(key, missing),
-            )
-        ]
+        found = []
+        for key in {**expected, **stated}:
+            path = f"{where}.{_key(key)}" if where else _key(key)
+            found += differences(path, expected.get(key, _MISSING), stated.get(key, _MISSING))
+        return found
     if isinstance(expected, list) and isinstance(stated, list):
         if len(expected) != len(stated):
             return [f"{where} has {len(stated)} entries, and should have {len(expected)}"]
-        pairs = enumerate(zip(expected, stated, strict=True))
-        return [
-            text for number, (a, b) in pairs for text in differences(f"{where}[{number}]", a, b)
-        ]
+        found = []
+        for number, (one, other) in enumerate(zip(expected, stated, strict=True)):
+            found += differences(f"{where}[{number}]", one, other)
+        return found
     small = 0.0 if where.rpartition(".")[2] == "delta" else 1e-12  # δ may be that small itself
     if _same(expected, stated, small):
         return []
@@ -196,7 +196,7 @@ def _key(key: Any) -> str:
     return text if len(text) <= 80 and text.isprintable() else SHORT.repr(text)
 
 
-def _same(expected: Any, stated: Any, small: float = 1e-12) -> bool:
+def _same(expected: Any, stated: Any, small: float) -> bool:
     if isinstance(expected, float) and type(stated) in (int, float):
         try:
             return math.isclose(expected, stated, rel_tol=TOLERANCE, abs_tol=small)
@@ -206,6 +206,6 @@ def _same(expected: Any, stated: Any, small: float = 1e-12) -> bool:
 
 
 def _short(value: Any) -> str:
-    if type(value) is object:
+    if value is _MISSING:
         return "nothing"
     return f"{value:.6g}" if isinstance(value, float) else SHORT.repr(value)

@@ -90,6 +90,7 @@ class Method:
             own is then refused where it mixes the examples of a batch.
         takes_model: whether the run's model settings decide its network; False: it has one of its
             own, and a run that sets a model says that this changes nothing.
+        variant_names: of the models that `variants` may return.
         images_from: in words, what a run's synthetic images need; empty: the method makes none.
         learns_from_images: whether the run's model was trained on the images that it hands over.
 
@@ -127,6 +128,7 @@ class Method:
     model_sees_data: ClassVar[bool] = True
     takes_model: ClassVar[bool] = True
     images_from: ClassVar[str] = ""
+    variant_names: ClassVar[tuple[str, ...]] = ()
     learns_from_images: ClassVar[bool] = True
 
     def to_dict(self) -> dict[str, Any]:
@@ -273,8 +275,13 @@ class Method:
         return parameters
 
     def facts(self, state: State, context: RoundContext) -> Mapping[str, Any]:
-        """What else a round's row of metrics says, by name; with differential privacy what
-        `discloses` declares."""
+        """Returns what else a round's row of metrics states, by name; with differential privacy
+        only released values, which `discloses` declares."""
+        return {}
+
+    def planned_facts(self, context: RoundContext) -> Mapping[str, Any]:
+        """Returns what a round's row states that follows only from the settings and the round:
+        the public values of `discloses`. Verification computes them again."""
         return {}
 
     def client_facts(self, memory: Memory, context: RoundContext) -> Mapping[str, Any]:
@@ -290,7 +297,8 @@ class Method:
         return {}
 
     def variants(self, state: State) -> Mapping[str, Mapping[str, torch.Tensor]]:
-        """Other models of the same training, by name, to be evaluated beside it."""
+        """Returns other models of the same training, by a name of `variant_names`, which are
+        evaluated, too."""
         return {}
 
     def artefacts(self, state: State) -> Mapping[str, torch.Tensor]:
@@ -310,9 +318,14 @@ class Method:
         none."""
         return None
 
+    @property
+    def plans_images(self) -> bool:
+        """Whether `synthetic` may have images at the end: else a run folder with them is damaged."""
+        return False
+
     def makes_images(self, counted: Sequence[int]) -> bool:
-        """Whether `synthetic` surely has images at the end, for verification: a run folder without
-        them lacks something.
+        """Returns whether `synthetic` surely has images at the end, for verification: a run folder
+        without them lacks something.
 
         Args:
             counted: the rounds that counted.

@@ -46,6 +46,7 @@ class _Images(_Part):
     mean: list[float]
     std: list[float]
     source: str
+    person: Annotated[str, Field(min_length=1, max_length=40)] = "person"
 
 
 class _Sizes(_Part):
@@ -89,6 +90,7 @@ class Declaration:
         sites: the sites' names; empty: there are none.
         most_images: a bound on the number of images of all sites together.
         ledger: the folder of the ledgers that are kept for these images; None: nobody says.
+        person: what one person in the images is called, such as "patient".
         signed_by: who has checked it; empty: nobody has.
         path: the file.
     """
@@ -97,6 +99,7 @@ class Declaration:
     sites: tuple[str, ...]
     most_images: int
     ledger: Path | None
+    person: str
     signed_by: str
     path: Path
 
@@ -138,6 +141,7 @@ def read_declaration(path: Path) -> Declaration:
         tuple(read.images.sites),
         read.sizes.most_images,
         (path.parent / expand_home(ledger)).absolute() if ledger else None,
+        read.images.person,
         f"{signed.by.strip()}, {signed.date.strip()}" if both else "",
         path,
     )
@@ -213,6 +217,7 @@ width = {spec.width}
 mean = {listed(spec.mean)}  # of pixels from 0 to 1: constants, not computed from these images
 std = {listed(spec.std)}
 source = {json.dumps(spec.source, ensure_ascii=False)}
+person = "person"  # what the privacy report calls one person in the images, such as "patient"
 
 [sizes]
 # Round numbers that you would state without looking. A wrong `images` makes results worse, and not

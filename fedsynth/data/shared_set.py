@@ -26,6 +26,7 @@ from fedsynth.data.files import MAX_LIST_BYTES, one_line, read_tensors, save_ten
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import DataFilesCorruptError, DataFilesMissingError, FedsynthError
 from fedsynth.privacy.files import decode_json, expand_home, file_hash, plain_files, read_regular
+from fedsynth.privacy.formatting import format_epsilon
 
 TENSORS, SUMS, README = "synthetic.safetensors", "SHA256SUMS", "README.md"
 FORMAT = "fedsynth synthetic set 1"
@@ -80,7 +81,7 @@ class SharedSet:
         return (self.images - mean) / torch.tensor(self.spec.std).view(shape)
 
     def __repr__(self) -> str:
-        held = "no guarantee" if self.epsilon is None else f"ε = {self.epsilon:.4g}"
+        held = "no guarantee" if self.epsilon is None else f"ε = {format_epsilon(self.epsilon)}"
         return f"SharedSet({len(self.labels)} images of {self.spec.name!r}, {held})"
 
 

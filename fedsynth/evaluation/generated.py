@@ -25,12 +25,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 GENERATOR = "generator"
 """The key of these facts in a round's row of metrics."""
+GeneratorFacts = dict[
+    Literal["agreement", "student", "class_entropy", "class_entropy_share", "classes"], float
+]
+"""The shape of these facts."""
 
 
 def tally(

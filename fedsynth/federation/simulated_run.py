@@ -52,7 +52,7 @@ from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.methods import is_own_method
 from fedsynth.models.registry import is_own_model
 from fedsynth.privacy.errors import PrivacySettingError
-from fedsynth.privacy.figures import up
+from fedsynth.privacy.formatting import format_epsilon
 from fedsynth.privacy.history import History
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.synthesizer.condensation.sets import synthetic_sets
@@ -256,7 +256,11 @@ class Simulation:
             self.server.state = checkpoint.state.to(device)
             self.checkpoints.give_memories(self.exchange.clients, device)
             self.uploads = {k: upload.to(device) for k, upload in checkpoint.uploads.items()}
-        self.record.go_on(folder, [] if checkpoint is None else checkpoint.rows)
+        rows = [] if checkpoint is None else checkpoint.rows
+        for client in self.exchange.clients if len(rows) < self.settings.rounds else ():
+            if client.budget is not None:  # before the folder claims that it was resumed
+                client.budget.ledger.note_resumption(len(rows))
+        self.record.go_on(folder, rows)
 
     def _keep(self, context: RoundContext) -> None:
         """A checkpoint after a round."""
@@ -277,7 +281,7 @@ class Simulation:
         histories = self.exchange.histories() if self._private else []
         if not self._private or not self.plan.guaranteed(histories):
             return ""
-        spent = up(self.plan.epsilon(histories))
+        spent = format_epsilon(self.plan.epsilon(histories))
         return f"; spent: ε = {spent} at δ = {self.plan.privacy.delta:g}"
 
     def _interrupted(self, how: str) -> str:
@@ -360,7 +364,7 @@ class Simulation:
             ended.folder,
             ended.summary,
             artefacts,
-            tuple(self.record.deviations),
+            self.record.deviations,
         )
 
     def _draw_round(self, number: int) -> None:

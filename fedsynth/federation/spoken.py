@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 from fedsynth.federation.observer import Observer
-from fedsynth.privacy.figures import up
+from fedsynth.privacy.formatting import format_epsilon
 
 
 class Spoken(Observer):
@@ -32,6 +32,6 @@ class Spoken(Observer):
         if row.get("test_accuracy") is not None:
             parts.append(f"test accuracy {100 * row['test_accuracy']:.2f} %")
         if "epsilon" in row:
-            parts.append(f"ε {up(row['epsilon'], 3)}")
+            parts.append(f"ε {format_epsilon(row['epsilon'])}")
         parts.append(f"uploads {row['upload_bytes'] / 1e6:.2f} MB")
         self.note(" · ".join(parts))

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from fedsynth.core.context import RoundContext
 from fedsynth.core.method import Presets
 from fedsynth.errors import SettingError
-from fedsynth.evaluation.generated import GENERATOR, average, describe
+from fedsynth.evaluation.generated import GENERATOR, GeneratorFacts, average, describe
 from fedsynth.methods.shared.ensemble import DistilsEnsemble, EnsembleState
 from fedsynth.privacy.disclosure import Disclosure, released
 from fedsynth.synthesizer.generation.ensembles import Aggregate, average_of_logits
@@ -50,7 +50,7 @@ class DistilsWithoutData(DistilsEnsemble):
 
     discloses: ClassVar[Mapping[str, Disclosure]] = {
         **DistilsEnsemble.discloses,
-        GENERATOR: released("the server makes the generators from uploaded models"),
+        GENERATOR: released("the server makes the generators from uploaded models", GeneratorFacts),
     }
     presets: ClassVar[Presets] = {
         "digits": {

@@ -37,7 +37,7 @@ from fedsynth.core.method import Memory
 from fedsynth.core.state import ServerState
 from fedsynth.core.uploads import Array, Rule, most_examples
 from fedsynth.errors import UploadRejectedError
-from fedsynth.evaluation.generated import GENERATOR, describe, tally
+from fedsynth.evaluation.generated import GENERATOR, GeneratorFacts, describe, tally
 from fedsynth.methods.shared.aggregation import AveragingState, average
 from fedsynth.methods.shared.client_training import Task
 from fedsynth.methods.shared.local import TrainsLocally
@@ -136,7 +136,7 @@ class FedGen(TrainsLocally):
     )
     discloses: ClassVar[Mapping[str, Disclosure]] = {
         **TrainsLocally.discloses,
-        GENERATOR: released("the server makes the generator from uploaded models"),
+        GENERATOR: released("the server makes the generator from uploaded models", GeneratorFacts),
     }
 
     alpha: float = 10.0

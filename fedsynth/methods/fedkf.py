@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters, public
 from fedsynth.core.method import Memory, Presets
-from fedsynth.evaluation.generated import GENERATOR, average, describe
+from fedsynth.evaluation.generated import GENERATOR, GeneratorFacts, average, describe
 from fedsynth.methods.shared.aggregation import AveragingState
 from fedsynth.methods.shared.client_training import Task, plain_upload
 from fedsynth.methods.shared.local import TrainsLocally
@@ -100,7 +100,7 @@ class FedKF(TrainsLocally):
     downlink: ClassVar[type[Message]] = TwoModels
     discloses: ClassVar[Mapping[str, Disclosure]] = {
         **TrainsLocally.discloses,
-        GENERATOR: released("made from the server's message and public noise"),
+        GENERATOR: released("made from the server's message and public noise", GeneratorFacts),
     }
 
     batch: int = 64

@@ -286,6 +286,10 @@ class FedSum(TrainsInBall, SharesNoise):
         made = self._set(state, context)
         return made.images, made.labels
 
+    @property
+    def plans_images(self) -> bool:
+        return True
+
     def makes_images(self, counted: Sequence[int]) -> bool:
         return bool(counted)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fedsynth.privacy.figures import up
+from fedsynth.privacy.formatting import format_epsilon
 from fedsynth.runs.folders import Run, value_at
 
 NONE = "–"
@@ -54,7 +54,7 @@ def _shown(path: str, value: float | None) -> str:
     if value is None:
         return NONE
     if path == "differential_privacy.epsilon":
-        return up(value)
+        return format_epsilon(value)
     if path == "generator.class_entropy_share":
         return f"{value:.2f}"
     if is_share(path):

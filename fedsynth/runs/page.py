@@ -22,12 +22,11 @@ from markupsafe import Markup, escape
 
 from fedsynth.federation.outputs.run_folder import COUNTS, ROUNDS
 from fedsynth.privacy.errors import PrivacyError
-from fedsynth.privacy.figures import printable, up
 from fedsynth.privacy.files import load_json, read_regular
-from fedsynth.privacy.first_page import band, odds_factor
+from fedsynth.privacy.formatting import band, format_epsilon, format_odds, printable
 from fedsynth.privacy.plots import Line, line_plot, svg_templates
 from fedsynth.privacy.report_file import HOSTILE, sound_report
-from fedsynth.privacy.report_html import STYLE
+from fedsynth.privacy.report_pages import STYLE, protected, verdict
 from fedsynth.runs.compare import differing, labels
 from fedsynth.runs.curves import AXES, curve, curves_svg
 from fedsynth.runs.folders import Run, RunFolderError, value_at
@@ -269,14 +268,14 @@ def _promise(run: Run) -> tuple[list[str], list[tuple[float, float]]]:
         return [f"the report cannot be read: {error!s:.200}", *[NONE] * 5], []
     promise = report["guarantee"]
     if promise is None:
-        return [report["verdict"]["text"], *[NONE] * 5], []
+        return [verdict(report), *[NONE] * 5], []
     epsilon = promise["epsilon"]
     row = [
-        f"ε = {up(epsilon)}",
+        f"ε = {format_epsilon(epsilon)}",
         f"{promise['delta']:g}",
-        report["unit"]["one"],
+        protected(report),
         band(epsilon),
-        odds_factor(epsilon),
+        format_odds(epsilon),
         promise["worst_client"],
     ]
     return row, [(float(one["round"]), one["worst"]) for one in promise["epsilon_by_round"]]

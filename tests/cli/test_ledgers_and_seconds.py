@@ -66,7 +66,7 @@ def test_a_budget_that_earlier_runs_have_spent_is_one_line(train: Call, tmp_path
     assert train(line).code == 0
     again = train(line)
     assert (again.code, again.stderr.count("\n")) == (2, 1)
-    assert "error: ended after 0 of 1 rounds: client 'client-000'" in again.stderr
+    assert "error: ended after 0 of 1 rounds: client client-000: ε is" in again.stderr
     assert "above the cap 1.5" in again.stderr
     assert len(list(again.output.iterdir())) == 1
     assert len(read_ledger(tmp_path / "ledgers" / "client-000.jsonl").releases) == 1
@@ -119,7 +119,7 @@ def test_a_sign_of_life_goes_by_steps_where_seconds_would_tell(
 
 
 def test_a_row_without_accuracy_is_a_line() -> None:
-    row = {"round": 1, "models": {"aca": {}}, "upload_bytes": 1e6, "seconds": 2.0}
+    row = {"round": 1, "models": {"aca": {}}, "upload_bytes": 1_000_000, "seconds": 2.0}
     assert round_line(row, resolve({})) == "round 1/3 · uploads 1.00 MB · 2.0 s"
     private = resolve({"privacy": {"noise_multiplier": 3.0}})
     told = {**row, "epsilon": 1.0, "private_test": {"test_accuracy": 0.5}}

@@ -14,7 +14,7 @@ from fedsynth.errors import DivergedError
 from fedsynth.federation.observer import Observer
 from fedsynth.federation.simulated_run import Simulation
 from fedsynth.privacy.errors import PrivacySettingError
-from fedsynth.privacy.figures import up
+from fedsynth.privacy.formatting import format_epsilon
 from tests.own_images import declare, make_folder, write_image
 
 Call = Callable[..., Any]
@@ -164,7 +164,10 @@ def test_a_run_that_ends_early_says_what_it_spent_and_where(
     result = simulate(capped, output=tmp_path / "capped")
     line = capsys.readouterr().err.splitlines()[-1]
     assert line.startswith("ended after 1 of 2 rounds: client")
-    assert f"; spent: ε = {up(result.summary['differential_privacy']['epsilon'])} at δ" in line
+    assert (
+        f"; spent: ε = {format_epsilon(result.summary['differential_privacy']['epsilon'])} at δ"
+        in line
+    )
     assert line.endswith(f"; what it has done is in {result.folder}")
 
     play = Simulation.play

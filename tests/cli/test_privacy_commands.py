@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from fedsynth.privacy.accounting import epsilon
+from fedsynth.privacy.formatting import format_epsilon
 from fedsynth.privacy.releases import Release
-from fedsynth.privacy.report_text import up
 
 Call = Callable[..., Any]
 FAST = "--rounds 2 --set iterations=2 --set server_epochs=1 --set ipc=1 --width 4"
@@ -110,7 +110,7 @@ def test_a_dry_run_says_what_the_run_then_does(fedsynth: Call, tmp_path: Path) -
     run = fedsynth(line)
     assert run.code == 0, run.stderr
     spent = json.loads((run.folder / "privacy_report.json").read_text())["guarantee"]["epsilon"]
-    assert f"ε = {up(spent, 3)} at" in dry.stdout
+    assert f"ε = {format_epsilon(spent)} at" in dry.stdout
     as_json = json.loads(fedsynth(f"{line} --dry-run --json").stdout)
     assert as_json["epsilon"]["2"] == pytest.approx(spent)
     assert "no differential privacy" in fedsynth("train --dry-run").stdout

@@ -17,7 +17,7 @@ from fedsynth import (
     load_synthetic,
     simulate,
 )
-from fedsynth.privacy.figures import up
+from fedsynth.privacy.formatting import format_epsilon
 
 Call = Callable[..., Any]
 BRIEF = "--model linear --steps 20 --copies 1"
@@ -43,7 +43,7 @@ def test_it_says_what_it_learned_its_guarantee_and_its_accuracy(
     assert (
         "learned: 60 images, soft labels, and 1 changed copies of each that a model" in run.stdout
     )
-    epsilon = up(load_synthetic(share).epsilon or 0.0)
+    epsilon = format_epsilon(load_synthetic(share).epsilon or 0.0)
     assert f"guarantee: ε = {epsilon} at δ = 1e-05, the set's" in run.stdout
     assert " % of 359 real test images" in run.stdout
     assert "step 20 of 20" in run.stderr

@@ -48,7 +48,7 @@ def test_own_data_and_own_clients(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert after == ledger
     report = (folder / "privacy_report.md").read_text()
     assert "university" in report
-    assert "ONE USER OF ONE CLIENT" in report
+    assert "ONE PERSON OF ONE CLIENT" in report
     # the true number of records, but for digits inside a hash
     assert not re.search(r"(?<![\w.])570(?![\w.])", report)
 

@@ -33,6 +33,7 @@ from fedsynth.federation.outputs.share_readme import Share, readme
 from fedsynth.federation.outputs.verification import verify_run
 from fedsynth.privacy.errors import PrivacyError, PrivacySettingError
 from fedsynth.privacy.files import file_hash
+from fedsynth.privacy.formatting import format_epsilon
 from tests.own_images import declare, make_folder
 
 TINY = {
@@ -107,16 +108,45 @@ def check_house(share: Path, secret_place: Path) -> None:
         assert re.findall(r"(?<![\d.])(92|46)(?![\d.])", text) == []
 
 
-def test_the_hash_of_the_settings_stays_with_them(share: Path) -> None:
-    """config.toml has paths, which its hash would let somebody guess who knows the rest."""
+def test_a_handed_over_folder_has_a_report_of_its_own_files(share: Path, tmp_path: Path) -> None:
+    """The report was the run's: it listed files that were not there, and other hashes than
+    SHA256SUMS. config.toml has paths, which its hash would let somebody guess who knows the rest."""
     (run,) = (share.parent / "runs").iterdir()
-    kept = json.loads((run / "privacy_report.json").read_text())["files"]
-    sent = json.loads((share / "privacy_report.json").read_text())["files"]
-    assert sent == {name: digest for name, digest in kept.items() if name != "config.toml"}
-    assert "synthetic.safetensors" in sent
-    for name in REPORTS:
-        assert file_hash(run / "config.toml") not in (share / name).read_text()
+    with_model = export_run(run, tmp_path / "share", with_model=True)
+    for folder, more in ((share, []), (with_model, ["model.safetensors"])):
+        lines = (folder / "SHA256SUMS").read_text().splitlines()
+        sums = {line[66:]: line[:64] for line in lines}
+        listed = json.loads((folder / "privacy_report.json").read_text())["files"]
+        assert sorted(listed) == sorted(["README.md", "synthetic.safetensors", *more])
+        assert all(sums[name] == digest for name, digest in listed.items())
+        text = (folder / "privacy_report.md").read_text()
+        assert "These files were handed over together with this report" in text
+        assert all(digest in text for digest in listed.values())
+        for name in REPORTS:
+            assert file_hash(run / "config.toml") not in (folder / name).read_text()
+        modes = {path.stat().st_mode & 0o777 for path in folder.rglob("*") if path.is_file()}
+        assert modes == {0o644}
     assert verify_run(run).problems == []
+
+
+def test_one_owner_is_reported_with_the_declared_sites(tmp_path: Path) -> None:
+    """`--sites` was refused unless it named one client, and the report told of a federation."""
+    place = make_folder(tmp_path / "clinic")
+    declare(place)
+    declaration = place / "fedsynth.toml"
+    declaration.write_text(
+        declaration.read_text().replace("[sizes]", 'person = "patient"\n\n[sizes]')
+    )
+    given = {**TINY, "data": {"folder": str(place)}}
+    for number, (sites, shown) in enumerate((("", "north, south"), ("Mitte,Nord", "Mitte, Nord"))):
+        settings = owner_settings({**given, "report": {"sites": sites} if sites else {}})
+        share = tmp_path / f"share-{number}"
+        synthesize(settings, share, runs=tmp_path / "runs")
+        text = (share / "privacy_report.md").read_text()
+        assert f"| sites | {shown} (client-000) |" in text
+        assert "one data owner's computation" in text
+        assert "## A patient with several examples" in text
+        assert "a federation" not in text
 
 
 def test_whose_test_images_they_were_is_said_where_it_is_known(tmp_path: Path) -> None:
@@ -156,7 +186,7 @@ def test_tensors_are_in_pixel_units_with_their_promise(share: Path) -> None:
     assert (found.delta, found.spec.class_names) == (1e-5, ("ill", "well"))
     assert (found.soft_labels, found.clients) == (None, None)
     readme = (share / "README.md").read_text()
-    assert f"ε = {found.epsilon:.4g}"[:6] in readme
+    assert f"ε = {format_epsilon(found.epsilon)} at" in readme
     assert "Not protected: a person with several examples" in readme
 
 

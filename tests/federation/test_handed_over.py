@@ -111,6 +111,6 @@ def test_own_data_are_called_public_only_where_their_owner_says_so(tmp_path: Pat
         )
         assert result.folder is not None
         pages.append((result.folder / "privacy_report.md").read_text().split("# Datasheet")[0])
-    assert "scans: the user's own; its specification is public, its records are not" in pages[0]
-    assert "declared public by the user" not in pages[0]
-    assert "declared public by the user" in pages[1]
+    assert "scans: the operator's own; its specification is public, its records are not" in pages[0]
+    assert "declared public by the operator" not in pages[0]
+    assert "declared public by the operator" in pages[1]

@@ -419,7 +419,7 @@ def test_an_owners_cap_is_at_the_owners_delta() -> None:
         for servers in (1e-2, 1e-9):
             guard = Guard(Ledger("c"), servers, None, owner=cap)
             if refused:
-                with pytest.raises(BudgetExceededError, match="delta 1e-05"):
+                with pytest.raises(BudgetExceededError, match="δ = 1e-05"):
                     guard.check([row])
             else:
                 guard.check([row])

@@ -261,7 +261,7 @@ def test_patients_are_protected_by_the_users_of_the_images(tmp_path: Path) -> No
     rows = [f"{name},patient {number // 3}" for number, name in enumerate(images)]
     (folder / "users.csv").write_text("path,user\n" + "\n".join(rows))
     report: Any = simulate(tiny(folder, privacy=by_user), quiet=True).privacy
-    assert report["unit"]["one"] == "one user of one client"
+    assert report["unit"]["kind"] == "user"
 
 
 def test_a_run_on_a_folder_goes_on_where_it_stopped(

@@ -436,8 +436,8 @@ def test_a_repeated_round_is_charged_again_and_said(
     assert verified.problems == []
     (said,) = resumed.deviations
     assert said == (
-        "resumed after 1 of 3 rounds: what round 2 had released by then is charged, and the round "
-        "is charged again"
+        "resumed after 1 of 3 rounds: releases made in round 2 before that are charged; the round is "
+        "charged again"
     )
     assert resumed.privacy is not None
     plain = run(sections(method, privacy={"noise_multiplier": 1.0}), tmp_path / "other")
@@ -459,7 +459,7 @@ def test_rows_of_a_repeated_round_need_a_resumption(
     (folder / RESUMED).unlink()
     assert any("is not charged" in problem for problem in verify_run(folder).problems)
     (folder / RESUMED).write_text(stated.replace("[0]", "[0, 1]"))
-    assert any("deviations" in problem for problem in verify_run(folder).problems)
+    assert any("resumption that its ledger" in one for one in verify_run(folder).problems)
 
 
 def test_a_cap_holds_over_resumptions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

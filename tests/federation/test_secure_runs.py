@@ -36,6 +36,7 @@ from fedsynth.federation.secure_sums.fixed_point import Words
 from fedsynth.federation.secure_sums.parcels import Keys, Present, Roster, Sealed, Shares
 from fedsynth.federation.terms.public_context import public_context
 from fedsynth.privacy import grid, randomness
+from fedsynth.privacy.report_pages import render_markdown, secure_aggregation
 from tests.federation.test_nodes import CLIENTS, Hand, Place, StoppedError, joined, place
 from tests.federation.test_unchanged import RepeatableNoise
 from tests.small import small_settings
@@ -600,18 +601,15 @@ def test_the_reports_say_that_the_sum_was_executed_and_what_it_rests_on(place: P
     assert len(owners) == CLIENTS
     for report in [served.report, *(json.loads(file.read_text()) for file in owners)]:
         assert report is not None
-        model: Any = report["trust_model"]
-        assert model["secure_aggregation"].startswith("aggregation executed")
-        assert "at least 3 clients" in model["secure_aggregation"]
-        assert "at most 1 of a sum's clients" in model["adversary"]
-        assert "at least 2, it among them, add their noise and tell it" in model["trusted"]
-        verdict: Any = report["verdict"]
-        assert any("on its side" in one for one in verdict["assumptions"])
-        assert not any("a secure aggregation shows" in one for one in verdict["assumptions"])
+        assert (report["shares"], report["min_clients"]) == (2, 3)
+        text = render_markdown(report)
+        assert "secure aggregation: aggregation executed" in text
+        assert "at most 1 client of a sum, and everybody else" in text
+        assert "A secure aggregation reveals" not in text
     assert any("sends its part of a sum masked" in one for one in place.said)
     together = simulate(resolve(given), quiet=True)
     assumed: Any = together.privacy
-    assert assumed["trust_model"]["secure_aggregation"].startswith("assumed, not executed")
+    assert secure_aggregation(assumed).startswith("assumed, not executed")
     told = json.loads((served.folder / "summary.json").read_text())["differential_privacy"]
     assert told["aggregation"] == "executed"
     assert together.summary["differential_privacy"]["aggregation"] == "assumed, not executed"

@@ -53,19 +53,16 @@ def run(output: Path | None = None, **privacy: Any) -> RunResult:
 def test_the_report_says_who_is_protected_and_is_verified(tmp_path: Path) -> None:
     result = run(tmp_path, user_records=4)
     report: Any = result.privacy
-    assert report["unit"]["protects"].startswith("ONE USER OF ONE CLIENT")
-    assert "several examples" not in report["unit"]["does_not_protect"]
-    assert report["public_items"]["nominal users of a client"].startswith("10 (declared)")
+    assert report["unit"] == {"kind": USER, "person": "person", "user_records": 4}
+    assert report["public_items"]["nominal persons of a client"].startswith("10 (declared)")
     assert "nominal records of a client" not in report["public_items"]
-    assert "at most 4" in report["unit"]["records_per_user"]
-    assert report["adjacency"].startswith("add or remove one user")
     assert {row["unit"] for row in report["ledger"]} == {USER}
     assert [group["units"] for group in report["guarantee"]["groups"]] == [2, 5]
     assert result.folder is not None
     assert verify_run(result.folder).problems == []
     text = (result.folder / "privacy_report.md").read_text()
-    assert "for one user of one client" in text
-    assert "2 users together" in text
+    assert "for one person of one client" in text
+    assert "2 persons together" in text
 
 
 def test_a_report_that_names_another_unit_is_noticed(tmp_path: Path) -> None:

@@ -18,7 +18,8 @@ from fedsynth.federation.nodes.policy import Policy
 from fedsynth.federation.outputs.verification import verify_run
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.releases import Release
-from fedsynth.privacy.report import render_html, render_markdown
+from fedsynth.privacy.report_figures import Event
+from fedsynth.privacy.report_pages import render_html, render_markdown
 from tests.federation.test_nodes import CLIENTS, Place, StoppedError, sections
 from tests.federation.test_secure_runs import sections as secure_sections
 from tests.federation.test_tampering import computed
@@ -56,7 +57,7 @@ def owners(folder: Path, number: int = 0) -> Path:
 def test_a_servers_folder_and_each_owners_verify(folder: Path) -> None:
     found = verify_run(servers(folder))
     assert found.problems == []
-    assert any("no ledger file was compared" in str(note) for note in found.notes)
+    assert found.notes[0].startswith("the ledgers are the data owners'")
     for number in range(CLIENTS):
         found = verify_run(owners(folder, number))
         assert found.problems == []
@@ -159,9 +160,9 @@ OF_BOTH: dict[str, Tamper] = {
     "a smaller epsilon": change(REPORT, put("guarantee/epsilon", 0.5)),
     "a row less": change(REPORT, fewer_rounds),
     "another client": change(REPORT, put("ledger_heads/stranger", {"rows": 0, "chain": None, "rows_before": 0})),
-    "another trust model": change(REPORT, put("trust_model/adversary", "nobody")),
+    "another trust model": change(REPORT, put("min_clients", 2)),
     "no mention of who sees the time": change(REPORT, put("scope", [])),
-    "a deviation of nobody's": change(REPORT, put("deviations", ["client 1 took no part: ill"])),
+    "an event of nobody's": change(REPORT, put("events", [Event(kind="absent", client="1", why="ill").to_json()])),
     "another sigma at the start": change("privacy_start.json", put("noise_multiplier", 9.0)),
     "another sigma of the run": config("noise_multiplier = 5.0", "noise_multiplier = 9.0"),
     "another delta": config("delta = 1e-05", "delta = 1e-06"),
@@ -174,7 +175,7 @@ OF_SERVERS: dict[str, Tamper] = {
     "nobody lost": line(1, lambda row: row.pop("lost")),
     "a stranger lost": line(1, put("lost", {"7": "away"})),
     "a round less": lambda folder: line(0, put("round", 2))(folder),
-    "a simulation's": lambda folder: (folder / "run.json").unlink(),
+    "a simulation's": change("privacy_start.json", put("simulated", True)),
     "another model": lambda folder: (folder / "model.safetensors").write_bytes(b"x"),
 }  # fmt: skip
 OF_OWNERS: dict[str, Tamper] = {

@@ -20,7 +20,7 @@ from fedsynth.core.context import RoundContext, round_context
 from fedsynth.data.images import ImageData, from_arrays
 from fedsynth.data.registry import dataset_spec
 from fedsynth.features import FeatureMap, feature_map, register_features
-from fedsynth.federation.outputs.report_context import public_items
+from fedsynth.federation.outputs.report_facts import public_items
 from fedsynth.federation.terms.costs import plan_of
 from fedsynth.methods.fedavg import FedAvg
 from fedsynth.methods.shared.client_training import MODEL

@@ -61,7 +61,7 @@ def run(tmp_path: Path, keys: tuple[Path, Path]) -> Path:
     for name in ("ledger/client-000.jsonl", "model.safetensors", "simulation_only/partition.txt"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(name)
-    (folder / "privacy_report.json").write_text('{"schema_version": 3}')
+    (folder / "privacy_report.json").write_text('{"schema_version": 4}')
     sign_run(folder, read_private_key(keys[0]))
     return folder
 

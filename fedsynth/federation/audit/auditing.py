@@ -26,7 +26,7 @@ from fedsynth.errors import SettingError
 from fedsynth.federation.audit.canaries import KINDS, Canaries
 from fedsynth.federation.exchange.client_budget import ClientBudget
 from fedsynth.federation.observer import Observer
-from fedsynth.federation.outputs.report_context import provenance
+from fedsynth.federation.outputs.report_facts import provenance
 from fedsynth.federation.simulated_run import Simulation
 from fedsynth.federation.terms.client_ledgers import Clients
 from fedsynth.federation.terms.costs import plan_of
@@ -35,7 +35,7 @@ from fedsynth.federation.terms.given_data import PUBLIC
 from fedsynth.federation.terms.own_data import declared, specification, with_declared
 from fedsynth.federation.terms.public_context import public_context
 from fedsynth.federation.terms.settings import RunSettings
-from fedsynth.privacy.audit import audit_text, epsilon_lower_bound, guesses_for, right_guesses
+from fedsynth.privacy.audit import epsilon_lower_bound, guesses_for, right_guesses
 from fedsynth.privacy.errors import PrivacyError, PrivacySettingError
 from fedsynth.privacy.mechanism_facts import mechanism_facts
 from fedsynth.privacy.randomness import SecretGenerator
@@ -83,7 +83,7 @@ class AuditResult:
 
     def entry(self, command: str) -> dict[str, Any]:
         """The audit section of a privacy report; `command` repeats the audit, with other coins."""
-        facts = {
+        return {
             "command": command,
             "method": self.method,
             "mechanism": self.mechanism,
@@ -94,7 +94,6 @@ class AuditResult:
             "delta": self.delta,
             "epsilon_lower_bound": self.epsilon_lower_bound,
         }
-        return {"text": audit_text(facts), **facts}
 
 
 def audit_run(

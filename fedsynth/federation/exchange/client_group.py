@@ -82,7 +82,7 @@ def _charged(client: ClientRuntime, phase: str, context: RoundContext) -> Allowa
     try:
         return client.granted(phase, context)
     except BudgetExceededError as error:
-        raise RefusedError(Refusal(client.number, str(error))) from None
+        raise RefusedError(Refusal(client.number, str(error), spent=error.spent)) from None
 
 
 def step_together(

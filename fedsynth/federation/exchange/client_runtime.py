@@ -229,7 +229,7 @@ class ClientRuntime:
         try:
             self.budget.check(context.round)
         except BudgetExceededError as error:
-            return Refusal(self.number, str(error))
+            return Refusal(self.number, str(error), spent=error.spent)
         return None
 
     def begin(self, context: RoundContext) -> None:

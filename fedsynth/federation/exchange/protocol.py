@@ -60,11 +60,14 @@ class Refusal:
         client: its number.
         reason: for people.
         kind: BUDGET, with which a run ends in order, or REQUEST, which is an error.
+        spent: the client's name, its ε now, and its ε after one more round, where its budget would
+            be exceeded and it is in this process.
     """
 
     client: int
     reason: str
     kind: str = BUDGET
+    spent: tuple[str, float, float] | None = None
 
 
 @dataclass(frozen=True)

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING
 from fedsynth.config_file import to_toml
 from fedsynth.federation.outputs import privacy_words
 from fedsynth.federation.outputs.checkpoint import write_whole
-from fedsynth.federation.outputs.report_context import owner_context
+from fedsynth.federation.outputs.report_facts import owner_facts
 from fedsynth.federation.outputs.run_folder import PRIVATE_START
-from fedsynth.federation.outputs.verified_owner import OWNER
+from fedsynth.federation.outputs.verification import OWNER
 from fedsynth.federation.terms.given_data import NO_TEST
-from fedsynth.privacy.figures import up
+from fedsynth.privacy.formatting import format_epsilon
 from fedsynth.privacy.history import History
 from fedsynth.privacy.ledger import chain_hashes
 from fedsynth.privacy.report import build_report, write_report
-from fedsynth.privacy.report_schema import Began
+from fedsynth.privacy.report_figures import Began
 
 if TYPE_CHECKING:
     from fedsynth.federation.nodes.session import Session
@@ -46,13 +46,13 @@ def write_owner_report(session: Session, rounds: int, folder: Path) -> str:
     plan = budget.plan
     held = _as_it_was(session.history, budget.ledger.path)
     began = Began.today(folder.name)
-    start = privacy_words.start(plan, (held,), NO_TEST, began, session.warnings)
+    start = privacy_words.start(plan, (held,), NO_TEST, began, session.warnings, simulated=False)
     write_whole(folder / "config.toml", to_toml(plan.run.to_mapping()).encode())
     write_whole(folder / PRIVATE_START, json.dumps(start.to_json(), indent=1).encode())
     about = {"client": runtime.number, "rounds": rounds}
     write_whole(folder / OWNER, json.dumps(about).encode())
     now = budget.history()
-    context = owner_context(
+    facts, before = owner_facts(
         plan,
         runtime.number,
         held,
@@ -61,11 +61,11 @@ def write_owner_report(session: Session, rounds: int, folder: Path) -> str:
         began=began,
         warnings=session.warnings,
     )
-    write_report(build_report(context, [now]), folder)
+    write_report(build_report(facts, [now], before), folder)
     if not plan.guaranteed([now]):
         return f"no ε can be stated; the report is in {folder}"
     return (
-        f"this client's ledger stands at ε = {up(plan.epsilon([now]))} at "
+        f"this client's ledger stands at ε = {format_epsilon(plan.epsilon([now]))} at "
         f"δ = {plan.privacy.delta:g}; the report is in {folder}"
     )
 

@@ -49,6 +49,7 @@ from fedsynth.privacy.errors import LedgerError
 from fedsynth.privacy.files import load_json
 from fedsynth.privacy.history import History
 from fedsynth.privacy.releases import Release
+from fedsynth.privacy.report_figures import Event
 from fedsynth.synthesizer.condensation.sets import synthetic_sets
 
 
@@ -175,8 +176,9 @@ class _Run:
             simulated=False,
             warnings=warnings,
         )
-        self.record.deviations += [
-            f"client {k} took no part: {why}" for k, why in self.exchange.never_joined.items()
+        self.record.events += [
+            Event(kind="absent", client=str(k), why=why)
+            for k, why in self.exchange.never_joined.items()
         ]
         self._begin(checkpoint, resumed=resume is not None)
 
@@ -243,7 +245,7 @@ class _Run:
             self.server.final_parameters(),
             ended.report,
             histories,
-            tuple(self.record.deviations),
+            self.record.deviations,
         )
 
     def _charged(self) -> list[History]:
@@ -268,7 +270,8 @@ class _Run:
                 continue
             if assumed:
                 rounds = sorted({number for number, _ in one.unstated})
-                self.record.deviations.append(privacy_words.unstated(client, rounds))
+                event = Event(kind="unstated", client=str(client), rounds=rounds)
+                self.record.events.append(event)
                 rows_with = (*history.releases, *assumed)
                 history = replace(history, releases=rows_with, chain=None)
             found.append(history)

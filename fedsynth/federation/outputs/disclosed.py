@@ -14,7 +14,14 @@ from typing import Any
 from fedsynth.core.method import Method
 from fedsynth.evaluation.generated import GENERATOR
 from fedsynth.federation.outputs.lost_clients import LOST, NOT_COUNTED, REJECTED
-from fedsynth.privacy.disclosure import Disclosure, public, released, simulation_only
+from fedsynth.privacy.disclosure import (
+    COUNT,
+    SHARE,
+    Disclosure,
+    public,
+    released,
+    simulation_only,
+)
 from fedsynth.privacy.errors import UnaccountedReleaseError
 
 LOCAL = "local"
@@ -32,41 +39,44 @@ MODELS = "models"
 
 Declared = Mapping[str, Disclosure]
 
-_MEASURED = released("measured of released models, on public test images")
-_SIZES = released("the size of what was released")
-_SETTING = public("a setting of the run")
+_ACCURACY = released("measured of released models, on public test images", SHARE)
+_DOMAINS = released("the same for each domain", dict[str, SHARE])
+_SIZE = released("the size of what was released", COUNT)
+_SIZES = released("the size of what each client released", list[COUNT])
+_AS_PLANNED = public("computed from the settings, the plan and the ledgers' rows", Any)
 ROW: Declared = {
-    "round": public("the schedule is fixed before data are read"),
-    "epsilon": public("computed from the ledgers' rows, which are public"),
-    "participants": public("drawn from the run's seed"),
-    LOST: public("failures are drawn from the run's seed"),
-    REJECTED: released("what is wrong with a message that was released"),
-    NOT_COUNTED: released("counted from those two"),
-    "test_accuracy": _MEASURED,
-    COMMON: _MEASURED,
-    "domain_accuracy": _MEASURED,
-    "domain_average": _MEASURED,
-    MODELS: released("rows of their own, of which the same holds"),
-    "upload_floats": _SIZES,
-    "upload_bytes": _SIZES,
+    "round": public("the schedule is fixed before data are read", COUNT),
+    "epsilon": public("computed from the ledgers' rows, which are public", float),
+    "participants": public("drawn from the run's seed", list[COUNT]),
+    LOST: public("failures are drawn from the run's seed", dict[str, str]),
+    REJECTED: released("what is wrong with a message that was released", dict[str, str]),
+    NOT_COUNTED: released("counted from those two", dict[str, str | int]),
+    "test_accuracy": _ACCURACY,
+    COMMON: _ACCURACY,
+    "domain_accuracy": _DOMAINS,
+    "domain_average": _ACCURACY,
+    MODELS: released("rows of their own, of which the same holds", dict[str, dict[str, Any]]),
+    "upload_floats": _SIZE,
+    "upload_bytes": _SIZE,
     "client_upload_bytes": _SIZES,
-    "seconds": simulation_only("how long a step takes goes by the records"),
+    "seconds": simulation_only("how long a step takes depends on the records"),
     LOCAL: simulation_only("accuracies on the clients' own records"),
     PRIVATE_TEST: simulation_only("accuracies on private test images"),
 }
-"""Of a round's row, beside what the method declares."""
+"""Keys of a round's row, beside those that the method declares."""
+MEASURED: Declared = {key: ROW[key] for key in (*ON_TEST, LOCAL, PRIVATE_TEST)}
+"""Keys of the row of one of a method's variants."""
 SUMMARY: Declared = {
-    **{key: ROW[key] for key in ("test_accuracy", COMMON, "domain_average", MODELS)},
+    **{key: ROW[key] for key in (COMMON, "domain_average", MODELS)},
     **{key: ROW[key] for key in ("upload_bytes", "seconds", LOCAL)},
-    **{key: _SETTING for key in ("method", "settings", "dataset", "seed", "test_data")},
-    "rounds": public("how many the schedule and the cap allow"),
-    "upload_floats_per_round": _SIZES,
-    "device": public("the machine that ran it"),
-    "folder": public("where the run's files are"),
-    SOURCES: public("code that was written before data are read"),
-    "differential_privacy": public("computed from the plan and the ledgers' rows"),
+    "test_accuracy": released(_ACCURACY.reason, SHARE | None),
+    **{key: _AS_PLANNED for key in ("method", "settings", "dataset", "seed", "test_data")},
+    **{key: _AS_PLANNED for key in ("rounds", "differential_privacy", SOURCES)},
+    "upload_floats_per_round": _SIZE,
+    "device": public("the machine that ran it", str),
+    "folder": public("where the run's files are", str),
 }
-"""Of summary.json, beside what the method declares."""
+"""Keys of summary.json, beside those that the method declares."""
 SUMMARISED = (GENERATOR,)
 """The methods' facts that a summary has, too."""
 
@@ -136,7 +146,7 @@ def disclosed(values: Mapping[str, Any], declared: Declared | None) -> Disclosed
         declared: of each key what it is; None: the run has no differential privacy.
 
     Raises:
-        UnaccountedReleaseError: names a key that nobody has declared.
+        UnaccountedReleaseError: a key that nothing declares, or a value of another shape.
     """
     if declared is None:
         return Disclosed(dict(values))
@@ -145,13 +155,18 @@ def disclosed(values: Mapping[str, Any], declared: Declared | None) -> Disclosed
     for key, value in values.items():
         if key not in declared:
             raise UnaccountedReleaseError(
-                f"{key!r} stands in a private run's metrics, and nobody has declared what it is: "
-                "a method declares its facts in `discloses`, as released or public"
+                f"{key!r} is in a private run's metrics, and nothing declares what it is: a method "
+                "declares its facts in `discloses`, as released or public"
             )
         if not declared[key].shown:
             hidden[key] = value
+        elif not declared[key].fits(value):
+            raise UnaccountedReleaseError(
+                f"{key!r} in a private run's metrics has another shape than is declared: a method "
+                "declares its facts' shapes in `discloses`"
+            )
         elif key == MODELS:
-            shown[key] = {name: dict(disclosed(one, declared).shown) for name, one in value.items()}
+            shown[key] = {name: dict(disclosed(one, MEASURED).shown) for name, one in value.items()}
             hidden[key] = value
         else:
             shown[key] = value

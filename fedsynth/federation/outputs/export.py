@@ -28,12 +28,13 @@ from fedsynth.data.shared_set import (
     write_set,
 )
 from fedsynth.errors import OutputError, UnknownNameError
-from fedsynth.federation.outputs.run_folder import CONFIG, INCOMPLETE, MODEL, PRIVATE_START
+from fedsynth.federation.outputs.run_folder import INCOMPLETE, MODEL, PRIVATE_START
 from fedsynth.federation.outputs.saved_model import model_of_run, write_model
 from fedsynth.federation.outputs.share_readme import Share, readme
 from fedsynth.federation.outputs.verification import verify_run
 from fedsynth.methods import method_class
 from fedsynth.privacy.errors import PrivacyError
+from fedsynth.privacy.files import file_hash, plain_files
 from fedsynth.privacy.report import write_report
 from fedsynth.privacy.report_file import read_json, sound_report
 from fedsynth.version import __version__
@@ -140,7 +141,7 @@ def _read(folder: Path, unprotected: bool, with_model: bool, method: type[Method
     return Share(
         found,
         f"fedsynth {__version__}, {one_line(summary.get('method'), 60)}",
-        None if report is None else _without_settings(report),
+        report,
         accuracy if type(accuracy) is float else None,
         made_by is not None and made_by.learns_from_images,
         model_of_run(folder, found.spec, method) if with_model else None,
@@ -154,13 +155,6 @@ def _known(name: str) -> type[Method] | None:
         return method_class(name)
     except UnknownNameError:
         return None
-
-
-def _without_settings(report: dict[str, Any]) -> dict[str, Any]:
-    """The report without the hash of config.toml, which does not go with it: who knows the other
-    settings could guess names of folders in it, and see by the hash that the guess is right."""
-    kept = {name: digest for name, digest in report["files"].items() if name != CONFIG}
-    return {**report, "files": kept}
 
 
 def _sound_report(folder: Path, method: type[Method] | None) -> dict[str, Any]:
@@ -198,9 +192,11 @@ def _write(made: Share, out: Path) -> None:
     if made.model is not None:
         network, architecture = made.model
         write_model(out / MODEL, network, architecture)
-    if made.report is not None:
-        write_report(made.report, out)
     (out / README).write_text(readme(made), "utf-8")
+    if made.report is not None:
+        own = plain_files(out, leave_out=["images"])
+        files = {name: file_hash(out / name) for name in own}
+        write_report({**made.report, "files": files, "handed_over": True}, out)
     write_hashes(out)
 
 

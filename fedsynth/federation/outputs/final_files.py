@@ -13,7 +13,7 @@ from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message
 from fedsynth.core.method import Method
 from fedsynth.core.state import ServerState
-from fedsynth.federation.outputs.report_context import handed_over
+from fedsynth.federation.outputs.report_facts import handed_over
 from fedsynth.federation.outputs.run_folder import SERVER, RunFolder
 from fedsynth.privacy.report import write_report
 from fedsynth.synthesizer.condensation.sets import synthetic_sets

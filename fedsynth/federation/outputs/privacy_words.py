@@ -1,26 +1,26 @@
-"""What is said of a private run's privacy before it begins, and in its summary.
+"""What a private run states about its privacy when it begins, and in its summary.
 
 All of it follows from the public plan and from what clients' ledgers hold; nothing here sees data.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from typing import Any
 
 from fedsynth.federation.terms.privacy_plan import PrivacyPlan
+from fedsynth.privacy.formatting import format_epsilon
 from fedsynth.privacy.history import History
-from fedsynth.privacy.releases import RECORD, USER
-from fedsynth.privacy.report import SCHEMA_VERSION, as_lists
-from fedsynth.privacy.report_schema import Began, LedgerStart, Promise, Start
-from fedsynth.privacy.report_text import up
+from fedsynth.privacy.releases import USER
+from fedsynth.privacy.report_figures import SCHEMA_VERSION, Began, LedgerStart, Promise, Start
 
 NEIGHBOURS = {
     "add-remove": "added or removed",
     "zero-out": "blanked out",
     "replace-one": "replaced by any other",
 }
-ONE = {RECORD: "one example", USER: "one user with all examples"}
 WEAK = 10.0
 """ε above which the headline warns."""
 
@@ -51,24 +51,29 @@ def headline(plan: PrivacyPlan, *, simulated: bool = True) -> list[str]:
     rounds = how_many(plan.run.rounds, "round")
     if plan.run.participation < 1:
         rounds += f" (it takes part in {plan.most_rounds()} at most)"
+    one = "one example"
+    if plan.privacy.unit == USER:
+        one = f"one {plan.run.report.person or 'person'} with all examples"
     lines = [
-        f"privacy: ε = {up(planned, 3)} at δ = {delta:g} for each client over {rounds}, "
-        f"{ONE[plan.privacy.unit]} {NEIGHBOURS[plan.privacy.adjacency]}",
+        f"privacy: ε = {format_epsilon(planned)} at δ = {delta:g} for each client over {rounds}, "
+        f"{one} {NEIGHBOURS[plan.privacy.adjacency]}",
         f"  mechanism {chief.mechanism} ({_noise(plan)}), {sampling}, {schedule(plan)}",
     ]
     if chief.shares > 1 and not simulated:
         lines.append(
             f"  each client adds the noise of one of {chief.shares}, and sends its part of a sum "
-            "masked: ε holds against who sees the sums over clients alone"
+            "masked: ε holds against those who see only the sums over clients"
         )
     elif chief.shares > 1:
         lines.append(
             f"  aggregation assumed, not executed: each client adds the noise of one of "
-            f"{chief.shares}, and ε holds against who sees the sums over all clients alone"
+            f"{chief.shares}, and ε holds only against those who see only the sums over all clients"
         )
     spent = plan.epsilon(plan.histories)
     if spent > 0:
-        lines.append(f"  of this, ε = {up(spent, 3)} stands in the ledgers from earlier runs")
+        lines.append(
+            f"  of this, ε = {format_epsilon(spent)} stands in the ledgers from earlier runs"
+        )
     return lines + _of_the_noise(plan) + _of_the_cap(plan, planned)
 
 
@@ -118,8 +123,8 @@ def _of_the_cap(plan: PrivacyPlan, planned: float) -> list[str]:
         if planned <= WEAK:
             return []
         return [
-            f"  warning: ε = {up(planned, 3)} is a weak guarantee: one example may change the "
-            f"odds of any outcome by a factor of e^{planned:.0f}; a smaller one: "
+            f"  warning: ε = {format_epsilon(planned)} is a weak guarantee: one example may change "
+            f"the odds of any outcome by a factor of e^{planned:.0f}; a smaller one: "
             "privacy.epsilon=8 in place of privacy.noise_multiplier"
         ]
     if planned <= cap * (1 + 1e-9):
@@ -136,6 +141,8 @@ def start(
     test: str,
     began: Began,
     warnings: Sequence[str] = (),
+    *,
+    simulated: bool,
 ) -> Start:
     """What is public and fixed when the run begins: written down then, so that a run that is
     killed can still be reported.
@@ -146,6 +153,7 @@ def start(
         test: what the test images are: "public", "private" or "none".
         began: which run it is, and on which day it began.
         warnings: what the run wants its report to warn of.
+        simulated: all clients are in one process; else each is where its data are.
     """
     return Start(
         schema_version=SCHEMA_VERSION,
@@ -156,6 +164,7 @@ def start(
             one.client: LedgerStart(rows=len(one.releases), chain=one.chain) for one in histories
         },
         run=began,
+        simulated=simulated,
         warnings=list(warnings),
     )
 
@@ -185,38 +194,10 @@ def summary(plan: PrivacyPlan, histories: Sequence[History], *, simulated: bool 
     )
 
 
-def resumed(after: int, rounds: int, *, simulated: bool = True) -> str:
-    """What a private run's report says of a resumption.
-
-    Args:
-        after: the last round that had ended.
-        rounds: of the run.
-        simulated: all clients are in one process; else each is where its data are.
-    """
-    if not simulated:
-        return (
-            f"resumed after {after} of {rounds} rounds: what round {after + 1} had released by "
-            "then is charged; a client that was asked the same again has sent the same again, and "
-            "any other is charged for the round again"
-        )
-    return (
-        f"resumed after {after} of {rounds} rounds: what round {after + 1} had released by then is "
-        "charged, and the round is charged again"
-    )
-
-
-def unstated(client: int, rounds: Sequence[int]) -> str:
-    """Returns the report's sentence on a client that was asked for steps and did not answer again.
-
-    Args:
-        client: its number.
-        rounds: in which it was asked since it last stated its ledger, ascending.
-    """
-    named = ", ".join(map(str, rounds))
-    return (
-        f"client {client} has not stated its ledger since it was asked for a step in round {named}: "
-        "counted as charged"
-    )
+def as_lists(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the mapping as JSON has it: with lists in place of tuples."""
+    found: dict[str, Any] = json.loads(json.dumps(dict(facts)))
+    return found
 
 
 def how_many(number: int, noun: str) -> str:

@@ -109,7 +109,7 @@ def summarise(
     summary["seed"] = settings.seed
     if test == NO_TEST or hidden:
         summary["test_data"] = test
-    summary["seconds"] = round(sum(row["seconds"] for row in metrics), 3)
+    summary["seconds"] = round(sum(row.get("seconds", 0.0) for row in metrics), 3)
     if "domain_average" in last:
         summary["domain_average"] = last["domain_average"]
     if MODELS in last:

@@ -53,6 +53,7 @@ def round_row(
         return check_facts(method.merge_facts(told), declared)
 
     row: dict[str, Any] = {"round": number}
+    row.update(check_facts(method.planned_facts(context), declared))
     row.update(figures("facts of the server", of_server))
     row.update(figures("facts of the clients", of_clients))
     if number % settings.evaluate_every == 0 or number == settings.rounds:

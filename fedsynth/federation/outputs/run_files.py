@@ -1,27 +1,30 @@
-"""What the folder of a private run says of its run, as far as the run's report follows from it:
-settings, what it began with, rows, summary, and where its ledgers are."""
+"""Reads the folder of a private run: settings, what the run began with, rows, summary, and where
+its ledgers are. The folder may come from anybody."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from fedsynth.config_file import read_sections
+from fedsynth.core.context import RoundContext
 from fedsynth.core.method import Method
 from fedsynth.data.registry import DatasetSpec, dataset_spec
 from fedsynth.data.stated_spec import spec_from_json
 from fedsynth.errors import FedsynthError, UnknownNameError
-from fedsynth.federation.outputs import privacy_words
-from fedsynth.federation.outputs.run_folder import PRIVATE_START, RESUMED, SERVED, resumed_rounds
+from fedsynth.federation.outputs.run_folder import CONFIG, PRIVATE_START, RESUMED, resumed_rounds
+from fedsynth.federation.terms.public_context import public_context
 from fedsynth.federation.terms.resolve import resolve
 from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.privacy.errors import PrivacyError, shown
 from fedsynth.privacy.files import read_text
-from fedsynth.privacy.report import SCHEMA_VERSION
+from fedsynth.privacy.report_figures import SCHEMA_VERSION, Began, Event, Start, schema_problems
 from fedsynth.privacy.report_file import HOSTILE, parse_json, read_json
-from fedsynth.privacy.report_schema import Began, Start, schema_problems
 
 OWN_METHOD = (
     "a method of your own has to be given again: its file, or in Python "
@@ -34,77 +37,99 @@ class MismatchError(PrivacyError):
 
 
 @dataclass(frozen=True)
-class RunFiles:
-    """What a run folder says of its run, as far as the run's report follows from it.
+class RunStart:
+    """What a run began with.
 
     Attributes:
         settings: of config.toml.
         spec: the data set's.
-        start: privacy_start.json, of a sound shape.
-        rows: of metrics.jsonl.
-        summary: None, where there is none.
-        resumed: after which rounds the run was resumed.
-        served: it was over nodes.
+        stated: privacy_start.json, of a sound shape.
     """
 
     settings: RunSettings
     spec: DatasetSpec
-    start: dict[str, Any]
-    rows: list[dict[str, Any]]
-    summary: dict[str, Any] | None
-    resumed: tuple[int, ...] = ()
-    served: bool = False
+    stated: dict[str, Any]
+
+    @cached_property
+    def context(self) -> RoundContext:
+        """The public context of the first round."""
+        return public_context(self.settings, self.spec, torch.device("cpu"))
 
     @property
     def began(self) -> Began:
         """Which run it is, and on which day it began."""
-        return Began(**self.start["run"])
+        return Began(**self.stated["run"])
 
     @property
-    def resumptions(self) -> list[str]:
-        """What the report says of them."""
-        rounds = self.settings.rounds
-        simulated = not self.served
-        return [privacy_words.resumed(one, rounds, simulated=simulated) for one in self.resumed]
+    def served(self) -> bool:
+        """Whether the run was over nodes."""
+        return not self.stated["simulated"]
+
+
+@dataclass(frozen=True)
+class RunFiles(RunStart):
+    """What a run folder states about its run.
+
+    Attributes:
+        rows: of metrics.jsonl.
+        summary: None, where there is none.
+        resumed: after which rounds the run was resumed.
+    """
+
+    rows: list[dict[str, Any]]
+    summary: dict[str, Any] | None
+    resumed: tuple[int, ...] = ()
+
+    @property
+    def resumptions(self) -> list[Event]:
+        """The events of the report for `resumed`."""
+        return [Event(kind="resumed", after=after) for after in self.resumed]
 
 
 def read_run(folder: Path, method: type[Method] | None = None) -> RunFiles:
     """Reads a private run's folder.
 
     Raises:
-        MismatchError, PrivacyError: a file is missing, damaged, or does not fit another.
+        PrivacyError: a file is missing, damaged, or does not fit another.
     """
-    start, settings, spec = read_start(folder, method)
-    if settings.partition.clients != len(start["ledgers"]):
+    start = read_start(folder, method)
+    clients = start.settings.partition.clients
+    if clients != len(start.stated["ledgers"]):
         raise MismatchError(
-            f"config.toml has {settings.partition.clients} clients, and {PRIVATE_START} "
-            f"{len(start['ledgers'])}"
+            f"config.toml has {clients} clients, and {PRIVATE_START} {len(start.stated['ledgers'])}"
         )
     summary = folder / "summary.json"
-    run = RunFiles(
-        settings,
-        spec,
-        start,
-        _metrics(folder / "metrics.jsonl"),
+    rows = _metrics(folder / "metrics.jsonl")
+    try:
+        resumed = resumed_rounds(folder / RESUMED)
+    except (OSError, ValueError) as error:
+        raise MismatchError(f"{RESUMED} is damaged: {error}") from None
+    most = min(len(rows), start.settings.rounds - 1)
+    if resumed and resumed[-1] > most:
+        raise MismatchError(f"{RESUMED} names round {resumed[-1]}, and at most {most} can be")
+    return RunFiles(
+        start.settings,
+        start.spec,
+        start.stated,
+        rows,
         read_json(summary, "run's summary") if summary.exists() else None,
-        _resumed(folder / RESUMED, settings.rounds),
-        (folder / SERVED).is_file(),
+        tuple(resumed),
     )
-    _check_resumed(run)
-    return run
 
 
-def read_start(
-    folder: Path, method: type[Method] | None
-) -> tuple[dict[str, Any], RunSettings, DatasetSpec]:
-    """What a private run began with, its settings and its data set."""
+def read_start(folder: Path, method: type[Method] | None) -> RunStart:
+    """Reads what a private run began with.
+
+    Raises:
+        PrivacyError: a file is missing, damaged, or does not fit another.
+    """
     start = read_json(folder / PRIVATE_START, "start of a private run")
     problems = schema_problems(start, Start)
     if problems:
         raise MismatchError(f"{PRIVATE_START}: {'; '.join(problems)}")
     if start["schema_version"] != SCHEMA_VERSION:
         raise MismatchError(f"{PRIVATE_START} is of schema {start['schema_version']}")
-    sections = read_sections(folder / "config.toml")
+    sections = read_sections(folder / CONFIG)
     spec, own = _specification(start["data_set"])
     try:
         settings = resolve(sections, own_method=method, own_data=spec.name if own else None)
@@ -121,19 +146,12 @@ def read_start(
         raise MismatchError(
             f"config.toml names the data set {shown(named)}, and {PRIVATE_START} {spec.name!r}"
         )
-    return start, settings, spec
-
-
-def _check_resumed(run: RunFiles) -> None:
-    if run.resumed and run.resumed[-1] > len(run.rows):
-        raise MismatchError(
-            f"{RESUMED} names round {run.resumed[-1]}, and metrics.jsonl has {len(run.rows)}"
-        )
+    return RunStart(settings, spec, start)
 
 
 def _specification(stated: Mapping[str, Any]) -> tuple[DatasetSpec, bool]:
-    """The data set's specification, and whether it is the user's own and not one that fedsynth
-    publishes."""
+    """Returns the data set's specification, and whether it is the operator's own and not one that
+    fedsynth publishes."""
     try:
         spec = spec_from_json(stated)
     except (FedsynthError, *HOSTILE) as error:
@@ -142,18 +160,16 @@ def _specification(stated: Mapping[str, Any]) -> tuple[DatasetSpec, bool]:
         published = dataset_spec(spec.name)
     except UnknownNameError:
         return spec, True
-    if published != spec:
-        differ = [
-            f.name for f in fields(spec) if getattr(spec, f.name) != getattr(published, f.name)
-        ]
-        raise MismatchError(
-            f"{PRIVATE_START} gives {spec.name} another {differ[0]} than the published one"
-        )
+    for field in fields(spec):
+        if getattr(spec, field.name) != getattr(published, field.name):
+            raise MismatchError(
+                f"{PRIVATE_START} gives {spec.name} another {field.name} than the published one"
+            )
     return spec, False
 
 
 def _metrics(file: Path) -> list[dict[str, Any]]:
-    """The rows; a last line that was cut off when the run was killed is none."""
+    """Returns the rows; a last line that was cut off when the run was killed is none."""
     try:
         text = read_text(file) if file.exists() else ""
     except (OSError, ValueError) as error:
@@ -166,22 +182,9 @@ def _metrics(file: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _resumed(file: Path, rounds: int) -> tuple[int, ...]:
-    try:
-        found = resumed_rounds(file)
-    except (OSError, ValueError) as error:
-        raise MismatchError(f"{file.name} is damaged: {error}") from None
-    if found and found[-1] >= rounds:
-        raise MismatchError(f"{file.name} names round {found[-1]}, and the run has {rounds}")
-    return tuple(found)
-
-
 def ledger_files(folder: Path, run: RunFiles, ledger: Path | None) -> tuple[Path | None, bool]:
-    """The folder of the ledger files (None: out of reach), and whether they hold this run's rows
-    alone.
-
-    Files beside the report are the run's own; a kept ledger may have grown since.
-    """
+    """Returns the folder of the ledger files (None: out of reach), and whether they hold only this
+    run's rows: files beside the report are the run's own, a kept ledger may have grown since."""
     if run.served:  # its clients' ledgers are theirs
         return ledger, False
     privacy = run.settings.privacy

@@ -56,8 +56,8 @@ from fedsynth.federation.outputs.checkpoint import write_whole
 from fedsynth.federation.outputs.disclosed import Disclosed, finite
 from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.files import load_json, open_regular, plain_files, sync_folder
+from fedsynth.privacy.report_figures import Start, schema_problems
 from fedsynth.privacy.report_file import read_json
-from fedsynth.privacy.report_schema import Start, schema_problems
 
 SIMULATION_ONLY_NOTE = (
     "Everything in this folder is an exact function of the clients' data. A simulation may show "

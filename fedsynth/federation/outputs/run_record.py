@@ -28,7 +28,7 @@ from fedsynth.federation.outputs.disclosed import (
 )
 from fedsynth.federation.outputs.final_files import FinalFiles
 from fedsynth.federation.outputs.measure import Measure
-from fedsynth.federation.outputs.report_context import report_context
+from fedsynth.federation.outputs.report_facts import report_facts, rows_before
 from fedsynth.federation.outputs.result import summarise
 from fedsynth.federation.outputs.round_row import round_row
 from fedsynth.federation.outputs.run_folder import RunFolder
@@ -37,7 +37,8 @@ from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.history import History
 from fedsynth.privacy.report import build_report
-from fedsynth.privacy.report_schema import Began
+from fedsynth.privacy.report_figures import Began, Event
+from fedsynth.privacy.report_pages import event_text
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ class RunRecord:
     Attributes:
         warnings: what the run's report is to warn of; complete before `begin`.
         rows: of the rounds so far.
-        deviations: what went otherwise than planned.
+        events: what did not go as planned.
     """
 
     settings: RunSettings
@@ -86,7 +87,7 @@ class RunRecord:
     simulated: bool
     warnings: list[str] = field(default_factory=list)
     rows: list[dict[str, Any]] = field(default_factory=list)
-    deviations: list[str] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
     _missing: set[str] = field(default_factory=set)
 
     def begin(self, histories: Sequence[History]) -> None:
@@ -96,7 +97,9 @@ class RunRecord:
             return
         if not self.folder.has_begun:
             began = Began.today(self.folder.name)
-            made = privacy_words.start(self.plan, histories, self.test, began, self.warnings)
+            made = privacy_words.start(
+                self.plan, histories, self.test, began, self.warnings, simulated=self.simulated
+            )
             self.folder.write_private_start(made.to_json())
             return
         start = self.folder.private_start()
@@ -113,10 +116,7 @@ class RunRecord:
         folder.rewrite_metrics([self._disclosed(row) for row in rows])
         self.observer.note(f"the run goes on after {done} of {rounds} rounds")
         for after in folder.resumed(done) if done < rounds else folder.resumptions():
-            words = f"resumed after {after} of {rounds} rounds"
-            if self.plan is not None:
-                words = privacy_words.resumed(after, rounds, simulated=self.simulated)
-            self.deviations.append(words)
+            self.events.append(Event(kind="resumed", after=after))
 
     def row(
         self, state: ServerState, context: RoundContext, played: Played, started: float
@@ -136,11 +136,19 @@ class RunRecord:
         self.observer.round_ended(row.shown)
 
     def ended_early(self, refusal: Refusal) -> str:
-        """In words, which the report has, too."""
+        """Notes that a client's refusal has ended the run; returns that in words."""
         done = len(self.rows)
-        rounds = self.settings.rounds
-        self.deviations.append(f"ended after {done} of {rounds} rounds: {refusal.reason}")
+        self.events.append(Event.ended(done, refusal.spent, refusal.reason))
         return self.deviations[-1]
+
+    @property
+    def deviations(self) -> tuple[str, ...]:
+        """What did not go as planned, in words."""
+        rounds = self.settings.rounds
+        cap = None if self.settings.privacy is None else self.settings.privacy.epsilon
+        return tuple(
+            event_text(event, rounds, cap, simulated=self.simulated) for event in self.events
+        )
 
     def figures(self, name: str, make: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
         """Computes figures about the run, without any that are not finite.
@@ -226,17 +234,17 @@ class RunRecord:
         if self.folder is not None:  # a run that is resumed was begun by another process
             start = self.folder.private_start()
             began, warnings = Began(**start["run"]), start["warnings"]
-        context = report_context(
+        facts = report_facts(
             plan,
             len(self.rows),
-            self.deviations,
+            self.events,
             test=self.test,
             secret=secret,
             began=began,
             warnings=warnings,
             simulated=self.simulated,
         )
-        return build_report(context, histories)
+        return build_report(facts, histories, rows_before(plan))
 
     def _disclosed(self, row: Mapping[str, Any]) -> Disclosed:
         return self._told(

@@ -339,7 +339,7 @@ def images_of_model(source: Path) -> DatasetSpec | None:
         except UNUSABLE as error:
             raise OutputError(f"{file} cannot be used: {one_line(error, MAX_REASON)}") from None
     if (source / PRIVATE_START).exists():
-        return read_start(source, None)[2]
+        return read_start(source, None).spec
     data = read_sections(source / CONFIG).get("data", {})
     return None if "folder" in data else dataset_spec(str(data["dataset"]))
 
@@ -363,8 +363,8 @@ def _architecture(
     folder: Path, spec: DatasetSpec | None, method: type[Method] | None
 ) -> Architecture:
     if (folder / PRIVATE_START).exists():
-        _, settings, stated = read_start(folder, method)
-        return Architecture.of_run(spec or stated, settings)
+        start = read_start(folder, method)
+        return Architecture.of_run(spec or start.spec, start.settings)
     if not (folder / CONFIG).is_file():
         raise OutputError(f"{folder} is no folder of a finished run: it has no {CONFIG}")
     sections = read_sections(folder / CONFIG)

@@ -15,7 +15,8 @@ from fedsynth.data.shared_set import SharedSet
 from fedsynth.federation.outputs.saved_model import Architecture
 from fedsynth.federation.terms.given_data import PUBLIC
 from fedsynth.own_code import is_label
-from fedsynth.privacy.report_text import up
+from fedsynth.privacy.formatting import format_epsilon
+from fedsynth.privacy.report_pages import protected, secure_aggregation, unprotected, verdict
 
 _TEMPLATES = Environment(
     loader=FileSystemLoader(Path(__file__).parent / "templates"),
@@ -82,14 +83,14 @@ def _promise(report: dict[str, Any]) -> dict[str, Any]:
     """Returns what the README says of the guarantee."""
     promise = report.get("guarantee")
     if not promise:
-        return {"guaranteed": False, "verdict": report.get("verdict", {}).get("text", "")}
+        return {"guaranteed": False, "verdict": verdict(report) if report else ""}
     return {
         "guaranteed": True,
-        "epsilon": up(promise["epsilon"]),
+        "epsilon": format_epsilon(promise["epsilon"]),
         "delta": f"{promise['delta']:g}",
-        "protected": report["unit"]["one"],
-        "unprotected": report["unit"]["does_not_protect"],
-        "aggregation": report["trust_model"]["secure_aggregation"].partition(":")[0],
+        "protected": protected(report),
+        "unprotected": unprotected(report),
+        "aggregation": secure_aggregation(report).partition(":")[0],
     }
 
 

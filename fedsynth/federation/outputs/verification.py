@@ -1,40 +1,65 @@
-"""What a private run's report must say, made again from its folder: from config.toml,
-privacy_start.json and the ledgers.
+"""Verifies the report of a private run's folder: its figures are computed again from config.toml,
+privacy_start.json and the ledgers, and every other file is compared with the run's plan.
 
-The run's plan, and which rows of the ledgers are the run's, are made again by `verified_charges`.
-The report, summary.json and the ε of metrics.jsonl (`verified_measured`) must follow from them.
-What rebuilds a report also makes the report of a run that was killed.
+The plan, and which rows of the ledgers are the run's, are computed by `verified_charges`; what
+metrics, summary and tensors may contain by `verified_contents`. What rebuilds a report also makes
+the report of a run that was killed.
 """
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from fedsynth.core.method import Method
 from fedsynth.data.shared_set import SUMS
 from fedsynth.errors import FedsynthError
-from fedsynth.federation.outputs.lost_clients import NOT_COUNTED
-from fedsynth.federation.outputs.report_context import handed_over, report_context
-from fedsynth.federation.outputs.run_files import RunFiles, ledger_files, read_run, read_start
+from fedsynth.federation.outputs.lost_clients import LOST
+from fedsynth.federation.outputs.report_facts import (
+    handed_over,
+    owner_facts,
+    report_facts,
+    rows_before,
+)
+from fedsynth.federation.outputs.run_files import (
+    MismatchError,
+    RunStart,
+    ledger_files,
+    read_run,
+    read_start,
+)
 from fedsynth.federation.outputs.run_folder import INCOMPLETE, PRIVATE_START
 from fedsynth.federation.outputs.verified_charges import Charges, rebuilt
-from fedsynth.federation.outputs.verified_measured import metrics_problems, summary_problems
-from fedsynth.federation.outputs.verified_owner import OWNER, OwnersRun, owners_numbers
-from fedsynth.federation.outputs.verified_served import ServedEvidence
+from fedsynth.federation.outputs.verified_contents import (
+    file_problems,
+    metrics_problems,
+    rows_problems,
+    summary_problems,
+)
+from fedsynth.federation.terms.privacy_plan import PrivacyPlan
 from fedsynth.privacy.errors import PrivacyError, shown
-from fedsynth.privacy.held_rows import Held, held_rows
+from fedsynth.privacy.held_rows import held_rows
+from fedsynth.privacy.history import History
 from fedsynth.privacy.ledger import read_ledger
-from fedsynth.privacy.report import NOT_PRIVATE, build_report
-from fedsynth.privacy.report_file import HOSTILE, read_report
-from fedsynth.privacy.report_inputs import ReportContext
-from fedsynth.privacy.report_schema import schema_problems
-from fedsynth.privacy.verify import Verification, report_problems, taken_as_stated
-from fedsynth.synthesizer.condensation.sets import SyntheticSet
+from fedsynth.privacy.releases import Release
+from fedsynth.privacy.report import NAME, build_report
+from fedsynth.privacy.report_figures import Event, schema_problems
+from fedsynth.privacy.report_file import HOSTILE, read_json, read_report
+from fedsynth.privacy.verify import (
+    Verification,
+    page_problems,
+    report_problems,
+    taken_as_stated,
+)
 from fedsynth.version import __version__
+
+OWNER = "owner.json"
+"""In the folder of an owner's report: which client it was, and after how many rounds the run
+ended."""
+_REASON = re.compile(r".{1,1000}")
 
 
 def verify_run(
@@ -52,7 +77,7 @@ def verify_run(
         PrivacyError: there is no report of this schema to check.
     """
     path = Path(run)
-    if path.is_dir() and not (path / "privacy_report.json").exists() and is_unfinished(path):
+    if path.is_dir() and not (path / f"{NAME}.json").exists() and is_unfinished(path):
         raise PrivacyError(
             f"the run in {path} did not finish and has no report yet: fedsynth privacy report "
             f"{path} builds it"
@@ -71,195 +96,245 @@ def verify_run(
 def _verified(
     folder: Path, report: dict[str, Any], ledger: Path | None, method: type[Method] | None
 ) -> Verification:
-    if (folder / OWNER).is_file():
-        return _verified_owner(folder, report, ledger, method)
-    finished = (folder / "summary.json").exists()
-    abandoned = not finished and folder.resolve().suffix == INCOMPLETE
-    missing = _missing(folder, abandoned)
-    if (folder / SUMS).is_file() and {"config.toml", PRIVATE_START} <= set(missing):
+    owner = (folder / OWNER).exists()
+    abandoned = not (folder / "summary.json").exists() and folder.resolve().suffix == INCOMPLETE
+    names = ["config.toml", PRIVATE_START, f"{NAME}.md", f"{NAME}.html"]
+    if not owner and not abandoned:
+        names.append("summary.json")
+    problems = [f"{name} is missing" for name in names if not (folder / name).is_file()]
+    if (folder / SUMS).is_file() and f"{PRIVATE_START} is missing" in problems:
         raise PrivacyError(
             f"{folder} was handed over without the run's settings and ledgers, from which alone a "
             "report is made again: whoever has the run's folder verifies it there; what came is "
             f"whole if `sha256sum -c {SUMS}` says so"
         )
-    problems = [f"{name} is missing" for name in missing]
-    notes: list[str] = []
-    if not {"config.toml", PRIVATE_START} & set(missing):
+    found, notes = page_problems(report, folder)
+    problems += found
+    if (folder / PRIVATE_START).is_file() and (folder / "config.toml").is_file():
         try:
-            run = read_run(folder, method)
-            files, exact = ledger_files(folder, run, ledger)
-            held = held_rows(report, files, exact=exact)
-            problems += held.problems
-            notes.append(held.note)
-            problems += Evidence(run, held, folder, abandoned=abandoned).problems(report)
+            if owner:
+                found, note = _owner_problems(folder, report, ledger, method)
+            else:
+                found, note = _run_problems(folder, report, ledger, method, abandoned=abandoned)
+            problems += found
+            notes = [note, *notes]
         except (FedsynthError, PrivacyError) as error:
             problems.append(str(error))
-    return _with_version(report, problems, notes)
-
-
-def _verified_owner(
-    folder: Path, report: dict[str, Any], ledger: Path | None, method: type[Method] | None
-) -> Verification:
-    """An owner's own report of a run over nodes."""
-    try:
-        start, settings, spec = read_start(folder, method)
-        client, rounds = owners_numbers(folder / OWNER, settings.rounds)
-        run = OwnersRun(settings, spec, start, client, rounds)
-        problems, notes = run.problems(report, folder, ledger)
-    except (FedsynthError, PrivacyError) as error:
-        return _with_version(report, [str(error)], [])
-    return _with_version(report, problems, notes)
-
-
-def _with_version(report: Mapping[str, Any], problems: list[str], notes: list[str]) -> Verification:
     made_by = report["provenance"].get("fedsynth", "an unknown version")
     if problems and made_by != __version__:
-        problems.append(
-            f"(made by fedsynth {made_by}; this is {__version__}, whose reports may say other "
-            "things)"
-        )
+        problems.append(f"(made by fedsynth {made_by}; this is {__version__}, which may differ)")
     notes += [f"taken as stated: {fact}" for fact in taken_as_stated(report)]
     return Verification(problems, notes)
 
 
-def _missing(folder: Path, abandoned: bool) -> list[str]:
-    """Files that every private run leaves."""
-    names = ["config.toml", PRIVATE_START, *(f"privacy_report.{end}" for end in ("md", "html"))]
-    if not abandoned:
-        names += ["summary.json", "model.safetensors"]
-    return [name for name in names if not (folder / name).is_file()]
+# ---------------------------------------------------------------------------- a run's own folder
 
 
-class Evidence:
-    """Everything in a run's files that bears on its report.
-
-    Args:
-        held: the rows that the report speaks of.
-        abandoned: the run did not finish.
-    """
-
-    def __init__(self, run: RunFiles, held: Held, folder: Path, *, abandoned: bool) -> None:
-        self.run = run
-        self.folder = folder
-        self.abandoned = abandoned
-        self.charges = Charges(run, held)
-        self.done = self.charges.done
-        self.rounds = run.settings.rounds
-        self.served: ServedEvidence | None = None
-        if run.served:
-            absent = self.charges.absent
-            self.served = ServedEvidence(
-                absent, run.rows, run.resumptions, run.resumed, self.rounds
-            )
-
-    def problems(self, report: Mapping[str, Any]) -> list[str]:
-        """Everything in which the run's files and its report differ."""
-        losses = self.served is not None and self.served.has_losses
-        return [
-            *self._missing(),
-            *self.charges.problems(),
-            *self._end_problems(),
-            *report_problems(report, self._context(report), self.charges.held, self.folder),
-            *metrics_problems(self.charges, losses=losses),
-            *summary_problems(self.charges),
-        ]
-
-    def _missing(self) -> list[str]:
-        """Files that a run with at least one round leaves, beside those that every one does."""
-        if self.run.summary is None or self.run.summary.get("rounds") == 0:
-            return []
-        names = ["metrics.jsonl"]
-        counted = [row["round"] for row in self.run.rows if NOT_COUNTED not in row]
-        method = self.run.settings.method
-        by_server = method.makes_images(counted)
-        if by_server or (counted and issubclass(method.upload, SyntheticSet)):
-            names.append("synthetic.safetensors")
-        return [f"{name} is missing" for name in names if not (self.folder / name).is_file()]
-
-    def _context(self, report: Mapping[str, Any]) -> ReportContext:
-        """The context that the report was made in."""
-        deviations = self._deviations(report["deviations"])
-        # noise that a test injected leaves no other trace than this verdict
-        secret = report["verdict"]["text"] != NOT_PRIVATE
-        return report_context(
-            self.charges.plan,
-            self.done,
-            deviations,
-            test=self.run.start["test_images"],
-            secret=secret,
-            abandoned=self.abandoned,
-            began=self.run.began,
-            warnings=self.run.start["warnings"],
-            files={} if self.abandoned else handed_over(self.folder),
-            simulated=not self.run.served,
-        )
-
-    def _end_problems(self) -> list[str]:
-        if self.abandoned or self.done == self.rounds:
-            return []
-        if self.done < self.rounds and (self.served or self.charges.refusal() is not None):
-            return []  # over nodes, owners' policies bound a run beside its own cap
-        return [
-            f"metrics.jsonl has {self.done} of {self.rounds} rounds, and no cap explains the end "
-            "there"
-        ]
-
-    def _deviations(self, stated: Sequence[str]) -> list[str]:
-        """What a report may say of the run: where it was resumed, and its end by the cap, in the
-        words of the refusal."""
-        if self.served is not None:
-            return self.served.deviations(stated, self.done, abandoned=self.abandoned)
-        resumed = self.run.resumptions
-        expected = None if self.abandoned or self.done >= self.rounds else self.charges.refusal()
-        if expected is None:
-            return resumed
-        under_way = any(row.round > self.done for some in self.charges.own.values() for row in some)
-        alone = not any(self.charges.foreign.values()) and not under_way
-        last = list(stated[len(resumed) :])
-        same = len(last) == 1 and _same_refusal(last[0], expected, exact=alone)
-        return resumed + (last if same else [expected])
-
-
-_REFUSAL = re.compile(
-    r"(ended after .{1,40} rounds: client )(.+)(: epsilon is )(\S+)( now and would be )(\S+)( with "
-    r"the .+)"
-)
-
-
-def _same_refusal(stated: str, expected: str, *, exact: bool) -> bool:
-    """Whether two refusals say the same but for rounding; or, if not `exact`, but for the client
-    and its figures at that time."""
-    one = _REFUSAL.fullmatch(stated)
-    other = _REFUSAL.fullmatch(expected)
-    if one is None or other is None:
-        return stated == expected
-    if any(one[part] != other[part] for part in (1, 3, 5, 7)):
-        return False
+def _run_problems(
+    folder: Path,
+    report: dict[str, Any],
+    ledger: Path | None,
+    method: type[Method] | None,
+    *,
+    abandoned: bool,
+) -> tuple[list[str], str]:
+    """Returns everything in which a run's files and its report differ, and what was compared."""
+    run = read_run(folder, method)
+    files, exact = ledger_files(folder, run, ledger)
+    held = held_rows(report, files, exact=exact)
+    note = held.note or _not_compared(served=run.served)
     try:
-        pairs = [(float(one[part]), float(other[part])) for part in (4, 6)]
-    except ValueError:
-        return False
-    return not exact or (
-        one[2] == other[2] and all(math.isclose(a, b, rel_tol=2e-3) for a, b in pairs)
+        charges = Charges(run, held)
+    except MismatchError as error:
+        return [*held.problems, str(error)], note
+    facts = report_facts(
+        charges.plan,
+        charges.done,
+        _events(charges, report, abandoned=abandoned),
+        test=run.stated["test_images"],
+        began=run.began,
+        warnings=run.stated["warnings"],
+        secret=not report["test_only_randomness"],  # injected noise leaves no other trace
+        abandoned=abandoned,
+        files={} if abandoned else handed_over(folder),
+        simulated=not run.served,
     )
+    problems = [*held.problems, *charges.problems()]
+    short = charges.done < run.settings.rounds and not abandoned
+    if short and not run.served and charges.refusal() is None:
+        problems.append(
+            f"metrics.jsonl has {charges.done} of {run.settings.rounds} rounds, and no cap "
+            "explains the end there"
+        )
+    problems += report_problems(report, facts, held, rows_before(charges.plan))
+    problems += rows_problems(charges) or [*metrics_problems(charges), *summary_problems(charges)]
+    if not abandoned:
+        problems += file_problems(charges, folder)
+    return problems, note
+
+
+def _not_compared(*, served: bool) -> str:
+    """Returns why no ledger file was compared."""
+    if served:
+        return (
+            "the ledgers are the data owners', so no ledger file was compared here: each owner can "
+            "verify the report in its own folder"
+        )
+    return "no ledger file was compared: the ledger is kept elsewhere (--ledger DIR compares it)"
+
+
+def _events(charges: Charges, report: Mapping[str, Any], *, abandoned: bool) -> list[Event]:
+    """Returns the events that the report must state.
+
+    Over nodes the reasons are in other parties' words, and taken as stated. In a simulation the cap
+    explains an early end; where another run has charged the ledgers since, or releases of a round
+    under way are charged, the figures of that moment are not known, and taken as stated.
+    """
+    run = charges.run
+    stated = [Event.model_validate(one) for one in report["events"]]
+    silent = [event for event in stated if _may_be_silent(event, charges)] if run.served else []
+    absent = [
+        _stated_reason(stated, Event(kind="absent", client=str(number)))
+        for number in charges.absent
+    ]
+    events = [*absent, *run.resumptions]
+    if abandoned or charges.done >= run.settings.rounds:
+        return [*events, *silent]
+    if run.served:
+        ended = _stated_reason(stated, Event(kind="ended", after=charges.done))
+        return [*events, ended, *silent]
+    refusal = charges.refusal()
+    if refusal is None:
+        return events
+    under_way = any(row.round > charges.done for rows in charges.own.values() for row in rows)
+    last = stated[-1] if stated else refusal
+    unknown = {"client": last.client, "epsilon": last.epsilon, "epsilon_next": last.epsilon_next}
+    known = last.client in run.stated["ledgers"] and None not in unknown.values()
+    if known and (under_way or not charges.alone):
+        refusal = refusal.model_copy(update=unknown)
+    return [*events, refusal]
+
+
+def _may_be_silent(event: Event, charges: Charges) -> bool:
+    """Returns whether a client may have stated nothing since the rounds that an event names: rounds
+    in which it was lost, or that were cut off."""
+    run = charges.run
+    if event != Event(kind="unstated", client=event.client, rounds=event.rounds):
+        return False
+    if (
+        event.client is None
+        or event.client in {str(number) for number in charges.absent}
+        or not event.rounds
+    ):
+        return False
+    for number in event.rounds:
+        row = run.rows[number - 1] if 1 <= number <= charges.done else {}
+        cut_off = number - 1 in run.resumed or number == charges.done + 1
+        if not cut_off and event.client not in row.get(LOST, {}):
+            return False
+    return True
+
+
+def _stated_reason(stated: Sequence[Event], expected: Event) -> Event:
+    """Returns the expected event, with the reason of the stated event that is like it."""
+    for event in stated:
+        same = event.model_copy(update={"why": None}) == expected
+        if same and event.why is not None and _REASON.fullmatch(event.why):
+            return event
+    return expected
+
+
+# ------------------------------------------------------------------------------- an owner's folder
+
+
+def _owner_problems(
+    folder: Path, report: dict[str, Any], ledger: Path | None, method: type[Method] | None
+) -> tuple[list[str], str]:
+    """Returns everything in which an owner's folder and its report differ, and what was compared.
+
+    An owner knows only its own ledger: σ and the number of rounds are as the server told it.
+
+    Raises:
+        PrivacyError: a file does not fit the others.
+    """
+    run = read_start(folder, method)
+    number, rounds = _owners_numbers(folder / OWNER, run.settings.rounds)
+    started = run.stated["ledgers"]
+    if set(report["ledger_heads"]) != set(started) or len(started) != 1 or not run.served:
+        raise MismatchError("an owner's report is of one client, the one that the run began with")
+    [(name, start)] = started.items()
+    home = folder.resolve().parents[1] if ledger is None else ledger
+    held = held_rows(report, home, exact=False)
+    problems = list(held.problems)
+    before, since = held.rows[name][: start["rows"]], held.rows[name][start["rows"] :]
+    hashes = held.chains.get(name, [])
+    if start["rows"] < len(hashes) and hashes[start["rows"]] != start["chain"]:
+        problems.append(f"{name}: the ledger is not the one that the run began with")
+    plan = _owners_plan(run, number)
+    if since and not _planned_rows(run, plan, number) & set(since):
+        problems.append("the ledger has new rows, and none that this run's settings charge")
+    facts, rows = owner_facts(
+        plan,
+        number,
+        History(name, before),
+        rounds,
+        secret=not report["test_only_randomness"],
+        began=run.began,
+        warnings=run.stated["warnings"],
+    )
+    return [*problems, *report_problems(report, facts, held, rows)], held.note
+
+
+def _owners_plan(run: RunStart, number: int) -> PrivacyPlan:
+    """Returns what the client was charged by; σ is the run's, or as the server told it."""
+    plan = PrivacyPlan.checked(run.settings, run.context)
+    stated, own = run.stated["noise_multiplier"], plan.privacy.noise_multiplier
+    if not run.settings.partition.clients > number >= 0:
+        raise MismatchError(f"the run has no client {number}")
+    if type(stated) is not float or stated <= 0 or (own is not None and own != stated):
+        raise MismatchError(f"the run began with σ = {stated}, and its settings say {own}")
+    return replace(plan, privacy=replace(plan.privacy, noise_multiplier=stated))
+
+
+def _planned_rows(run: RunStart, plan: PrivacyPlan, number: int) -> set[Release]:
+    """Returns all rows that a client's ledger may get in the run."""
+    found: set[Release] = set()
+    for round_number in plan.participation.rounds_of(number, plan.run.rounds):
+        found |= set(plan.client_rows(number, replace(run.context, round=round_number)))
+    return found
+
+
+def _owners_numbers(file: Path, rounds: int) -> tuple[int, int]:
+    """Returns which client an owner was, and after how many rounds the run ended.
+
+    Raises:
+        PrivacyError: the file is damaged.
+    """
+    stated = read_json(file, "facts of an owner's report")
+    number, ended = stated.get("client"), stated.get("rounds")
+    if set(stated) != {"client", "rounds"} or type(number) is not int or type(ended) is not int:
+        raise MismatchError(f"{file.name} must have a client's number and the number of rounds")
+    if not 0 <= ended <= rounds:
+        raise MismatchError(f"{file.name} says {ended} rounds, and the run has {rounds}")
+    return number, ended
 
 
 # ------------------------------------------------------------------------- runs that did not finish
 
 
 def is_unfinished(path: Path) -> bool:
-    """Whether this is the folder of a run that was killed, or is still going: its report has to
-    be built from what is there."""
+    """Returns whether this is the folder of a run that was killed, or is still going: its report
+    has to be built from what is there."""
     if not (path / "config.toml").is_file() or (path / "summary.json").exists():
         return False
-    return path.resolve().suffix == INCOMPLETE or not (path / "privacy_report.json").exists()
+    return path.resolve().suffix == INCOMPLETE or not (path / f"{NAME}.json").exists()
 
 
 def unfinished_report(
     folder: Path, *, ledger: Path | None = None, method: type[Method] | None = None
-) -> dict[str, object]:
-    """The report of a run that did not finish, from what stands in its ledgers now; `write_report`
-    puts it into the folder.
+) -> dict[str, Any]:
+    """Returns the report of a run that did not finish, from what its ledgers hold now;
+    `write_report` puts it into the folder.
 
     Args:
         ledger, method: as in `verify_run`.
@@ -271,8 +346,7 @@ def unfinished_report(
     if not (folder / PRIVATE_START).exists():
         raise PrivacyError(
             f"{folder} has no privacy report, and no {PRIVATE_START} to build one from: the run "
-            "had no differential privacy, or ended "
-            "before its first release"
+            "had no differential privacy, or ended before its first release"
         )
     try:
         run = read_run(folder, method)
@@ -282,18 +356,20 @@ def unfinished_report(
                 f"the run's ledgers are not where {folder / 'config.toml'} says: give their folder "
                 "with --ledger (ledger=DIR)"
             )
-        start = run.start["ledgers"]
+        start = run.stated["ledgers"]
         held = [read_ledger(files / f"{client}.jsonl").history() for client in start]
         before = {one.client: one.releases[: start[one.client]["rows"]] for one in held}
-        context = report_context(
-            rebuilt(run, before),
+        plan = rebuilt(run, before)
+        facts = report_facts(
+            plan,
             len(run.rows),
             run.resumptions,
-            test=run.start["test_images"],
-            abandoned=True,
+            test=run.stated["test_images"],
             began=run.began,
-            warnings=run.start["warnings"],
+            warnings=run.stated["warnings"],
+            abandoned=True,
+            simulated=not run.served,
         )
-        return build_report(context, held)
+        return build_report(facts, held, rows_before(plan))
     except (*HOSTILE, RuntimeError) as error:
         raise PrivacyError(f"the run in {folder} is damaged: {shown(error)}") from None

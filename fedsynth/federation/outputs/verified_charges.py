@@ -1,52 +1,54 @@
-"""What a private run has charged, made again from its folder: its plan, and which rows of its
+"""What a private run has charged, computed again from its folder: its plan, and which rows of its
 clients' ledgers are the plan's, are not, or are missing.
 
 The plan is made as the run made it (`PrivacyPlan`), from what the ledgers held when it began. A run
-that is resumed takes its plan from here too.
+that is resumed takes its plan from here, too.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from fedsynth.core.context import RoundContext
 from fedsynth.core.method import Method
+from fedsynth.federation.exchange.rounds import FIRST_EXCHANGE, needed_uploads
+from fedsynth.federation.outputs.lost_clients import LOST, NOT_COUNTED, REJECTED
 from fedsynth.federation.outputs.run_files import MismatchError, RunFiles, ledger_files, read_run
-from fedsynth.federation.outputs.run_folder import PRIVATE_START
-from fedsynth.federation.outputs.verified_lost_clients import VerifiedLostClients
+from fedsynth.federation.outputs.run_folder import PRIVATE_START, RESUMED
 from fedsynth.federation.terms.client_ledgers import data_set_id
 from fedsynth.federation.terms.privacy_plan import PrivacyPlan
-from fedsynth.federation.terms.public_context import public_context
 from fedsynth.privacy.accounting import epsilon_by_round
 from fedsynth.privacy.errors import BudgetExceededError
-from fedsynth.privacy.held_rows import Held
+from fedsynth.privacy.held_rows import HeldRows
 from fedsynth.privacy.history import History
 from fedsynth.privacy.ledger import chain_hashes
+from fedsynth.privacy.plans import FIRST, MAIN
 from fedsynth.privacy.releases import Release
+from fedsynth.privacy.report_figures import Event
 from fedsynth.privacy.report_sections import over_clients
 from fedsynth.privacy.verify import differences
 
-CALIBRATED = 2e-3  # σ is found to 0.1 %: another version of the libraries may end elsewhere in that
+CALIBRATED = 2e-3
+"""σ is found to 0.1 %: another version of the libraries may end elsewhere within that."""
+MAX_REASON = 1000
+"""Characters of a reason that another party gave."""
 Rows = Mapping[str, Sequence[Release]]
 
 
-def context_of(run: RunFiles) -> RoundContext:
-    """The public context of the run's first round."""
-    return public_context(run.settings, run.spec, torch.device("cpu"))
-
-
 def rebuilt(run: RunFiles, before: Rows) -> PrivacyPlan:
-    """The run's plan, as it was when the run began with these rows in its clients' ledgers."""
-    context = context_of(run)
-    run.settings.method.check_model(context.architecture)
-    plan = PrivacyPlan.make(run.settings, context, _histories(run, before))
-    stated = run.start["noise_multiplier"]
+    """Returns the run's plan, as when it began with these rows in its clients' ledgers.
+
+    Raises:
+        MismatchError: σ is not what the plan gives.
+    """
+    run.settings.method.check_model(run.context.architecture)
+    plan = PrivacyPlan.make(run.settings, run.context, _histories(run, before))
+    stated = run.stated["noise_multiplier"]
     found = plan.privacy.noise_multiplier
     given = run.settings.privacy and run.settings.privacy.noise_multiplier
     tolerance = 0.0 if given else CALIBRATED
@@ -58,8 +60,8 @@ def rebuilt(run: RunFiles, before: Rows) -> PrivacyPlan:
 
 
 def _histories(run: RunFiles, rows: Rows) -> list[History]:
-    """What these rows are of, in the clients' order."""
-    return [History(client, tuple(rows[client])) for client in run.start["ledgers"]]
+    """Returns the clients' histories with these rows, in the clients' order."""
+    return [History(client, tuple(rows[client])) for client in run.stated["ledgers"]]
 
 
 def plan_when_it_began(
@@ -69,7 +71,7 @@ def plan_when_it_began(
     method: type[Method],
     rows: Sequence[dict[str, Any]],
 ) -> PrivacyPlan:
-    """The plan of a run that is to be resumed: with σ, and what its ledgers held, as when it began.
+    """Returns the plan of a run that is to be resumed, as when it began.
 
     Args:
         folder: the run's.
@@ -82,7 +84,7 @@ def plan_when_it_began(
             lacks what the run has charged: the run would forget it, and exceed its cap.
     """
     run = replace(read_run(folder, method), rows=list(rows))
-    start = run.start["ledgers"]
+    start = run.stated["ledgers"]
     if [one.client for one in histories] != list(start):
         raise MismatchError(f"the run's clients are not those of {PRIVATE_START}")
     files, _ = ledger_files(folder, run, None)
@@ -93,8 +95,7 @@ def plan_when_it_began(
         chains = chain_hashes(files / f"{one.client}.jsonl")
         if len(chains) <= began["rows"] or chains[began["rows"]] != began["chain"]:
             raise MismatchError(f"{one.client}: its ledger is not the one that the run began with")
-    held = Held({one.client: one.releases for one in histories}, {}, {}, {}, [], "")
-    charges = Charges(run, held)
+    charges = Charges(run, HeldRows({one.client: one.releases for one in histories}))
     for client, lacking in charges.lacking.items():
         if lacking:
             raise MismatchError(
@@ -104,16 +105,15 @@ def plan_when_it_began(
 
 
 class Charges:
-    """A run's plan, and the rows that its clients' ledgers have got since it began.
+    """A run's plan, and the rows that its clients' ledgers got since it began.
 
     Args:
         run: its files.
-        held: the rows that its report speaks of.
+        held: the rows that its report is about.
 
     Attributes:
-        held: of clients that the run knows.
-        absent: numbers of the clients that the report has nothing of; over nodes alone.
-        done: rounds that have ended.
+        absent: numbers of the clients that the report has nothing of; only over nodes.
+        done: the rounds that have ended.
         plan: as when the run began.
         now: what its clients' ledgers hold.
         own: by client, the rows that this run has charged, in the order of rounds.
@@ -121,23 +121,20 @@ class Charges:
         lacking: by client, what the plan charges and the ledger does not have.
 
     Raises:
-        MismatchError: the report's clients are not the run's; σ is not what the plan gives.
+        MismatchError: the report's clients are not the run's, or σ is not what the plan gives.
     """
 
-    def __init__(self, run: RunFiles, held: Held) -> None:
+    def __init__(self, run: RunFiles, held: HeldRows) -> None:
         self.run = run
-        start = run.start["ledgers"]
+        self.held = held
+        start = run.stated["ledgers"]
         self.absent = [number for number, client in enumerate(start) if client not in held.rows]
         if not set(held.rows) <= set(start) or (self.absent and not run.served):
             raise MismatchError(f"the report has other clients than {PRIVATE_START}")
-        there = {client: held.rows[client] for client in start if client in held.rows}
-        self.held = replace(held, rows=there)
         self.done = len(run.rows)
-        rows = {client: there.get(client, ()) for client in start}
+        rows = {client: held.rows.get(client, ()) for client in start}
         self._before = {client: rows[client][: start[client]["rows"]] for client in start}
         self.plan = rebuilt(run, self._before)
-        self._context = context_of(run)
-        self._losses = VerifiedLostClients(self.plan, run.rows, served=run.served)
         self.now = _histories(run, rows)
         self.own: dict[str, list[Release]] = {}
         self.foreign: dict[str, list[Release]] = {}
@@ -145,89 +142,109 @@ class Charges:
         for number, client in enumerate(start):
             self._sort_rows(number, client, rows[client][start[client]["rows"] :])
 
+    @property
+    def alone(self) -> bool:
+        """Whether no other run has charged the ledgers since this one began."""
+        return not any(self.foreign.values())
+
     def _sort_rows(self, number: int, client: str, since: Sequence[Release]) -> None:
         """Sorts a client's rows since the start into those that the plan charges, also for a
-        round under way, or once more for one in which the run was resumed, and others."""
+        round under way, or once more for a round in which the run was resumed, and others."""
         left = list(since)
-        self.own[client], self.lacking[client] = [], []
-        for planned, needed in self._planned_rows(number):
-            match = next((row for row in left if _fits(row, planned)), None)
-            if match is not None:
-                left.remove(match)
-                self.own[client].append(match)
-            elif needed and planned.round <= self.done:
-                self.lacking[client].append(planned)
-        for repeated in self._repeated_rows(number):
-            match = next((row for row in left if _fits(row, repeated)), None)
-            if match is not None:
-                left.remove(match)
-                self.own[client].append(match)
-        self.own[client].sort(key=lambda row: row.round)
+        own: list[Release] = []
+        self.lacking[client] = []
+        last = min(self.done + 1, self.plan.run.rounds)
+        for round_number in self.plan.participation.rounds_of(number, last):
+            for planned, needed in self._charged(number, self.in_round(round_number)):
+                if not _take(planned, left, own) and needed and round_number <= self.done:
+                    self.lacking[client].append(planned)
+        for after in self.run.resumed:  # a round that was cut off is charged again
+            context = self.in_round(after + 1)
+            if number in context.active:
+                for planned in self.plan.client_rows(number, context):
+                    _take(planned, left, own)
+        self.own[client] = sorted(own, key=lambda row: row.round)
         self.foreign[client] = left
 
-    def _planned_rows(self, client: int) -> list[tuple[Release, bool]]:
-        """What the plan charges this client for until the end of the round under way, and whether
-        its ledger must have each."""
-        rows: list[tuple[Release, bool]] = []
-        rounds = self.plan.participation.rounds_of(client, min(self.done + 1, self.plan.run.rounds))
-        for number in rounds:
-            rows += self._losses.charged(client, self._in_round(number))
-        return rows
+    def in_round(self, number: int) -> RoundContext:
+        active = self.plan.participation.in_round(number)
+        return replace(self.run.context, round=number, participants=active)
 
-    def _repeated_rows(self, client: int) -> list[Release]:
-        """What the client may have been charged for in rounds that were cut off and repeated."""
-        contexts = [self._in_round(after + 1) for after in self.run.resumed]
-        return [
-            row
-            for context in contexts
-            if client in context.active
-            for row in self.plan.client_rows(client, context)
-        ]
+    def _charged(self, client: int, context: RoundContext) -> list[tuple[Release, bool]]:
+        """Returns the rows that a client's ledger gets for a round, and whether it must have each.
 
-    def _in_round(self, number: int) -> RoundContext:
-        there = self.plan.participation.in_round(number)
-        return replace(self._context, round=number, participants=there)
+        A client whose first upload was rejected is not asked for another, and no client is where
+        the first exchange missed the quorum. Over nodes it is not known whether a client that was
+        lost was charged before.
+        """
+        number = context.round
+        row = self.run.rows[number - 1] if number <= self.done else {}
+        rows = self.plan.client_rows(client, context)
+        lost, rejected = _mapping(row, LOST), _mapping(row, REJECTED)
+        if self.run.served and str(client) in {**lost, **rejected}:
+            return [(release, False) for release in rows]
+        found: list[tuple[Release, bool]] = []
+        two = self._two_exchanges(number)
+        failures = self.plan.run.failures
+        for plan, release in zip(self.plan.client_plans(client, context), rows, strict=True):
+            if not failures.released(number, client, plan.phase, two=two):
+                continue
+            if plan.phase == FIRST or not two:
+                found.append((release, True))
+            elif _mapping(row, NOT_COUNTED).get("exchange") != FIRST:
+                why = str(rejected.get(str(client), ""))
+                found.append((release, not why.startswith(FIRST_EXCHANGE)))
+        return found
+
+    def _two_exchanges(self, number: int) -> bool:
+        """Returns whether the round has two exchanges with releases."""
+        return any(one.phase == FIRST for one in self.plan.round_plans(number))
 
     def problems(self) -> list[str]:
-        """What a ledger lacks; and what a ledger of this run alone has beside it."""
+        """Returns what a ledger lacks, and what a ledger of only this run has beyond the plan."""
         privacy = self.run.settings.privacy
         kept = self.run.served or (privacy is not None and privacy.ledger_folder is not None)
         problems = []
-        for client, start in self.run.start["ledgers"].items():
-            if self.held.starts.get(client, start["chain"]) != start["chain"]:
+        for client, start in self.run.stated["ledgers"].items():
+            hashes = self.held.chains.get(client, [])
+            if start["rows"] < len(hashes) and hashes[start["rows"]] != start["chain"]:
                 problems.append(
                     f"{client}: the ledger's first {start['rows']} rows are not those of "
                     f"{PRIVATE_START}"
                 )
-            problems += [
-                f"{client}: by config.toml {_row(row)} is charged, and the ledger has no such row"
-                for row in self.lacking[client]
-            ]
-            if not kept:
-                problems += [
+            for row in self.lacking[client]:
+                problems.append(
+                    f"{client}: by config.toml {_row(row)} is charged, and the ledger has no such "
+                    "row"
+                )
+            ledger = self.held.ledgers.get(client)
+            if ledger is not None:
+                noted = Counter(n for rows, n in ledger.resumptions if rows >= start["rows"])
+                if Counter(self.run.resumed) - noted:
+                    problems.append(
+                        f"{client}: {RESUMED} has a resumption that its ledger does not have"
+                    )
+            if kept:
+                continue
+            for row in self.foreign[client]:
+                problems.append(
                     f"{client}: the ledger has {_row(row)}, which by config.toml is not charged"
-                    for row in self.foreign[client]
-                ]
-                own = data_set_id(self.run.settings)
-                if self.held.data_sets.get(client, own) != own:
-                    problems.append(f"{client}: the ledger is another data set's or partition's")
+                )
+            if ledger is not None and ledger.dataset != data_set_id(self.run.settings):
+                problems.append(f"{client}: the ledger is another data set's or partition's")
         return problems
 
-    def loss_problems(self) -> list[str]:
-        """Rounds whose lost clients are not those of the run's seed."""
-        return self._losses.problems()
-
-    def refusal(self) -> str | None:
-        """Why no round more would have been allowed; None if it would have been."""
+    def refusal(self) -> Event | None:
+        """Returns the event that the cap allows no further round; None if it allows one."""
         try:
             self.plan.check_round(self.done + 1, self.now)
         except BudgetExceededError as error:
-            return f"ended after {self.done} of {self.plan.run.rounds} rounds: {error}"
+            return Event.ended(self.done, error.spent, str(error))
         return None
 
     def epsilon_by_round(self) -> dict[int, float]:
-        """The worst client's ε after each round, and as round 0 from before the run; of this
-        run's own rows."""
+        """Returns the worst client's ε after each round, and as round 0 from before the run; of
+        this run's own rows."""
         privacy = self.plan.privacy
         histories = {}
         for client, before in self._before.items():
@@ -236,10 +253,62 @@ class Charges:
             histories[client] = epsilon_by_round(rows, privacy.delta, privacy.adjacency)
         return {point.round: point.worst for point in over_clients(histories)}
 
+    def expected_losses(self, number: int) -> dict[str, Any]:
+        """Returns what the row of a round must state about clients whose uploads were not used.
 
-def _fits(row: Release, planned: Release) -> bool:
-    """Whether a row is what was planned, but for rounding."""
-    return differences("", asdict(planned), asdict(row)) == []
+        In a simulation they follow from the run's seed; over nodes, and where an upload was
+        rejected, the row's own reasons are taken.
+        """
+        row = self.run.rows[number - 1]
+        active = self.plan.participation.in_round(number)
+        rejected = _of_clients(_mapping(row, REJECTED), active)
+        ended = _mapping(row, NOT_COUNTED).get("exchange", MAIN)
+        lost: dict[str, Any] = {}
+        for client in active:
+            failure = self.plan.run.failures.of(number, client)
+            if failure is None or str(client) in rejected:
+                continue
+            if ended == MAIN or failure.phase == FIRST:
+                lost[str(client)] = failure.kind
+        stated = _of_clients(_mapping(row, LOST), active)
+        lost |= {client: why for client, why in stated.items() if client in rejected}
+        if self.run.served:
+            lost = stated
+        there = len(active) - len({*lost, *rejected})
+        needed = needed_uploads(self.plan.run.quorum, len(active))
+        expected: dict[str, Any] = {LOST: lost, REJECTED: rejected}
+        if there < needed:
+            first = self._two_exchanges(number) and ended == FIRST
+            expected[NOT_COUNTED] = {
+                "exchange": FIRST if first else MAIN,
+                "uploads": there,
+                "needed": needed,
+            }
+        return {key: value for key, value in expected.items() if value}
+
+
+def _take(planned: Release, left: list[Release], own: list[Release]) -> bool:
+    """Moves the first row that is what was planned, but for rounding, from `left` to `own`."""
+    for row in left:
+        if not differences("", asdict(planned), asdict(row)):
+            left.remove(row)
+            own.append(row)
+            return True
+    return False
+
+
+def _of_clients(reasons: Mapping[str, Any], active: Sequence[int]) -> dict[str, str]:
+    """Returns the reasons that are texts of a line, of clients that take part."""
+    return {
+        str(client): reasons[str(client)]
+        for client in active
+        if isinstance(reasons.get(str(client)), str) and len(reasons[str(client)]) <= MAX_REASON
+    }
+
+
+def _mapping(row: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    value = row.get(key)
+    return value if isinstance(value, dict) else {}
 
 
 def _row(row: Release) -> str:

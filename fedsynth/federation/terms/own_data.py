@@ -31,6 +31,7 @@ from fedsynth.federation.terms.given_data import (
 )
 from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.privacy.files import expand_home
+from fedsynth.privacy.formatting import printable
 
 Brought = tuple[ImageData, ImageData | None] | FolderData
 
@@ -196,4 +197,10 @@ def with_declared(settings: RunSettings, declaration: Declaration) -> RunSetting
     if declaration.ledger is not None:
         _require_same_ledger(privacy.ledger, declaration.ledger)
         privacy = replace(privacy, ledger=declaration.ledger)
-    return replace(settings, privacy=privacy)
+    report = settings.report
+    if not report.person:
+        report = replace(report, person=printable(declaration.person))
+    if not report.sites and settings.partition.kind != GIVEN and settings.partition.clients == 1:
+        names = [printable(site).replace(",", " ") for site in declaration.sites]
+        report = replace(report, sites=", ".join(names))  # one owner has the data of all sites
+    return replace(settings, privacy=privacy, report=report)

@@ -3,7 +3,6 @@ it was said."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
@@ -11,6 +10,8 @@ from fedsynth.errors import SettingError
 
 LONGEST = 300
 """Characters of a text."""
+LONGEST_PERSON = 40
+"""Characters of the name of a person."""
 
 
 @dataclass(frozen=True)
@@ -20,10 +21,12 @@ class ReportSettings:
     Args:
         responsible: the party that answers for the run, for the report's first page.
         purpose: the run's purpose, for the report's first page.
-        sites: names of the clients' sites for the report, comma-separated, in the clients' order.
+        sites: names of the clients' sites for the report, comma-separated, in the clients' order; of
+            a single client, of any number of sites.
+        person: the report's name for one person in the data, such as "patient"; empty: "person".
 
-    >>> ReportSettings(sites="Mitte, Nord").site_names(["client-000", "client-001"])
-    {'client-000': 'Mitte', 'client-001': 'Nord'}
+    >>> ReportSettings(sites="Mitte,Nord").site_names(2), ReportSettings(sites="A,B").site_names(1)
+    (('Mitte', 'Nord'), ('A, B',))
     """
 
     section: ClassVar[str] = "report"
@@ -31,14 +34,16 @@ class ReportSettings:
     responsible: str = ""
     purpose: str = ""
     sites: str = ""
+    person: str = ""
 
     def __post_init__(self) -> None:
         for name, text in asdict(self).items():
             if not isinstance(text, str):
                 raise SettingError("report", name, f"must be text, got {text!r:.80}")
-            if name != "sites" and len(text) > LONGEST:
+            most = LONGEST_PERSON if name == "person" else LONGEST
+            if name != "sites" and len(text) > most:
                 raise SettingError(
-                    "report", name, f"must be of at most {LONGEST} characters, got {len(text)}"
+                    "report", name, f"must be of at most {most} characters, got {len(text)}"
                 )
             if not text.isprintable():
                 raise SettingError("report", name, "must be one line of printable characters")
@@ -52,8 +57,8 @@ class ReportSettings:
         return tuple(one.strip() for one in self.sites.split(",")) if self.sites else ()
 
     def check_clients(self, clients: int) -> None:
-        """Raises SettingError where the sites are not as many as the clients."""
-        if self.sites and len(self._sites) != clients:
+        """Raises SettingError where several clients have not one site each."""
+        if self.sites and clients > 1 and len(self._sites) != clients:
             raise SettingError(
                 "report",
                 "sites",
@@ -61,15 +66,12 @@ class ReportSettings:
                 f"{len(self._sites)}",
             )
 
-    def site_names(self, clients: Sequence[str], first: int = 0) -> dict[str, str]:
-        """Returns the sites' names by client; empty where none was given.
-
-        Args:
-            clients: names of some clients of the run, which follow each other.
-            first: the number of the first of them.
-        """
-        return dict(zip(clients, self._sites[first:], strict=False))
+    def site_names(self, clients: int) -> tuple[str, ...]:
+        """Returns the site, or sites, of each of a run's clients; empty where none was given."""
+        if clients == 1 and self.sites:
+            return (", ".join(self._sites),)
+        return self._sites
 
     def to_mapping(self) -> dict[str, Any]:
-        """What was given: the settings of a run that gives nothing are those of an earlier one."""
+        """Returns what was given."""
         return {name: text for name, text in asdict(self).items() if text}

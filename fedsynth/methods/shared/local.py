@@ -38,7 +38,7 @@ from fedsynth.methods.shared.client_training import (
 from fedsynth.methods.shared.robust import robust_uploads
 from fedsynth.models.on_features import input_size
 from fedsynth.models.registry import parameter_count
-from fedsynth.privacy.disclosure import Disclosure, public
+from fedsynth.privacy.disclosure import COUNT, Disclosure, public
 from fedsynth.privacy.dpsgd import check_model
 from fedsynth.privacy.plans import PrivatePlan
 from fedsynth.privacy.settings import PrivacySettings
@@ -93,9 +93,10 @@ class TrainsLocally(Method):
     robust_refusal: ClassVar[str] = ""
     features_refusal: ClassVar[str] = ""
     discloses: ClassVar[Mapping[str, Disclosure]] = {
-        "stragglers": public("drawn from the run's seed"),
-        "stragglers_dropped": public("a setting"),
+        "stragglers": public("drawn from the run's seed", dict[str, COUNT]),
+        "stragglers_dropped": public("a setting", bool),
     }
+    variant_names: ClassVar[tuple[str, ...]] = ("aca", "oca")
     presets: ClassVar[Presets] = {"digits": {"batch": 32}}
     one_pass: ClassVar[bool] = False
     """Whether tasks are `plain`, so that clients with a dense network can share a step."""
@@ -257,9 +258,9 @@ class TrainsLocally(Method):
             return found.overall
         return found.parameters
 
-    def facts(self, state: State, context: RoundContext) -> Mapping[str, Any]:
-        """The passes of clients that do not finish, which are drawn publicly, and whether they are
-        dropped."""
+    def planned_facts(self, context: RoundContext) -> Mapping[str, Any]:
+        """Returns the passes of clients that do not finish, which are drawn publicly, and whether
+        these clients are dropped."""
         late = {str(client): passes for client, passes in self.late(context).items()}
         return {"stragglers": late, "stragglers_dropped": self.drop_stragglers} if late else {}
 

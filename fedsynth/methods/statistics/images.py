@@ -158,9 +158,13 @@ class MakesImages(Method):
     def synthetic_soft_labels(self, state: ImagesState, context: RoundContext) -> Tensor | None:
         return state.soft_labels
 
+    @property
+    def plans_images(self) -> bool:
+        return self.images_each > 0
+
     def makes_images(self, counted: Sequence[int]) -> bool:
-        """Moments are of round 1; of a sum that lacks noise there are none."""
-        return self.images_each > 0 and not self.sums_alone and 1 in counted
+        """Moments are released in round 1 only, and never from a sum without noise."""
+        return self.plans_images and not self.sums_alone and 1 in counted
 
 
 def class_means_of(pool: Pool, shape: tuple[int, int], *, second: bool) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a private run's report says beside the ledgers: public items, accesses, versions.
+"""What a private run's report states beside the ledgers: public items, accesses, versions.
 
 All of it follows from the public plan; nothing here sees data.
 """
@@ -17,7 +17,7 @@ from typing import Any
 from fedsynth.core.messages import privacy_of_fields
 from fedsynth.data.partition_settings import clients_or_groups
 from fedsynth.data.registry import is_published
-from fedsynth.federation.outputs.privacy_words import how_many
+from fedsynth.federation.outputs.privacy_words import as_lists, how_many
 from fedsynth.federation.terms.given_data import NO_TEST, PRIVATE, PUBLIC
 from fedsynth.federation.terms.participation import active_clients
 from fedsynth.federation.terms.privacy_plan import PrivacyPlan
@@ -26,98 +26,118 @@ from fedsynth.federation.terms.sums import fewest
 from fedsynth.models.registry import feature_facts, has_given_weights
 from fedsynth.privacy import disclosure
 from fedsynth.privacy.files import file_hash
-from fedsynth.privacy.first_page import FILES
 from fedsynth.privacy.history import History
 from fedsynth.privacy.plans import PrivatePlan
 from fedsynth.privacy.randomness import DESCRIPTION
-from fedsynth.privacy.releases import RECORD, USER
-from fedsynth.privacy.report_inputs import PrivateAccess, ReportContext
-from fedsynth.privacy.report_schema import Began, RunFacts
+from fedsynth.privacy.releases import USER
+from fedsynth.privacy.report_figures import (
+    Access,
+    Began,
+    Event,
+    ReportFacts,
+    RunFacts,
+    Unit,
+    Verdict,
+)
+from fedsynth.privacy.report_pages import FILES, renderer_versions
 from fedsynth.version import __version__
 
-COUNTED = {RECORD: "records", USER: "users"}
 FOUR_SUMS = (
     "; each value is the sum of four Gaussians, halved: a mitigation of one floating-point attack, "
     "not a proof"
 )
 
 
-def report_context(
+def report_facts(
     plan: PrivacyPlan,
     rounds_done: int,
-    deviations: Sequence[str],
+    events: Sequence[Event],
     *,
     test: str,
-    secret: bool = True,
-    abandoned: bool = False,
     began: Began,
     warnings: Sequence[str] = (),
+    secret: bool = True,
+    abandoned: bool = False,
     files: Mapping[str, str] | None = None,
     simulated: bool = True,
     first: int = 0,
-) -> ReportContext:
-    """What the report says beside the ledgers.
+) -> ReportFacts:
+    """Returns what the report states beside the ledgers.
 
     Args:
         plan: the run's.
         rounds_done: how many rounds have ended.
-        deviations: what went otherwise than planned.
+        events: what did not go as planned.
         test: what the test images are: "public", "private" or "none".
-        secret: whether all clients' noise came from the operating system's keys.
-        abandoned: the run did not finish.
         began: which run it is, and when it began.
         warnings: what the run wants its report to warn of.
-        files: file → SHA-256, of those that the run hands over.
+        secret: whether all clients' noise came from the operating system's keys.
+        abandoned: the run did not finish.
+        files: file → SHA-256, of those that the report is about.
         simulated: all clients were in one process; else each was where its data are.
         first: the number of the plan's first client.
     """
     privacy = plan.privacy
     facts = plan.facts
+    said = plan.run.report
     randomness = DESCRIPTION + (FOUR_SUMS if privacy.four_sums else "")
-    return ReportContext(
+    published = plan.run.method.printed_epsilon(privacy.delta, plan.sigma)
+    clients = [one.client for one in plan.histories]
+    sites = said.site_names(plan.run.partition.clients)[first:]
+    return ReportFacts(
         method=plan.run.method.name,
         mechanism=plan.chief.mechanism,
         delta=privacy.delta,
         max_records=plan.max_records,
         adjacency=privacy.adjacency,
-        unit=privacy.unit,
-        user_records=privacy.user_records,
+        unit=Unit(
+            kind=privacy.unit, person=said.person or "person", user_records=privacy.user_records
+        ),
         epsilon_cap=privacy.epsilon,
         planned_rounds=plan.run.rounds,
         rounds_done=rounds_done,
         public_items=public_items(plan, simulated=simulated),
-        no_guarantee=facts.reasons,
-        deviations=tuple(deviations),
-        fresh_ledger=simulated and privacy.ledger_folder is None,
-        no_ledger=_why_no_ledger(plan) if simulated else "",
+        verdict=Verdict(reasons=list(facts.reasons), warnings=list(warnings)),
+        events=list(events),
+        ledger_kept=not simulated or privacy.ledger_folder is not None,
         randomness=facts.randomness or randomness,
-        published=_published(plan),
-        accesses=accesses(plan, test, simulated=simulated),
+        published=[dict(published)] if published and facts.guaranteed else [],
+        scope=accesses(plan, test, simulated=simulated),
         test_only_randomness=not secret,
         provenance=provenance(plan.run),
         noise_multiplier=privacy.noise_multiplier,
-        data_set=asdict(plan.spec),
-        rows_before={one.client: len(one.releases) for one in plan.histories},
+        data_set=as_lists(asdict(plan.spec)),
+        simulated=simulated,
         abandoned=abandoned,
         shares=plan.chief.shares,
-        fewest=0 if simulated else fewest_in_a_sum(plan),
-        own_code=plan.run.own_code,
-        run=_run_facts(plan, began, first),
-        files=files or {},
-        warnings=tuple(warnings),
+        min_clients=0 if simulated else min_clients_of_a_sum(plan),
+        own_code=list(plan.run.own_code),
+        run=RunFacts(
+            id=began.id,
+            date=began.date,
+            responsible=said.responsible or None,
+            purpose=said.purpose or None,
+            sites=dict(zip(clients, sites, strict=False)),
+        ),
+        files=dict(files or {}),
     )
 
 
-def fewest_in_a_sum(plan: PrivacyPlan) -> int:
-    """Of fewer clients' uploads a server that sees sums alone gets none; 0: it sees them all."""
+def rows_before(plan: PrivacyPlan) -> dict[str, int]:
+    """Returns the number of rows that each client's ledger held when the run began."""
+    return {one.client: len(one.releases) for one in plan.histories}
+
+
+def min_clients_of_a_sum(plan: PrivacyPlan) -> int:
+    """Returns the fewest clients in a sum that the server sees; 0: it sees each upload."""
     run = plan.run
     if not run.method.sums_alone:
         return 0
-    taking = active_clients(run.partition.clients, run.participation)
-    return fewest(run.method, taking, run.partition.clients, private=True)
+    active = active_clients(run.partition.clients, run.participation)
+    return fewest(run.method, active, run.partition.clients, private=True)
 
 
-def owner_context(
+def owner_facts(
     plan: PrivacyPlan,
     number: int,
     history: History,
@@ -126,46 +146,36 @@ def owner_context(
     secret: bool,
     began: Began,
     warnings: Sequence[str],
-) -> ReportContext:
-    """What a data owner's own report says beside its ledger.
+) -> tuple[ReportFacts, dict[str, int]]:
+    """Returns what a data owner's own report states beside its ledger, and the ledger's rows from
+    before the run.
 
     Args:
         plan: the run's.
         number: the client's.
         history: what the owner's ledger held when the client joined.
-        rounds: that have ended, as the server says; charges are the ledger's.
+        rounds: that have ended, as the server states; charges are the ledger's.
         secret: whether the noise came from the operating system's keys.
         began: which run it is, and when it began.
         warnings: what the run wants its report to warn of.
     """
     own = replace(plan, histories=(history,))
-    done = min(rounds, plan.run.rounds)
-    return report_context(
+    facts = report_facts(
         own,
-        done,
+        min(rounds, plan.run.rounds),
         (),
         test=NO_TEST,
-        secret=secret,
         began=began,
+        secret=secret,
         warnings=warnings,
         simulated=False,
         first=number,
     )
-
-
-def _run_facts(plan: PrivacyPlan, began: Began, first: int) -> RunFacts:
-    said = plan.run.report
-    return RunFacts(
-        id=began.id,
-        date=began.date,
-        responsible=said.responsible or None,
-        purpose=said.purpose or None,
-        sites=said.site_names([one.client for one in plan.histories], first),
-    )
+    return facts, rows_before(own)
 
 
 def handed_over(folder: Path) -> dict[str, str]:
-    """The files of a run folder that its report vouches for, with their SHA-256.
+    """Returns the files of a run folder that its report vouches for, with their SHA-256.
 
     Raises:
         OSError: one cannot be read.
@@ -175,7 +185,7 @@ def handed_over(folder: Path) -> dict[str, str]:
 
 
 def public_items(plan: PrivacyPlan, *, simulated: bool = True) -> dict[str, str]:
-    """What was fixed before any data were read, and why it is public."""
+    """Returns what was fixed before any data were read, and why it is public."""
     spec = plan.spec
     run = plan.run
     items = {
@@ -205,8 +215,8 @@ def public_items(plan: PrivacyPlan, *, simulated: bool = True) -> dict[str, str]
             "run's seed; what a client computed is charged, also where nothing arrived"
         )
     items["what the server does"] = (
-        "training, averaging, distillation and measurements from the uploads and public values "
-        "alone: post-processing, at no cost"
+        "training, averaging, distillation and measurements that use only the uploads and public "
+        "values: post-processing, at no cost"
     )
     if proxy := run.method.public_images():
         items["proxy images"] = f"the training images of {proxy}, declared public"
@@ -217,13 +227,13 @@ def public_items(plan: PrivacyPlan, *, simulated: bool = True) -> dict[str, str]
 
 def _architecture(run: RunSettings) -> str:
     if not run.method.takes_model:
-        return "the method's own: no setting of models decides it"
+        return "the method's own, whatever the settings of models are"
     return f"{run.model}, {_weights(run)}"
 
 
 def _weights(run: RunSettings) -> str:
     if has_given_weights(run.model):
-        return "with the weights of a module that the user gave, declared public by the user"
+        return "with the weights of a module that the operator gave and declares public"
     return "drawn from the run's seed"
 
 
@@ -236,10 +246,11 @@ def _rounds(plan: PrivacyPlan) -> str:
 
 
 def _items_of_a_guarantee(plan: PrivacyPlan) -> dict[str, str]:
-    """What is public of the releases that are accounted for."""
+    """Returns what is public about the releases that are accounted for."""
+    counted = f"{plan.run.report.person or 'person'}s" if plan.privacy.unit == USER else "records"
     items = {
         "sample rate q": f"{plan.chief.sample_rate:.6g}, from public sizes",
-        f"nominal {COUNTED[plan.privacy.unit]} of a client": (
+        f"nominal {counted} of a client": (
             f"{plan.nominal_size:g} ({_nominal_size(plan)}); divisors use it or released counts, "
             "never the true number"
         ),
@@ -266,26 +277,20 @@ def _nominal_size(plan: PrivacyPlan) -> str:
     return words
 
 
-def _why_no_ledger(plan: PrivacyPlan) -> str:
-    if is_published(plan.spec):
-        return f"{plan.spec.name} is a published data set"
-    return f"the user declares that the data set {plan.spec.name!r} is public"
-
-
 def _data_set(plan: PrivacyPlan, *, simulated: bool) -> str:
-    """Which data set it is, and what is public of it."""
+    """Returns which data set it is, and what of it is public."""
     spec = plan.spec
     if is_published(spec):
         return f"{spec.name}, published: {spec.source}"
     if not simulated:
         return f"{spec.name}: the data owners'; its specification is public, its records are not"
     if plan.privacy.ledger_folder is None:
-        return f"{spec.name}: the user's own, declared public by the user"
-    return f"{spec.name}: the user's own; its specification is public, its records are not"
+        return f"{spec.name}: the operator's own, declared public by the operator"
+    return f"{spec.name}: the operator's own; its specification is public, its records are not"
 
 
-def accesses(plan: PrivacyPlan, test: str, *, simulated: bool = True) -> tuple[PrivateAccess, ...]:
-    """Everything that touches private data.
+def accesses(plan: PrivacyPlan, test: str, *, simulated: bool = True) -> list[Access]:
+    """Returns everything that touches private data.
 
     Args:
         plan: the run's.
@@ -293,15 +298,19 @@ def accesses(plan: PrivacyPlan, test: str, *, simulated: bool = True) -> tuple[P
         simulated: all clients were in one process, which sees more.
     """
     facts = plan.facts
+    averaged = ""
+    if plan.privacy.unit == USER:
+        person = plan.run.report.person or "person"
+        averaged = f"; averaged over each {person}'s examples, and the average is clipped"
     found = [
-        PrivateAccess(
-            f"{one.quantity}: {one.clipped}",
+        _access(
+            f"{one.quantity}: {one.clipped}{averaged}",
             facts.status,
             f"mechanism {one.mechanism}, {_how_often(plan, one)}",
         )
         for one in plan.plans
     ]
-    found += [PrivateAccess(what, disclosure.UNACCOUNTED, note) for what, note in facts.accesses]
+    found += [_access(what, disclosure.UNACCOUNTED, note) for what, note in facts.accesses]
     if plan.privacy.ledger_folder is not None or not simulated:
         found.append(COMPARED_RECORDS)
     if not simulated:
@@ -315,10 +324,14 @@ def accesses(plan: PrivacyPlan, test: str, *, simulated: bool = True) -> tuple[P
     if test == PUBLIC:
         whose = f"of the published data set {plan.spec.name}"
         if not is_published(plan.spec):
-            whose = "declared public by the user"
+            whose = "declared public by the operator"
         note = f"{whose}; test accuracy is computed from released models"
-        found.append(PrivateAccess("test set", disclosure.PUBLIC, note))
-    return tuple(found)
+        found.append(_access("test set", disclosure.PUBLIC, note))
+    return found
+
+
+def _access(what: str, status: str, note: str) -> Access:
+    return Access.model_validate({"access": what, "status": status, "note": note})
 
 
 def _how_often(plan: PrivacyPlan, one: PrivatePlan) -> str:
@@ -329,34 +342,26 @@ def _how_often(plan: PrivacyPlan, one: PrivatePlan) -> str:
     return f"{how_many(one.steps * len(rounds), 'release')} in all"
 
 
-TIMING = PrivateAccess(
+TIMING = _access(
     "how long a client takes to answer, and whether it does",
     disclosure.SIMULATION_ONLY,
-    "whoever carries the messages sees it; outside the guarantee",
+    "seen by anybody who carries the messages; outside the guarantee",
 )
-COMPARED_RECORDS = PrivateAccess(
+COMPARED_RECORDS = _access(
     "records, compared with those of the ledgers",
     disclosure.SIMULATION_ONLY,
     "by a keyed hash that stays with the ledgers; it decides whether the run begins",
 )
 
 
-def _simulated(what: str) -> PrivateAccess:
-    """What only a simulation may show."""
-    return PrivateAccess(
+def _simulated(what: str) -> Access:
+    """Returns an access that only a simulation has."""
+    return _access(
         what,
         disclosure.SIMULATION_ONLY,
         "folder simulation_only, and the message of a partition that cannot be made; outside the "
         "guarantee",
     )
-
-
-def _published(plan: PrivacyPlan) -> tuple[Mapping[str, str], ...]:
-    """The figure that a paper prints for these settings, beside why it differs."""
-    if not plan.facts.guaranteed:
-        return ()
-    printed = plan.run.method.printed_epsilon(plan.privacy.delta, plan.sigma)
-    return (printed,) if printed else ()
 
 
 def _without_paths(run: RunSettings) -> dict[str, dict[str, Any]]:
@@ -382,4 +387,5 @@ def provenance(run: RunSettings) -> dict[str, str]:
         "python": platform.python_version(),
         "fedsynth": __version__,  # also where it runs from a folder, without being installed
         **{name: version(name) for name in packages},
+        **renderer_versions(),
     }

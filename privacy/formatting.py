@@ -1,0 +1,117 @@
+"""How figures and texts of a privacy report are printed: never smaller than computed, and as text
+whatever they contain."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+EPSILON_DIGITS = 3
+BANDS: tuple[tuple[float, str, str], ...] = (
+    (1.0, "ε up to 1", "strong"),
+    (10.0, "ε above 1, up to 10", "reasonable"),
+    (math.inf, "ε above 10", "weak, or none"),
+)
+MAX_ODDS = 1e6
+_MARKDOWN = re.compile(r"[\\`*<>|&~\[\]]|(?<![^\W_])_|_(?![^\W_])")
+_BLOCK_START = re.compile(r"([-+=#]+(?:\s|$))|(\d+)([.)])(?=\s|$)")
+
+
+def format_epsilon(value: float) -> str:
+    """Returns ε to three significant digits, rounded up: the one rule for every ε that is printed.
+
+    >>> format_epsilon(8.941), format_epsilon(8.0), format_epsilon(0.0)
+    ('8.95', '8', '0')
+    """
+    return format_rounded_up(value, EPSILON_DIGITS)
+
+
+def format_rounded_up(value: float, digits: int) -> str:
+    """Returns a value rounded up to significant digits, so that nothing printed is smaller than
+    what was computed."""
+    if value <= 0:
+        return "0"
+    if math.isinf(value):
+        return "∞"
+    value = max(value, 1e-290)  # below, the scale is infinite
+    scale = 10.0 ** (digits - 1 - math.floor(math.log10(value)))
+    # an exact decimal such as 10.99 must not be pushed up by its own rounding error
+    rounded = math.ceil(value * scale * (1 - 1e-12)) / scale
+    if 10 ** (digits - 1) <= rounded < 1e9:
+        return f"{rounded:,.0f}"
+    return f"{rounded:.{digits}g}"
+
+
+def format_odds(epsilon: float) -> str:
+    """Returns e^ε, rounded up to three digits.
+
+    >>> format_odds(1.0), format_odds(8.0), format_odds(20.0)
+    ('2.72', '2,990', 'more than 1,000,000')
+    """
+    if epsilon > math.log(MAX_ODDS):
+        return f"more than {MAX_ODDS:,.0f}"
+    return format_rounded_up(math.exp(epsilon), 3)
+
+
+def format_percent(share: float) -> str:
+    """Returns a share in percent, rounded up to two decimals, and never 100 unless it is 1."""
+    percent = 100 * share
+    rounded = math.ceil(percent * 100 * (1 - 1e-12)) / 100
+    return "99.99…" if rounded >= 100 > percent else f"{rounded:.2f}"
+
+
+def format_rounds(rounds: Sequence[int]) -> str:
+    """Returns round numbers as ranges.
+
+    >>> format_rounds([0, 1, 2, 5, 5])
+    '0–2, 5; charged more than once: 5'
+    """
+    ranges: list[list[int]] = []
+    for number in sorted(set(rounds)):
+        if ranges and number == ranges[-1][-1] + 1:
+            ranges[-1].append(number)
+        else:
+            ranges.append([number])
+    parts = [f"{some[0]}" if len(some) == 1 else f"{some[0]}–{some[-1]}" for some in ranges]
+    repeated = sorted({number for number in rounds if rounds.count(number) > 1})
+    text = ", ".join(parts)
+    if repeated:
+        text += f"; charged more than once: {', '.join(map(str, repeated))}"
+    return text
+
+
+def band(epsilon: float) -> str:
+    """Returns how strong a guarantee with this ε is commonly called.
+
+    >>> band(0.5), band(8.0), band(30.0)
+    ('strong', 'reasonable', 'weak, or none')
+    """
+    return next(words for most, _, words in BANDS if epsilon <= most)
+
+
+def printable(text: str) -> str:
+    """Returns a text on one line, without characters that steer a terminal or a page."""
+    line = " ".join(text.split())
+    if line.isprintable():
+        return line
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in line)
+
+
+def as_markdown(value: Any) -> Any:
+    """Returns a report whose texts mean only themselves in Markdown: printable, on one line, and
+    escaped. A report may come from anybody."""
+    if isinstance(value, str):
+        text = _MARKDOWN.sub(lambda found: "\\" + found[0], printable(value))
+        start = _BLOCK_START.match(text)
+        if start is None:
+            return text
+        if start[1]:
+            return "\\" + text
+        return f"{start[2]}\\{text[start.end(2) :]}"
+    if isinstance(value, Mapping):
+        return {as_markdown(key): as_markdown(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_markdown(inner) for inner in value]
+    return value

@@ -1,0 +1,303 @@
+"""A report's pages: Markdown by a template, one self-contained HTML page made of that Markdown, and
+the short table for the terminal.
+
+The Markdown is rendered with raw HTML off, and every text of a report is escaped before it enters
+the template: a report may come from anybody. The page loads nothing and has no script. It is made
+for a screen, light or dark, for a phone, and for A4, where broad tables have landscape pages.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from html import escape
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, TemplateError
+from markdown_it import MarkdownIt
+from markdown_it.renderer import RendererHTML
+from markdown_it.token import Token
+
+from fedsynth.privacy.audit import CAVEAT, down
+from fedsynth.privacy.errors import PrivacyError
+from fedsynth.privacy.formatting import (
+    BANDS,
+    as_markdown,
+    band,
+    format_epsilon,
+    format_odds,
+    format_percent,
+    format_rounds,
+    printable,
+)
+from fedsynth.privacy.plots import bar_plot, line_plot
+from fedsynth.privacy.report_figures import Event, Report
+from fedsynth.privacy.report_file import HOSTILE
+
+RENDERERS = ("jinja2", "markdown-it-py")
+"""The packages whose versions decide how a page looks, beside fedsynth itself."""
+FILES = {
+    "model.safetensors": "the trained model",
+    "synthetic.safetensors": "the synthetic examples sent last",
+    "artefacts.json": "what the server measured of the uploads",
+    "metrics.jsonl": "figures of each round",
+    "config.toml": "the settings",
+    "README.md": "how to use these files",
+}
+"""Files whose hashes a report may hold, with what they are."""
+BROAD_COLUMNS = 8
+MAX_CLIENT_LINES = 50
+"""With more clients, the plot shows only the worst and the median."""
+
+
+def _environment() -> Environment:
+    """Returns the templates' environment."""
+    made = Environment(
+        loader=FileSystemLoader(Path(__file__).parent / "templates"),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        autoescape=False,  # the texts are escaped as Markdown, and HTML is made of that
+    )
+    made.globals |= {"bands": BANDS, "caveat": CAVEAT, "files": FILES}
+    made.filters |= {
+        "band": band,
+        "down": down,
+        "epsilon": format_epsilon,
+        "g": lambda value: f"{value:g}",
+        "lines": lambda text: [line for line in text.splitlines() if line.strip()],
+        "median": statistics.median,
+        "number": lambda value: "none" if value is None else f"{value:.6g}",
+        "odds": format_odds,
+        "percent": format_percent,
+        "rounds": format_rounds,
+    }
+    return made
+
+
+_TEMPLATES = _environment()
+STYLE: str = _TEMPLATES.get_template("style.css.j2").render()
+
+
+def _complete(report: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the report with every key that a template reads."""
+    return Report.model_validate(report).to_json()
+
+
+def _words(report: Mapping[str, Any]) -> Any:
+    """Returns the sentences of a report, as plain text."""
+    return _TEMPLATES.get_template("words.j2").make_module({"r": report})
+
+
+def warnings(report: Mapping[str, Any]) -> list[str]:
+    """Returns the run's own warnings, and those that follow from the figures."""
+    return [line for line in _words(report).warnings().splitlines() if line.strip()]
+
+
+def verdict(report: Mapping[str, Any]) -> str:
+    """Returns what the report promises, in a few words."""
+    return str(_words(report).verdict())
+
+
+def protected(report: Mapping[str, Any]) -> str:
+    """Returns whom ε is for: "one example of one client"."""
+    return str(_words(report).protected())
+
+
+def unprotected(report: Mapping[str, Any]) -> str:
+    """Returns who has no protection, or less."""
+    return str(_words(report).unprotected())
+
+
+def secure_aggregation(report: Mapping[str, Any]) -> str:
+    """Returns whether uploads are seen only in sums; "none" where each is seen."""
+    return str(_words(report).secure_aggregation())
+
+
+def event_text(event: Event, planned_rounds: int, cap: float | None, *, simulated: bool) -> str:
+    """Returns what did not go as planned, in a sentence."""
+    report = {
+        "guarantee": None,
+        "unit": {"kind": "", "person": ""},
+        "shares": 1,
+        "min_clients": 0,
+        "planned_rounds": planned_rounds,
+        "epsilon_cap": cap,
+        "simulated": simulated,
+    }
+    return str(_words(report).event(event))
+
+
+def summary_rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Returns the table for the terminal: ε and δ first, or why there is no guarantee."""
+    words = _words(report)
+    promise = report["guarantee"]
+    ledger = report["ledger"]
+    rows = []
+    if promise is None:
+        rows.append(("verdict", words.verdict()))
+        rows += [("why", reason) for reason in report["verdict"]["reasons"]]
+    else:
+        rows.append(("ε (worst client)", format_epsilon(promise["epsilon"])))
+        rows.append(("δ", f"{promise['delta']:g}"))
+        rows.append(("verdict", words.verdict()))
+    rows += [
+        ("mechanism", report["mechanism"]),
+        ("protects", words.protects()),
+        ("adjacency", words.adjacency()),
+        ("sampling", _distinct(words.sampling(row) for row in ledger)),
+        ("noise multiplier σ", _sigmas(ledger)),
+        ("clip", _distinct(f"{row['sensitivity']:g} ({words.clipped(row)})" for row in ledger)),
+        ("steps a round", _distinct(str(row["steps"]) for row in ledger)),
+    ]
+    if promise is not None:
+        spent = promise["epsilon_by_client"].values()
+        median = statistics.median(spent)
+        spread = f"min {format_epsilon(min(spent))}, median {format_epsilon(median)}"
+        cap = report["epsilon_cap"]
+        rows.append(("ε over clients", spread))
+        rows.append(("budget", "no cap" if cap is None else f"cap {cap:g}"))
+    return [*rows, *(("warning", text) for text in warnings(report))]
+
+
+def _distinct(values: Any) -> str:
+    return "; ".join(dict.fromkeys(values)) or "–"
+
+
+def _sigmas(ledger: Sequence[Mapping[str, Any]]) -> str:
+    """Returns σ of the releases; where there are several, with what each is of."""
+    quantities: dict[str, list[str]] = {}
+    for row in ledger:
+        found = quantities.setdefault(f"{row['noise_multiplier']:.4g}", [])
+        if row["quantity"] not in found:
+            found.append(row["quantity"])
+    if len(quantities) < 2:
+        return "".join(quantities)
+    return "; ".join(f"{sigma} ({', '.join(names)})" for sigma, names in quantities.items())
+
+
+@contextmanager
+def _sound() -> Iterator[None]:
+    """Turns what a damaged report may raise into a PrivacyError."""
+    try:
+        yield
+    except (*HOSTILE, TemplateError) as error:
+        raise PrivacyError(
+            f"the report is damaged: it cannot be rendered ({error!r:.200})"
+        ) from None
+
+
+def render_markdown(report: Mapping[str, Any]) -> str:
+    """Returns the whole report as Markdown: the first page, then the datasheet.
+
+    Raises:
+        PrivacyError: it is damaged.
+    """
+    with _sound():
+        text = _TEMPLATES.get_template("report.md.j2").render(r=as_markdown(_complete(report)))
+    lines = [line.rstrip() for line in text.splitlines()]
+    kept = [line for number, line in enumerate(lines) if line or (number and lines[number - 1])]
+    return "\n".join(kept).rstrip() + "\n"
+
+
+def render_html(report: Mapping[str, Any]) -> str:
+    """Returns the page: what the Markdown says, with plots.
+
+    Raises:
+        PrivacyError: it is damaged.
+    """
+    parser = MarkdownIt("commonmark", {"html": False}, renderer_cls=_PageRenderer).enable("table")
+    with _sound():
+        report = _complete(report)
+        plots = _plots(report)
+    body = parser.render(render_markdown(report), {"plots": plots})
+    title = printable(f"Privacy report: {report['run']['id'] or report['method']}")
+    return _TEMPLATES.get_template("page.html.j2").render(title=title, body=body)
+
+
+class _PageRenderer(RendererHTML):
+    """Puts plots below their headings, and tables into boxes that scroll; broad ones are printed
+    on landscape pages."""
+
+    def heading_open(self, tokens: Sequence[Token], index: int, options: Any, env: Any) -> str:
+        if tokens[index].tag == "h1" and index > 0:
+            return '<h1 class="next">'
+        opened = self.renderToken(tokens, index, options, env)
+        if not _broad_table(tokens, index + 3):
+            return opened
+        env["across"] = True  # the heading moves to the table's landscape page
+        return f'<section class="across">{opened}'
+
+    def heading_close(self, tokens: Sequence[Token], index: int, options: Any, env: Any) -> str:
+        plot = env["plots"].get(tokens[index - 1].content, "")
+        return f"{self.renderToken(tokens, index, options, env)}{plot}"
+
+    def table_open(self, tokens: Sequence[Token], index: int, options: Any, env: Any) -> str:
+        return '<div class="scroll" tabindex="0" role="region" aria-label="table"><table>\n'
+
+    def table_close(self, tokens: Sequence[Token], index: int, options: Any, env: Any) -> str:
+        return "</table></div>" + ("</section>\n" if env.pop("across", False) else "\n")
+
+
+def _broad_table(tokens: Sequence[Token], index: int) -> bool:
+    """Returns whether a table of many columns begins here."""
+    if index >= len(tokens) or tokens[index].type != "table_open":
+        return False
+    row_end = next(n for n in range(index, len(tokens)) if tokens[n].type == "tr_close")
+    columns = sum(token.type == "th_open" for token in tokens[index:row_end])
+    return columns > BROAD_COLUMNS
+
+
+def _plots(report: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the figures by the heading that they follow."""
+    promise = report["guarantee"]
+    if promise is None:
+        return {}
+    rounds = promise["epsilon_by_round"]
+    faint = []
+    if len(promise["epsilon_by_client"]) <= MAX_CLIENT_LINES:
+        for name in promise["epsilon_by_client"]:
+            faint.append([(row["round"], row["clients"][name]) for row in rounds])
+    delta = f"δ = {promise['delta']:g}"
+    worst = f"worst client ({printable(promise['worst_client'])})"
+    over_rounds = line_plot(
+        [
+            (worst, [(row["round"], row["worst"]) for row in rounds]),
+            ("median client", [(row["round"], row["median"]) for row in rounds]),
+        ],
+        x="round",
+        y=f"ε at {delta}",
+        faint=faint,
+        first_broad=True,
+    )
+    kinds = [
+        (printable(f"{one['quantity']} ({one['mechanism']})"), one["epsilon"])
+        for one in promise["epsilon_of_each_release_alone"]
+    ]
+    curve = [(point["delta"], point["epsilon"]) for point in promise["epsilon_of_delta"]]
+    return {
+        "ε after each round (worst client)": _figure(
+            over_rounds,
+            f"ε spent after each round at {delta}; broad: the worst client, dashed: the median, "
+            "thin and grey: every client",
+        ),
+        "The guarantee": _figure(
+            bar_plot(kinds, y="ε of each release alone"),
+            f"ε of each kind of release if it were the only one, at {delta}; they do not add up",
+        ),
+        "ε for other δ (worst client)": _figure(
+            line_plot([("worst client", curve)], x="δ", y="ε", log_x=True), "ε(δ)"
+        ),
+    }
+
+
+def _figure(svg: str, caption: str) -> str:
+    return f"<figure>{svg}<figcaption>{escape(caption)}</figcaption></figure>"
+
+
+def renderer_versions() -> dict[str, str]:
+    """Returns the installed versions of the packages that render a report."""
+    return {name: version(name) for name in RENDERERS}
