@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -40,9 +41,13 @@ def test_what_is_not_finite_is_refused_without_a_bound(value: float) -> None:
 def test_a_run_refuses_before_anything_is_charged(monkeypatch: pytest.MonkeyPatch) -> None:
     charged = []
     init = GaussianSums.__init__
-    monkeypatch.setattr(
-        GaussianSums, "__init__", lambda self, *a: charged.append(1) or init(self, *a)
-    )
+
+    def counted(self: GaussianSums, *args: Any) -> None:
+        if type(self) is GaussianSums:  # a trial on public images has a subclass of its own
+            charged.append(1)
+        init(self, *args)
+
+    monkeypatch.setattr(GaussianSums, "__init__", counted)
     sections = {
         "run": {"method": "fedavg", "rounds": 1},
         "method": {"local_steps": 1},

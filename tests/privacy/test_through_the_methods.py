@@ -257,6 +257,7 @@ def test_what_a_private_run_writes_is_public(tmp_path: Path) -> None:
     start = json.loads((result.folder / "privacy_start.json").read_text())
     assert set(start) == {
         *("schema_version", "noise_multiplier", "data_set", "test_images", "ledgers"),
+        "simulated",  # a simulation or a run over nodes: the same whatever the data
         "warnings",  # from public images and weights, before any data are read
         "run",  # the folder's name and the day: known before any data are read
     }
