@@ -158,9 +158,10 @@ def test_a_report_that_drops_such_a_client_is_noticed(place: Place) -> None:
     served = place.serve(given, place.hand(*map(place.node, range(LAST))), resume=folder)
     file = served.folder / "privacy_report.json"
     report = json.loads(file.read_text())
-    told = report["deviations"][-1]
-    for other in (told.replace("round 2", "round 1"), told.replace(f"client {LAST}", "client 7")):
-        file.write_text(json.dumps({**report, "deviations": [*report["deviations"][:-1], other]}))
+    *events, unstated = report["events"]
+    assert (unstated["kind"], unstated["rounds"]) == ("unstated", [2])
+    for other in ({"rounds": [1]}, {"client": "7"}):
+        file.write_text(json.dumps({**report, "events": [*events, {**unstated, **other}]}))
         assert verify_run(served.folder).problems
 
 

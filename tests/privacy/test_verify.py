@@ -177,7 +177,8 @@ def test_rows_out_of_the_rounds_order_fold_to_the_same_report() -> None:
     report = build_report(FACTS, [History(name, some) for name, some in rows.items()])
     held = held_rows(report, None, exact=False)
     assert report_problems(report, FACTS, held, {}) == []
-    assert taken_as_stated(report) == ["versions (numpy)"]
+    trial = "the run's own warnings, and what a trial of the clients' steps found"
+    assert taken_as_stated(report) == ["versions (numpy)", trial]
 
 
 @pytest.mark.parametrize("text", [b"{}\n", b"", b"[" * 100_000, b'{"client": 5}\n', b"\xff\n"])
