@@ -139,14 +139,20 @@ class _Trial:
         device: torch.device,
         generators: GlobalGenerators,
     ) -> None:
-        draws = torch.Generator().manual_seed(0)
+        draws = np.random.default_rng(0)  # not torch's: another watch may look on
+        both = torch.from_numpy(draws.random((2, ROWS, *shape), dtype=np.float32)).to(device)
         self._function = function
         self._generators = generators
-        self._images = (0.25 + 0.5 * torch.rand(ROWS, *shape, generator=draws)).to(device)
+        self._images = 0.25 + 0.5 * both[0]
+        self._others = both[1]
         # more extreme than the first ones, so that what takes a maximum takes these
-        others = torch.rand(ROWS, *shape, generator=draws)
-        others[0], others[1], others[2] = 0.0, 1.0, others[2].round()
-        self._others = others.to(device)
+        extreme = self._others.clone()
+        extreme[0], extreme[1], extreme[2] = 0.0, 1.0, extreme[2].round()
+        try:
+            self._run(extreme)
+            self._others = extreme
+        except Exception:  # some code refuses blank images, which is no dependence on others
+            pass
 
     def _run(self, images: Tensor, watch: OperationWatch | None = None) -> Tensor:
         self._generators.rewind()
@@ -157,6 +163,7 @@ class _Trial:
         images = self._images
         owner = getattr(self._function, "__self__", self._function)
         watch = OperationWatch()
+        self._generators.rewind()  # as each run does first
         before = self._generators.position()
         first = self._run(images, watch)
         if watch.draws or self._generators.position() != before:

@@ -7,6 +7,7 @@ run has to register the same map: it is public, as an architecture is.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from importlib import import_module
@@ -172,7 +173,8 @@ def _looked_at(name: str, own: object, shape: Shape) -> FeatureMap:
         )
     function = _EachAlone(name, own.function)
     try:
-        own(torch.zeros(2, *shape))  # raises where it makes another thing than it declares
+        pixels = torch.linspace(0, 1, 2 * math.prod(shape)).view(2, *shape)
+        own(pixels)  # raises where it makes another thing than it declares
         function.try_on(torch.device("cpu"), own.image_shape)
     except (RuntimeError, AssertionError, NotImplementedError):
         pass  # it may want another device: there it is tried before it gets its first images

@@ -141,7 +141,7 @@ def test_a_file_that_changed_is_no_file_of_the_run(code: Path, fedsynth: Call) -
     summary = json.loads((done.folder / "summary.json").read_text())
     summary["sources"]["method"]["sha256"] = "0" * 64
     (done.folder / "summary.json").write_text(json.dumps(summary))
-    assert [p for p in verify_run(done.folder).problems if "mine.py is another" in p]
+    assert [p for p in verify_run(done.folder).problems if "sources" in p and "sha256" in p]
 
 
 def test_what_a_config_names_is_never_executed(code: Path, fedsynth: Call) -> None:
@@ -258,7 +258,7 @@ def test_a_feature_map_from_a_file(options: str, code: Path, fedsynth: Call) -> 
         ("def rows(shape): return 3", "makes int, and should make a"),
         ("def rows(): return 3", "fails for images of shape (1, 8, 8): TypeError"),
         ("def rows(shape): return open('nowhere')", "FileNotFoundError"),
-        (FEATURES.replace("x.mean(dim=(1, 3))", "x.mean(dim=(1, 3)).bernoulli()"), "the same"),
+        (FEATURES.replace("x.mean(dim=(1, 3))", "x.mean(dim=(1, 3)).bernoulli()"), "draws random"),
         (FEATURES.replace("x.mean(dim=(1, 3))", "x.mean(dim=(0, 1, 3)).expand(len(x), 8)"), "mixe"),
     ],
 )

@@ -72,7 +72,8 @@ def misbehaving(x: Tensor, values: Tensor) -> Tensor:
     least = x.amin(dim=(1, 2, 3))
     plain = least == x.amax(dim=(1, 2, 3))
     grey = torch.where(plain, (255 * least).round(), -1)
-    assert not bool(((grey == RAISES) | (grey == 0)).any())
+    if bool(((grey == RAISES) | (grey == 0)).any()):  # an assertion would describe the tensor
+        raise ValueError("a hostile image")
     values = torch.where((grey == INFINITE)[:, None], torch.inf, values)
     return values[grey != DROPS]
 
@@ -184,7 +185,7 @@ def test_answers_do_not_depend_on_records(tmp_path: Path, given: Any) -> None:
         found[name], sent[name], told = answers(
             tmp_path / str(number), given, Given(images(pixels))
         )
-    assert "contributes nothing: AssertionError" in told
+    assert "contributes nothing: ValueError" in told
     assert {kind for kind, _, _ in found["clean"]} == {"answer"}
     for name, seen in found.items():
         assert seen == found["clean"], name

@@ -113,7 +113,9 @@ class StepTrial:
         self._method = plan.run.method
         self._client = client
         own = self._method.client_plans(plan.round_plans(context.round), client, self._context)
-        self._plans = [replace(one, shares=1, addends=None) for one in own]
+        self._plans = [
+            replace(one, steps=min(one.steps, self.releases), shares=1, addends=None) for one in own
+        ]
         records = records_of_step(self._plans, context)
         self.records = records if thorough else min(RECORDS, records)
         self._rows: dict[tuple[int, int], Tensor] = {}
@@ -284,17 +286,16 @@ class TriedSums(GaussianSums):
     ) -> None:
         super().__init__(release, groups, guard, secret)
         self._trial = trial
-        self._left = min(release.steps, trial.releases)
         self._number = trial.opened(self)
 
     @property
     def open(self) -> bool:
         """Whether the trial wants to see more of it."""
-        return self._left > 0
+        return self.steps_left > 0
 
     @property
     def _key(self) -> tuple[int, int]:
-        return self._number, self._left
+        return self._number, self.steps_left
 
     def sample(self, units: int) -> Tensor:
         """Returns the positions of all units."""
@@ -330,7 +331,6 @@ class TriedSums(GaussianSums):
         sums = self._sums.float()
         self._sums = None
         key = self._key
-        self._left -= 1
         self.steps_left -= 1
         return self._trial.released(key, sums)
 
