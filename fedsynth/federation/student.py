@@ -240,13 +240,19 @@ def _refuse_other_images(place: Path, spec: DatasetSpec) -> None:
 
 
 def _vouched_for(share: Path, run: Path) -> bool:
-    """Whether the set's privacy report names the model of this run's folder, by its hash."""
-    report = share / "privacy_report.json"
+    """Returns True if the set's report is that of the run's folder, apart from the files, and the
+    run's report has the hash of the folder's model."""
+    of_set = share / "privacy_report.json"
+    of_run = run / "privacy_report.json"
     model = run / MODEL
-    if not (report.is_file() and model.is_file()):
+    if not (of_set.is_file() and of_run.is_file() and model.is_file()):
         return False
-    named = read_json(report, "privacy report").get("files", {})
-    return isinstance(named, dict) and named.get(MODEL) == file_hash(model)
+    stated = read_json(of_set, "privacy report")
+    report = read_json(of_run, "privacy report")
+    own = ("files", "handed_over")
+    same = all(stated.get(key) == value for key, value in report.items() if key not in own)
+    files = report.get("files")
+    return same and isinstance(files, dict) and files.get(MODEL) == file_hash(model)
 
 
 def real_images(

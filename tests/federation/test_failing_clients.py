@@ -285,7 +285,7 @@ def test_what_a_row_says_of_losses_is_verified(tmp_path: Path) -> None:
         copied = tmp_path / str(position)
         shutil.copytree(result.folder, copied)
         problems = changed_rows(copied, change)
-        assert any(f"round {number} says" in text for text in problems), problems
+        assert any(f"metrics.jsonl: round {number}" in text for text in problems), problems
 
 
 def test_a_rows_rejection_is_shown_in_a_private_run(

@@ -127,7 +127,7 @@ def test_a_kept_ledger_carries_over_runs(tmp_path: Path) -> None:
 def test_the_paper_mechanism_has_no_epsilon_anywhere(tmp_path: Path) -> None:
     result = simulate(tiny(noise_multiplier=3.0, mechanism="paper"), output=tmp_path)
     assert result.summary["differential_privacy"]["guarantee"] is False
-    assert "epsilon" not in result.summary["differential_privacy"]
+    assert result.summary["differential_privacy"]["epsilon"] is None
     assert all("epsilon" not in row for row in result.metrics)
     assert result.folder is not None
     text = (result.folder / "privacy_report.md").read_text()

@@ -140,7 +140,7 @@ def test_reports_of_anybody(cases: range, copied: Path) -> None:
             faults.unless("\x1b" not in shown[1], number, "steers a terminal")
             script = form == "html" and "<script" in shown[1]
             faults.unless(not script, number, "has a script")
-    faults.check(cases, accepted=0.05)
+    faults.check(cases)
 
 
 @fuzzed(BYTES)

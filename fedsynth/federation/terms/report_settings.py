@@ -21,8 +21,8 @@ class ReportSettings:
     Args:
         responsible: the party that answers for the run, for the report's first page.
         purpose: the run's purpose, for the report's first page.
-        sites: names of the clients' sites for the report, comma-separated, in the clients' order; of
-            a single client, of any number of sites.
+        sites: names of the clients' sites for the report, comma-separated, in the clients' order.
+            A single client may name several sites.
         person: the report's name for one person in the data, such as "patient"; empty: "person".
 
     >>> ReportSettings(sites="Mitte,Nord").site_names(2), ReportSettings(sites="A,B").site_names(1)
