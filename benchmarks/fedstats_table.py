@@ -152,7 +152,7 @@ def main() -> None:
 
 @lru_cache(maxsize=1)  # one data set's features at a time
 def _prepared(dataset: str, cache: Path) -> tuple[ImageData, ImageData, Tensor]:
-    """Returns the data set with the features of its training images, and those of its test images."""
+    """Returns the data set with kept features of its training images, and the test features."""
     train, test = load_dataset(dataset)
     features = FedStats().map_of(dataset_spec(dataset))
     keep_features(train, features, vectors(cache, "train", train, features))

@@ -210,7 +210,9 @@ def failing(files: list[str], tree: Path) -> str:
     except subprocess.TimeoutExpired:
         return "waits for ever"
     found = re.findall(r"^(?:FAILED|ERROR) (.*?)(?: - |$)", ran.stdout, re.MULTILINE)
-    return found[0] if found else f"ends with {ran.returncode}" if ran.returncode else ""
+    if found:
+        return str(found[0])
+    return f"ends with {ran.returncode}" if ran.returncode else ""
 
 
 def finds(mutant: Mutant, tree: Path, before: list[str]) -> str:

@@ -163,8 +163,8 @@ def _show(found: AuditResult, command: str, as_json: bool) -> None:
         print(json.dumps(facts, indent=2, ensure_ascii=False))
     else:
         print(
-            f"ε = {format_epsilon(found.epsilon)} claimed (δ = {found.delta:g}) · audited lower bound "
-            f"{down(found.epsilon_lower_bound)} at {100 * found.confidence:g} % confidence from "
+            f"ε = {format_epsilon(found.epsilon)} claimed (δ = {found.delta:g}) · audited lower "
+            f"bound {down(found.epsilon_lower_bound)} at {100 * found.confidence:g} % confidence from "
             f"{found.canaries} canaries, {found.guesses} guesses, {found.correct} right"
         )
         print(

@@ -1,7 +1,8 @@
 """Options of commands that are settings of a run, made from the settings' classes.
 
 A field's type is the option's type, and the first sentence of its text in the class's docstring is
-the option's help. The classes are read as text, not imported: `--help` needs neither torch nor NumPy.
+the option's help. The classes are read as text, not imported: `--help` needs neither torch nor
+NumPy.
 """
 
 from __future__ import annotations
@@ -35,9 +36,10 @@ CLASSES: Mapping[str, tuple[str, ...]] = {
 }
 """A section of a config file: the classes with its fields, by file and name."""
 KEYS: Mapping[str, str] = {
-    "run": "method rounds seed device precision compile memory_gb threads participation client_failures "
-    "quorum robust",
-    "data": "dataset data_root folder test_folder test image_size channels skip_corrupt skip_other declaration",
+    "run": "method rounds seed device precision compile memory_gb threads participation "
+    "client_failures quorum robust",
+    "data": "dataset data_root folder test_folder test image_size channels "
+    "skip_corrupt skip_other declaration",
     "partition": "kind clients alpha classes_per_client min_size subset local_test",
     "model": "name clients features width depth norm",
     "method": "ipc matching",

@@ -85,7 +85,7 @@ def reproduce(
     scale: Annotated[
         float | None,
         typer.Option(
-            help="0.05: run this fraction of rounds, steps, epochs and data, as a test; not a result."
+            help="0.05: run this fraction of rounds, steps, epochs and data: a test, not a result."
         ),
     ] = None,
     settings: Annotated[

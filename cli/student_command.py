@@ -25,7 +25,8 @@ MEASURED_STEPS = 10
 
 @takes_settings(
     "model.name", "model.width", "model.depth", "model.norm", "data.test_folder",
-    "data.skip_corrupt", "data.skip_other", "data.data_root", "run.seed", "run.device", others=False,
+    "data.skip_corrupt", "data.skip_other", "data.data_root", "run.seed", "run.device",
+    others=False,
 )  # fmt: skip
 def student(
     chosen: Sections,

@@ -196,8 +196,8 @@ def decode_json(text: str | bytes) -> Any:
     """Returns the JSON value in a text, or in its UTF-8 bytes.
 
     Raises:
-        ValueError: it is not UTF-8, not JSON (NaN and infinities are not), nested too deeply, has a key twice
-            in one object, or a lone surrogate.
+        ValueError: it is not UTF-8, not JSON (NaN and infinities are not), nested too deeply, has a
+            key twice in one object, or a lone surrogate.
     """
     if isinstance(text, bytes):
         text = text.decode("utf-8")

@@ -106,8 +106,8 @@ class Ledger:
         if self.bound and self._read.dataset != dataset:
             raise LedgerError(
                 f"ledger {self.path} belongs to dataset {shown(self._read.dataset)}, not "
-                f"{dataset!r} (another data set, or another partition of it: seed, clients, alpha): take the "
-                "same again, or another folder, where nothing of this one is counted"
+                f"{dataset!r} (another data set, or another partition of it: seed, clients, alpha): "
+                "take the same again, or another folder, where nothing of this one is counted"
             )
 
     @property

@@ -179,7 +179,9 @@ class _Scale:
         top = max(heights)
         bottom = 0.0 if from_zero else min(heights)
         spare = 0.05 * (top - bottom) or 0.05 * abs(top) or 1.0
-        bottom = bottom if from_zero else max(bottom - spare, 0.0 if bottom >= 0 else -math.inf)
+        if not from_zero:
+            floor = 0.0 if bottom >= 0 else -math.inf
+            bottom = max(bottom - spare, floor)
         return cls(left, right, bottom, top + spare, log_x, tuple(xs))
 
     def at(self, point: tuple[float, float]) -> tuple[float, float]:

@@ -116,8 +116,8 @@ class Results:
         Args:
             name: of the row, with the seed ("feddm seed=0").
             settings: of the run.
-            data: training and test images, or a function that returns them; None: the settings' data
-                set.
+            data: training and test images, or a function that returns them; None: the data set of
+                the settings.
             run: makes the run and returns its measurements; None: `one_run`.
 
         Returns:

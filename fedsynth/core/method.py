@@ -320,7 +320,7 @@ class Method:
 
     @property
     def plans_images(self) -> bool:
-        """Whether `synthetic` may have images at the end: else a run folder with them is damaged."""
+        """Returns True if a run may end with synthetic images; otherwise verify refuses them."""
         return False
 
     def makes_images(self, counted: Sequence[int]) -> bool:

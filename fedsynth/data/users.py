@@ -55,9 +55,9 @@ def check_one_client_each(parts: Sequence[IntArray], data: ImageData) -> None:
             other = home.setdefault(user, client)
             if other != client:
                 raise PartitionError(
-                    f"clients {other} and {client} both have records of one user, who would be protected "
-                    "at each of them alone: divide the data by user (partition.kind=natural or domain, "
-                    "or `parts` of your own)"
+                    f"clients {other} and {client} both have records of one user, who would be "
+                    "protected at each of them separately: divide the data by user "
+                    "(partition.kind=natural or domain, or `parts` of your own)"
                 )
 
 

@@ -107,7 +107,8 @@ def serve(
         resume: the folder of a run of the same settings that did not finish.
 
     Raises:
-        FedsynthError, PrivacyError: as `fedsynth.simulate`; TooFewClientsError: too few nodes have joined.
+        FedsynthError, PrivacyError: as `fedsynth.simulate`.
+        TooFewClientsError: too few nodes have joined.
     """
     return _Run(proposal, post, output, observer or Observer(), resume).run()
 
