@@ -212,7 +212,7 @@ def repair(
     disk. If something else cut the file, such as a copy that broke off, bring it back from a backup
     instead.
     """
-    from fedsynth.privacy.ledger_repair import repair_ledger
+    from fedsynth.privacy.ledger_lines import repair_ledger
 
     done = repair_ledger(ledger)
     if done is None:

@@ -27,14 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from fedsynth.privacy.errors import LedgerError, shown
-from fedsynth.privacy.files import (
-    MAX_TEXT_BYTES,
-    decode_json,
-    lock,
-    open_regular,
-    read_regular,
-    sync_folder,
-)
+from fedsynth.privacy.files import MAX_TEXT_BYTES, lock, open_regular, sync_folder
 from fedsynth.privacy.history import History
 from fedsynth.privacy.ledger_lines import (
     LEDGER_SCHEMA,
@@ -62,7 +55,8 @@ class Ledger:
     as that system's `flock`.
 
     Args:
-        client: the client's name; stands in the header, like `dataset`.
+        client: the client's name, which the header has, like `dataset`. None: the file exists, and
+            may be anyone's.
         path: the file; None keeps the ledger in memory (tests, simulations on published data).
         dataset: an identifier of the data set, so that one data set's budget is not charged to
             another; None takes an existing file as it is.
@@ -78,13 +72,13 @@ class Ledger:
 
     def __init__(
         self,
-        client: str,
+        client: str | None,
         path: Path | None = None,
         *,
         dataset: str | None = "",
         records: str | None = None,
     ) -> None:
-        self.client = client
+        self.client = client or ""
         self.dataset = dataset or ""
         self.path = None if path is None else Path(path)
         self.confirm: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -93,10 +87,11 @@ class Ledger:
         self._read = Lines()
         if self.path is None:
             return
-        if not self.path.exists():
+        if client is not None and not self.path.exists():
             self._start(self.path, records)
         with self._locked(self.path, writing=False) as file:
-            self._catch_up(file)
+            self._catch_up(file, client)
+        self.client = self._read.client
         if dataset is not None:
             self.check_dataset(dataset)
         self.dataset = self._read.dataset
@@ -112,10 +107,7 @@ class Ledger:
 
     @property
     def records(self) -> tuple[str, ...]:
-        """Fingerprints of the records that the ledger was and is for, the present ones last.
-
-        None where nobody has said.
-        """
+        """Fingerprints of the records that the ledger was and is for, the present ones last."""
         return self._read.records
 
     @property
@@ -139,13 +131,21 @@ class Ledger:
         meanwhile."""
         if self.path is not None:
             with self._locked(self.path, writing=False) as file:
-                self._catch_up(file)
+                self._catch_up(file, self.client)
         return self._read.releases
 
     def history(self) -> History:
-        """What stands in the ledger now, with the chain hash over it."""
+        """Returns what the ledger holds now, with the chain hash over it."""
         releases = self.releases
-        return History(self.client, releases, self._read.rows_chain or None)
+        return History(self.client, releases, self.chains[-1] if self.chains else None)
+
+    @property
+    def chains(self) -> tuple[str, ...]:
+        """The chain hashes on the header's line, and on each release's, as far as they were read.
+
+        Lines are only ever appended, so the n-th names the first n releases.
+        """
+        return self._read.chains
 
     def charge(
         self,
@@ -171,7 +171,7 @@ class Ledger:
                 self._read = replace(self._read, releases=(*self._read.releases, release))
             return
         with self.confirm(), self._locked(self.path) as file:
-            self._catch_up(file)
+            self._catch_up(file, self.client)
             check(self._read.releases, [release])
             self._append(file, release.to_json())
         self.confirm = nullcontext
@@ -217,23 +217,23 @@ class Ledger:
         if self.path is None:
             raise LedgerError("a ledger in memory is for the records of one run")
         with self._locked(self.path) as file:
-            self._catch_up(file)
+            self._catch_up(file, self.client)
             self._append(file, entry)
 
     def _append(self, file: FileIO, entry: dict[str, Any]) -> None:
         """Write a line and make it durable; the file must be locked and caught up with."""
         line, _ = encode(entry, self._read.chain)
+        whole = False
         try:
-            if file.write(line) != len(line):
+            whole = file.write(line) == len(line)
+            if not whole:
                 raise OSError("the disk took only part of the line")
-        except OSError as error:
-            self._take_back(file)
-            raise LedgerError(f"cannot write to ledger {self.path}: {error}") from error
-        try:
             os.fsync(file.fileno())
-        except OSError as error:  # the line stands in the file, and counts
+        except OSError as error:
+            if not whole:  # else the line is in the file, and counts
+                self._take_back(file)
             raise LedgerError(f"cannot write to ledger {self.path}: {error}") from error
-        self._catch_up(file)
+        self._catch_up(file, self.client)
 
     def _take_back(self, file: FileIO) -> None:
         """Cut off what was written of a line, which would block the ledger; the lock is still
@@ -283,42 +283,18 @@ class Ledger:
             lock(file, path, shared=not writing)
             yield file
 
-    def _catch_up(self, file: FileIO) -> None:
-        """Read and check the lines that were appended since the last look."""
-        if file.seek(0, os.SEEK_END) < max(1, self._read.size):
-            raise LedgerError(
-                f"ledger {self.path} has lost lines, or is empty: an append-only file was edited"
-            )
+    def _catch_up(self, file: FileIO, client: str | None) -> None:
+        """Reads and checks the lines that were appended since the last look."""
+        if file.seek(0, os.SEEK_END) < self._read.size:
+            raise LedgerError(f"ledger {self.path} has lost lines: an append-only file was edited")
         file.seek(self._read.size)
-        self._read = read_on(self._read, file.read(), self.client, self.path)
+        self._read = read_on(self._read, file.read(), client, self.path)
 
 
 def read_ledger(path: Path) -> Ledger:
-    """An existing ledger file, whoever it belongs to.
+    """Returns an existing ledger file, whoever it belongs to.
 
     Raises:
         LedgerError: it cannot be read, or is damaged.
     """
-    try:
-        header = decode_json(read_regular(path).split(b"\n", 1)[0])
-        return Ledger(str(header["client"]), path, dataset=None)
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise LedgerError(f"{path} is not a fedsynth ledger: {error}") from None
-
-
-def chain_hashes(path: Path) -> list[str]:
-    """The chain hash on the header's line, and on each release's, of a ledger file that
-    `read_ledger` accepts.
-
-    Lines are only ever appended, so the hash on the n-th release's line names the first n, whatever
-    has been added since.
-
-    Raises:
-        LedgerError: the file cannot be read.
-    """
-    try:
-        lines = [decode_json(line) for line in read_regular(path).splitlines()]
-        rows = [line for line in lines[1:] if "quantity" in line]  # a line may be no release
-        return [str(line["chain"]) for line in (*lines[:1], *rows)]
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise LedgerError(f"{path} is not a fedsynth ledger: {error}") from None
+    return Ledger(None, path, dataset=None)

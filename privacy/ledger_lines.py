@@ -1,4 +1,4 @@
-"""What the lines of a ledger's file say, read on from what is known; damaged ones are refused.
+"""Reads the lines of a ledger's file; damaged ones are refused, and a torn last one is repaired.
 
 The first line is a header; each further one is a release, or an entry that says whose records the
 ledger is for. Each carries a hash over itself and all lines before it, so that an edit is noticed.
@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shlex
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from fedsynth.privacy.errors import LedgerError, PrivacySettingError, shown
-from fedsynth.privacy.files import decode_json
+from fedsynth.privacy.files import MAX_TEXT_BYTES, decode_json, lock, open_regular
 from fedsynth.privacy.releases import Release
 
 LEDGER_SCHEMA = 2
@@ -28,6 +30,7 @@ class Lines:
     """What has been read of a ledger.
 
     Attributes:
+        client: whose ledger it is; empty before the header is read.
         releases: the rows, oldest first.
         dataset: whose rows they are.
         records: fingerprints of the records that it was and is for, the present ones last.
@@ -37,9 +40,11 @@ class Lines:
             had ended.
         size: bytes that have been read.
         chain: the hash over their lines.
-        rows_chain: the hash on the last release's line, or without any on the header's.
+        chains: the hashes on the header's line and on each release's: the n-th names the first n
+            releases, whatever has been added since.
     """
 
+    client: str = ""
     releases: tuple[Release, ...] = ()
     dataset: str = ""
     records: tuple[str, ...] = ()
@@ -48,7 +53,7 @@ class Lines:
     resumptions: tuple[tuple[int, int], ...] = ()
     size: int = 0
     chain: str = ""
-    rows_chain: str = ""
+    chains: tuple[str, ...] = ()
 
 
 def encode(entry: dict[str, Any], chain: str) -> tuple[bytes, str]:
@@ -57,55 +62,43 @@ def encode(entry: dict[str, Any], chain: str) -> tuple[bytes, str]:
     return json.dumps({**entry, "chain": digest}, allow_nan=False).encode() + b"\n", digest
 
 
-def read_on(known: Lines, data: bytes, client: str, path: Path | None) -> Lines:
+def read_on(known: Lines, data: bytes, client: str | None, path: Path | None) -> Lines:
     """What is known with `data`, the bytes of the file after those that were read.
 
     Args:
-        client: whose ledger it must be.
+        client: whose ledger it must be; None: anyone's.
         path: of the file, for errors.
 
     Raises:
         LedgerError: a line is torn, damaged or unknown, or the header is another client's.
     """
+    if known.size + len(data) == 0:
+        raise LedgerError(f"ledger {path} is empty: an append-only file was edited")
     if data and not data.endswith(b"\n"):
         raise LedgerError(
             f"the last line of ledger {path} is torn, so that a charge was under way: "
             f"{repair_command(path)} takes it out"
         )
     releases = list(known.releases)
+    chains = list(known.chains)
     for number, line in enumerate(data.splitlines()):
         entry, chain = _decode(line, known.chain, path)
         if known.size == 0 and number == 0:
-            known = replace(_header(entry, client, path), rows_chain=chain)
+            known = _header(entry, client, path)
+            chains.append(chain)
         elif "entry" in entry:
             known = _noted(known, entry, len(releases), path)
         else:
             releases.append(_release(entry, len(releases) + 2, path))
-            known = replace(known, rows_chain=chain)
+            chains.append(chain)
         known = replace(known, chain=chain)
-    return replace(known, releases=tuple(releases), size=known.size + len(data))
+    size = known.size + len(data)
+    return replace(known, releases=tuple(releases), chains=tuple(chains), size=size)
 
 
 def repair_command(path: Path | None) -> str:
     """What a person may type to take a torn line out."""
     return f"fedsynth privacy repair {shlex.quote(str(path))}"
-
-
-def check_content(path: Path, content: bytes) -> None:
-    """Refuse what is no whole ledger.
-
-    Args:
-        path: of the ledger, for errors.
-        content: what may be its bytes.
-
-    Raises:
-        LedgerError: it is damaged, or no ledger.
-    """
-    try:
-        client = str(decode_json(content.split(b"\n", 1)[0])["client"])
-    except (ValueError, TypeError, KeyError) as error:
-        raise LedgerError(f"{path} is not a fedsynth ledger: {error}") from None
-    read_on(Lines(), content, client, path)
 
 
 def _decode(line: bytes, chain: str, path: Path | None) -> tuple[dict[str, Any], str]:
@@ -125,16 +118,15 @@ def _decode(line: bytes, chain: str, path: Path | None) -> tuple[dict[str, Any],
     return entry, expected
 
 
-def _header(header: dict[str, Any], client: str, path: Path | None) -> Lines:
+def _header(header: dict[str, Any], client: str | None, path: Path | None) -> Lines:
     dataset = header.get("dataset")
+    owner = header.get("client")
     if header.get("fedsynth_ledger") != LEDGER_SCHEMA or not isinstance(dataset, str):
         raise LedgerError(f"{path} is no fedsynth ledger of schema {LEDGER_SCHEMA}")
-    if header.get("client") != client:
-        raise LedgerError(
-            f"ledger {path} belongs to client {shown(header.get('client'))}, not {shown(client)}"
-        )
+    if client is not None and owner != client:
+        raise LedgerError(f"ledger {path} belongs to client {shown(owner)}, not {shown(client)}")
     records = (str(header["records"]),) if "records" in header else ()
-    return Lines(dataset=dataset, records=records, charged=records)
+    return Lines(str(owner), dataset=dataset, records=records, charged=records)
 
 
 def _noted(known: Lines, entry: dict[str, Any], rows: int, path: Path | None) -> Lines:
@@ -162,3 +154,66 @@ def _release(entry: dict[str, Any], number: int, path: Path | None) -> Release:
         raise LedgerError(
             f"line {number} of ledger {path} is not a valid release: {error}"
         ) from error
+
+
+@dataclass(frozen=True)
+class Repair:
+    """What `repair_ledger` did.
+
+    Attributes:
+        line: the torn one.
+        counts: it lacked only its line break.
+        copy: the file as it was.
+    """
+
+    line: str
+    counts: bool
+    copy: Path
+
+
+def repair_ledger(path: Path) -> Repair | None:
+    """Take a torn last line out of a ledger; the file as it was is kept beside it.
+
+    No release belongs to a torn line: noise is drawn only after the line is whole and durable. One
+    that lacks nothing but its line break may have been read as whole: it counts, and gets its
+    break.
+
+    Returns:
+        None where no line is torn.
+
+    Raises:
+        LedgerError: the file cannot be read or written, or has other damage, which is not repaired.
+    """
+    try:
+        with open_regular(path, writing=True, max_bytes=MAX_TEXT_BYTES) as file:
+            lock(file, path)
+            data = file.readall()
+            whole = data.rfind(b"\n") + 1
+            if whole == len(data):
+                read_on(Lines(), data, None, path)
+                return None
+            try:
+                read_on(Lines(), data + b"\n", None, path)
+                counts = True
+            except LedgerError:
+                read_on(Lines(), data[:whole], None, path)
+                counts = False
+            repair = Repair(data[whole:].decode(errors="replace"), counts, _keep_copy(path, data))
+            if counts:
+                file.write(b"\n")
+            else:
+                file.truncate(whole)
+            os.fsync(file.fileno())
+            return repair
+    except OSError as error:
+        raise LedgerError(f"cannot repair ledger {path}: {error}") from error
+
+
+def _keep_copy(path: Path, content: bytes) -> Path:
+    """A durable copy of a ledger, under a name that no ledger has."""
+    copy = path.with_name(f"{path.name}.torn-{datetime.now(UTC).strftime('%Y%m%dT%H%M%S%f')}")
+    with open(os.open(copy, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    return copy

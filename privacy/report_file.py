@@ -1,13 +1,18 @@
-"""Reads a privacy report, and other JSON files of a run folder, which may come from anybody."""
+"""Reads a privacy report, other JSON files of a run folder, and the ledger rows that a report is
+about. All of them may come from anybody."""
 
 from __future__ import annotations
 
 import reprlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fedsynth.privacy.errors import PrivacyError
+from fedsynth.privacy.errors import LedgerError, PrivacyError
 from fedsynth.privacy.files import decode_json, read_text
+from fedsynth.privacy.ledger import Ledger, read_ledger
+from fedsynth.privacy.releases import Release
 from fedsynth.privacy.report_figures import SCHEMA_VERSION, schema_problems
 
 HOSTILE = (
@@ -88,3 +93,116 @@ def parse_json(text: str, complaint: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise PrivacyError(f"{complaint}: it is no JSON object")
     return value
+
+
+@dataclass(frozen=True)
+class HeldRows:
+    """The rows that a report is about.
+
+    Attributes:
+        rows: of each client.
+        ledgers: client → its file's ledger, for clients with a file.
+        problems: where files and report differ.
+        note: what was compared; empty: no file.
+    """
+
+    rows: dict[str, tuple[Release, ...]] = field(default_factory=dict)
+    ledgers: dict[str, Ledger] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    note: str = ""
+
+    def chains(self, client: str) -> Sequence[str]:
+        """Returns the chain hashes on the header and rows of a client's file; none without one."""
+        return self.ledgers[client].chains if client in self.ledgers else ()
+
+
+def held_rows(report: Mapping[str, Any], files: Path | None, *, exact: bool) -> HeldRows:
+    """Returns the rows that the report is about.
+
+    Args:
+        report: of a sound shape.
+        files: the folder of the ledger files; None: there is none to compare with, and the
+            report's own rows are taken.
+        exact: the files hold these rows and no others; else (a ledger that is kept over runs) they
+            may have grown since.
+
+    Raises:
+        PrivacyError: the report's own ledger section is damaged.
+    """
+    heads = report["ledger_heads"]
+    stated = stated_rows(report)
+    if files is None:
+        held = HeldRows({client: tuple(stated.get(client, ())) for client in heads})
+        for client, rows in held.rows.items():
+            head = heads[client]["rows"]
+            if len(rows) != head:
+                held.problems.append(
+                    f"{client}: the report has {len(rows)} rows, and its ledger head {head}"
+                )
+        return held
+    held = HeldRows(note=f"the report's rows were compared with the ledger files in {files}")
+    damaged = _read_ledgers(held, files)
+    if exact or not set(heads) <= set(held.ledgers):
+        held.problems.extend(damaged)
+    for client in held.ledgers:
+        if exact and client not in heads:
+            held.problems.append(f"{files} has a ledger of {client}, which the report lacks")
+    for client, head in heads.items():
+        if client in held.ledgers:
+            _compare(held, client, head, exact=exact)
+        else:
+            held.problems.append(f"{files} has no ledger of {client}")
+            held.rows[client] = tuple(stated.get(client, ()))
+    return held
+
+
+def stated_rows(report: Mapping[str, Any]) -> dict[str, list[Release]]:
+    """Returns each client's rows as the report's ledger section has them, unfolded.
+
+    Raises:
+        PrivacyError: the section is damaged.
+    """
+    rows: dict[str, list[Release]] = {}
+    try:
+        for entry in report["ledger"]:
+            fields = {
+                key: value for key, value in entry.items() if key not in ("rounds", "clients")
+            }
+            releases = [Release.from_json({**fields, "round": n}) for n in entry["rounds"]]
+            for client in entry["clients"]:
+                rows.setdefault(client, []).extend(releases)
+    except (*HOSTILE, PrivacyError) as error:
+        raise PrivacyError(f"the report's ledger section is damaged: {error}") from None
+    return rows
+
+
+def _read_ledgers(held: HeldRows, folder: Path) -> list[str]:
+    """Adds the ledgers in a folder to `held`; returns what is wrong with files."""
+    problems: list[str] = []
+    for path in sorted(folder.glob("*.jsonl")):
+        try:
+            ledger = read_ledger(path)
+        except LedgerError as error:
+            problems.append(str(error))
+            continue
+        if path.stem == ledger.client:
+            held.ledgers[ledger.client] = ledger
+        else:
+            problems.append(f"{path} is the ledger of {SHORT.repr(ledger.client)}")
+    return problems
+
+
+def _compare(held: HeldRows, client: str, head: Mapping[str, Any], *, exact: bool) -> None:
+    """Adds one client's rows to `held`, and compares its file with the report's head."""
+    rows = held.ledgers[client].releases
+    count = head["rows"]
+    if count > len(rows) or (exact and count != len(rows)):
+        held.problems.append(
+            f"{client}: the ledger file has {len(rows)} rows, and the report states {count}"
+        )
+    elif held.chains(client)[count] != head["chain"]:
+        held.problems.append(
+            f"{client}: the chain hash of the ledger file's first {count} rows is not the "
+            "report's: they are other rows"
+        )
+    held.rows[client] = rows if exact else rows[:count]

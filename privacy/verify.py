@@ -22,11 +22,10 @@ from pydantic import ValidationError
 from fedsynth.privacy.audit import epsilon_lower_bound
 from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.files import read_regular
-from fedsynth.privacy.held_rows import HeldRows
 from fedsynth.privacy.history import History
 from fedsynth.privacy.report import NAME, build_report
 from fedsynth.privacy.report_figures import ReportFacts, faults
-from fedsynth.privacy.report_file import HOSTILE, SHORT
+from fedsynth.privacy.report_file import HOSTILE, SHORT, HeldRows
 from fedsynth.privacy.report_pages import render_html, render_markdown, renderer_versions
 
 TOLERANCE = 1e-6  # of figures that another version of the libraries may round differently
@@ -74,8 +73,8 @@ def report_problems(
 
 def _chain(report: Mapping[str, Any], held: HeldRows, client: str) -> str | None:
     """Returns the chain hash over a client's rows: its file's, or as stated without a file."""
-    hashes = held.chains.get(client)
-    if hashes is not None and len(held.rows[client]) < len(hashes):
+    hashes = held.chains(client)
+    if len(held.rows[client]) < len(hashes):
         return hashes[len(held.rows[client])]
     stated: str | None = report["ledger_heads"][client]["chain"]
     return stated

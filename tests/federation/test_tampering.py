@@ -27,10 +27,10 @@ from fedsynth.federation.simulation import simulate
 from fedsynth.federation.terms.resolve import resolve
 from fedsynth.privacy import report_sections as sections
 from fedsynth.privacy.errors import PrivacyError
-from fedsynth.privacy.held_rows import stated_rows
 from fedsynth.privacy.ledger import Ledger, read_ledger
 from fedsynth.privacy.releases import ADJACENCIES
 from fedsynth.privacy.report_figures import Event, schema_problems
+from fedsynth.privacy.report_file import stated_rows
 from fedsynth.privacy.report_pages import render_html, render_markdown
 
 NAME = "privacy_report.json"

@@ -10,8 +10,8 @@ import random
 from pathlib import Path
 from typing import Any
 
-from fedsynth.privacy.ledger import Ledger, chain_hashes, read_ledger
-from fedsynth.privacy.ledger_repair import repair_ledger
+from fedsynth.privacy.ledger import Ledger, read_ledger
+from fedsynth.privacy.ledger_lines import repair_ledger
 from fedsynth.privacy.releases import SAMPLERS, UNITS, Release
 from tests.fuzz.mutations import Faults, altered, altered_json, fuzzed, generator, json_bytes
 
@@ -66,7 +66,7 @@ def sound(row: Release) -> bool:
 
 def read(path: Path) -> tuple[Release, ...]:
     ledger = read_ledger(path)
-    assert len(chain_hashes(path)) == len(ledger.releases) + 1
+    assert len(ledger.chains) == len(ledger.releases) + 1
     ledger.history().to_json()
     return ledger.releases
 

@@ -19,8 +19,8 @@ import pytest
 from fedsynth.privacy.accounting import epsilon
 from fedsynth.privacy.errors import BudgetExceededError, LedgerError, PrivacySettingError
 from fedsynth.privacy.guard import Guard
-from fedsynth.privacy.ledger import Ledger, chain_hashes, read_ledger
-from fedsynth.privacy.ledger_repair import repair_ledger
+from fedsynth.privacy.ledger import Ledger, read_ledger
+from fedsynth.privacy.ledger_lines import repair_ledger
 from fedsynth.privacy.releases import Release
 
 DELTA = 1e-5
@@ -378,7 +378,6 @@ def test_only_regular_files_are_ledgers(path: Path, kind: str) -> None:
     attempts: list[Callable[[], object]] = [
         lambda: Ledger("alice", path),
         lambda: read_ledger(path),
-        lambda: chain_hashes(path),
         lambda: repair_ledger(path),
         lambda: held.charge(row(1)),
         held.check_writable,

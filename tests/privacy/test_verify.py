@@ -15,13 +15,12 @@ import pytest
 
 from fedsynth.privacy.audit import epsilon_lower_bound
 from fedsynth.privacy.errors import PrivacyError
-from fedsynth.privacy.held_rows import held_rows
 from fedsynth.privacy.history import History
-from fedsynth.privacy.ledger import Ledger, chain_hashes, read_ledger
+from fedsynth.privacy.ledger import Ledger, read_ledger
 from fedsynth.privacy.releases import Release
 from fedsynth.privacy.report import build_report, write_report
 from fedsynth.privacy.report_figures import ReportFacts, schema_problems
-from fedsynth.privacy.report_file import read_report, sound_report
+from fedsynth.privacy.report_file import held_rows, read_report, sound_report
 from fedsynth.privacy.verify import differences, page_problems, report_problems, taken_as_stated
 
 FACTS = ReportFacts(
@@ -152,10 +151,10 @@ def test_a_kept_ledger_is_the_reports_by_its_chain_hash(run: Case, tmp_path: Pat
     assert any("rounds has 2 entries" in one for one in run.edited(hide))
     assert any("rounds has 2 entries" in one for one in run.problems(exact=False))
     first = run.files / "one.jsonl"
-    hashes = chain_hashes(first)
+    hashes = read_ledger(first).chains
     assert hashes[-1] == json.loads(first.read_text().splitlines()[-1])["chain"]
     run.ledgers[0].charge(row(3))
-    assert chain_hashes(first)[:-1] == hashes
+    assert read_ledger(first).chains[:-1] == hashes
 
 
 def test_without_ledger_files_the_reports_own_rows_count(run: Case) -> None:

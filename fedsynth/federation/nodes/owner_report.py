@@ -16,7 +16,7 @@ from fedsynth.federation.outputs.verification import OWNER
 from fedsynth.federation.terms.given_data import NO_TEST
 from fedsynth.privacy.formatting import format_epsilon
 from fedsynth.privacy.history import History
-from fedsynth.privacy.ledger import chain_hashes
+from fedsynth.privacy.ledger import read_ledger
 from fedsynth.privacy.report import build_report, write_report
 from fedsynth.privacy.report_figures import Began
 
@@ -74,5 +74,5 @@ def _as_it_was(history: History, ledger: Path | None) -> History:
     """What the ledger held when the client joined, with the chain hash of that time."""
     if ledger is None:
         return history
-    chain = chain_hashes(ledger)[len(history.releases)]
+    chain = read_ledger(ledger).chains[len(history.releases)]
     return History(history.client, history.releases, chain)

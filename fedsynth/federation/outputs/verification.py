@@ -41,13 +41,12 @@ from fedsynth.federation.outputs.verified_contents import (
 )
 from fedsynth.federation.terms.privacy_plan import PrivacyPlan
 from fedsynth.privacy.errors import PrivacyError, shown
-from fedsynth.privacy.held_rows import held_rows
 from fedsynth.privacy.history import History
 from fedsynth.privacy.ledger import read_ledger
 from fedsynth.privacy.releases import Release
 from fedsynth.privacy.report import NAME, build_report
 from fedsynth.privacy.report_figures import Event, schema_problems
-from fedsynth.privacy.report_file import HOSTILE, read_json, read_report
+from fedsynth.privacy.report_file import HOSTILE, held_rows, read_json, read_report
 from fedsynth.privacy.verify import (
     Verification,
     page_problems,
@@ -267,7 +266,7 @@ def _owner_problems(
     held = held_rows(report, home, exact=False)
     problems = list(held.problems)
     before, since = held.rows[name][: start["rows"]], held.rows[name][start["rows"] :]
-    hashes = held.chains.get(name, [])
+    hashes = held.chains(name)
     if start["rows"] < len(hashes) and hashes[start["rows"]] != start["chain"]:
         problems.append(f"{name}: the ledger is not the one that the run began with")
     plan = _owners_plan(run, number)

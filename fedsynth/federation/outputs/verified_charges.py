@@ -24,12 +24,12 @@ from fedsynth.federation.terms.client_ledgers import data_set_id
 from fedsynth.federation.terms.privacy_plan import PrivacyPlan
 from fedsynth.privacy.accounting import epsilon_by_round
 from fedsynth.privacy.errors import BudgetExceededError
-from fedsynth.privacy.held_rows import HeldRows
 from fedsynth.privacy.history import History
-from fedsynth.privacy.ledger import chain_hashes
+from fedsynth.privacy.ledger import read_ledger
 from fedsynth.privacy.plans import FIRST, MAIN
 from fedsynth.privacy.releases import Release
 from fedsynth.privacy.report_figures import Event
+from fedsynth.privacy.report_file import HeldRows
 from fedsynth.privacy.report_sections import over_clients
 from fedsynth.privacy.verify import differences
 
@@ -92,7 +92,7 @@ def plan_when_it_began(
         raise MismatchError("the run's ledgers are not where its config.toml says")
     for one in histories:
         began = start[one.client]
-        chains = chain_hashes(files / f"{one.client}.jsonl")
+        chains = read_ledger(files / f"{one.client}.jsonl").chains
         if len(chains) <= began["rows"] or chains[began["rows"]] != began["chain"]:
             raise MismatchError(f"{one.client}: its ledger is not the one that the run began with")
     charges = Charges(run, HeldRows({one.client: one.releases for one in histories}))
@@ -206,7 +206,7 @@ class Charges:
         kept = self.run.served or (privacy is not None and privacy.ledger_folder is not None)
         problems = []
         for client, start in self.run.stated["ledgers"].items():
-            hashes = self.held.chains.get(client, [])
+            hashes = self.held.chains(client)
             if start["rows"] < len(hashes) and hashes[start["rows"]] != start["chain"]:
                 problems.append(
                     f"{client}: the ledger's first {start['rows']} rows are not those of "
