@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, NewType, NoReturn
 import torch
 from torch import Tensor
 
-from fedsynth.privacy.clipping import clip_rows as clip_rows
 from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.grid import Grid
 from fedsynth.privacy.guard import Guard
@@ -43,6 +42,19 @@ below one clip."""
 
 CPU_BLOCK, GPU_BLOCK = 2**20, 2**26
 """Coordinates that are held as float64 at a time: on a CPU, what stays in the cache."""
+
+
+def clip_rows(rows_ND: Tensor, clip: float) -> Tensor:
+    """Returns rows scaled to L2 norm at most `clip`, as float64; one with a NaN or infinity is zero.
+
+    float64 because the bound must hold for what is summed, not only for what was meant: bf16 sums
+    were seen to break it by 7 %.
+    """
+    rows = rows_ND.to(torch.float64)
+    norms = torch.linalg.vector_norm(rows, dim=1, keepdim=True)  # as bad as the worst coordinate
+    rows = torch.where(torch.isfinite(norms), rows, 0.0)
+    clipped: Tensor = rows * (clip / norms.clamp_min(clip).nan_to_num(clip))
+    return clipped
 
 
 def clipped_sums(rows_ND: Tensor, groups_N: Tensor, groups: int, clip: float) -> Tensor:

@@ -19,43 +19,55 @@ float64, as in `clip_rows`.
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Self
 
 import torch
 from torch import Tensor
 
-from fedsynth.privacy.clipping import clip_rows
 from fedsynth.privacy.errors import PrivacyError
+from fedsynth.privacy.mechanisms import clip_rows
 
 
-class Products(Protocol):
-    """Vectors of N examples, given by factors."""
+class Products(ABC):
+    """Vectors of N examples, given by factors, the tensors among the fields of a dataclass."""
 
     @property
     def bound(self) -> float:
-        """What the L2 norm of one example's vector is at most."""
+        """The bound on the L2 norm of one example's vector."""
+        return 1.0
 
     @property
+    @abstractmethod
     def width(self) -> int:
         """Coordinates of a vector."""
 
+    def _factors(self) -> dict[str, Tensor]:
+        return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+
     def __len__(self) -> int:
-        """N."""
+        """Returns N."""
+        return len(next(iter(self._factors().values())))
 
-    def part(self, taken: slice | Tensor) -> Products:
-        """The vectors of some of the examples."""
+    def part(self, taken: slice | Tensor) -> Self:
+        """Returns the vectors of some of the examples."""
+        factors = {name: factor[taken] for name, factor in self._factors().items()}
+        return dataclasses.replace(self, **factors)  # type: ignore[type-var]
 
+    @abstractmethod
     def rows(self) -> Tensor:
-        """The vectors written out, [N, width], float64: for tests and audits."""
+        """Returns the vectors written out, [N, width], float64: for tests and audits."""
 
+    @abstractmethod
     def sums(self, shares_N: Tensor | None = None) -> Tensor:
-        """Their sum, or the sum weighted by shares, [width], float64."""
+        """Returns their sum, or the sum weighted by shares, [width], float64."""
 
 
 @dataclass(frozen=True, eq=False)
-class Rows:
+class Rows(Products):
     """Vectors as they are.
 
     Args:
@@ -68,32 +80,21 @@ class Rows:
 
     @property
     def bound(self) -> float:
-        """a."""
         return self.clip
 
     @property
     def width(self) -> int:
-        """D."""
         return self.vectors.shape[1]
 
-    def __len__(self) -> int:
-        return len(self.vectors)
-
-    def part(self, taken: slice | Tensor) -> Rows:
-        """The vectors of some of the examples."""
-        return Rows(self.vectors[taken], self.clip)
-
     def rows(self) -> Tensor:
-        """The clipped vectors, [N, D], float64."""
         return clip_rows(self.vectors, self.clip)
 
     def sums(self, shares_N: Tensor | None = None) -> Tensor:
-        """Their (weighted) sum, [D], float64."""
         return _weighted(self.rows(), shares_N).sum(dim=0)
 
 
 @dataclass(frozen=True, eq=False)
-class Outer:
+class Outer(Products):
     """l ⊗ r of each example, row by row of l.
 
     Args:
@@ -108,37 +109,26 @@ class Outer:
 
     @property
     def bound(self) -> float:
-        """a."""
         return self.clip
 
     @property
     def width(self) -> int:
-        """P·Q."""
         return self.left.shape[1] * self.right.shape[1]
-
-    def __len__(self) -> int:
-        return len(self.left)
-
-    def part(self, taken: slice | Tensor) -> Outer:
-        """The vectors of some of the examples."""
-        return Outer(self.left[taken], self.right[taken], self.clip)
 
     def _clipped(self) -> tuple[Tensor, Tensor]:
         return clip_rows(self.left, self.clip), clip_rows(self.right, 1.0)
 
     def rows(self) -> Tensor:
-        """The vectors written out, [N, P·Q], float64."""
         left, right = self._clipped()
         return torch.einsum("np,nq->npq", left, right).flatten(1)
 
     def sums(self, shares_N: Tensor | None = None) -> Tensor:
-        """Their (weighted) sum, [P·Q], float64."""
         left, right = self._clipped()
         return (_weighted(left, shares_N).T @ right).flatten()
 
 
 @dataclass(frozen=True, eq=False)
-class Moments:
+class Moments(Products):
     """√½·[svec(z zᵀ); e/b ⊗ z] of each example.
 
     Args:
@@ -152,36 +142,21 @@ class Moments:
     target_norm: float
 
     @property
-    def bound(self) -> float:
-        """1."""
-        return 1.0
-
-    @property
     def width(self) -> int:
-        """d(d+1)/2 + d·C."""
         d = self.z.shape[1]
         return d * (d + 1) // 2 + d * self.targets.shape[1]
-
-    def __len__(self) -> int:
-        return len(self.z)
-
-    def part(self, taken: slice | Tensor) -> Moments:
-        """The vectors of some of the examples."""
-        return Moments(self.z[taken], self.targets[taken], self.target_norm)
 
     def _clipped(self) -> tuple[Tensor, Tensor]:
         e = clip_rows(self.targets, self.target_norm) / self.target_norm
         return clip_rows(self.z, 1.0), e
 
     def rows(self) -> Tensor:
-        """The vectors written out, [N, d(d+1)/2 + dC], float64."""
         z, e = self._clipped()
         squares = svec(torch.einsum("nd,ne->nde", z, z))
         crossed = torch.einsum("nc,nd->ncd", e, z).flatten(1)
         return math.sqrt(0.5) * torch.cat([squares, crossed], dim=1)
 
     def sums(self, shares_N: Tensor | None = None) -> Tensor:
-        """Their (weighted) sum, [d(d+1)/2 + dC], float64."""
         z, e = self._clipped()
         weighted = _weighted(z, shares_N)
         squares = svec(weighted.T @ z)
@@ -190,7 +165,7 @@ class Moments:
 
 
 @dataclass(frozen=True, eq=False)
-class Grams:
+class Grams(Products):
     """[p·svec(Z Zᵀ); q·svec(Zᵀ Z)] of each of an example's matrices Z [channels, cells], one after
     another.
 
@@ -205,27 +180,13 @@ class Grams:
     cells_part: float
 
     @property
-    def bound(self) -> float:
-        """1."""
-        return 1.0
-
-    @property
     def width(self) -> int:
-        """Σ channels·(channels + 1)/2 + cells·(cells + 1)/2."""
         return grams_width(self.blocks)
-
-    def __len__(self) -> int:
-        return len(self.z)
-
-    def part(self, taken: slice | Tensor) -> Grams:
-        """The vectors of some of the examples."""
-        return Grams(self.z[taken], self.blocks, self.cells_part)
 
     def _weights(self) -> tuple[float, float]:
         return math.sqrt(1 - self.cells_part), math.sqrt(self.cells_part)
 
     def rows(self) -> Tensor:
-        """The vectors written out, [N, width], float64."""
         of_channels, of_cells = self._weights()
         pieces = []
         for Z in matrices_of(clip_rows(self.z, 1.0), self.blocks):
@@ -234,7 +195,6 @@ class Grams:
         return torch.cat(pieces, dim=1)
 
     def sums(self, shares_N: Tensor | None = None) -> Tensor:
-        """Their (weighted) sum, [width], float64."""
         of_channels, of_cells = self._weights()
         z = clip_rows(self.z, 1.0)
         both = zip(

@@ -68,48 +68,25 @@ class Release:
     def __post_init__(self) -> None:
         for name, least in (("round", 0), ("steps", 1), ("dimension", 1), ("shares", 1)):
             value = getattr(self, name)
-            require(
-                type(value) is int and value >= least,
-                name,
-                f"must be a whole number of at least {least}",
-                value,
-            )
-        require(self.unit in UNITS, "unit", f"must be one of {', '.join(UNITS)}", self.unit)
+            whole = type(value) is int and value >= least
+            require(whole, name, f"must be a whole number of at least {least}", value)
         for name in ("quantity", "mechanism", "clipped"):
             require(isinstance(getattr(self, name), str), name, "must be text", getattr(self, name))
-        reason = self.unaccounted
-        require(
-            reason is None or (isinstance(reason, str) and bool(reason)),
-            "unaccounted",
-            "must give a reason or be None",
-            reason,
-        )
         σ = self.noise_multiplier
         clip = self.sensitivity
         q = self.sample_rate
-        require(
-            is_real(σ) and σ >= 0, "noise_multiplier", "must be a finite number of at least 0", σ
-        )
-        require(
-            is_real(clip) and clip > 0,
-            "sensitivity",
-            "(the clip) must be a finite number above 0",
-            clip,
-        )
+        why = self.unaccounted
+        reason = why is None or (isinstance(why, str) and why != "")
+        finite = "must be a finite number"
+        samplers = "must be 'poisson' or 'full' (batches of fixed size have no valid accounting)"
+        full = "must be 1 with the sampler 'full', which uses all data"
+        require(self.unit in UNITS, "unit", f"must be one of {', '.join(UNITS)}", self.unit)
+        require(reason, "unaccounted", "must give a reason or be None", why)
+        require(is_real(σ) and σ >= 0, "noise_multiplier", f"{finite} of at least 0", σ)
+        require(is_real(clip) and clip > 0, "sensitivity", f"(the clip) {finite} above 0", clip)
         require(is_real(q) and 0 < q <= 1, "sample_rate", "must be in (0, 1]", q)
-        require(
-            self.sampler in SAMPLERS,
-            "sampler",
-            "must be 'poisson' or 'full' (fixed-size batches have no valid accounting under "
-            "add/remove)",
-            self.sampler,
-        )
-        require(
-            self.sampler != "full" or q == 1,
-            "sample_rate",
-            "must be 1 with the sampler 'full', which uses all data",
-            q,
-        )
+        require(self.sampler in SAMPLERS, "sampler", samplers, self.sampler)
+        require(self.sampler != "full" or q == 1, "sample_rate", full, q)
 
     def to_json(self) -> dict[str, Any]:
         """The row as a flat, JSON-able dict; `from_json` is its inverse."""
@@ -120,12 +97,8 @@ class Release:
         """Rebuild a row. Raises PrivacySettingError on missing or unknown fields and on values out
         of range."""
         names = {f.name for f in fields(cls)}
-        if set(row) != names:
-            raise PrivacySettingError(
-                None,
-                "row",
-                f"must have exactly the fields {sorted(names)}, got {shown(sorted(row))}",
-            )
+        rule = f"must have exactly the fields {sorted(names)}"
+        require(set(row) == names, "row", rule, sorted(row))
         # A ledger's rows share their text, which makes most of what they take.
         shared: dict[str, Any] = {
             key: sys.intern(one) if type(one) is str else one for key, one in row.items()
@@ -167,9 +140,5 @@ def check_delta(delta: float, max_records: int | None) -> None:
         return
     known = type(max_records) is int and max_records >= 1
     require(known, "max_records", "must be a whole number of at least 1", max_records, "privacy")
-    if delta * max_records > 1:
-        raise PrivacySettingError(
-            "privacy",
-            "delta",
-            f"must be at most 1 / privacy.max_records = {1 / max_records:.3g}, got {delta!r}",
-        )
+    rule = f"must be at most 1 / privacy.max_records = {1 / max_records:.3g}"
+    require(delta * max_records <= 1, "delta", rule, delta, "privacy")

@@ -7,19 +7,50 @@ counts, no losses. Without a guarantee it states why, and no ε.
 from __future__ import annotations
 
 import json
+import math
+import statistics
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fedsynth.privacy import report_sections as sections
+from fedsynth.privacy.accounting import (
+    deltas_at,
+    describe_accountant,
+    epsilon,
+    epsilon_by_round,
+    epsilon_rdp,
+    merge,
+    totals,
+)
+from fedsynth.privacy.attacks import attack_success, best_guess
 from fedsynth.privacy.disclosure import UNACCOUNTED
 from fedsynth.privacy.errors import PrivacyError, PrivacySettingError
 from fedsynth.privacy.files import sync_folder, write_durably
 from fedsynth.privacy.history import History
-from fedsynth.privacy.report_figures import SCHEMA_VERSION, LedgerHead, Report, ReportFacts, Verdict
+from fedsynth.privacy.releases import Release
+from fedsynth.privacy.report_figures import (
+    SCHEMA_VERSION,
+    Accountant,
+    AfterRound,
+    Attack,
+    CurvePoint,
+    Group,
+    Guarantee,
+    LedgerEntry,
+    LedgerHead,
+    ReleaseKind,
+    Report,
+    ReportFacts,
+    Verdict,
+)
 from fedsynth.privacy.report_pages import render_html, render_markdown
 
 NAME = "privacy_report"
+Rows = Sequence[Release]
+CURVE_DELTAS = (1e-3, 1e-4, 1e-5, 1e-6, 1e-7, 1e-8, 1e-9)
+GROUPS = (2, 5)
 
 
 def build_report(
@@ -40,14 +71,14 @@ def build_report(
     """
     facts.check()
     rows = {one.client: one.releases for one in histories}
-    reasons = [*facts.verdict.reasons, *sections.reasons_in_ledgers(rows)]
+    reasons = [*facts.verdict.reasons, *reasons_in_ledgers(rows)]
     reasons += [f"{one.access}: {one.note}" for one in facts.scope if one.status == UNACCOUNTED]
     formal = not reasons and not facts.test_only_randomness
     if formal and not rows:
         raise PrivacySettingError(
             None, "ledgers", "must hold at least one client's for a privacy report"
         )
-    promise = sections.guarantee(rows, facts.delta, facts.adjacency) if formal else None
+    promise = guarantee(rows, facts.delta, facts.adjacency) if formal else None
     worst = None if promise is None else promise.worst_client
     before = rows_before or {}
     heads = {
@@ -64,9 +95,9 @@ def build_report(
         **stated,
         schema_version=SCHEMA_VERSION,
         guarantee=promise,
-        ledger=sections.folded_ledger(rows),
+        ledger=folded_ledger(rows),
         ledger_heads=heads,
-        accountant=sections.accountant(rows, worst, facts.delta, facts.adjacency),
+        accountant=accountant(rows, worst, facts.delta, facts.adjacency),
         counted_shares=max(counted),
         audit=None,
     ).to_json()
@@ -91,3 +122,141 @@ def write_report(report: Mapping[str, Any], folder: Path) -> tuple[Path, Path, P
         except OSError as error:
             raise PrivacyError(f"cannot write {path}: {error}") from error
     return paths
+
+
+def reasons_in_ledgers(ledgers: Mapping[str, Rows]) -> list[str]:
+    """Why the ledgers alone rule a guarantee out: unaccounted rows and rows without noise."""
+    reasons: dict[str, None] = {}
+    for rows in ledgers.values():
+        for row in rows:
+            if row.unaccounted is not None:
+                reasons[f"{row.quantity} ({row.mechanism}): {row.unaccounted}"] = None
+            elif row.noise_multiplier == 0:
+                reasons[f"{row.quantity} ({row.mechanism}): released without noise"] = None
+    return list(reasons)
+
+
+def guarantee(ledgers: Mapping[str, Rows], delta: float, adjacency: str) -> Guarantee:
+    """Returns (ε, δ) of the worst client, ε by client and by round, ε(δ), and what an attacker can
+    gain; each figure is the largest over the clients."""
+    by_client = {name: epsilon(rows, delta, adjacency) for name, rows in ledgers.items()}
+    worst = max(by_client, key=lambda name: by_client[name])
+    histories = {name: epsilon_by_round(each, delta, adjacency) for name, each in ledgers.items()}
+    # which client is worst may depend on δ, on the attack and on the group
+    different = list({totals(each): each for each in ledgers.values()}.values())
+    curve = []
+    for point in sorted({*CURVE_DELTAS, delta}, reverse=True):
+        highest = max(epsilon(rows, point, adjacency) for rows in different)
+        curve.append(CurvePoint(delta=point, epsilon=highest))
+    found = [attack_success(rows, adjacency=adjacency) for rows in different]
+    attacks = []
+    for rate in found[0]:
+        power = max(attack[rate] for attack in found)
+        attacks.append(Attack(false_positive_rate=rate, true_positive_rate_at_most=power))
+    groups = []
+    for size in GROUPS:
+        each = [group(rows, delta, size, adjacency) for rows in different]
+        groups.append(max(each, key=lambda one: math.inf if one.epsilon is None else one.epsilon))
+    return Guarantee(
+        epsilon=by_client[worst],
+        delta=delta,
+        worst_client=worst,
+        epsilon_by_client=by_client,
+        epsilon_by_round=over_clients(histories),
+        epsilon_of_each_release_alone=alone(ledgers[worst], delta, adjacency),
+        epsilon_of_delta=curve,
+        attack_success=attacks,
+        best_guess_at_most=max(best_guess(rows, adjacency) for rows in different),
+        groups=groups,
+    )
+
+
+def over_clients(histories: Mapping[str, Mapping[int, float]]) -> list[AfterRound]:
+    """After each round: the worst client's ε, the median's, and every client's; one without a
+    release since keeps its own."""
+    table: list[AfterRound] = []
+    now = dict.fromkeys(histories, 0.0)
+    for number in sorted({number for history in histories.values() for number in history}):
+        now = {name: history.get(number, now[name]) for name, history in histories.items()}
+        worst = max(now.values())
+        median = statistics.median(now.values())
+        table.append(AfterRound(round=number, worst=worst, median=median, clients=now))
+    return table
+
+
+def alone(rows: Rows, delta: float, adjacency: str) -> list[ReleaseKind]:
+    """The ε of each kind of release if it were the only one: they do not add up to the whole, which
+    is less."""
+    kinds: dict[tuple[str, str], list[Release]] = defaultdict(list)
+    for row in rows:
+        kinds[row.quantity, row.mechanism].append(row)
+    return [
+        ReleaseKind(quantity=quantity, mechanism=mechanism, epsilon=epsilon(some, delta, adjacency))
+        for (quantity, mechanism), some in sorted(kinds.items())
+    ]
+
+
+def group(rows: Rows, delta: float, size: int, adjacency: str) -> Group:
+    """ε that holds for `size` units (examples, or users) of one client together, at the same δ;
+    `epsilon` is None where not computed.
+
+    Without subsampling, `size` units move each sum by at most size·clip, so ε is that of noise
+    multiplier σ/size: exact. With subsampling, an (ε', δ') guarantee for one unit gives size·ε' at
+    δ'·(1 + e^ε' + … + e^{(size−1)ε'}) (Dwork & Roth 2014, Theorem 2.2's chain of neighbours); the
+    smallest such ε' on a grid is used. It is often out of the accountant's numerical reach, since
+    δ' must be tiny.
+    """
+    if all(row.sample_rate == 1 for row in rows):
+        scaled = [replace(row, noise_multiplier=row.noise_multiplier / size) for row in rows]
+        exact = epsilon(scaled, delta, adjacency)
+        return Group(units=size, epsilon=exact, exact=True)
+    least = epsilon(rows, delta, adjacency)
+    merged = merge(rows, adjacency)
+    slack = math.inf if merged is None else merged.slack
+    for factor in range(40):
+        each = least * (1 + factor / 10)
+        spread = math.fsum(math.exp(min(i * each, 700.0)) for i in range(size))
+        if spread * slack > delta:  # below the accountant's accuracy from here on
+            break
+        if deltas_at(rows, [each], adjacency)[0] * spread <= delta:
+            return Group(units=size, epsilon=size * each, exact=False)
+    return Group(units=size, epsilon=None, exact=False)
+
+
+def folded_ledger(ledgers: Mapping[str, Rows]) -> list[LedgerEntry]:
+    """Rows equal but for the round are one entry with its rounds; clients with the same entries
+    share it.
+
+    A round that stands twice in `rounds` was charged twice (a resumed or repeated round). The list
+    holds all that is needed to compute ε again.
+    """
+    entries: dict[tuple[Release, tuple[int, ...]], list[str]] = defaultdict(list)
+    for client, rows in ledgers.items():
+        rounds: dict[Release, list[int]] = defaultdict(list)
+        for row in rows:
+            rounds[replace(row, round=0)].append(row.round)
+        for row, charged in rounds.items():
+            entries[row, tuple(sorted(charged))].append(client)
+    folded = []
+    for (row, numbers), clients in entries.items():
+        fields = row.to_json()
+        del fields["round"]
+        folded.append(LedgerEntry(rounds=list(numbers), clients=clients, **fields))
+    return folded
+
+
+def accountant(
+    ledgers: Mapping[str, Rows], worst: str | None, delta: float, adjacency: str
+) -> Accountant:
+    """Returns which accountant, version and discretisation, with Rényi DP's ε of the worst client.
+
+    Args:
+        worst: None where nothing is guaranteed.
+    """
+    if worst is None:
+        described = describe_accountant((), adjacency)
+        return Accountant(**{**described, "computation": "none: no guarantee to compute"})
+    rows = ledgers[worst]
+    rdp = epsilon_rdp(rows, delta, adjacency)
+    finite = rdp is not None and math.isfinite(rdp)
+    return Accountant(**describe_accountant(rows, adjacency), rdp_epsilon=rdp if finite else None)

@@ -8,15 +8,23 @@ from numbers import Real
 from pathlib import Path
 from typing import ClassVar
 
-from fedsynth.privacy.errors import PrivacySettingError, shown
+from fedsynth.privacy.errors import PrivacySettingError
 from fedsynth.privacy.mechanism_facts import mechanism_facts
-from fedsynth.privacy.releases import ADD_REMOVE, RECORD, UNITS, USER, check_adjacency, check_delta
+from fedsynth.privacy.releases import (
+    ADD_REMOVE,
+    RECORD,
+    UNITS,
+    USER,
+    check_adjacency,
+    check_delta,
+    require,
+)
 
 NO_LEDGER = "none: this data set is public"
 RANGES = {
     "noise_multiplier": (1e-15, 1e9),
     "clip": (1e-12, 1e12),
-    "sample_rate": (1e-9, math.inf),
+    "sample_rate": (1e-9, 1),
     "nominal_size": (1e-3, 1e15),
     "max_records": (1, 1e15),
 }
@@ -31,32 +39,17 @@ def ledger_setting(given: Path | str) -> Path | str:
             `Path` is the current folder), or the home of a user who does not exist.
     """
     words = str(given).strip()
-    if "\0" in words or not _encodable(words):
-        raise PrivacySettingError(
-            "privacy", "ledger", f"must be a folder's name in UTF-8, got {words!r}"
-        )
     if words == NO_LEDGER:
         return NO_LEDGER
-    if words.casefold().split(":")[0] in ("none", ""):
-        hint = "" if words else " (a variable that is not set?)"
-        raise PrivacySettingError(
-            "privacy", "ledger", f"must be a folder, or exactly {NO_LEDGER!r}; got {words!r}{hint}"
-        )
     try:
-        return Path(given).expanduser().absolute()
-    except RuntimeError as error:
-        raise PrivacySettingError(
-            "privacy", "ledger", f"names no folder: {error}", value=words
-        ) from None
-
-
-def _encodable(text: str) -> bool:
-    """Whether the run folder's config.toml, which is UTF-8, can say it."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+        words.encode()  # for the run folder's config.toml
+        folder = Path(given).expanduser().absolute()
+    except (UnicodeEncodeError, RuntimeError) as error:
+        raise PrivacySettingError("privacy", "ledger", f"names no folder: {error}") from None
+    hint = "" if words else " (a variable that is not set?)"
+    nearly = words.casefold().split(":")[0] in ("none", "") or "\0" in words
+    _require(not nearly, "ledger", f"must be a folder{hint}, or exactly {NO_LEDGER!r}", words)
+    return folder
 
 
 def needs_a_budget() -> PrivacySettingError:
@@ -66,6 +59,10 @@ def needs_a_budget() -> PrivacySettingError:
         "noise_multiplier",
         "or a budget, privacy.epsilon, must be given: differential privacy needs one",
     )
+
+
+def _require(ok: bool, key: str, rule: str, value: object) -> None:
+    require(ok, key, rule, value, "privacy")
 
 
 @dataclass(frozen=True)
@@ -130,9 +127,7 @@ class PrivacySettings:
     adjacency: str = ADD_REMOVE
     four_sums: bool = False
     max_request_norm: float | None = None
-    ledger: str | Path | None = (
-        None  # text first: what a config file says stays as it is, also nothing
-    )
+    ledger: str | Path | None = None  # text first: a config file's "" stays as it is
 
     def __post_init__(self) -> None:
         self._check_numbers()
@@ -142,25 +137,16 @@ class PrivacySettings:
         check_delta(self.delta, self.max_records)
         if self.noise_multiplier is None and self.epsilon is None:
             raise needs_a_budget()
-        for name in ("noise_multiplier", "epsilon", "clip"):
+        for name in ("noise_multiplier", "epsilon", "clip", "nominal_size", "max_request_norm"):
             value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) and value > 0):
-                raise PrivacySettingError(
-                    "privacy", name, f"must be a positive number, got {value}"
-                )
+            ok = value is None or (value > 0 and math.isfinite(value))
+            _require(ok, name, "must be a positive number", value)
+        rate = self.sample_rate
+        _require(rate is None or 0 < rate <= 1, "sample_rate", "must be in (0, 1]", rate)
         for name, (least, most) in RANGES.items():
             value = getattr(self, name)
-            if value is not None and value > 0 and not least <= value <= most:
-                bound = f"at least {least:g}" if value < least else f"at most {most:g}"
-                raise PrivacySettingError("privacy", name, f"must be {bound}, got {value:g}")
-        if self.sample_rate is not None and not 0 < self.sample_rate <= 1:
-            raise PrivacySettingError(
-                "privacy", "sample_rate", f"must be in (0, 1], got {self.sample_rate}"
-            )
-        for name in ("nominal_size", "max_request_norm"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise PrivacySettingError("privacy", name, f"must be positive, got {value}")
+            inside = value is None or least <= value <= most
+            _require(inside, name, f"must be from {least:g} up to {most:g}", value)
         self._check_unit()
         if self.mechanism is not None and not mechanism_facts(self.mechanism).guaranteed:
             self._check_without_guarantee(self.mechanism)
@@ -169,45 +155,34 @@ class PrivacySettings:
         """Refuses what is no number before anything is compared with it."""
         for name in (*RANGES, "epsilon", "delta", "max_request_norm", "user_records"):
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, Real)):
-                raise PrivacySettingError(
-                    "privacy", name, f"must be a number, got {type(value).__name__} {shown(value)}"
-                )
+            number = isinstance(value, Real) and not isinstance(value, bool)
+            rule = f"must be a number, not {type(value).__name__}"
+            _require(value is None or number, name, rule, value)
 
     def _check_without_guarantee(self, mechanism: str) -> None:
+        reason = ""
         if self.unit == USER:
-            raise PrivacySettingError(
-                "privacy", "mechanism", "protects nobody: no record and no user", value=mechanism
-            )
-        if self.epsilon is not None or self.noise_multiplier is None:
-            raise PrivacySettingError(
-                "privacy",
-                "mechanism",
+            reason = "protects nobody: no record and no user"
+        elif self.epsilon is not None or self.noise_multiplier is None:
+            reason = (
                 "gives no differential privacy guarantee, so it has no ε: give "
-                "privacy.noise_multiplier alone",
-                value=mechanism,
+                "privacy.noise_multiplier alone"
             )
+        if reason:
+            raise PrivacySettingError("privacy", "mechanism", reason, value=mechanism)
 
     def _check_unit(self) -> None:
-        if self.unit not in UNITS:
-            raise PrivacySettingError(
-                "privacy", "unit", f"must be one of {', '.join(UNITS)}, got {self.unit!r}"
-            )
+        _require(self.unit in UNITS, "unit", f"must be one of {', '.join(UNITS)}", self.unit)
         if self.unit == USER and self.nominal_size is None:
-            raise PrivacySettingError(
-                "privacy",
-                "unit",
-                "needs privacy.nominal_size: the public number of users that a client is supposed to "
-                "have",
-                value=USER,
+            reason = (
+                "needs privacy.nominal_size: the public number of users that a client is supposed "
+                "to have"
             )
-        if self.user_records is not None and (self.unit != USER or self.user_records < 1):
-            raise PrivacySettingError(
-                "privacy",
-                "user_records",
-                f"must be a whole number of at least 1, with privacy.unit={USER}, got "
-                f"{self.user_records}",
-            )
+            raise PrivacySettingError("privacy", "unit", reason, value=USER)
+        most = self.user_records
+        ok = most is None or (self.unit == USER and most >= 1)
+        rule = f"must be a whole number of at least 1, with privacy.unit={USER}"
+        _require(ok, "user_records", rule, most)
 
     @property
     def ledger_folder(self) -> Path | None:

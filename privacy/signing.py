@@ -14,7 +14,7 @@ from __future__ import annotations
 import base64
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fedsynth.privacy.errors import SigningError
 from fedsynth.privacy.files import UnsuitableFileError, file_hash, plain_files, read_regular
@@ -32,58 +32,52 @@ LEFT_OUT = "simulation_only"
 SCHEMA = 1
 ALGORITHM = "Ed25519"
 _PURPOSE = b"fedsynth run folder, schema 1\n"
-_MISSING = "signing needs the package cryptography: pip install 'fedsynth[sign]'"
 
 
 def read_private_key(path: Path) -> Ed25519PrivateKey:
-    """An unencrypted Ed25519 key in PEM (PKCS 8), as `openssl genpkey -algorithm ed25519` makes it.
+    """Returns an unencrypted Ed25519 key in PEM (PKCS 8), as `openssl genpkey -algorithm ed25519`
+    makes it.
 
     Raises:
         SigningError: it cannot be read, is no such key, or `cryptography` is not installed.
     """
+    advice = "openssl genpkey -algorithm ed25519 -out KEY makes one"
+    key: Ed25519PrivateKey = _read_key(path, "private", advice, password=None)
+    return key
+
+
+def read_public_key(path: Path) -> Ed25519PublicKey:
+    """Returns an Ed25519 key in PEM, as `openssl pkey -in KEY -pubout` makes it.
+
+    Raises:
+        SigningError: as `read_private_key`.
+    """
+    advice = "openssl pkey -in KEY -pubout -out PUBLIC makes it of a private one"
+    key: Ed25519PublicKey = _read_key(path, "public", advice)
+    return key
+
+
+def _read_key(path: Path, kind: str, advice: str, **options: None) -> Any:
     try:
         from cryptography.exceptions import UnsupportedAlgorithm
-        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-        from cryptography.hazmat.primitives.serialization import load_pem_private_key
+        from cryptography.hazmat.primitives import serialization
+        from cryptography.hazmat.primitives.asymmetric import ed25519
     except ImportError:
-        raise SigningError(_MISSING) from None
+        raise SigningError(
+            "signing needs the package cryptography: pip install 'fedsynth[sign]'"
+        ) from None
     try:
-        key = load_pem_private_key(_bytes(path), password=None)
+        key = getattr(serialization, f"load_pem_{kind}_key")(read_regular(path), **options)
+    except OSError as error:
+        raise SigningError(f"cannot read the key {path}: {error.strerror}") from None
     except TypeError:
         raise SigningError(
             f"the key {path} is encrypted: decrypt it first (openssl pkey -in KEY -out PLAIN)"
         ) from None
     except (ValueError, UnsupportedAlgorithm):
         key = None
-    if not isinstance(key, Ed25519PrivateKey):
-        raise SigningError(
-            f"{path} is no private Ed25519 key in PEM (openssl genpkey -algorithm ed25519 -out KEY "
-            "makes one)"
-        )
-    return key
-
-
-def read_public_key(path: Path) -> Ed25519PublicKey:
-    """An Ed25519 key in PEM, as `openssl pkey -in KEY -pubout` makes it.
-
-    Raises:
-        SigningError: as `read_private_key`.
-    """
-    try:
-        from cryptography.exceptions import UnsupportedAlgorithm
-        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
-        from cryptography.hazmat.primitives.serialization import load_pem_public_key
-    except ImportError:
-        raise SigningError(_MISSING) from None
-    try:
-        key = load_pem_public_key(_bytes(path))
-    except (ValueError, UnsupportedAlgorithm):
-        key = None
-    if not isinstance(key, Ed25519PublicKey):
-        raise SigningError(
-            f"{path} is no public Ed25519 key in PEM (openssl pkey -in KEY -pubout -out PUBLIC "
-            "makes it of a private one)"
-        )
+    if not isinstance(key, getattr(ed25519, f"Ed25519{kind.capitalize()}Key")):
+        raise SigningError(f"{path} is no {kind} Ed25519 key in PEM ({advice})")
     return key
 
 
@@ -141,15 +135,15 @@ def signature_problems(folder: Path, key: Ed25519PublicKey) -> list[str]:
 
 
 def _changes(signed: dict[str, str], found: dict[str, str]) -> list[str]:
-    return [
-        *(f"{name} was signed, and is gone" for name in signed if name not in found),
-        *(
-            f"{name} was changed after signing"
-            for name in signed
-            if name in found and found[name] != signed[name]
-        ),
-        *(f"{name} was added after signing" for name in found if name not in signed),
-    ]
+    problems = []
+    for name in {**signed, **found}:
+        if name not in found:
+            problems.append(f"{name} was signed, and is gone")
+        elif name not in signed:
+            problems.append(f"{name} was added after signing")
+        elif found[name] != signed[name]:
+            problems.append(f"{name} was changed after signing")
+    return problems
 
 
 def file_hashes(folder: Path) -> dict[str, str]:
@@ -171,10 +165,3 @@ def file_hashes(folder: Path) -> dict[str, str]:
 def _message(files: dict[str, str]) -> bytes:
     """What is signed: the same bytes for the same files."""
     return _PURPOSE + json.dumps(files, sort_keys=True, separators=(",", ":")).encode()
-
-
-def _bytes(path: Path) -> bytes:
-    try:
-        return read_regular(path)
-    except OSError as error:
-        raise SigningError(f"cannot read the key {path}: {error.strerror}") from None

@@ -45,13 +45,11 @@ class Sample:
         return [self.part(first, first + size) for first in range(0, len(self), size)]
 
     def part(self, first: int, stop: int) -> Sample:
-        """The records from `first` up to `stop`."""
-        if self.users is None or self.shares is None:
-            return Sample(self.records[first:stop])
-        return Sample(self.records[first:stop], self.users[first:stop], self.shares[first:stop])
+        """Returns the records from `first` up to `stop`."""
+        return self.where(slice(first, stop))
 
-    def where(self, taken_N: Tensor) -> Sample:
-        """The records for which `taken_N` (bool) says so."""
+    def where(self, taken_N: Tensor | slice) -> Sample:
+        """Returns the records at which `taken_N` (bool) is set, or of a slice."""
         if self.users is None or self.shares is None:
             return Sample(self.records[taken_N])
         return Sample(self.records[taken_N], self.users[taken_N], self.shares[taken_N])

@@ -80,7 +80,7 @@ OTHERS = (
     ("partition --dataset digit", "unknown data set 'digit'; did you mean digits"),
     ("partition --set run.rounds=0", "run.rounds must be at least 1, got 0"),
     ("privacy plan", "needs --epsilon"),
-    ("privacy plan --epsilon 1 --n 0", "privacy.nominal_size must be positive"),
+    ("privacy plan --epsilon 1 --n 0", "privacy.nominal_size must be a positive"),
     ("privacy plan --sigma 1 --steps 0", "method.iterations must be at least 1, got 0"),
     ("privacy plan --epsilon 1 --mechanism paper", "gives no guarantee"),
     ("privacy plan --epsilon 1 --method real --steps 5", "cannot run with differential privacy"),

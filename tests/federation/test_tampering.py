@@ -25,7 +25,7 @@ from fedsynth.federation.outputs.report_facts import handed_over, provenance
 from fedsynth.federation.outputs.verification import verify_run
 from fedsynth.federation.simulation import simulate
 from fedsynth.federation.terms.resolve import resolve
-from fedsynth.privacy import report_sections as sections
+from fedsynth.privacy import report as sections
 from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.ledger import Ledger, read_ledger
 from fedsynth.privacy.releases import ADJACENCIES

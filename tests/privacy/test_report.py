@@ -16,10 +16,9 @@ from fedsynth.privacy.errors import PrivacyError, PrivacySettingError
 from fedsynth.privacy.history import History
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.releases import Release
-from fedsynth.privacy.report import build_report, write_report
+from fedsynth.privacy.report import build_report, group, write_report
 from fedsynth.privacy.report_figures import Access, ReportFacts, Verdict, schema_problems
 from fedsynth.privacy.report_pages import render_markdown, summary_rows
-from fedsynth.privacy.report_sections import group
 
 DELTA = 1e-5
 Report = dict[str, Any]

@@ -28,9 +28,9 @@ from fedsynth.privacy.history import History
 from fedsynth.privacy.ledger import read_ledger
 from fedsynth.privacy.plans import FIRST, MAIN
 from fedsynth.privacy.releases import Release
+from fedsynth.privacy.report import over_clients
 from fedsynth.privacy.report_figures import Event
 from fedsynth.privacy.report_file import HeldRows
-from fedsynth.privacy.report_sections import over_clients
 from fedsynth.privacy.verify import differences
 
 CALIBRATED = 2e-3

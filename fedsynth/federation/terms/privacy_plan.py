@@ -42,7 +42,7 @@ from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.mechanism_facts import MechanismFacts, mechanism_facts
 from fedsynth.privacy.plans import PrivatePlan, check_plans
 from fedsynth.privacy.releases import Release, check_delta
-from fedsynth.privacy.report_sections import reasons_in_ledgers
+from fedsynth.privacy.report import reasons_in_ledgers
 from fedsynth.privacy.settings import PrivacySettings
 
 NOTHING_LEFT = 2e-3
