@@ -38,13 +38,13 @@ CPU_SECONDS = 500  # for each call of pytest: a fault may be an endless loop
 SECONDS = 7200  # the same by the clock: it may wait for ever
 
 SOURCES = {  # how many faults, the folder, and the files that they are drawn from
-    "accounting": (10, "privacy", "accounting allowance calibration plans releases units"),
+    "accounting": (10, "privacy", "accounting plans releases units"),
     "mechanisms": (
         10,
         "privacy",
-        "mechanisms clipping dpsgd grid guard passes products randomness",
+        "mechanisms dpsgd grid guard passes products randomness",
     ),
-    "ledger": (10, "privacy", "ledger ledger_folder ledger_lines ledger_repair held_rows history"),
+    "ledger": (10, "privacy", "ledger ledger_folder ledger_lines report_file history"),
     "condensation": (10, "fedsynth/synthesizer/condensation", "*"),
     "distillation": (10, "fedsynth/synthesizer/generation", "*"),
     "engine": (10, "fedsynth", "federation/exchange/* federation/simul* training/*"),

@@ -17,12 +17,10 @@ from fedsynth import ModelSettings, load_dataset
 from fedsynth.core.client import PrivateClients
 from fedsynth.evaluation.accuracy import accuracy
 from fedsynth.models.registry import build_model
-from fedsynth.privacy.accounting import epsilon
-from fedsynth.privacy.allowance import authorise
-from fedsynth.privacy.calibration import calibrate_noise_multiplier
+from fedsynth.privacy.accounting import calibrate_noise_multiplier, epsilon
 from fedsynth.privacy.guard import Guard
 from fedsynth.privacy.ledger import Ledger
-from fedsynth.privacy.plans import PrivatePlan
+from fedsynth.privacy.plans import PrivatePlan, authorise
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.seeding import torch_generator
 from fedsynth.synthesizer.condensation.loop import condense

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import count, groupby
 from typing import Any
 
+from fedsynth.privacy.errors import PrivacySettingError
 from fedsynth.privacy.releases import (
     ADD_REMOVE,
     Release,
@@ -118,30 +120,32 @@ class Totals:
 
     def __add__(self, other: Totals) -> Totals:
         """Of the rows of both."""
-        steps: dict[tuple[float, float], int] = {}
-        for noise, q, count in (*self.steps, *other.steps):
-            steps[noise, q] = steps.get((noise, q), 0) + count
-        folded = tuple((noise, q, count) for (noise, q), count in sorted(steps.items()))
-        return Totals(folded, self.unbounded or other.unbounded)
+        return _folded((*self.steps, *other.steps), self.unbounded or other.unbounded)
 
     def times(self, number: int) -> Totals:
         """Of the same rows in each of `number` rounds."""
         if number == 0:
             return Totals()
-        return Totals(tuple((σ, q, number * count) for σ, q, count in self.steps), self.unbounded)
+        return Totals(tuple((σ, q, number * each) for σ, q, each in self.steps), self.unbounded)
+
+
+def _folded(rows: Iterable[tuple[float, float, int]], unbounded: bool) -> Totals:
+    steps: Counter[tuple[float, float]] = Counter()
+    for σ, q, number in rows:
+        steps[σ, q] += number
+    return Totals(tuple((σ, q, number) for (σ, q), number in sorted(steps.items())), unbounded)
 
 
 def totals(releases: Iterable[Release]) -> Totals:
-    """The rows folded: σ, q and steps are all that ε depends on."""
-    steps: dict[tuple[float, float], int] = {}
+    """Returns the rows folded: σ, q and steps are all that ε depends on."""
+    rows = []
     unbounded = False
     for r in releases:
         if r.unaccounted is not None or r.noise_multiplier == 0:
             unbounded = True
-            continue
-        key = (float(r.noise_multiplier), float(r.sample_rate))
-        steps[key] = steps.get(key, 0) + r.steps
-    return Totals(tuple((σ, q, count) for (σ, q), count in sorted(steps.items())), unbounded)
+        else:
+            rows.append((float(r.noise_multiplier), float(r.sample_rate), r.steps))
+    return _folded(rows, unbounded)
 
 
 def merge(releases: Sequence[Release] | Totals, adjacency: str) -> Merged | None:
@@ -279,23 +283,16 @@ def epsilon_rdp(
     accountant = rdp.RdpAccountant(
         sorted({*rdp.DEFAULT_RDP_ORDERS, *(1 + (best - 1) * f for f in (0.7, 1.0, 1.4))})
     )
-    with _quiet_absl():
+    logger = logging.getLogger("absl")
+    level = logger.level
+    # The library logs every order whose series does not converge. It leaves it out, which is safe.
+    logger.setLevel(logging.ERROR)
+    try:
         if merged.mu > 0:
             accountant.compose(GaussianDpEvent(1 / merged.mu))
         for σ, q, steps in merged.sampled:
             accountant.compose(PoissonSampledDpEvent(q, GaussianDpEvent(σ)), steps)
         return float(accountant.get_epsilon(delta))
-
-
-@contextmanager
-def _quiet_absl() -> Iterator[None]:
-    """dp-accounting logs every Rényi order whose series does not converge; it leaves that order
-    out, which is safe."""
-    logger = logging.getLogger("absl")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
     finally:
         logger.setLevel(level)
 
@@ -304,12 +301,8 @@ def deltas_at(
     releases: Sequence[Release], epsilons: Sequence[float], adjacency: str = ADD_REMOVE
 ) -> list[float]:
     """δ(ε) at each of `epsilons` (≥ 0), from one composition; all 1 where no guarantee holds."""
-    require(
-        all(is_real(e) and e >= 0 for e in epsilons),
-        "epsilons",
-        "must be finite and at least 0",
-        list(epsilons),
-    )
+    possible = all(is_real(e) and e >= 0 for e in epsilons)
+    require(possible, "epsilons", "must be finite and at least 0", list(epsilons))
     merged = merge(releases, adjacency)
     if merged is None:
         return [1.0 for _ in epsilons]
@@ -322,15 +315,16 @@ def epsilon_by_round(
     releases: Sequence[Release], delta: float, adjacency: str = ADD_REMOVE
 ) -> dict[int, float]:
     """Cumulative ε after each round that has a release, in order of the round's number."""
-    rounds: dict[int, list[Release]] = {}
-    for r in releases:
-        rounds.setdefault(r.round, []).append(r)
     table = {}
     so_far = Totals()
-    for n in sorted(rounds):
-        so_far = so_far + totals(rounds[n])
-        table[n] = epsilon(so_far, delta, adjacency)
+    for number, rows in groupby(sorted(releases, key=_round), key=_round):
+        so_far = so_far + totals(rows)
+        table[number] = epsilon(so_far, delta, adjacency)
     return table
+
+
+def _round(release: Release) -> int:
+    return release.round
 
 
 def describe_accountant(releases: Sequence[Release], adjacency: str = ADD_REMOVE) -> dict[str, Any]:
@@ -355,3 +349,62 @@ def describe_accountant(releases: Sequence[Release], adjacency: str = ADD_REMOVE
         "computation": how,
         "discretisation_interval": interval,
     }
+
+
+def calibrate_noise_multiplier(
+    target_epsilon: float,
+    delta: float,
+    plan: Callable[[float], Sequence[Release] | Totals],
+    adjacency: str = ADD_REMOVE,
+) -> float:
+    """Smallest σ (to 0.1 %, on the safe side) with epsilon(plan(σ), delta) ≤ `target_epsilon`.
+
+    `plan` must give the releases of the *whole* run for a σ, or their `totals`, with an ε that does
+    not grow with σ.
+
+    Raises:
+        PrivacySettingError: target not finite and positive, bad δ, or no σ up to 1e6 reaches the
+            target.
+    """
+    possible = is_real(target_epsilon) and target_epsilon > 0
+    require(possible, "epsilon", "must be finite and above 0", target_epsilon, "privacy")
+    check_delta(delta, None)
+
+    def excess(σ: float) -> float:
+        spent = epsilon(plan(σ), delta, adjacency)
+        return math.inf if math.isinf(spent) else math.log(max(spent, 1e-12) / target_epsilon)
+
+    low = high = 1.0
+    at_low = at_high = excess(1.0)
+    while at_high > 0:
+        if high > 1e6:
+            raise PrivacySettingError(
+                "privacy",
+                "epsilon",
+                "is reached with no noise multiplier up to 1e6: a release that does not depend on "
+                "it costs more, or has no guarantee",
+                value=f"{target_epsilon:g}",
+            )
+        low, at_low = high, at_high
+        high = 4 * high
+        at_high = excess(high)
+    while at_low <= 0:
+        if low < 1e-3:
+            return low  # any noise at all is enough
+        high, at_high = low, at_low
+        low = low / 4
+        at_low = excess(low)
+    for turn in count():
+        if high <= 1.001 * low:
+            break
+        # log ε is nearly linear in log σ: interpolate, a little to the safe side so that both ends
+        # close in; every third turn halves the bracket, in case it is not
+        share = 0.5 if turn % 3 == 2 or math.isinf(at_low) else at_low / (at_low - at_high)
+        aim = math.exp(math.log(low) + share * math.log(high / low)) * 1.0004
+        σ = min(max(aim, low * 1.0009), high / 1.0009)
+        value = excess(σ)
+        if value <= 0:
+            high, at_high = σ, value
+        else:
+            low, at_low = σ, value
+    return high

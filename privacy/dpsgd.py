@@ -23,10 +23,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from fedsynth.privacy.each_record import Note, values_of_each
 from fedsynth.privacy.errors import ForbiddenLayerError, PrivacyError
 from fedsynth.privacy.mechanisms import GaussianSums
-from fedsynth.privacy.passes import padded, pass_length
+from fedsynth.privacy.passes import Note, padded, pass_length, values_of_each
 from fedsynth.privacy.products import clipped_product
 from fedsynth.privacy.units import Units
 

@@ -11,11 +11,10 @@ from collections.abc import Sequence
 from fedsynth.core.context import RoundContext
 from fedsynth.core.method import Method
 from fedsynth.errors import SettingError
-from fedsynth.privacy.allowance import Allowance, authorise
 from fedsynth.privacy.guard import Guard
 from fedsynth.privacy.mechanism_facts import mechanism_facts
 from fedsynth.privacy.mechanisms import GaussianSums
-from fedsynth.privacy.plans import MAIN
+from fedsynth.privacy.plans import MAIN, Allowance, authorise
 from fedsynth.privacy.randomness import SecretGenerator
 
 

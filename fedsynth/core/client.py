@@ -19,13 +19,11 @@ from fedsynth.data.images import ImageData, normalise
 from fedsynth.features.feature_map import FeatureMap
 from fedsynth.models.feature_linear import Embedding
 from fedsynth.models.on_features import OnFeatures
-from fedsynth.privacy.allowance import Allowance, GroupAllowance, UnaccountedNoise
 from fedsynth.privacy.dpsgd import DpSgdSettings, ExampleLoss, Penalty, dp_sgd
-from fedsynth.privacy.each_record import Note, values_of_each
 from fedsynth.privacy.errors import UnplannedReleaseError
 from fedsynth.privacy.mechanisms import GaussianSums, Released
-from fedsynth.privacy.passes import padded, pass_length
-from fedsynth.privacy.plans import PrivatePlan
+from fedsynth.privacy.passes import Note, padded, pass_length, values_of_each
+from fedsynth.privacy.plans import Allowance, GroupAllowance, PrivatePlan, UnaccountedNoise
 from fedsynth.privacy.products import Products
 from fedsynth.privacy.units import Units
 

@@ -16,8 +16,7 @@ from torch import Tensor
 from fedsynth.data.images import ImageData
 from fedsynth.features.feature_map import FeatureMap
 from fedsynth.models.feature_linear import Embedding
-from fedsynth.privacy.each_record import Note, values_of_each
-from fedsynth.privacy.passes import padded
+from fedsynth.privacy.passes import Note, padded, values_of_each
 
 MOST_BYTES = 3 * 2**30
 """Of one data set's φ, and as much again of its z; a larger one's are made anew each time."""

@@ -26,8 +26,7 @@ from fedsynth.federation.terms.resolve import resolve
 from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.methods.fedavg import FedAvg
 from fedsynth.methods.fedstats import FedStats
-from fedsynth.privacy.accounting import epsilon
-from fedsynth.privacy.calibration import calibrate_noise_multiplier
+from fedsynth.privacy.accounting import calibrate_noise_multiplier, epsilon
 from fedsynth.privacy.errors import (
     BudgetExceededError,
     LedgerError,
@@ -327,7 +326,7 @@ def test_a_step_that_wants_more_than_its_plan_fails_with_its_name(names: str, me
 @pytest.mark.parametrize("name", ["fedaf", "fedfm", "fedfm-lite", "feddm", "fedavg"])
 def test_every_planned_series_is_spent(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is charged before a step, the step takes: no client pays for what never leaves."""
-    from fedsynth.privacy.allowance import Allowance
+    from fedsynth.privacy.plans import Allowance
 
     given: list[Allowance[Any]] = []
     init = Allowance.__init__

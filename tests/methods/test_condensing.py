@@ -26,9 +26,9 @@ from fedsynth.methods import METHODS, method_class
 from fedsynth.methods.shared.class_sums import class_means
 from fedsynth.methods.shared.condensing import Condenses, FeatureMaps
 from fedsynth.models.registry import ModelSettings
-from fedsynth.privacy.allowance import authorise
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.mechanisms import GaussianSums
+from fedsynth.privacy.plans import authorise
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.synthesizer.condensation.siamese import SiameseDraws
 from tests.digits import CPU, HOSTILE, SPEC, charged, context, digits, sent

@@ -28,11 +28,10 @@ from fedsynth.methods.fedgen import DECAY, FedGen, ModelAndCounts
 from fedsynth.methods.shared.class_sums import COUNTS, class_sums, sums_plans
 from fedsynth.methods.shared.local import TrainsLocally
 from fedsynth.models.registry import ModelSettings, build_model
-from fedsynth.privacy.allowance import Allowance, authorise
 from fedsynth.privacy.guard import Guard
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.mechanisms import GaussianSums
-from fedsynth.privacy.plans import MAIN, PHASES
+from fedsynth.privacy.plans import MAIN, PHASES, Allowance, authorise
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.synthesizer.generation.generator_memory import PREFIX

@@ -22,9 +22,8 @@ from fedsynth.federation.terms.resolve import resolve
 from fedsynth.methods.feddm import FedDM
 from fedsynth.methods.real import Real
 from fedsynth.models.flat import flatten
-from fedsynth.privacy.allowance import Allowance, UnaccountedNoise
 from fedsynth.privacy.ledger import Ledger
-from fedsynth.privacy.plans import MAIN
+from fedsynth.privacy.plans import MAIN, Allowance, UnaccountedNoise
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.seeding import torch_generator

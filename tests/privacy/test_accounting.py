@@ -17,6 +17,7 @@ from fedsynth.privacy import accounting
 from fedsynth.privacy.accounting import (
     Merged,
     Totals,
+    calibrate_noise_multiplier,
     deltas_at,
     describe_accountant,
     epsilon,
@@ -28,7 +29,6 @@ from fedsynth.privacy.accounting import (
     totals,
 )
 from fedsynth.privacy.attacks import attack_success, best_guess
-from fedsynth.privacy.calibration import calibrate_noise_multiplier
 from fedsynth.privacy.errors import PrivacySettingError
 from fedsynth.privacy.releases import Release, check_delta
 

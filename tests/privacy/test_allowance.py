@@ -15,7 +15,6 @@ import torch
 from fedsynth.core.client import OpenClients, PrivateClients
 from fedsynth.data.images import ImageData, from_arrays
 from fedsynth.data.registry import dataset_spec
-from fedsynth.privacy.allowance import Allowance, UnaccountedNoise, authorise
 from fedsynth.privacy.errors import (
     BudgetExceededError,
     PrivacyError,
@@ -25,7 +24,15 @@ from fedsynth.privacy.errors import (
 from fedsynth.privacy.guard import Guard
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.mechanisms import GaussianSums
-from fedsynth.privacy.plans import FIRST, MAIN, PrivatePlan, check_plans
+from fedsynth.privacy.plans import (
+    FIRST,
+    MAIN,
+    Allowance,
+    PrivatePlan,
+    UnaccountedNoise,
+    authorise,
+    check_plans,
+)
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import USER
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from fedsynth.core.client import PrivateClients
 from fedsynth.data.images import denormalise, from_arrays
 from fedsynth.data.registry import dataset_spec
+from fedsynth.privacy.accounting import calibrate_noise_multiplier
 from fedsynth.privacy.audit import (
     audit,
     epsilon_lower_bound,
@@ -20,7 +21,6 @@ from fedsynth.privacy.audit import (
     p_value,
     right_guesses,
 )
-from fedsynth.privacy.calibration import calibrate_noise_multiplier
 from fedsynth.privacy.errors import PrivacySettingError
 from fedsynth.privacy.guard import Guard
 from fedsynth.privacy.ledger import Ledger

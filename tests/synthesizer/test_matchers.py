@@ -17,10 +17,10 @@ from fedsynth.core.client import OpenClients, PrivateClients
 from fedsynth.data.images import ImageData
 from fedsynth.models import frozen
 from fedsynth.models.convnet import ConvNet
-from fedsynth.privacy.allowance import UnaccountedNoise
 from fedsynth.privacy.guard import Guard
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.mechanisms import GaussianSums
+from fedsynth.privacy.plans import UnaccountedNoise
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import Release
 from fedsynth.synthesizer.condensation.loop import NetworkFeatures, condense

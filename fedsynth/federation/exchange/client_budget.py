@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from fedsynth.core.context import RoundContext
 from fedsynth.federation.terms.privacy_plan import PrivacyPlan
-from fedsynth.privacy.allowance import Allowance, MakeSeries, UnaccountedNoise, authorise
 from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.guard import Cap
 from fedsynth.privacy.history import History
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.mechanisms import GaussianSums
-from fedsynth.privacy.plans import MAIN
+from fedsynth.privacy.plans import MAIN, Allowance, MakeSeries, UnaccountedNoise, authorise
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import Release
 

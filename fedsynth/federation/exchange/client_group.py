@@ -17,9 +17,8 @@ from fedsynth.evaluation.accuracy import correct
 from fedsynth.federation.exchange.checks import check_declared, check_finite, check_model_request
 from fedsynth.federation.exchange.client_runtime import ClientRuntime
 from fedsynth.federation.exchange.protocol import REQUEST, Evaluated, Refusal, Replies
-from fedsynth.privacy.allowance import Allowance
 from fedsynth.privacy.errors import BudgetExceededError, RequestRefusedError
-from fedsynth.privacy.plans import FIRST
+from fedsynth.privacy.plans import FIRST, Allowance
 from fedsynth.privacy.releases import USER
 from fedsynth.privacy.requests import check_numbers
 

@@ -21,12 +21,11 @@ from fedsynth.federation.exchange.protocol import Evaluated, Joined, Refusal, Te
 from fedsynth.federation.terms.plan_checks import check_own_noise
 from fedsynth.federation.terms.privacy_plan import PrivacyPlan
 from fedsynth.federation.terms.settings import RunSettings
-from fedsynth.privacy.allowance import Allowance
 from fedsynth.privacy.errors import BudgetExceededError, LedgerError, RequestRefusedError
 from fedsynth.privacy.guard import Cap
 from fedsynth.privacy.history import History
 from fedsynth.privacy.ledger import Ledger
-from fedsynth.privacy.plans import FIRST
+from fedsynth.privacy.plans import FIRST, Allowance
 from fedsynth.privacy.randomness import SecretGenerator
 
 

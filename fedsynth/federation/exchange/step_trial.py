@@ -23,7 +23,6 @@ from fedsynth.core.method import Memory
 from fedsynth.data.images import ImageData
 from fedsynth.federation.exchange.server import Server
 from fedsynth.federation.terms.privacy_plan import PrivacyPlan
-from fedsynth.privacy.allowance import authorise
 from fedsynth.privacy.batch_independence import (
     AMONG_OTHERS,
     DRAWS,
@@ -36,7 +35,7 @@ from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.guard import Guard
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.mechanisms import GaussianSums, Released
-from fedsynth.privacy.plans import FIRST, PHASES, PrivatePlan
+from fedsynth.privacy.plans import FIRST, PHASES, PrivatePlan, authorise
 from fedsynth.privacy.products import Products
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import USER, Release

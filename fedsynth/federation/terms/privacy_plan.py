@@ -28,8 +28,7 @@ from fedsynth.federation.terms.plan_checks import (
 from fedsynth.federation.terms.planned_rounds import PlannedEpsilon, shown_rounds
 from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.privacy import accounting
-from fedsynth.privacy.accounting import Totals, totals
-from fedsynth.privacy.calibration import calibrate_noise_multiplier
+from fedsynth.privacy.accounting import Totals, calibrate_noise_multiplier, totals
 from fedsynth.privacy.errors import (
     BudgetExceededError,
     UnaccountedReleaseError,

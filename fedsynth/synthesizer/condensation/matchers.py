@@ -25,9 +25,9 @@ from torch import Tensor
 
 from fedsynth.core.client import OpenClients, PrivateClients, Segments, chunk
 from fedsynth.models.frozen import VectorJacobian
-from fedsynth.privacy.allowance import UnaccountedNoise
 from fedsynth.privacy.mechanisms import GaussianSums
 from fedsynth.privacy.passes import padded, power_of_two
+from fedsynth.privacy.plans import UnaccountedNoise
 from fedsynth.synthesizer.condensation.real_batches import BatchIndices
 
 PASSES, PULLED = 4, 8
