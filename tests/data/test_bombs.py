@@ -9,7 +9,6 @@ import os
 import struct
 import threading
 import tracemalloc
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BytesIO
@@ -20,12 +19,13 @@ import pytest
 from PIL import Image, ImageFile
 
 from fedsynth.data import folders
-from fedsynth.data.folders import read_images, read_lines
+from fedsynth.data.folders import read_images
 from fedsynth.data.idx import read_idx
 from fedsynth.data.load import load_dataset
 from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import DataFilesCorruptError, DataFilesMissingError
 from fedsynth.federation.terms.resolve import resolve
+from tests.data.conftest import png
 from tests.fuzz.mutations import at_most as within
 
 MEGABYTE = 2**20
@@ -43,25 +43,6 @@ def at_most(size: int) -> Iterator[None]:
     finally:
         tracemalloc.stop()
     assert peak < size, f"{peak / MEGABYTE:.0f} MB"
-
-
-def zeros(count: int) -> bytes:
-    """zlib's form of so many zeros."""
-    packer = zlib.compressobj(1)
-    pieces = [packer.compress(bytes(min(MEGABYTE, count - at))) for at in range(0, count, MEGABYTE)]
-    return b"".join([*pieces, packer.flush()])
-
-
-def png(width: int, height: int) -> bytes:
-    """A valid black PNG, a kilobyte for each megapixel."""
-
-    def chunk(kind: bytes, content: bytes) -> bytes:
-        check = struct.pack(">I", zlib.crc32(kind + content))
-        return struct.pack(">I", len(content)) + kind + content + check
-
-    head = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
-    body = zeros((width + 1) * height)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", body) + chunk(b"IEND", b"")
 
 
 @pytest.mark.parametrize(
@@ -113,11 +94,10 @@ def test_large_pictures_are_decoded_one_at_a_time(
     assert most == [1] * 8
 
 
-@pytest.mark.parametrize("ending", ["png", "jpg"])
-def test_postscript_is_no_picture(ending: str, tmp_path: Path) -> None:
+def test_postscript_is_no_picture(tmp_path: Path) -> None:
     file = BytesIO()
     Image.new("RGB", (64, 64)).save(file, "EPS")
-    path = tmp_path / f"a.{ending}"
+    path = tmp_path / "a.png"
     path.write_bytes(file.getvalue())
     with pytest.raises(DataFilesCorruptError, match="cannot identify image file"):
         read_images([path], OFFICE, resize=True)
@@ -133,16 +113,6 @@ def test_a_jpeg_of_a_thousand_scans(tmp_path: Path) -> None:
 
 
 IDX = bytes([0, 0, 8, 3])
-
-
-def test_a_gzip_file_is_read_no_further_than_its_header_says(tmp_path: Path) -> None:
-    path = tmp_path / "x.gz"
-    path.write_bytes(
-        gzip.compress(IDX + struct.pack(">III", 40, 28, 28) + bytes(100 * MEGABYTE), 1)
-    )
-    assert path.stat().st_size < MEGABYTE
-    with at_most(4 * MEGABYTE), pytest.raises(DataFilesCorruptError, match="has bytes left over"):
-        read_idx(path, 3, 10**6)
 
 
 @pytest.mark.parametrize("zipped", [False, True])
@@ -164,7 +134,7 @@ def leaf_file(root: Path, x: Any) -> None:
         (root / "femnist" / split / "a.json").write_text(json.dumps(content))
 
 
-@pytest.mark.parametrize("value", ["x" * MEGABYTE, 10**4000, True, [0.5]])
+@pytest.mark.parametrize("value", ["x" * MEGABYTE, 10**4000])
 def test_text_among_the_pixels_is_not_made_an_array(value: Any, tmp_path: Path) -> None:
     leaf_file(tmp_path, [[0.5] * 784, [value] + [0.5] * 783])
     with (
@@ -174,12 +144,6 @@ def test_text_among_the_pixels_is_not_made_an_array(value: Any, tmp_path: Path) 
         load_dataset("femnist", tmp_path)
 
 
-def one_line(error: pytest.ExceptionInfo[Exception]) -> str:
-    text = str(error.value)
-    assert "\n" not in text
-    return text
-
-
 @pytest.mark.parametrize(
     ("name", "file"),
     [
@@ -187,7 +151,6 @@ def one_line(error: pytest.ExceptionInfo[Exception]) -> str:
         ("cifar10", "cifar-10-batches-py/data_batch_2"),
         ("svhn", "test_32x32.mat"),
         ("femnist", "femnist/test/a.json"),
-        ("tiny-imagenet", "tiny-imagenet-200/wnids.txt"),
         ("domainnet-10", "domainnet/clipart_train.txt"),
     ],
 )
@@ -196,8 +159,6 @@ def test_a_pipe_is_not_waited_for(files: Any, name: str, file: str, tmp_path: Pa
     files.write_cifar10()
     files.write_svhn()
     leaf_file(tmp_path, [[0.5] * 784] * 2)
-    for folder in ("train", "val/images", "val/val_annotations.txt"):
-        (tmp_path / "tiny-imagenet-200" / folder).mkdir(parents=True)
     (tmp_path / "domainnet").mkdir()
     path = tmp_path / file
     path.unlink(missing_ok=True)
@@ -207,25 +168,16 @@ def test_a_pipe_is_not_waited_for(files: Any, name: str, file: str, tmp_path: Pa
         pytest.raises(DataFilesCorruptError, match="it is not a regular file") as error,
     ):
         load_dataset(name, tmp_path)
-    assert str(path) in one_line(error)
+    assert str(path) in str(error.value)
     with within(30), pytest.raises(DataFilesCorruptError, match="as an image: it is not a regular"):
         read_images([path], OFFICE)
-
-
-def test_a_list_that_is_too_long(tmp_path: Path) -> None:
-    path = tmp_path / "list.txt"
-    with path.open("wb") as file:
-        file.truncate(10**8)  # a hole: it takes no place
-    with pytest.raises(DataFilesCorruptError, match="100,000,000 bytes, more than"):
-        read_lines(path, "x", "")
 
 
 @pytest.mark.parametrize("root", ["~nobody-of-that-name", "a\0b", "x" * 300, "a\udcff"])
 def test_folders_that_cannot_be(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("mnist", "femnist"):
-        with pytest.raises(DataFilesMissingError) as error:
+        with pytest.raises(DataFilesMissingError):
             load_dataset(name, Path(root))
-        one_line(error)
     with pytest.raises(DataFilesMissingError):
         # Settings make the folder absolute before any data are read.
         load_dataset("mnist", resolve({"data": {"data_root": root}}).data_root)

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-from fedsynth.data.load import load_dataset, missing_files
+from fedsynth.data.load import load_dataset
 from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import DataFilesCorruptError, DataFilesMissingError
 
 CINIC = dataset_spec("cinic10")
 # As in the official list, not in order.
 WNIDS = [f"n{10_000_000 + (37 * i) % 200:08}" for i in range(200)]
-TINY_FILES = ["wnids.txt", "train", "val/val_annotations.txt", "val/images"]
 
 
 def write(path: Path, colour: tuple[int, int, int] | int, size: tuple[int, int]) -> None:
@@ -143,49 +141,3 @@ def test_cinic10_trains_on_train_and_tests_on_test(cinic: Path) -> None:
         assert split.images[:, 1].unique().tolist() == [green]
         assert split.images[:, 2, 0, 0].tolist() == [0, 1, 2] * 10
     assert (CINIC.train_size, CINIC.test_size) == (90_000, 90_000)
-
-
-@pytest.mark.parametrize(
-    ("name", "lacks", "place"),
-    [
-        (
-            "tiny-imagenet",
-            [f"tiny-imagenet-200/{file}" for file in TINY_FILES],
-            "http://cs231n.stanford.edu/tiny-imagenet-200.zip",
-        ),
-        (
-            "cinic10",
-            ["CINIC-10/train", "CINIC-10/test"],
-            "https://datashare.ed.ac.uk/handle/10283/3192",
-        ),
-        ("femnist", ["femnist/train", "femnist/test"], "https://github.com/TalwalkarLab/leaf"),
-    ],
-)
-def test_what_is_missing_and_where_it_comes_from(
-    name: str, lacks: list[str], place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("FEDSYNTH_DATA", raising=False)
-    assert missing_files(name, tmp_path) == lacks
-    for download, text in (
-        (False, "data.data_root or FEDSYNTH_DATA"),
-        (True, "torchvision cannot fetch it"),
-    ):
-        with pytest.raises(DataFilesMissingError) as error:
-            load_dataset(name, tmp_path, download=download)
-        for part in (name, f"no {lacks[0]} in {tmp_path}", place, text):
-            assert part in str(error.value)
-        assert "\n" not in str(error.value)
-    with pytest.raises(
-        DataFilesMissingError, match=rf"no data folder was given to look for {lacks[0]} in.*{place}"
-    ):
-        load_dataset(name)
-
-
-def test_images_are_read_in_the_order_of_their_list(cinic: Path) -> None:
-    """Threads decode them: each must land in its own place."""
-    levels = np.random.default_rng(0).permutation(256)[:200]
-    folder = cinic / "CINIC-10" / "train" / "airplane"
-    for i, level in enumerate(levels):
-        write(folder / f"z{i:03}.png", (int(level), 0, 0), (32, 32))
-    train, _ = load_dataset("cinic10", cinic)
-    assert train.images[3:203, 0, 0, 0].tolist() == levels.tolist()

@@ -6,7 +6,6 @@ import math
 import os
 import pickle
 import re
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,11 +19,8 @@ from fedsynth.errors import DataFilesCorruptError
 
 def idx(shape: tuple[int, ...]) -> bytes:
     """An idx file of zeros."""
-    return (
-        bytes([0, 0, 8, len(shape)])
-        + b"".join(n.to_bytes(4, "big") for n in shape)
-        + bytes(math.prod(shape))
-    )
+    sizes = b"".join(n.to_bytes(4, "big") for n in shape)
+    return bytes([0, 0, 8, len(shape)]) + sizes + bytes(math.prod(shape))
 
 
 def refused(name: str, root: Path, file: str, message: str) -> None:
@@ -43,12 +39,10 @@ GOOD = idx((20, 28, 28))
     ("content", "message"),
     [
         (b"", "is no idx file of bytes: it starts with ,"),
-        (GOOD[:10], "is no idx file of bytes"),
         (GOOD[:-1], "is truncated: its header .*15680 bytes, it has 15679"),
         (GOOD + b"x", "has bytes left over"),
         (b"\x00\x00\x0d\x03" + GOOD[4:], "is no idx file of bytes"),
         (idx((20,)) + b"padding of some length", "is no idx file of bytes"),
-        (b"<html>404 not found, and more</html>", "is no idx file of bytes"),
         (idx((20, 32, 32)), r"cannot be used: .*got \[20, 1, 32, 32\]"),
         (idx((19, 28, 28)), "has 19 images but .* has 20 labels"),
         (GOOD[:4] + b"\xff" * 12, "announces .* such a file has at most 54,880,000"),
@@ -60,17 +54,10 @@ def test_corrupt_idx_images(files: Any, content: bytes, message: str, tmp_path: 
     refused("mnist", tmp_path, "MNIST/raw/train-images-idx3-ubyte", message)
 
 
-def test_corrupt_idx_labels(files: Any, tmp_path: Path) -> None:
+def test_idx_labels_outside_the_classes(files: Any, tmp_path: Path) -> None:
     files.write_idx("MNIST", ("train", "t10k"), first=1)
-    refused(
-        "mnist",
-        tmp_path,
-        "train-labels-idx1-ubyte",
-        r"labels must lie in \[0, 10\), 2 do not, the first is 10",
-    )
-
-
-def test_emnist_label_zero(files: Any, tmp_path: Path) -> None:
+    message = r"labels must lie in \[0, 10\), 2 do not, the first is 10"
+    refused("mnist", tmp_path, "train-labels-idx1-ubyte", message)
     files.write_idx("EMNIST", ("emnist-letters-train", "emnist-letters-test"), first=0)
     refused("emnist-letters", tmp_path, "emnist-letters-train-labels", "the first is -1")
 
@@ -93,11 +80,6 @@ ROWS = np.zeros((4, 3072), np.uint8)
     ("content", "message"),
     [
         (b"", "cannot be read as a CIFAR batch"),
-        (b"<html>404</html>", "cannot be read as a CIFAR batch"),
-        (
-            pickle.dumps({b"data": ROWS, b"labels": [0] * 4}, 2)[:-100],
-            "cannot be read as a CIFAR batch",
-        ),
         (pickle.dumps([1, 2]), "holds a list, not a dict"),
         (pickle.dumps({b"data": ROWS}), "has no 'labels'"),
         (
@@ -126,7 +108,7 @@ def test_a_cifar_file_that_stops_anywhere_is_refused(files: Any, tmp_path: Path)
     files.write_cifar10()
     path = tmp_path / "cifar-10-batches-py" / "data_batch_1"
     whole = path.read_bytes()
-    for length in range(0, len(whole), 997):
+    for length in range(0, len(whole), 3001):
         path.write_bytes(whole[:length])
         refused("cifar10", tmp_path, path.name, "cannot be read as a CIFAR batch")
 
@@ -150,8 +132,6 @@ def test_a_malicious_pickle_is_refused_and_does_not_run(
     trace = tmp_path / "trace"
     attacks = (
         Evil(os.mkdir, str(trace)),
-        Evil(os.system, f"touch {trace}"),
-        Evil(subprocess.check_call, ["touch", str(trace)]),
         Evil(eval, f"open({str(trace)!r}, 'w')"),
         Evil(getattr, np.ndarray, "tofile"),
         Evil(np.fromfile, str(path)),
@@ -174,12 +154,6 @@ def test_only_the_published_svhn_files_are_read(files: Any, tmp_path: Path) -> N
     assert np.array_equal(train.images.numpy(), x.transpose(3, 2, 0, 1))
     path = tmp_path / "train_32x32.mat"
     whole = path.read_bytes()
-    for content in (
-        b"",
-        b"<html>404</html>",
-        whole[:-1],
-        whole + b"x",
-        whole[:200] + b"x" + whole[201:],
-    ):
+    for content in (b"", whole[:-1], whole + b"x", whole[:200] + b"x" + whole[201:]):
         path.write_bytes(content)
         refused("svhn", tmp_path, path.name, "is not the published file: its MD5 is")

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch import Tensor, nn
 
 from fedsynth.data.images import ImageData, from_arrays
 from fedsynth.data.load import load_dataset
@@ -18,7 +17,6 @@ from fedsynth.data.partition import partition
 from fedsynth.data.partition_settings import PartitionSettings
 from fedsynth.data.registry import DatasetSpec, dataset_spec
 from fedsynth.errors import DataError, DataFilesCorruptError, PartitionError
-from fedsynth.evaluation.accuracy import accuracy_by_domain, correct
 from fedsynth.federation.simulation import simulate
 from fedsynth.federation.terms.resolve import resolve
 
@@ -132,19 +130,6 @@ def test_domains_travel_with_the_examples() -> None:
             from_arrays(data.images, data.labels, SPEC, bad)
 
 
-def test_accuracy_by_domain_leaves_out_domains_without_examples() -> None:
-    class Right(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.eye(10)[torch.zeros(len(x), dtype=torch.int64)]  # always says 0
-
-    data = scans()
-    by_hand = {
-        name: float((data.labels[d::2] == 0).double().mean())
-        for d, name in enumerate(SPEC.domains[:2])
-    }
-    assert accuracy_by_domain(correct(Right(), data), data) == pytest.approx(by_hand)
-
-
 def test_a_federation_of_domains_reports_each() -> None:
     fast = {"ipc": 2, "iterations": 2, "server_epochs": 2}
     sections = {
@@ -161,8 +146,3 @@ def test_a_federation_of_domains_reports_each() -> None:
         == result.summary["domain_average"]
     )
     assert row["test_accuracy"] == pytest.approx(row["domain_average"])  # of one size
-
-
-def test_presets_put_one_domain_at_a_client() -> None:
-    settings = resolve({"data": {"dataset": "domainnet-10"}})
-    assert (settings.partition.kind, settings.partition.clients) == ("domain", 6)

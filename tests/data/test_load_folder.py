@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tomllib
 import unicodedata
@@ -13,16 +14,16 @@ import pytest
 from PIL import Image
 
 from fedsynth import FolderSettings, load_folder
-from fedsynth.data.declaration import coarse, read_declaration
+from fedsynth.data.declaration import read_declaration
 from fedsynth.data.describe import describe_folder
 from fedsynth.data.load_folder import site_names
 from fedsynth.errors import (
     DataError,
     DataFilesCorruptError,
-    DataFilesMissingError,
     FedsynthError,
     SettingError,
 )
+from tests.data.conftest import png
 from tests.own_images import declare, make_folder, write_image
 
 
@@ -39,16 +40,13 @@ def test_sites_are_clients_and_pixels_are_the_files(tmp_path: Path) -> None:
     assert (found.test, found.test_kind) == (None, "none")
 
 
-def test_classes_alone_have_no_sites(tmp_path: Path) -> None:
-    found = load_folder(make_folder(tmp_path, sites=()))
-    assert (found.sites, found.names, len(found.train)) == (None, None, 12)
-
-
-def test_classes_that_are_numbers_are_in_their_order(tmp_path: Path) -> None:
+def test_folders_of_classes_have_no_sites_and_numbers_their_order(tmp_path: Path) -> None:
     """Catches: class 10 before class 2."""
     for name in ("2", "10", "1"):
         write_image(tmp_path / name / "a.png", 1)
-    assert load_folder(tmp_path).train.spec.class_names == ("1", "2", "10")
+    found = load_folder(tmp_path)
+    assert found.train.spec.class_names == ("1", "2", "10")
+    assert (found.sites, found.names) == (None, None)
 
 
 def test_sizes_that_differ_ask_for_one(tmp_path: Path) -> None:
@@ -111,13 +109,9 @@ def test_damaged_files_are_named_and_skipped_on_request(tmp_path: Path) -> None:
     assert found.sites is not None
     assert [len(part) for part in found.sites] == [11, 11]
     assert found.train.labels[found.sites[1]].tolist() == [0] * 5 + [1] * 6
-
-
-def test_a_folder_of_damaged_files_alone_is_refused(tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "x.png").write_bytes(b"")
-    with pytest.raises(DataFilesCorruptError, match="2 of 2 files"):
+    for image in tmp_path.rglob("*.png"):
+        image.write_bytes(b"")
+    with pytest.raises(DataFilesCorruptError, match="24 of 24 files"):
         load_folder(tmp_path, image_size=8, skip_corrupt=True)
 
 
@@ -141,11 +135,6 @@ def test_other_layouts_are_one_line(tmp_path: Path, files: tuple[str, ...], text
 
 
 # ------------------------------------------------------------------- what is skipped is counted
-def unlisted_folder(root: Path) -> None:
-    (root / "elsewhere").mkdir()
-    (root / "scans/south").symlink_to(root / "elsewhere")
-
-
 def other_ending(root: Path) -> None:
     image = root / "scans/north/ill/00.png"
     image.rename(image.with_suffix(".dcm"))
@@ -156,13 +145,9 @@ def class_of_another_kind(root: Path) -> None:
     (root / "scans/north/unsure/1.tif").write_bytes(b"II*")
 
 
-def deeper(root: Path) -> None:
-    (root / "scans/north/ill/raw").mkdir()
-    (root / "scans/north/ill/raw/1.nii.gz").write_bytes(b"x")
-
-
-def dangling_file(root: Path) -> None:
-    (root / "scans/north/ill/99.png").symlink_to(root / "gone.png")
+def empty_site_by_a_link(root: Path) -> None:
+    (root / "elsewhere").mkdir()
+    (root / "scans/south").symlink_to(root / "elsewhere")
 
 
 @pytest.mark.parametrize(
@@ -170,14 +155,11 @@ def dangling_file(root: Path) -> None:
     [
         (lambda root: (root / "scans/south").symlink_to(root / "gone"), "links to nothing: 1"),
         (lambda root: (root / "scans/loop").symlink_to(root / "scans/loop"), "links to nothing: 1"),
-        (dangling_file, r"links to nothing: 1 \(north/ill/99.png\)"),
         (lambda root: (root / "scans/north/unsure").mkdir(), r"empty folders: 1 \(north/unsure\)"),
-        (lambda root: (root / "scans/west").mkdir(), r"empty folders: 1 \(west\)"),
-        (unlisted_folder, r"empty folders: 1 \(south\)"),
+        (empty_site_by_a_link, r"empty folders: 1 \(south\)"),
         (lambda root: (root / "scans/north/.x.png").mkdir(), None),
         (other_ending, r"\.dcm: 1 \(north/ill/00.dcm\)"),
         (class_of_another_kind, r"\.tif: 1 \(north/unsure/1.tif\)"),
-        (deeper, r"\.gz: 1 \(north/ill/raw/1.nii.gz\)"),
         (lambda root: (root / "scans/notes").write_text("x"), r"no ending: 1 \(notes\)"),
     ],
 )
@@ -213,7 +195,7 @@ def test_linked_folders_and_files_are_followed(tmp_path: Path) -> None:
     (tmp_path / "scans/north/ill/99.png").symlink_to(tmp_path / "disk/south/well/00.png")
     found = load_folder(tmp_path / "scans")
     assert (found.names, len(found.train)) == (("north", "south"), 25)
-    for other in ("scans/north/ill", "disk/south", "scans"):  # a loop, a site twice
+    for other in ("disk/south", "scans"):  # a site twice, a loop
         link = tmp_path / "scans" / "west"
         link.symlink_to(tmp_path / other)
         with pytest.raises(DataFilesCorruptError, match="are one folder, by a link"):
@@ -231,7 +213,7 @@ def test_ledgers_and_hidden_files_are_no_images(tmp_path: Path) -> None:
         assert len(load_folder(tmp_path).train) == 24
 
 
-@pytest.mark.parametrize("names", [("0", "0.0"), ("7", "07"), ("T-shirt", "t_shirt"), ("½", "1⁄2")])
+@pytest.mark.parametrize("names", [("0", "0.0"), ("T-shirt", "t_shirt"), ("½", "1⁄2")])
 def test_one_class_in_two_spellings_is_refused(tmp_path: Path, names: tuple[str, str]) -> None:
     for site, name in zip(("north", "south"), names, strict=True):
         write_image(tmp_path / site / name / "1.png", 1)
@@ -251,7 +233,7 @@ def test_splits_in_place_of_sites_are_refused(tmp_path: Path) -> None:
     assert len(found.test) == 12
 
 
-@pytest.mark.parametrize("test", ["scans/south", "scans", "link"])
+@pytest.mark.parametrize("test", ["scans", "link"])
 def test_a_file_that_trains_does_not_test(tmp_path: Path, test: str) -> None:
     make_folder(tmp_path / "scans")
     (tmp_path / "link").symlink_to(tmp_path / "scans" / "south")
@@ -297,12 +279,9 @@ def test_a_manifest_says_label_site_and_user(tmp_path: Path) -> None:
         ("name,label\na.png,ill\n", r"line 1: needs the columns path .*; found: name, label"),
         ("path,label,site\na.png,ill,\n", "line 2: site is empty"),
         ("path,label\n../a.png,ill\n", "must be a path below"),
-        ("path,label\n/etc/a.png,ill\n", "must be a path below"),
         ("path,label\na.png,ill\na.png,well\n", "lists a.png twice"),
         ("path,label\n", "lists no image"),
-        ("path,label\nb.png,ill\n", r"b.png \(there is no such file\)"),
         ("path,label\nnorth\\a.png,ill\n", r"no such file\); paths are written with /"),
-        ("path,label\ndata/a.png,ill\n", r"1 of 1 files .* data/a.png \(there is no such file\)"),
         ("path,label\na.png,ill\nempty.png,ill\n", r"1 of 2 files .*\(it is empty: 0 bytes\)"),
         ("path,image,label\na.png,a.png,ill\n", "line 1: two columns say the path: path and image"),
         ("\n\npath;label\n\na.png;\n", "line 5: label is empty"),
@@ -350,10 +329,7 @@ def test_tables_as_spreadsheets_save_them(
     ("content", "error"),
     [
         (b"\xff\xfe\x00", "it is no UTF-8 text: save it as CSV UTF-8"),
-        ("path,user\nKöln/a.png,A\n".encode("cp1252"), "it is no UTF-8 text"),
         (b"", "users.csv is empty: it needs the columns path .* and user"),
-        (b"image,owner\na.png,Ada\n", r"line 1: needs the columns .*; found: image, owner"),
-        (b"path,user\na.png,\n", "line 2: user is empty"),
         (b"path,user\na.png,Ada\na.png,Bob\n", "line 3: a.png is given to two users"),
         (b"path,user\nscans/a.png,Ada\n", "whose a/1.png is .* it lists scans/a.png, which is no"),
     ],
@@ -400,15 +376,11 @@ def test_what_is_not_declared_is_refused(tmp_path: Path) -> None:
         load_folder(other)
 
 
-def test_more_images_than_declared_are_refused(tmp_path: Path) -> None:
-    """Catches: δ checked against a bound that does not hold."""
-    declare(make_folder(tmp_path, each=26))
+def test_declared_counts_that_do_not_hold_are_refused(tmp_path: Path) -> None:
+    """Catches: δ checked against a wrong bound; an archive of which a part is missing."""
+    declare(make_folder(tmp_path / "many", each=26))
     with pytest.raises(DataError, match=r"more images than .*sizes.most_images"):
-        load_folder(tmp_path)
-
-
-def test_far_fewer_images_or_patients_than_declared_are_refused(tmp_path: Path) -> None:
-    """Catches: an archive of which a part is missing."""
+        load_folder(tmp_path / "many")
     declare(make_folder(tmp_path / "few", each=3))
     with pytest.raises(DataError, match=r"12 images, and .* declares 50 in sizes.images"):
         load_folder(tmp_path / "few")
@@ -457,13 +429,6 @@ def test_a_proposal_has_round_numbers_and_is_not_signed(tmp_path: Path) -> None:
     assert load_folder(tmp_path).train.spec.class_names == ("ill", "well")
 
 
-@pytest.mark.parametrize(
-    ("count", "near", "above"), [(1, 1, 1), (3, 2, 5), (92, 100, 100), (570, 500, 1000)]
-)
-def test_coarse_numbers(count: int, near: int, above: int) -> None:
-    assert (coarse(count), coarse(count, up=True)) == (near, above)
-
-
 def test_names_of_sites_are_names_of_ledgers() -> None:
     first, second, third = site_names(("St. Mary", "St_ Mary", "north"))
     assert first.startswith("St._Mary-")
@@ -478,8 +443,6 @@ def test_names_of_sites_are_names_of_ledgers() -> None:
     "values",
     [
         {"folder": ""},
-        {"folder": "x", "image_size": "0"},
-        {"folder": "x", "image_size": "big"},
         {"folder": "x", "image_size": "5000"},
         {"folder": "x", "channels": 2},
         {"folder": "x", "test": "secret"},
@@ -491,27 +454,10 @@ def test_settings_that_cannot_be(values: dict[str, object]) -> None:
         FolderSettings(**values)  # type: ignore[arg-type]
 
 
-def test_no_folder_is_said() -> None:
-    with pytest.raises(DataFilesMissingError, match="there is no folder"):
-        load_folder("/no/such/place")
-
-
-def test_hostile_files_are_no_tracebacks(tmp_path: Path) -> None:
-    """Catches: a bomb that is decoded, a pipe that is waited for, a class named by a line break."""
-    import os
-    import struct
-    import zlib
-
+def test_hostile_image_files_are_refused(tmp_path: Path) -> None:
+    """Catches: a decompression bomb that is decoded, a pipe that is waited for."""
     make_folder(tmp_path)
-
-    def chunk(kind: bytes, content: bytes) -> bytes:
-        crc = struct.pack(">I", zlib.crc32(kind + content))
-        return struct.pack(">I", len(content)) + kind + content + crc
-
-    header = struct.pack(">IIBBBBB", 9_000, 9_000, 8, 0, 0, 0, 0)
-    pixels = zlib.compress(bytes(9_001))
-    bomb = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", pixels)
-    (tmp_path / "north" / "ill" / "bomb.png").write_bytes(bomb)
+    (tmp_path / "north" / "ill" / "bomb.png").write_bytes(png(9_000, 9_000))
     os.mkfifo(tmp_path / "north" / "ill" / "pipe.png")
     with pytest.raises(FedsynthError, match=r"9000×9000, more than .*/pipe.png \(it is not a reg"):
         load_folder(tmp_path, image_size=16)

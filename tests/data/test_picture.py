@@ -16,7 +16,7 @@ from fedsynth.data.picture import (
     partition_table,
     shares_png,
 )
-from fedsynth.errors import DataError, OutputError, SettingError
+from fedsynth.errors import DataError
 
 RNG = np.random.default_rng(0)
 
@@ -29,23 +29,6 @@ def test_a_small_table_in_full() -> None:
         "2 clients, 132 examples: 7 – 66 – 125 each, of 1 – 1.5 – 2 classes (fewest – median – "
         "most)",
     ]
-
-
-def test_many_classes_are_shortened_to_the_largest() -> None:
-    counts = np.zeros((2, 100), int)
-    counts[0, [3, 99]] = 5, 70
-    lines = partition_table(counts).splitlines()
-    assert lines[0].split() == [
-        "client",
-        "examples",
-        "classes",
-        "largest",
-        "6",
-        "(class:",
-        "examples)",
-    ]
-    assert lines[1].split() == ["0", "75", "2", "99:", "70", "3:", "5"]
-    assert lines[2].split() == ["1", "0", "0"]
 
 
 @pytest.mark.parametrize(("clients", "classes"), [(100, 10), (10, 100), (1, 1), (500, 26)])
@@ -82,29 +65,6 @@ def test_what_is_no_count_matrix(counts: object, tmp_path: Path) -> None:
     ):  # type: ignore[arg-type]
         with pytest.raises(DataError, match="counts must be integers"):
             draw()
-
-
-@pytest.mark.parametrize("channels", [1, 3])
-def test_a_grid_holds_every_image_scaled_up(channels: int, tmp_path: Path) -> None:
-    images = torch.from_numpy(RNG.integers(0, 256, (5, channels, 8, 8), dtype=np.uint8))
-    image_grid_png(images, tmp_path / "g.png", columns=3)
-    pixels = np.asarray(Image.open(tmp_path / "g.png"))
-    assert pixels.shape == (2 * 49 + 1, 3 * 49 + 1, 3)
-    for i in range(5):
-        y, x = (i // 3) * 49 + 1, (i % 3) * 49 + 1
-        tile = pixels[y : y + 48 : 6, x : x + 48 : 6].transpose(2, 0, 1)
-        assert np.array_equal(tile, np.broadcast_to(images[i].numpy(), (3, 8, 8)))
-
-
-def test_grids_that_cannot_be(tmp_path: Path) -> None:
-    images = np.zeros((2, 1, 8, 8), np.uint8)
-    with pytest.raises(SettingError, match="columns must be at least 1"):
-        image_grid_png(images, tmp_path / "g.png", 0)
-    for wrong in (images.astype(float), images[:0], images[0], np.zeros((2, 2, 8, 8), np.uint8)):
-        with pytest.raises(DataError, match="a picture grid needs uint8"):
-            image_grid_png(wrong, tmp_path / "g.png", 2)
-    with pytest.raises(OutputError, match="cannot write"):
-        image_grid_png(images, tmp_path / "missing" / "g.png", 2)
 
 
 def test_names_stand_over_the_columns_and_before_the_rows(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ import torch
 
 from fedsynth.data.images import denormalise, normalise, require_all_classes
 from fedsynth.data.load import load_dataset, missing_files
-from fedsynth.data.registry import dataset_spec
 
 FOLDER = os.environ.get("FEDSYNTH_DATA")
 
@@ -19,13 +18,8 @@ pytestmark = pytest.mark.data
 
 
 def needs(name: str) -> pytest.MarkDecorator:
-    lacking = [] if FOLDER is None else missing_files(name, Path(FOLDER))
-    reason = (
-        "FEDSYNTH_DATA is not set"
-        if FOLDER is None
-        else f"FEDSYNTH_DATA has no {''.join(lacking[:1])}"
-    )
-    return pytest.mark.skipif(FOLDER is None or bool(lacking), reason=reason)
+    lacking = FOLDER is None or bool(missing_files(name, Path(FOLDER)))
+    return pytest.mark.skipif(lacking, reason=f"FEDSYNTH_DATA has no {name}, or is not set")
 
 
 @pytest.mark.parametrize(
@@ -42,12 +36,7 @@ def test_sizes_constants_and_classes(name: str) -> None:
     require_all_classes(train)
     require_all_classes(test)
     # balanced by construction
-    if name in (
-        "fashion-mnist",
-        "emnist-letters",
-        "cifar10",
-        "cifar100",
-    ):
+    if name not in ("mnist", "svhn"):
         assert train.class_counts().tolist() == [spec.train_size // spec.classes] * spec.classes
     # Every image: MNIST alternates between two sources, so that every second image is darker.
     for channel in range(spec.channels):
@@ -85,18 +74,6 @@ def test_mnist_begins_as_everybody_knows() -> None:
     train, test = load_dataset("mnist")
     assert train.labels[:10].tolist() == [5, 0, 4, 1, 9, 2, 1, 3, 1, 4]
     assert test.labels[:5].tolist() == [7, 2, 1, 0, 4]
-    assert train.class_counts().tolist() == [
-        5923,
-        6742,
-        5958,
-        6131,
-        5842,
-        5421,
-        5918,
-        6265,
-        5851,
-        5949,
-    ]
 
 
 @needs("emnist-letters")
@@ -107,18 +84,6 @@ def test_emnist_letters_stand_upright() -> None:
     # along the top.
     assert float(x[:, :, :14].mean()) < 0.8 * float(x[:, :, 14:].mean())
     assert float(x[..., :14].mean()) > 1.1 * float(x[..., 14:].mean())
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=needs(name)) for name in ("cinic10", "tiny-imagenet")]
-)
-def test_sizes_of_the_class_folders(name: str) -> None:
-    for data, size in zip(
-        load_dataset(name),
-        (dataset_spec(name).train_size, dataset_spec(name).test_size),
-        strict=True,
-    ):
-        assert data.class_counts().tolist() == [size // data.spec.classes] * data.spec.classes
 
 
 @needs("femnist")

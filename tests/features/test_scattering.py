@@ -3,16 +3,13 @@ there."""
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from fedsynth.features.public_statistics import Whitening
-from fedsynth.features.scattering import Scattering, _aliased, scattering_features
+from fedsynth.features.scattering import Scattering, _aliased
 
 # kymatio 0.3.0's Scattering2D(J=2, (16, 20)) of `waves()`: channel -> values at (0, 0), (2, 3), (3, 4)
 KYMATIO = {
@@ -35,39 +32,12 @@ def waves() -> Tensor:
     return torch.from_numpy(pixels.astype(np.float32))[None]
 
 
-def oracle() -> Any:
-    """kymatio's transform; it asks SciPy for a function by a name that newer versions lack."""
-    special: Any = importlib.import_module("scipy.special")
-    if not hasattr(special, "sph_harm"):
-        special.sph_harm = special.sph_harm_y
-    module: Any = pytest.importorskip(
-        "kymatio.torch", reason="kymatio is not installed: its numbers of one image are kept here"
-    )
-    return module.Scattering2D
-
-
 def test_one_image_has_kymatio_s_numbers() -> None:
     made = Scattering.of((16, 20))(waves())[0]
     assert made.shape == (81, 4, 5)
     for channel, values in KYMATIO.items():
         found = [float(made[channel, i, j]) for i, j in ((0, 0), (2, 3), (3, 4))]
         assert found == pytest.approx(values, abs=3e-5)
-
-
-@pytest.mark.parametrize("size", [(28, 28), (32, 32), (30, 17), (8, 8)])
-def test_random_images_agree_with_kymatio(size: tuple[int, int]) -> None:
-    transform = oracle()
-    images = torch.rand(3, *size, generator=torch.Generator().manual_seed(0))
-    expected = transform(2, size)(images)
-    torch.testing.assert_close(Scattering.of(size)(images), expected, rtol=1e-4, atol=5e-5)
-
-
-@pytest.mark.parametrize(
-    ("shape", "dimension"), [((1, 28, 28), 729), ((3, 32, 32), 2187), ((1, 8, 8), 324)]
-)
-def test_sizes(shape: tuple[int, int, int], dimension: int) -> None:
-    images = torch.rand(2, *shape, generator=torch.Generator().manual_seed(0))
-    assert scattering_features(images).shape == (2, dimension)
 
 
 def test_whitening_makes_channels_and_cells_white() -> None:

@@ -33,10 +33,9 @@ def test_vectors_stand_side_by_side_each_times_its_factor() -> None:
     assert Mirrored(made)(x).tolist() == [[4.0, 4.0, 4.0, -2.0, -2.0]]
 
 
-@pytest.mark.parametrize("shape", [GREY, COLOUR], ids=str)
-def test_an_image_and_its_mirror_image_have_one_vector(shape: Shape) -> None:
+def test_an_image_and_its_mirror_image_have_one_vector() -> None:
     """The mean of both vectors of the other map, of which each is another."""
-    x = images(6, shape)
+    x, shape = images(6, COLOUR), COLOUR
     mirrored = feature_map(MIRRORED, shape)
     torch.testing.assert_close(mirrored(x), mirrored(x.flip(-1)), rtol=1e-4, atol=1e-4)
     pair = feature_map(PAIR, shape)
@@ -57,14 +56,13 @@ def test_neither_kind_drowns_the_other() -> None:
     assert float(other / one) == pytest.approx(DICTIONARY, rel=0.02)
 
 
-@pytest.mark.parametrize("shape", [GREY, COLOUR], ids=str)
-def test_blocks_are_where_the_channels_are(shape: Shape) -> None:
+def test_blocks_are_where_the_channels_are() -> None:
     """A map's blocks are its matrices of channels by cells. Catches: cells before channels, or
     blocks in another order: a covariance of cells is then no longer that of neighbours."""
-    made = feature_map(PAIR, shape)
+    made = feature_map(PAIR, GREY)
     assert sum(a * s for a, s in made.blocks) == made.dimension
     assert [cells for _, cells in made.blocks] == [9, 9]
-    x = images(1, shape)
+    x = images(1, GREY)
     corner = x.clone()
     corner[..., -4:, -4:] = 1 - corner[..., -4:, -4:]  # the last cell's, and few others'
     moved = (made(corner) - made(x)).abs()[0]

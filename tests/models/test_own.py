@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -72,13 +73,6 @@ def test_a_registered_class_is_a_model_like_others() -> None:
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_condensation_runs_through_a_class_of_ones_own() -> None:
-    method = FedDM(ipc=1, iterations=1, server_epochs=1)
-    settings = RunSettings(method, rounds=1, model=Net)  # type: ignore[arg-type]
-    assert settings.model.name == "Net"
-    assert simulate(settings, quiet=True).accuracy is not None
-
-
 def test_a_module_starts_with_its_weights_and_stays_as_it_is() -> None:
     """Catches: the user's own module trained in place; fresh weights in place of the given ones."""
     module = flat((1, 8, 8), 10)
@@ -95,16 +89,6 @@ def test_a_module_starts_with_its_weights_and_stays_as_it_is() -> None:
     assert other.model.name != settings.model.name
 
 
-def test_given_weights_are_said_to_be_declared_public() -> None:
-    """Catches: "drawn from the run's seed" of weights that were trained on who knows what."""
-    privacy = resolve({"privacy": {"noise_multiplier": 3.0}}).privacy
-    cases: list[Any] = [(flat((1, 8, 8), 10), "declares public"), (flat, "run's seed")]
-    for model, words in cases:
-        settings = RunSettings(FedAvg(local_steps=1), rounds=1, model=model, privacy=privacy)
-        report: Any = simulate(settings, quiet=True).privacy
-        assert words in report["public_items"]["architecture and initial weights"]
-
-
 def fails(image_shape: Shape, classes: int) -> nn.Module:
     raise ValueError("no\nluck")
 
@@ -115,7 +99,6 @@ def fails(image_shape: Shape, classes: int) -> nn.Module:
         (fails, "cannot be made for images of 1×8×8: no luck$"),
         (lambda image_shape, classes: 3, r"makes no torch.nn.Module"),
         (lambda image_shape, classes: nn.Flatten(), "has no parameters"),
-        (lambda image_shape, classes: nn.Linear(9, 9), "cannot take images of 1×8×8"),
         (
             lambda image_shape, classes: flat(image_shape, 7),
             r"must make logits \[N, 10\].*\[2, 7\]",
@@ -142,46 +125,28 @@ class Faulty(Net):
         """Adds the fault."""
 
 
-class Tied(Faulty):
-    def spoil(self) -> None:
-        self.twin = nn.Linear(36, 10)
-        self.twin.weight = self.classifier.weight
+def with_fault(spoil: Callable[[Any], object]) -> type[Faulty]:
+    return type("Odd", (Faulty,), {"spoil": spoil})
 
 
-class SharedBuffers(Faulty):
-    def spoil(self) -> None:
-        self.register_buffer("a", torch.zeros(4))
-        self.register_buffer("b", self.a[:2])
+def with_parameter(value: Tensor) -> type[Faulty]:
+    return with_fault(lambda self: setattr(self, "odd", nn.Parameter(value, requires_grad=False)))
+
+
+def share_buffers(network: nn.Module) -> None:
+    network.register_buffer("a", torch.zeros(4))
+    network.register_buffer("b", network.a[:2])  # type: ignore[index]
+
+
+def rename(network: nn.Module) -> None:
+    network.register_state_dict_post_hook(  # type: ignore[no-untyped-call]
+        lambda module, state, prefix, _: state.update({"x..y": state.pop("classifier.bias")})
+    )
 
 
 class ExtraState(Faulty):
     def get_extra_state(self) -> dict[str, int]:
         return {"epoch": 3}
-
-    def set_extra_state(self, state: dict[str, int]) -> None:
-        pass
-
-
-class Renamed(Faulty):
-    def spoil(self) -> None:
-        self.register_state_dict_post_hook(  # type: ignore[no-untyped-call]
-            lambda module, state, prefix, _: state.update({"x..y": state.pop("classifier.bias")})
-        )
-
-
-class Lazy(Faulty):
-    def spoil(self) -> None:
-        self.more = nn.LazyLinear(2)
-
-
-class Missing(Faulty):
-    def spoil(self) -> None:
-        self.more = nn.Linear(2, 2, device="meta")
-
-
-class Locked(Faulty):
-    def spoil(self) -> None:
-        self.lock = threading.Lock()
 
 
 class Grows(Faulty):
@@ -191,45 +156,34 @@ class Grows(Faulty):
         return super().forward(x)
 
 
-class Pair(Faulty):
-    def forward(self, x: Tensor) -> Any:
-        logits = super().forward(x)
-        return (logits, logits) if self.training else logits
-
-
 class NoGradients(Faulty):
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
             return super().forward(x)
 
 
-def with_parameter(value: Tensor) -> type[Faulty]:
-    class Odd(Faulty):
-        def spoil(self) -> None:
-            self.odd = nn.Parameter(value, requires_grad=False)
-
-    return Odd
-
-
 @pytest.mark.parametrize(
     ("model", "why"),
     [
-        (Tied, "tied weights: twin.weight is classifier.weight"),
-        (SharedBuffers, "tied weights: b is a"),
+        (
+            with_fault(lambda self: setattr(self, "twin", self.classifier)),
+            "tied weights: twin.weight is classifier.weight",
+        ),
+        (with_fault(share_buffers), "tied weights: b is a"),
         (ExtraState, "_extra_state is a dict"),
-        (Renamed, "saved and loaded"),
-        (Locked, "cannot be copied"),
+        (with_fault(rename), "saved and loaded"),
+        (with_fault(lambda self: setattr(self, "lock", threading.Lock())), "cannot be copied"),
         (Grows, "changes the names"),
-        (Pair, "cannot be trained"),
         (NoGradients, "cannot be trained"),
         (with_parameter(torch.zeros(2, dtype=torch.complex64)), "is of torch.complex64"),
         (with_parameter(torch.zeros(2, dtype=torch.float64)), "is of torch.float64"),
-        (with_parameter(torch.zeros(2, dtype=torch.float8_e4m3fn)), "is of torch.float8"),
         (with_parameter(torch.eye(2).to_sparse()), "is sparse or quantised"),
-        (Missing, "has no values"),
+        (
+            with_fault(lambda self: setattr(self, "more", nn.Linear(2, 2, device="meta"))),
+            "has no values",
+        ),
         (with_parameter(torch.full((2,), float("nan"))), "is not finite"),
-        (with_parameter(torch.zeros(1).expand(2)), "saved and loaded"),
-        (Lazy, "lazy layer"),
+        (with_fault(lambda self: setattr(self, "more", nn.LazyLinear(2))), "lazy layer"),
     ],
 )
 def test_faults_show_before_anything_is_charged(
@@ -244,17 +198,6 @@ def test_faults_show_before_anything_is_charged(
     assert list(tmp_path.iterdir()) == []
 
 
-class Frozen(Net):
-    def __init__(self, image_shape: Shape, classes: int) -> None:
-        super().__init__(image_shape, classes)
-        self.body.requires_grad_(False)
-
-
-class Unused(Faulty):
-    def spoil(self) -> None:
-        self.more = nn.Linear(2, 2)
-
-
 class Elsewhere(Net):
     """Its last layer's weight is used outside of this layer, which Opacus does not see."""
 
@@ -263,19 +206,18 @@ class Elsewhere(Net):
         return nn.functional.linear(self.embed(x), last.weight, last.bias)
 
 
-class Norms(Net):
-    def __init__(self, image_shape: Shape, classes: int) -> None:
-        super().__init__(image_shape, classes)
-        nn.utils.weight_norm(self.classifier)
-
-
 @pytest.mark.parametrize(
     ("model", "why"),
     [
-        (Frozen, "'body.0.weight' is frozen"),
-        (Unused, "'more.weight' has no gradients"),
+        (
+            with_fault(lambda self: self.body.requires_grad_(False)),
+            "'body.0.weight' is frozen",
+        ),
+        (
+            with_fault(lambda self: setattr(self, "more", nn.Linear(2, 2))),
+            "'more.weight' has no gradients",
+        ),
         (Elsewhere, "'classifier.weight' has no gradients"),
-        (Norms, "cannot be computed"),
         (lambda shape, classes: torch.jit.script(flat(shape, classes)), "cannot be computed"),
     ],
 )
@@ -311,10 +253,10 @@ def test_methods_say_what_they_need_of_a_model() -> None:
         simulate(settings, quiet=True)
 
 
-@pytest.mark.parametrize("name", ["convnet", ""])
-def test_names_of_the_package_are_taken(name: str) -> None:
-    with pytest.raises(SettingError, match="architecture of the package"):
-        register_model(name, Net)
+def test_names_of_the_package_are_taken() -> None:
+    for name in ("convnet", ""):
+        with pytest.raises(SettingError, match="architecture of the package"):
+            register_model(name, Net)
 
 
 def test_a_file_that_was_not_given_again_is_said() -> None:
@@ -328,16 +270,15 @@ def test_a_file_that_was_not_given_again_is_said() -> None:
         ModelSettings("nett")
 
 
-def test_a_report_names_the_users_model() -> None:
-    register_model("own-net", Net)
-    sections = {
-        "run": {"method": "feddm", "rounds": 1, "device": "cpu"},
-        "method": {"iterations": 1, "server_epochs": 1, "ipc": 1},
-        "partition": {"clients": 2},
-        "model": {"name": "own-net"},
-        "privacy": {"noise_multiplier": 3.0},
-    }
-    report = simulate(resolve(sections)).privacy
-    assert report is not None
-    assert report["own_code"] == ["the model own-net"]
-    assert "the model own-net, given by the operator" in render_markdown(report)
+@pytest.mark.parametrize(
+    ("model", "words"), [(flat((1, 8, 8), 10), "declares public"), (Net, "run's seed")]
+)
+def test_a_report_names_the_users_model_and_its_initial_weights(model: Any, words: str) -> None:
+    """Catches: "drawn from the run's seed" of weights that were trained on who knows what."""
+    privacy = resolve({"privacy": {"noise_multiplier": 3.0}}).privacy
+    settings = RunSettings(FedAvg(local_steps=1), rounds=1, model=model, privacy=privacy)
+    report: Any = simulate(settings, quiet=True).privacy
+    assert words in report["public_items"]["architecture and initial weights"]
+    name = f"the model {settings.model.name}"
+    assert report["own_code"] == [name]
+    assert f"{name}, given by the operator" in render_markdown(report)
