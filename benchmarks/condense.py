@@ -10,7 +10,7 @@ passes, eager and compiled; medians over alternating repeats; images a second; t
 floor: operations over the machine's measured matrix-product peak. Then how time and peak memory
 grow with clients (1, 10, 100) and classes (10, 100), each in a process of its own, with a narrower
 network. Random images: only time is measured. On Linux the allocator is left as it is:
-`--keep-allocations` gives the reference, too, what `fedsynth train` asks of it (cli/memory.py).
+`--keep-allocations` gives the reference, too, what `fedsynth train` asks of it (cli/process.py).
 Results are appended to benchmarks/results/condense.jsonl.
 """
 
@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from fedsynth.cli.memory import keep_large_allocations
+from fedsynth.cli.process import keep_large_allocations
 from fedsynth.core.context import Compute
 from fedsynth.data.registry import dataset_spec
 from library.cases import BATCH, IPC, Case, forward_flops, peak_flops
@@ -94,7 +94,7 @@ def measure(name: str, clients: int, options: argparse.Namespace) -> dict[str, A
 
 def measure_growth(options: argparse.Namespace) -> dict[str, Any]:
     """One point of the growth table: the engine alone, in this process."""
-    from fedsynth.federation.terms.devices import memory_bytes
+    from fedsynth.federation.terms.context import memory_bytes
 
     device = torch.device(options.device)
     clients, classes = options.point

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from fedsynth.cli.memory import keep_large_allocations
+from fedsynth.cli.process import keep_large_allocations
 from fedsynth.core.client import OpenClients
 from fedsynth.data.registry import dataset_spec
 from fedsynth.methods.fedavg import FedAvg

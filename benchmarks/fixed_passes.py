@@ -19,7 +19,7 @@ from unittest import mock
 
 import torch
 
-from fedsynth.cli.memory import keep_large_allocations
+from fedsynth.cli.process import keep_large_allocations
 from fedsynth.core.charging import charge_for
 from fedsynth.core.client import PrivateClients
 from fedsynth.core.context import Compute, round_context

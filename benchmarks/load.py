@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from fedsynth.cli.memory import keep_large_allocations
+from fedsynth.cli.process import keep_large_allocations
 from fedsynth.data.load import load_dataset
 from fedsynth.federation.observer import Observer
 from fedsynth.federation.simulation import simulate

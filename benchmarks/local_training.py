@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedsynth.cli.memory import keep_large_allocations
+from fedsynth.cli.process import keep_large_allocations
 from fedsynth.models.registry import ModelSettings, build_model
 from fedsynth.training.many_clients import FEW, Learner, train_together, worth_batching
 from fedsynth.training.optimisers import MomentumSgd

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from fedsynth.cli.memory import keep_large_allocations
+from fedsynth.cli.process import keep_large_allocations
 from fedsynth.data.registry import dataset_spec
 from library.cases import Case
 from library.machine import arguments, machine, medians, saver

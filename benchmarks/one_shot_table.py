@@ -52,7 +52,7 @@ from fedsynth.data.proxy import ProxyImages
 from fedsynth.evaluation.accuracy import accuracy
 from fedsynth.evaluation.generated import GENERATOR
 from fedsynth.federation.simulation import simulate
-from fedsynth.federation.terms.public_context import public_context
+from fedsynth.federation.terms.context import public_context
 from fedsynth.federation.terms.resolve import resolve
 from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.methods.fedhydra import FedHydra

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from fedsynth.cli.memory import keep_large_allocations
+from fedsynth.cli.process import keep_large_allocations
 from fedsynth.data.registry import dataset_spec
 from fedsynth.models.registry import ModelSettings, build_model
 from fedsynth.synthesizer.condensation.loop import NetworkFeatures

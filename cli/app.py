@@ -16,24 +16,25 @@ from typing import Annotated, Any
 import typer
 
 from fedsynth.cli import options as given
-from fedsynth.cli.application import Application
-from fedsynth.cli.data_commands import data_app
+from fedsynth.cli.application import Application, OneLineGroup, ended_by_signals
 from fedsynth.cli.deploy_commands import client, deploy_app, server
-from fedsynth.cli.errors import OneLineGroup
-from fedsynth.cli.generated_options import KEYS, takes_settings
 from fedsynth.cli.method_commands import distill, methods_app
-from fedsynth.cli.own_code_options import refuse_beside_resume, refuse_needless_code, with_own_code
-from fedsynth.cli.paths import path_option
-from fedsynth.cli.picture_commands import plot, report
+from fedsynth.cli.options import KEYS, path_option, takes_settings
 from fedsynth.cli.privacy_commands import privacy_app
+from fedsynth.cli.process import CpuUse, fewer_threads, wait_passively
 from fedsynth.cli.reproduce_command import reproduce
-from fedsynth.cli.run_commands import runs
-from fedsynth.cli.settings_options import Sections, from_preset, from_table, merged, read_config
-from fedsynth.cli.share_commands import export, synthesize
-from fedsynth.cli.signals import ended_by_signals
-from fedsynth.cli.student_command import student
-from fedsynth.cli.sweep_command import sweep
-from fedsynth.cli.threads import CpuUse, fewer_threads, wait_passively
+from fedsynth.cli.runs_commands import plot, report, runs, sweep
+from fedsynth.cli.settings_options import (
+    Sections,
+    from_preset,
+    from_table,
+    merged,
+    read_config,
+    refuse_beside_resume,
+    refuse_needless_code,
+    with_own_code,
+)
+from fedsynth.cli.share_commands import data_app, export, student, synthesize
 from fedsynth.version import __version__
 
 app = Application(
@@ -149,8 +150,8 @@ def _show_partition(
     from fedsynth.data.partition import partition as divide
     from fedsynth.data.picture import partition_png, partition_table
     from fedsynth.evaluation.volume import condensation_floats
-    from fedsynth.federation.terms.own_data import data_of_run
     from fedsynth.federation.terms.resolve import resolve
+    from fedsynth.federation.terms.run_data import data_of_run
     from fedsynth.methods.feddm import FedDM
 
     def note(text: str) -> None:
@@ -180,8 +181,8 @@ def _dry_run(sections: dict[str, dict[str, Any]], as_json: bool) -> None:
     from fedsynth.cli.privacy_commands import print_costs
     from fedsynth.federation.outputs.privacy_words import headline
     from fedsynth.federation.run_words import NO_LATER_EPSILON, UNPROTECTED
+    from fedsynth.federation.terms.context import check_compiler, resolve_device
     from fedsynth.federation.terms.costs import costs_of, long_draw, plan_of
-    from fedsynth.federation.terms.devices import check_compiler, resolve_device
     from fedsynth.federation.terms.resolve import resolve
 
     settings = resolve(sections)
@@ -225,7 +226,7 @@ def _run(
     resume: Path | None = None,
     log: Sequence[str] = (),
 ) -> None:
-    from fedsynth.cli.memory import keep_large_allocations
+    from fedsynth.cli.process import keep_large_allocations
     from fedsynth.cli.progress import loggers_of, make_observer, print_summary
     from fedsynth.cli.report_commands import signer
     from fedsynth.federation.loggers import Several

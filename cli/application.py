@@ -1,15 +1,23 @@
-"""Typer's commands and groups with help in plain text.
-
-Typer's usual help reads square brackets as markup, and cuts long words in narrow terminals.
-"""
+"""Typer's commands and groups with help in plain text, errors in one line, and signals."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+import errno
+import os
+import select
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn, TextIO, TypeVar
 
 import typer
 from typer.core import TyperCommand, TyperGroup
+
+from fedsynth.errors import FedsynthError, OutputError
+from fedsynth.privacy.errors import PrivacyError
 
 F = TypeVar("F", bound=Callable[..., Any])
 WIDTH = 100
@@ -55,3 +63,167 @@ class Application(typer.Typer):
 
 def _first_paragraph(text: str | None) -> str:
     return " ".join((text or "").split("\n\n")[0].split())
+
+
+class TerminatedError(KeyboardInterrupt):
+    """SIGTERM came: the run ends in order, as after Ctrl-C."""
+
+
+@contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Within it SIGTERM raises TerminatedError, once; a second one ends the process at once."""
+
+    def terminate(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        raise TerminatedError
+
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+# The parser's own errors (an unknown option, text in place of a number). Where they live depends on
+# typer's version.
+_UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+
+PACKAGE = Path(__file__).resolve().parent.parent
+OUT_OF_MEMORY = (
+    "this machine has not enough memory for these settings: fewer images, smaller batches or a "
+    "smaller model may fit"
+)
+NO_MEMORY = "DefaultCPUAllocator: can't allocate memory"
+NO_BUG = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM}
+"""Errors of the system that no bug of this package causes, even where they name no file."""
+BROKEN_PIPE = 141
+"""The exit code of a program that SIGPIPE ends."""
+
+
+class OptionError(FedsynthError):
+    """Options that contradict each other, or what --set or --config cannot take."""
+
+
+class OneLineGroup(Group):
+    """The root command: runs the others, and reports errors in one line and by exit codes."""
+
+    def main(self, *args: Any, **options: Any) -> Any:
+        standalone = options.pop("standalone_mode", True)
+        try:
+            with one_line_errors():
+                # nobody gives standalone_mode by position
+                code = super().main(*args, **options, standalone_mode=False)  # type: ignore[misc]
+                _flush()
+        except _UsageError as error:
+            where = getattr(getattr(error, "ctx", None), "command_path", self.name)
+            what: Any = error
+            fail(f"{what.format_message().rstrip('.')} (see {where} --help)")
+        if standalone:
+            sys.exit(code)
+        return code
+
+    def invoke(self, ctx: Any) -> Any:
+        with one_line_errors():  # within `main`, which would take Ctrl-C for an exit code
+            _require_working_folder()
+            return super().invoke(ctx)
+
+
+def fail(text: str) -> NoReturn:
+    """Ends the program with one line."""
+    print(f"fedsynth: error: {' '.join(text.split())}", file=sys.stderr)
+    sys.exit(2)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a file that the user named."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise OutputError(f"cannot write {path}: {error.strerror}") from None
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """Ends the program with one line where the user, the file system or a signal is the cause."""
+    try:
+        yield
+    except (FedsynthError, PrivacyError) as error:
+        fail(str(error))
+    except BrokenPipeError:
+        if not _reader_has_left():
+            raise
+        sys.exit(BROKEN_PIPE)
+    except OSError as error:
+        reason = _reason(error)
+        if reason is None:
+            raise
+        _flush()
+        fail(reason)
+    except MemoryError:
+        fail(OUT_OF_MEMORY)
+    except RuntimeError as error:
+        if NO_MEMORY not in str(error):  # torch's way to say it of a CPU
+            raise
+        fail(OUT_OF_MEMORY)
+    except TerminatedError:
+        print("fedsynth: terminated", file=sys.stderr)
+        raise typer.Exit(143) from None
+    except KeyboardInterrupt:
+        print("fedsynth: interrupted", file=sys.stderr)
+        raise typer.Exit(130) from None
+
+
+def _flush() -> None:
+    """Writes out what stdout holds: a full disk is an error here, not when Python shuts down."""
+    if sys.stdout is None:
+        return
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        _discard(sys.stdout)
+        fail(f"cannot write to stdout: {error.strerror}")
+
+
+def _reader_has_left() -> bool:
+    """Returns whether nobody reads stdout or stderr any more, as in `fedsynth runs | head`.
+
+    What they hold is then discarded.
+    """
+    left = False
+    for stream in (sys.stdout, sys.stderr):
+        poll = select.poll()
+        if stream is not None:
+            poll.register(stream.fileno(), 0)  # for errors only
+        if poll.poll(0):
+            _discard(stream)
+            left = True
+    return left
+
+
+def _discard(stream: TextIO) -> None:
+    """Lets a broken stream write to nowhere, or Python would fail again when it shuts down."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
+
+
+def _reason(error: OSError) -> str | None:
+    """Returns the line for a failure of the file system; None if it may be a bug."""
+    if error.filename is None:
+        system = isinstance(error, PermissionError) or error.errno in NO_BUG
+        reason = f"cannot read or write (a file, or stdout): {error.strerror or error}"
+        return reason if system else None
+    path = Path(os.fsdecode(error.filename)) if not isinstance(error.filename, int) else None
+    if path is None or path.is_relative_to(PACKAGE):
+        return None
+    return f"cannot use {path}: {error.strerror or error}"
+
+
+def _require_working_folder() -> None:
+    """Ends the program where the working folder was deleted: torch's MKL cannot be loaded there."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        fail("the working folder does not exist any more: go to another one")

@@ -10,12 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fedsynth.cli import options as given
-from fedsynth.cli.application import Application
-from fedsynth.cli.errors import OptionError
-from fedsynth.cli.generated_options import takes_settings
-from fedsynth.cli.paths import path_argument, path_option
+from fedsynth.cli.application import Application, OptionError, ended_by_signals
+from fedsynth.cli.options import path_argument, path_option, takes_settings
 from fedsynth.cli.settings_options import Sections, merged, read_config
-from fedsynth.cli.signals import ended_by_signals
 from fedsynth.data.partition_settings import MOST_CLIENTS
 
 if TYPE_CHECKING:

@@ -10,8 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from fedsynth.cli.application import Application, Group
-from fedsynth.cli.generated_options import takes_settings
-from fedsynth.cli.paths import named_path, path_option
+from fedsynth.cli.options import named_path, path_option, takes_settings
 from fedsynth.cli.settings_options import Sections, method_settings
 
 ROBUST = "median, trimmed or clip (run.robust)"

@@ -1,13 +1,64 @@
-"""Options that several commands share and that are no settings of a run."""
+"""Options of commands: those that several commands share, and those that give settings of a run.
+
+The latter are made from the settings' classes. A field's type is the option's type, and the first
+sentence of its text in the class's docstring is the option's help. The classes are read as text,
+not imported: `--help` needs neither torch nor NumPy."""
 
 from __future__ import annotations
 
+import ast
+import inspect
+import os
+import re
+import stat
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache, wraps
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from fedsynth.cli.paths import path_option
+from fedsynth.cli.settings_options import Sections, with_set_options
+from fedsynth.data.partition_settings import BY_LABELS, DOMAIN, NATURAL
+from fedsynth.data.registry import DATASETS
+
+PATH = "PATH"
+
+
+def path_option(help: str, *names: str, metavar: str = PATH, panel: str | None = None) -> Any:
+    """Returns an option that names a file or folder."""
+    return typer.Option(
+        *names, parser=named_path, metavar=metavar, help=help, rich_help_panel=panel
+    )
+
+
+def path_argument(help: str, metavar: str = PATH) -> Any:
+    """Returns an argument that names a file or folder."""
+    return typer.Argument(parser=named_path, metavar=metavar, help=help)
+
+
+def named_path(given: str | Path) -> Path:
+    """A file or folder that an option names, with the user's home in the place of `~`.
+
+    Raises:
+        typer.BadParameter: no file can have that name, or it cannot be reached.
+    """
+    if "\0" in str(given):
+        raise typer.BadParameter("a file's name has no zero byte")
+    try:
+        path = Path(given).expanduser()
+        found = os.stat(path)
+    except RuntimeError:
+        raise typer.BadParameter(f"{str(given)!r}: there is no such user's home") from None
+    except (FileNotFoundError, NotADirectoryError):
+        return path  # which the command says, or makes
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or "it is no name of a file"
+        raise typer.BadParameter(f"{str(given)[:200]!r}: {reason}") from None
+    if stat.S_ISDIR(found.st_mode) and not os.access(path, os.X_OK):
+        raise typer.BadParameter(f"{str(given)!r}: no right to look into that folder")
+    return path
 
 
 def _own(what: str) -> Any:
@@ -61,3 +112,194 @@ SignKey = Annotated[
         panel="Differential privacy",
     ),
 ]
+
+
+PACKAGE = Path(__file__).absolute().parent.parent
+RUN_SETTINGS = "federation/terms/settings.py:RunSettings"
+CLASSES: Mapping[str, tuple[str, ...]] = {
+    "run": (RUN_SETTINGS,),
+    "data": (RUN_SETTINGS, "data/folder_settings.py:FolderSettings"),
+    "partition": ("data/partition_settings.py:PartitionSettings",),
+    "model": ("models/registry.py:ModelSettings",),
+    "method": ("methods/shared/condensing.py:Condenses",),
+    "privacy": ("privacy/settings.py:PrivacySettings",),
+    "report": ("federation/terms/report_settings.py:ReportSettings",),
+}
+"""A section of a config file: the classes with its fields, by file and name."""
+KEYS: Mapping[str, str] = {
+    "run": "method rounds seed device precision compile memory_gb threads participation "
+    "client_failures quorum robust",
+    "data": "dataset data_root folder test_folder test image_size channels "
+    "skip_corrupt skip_other declaration",
+    "partition": "kind clients alpha classes_per_client min_size subset local_test",
+    "model": "name clients features width depth norm",
+    "method": "ipc matching",
+    "privacy": "epsilon noise_multiplier clip delta max_records mechanism sample_rate nominal_size "
+    "adjacency unit four_sums ledger",
+    "report": "responsible purpose sites",
+}
+"""The settings with an option; `--set` takes the others."""
+NAMES: Mapping[str, str] = {
+    "data.folder": "--data",
+    "data.test_folder": "--test-data",
+    "partition.kind": "--partition",
+    "model.name": "--model/--server-model",
+    "model.clients": "--client-models",
+    "privacy.noise_multiplier": "--dp-sigma",
+}
+"""Names of options that do not follow from the setting's."""
+PATHS = ("data_root", "folder", "test_folder", "declaration", "ledger")
+PANELS: Mapping[str, str] = {
+    "data": "Data and partition",
+    "partition": "Data and partition",
+    "model": "Model",
+    "privacy": "Differential privacy",
+    "report": "Differential privacy",
+}
+_PUBLISHED = ", ".join(name for name in DATASETS if "(" not in name)
+HELPS: Mapping[str, str] = {
+    "data.dataset": f"{_PUBLISHED}, or 'synthetic(1,1)' with numbers of yours; digits come with "
+    "fedsynth.",
+    "partition.kind": f"{', '.join(BY_LABELS)}, {DOMAIN} or {NATURAL} (as the data come); `--set "
+    "partition.KEY=VALUE` gives more.",
+}
+"""Helps with names that a docstring cannot list."""
+_KINDS: Mapping[str, type] = {"int": int, "float": float, "bool": bool, "Path": Path}
+_FIELD_TEXT = re.compile(r"^    (\w+(?:, \w+)*): (.*(?:\n {8}.*)*)", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class SettingOption:
+    """An option that gives a setting.
+
+    Attributes:
+        name: such as "--dp-sigma"; with a second one after "/".
+        section, key: of the setting.
+        kind: the type of its values.
+        help: a sentence.
+    """
+
+    name: str
+    section: str
+    key: str
+    kind: type
+    help: str
+
+    @property
+    def parameter(self) -> str:
+        """The name of the command's parameter."""
+        return self.name.split("/")[0].removeprefix("--").replace("-", "_")
+
+    def signature(self) -> inspect.Parameter:
+        """Returns the parameter as typer reads it."""
+        names = self.name.split("/")
+        option = typer.Option(
+            *([f"{self.name}/--no-{self.name[2:]}"] if self.kind is bool else names),
+            help=self.help,
+            metavar=PATH if self.key in PATHS else None,
+            parser=named_path if self.kind is Path else None,
+            rich_help_panel=PANELS.get(self.section),
+        )
+        annotation: Any = Annotated[self.kind | None, option]
+        return _parameter(self.parameter, annotation)
+
+
+Set = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="A setting of the method, KEY=VALUE, or of another section, model.projection=256; "
+        "may be repeated.",
+    ),
+]
+
+
+def takes_settings(
+    *places: str, names: Mapping[str, str] | None = None, others: bool = True
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Gives a command options for settings, and `--set` for all others.
+
+    The command's first argument is then what they give, by section.
+
+    Args:
+        places: sections ("run": all that have an option) or settings ("run.seed").
+        names: options of this command that have another name than elsewhere, by setting.
+        others: whether the command has `--set`.
+    """
+    options = [setting_option(place, names or {}) for place in _settings(places)]
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        @wraps(command)
+        def run(**values: Any) -> None:
+            given: Sections = {section: {} for section in KEYS}
+            for option in options:
+                value = values.pop(option.parameter)
+                if value is not None:
+                    plain = str(value) if option.kind is Path else value
+                    given[option.section][option.key] = plain
+            texts = values.pop("settings") if others else None
+            command(with_set_options(given, texts or []), **values)
+
+        own = inspect.signature(command, eval_str=True)
+        _, *rest = own.parameters.values()
+        parameters = [option.signature() for option in options]
+        parameters += [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in rest]
+        if others:
+            parameters.append(_parameter("settings", Set))
+        run.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {one.name: one.annotation for one in parameters}
+        return run
+
+    return decorate
+
+
+def setting_option(place: str, names: Mapping[str, str]) -> SettingOption:
+    """Returns the option of a setting ("privacy.clip")."""
+    section, _, key = place.partition(".")
+    kind, text = _fields(section)[key]
+    usual = f"--{'dp-' if section == 'privacy' else ''}{key}".replace("_", "-")
+    name = names.get(place, NAMES.get(place, usual))
+    return SettingOption(name, section, key, kind, HELPS.get(place, text))
+
+
+def _settings(places: tuple[str, ...]) -> Iterator[str]:
+    for place in places:
+        if "." in place:
+            yield place
+        else:
+            yield from (f"{place}.{key}" for key in KEYS[place].split())
+
+
+def _parameter(name: str, annotation: Any) -> inspect.Parameter:
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(name, keyword, default=None, annotation=annotation)
+
+
+@cache
+def _fields(section: str) -> dict[str, tuple[type, str]]:
+    """Returns the type and the help of each field of a section's classes."""
+    found = {}
+    for place in CLASSES[section]:
+        file, _, name = place.partition(":")
+        tree = ast.parse((PACKAGE / file).read_text(encoding="utf-8"))
+        (cls,) = (n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == name)
+        helps = _helps(ast.get_docstring(cls) or "")
+        for node in cls.body:
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                kind, _, _ = ast.unparse(node.annotation).partition(" |")
+                found[node.target.id] = (_KINDS.get(kind, str), helps.get(node.target.id, ""))
+    return found
+
+
+def _helps(docstring: str) -> dict[str, str]:
+    """Returns the first sentence on each field in a docstring's Args."""
+    _, _, arguments = docstring.partition("Args:\n")
+    found = {}
+    for names, text in _FIELD_TEXT.findall(arguments.partition("\n\n")[0]):
+        words = " ".join(text.split())
+        first = re.split(r"(?<=\.) (?=[A-Z`\"])", words)[0]
+        if re.match("[a-z]{2}", first):  # a word, not a symbol such as σ
+            first = first[0].upper() + first[1:]
+        found.update(dict.fromkeys(names.split(", "), first))
+    return found

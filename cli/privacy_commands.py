@@ -13,14 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fedsynth.cli import options as given
-from fedsynth.cli.application import Application
-from fedsynth.cli.audit_command import audit
-from fedsynth.cli.errors import OptionError, write_text
-from fedsynth.cli.generated_options import KEYS, takes_settings
-from fedsynth.cli.own_code_options import with_own_code
-from fedsynth.cli.paths import path_argument, path_option
-from fedsynth.cli.report_commands import report, sign, verify
-from fedsynth.cli.settings_options import Sections
+from fedsynth.cli.application import Application, OptionError, write_text
+from fedsynth.cli.options import KEYS, path_argument, path_option, takes_settings
+from fedsynth.cli.report_commands import audit, report, sign, verify
+from fedsynth.cli.settings_options import Sections, with_own_code
 from fedsynth.methods import DEFAULT_METHOD
 
 if TYPE_CHECKING:

@@ -15,11 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fedsynth.cli import options as given
-from fedsynth.cli.errors import OptionError
-from fedsynth.cli.generated_options import takes_settings
-from fedsynth.cli.paths import path_option
+from fedsynth.cli.application import OptionError, ended_by_signals
+from fedsynth.cli.options import path_option, takes_settings
 from fedsynth.cli.settings_options import Sections, set_options
-from fedsynth.cli.signals import ended_by_signals
 
 if TYPE_CHECKING:
     from fedsynth.federation.observer import Observer
@@ -150,7 +148,7 @@ def _run(
     download: bool,
     as_json: bool,
 ) -> None:
-    from fedsynth.cli.memory import keep_large_allocations
+    from fedsynth.cli.process import keep_large_allocations
     from fedsynth.cli.progress import make_observer
     from fedsynth.reproduction.comparison import lines
     from fedsynth.reproduction.rows import Rows

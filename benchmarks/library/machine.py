@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from fedsynth.cli.memory import keep_large_allocations
+from fedsynth.cli.process import keep_large_allocations
 from library.options import rows_file
 
 Case = TypeVar("Case")

@@ -16,13 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from fedsynth.cli.memory import keep_large_allocations
+from fedsynth.cli.process import keep_large_allocations
 from fedsynth.data.images import ImageData
 from fedsynth.data.load import load_dataset
 from fedsynth.errors import DivergedError
 from fedsynth.evaluation.generated import GENERATOR
 from fedsynth.federation.simulation import simulate
-from fedsynth.federation.terms.fingerprint import fingerprint as fingerprint
+from fedsynth.federation.terms.resolve import fingerprint as fingerprint
 from fedsynth.federation.terms.settings import RunSettings
 from library.machine import machine
 from library.options import rows_file

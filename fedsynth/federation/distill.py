@@ -25,7 +25,7 @@ from fedsynth.errors import (
 )
 from fedsynth.evaluation.accuracy import accuracy
 from fedsynth.evaluation.generated import GENERATOR, in_words
-from fedsynth.federation.terms.devices import resolve_device
+from fedsynth.federation.terms.context import resolve_device
 from fedsynth.methods import method_class
 from fedsynth.methods.dense import DistilsWithoutData
 from fedsynth.methods.shared.ensemble import EnsembleState

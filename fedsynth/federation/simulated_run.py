@@ -43,11 +43,10 @@ from fedsynth.federation.outputs.run_checkpoints import RunCheckpoints
 from fedsynth.federation.outputs.run_folder import RunFolder
 from fedsynth.federation.outputs.run_record import RunRecord
 from fedsynth.federation.outputs.verified_charges import plan_when_it_began
-from fedsynth.federation.terms.client_ledgers import Clients
-from fedsynth.federation.terms.duration import long_run
-from fedsynth.federation.terms.given_data import PRIVATE, divided
+from fedsynth.federation.terms.checks import long_run
+from fedsynth.federation.terms.context import public_context, with_proxy
 from fedsynth.federation.terms.privacy_plan import PrivacyPlan
-from fedsynth.federation.terms.public_context import public_context, with_proxy
+from fedsynth.federation.terms.run_data import PRIVATE, Clients, divided
 from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.methods import is_own_method
 from fedsynth.models.registry import is_own_model

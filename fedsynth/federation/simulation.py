@@ -22,11 +22,14 @@ from fedsynth.federation.outputs.result import RunResult
 from fedsynth.federation.outputs.run_folder import RunFolder
 from fedsynth.federation.simulated_run import Simulation
 from fedsynth.federation.spoken import Spoken
-from fedsynth.federation.terms.client_ledgers import Clients
-from fedsynth.federation.terms.devices import check_compiler, cpu_threads, resolve_device
-from fedsynth.federation.terms.given_data import protects_users, require_a_ledger
-from fedsynth.federation.terms.own_data import data_of_run
-from fedsynth.federation.terms.plan_checks import check_method
+from fedsynth.federation.terms.checks import check_method
+from fedsynth.federation.terms.context import check_compiler, cpu_threads, resolve_device
+from fedsynth.federation.terms.run_data import (
+    Clients,
+    data_of_run,
+    protects_users,
+    require_a_ledger,
+)
 from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.privacy.ledger_folder import check_names
 

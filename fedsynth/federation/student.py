@@ -27,7 +27,7 @@ from fedsynth.federation.outputs.saved_model import (
     teaches,
     write_model,
 )
-from fedsynth.federation.terms.devices import resolve_device
+from fedsynth.federation.terms.context import resolve_device
 from fedsynth.models.registry import ModelSettings, has_given_weights, own_model, usual_depth
 from fedsynth.models.weights import require_finite
 from fedsynth.privacy.files import file_hash

@@ -14,8 +14,8 @@ from fedsynth.federation.observer import Observer
 from fedsynth.federation.outputs.export import UNPROTECTED, export_run, require_new
 from fedsynth.federation.outputs.result import RunResult
 from fedsynth.federation.simulation import simulate
-from fedsynth.federation.terms.own_data import specification
 from fedsynth.federation.terms.resolve import resolve
+from fedsynth.federation.terms.run_data import specification
 from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.methods import DEFAULT_METHOD
 from fedsynth.models.registry import usual_depth

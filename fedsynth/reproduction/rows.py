@@ -25,7 +25,7 @@ import torch
 
 from fedsynth.errors import OutputError
 from fedsynth.federation.outputs.run_folder import INCOMPLETE
-from fedsynth.federation.terms.fingerprint import fingerprint
+from fedsynth.federation.terms.resolve import fingerprint
 from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.privacy.files import decode_json, open_regular, read_text
 from fedsynth.reproduction.measures import curve_of

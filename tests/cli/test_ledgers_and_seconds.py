@@ -19,8 +19,8 @@ from fedsynth.data.images import from_arrays
 from fedsynth.data.registry import dataset_spec
 from fedsynth.federation.outputs.disclosed import declared_row, disclosed
 from fedsynth.federation.simulation import simulate
-from fedsynth.federation.terms.client_ledgers import data_set_id
 from fedsynth.federation.terms.resolve import resolve
+from fedsynth.federation.terms.run_data import data_set_id
 from fedsynth.methods.fedavg import FedAvg
 from fedsynth.privacy.ledger import Ledger, read_ledger
 from fedsynth.privacy.releases import Release

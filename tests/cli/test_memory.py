@@ -10,7 +10,7 @@ import pytest
 
 SCRIPT = """
 import resource, sys
-from fedsynth.cli.memory import keep_large_allocations
+from fedsynth.cli.process import keep_large_allocations
 if sys.argv[1] == "keep":
     assert keep_large_allocations()
 import numpy as np
@@ -34,7 +34,7 @@ def test_freed_memory_is_not_faulted_in_again() -> None:
 
 
 def test_another_system_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fedsynth.cli.memory import keep_large_allocations
+    from fedsynth.cli.process import keep_large_allocations
 
     monkeypatch.setattr(sys, "platform", "darwin")
     assert keep_large_allocations() is False

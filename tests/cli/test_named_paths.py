@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from fedsynth.cli.errors import PACKAGE
+from fedsynth.cli.application import PACKAGE
 from tests.fuzz.mutations import CommandFailedError, at_most, command
 from tests.special import special_file
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from fedsynth.cli.pace import Pace, duration
-from fedsynth.cli.progress import PlainObserver
+from fedsynth.cli.progress import Pace, PlainObserver, duration
 from fedsynth.federation.terms.resolve import resolve
 
 

@@ -22,8 +22,8 @@ from fedsynth import (
     RunSettings,
 )
 from fedsynth.cli.app import app
-from fedsynth.cli.errors import OptionError
-from fedsynth.cli.generated_options import KEYS, setting_option
+from fedsynth.cli.application import OptionError
+from fedsynth.cli.options import KEYS, setting_option
 from fedsynth.cli.settings_options import method_settings, set_options, with_set_options
 from fedsynth.federation.terms.report_settings import ReportSettings
 from fedsynth.models.registry import model_names

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from fedsynth.cli import app, threads
-from fedsynth.cli.threads import CpuUse, cpu_quota, fewer_threads
+from fedsynth.cli import app, process
+from fedsynth.cli.process import CpuUse, cpu_quota, fewer_threads
 from fedsynth.federation.simulated_run import Simulation
 from tests.interrupted import interrupted_in_round
 
@@ -28,7 +28,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(CPUS)))
-    monkeypatch.setattr(threads, "cpu_quota", lambda: float("inf"))
+    monkeypatch.setattr(process, "cpu_quota", lambda: float("inf"))
 
 
 def later(others: float, own: float = 1.0) -> CpuUse:
@@ -59,10 +59,10 @@ def test_other_programs_leave_fewer_threads(
 
 
 def test_without_measurements_only_a_quota_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads, "CPU_TIMES", Path("/no/such/file"))
+    monkeypatch.setattr(process, "CPU_TIMES", Path("/no/such/file"))
     assert CpuUse.now() is None
     assert fewer_threads(None, 4) is None
-    monkeypatch.setattr(threads, "cpu_quota", lambda: 1.5)
+    monkeypatch.setattr(process, "cpu_quota", lambda: 1.5)
     assert fewer_threads(None, 4) == 2
 
 
@@ -92,7 +92,7 @@ def test_busy_seconds_are_of_this_process_cpus_and_without_idle_time(
     rows = {"cpu": 9, "cpu0": 9, "cpu1": ticks, "cpu10": 2 * ticks}
     lines = [f"{name} {t} 0 {t} 5000 7000 0 0 0 {t} 0" for name, t in rows.items()]
     (tmp_path / "stat").write_text("\n".join([*lines, "intr 5 6"]))
-    monkeypatch.setattr(threads, "CPU_TIMES", tmp_path / "stat")
+    monkeypatch.setattr(process, "CPU_TIMES", tmp_path / "stat")
     measured = CpuUse.now()
     assert measured is not None
     assert measured.machine == 6.0

@@ -14,7 +14,7 @@ from fedsynth.core.context import Compute, Notes, RoundContext, Silent, round_co
 from fedsynth.data.images import from_arrays
 from fedsynth.data.proxy import ProxyImages
 from fedsynth.data.registry import dataset_spec
-from fedsynth.federation.terms.public_context import public_context
+from fedsynth.federation.terms.context import public_context
 from fedsynth.federation.terms.resolve import resolve
 from fedsynth.models.registry import ModelSettings, build_model
 from fedsynth.privacy.settings import PrivacySettings

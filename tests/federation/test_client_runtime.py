@@ -29,8 +29,8 @@ from fedsynth.federation.exchange.client_group import (
 from fedsynth.federation.exchange.client_runtime import ClientRuntime, OwnData
 from fedsynth.federation.exchange.protocol import BUDGET, REQUEST, Terms
 from fedsynth.federation.exchange.server import Server
+from fedsynth.federation.terms.context import public_context
 from fedsynth.federation.terms.privacy_plan import PrivacyPlan
-from fedsynth.federation.terms.public_context import public_context
 from fedsynth.federation.terms.resolve import resolve
 from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.methods import METHODS, method_class

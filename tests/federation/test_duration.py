@@ -6,7 +6,7 @@ import pytest
 
 from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import SettingError
-from fedsynth.federation.terms.duration import STEP_SECONDS, least_steps, long_run
+from fedsynth.federation.terms.checks import STEP_SECONDS, least_steps, long_run
 from fedsynth.federation.terms.resolve import resolve
 
 DIGITS = dataset_spec("digits")

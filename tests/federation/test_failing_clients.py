@@ -21,8 +21,15 @@ from fedsynth.federation.exchange.rounds import needed_uploads
 from fedsynth.federation.exchange.server import Server
 from fedsynth.federation.outputs.verification import verify_run
 from fedsynth.federation.simulated_run import Simulation
-from fedsynth.federation.terms.failures import CRASHED, KINDS, LATE, TIMED_OUT, Failure, Failures
-from fedsynth.federation.terms.public_context import public_context
+from fedsynth.federation.terms.context import public_context
+from fedsynth.federation.terms.participation import (
+    CRASHED,
+    KINDS,
+    LATE,
+    TIMED_OUT,
+    Failure,
+    Failures,
+)
 from fedsynth.methods import METHODS, method_class
 from fedsynth.privacy.plans import FIRST, MAIN
 from tests.families import by_family

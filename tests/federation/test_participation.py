@@ -22,11 +22,10 @@ from fedsynth.errors import SettingError
 from fedsynth.federation.outputs.privacy_words import headline
 from fedsynth.federation.outputs.verification import verify_run
 from fedsynth.federation.simulation import simulate
-from fedsynth.federation.terms.client_ledgers import data_set_id
 from fedsynth.federation.terms.costs import plan_of
-from fedsynth.federation.terms.participation import Participation
-from fedsynth.federation.terms.planned_rounds import PlannedEpsilon, shown_rounds
+from fedsynth.federation.terms.participation import Participation, PlannedEpsilon, shown_rounds
 from fedsynth.federation.terms.resolve import resolve
+from fedsynth.federation.terms.run_data import data_set_id
 from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.methods.shared import condensing
 from fedsynth.privacy.accounting import epsilon

@@ -19,8 +19,8 @@ from fedsynth.federation.exchange import position_leak_check
 from fedsynth.federation.exchange.position_leak_check import check_private_steps
 from fedsynth.federation.exchange.step_trial import LEAST, records_of_step
 from fedsynth.federation.outputs.verification import verify_run
+from fedsynth.federation.terms.context import public_context
 from fedsynth.federation.terms.privacy_plan import PrivacyPlan
-from fedsynth.federation.terms.public_context import public_context
 from fedsynth.federation.terms.resolve import resolve
 from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.privacy import dpsgd

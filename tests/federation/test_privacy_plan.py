@@ -20,8 +20,8 @@ from fedsynth.federation import simulated_run
 from fedsynth.federation.exchange.client_budget import ClientBudget
 from fedsynth.federation.outputs.privacy_words import headline
 from fedsynth.federation.simulation import simulate
+from fedsynth.federation.terms.context import public_context
 from fedsynth.federation.terms.privacy_plan import PrivacyPlan
-from fedsynth.federation.terms.public_context import public_context
 from fedsynth.federation.terms.resolve import resolve
 from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.methods.fedavg import FedAvg

@@ -20,7 +20,7 @@ from fedsynth.errors import MessageError
 from fedsynth.federation.exchange.client_runtime import ClientRuntime, OwnData
 from fedsynth.federation.exchange.remote_client import RemoteClient
 from fedsynth.federation.exchange.wire import Models, agreement
-from fedsynth.federation.terms.public_context import public_context, with_proxy
+from fedsynth.federation.terms.context import public_context, with_proxy
 from fedsynth.methods import METHODS, method_class
 from fedsynth.privacy.ledger import Ledger
 from tests.small import small_settings

@@ -34,7 +34,7 @@ from fedsynth.federation.secure_sums.client import Identities, SumClient, SumTer
 from fedsynth.federation.secure_sums.errors import SecureSumError
 from fedsynth.federation.secure_sums.fixed_point import Words
 from fedsynth.federation.secure_sums.parcels import Keys, Present, Roster, Sealed, Shares
-from fedsynth.federation.terms.public_context import public_context
+from fedsynth.federation.terms.context import public_context
 from fedsynth.privacy import grid, randomness
 from fedsynth.privacy.report_pages import render_markdown, secure_aggregation
 from tests.federation.test_nodes import CLIENTS, Hand, Place, StoppedError, joined, place

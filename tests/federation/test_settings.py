@@ -15,7 +15,7 @@ from fedsynth.config_file import to_toml
 from fedsynth.data.partition_settings import PartitionSettings
 from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import FedsynthError, SettingError, UnknownNameError
-from fedsynth.federation.terms.public_context import public_context
+from fedsynth.federation.terms.context import public_context
 from fedsynth.federation.terms.resolve import resolve
 from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.methods import METHODS, method_class

@@ -17,7 +17,7 @@ from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import DataError, DivergedError, PartitionError, SettingError
 from fedsynth.federation.observer import Observer
 from fedsynth.federation.simulation import simulate
-from fedsynth.federation.terms.plan_checks import check_method
+from fedsynth.federation.terms.checks import check_method
 from fedsynth.federation.terms.resolve import resolve
 from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.methods.feddm import FedDM

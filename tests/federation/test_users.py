@@ -16,8 +16,8 @@ from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import DataError, PartitionError
 from fedsynth.federation.outputs.verification import verify_run
 from fedsynth.federation.simulation import RunResult, simulate
-from fedsynth.federation.terms.given_data import divided
 from fedsynth.federation.terms.resolve import resolve
+from fedsynth.federation.terms.run_data import divided
 from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.privacy.errors import LedgerError, PrivacySettingError
 from fedsynth.privacy.mechanisms import GaussianSums, Released

@@ -27,7 +27,7 @@ from fedsynth.federation.nodes.carrier import Timeouts
 from fedsynth.federation.nodes.client_records import ClientRecords
 from fedsynth.federation.nodes.node_exchange import NodeExchange
 from fedsynth.federation.nodes.proposal import Proposal, new_run
-from fedsynth.federation.terms.public_context import public_context
+from fedsynth.federation.terms.context import public_context
 from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.privacy.ledger import Ledger
 from tests.fuzz.mutations import Faults, altered, altered_json, fuzzed, generator, json_bytes

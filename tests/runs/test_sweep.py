@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from fedsynth.cli import sweep_command
+from fedsynth.cli import runs_commands
 from fedsynth.cli.app import app
-from fedsynth.cli.sweep_command import train_command
+from fedsynth.cli.runs_commands import train_command
 from fedsynth.errors import FedsynthError
 from fedsynth.runs import sweep as sweeps
 from fedsynth.runs.sweep import finished, run_sweep
@@ -69,7 +69,7 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Made:
     def make(text: str, seconds: float = 0.0, fails: int = -1) -> Sweep:
         script = tmp_path / "fake.py"
         script.write_text(FAKE.replace("SECONDS", str(seconds)).replace("FAILS", str(fails)))
-        monkeypatch.setattr(sweep_command, "COMMAND", (sys.executable, str(script)))
+        monkeypatch.setattr(runs_commands, "COMMAND", (sys.executable, str(script)))
         monkeypatch.setattr(sweeps, "PAUSE", 0.01)
         file = tmp_path / "skew.toml"
         file.write_text(text)

@@ -28,12 +28,15 @@ from fedsynth.federation.exchange.client_budget import ClientBudget
 from fedsynth.federation.observer import Observer
 from fedsynth.federation.outputs.report_facts import provenance
 from fedsynth.federation.simulated_run import Simulation
-from fedsynth.federation.terms.client_ledgers import Clients
+from fedsynth.federation.terms.context import public_context, resolve_device
 from fedsynth.federation.terms.costs import plan_of
-from fedsynth.federation.terms.devices import resolve_device
-from fedsynth.federation.terms.given_data import PUBLIC
-from fedsynth.federation.terms.own_data import declared, specification, with_declared
-from fedsynth.federation.terms.public_context import public_context
+from fedsynth.federation.terms.run_data import (
+    PUBLIC,
+    Clients,
+    declared,
+    specification,
+    with_declared,
+)
 from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.privacy.audit import epsilon_lower_bound, guesses_for, right_guesses
 from fedsynth.privacy.errors import PrivacyError, PrivacySettingError

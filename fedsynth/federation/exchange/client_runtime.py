@@ -18,7 +18,7 @@ from fedsynth.data.images import ImageData
 from fedsynth.evaluation.accuracy import correct
 from fedsynth.federation.exchange.client_budget import ClientBudget, OpenBudget
 from fedsynth.federation.exchange.protocol import Evaluated, Joined, Refusal, Terms
-from fedsynth.federation.terms.plan_checks import check_own_noise
+from fedsynth.federation.terms.checks import check_own_noise
 from fedsynth.federation.terms.privacy_plan import PrivacyPlan
 from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.privacy.errors import BudgetExceededError, LedgerError, RequestRefusedError

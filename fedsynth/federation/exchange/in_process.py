@@ -20,7 +20,7 @@ from fedsynth.errors import DeviceMemoryError
 from fedsynth.federation.exchange.client_group import evaluate_together, step_together
 from fedsynth.federation.exchange.client_runtime import ClientRuntime
 from fedsynth.federation.exchange.protocol import Evaluated, Joined, Refusal, Replies, Terms, shown
-from fedsynth.federation.terms.failures import CRASHED, TIMED_OUT
+from fedsynth.federation.terms.participation import CRASHED, TIMED_OUT
 from fedsynth.privacy.history import History
 from fedsynth.privacy.plans import MAIN
 

@@ -37,7 +37,7 @@ class RemoteClient:
 
     Args:
         runtime: the client, with its own copy of the run's settings.
-        context: public, as `fedsynth.federation.terms.public_context` makes it of the settings,
+        context: public, as `fedsynth.federation.terms.context` makes it of the settings,
             with proxy images where the method names them.
         reporter: told of progress.
         identities: of all clients, for secure sums; None: see `SumDesk`.

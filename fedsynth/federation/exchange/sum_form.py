@@ -25,7 +25,7 @@ from fedsynth.federation.exchange.wire import declared
 from fedsynth.federation.secure_sums.client import SumTerms
 from fedsynth.federation.secure_sums.errors import SecureSumError
 from fedsynth.federation.secure_sums.fixed_point import FixedPoint, Words
-from fedsynth.federation.terms.sums import fewest
+from fedsynth.federation.terms.checks import fewest
 from fedsynth.privacy.grid import finest
 
 SUM = "sum"

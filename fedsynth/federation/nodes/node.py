@@ -33,11 +33,10 @@ from fedsynth.federation.nodes.request_words import request_words
 from fedsynth.federation.nodes.session import Session, answered, kept_proposal
 from fedsynth.federation.secure_sums.client import Identities
 from fedsynth.federation.secure_sums.errors import require_cryptography
-from fedsynth.federation.terms.client_ledgers import Clients
-from fedsynth.federation.terms.devices import resolve_device
-from fedsynth.federation.terms.plan_checks import check_own_noise
+from fedsynth.federation.terms.checks import check_own_noise
+from fedsynth.federation.terms.context import public_context, resolve_device
 from fedsynth.federation.terms.privacy_plan import PrivacyPlan
-from fedsynth.federation.terms.public_context import public_context
+from fedsynth.federation.terms.run_data import Clients
 from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.files import open_regular
 from fedsynth.privacy.ledger import Ledger

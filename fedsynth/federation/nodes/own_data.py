@@ -18,7 +18,7 @@ from fedsynth.data.partition_settings import GIVEN
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import DataError
 from fedsynth.federation.nodes.proposal import Proposal
-from fedsynth.federation.terms.client_ledgers import data_set_id
+from fedsynth.federation.terms.run_data import data_set_id
 from fedsynth.privacy.releases import USER
 
 

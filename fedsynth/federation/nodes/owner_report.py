@@ -13,7 +13,7 @@ from fedsynth.federation.outputs.checkpoint import write_whole
 from fedsynth.federation.outputs.report_facts import owner_facts
 from fedsynth.federation.outputs.run_folder import PRIVATE_START
 from fedsynth.federation.outputs.verification import OWNER
-from fedsynth.federation.terms.given_data import NO_TEST
+from fedsynth.federation.terms.run_data import NO_TEST
 from fedsynth.privacy.formatting import format_epsilon
 from fedsynth.privacy.history import History
 from fedsynth.privacy.ledger import read_ledger

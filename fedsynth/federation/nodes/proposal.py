@@ -20,9 +20,9 @@ from fedsynth.data.registry import DATASETS, DEFAULT_DATASET, DatasetSpec, datas
 from fedsynth.data.stated_spec import spec_from_json
 from fedsynth.errors import FedsynthError, MessageError, SettingError
 from fedsynth.federation.exchange.wire import agreement
+from fedsynth.federation.terms.checks import check_quorum
 from fedsynth.federation.terms.resolve import resolve
 from fedsynth.federation.terms.settings import RunSettings
-from fedsynth.federation.terms.sums import check_quorum
 from fedsynth.privacy.files import load_toml
 
 OWN = {

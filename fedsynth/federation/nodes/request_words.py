@@ -8,8 +8,8 @@ from fedsynth.core.messages import privacy_of_fields
 from fedsynth.errors import FedsynthError
 from fedsynth.federation.nodes.proposal import Proposal
 from fedsynth.federation.outputs.privacy_words import headline, how_many
+from fedsynth.federation.terms.context import public_context
 from fedsynth.federation.terms.privacy_plan import PrivacyPlan
-from fedsynth.federation.terms.public_context import public_context
 from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.history import History
 from fedsynth.privacy.ledger import Ledger

@@ -38,13 +38,11 @@ from fedsynth.federation.outputs.measure import Measure
 from fedsynth.federation.outputs.run_folder import PRIVATE_START, SERVED, RunFolder
 from fedsynth.federation.outputs.run_record import RunRecord
 from fedsynth.federation.secure_sums.errors import require_cryptography
-from fedsynth.federation.terms.devices import resolve_device
-from fedsynth.federation.terms.given_data import NO_TEST, PUBLIC
-from fedsynth.federation.terms.plan_checks import check_method, check_own_noise
+from fedsynth.federation.terms.checks import check_method, check_own_noise, check_quorum
+from fedsynth.federation.terms.context import public_context, resolve_device, with_proxy
 from fedsynth.federation.terms.privacy_plan import PrivacyPlan
-from fedsynth.federation.terms.public_context import public_context, with_proxy
+from fedsynth.federation.terms.run_data import NO_TEST, PUBLIC
 from fedsynth.federation.terms.settings import RunSettings
-from fedsynth.federation.terms.sums import check_quorum
 from fedsynth.privacy.errors import LedgerError
 from fedsynth.privacy.files import load_json
 from fedsynth.privacy.history import History

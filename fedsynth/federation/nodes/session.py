@@ -36,9 +36,8 @@ from fedsynth.federation.nodes.kept_answers import KeptAnswers
 from fedsynth.federation.nodes.proposal import Proposal
 from fedsynth.federation.outputs.checkpoint import Kept, write_whole
 from fedsynth.federation.secure_sums.client import Identities
-from fedsynth.federation.terms.devices import resolve_device
-from fedsynth.federation.terms.given_data import divided
-from fedsynth.federation.terms.public_context import public_context, with_proxy
+from fedsynth.federation.terms.context import public_context, resolve_device, with_proxy
+from fedsynth.federation.terms.run_data import divided
 from fedsynth.privacy.files import MAX_TENSORS_BYTES, load_json, read_regular
 from fedsynth.privacy.guard import Cap
 from fedsynth.privacy.ledger import Ledger

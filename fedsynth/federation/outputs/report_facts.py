@@ -18,11 +18,11 @@ from fedsynth.core.messages import privacy_of_fields
 from fedsynth.data.partition_settings import clients_or_groups
 from fedsynth.data.registry import is_published
 from fedsynth.federation.outputs.privacy_words import as_lists, how_many
-from fedsynth.federation.terms.given_data import NO_TEST, PRIVATE, PUBLIC
+from fedsynth.federation.terms.checks import fewest
 from fedsynth.federation.terms.participation import active_clients
 from fedsynth.federation.terms.privacy_plan import PrivacyPlan
+from fedsynth.federation.terms.run_data import NO_TEST, PRIVATE, PUBLIC
 from fedsynth.federation.terms.settings import RunSettings
-from fedsynth.federation.terms.sums import fewest
 from fedsynth.models.registry import feature_facts, has_given_weights
 from fedsynth.privacy import disclosure
 from fedsynth.privacy.files import file_hash

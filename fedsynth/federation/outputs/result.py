@@ -13,7 +13,7 @@ from fedsynth.core.messages import Message
 from fedsynth.evaluation.generated import GENERATOR
 from fedsynth.features.registry import features_source
 from fedsynth.federation.outputs.disclosed import COMMON, LOCAL, MODELS, SOURCES
-from fedsynth.federation.terms.given_data import NO_TEST
+from fedsynth.federation.terms.run_data import NO_TEST
 from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.methods import own_source
 from fedsynth.models.registry import model_source

@@ -18,7 +18,7 @@ from fedsynth.data.registry import DatasetSpec, dataset_spec
 from fedsynth.data.stated_spec import spec_from_json
 from fedsynth.errors import FedsynthError, UnknownNameError
 from fedsynth.federation.outputs.run_folder import CONFIG, PRIVATE_START, RESUMED, resumed_rounds
-from fedsynth.federation.terms.public_context import public_context
+from fedsynth.federation.terms.context import public_context
 from fedsynth.federation.terms.resolve import resolve
 from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.privacy.errors import PrivacyError, shown

@@ -13,7 +13,7 @@ from torch import nn
 
 from fedsynth.data.shared_set import SharedSet
 from fedsynth.federation.outputs.saved_model import Architecture
-from fedsynth.federation.terms.given_data import PUBLIC
+from fedsynth.federation.terms.run_data import PUBLIC
 from fedsynth.own_code import is_label
 from fedsynth.privacy.formatting import format_epsilon
 from fedsynth.privacy.report_pages import protected, secure_aggregation, unprotected, verdict

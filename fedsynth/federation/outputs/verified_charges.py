@@ -20,8 +20,8 @@ from fedsynth.federation.exchange.rounds import FIRST_EXCHANGE, needed_uploads
 from fedsynth.federation.outputs.lost_clients import LOST, NOT_COUNTED, REJECTED
 from fedsynth.federation.outputs.run_files import MismatchError, RunFiles, ledger_files, read_run
 from fedsynth.federation.outputs.run_folder import PRIVATE_START, RESUMED
-from fedsynth.federation.terms.client_ledgers import data_set_id
 from fedsynth.federation.terms.privacy_plan import PrivacyPlan
+from fedsynth.federation.terms.run_data import data_set_id
 from fedsynth.privacy.accounting import epsilon_by_round
 from fedsynth.privacy.errors import BudgetExceededError
 from fedsynth.privacy.history import History

@@ -28,8 +28,8 @@ from fedsynth.federation.outputs.lost_clients import LOST, NOT_COUNTED, REJECTED
 from fedsynth.federation.outputs.result import own_sources, summarise
 from fedsynth.federation.outputs.run_folder import CONFIG, MODEL, SERVER
 from fedsynth.federation.outputs.verified_charges import Charges
-from fedsynth.federation.terms.given_data import PRIVATE
-from fedsynth.federation.terms.given_data import PUBLIC as PUBLIC_TEST
+from fedsynth.federation.terms.run_data import PRIVATE
+from fedsynth.federation.terms.run_data import PUBLIC as PUBLIC_TEST
 from fedsynth.privacy.disclosure import PUBLIC, SHARE, released
 from fedsynth.privacy.files import file_hash
 from fedsynth.privacy.verify import differences

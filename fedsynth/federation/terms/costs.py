@@ -12,11 +12,15 @@ import torch
 from fedsynth.data.load_folder import site_names
 from fedsynth.data.partition_settings import GIVEN
 from fedsynth.errors import SettingError
-from fedsynth.federation.terms.client_ledgers import planned_ledgers
-from fedsynth.federation.terms.own_data import declared, specification, with_declared
+from fedsynth.federation.terms.context import public_context
 from fedsynth.federation.terms.privacy_plan import PrivacyPlan
-from fedsynth.federation.terms.public_context import public_context
 from fedsynth.federation.terms.resolve import resolve
+from fedsynth.federation.terms.run_data import (
+    declared,
+    planned_ledgers,
+    specification,
+    with_declared,
+)
 from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.privacy.errors import PrivacySettingError
 from fedsynth.privacy.mechanism_facts import mechanism_facts

@@ -1,14 +1,8 @@
-"""Which clients take part in a round: m = max(1, round(C·K)) of them, drawn anew each round from
-the run's seed.
-
-The draw is public, so it is no source of privacy: a client's ε counts the rounds that it takes part
-in, without any amplification. Draws by size, as FedProx has them, show n_k and are refused with
-differential privacy.
-"""
+"""Which clients take part in a round, which of them fail, and after which rounds a plan states ε."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -16,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedsynth.errors import SettingError
+from fedsynth.privacy.plans import FIRST, MAIN
 from fedsynth.seeding import numpy_generator
 
 Counts = npt.NDArray[np.int64]
@@ -28,8 +23,18 @@ def active_clients(clients: int, share: float) -> int:
 
 @dataclass(frozen=True)
 class Participation:
-    """Of `clients` clients the share `share` (C) takes part in each round; `sizes`: drawn in
-    proportion to n_k, else all alike."""
+    """Draws m = max(1, round(C·K)) clients for each round, from the run's seed.
+
+    The draw is public, so it is no source of privacy: a client's ε counts the rounds that it takes
+    part in, without amplification. Draws by size (FedProx) show n_k and are refused with
+    differential privacy.
+
+    Attributes:
+        seed: the run's.
+        clients: K.
+        share: C.
+        sizes: draws in proportion to n_k; None: uniform.
+    """
 
     seed: int
     clients: int
@@ -107,3 +112,114 @@ def _attendance(participation: Participation, after: Sequence[int]) -> Iterator[
             counts[participation._drawn(number)] += 1
         done = last
         yield counts
+
+
+CRASHED, TIMED_OUT, LATE = "crashed", "timed out", "too late"
+KINDS = (CRASHED, TIMED_OUT, LATE)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Of one client in one round.
+
+    Attributes:
+        kind: one of `KINDS`.
+        phase: the exchange, of a round that has two; of another round it is the main one.
+    """
+
+    kind: str
+    phase: str
+
+
+@dataclass(frozen=True)
+class Failures:
+    """Clients that fail on purpose: who, when and how, drawn from the run's seed.
+
+    Every client of a round fails with probability `share`, in one of three ways with equal
+    probability. `crashed`: it stops before its step, so nothing is computed, released or charged.
+    `timed out`: it hangs in its step; what the step releases is charged, its memory stays as it
+    was. `too late`: its step is done and charged and its memory moves on, but the server no longer
+    waits for its answer. In a round of two exchanges it fails in one of them and is out for the
+    rest of the round. Who fails is public, so a private run's plan knows which rows ledgers lack.
+
+    >>> failures = Failures(seed=0, share=0.3)
+    >>> failing = [failures.of(1, client) for client in range(1000)]
+    >>> 250 < sum(failure is not None for failure in failing) < 350
+    True
+    """
+
+    seed: int
+    share: float
+
+    def of(self, number: int, client: int) -> Failure | None:
+        """How this client fails in the round with this number; None: it does not."""
+        if not self.share:
+            return None
+        draws = numpy_generator(self.seed, "client failures", number, client)
+        if draws.random() >= self.share:
+            return None
+        kind = KINDS[int(draws.integers(len(KINDS)))]
+        return Failure(kind, (FIRST, MAIN)[int(draws.integers(2))])
+
+    def released(self, number: int, client: int, phase: str, *, two: bool) -> bool:
+        """Whether the client takes its step in this exchange, and so is charged for it.
+
+        Args:
+            number: of the round.
+            client: its number.
+            phase: the exchange.
+            two: whether the round has a first exchange.
+        """
+        failure = self.of(number, client)
+        if failure is None:
+            return True
+        failing = failure.phase if two else MAIN
+        if phase != failing:
+            return phase == FIRST  # before it has failed
+        return failure.kind != CRASHED
+
+
+ALL_SHOWN = 1000
+"""Up to so many rounds a plan states ε after each."""
+
+
+def shown_rounds(rounds: int) -> tuple[int, ...]:
+    """After which rounds a plan of so many states ε, ascending; a public choice.
+
+    All of them up to `ALL_SHOWN`. Of more: 1, 2, 5, 10, 20, 50, …, every fifth part of the run, and
+    the last.
+    """
+    if rounds <= ALL_SHOWN:
+        return tuple(range(1, rounds + 1))
+    ladder = {step * 10**k for k in range(len(str(rounds))) for step in (1, 2, 5)}
+    fifths = range(rounds // 5, rounds, rounds // 5)
+    return tuple(sorted({*(n for n in ladder if n < rounds), *fifths, rounds}))
+
+
+class PlannedEpsilon(Mapping[int, float]):
+    """From the number of a round to ε after it.
+
+    A value costs a composition, up to a second with subsampling, so each is computed when it is
+    first looked at.
+
+    Args:
+        rounds: the rounds that it has, ascending.
+        after: from a position in `rounds` to ε.
+    """
+
+    def __init__(self, rounds: Sequence[int], after: Callable[[int], float]) -> None:
+        self._position = {number: position for position, number in enumerate(rounds)}
+        self._after = after
+        self._known: dict[int, float] = {}
+
+    def __getitem__(self, number: int) -> float:
+        position = self._position[number]
+        if number not in self._known:
+            self._known[number] = self._after(position)
+        return self._known[number]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._position)
+
+    def __len__(self) -> int:
+        return len(self._position)

@@ -15,8 +15,7 @@ from functools import cached_property
 from fedsynth.core.context import RoundContext
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import SettingError
-from fedsynth.federation.terms.participation import Participation
-from fedsynth.federation.terms.plan_checks import (
+from fedsynth.federation.terms.checks import (
     check_custom_model,
     check_method,
     mechanism_of,
@@ -25,7 +24,7 @@ from fedsynth.federation.terms.plan_checks import (
     refuse_noise_of_absent_clients,
     refuse_own_proxy,
 )
-from fedsynth.federation.terms.planned_rounds import PlannedEpsilon, shown_rounds
+from fedsynth.federation.terms.participation import Participation, PlannedEpsilon, shown_rounds
 from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.privacy import accounting
 from fedsynth.privacy.accounting import Totals, calibrate_noise_multiplier, totals

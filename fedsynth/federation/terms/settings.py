@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,8 +18,7 @@ from fedsynth.data.partition_settings import PartitionSettings
 from fedsynth.data.registry import DEFAULT_DATASET
 from fedsynth.errors import SettingError
 from fedsynth.features.registry import is_own_features
-from fedsynth.federation.terms.failures import Failures
-from fedsynth.federation.terms.participation import Participation, active_clients
+from fedsynth.federation.terms.participation import Failures, Participation, active_clients
 from fedsynth.federation.terms.report_settings import ReportSettings
 from fedsynth.methods import is_own_method, own_source
 from fedsynth.methods.shared.robust import FEWEST, RULES
@@ -81,7 +80,7 @@ class RunSettings:
             (FedProx; not with differential privacy).
         client_failures: probability with which each client of a round fails, drawn from the seed.
             It crashes before its step, hangs in it, or answers too late
-            (`fedsynth.federation.terms.failures`).
+            (`fedsynth.federation.terms.participation`).
         quorum: smallest share of a round's clients whose uploads make a round. With fewer, the
             server keeps its state and the round's row says so; one upload is needed in any case.
         robust: aggregation that a few malicious clients cannot move far: none, median, trimmed
@@ -154,84 +153,45 @@ class RunSettings:
                 )
         check_ranges(self, rounds=(1, MOST_ROUNDS), evaluate_every=(1, math.inf))
         check_ranges(self, seed=(0, math.inf))
-        if self.memory_gb is not None and not 0 < self.memory_gb <= MOST_GB:
-            raise SettingError(
-                "run",
-                "memory_gb",
-                f"must be above 0 and at most {MOST_GB:,}, got {self.memory_gb}",
-            )
         if self.threads is not None:
             check_ranges(self, threads=(1, MOST_THREADS))
-        if not 0 < self.participation <= 1:
-            raise SettingError(
-                "run", "participation", f"must be in (0, 1], got {self.participation}"
-            )
         check_ranges(self, client_failures=(0, 1), quorum=(0, 1))
-        check_choices(self, sampling=("uniform", "size"), precision=("fp32", "bf16"))
-        if self.sampling == "size":
-            self._check_sampling_by_size()
-        self._check_robust()
-        if self.model.features and self.method.features_refusal:
-            raise SettingError(
-                "model",
-                "features",
-                f"must be left out with {self.method.name}: {self.method.features_refusal}",
-            )
-        if self.model.client_names:
-            self._check_client_models()
+        check_choices(self, sampling=("uniform", "size"), precision=("fp32", "bf16"), robust=RULES)
+        for section, key, reason in self._contradictions():
+            raise SettingError(section, key, reason)
 
-    def _check_sampling_by_size(self) -> None:
-        if self.privacy is not None:
-            raise SettingError(
-                "run",
-                "sampling",
-                "must be uniform with differential privacy: sampling by size shows how many "
-                "examples a client has",
-            )
-        if self.participation == 1:
-            raise SettingError(
-                "run",
-                "sampling",
-                "by size draws some of the clients: it needs run.participation below 1",
-            )
-
-    def _check_robust(self) -> None:
-        check_choices(self, robust=RULES)
+    def _contradictions(self) -> Iterator[tuple[str, str, str]]:
+        """Yields section, key and reason of settings outside a range or that exclude each other."""
+        if self.memory_gb is not None and not 0 < self.memory_gb <= MOST_GB:
+            reason = f"must be above 0 and at most {MOST_GB:,}, got {self.memory_gb}"
+            yield "run", "memory_gb", reason
+        if not 0 < self.participation <= 1:
+            yield "run", "participation", f"must be in (0, 1], got {self.participation}"
         if not 0 <= self.robust_share < 0.5:
-            raise SettingError(
-                "run", "robust_share", f"must be in [0, 0.5), got {self.robust_share}"
-            )
-        if self.robust == "none":
-            return
-        if self.method.robust_refusal:
-            raise SettingError(
-                "run",
-                "robust",
-                f"must be none with {self.method.name}: {self.method.robust_refusal}",
-            )
-        active = active_clients(self.partition.clients, self.participation)
-        if active < FEWEST:
-            raise SettingError(
-                "run",
-                "robust",
-                f"needs at least {FEWEST} clients in a round, got {active}: of two nobody can say "
-                "which one lies",
-            )
-
-    def _check_client_models(self) -> None:
-        if not self.method.heterogeneous:
-            raise SettingError(
-                "model",
-                "clients",
-                f"must be left out: {self.method.name} needs one architecture for all",
-            )
-        if self.rounds > 1:
-            raise SettingError(
-                "model",
-                "clients",
-                "needs one round (run.rounds=1): clients of their own architectures cannot start "
-                "from the server's model",
-            )
+            yield "run", "robust_share", f"must be in [0, 0.5), got {self.robust_share}"
+        if self.sampling == "size" and self.privacy is not None:
+            reason = "sampling by size shows how many examples a client has"
+            yield "run", "sampling", f"must be uniform with differential privacy: {reason}"
+        if self.sampling == "size" and self.participation == 1:
+            reason = "by size draws some of the clients: it needs run.participation below 1"
+            yield "run", "sampling", reason
+        method = self.method
+        if self.robust != "none":
+            if method.robust_refusal:
+                yield "run", "robust", f"must be none with {method.name}: {method.robust_refusal}"
+            active = active_clients(self.partition.clients, self.participation)
+            if active < FEWEST:
+                reason = f"needs at least {FEWEST} clients in a round, got {active}"
+                yield "run", "robust", f"{reason}: of two nobody can say which one lies"
+        if self.model.features and method.features_refusal:
+            reason = f"must be left out with {method.name}: {method.features_refusal}"
+            yield "model", "features", reason
+        if self.model.client_names and not method.heterogeneous:
+            reason = f"must be left out: {method.name} needs one architecture for all"
+            yield "model", "clients", reason
+        if self.model.client_names and self.rounds > 1:
+            reason = "clients of their own architectures cannot start from the server's model"
+            yield "model", "clients", f"needs one round (run.rounds=1): {reason}"
 
     @property
     def resolved_partition(self) -> PartitionSettings:
@@ -276,26 +236,13 @@ class RunSettings:
         it.
         """
         source = own_source(self.method.name)
-        run = {
-            "method": self.method.name,
-            "rounds": self.rounds,
-            "seed": self.seed,
-            "device": self.device,
-            "precision": self.precision,
-            "compile": self.compile,
-            "memory_gb": self.memory_gb,
-            "threads": self.threads,
-        }
+        privacy = {"ledger": self.ledger}
+        if self.privacy is not None:
+            privacy = dataclasses.asdict(self.privacy)
         sections: dict[str, dict[str, Any]] = {
             "run": {
-                **run,
-                "evaluate_every": self.evaluate_every,
-                "participation": self.participation,
-                "sampling": self.sampling,
-                "client_failures": self.client_failures,
-                "quorum": self.quorum,
-                "robust": self.robust,
-                "robust_share": self.robust_share,
+                "method": self.method.name,
+                **{name: getattr(self, name) for name in RUN_KINDS},
                 "method_source": None if source is None else source.label,
             },
             "data": {
@@ -306,9 +253,7 @@ class RunSettings:
             "partition": dataclasses.asdict(self.partition),
             "model": dataclasses.asdict(self.model),
             "method": self.method.to_dict(),
-            "privacy": dataclasses.asdict(self.privacy)
-            if self.privacy is not None
-            else {"ledger": self.ledger},
+            "privacy": privacy,
             "report": self.report.to_mapping(),
         }
         plain = {
@@ -333,17 +278,7 @@ def _given(folder: FolderSettings) -> dict[str, Any]:
     return {name: value for name, value in dataclasses.asdict(folder).items() if value}
 
 
-_OTHER_SECTIONS = (
-    "method",
-    "dataset",
-    "data_root",
-    "partition",
-    "model",
-    "privacy",
-    "report",
-    "ledger",
-    "folder",
-)
+_OTHER_SECTIONS = (*_KINDS, "dataset", "data_root", "ledger")
 RUN_KINDS: Mapping[str, type] = {
     name: kind for name, kind in field_types(RunSettings).items() if name not in _OTHER_SECTIONS
 }

@@ -1,8 +1,10 @@
-"""What a private run is refused for before it is planned, or a method for before it is run."""
+"""What a run is refused for before it begins, and how long it takes at the least."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 
 import torch
 
@@ -140,3 +142,101 @@ def refuse_own_proxy(method: Method, spec: DatasetSpec) -> None:
             f"{method.name} cannot distil on {spec.name} with differential privacy: those are the "
             "clients' own images; name public ones (method.proxy=noise, or another data set)"
         )
+
+
+def fewest(method: Method, taking: int, clients: int, *, private: bool) -> int:
+    """Of fewer clients' uploads there is no sum: a majority; and where noise is shared H beside
+    one, who may be who looks, and knows its own noise.
+
+    Args:
+        method: one whose server sees sums alone.
+        taking: the round's clients.
+        clients: K.
+        private: the run has differential privacy.
+    """
+    looking = 1 if private and clients > 1 else 0
+    return max(taking // 2 + 1, method.noise_shares(clients) + looking)
+
+
+def check_quorum(settings: RunSettings) -> None:
+    """Refuses a quorum with which a round would count that has no sum.
+
+    Raises:
+        SettingError: says what to set.
+    """
+    taking = active_clients(settings.partition.clients, settings.participation)
+    private = settings.privacy is not None
+    least = fewest(settings.method, taking, settings.partition.clients, private=private)
+    if least > taking:
+        raise SettingError(
+            "run",
+            "participation",
+            f"lets {taking} clients take part in a round, and a sum needs {least}",
+            value=settings.participation,
+        )
+    if math.ceil(settings.quorum * taking - 1e-9) < least:
+        enough = math.ceil(1000 * least / taking) / 1000
+        raise SettingError(
+            "run",
+            "quorum",
+            f"must be at least {enough:g}: a secure sum needs {least} of {taking} clients",
+            value=settings.quorum,
+        )
+
+
+STEP_SECONDS = 2e-5
+"""Of one optimiser step of the smallest model, replayed on the fastest machine: less than a kernel
+launch and its bookkeeping take anywhere."""
+LONG, LONGEST = 3600.0, 365 * 24 * 3600.0
+"""Seconds that are announced, and that are refused."""
+_LENGTHS = ("epochs", "steps", "iterations")
+
+
+def least_steps(settings: RunSettings, spec: DatasetSpec) -> dict[str, int]:
+    """Optimiser steps of one client, or of the server, over all rounds, by the method's setting
+    that asks for them.
+
+    An epoch of a client is its published share of the data in the method's batches; of anything
+    else it counts as one step.
+    """
+    found: dict[str, int] = {}
+    method = settings.method
+    for name in (f.name for f in fields(method)):
+        value = getattr(method, name)
+        if type(value) is int and name.rpartition("_")[2] in _LENGTHS:
+            found[name] = settings.rounds * value
+    if "local_epochs" in found:
+        if found.get("local_steps"):  # which replace the epochs
+            del found["local_epochs"]
+        else:
+            share = spec.train_size * settings.partition.subset / settings.partition.clients
+            found["local_epochs"] *= max(1, int(share / max(1, getattr(method, "batch", 1))))
+    return found
+
+
+def long_run(settings: RunSettings, spec: DatasetSpec) -> str | None:
+    """Words on how long the run takes at the least, if that is long.
+
+    Raises:
+        SettingError: it would take more than a year.
+    """
+    steps = least_steps(settings, spec)
+    total = max(settings.rounds, sum(steps.values()))
+    seconds = total * STEP_SECONDS
+    if seconds <= LONG:
+        return None
+    key = max(steps, key=lambda name: steps[name], default="")
+    section = "method" if steps.get(key, 0) > settings.rounds else "run"
+    key = key if section == "method" else "rounds"
+    if seconds > LONGEST:
+        raise SettingError(
+            section,
+            key,
+            f"asks, with the other settings, for {total:.3g} steps, which take "
+            f"{seconds / LONGEST:,.1f} years if each takes no more than {1e6 * STEP_SECONDS:.0f} "
+            "µs: no run ends like that",
+        )
+    return (
+        f"note: {total:.3g} steps ({section}.{key}): {seconds / 3600:,.1f} hours, if each "
+        f"takes no more than {1e6 * STEP_SECONDS:.0f} µs"
+    )

@@ -1,0 +1,227 @@
+"""`fedsynth runs | plot | report | sweep`: finished runs as a table, curves or one page; and a grid
+of runs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fedsynth.cli.application import OptionError, ended_by_signals, write_text
+from fedsynth.cli.options import path_argument, path_option
+
+if TYPE_CHECKING:
+    from fedsynth.runs.folders import Run
+
+
+def runs(
+    folders: Annotated[
+        list[Path] | None,
+        path_argument("Run folders, or folders of such; default: runs.", metavar="FOLDERS"),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        path_option("The folder of run folders, as `train --output` names it."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the rows as JSON.")] = False,
+) -> None:
+    """Finished runs beside each other: in what their settings differ, and what came out.
+
+    Of methods with a generator also what the teacher (or ensemble) says of its images in the last
+    round: the share that it gives the class asked for, and the entropy of the classes that it
+    gives, over log C.
+
+    Example: `for mu in 0.01 0.1 1; do fedsynth train --method fedprox --set mu=$mu; done; fedsynth
+    runs`.
+    """
+    from fedsynth.runs.compare import differing
+    from fedsynth.runs.folders import Run, finished_runs, read_settings, read_summary
+    from fedsynth.runs.overview import aligned, overview
+
+    given = [*(folders or []), *([output] if output else [])] or [Path("runs")]
+    places = finished_runs(given)
+    read = [Run(place, read_summary(place), read_settings(place)) for place in places]
+    settings = differing(read)
+    if as_json:
+        rows = [_as_json(run, differ) for run, differ in zip(read, settings, strict=True)]
+        print(json.dumps(rows, indent=2, ensure_ascii=False, default=str))
+        return
+    head, *figures = overview(read)
+    table = [["method", *head, "run", "settings that differ"]]
+    for run, row, differ in zip(read, figures, settings, strict=True):
+        words = ", ".join(f"{key}={value}" for key, value in differ.items())
+        table.append([str(run.summary.get("method")), *row, run.name, words])
+    print(aligned(table), end="")
+
+
+def _as_json(run: Run, settings: dict[str, Any]) -> dict[str, Any]:
+    """Returns what came out of a run, and of its settings those that differ."""
+    summary = run.summary
+    found = {name: summary.get(name) for name in ("method", "dataset", "rounds", "test_accuracy")}
+    found |= summary.get("local") or {}
+    if summary.get("generator"):
+        found["generator"] = summary["generator"]
+    if private := summary.get("differential_privacy"):
+        found["epsilon"] = private.get("epsilon")
+    sent = {name: summary.get(name) for name in ("upload_bytes", "seconds")}
+    return {"run": run.name, "settings": settings, **found, **sent}
+
+
+Runs = Annotated[
+    list[Path], path_argument("Run folders, or folders of such (runs/).", metavar="RUN...")
+]
+
+
+def plot(
+    runs: Runs,
+    output: Annotated[
+        Path,
+        path_option("Ends in .svg, .png or .html."),
+    ] = Path("curves.svg"),
+    by: Annotated[str, typer.Option(help="rounds, bytes, seconds or eps.")] = "rounds",
+    metric: Annotated[
+        str,
+        typer.Option(help="A number of a round's row, such as local.amp or generator.agreement."),
+    ] = "test_accuracy",
+    mean: Annotated[
+        bool,
+        typer.Option(
+            "--mean", help="Mean ± standard deviation of runs that differ in seeds alone."
+        ),
+    ] = False,
+) -> None:
+    """Draw learning curves of finished runs.
+
+    SVG and HTML need nothing else; PNG needs matplotlib (`fedsynth[plots]`).
+    """
+    from fedsynth.privacy.plots import standalone
+    from fedsynth.runs.curves import AXES, curves, curves_svg, write_png
+    from fedsynth.runs.folders import Run, finished_runs
+    from fedsynth.runs.page import curves_page
+    from fedsynth.validation import check_choice
+
+    check_choice(None, "by", by, tuple(AXES))
+    ending = output.suffix.lower()
+    if ending not in (".svg", ".png", ".html"):
+        raise OptionError(f"--output must end in .svg, .png or .html, got {output.name!r}")
+    read = [Run.read(folder) for folder in finished_runs(runs)]
+    lines = curves(read, metric, by, mean=mean, note=_note)
+    if ending == ".png":
+        write_png(output, lines, metric, by)
+    elif ending == ".svg":
+        write_text(output, standalone(curves_svg(lines, metric, by)))
+    else:
+        write_text(output, curves_page(lines, metric, by))
+    print(output)
+
+
+def _note(text: str) -> None:
+    print(f"note: {text}", file=sys.stderr)
+
+
+def report(
+    runs: Runs,
+    output: Annotated[Path, path_option("The HTML file.")] = Path("report.html"),
+    simulation_only: Annotated[
+        bool,
+        typer.Option(
+            "--simulation-only",
+            help="Of private runs also show what stands in simulation_only: exact figures of "
+            "private data; the page says so.",
+        ),
+    ] = False,
+) -> None:
+    """Write one HTML page on finished runs: curves, who has what, synthetic images by class and
+    round, fairness, generators, privacy, settings.
+
+    The page has everything in it and loads nothing. (The privacy report of one run, to hand over,
+    is `fedsynth privacy report RUN`.)
+    """
+    from fedsynth.runs.folders import Run, finished_runs
+    from fedsynth.runs.page import runs_page
+
+    read = [Run.read(folder) for folder in finished_runs(runs)]
+    write_text(output, runs_page(read, simulation_only=simulation_only))
+    print(output)
+
+
+COMMAND = (sys.executable, "-c", "from fedsynth.cli.app import main; main()")
+
+
+def sweep(
+    file: Annotated[Path, path_argument("The sweep, in TOML.", metavar="FILE")],
+    form: Annotated[str, typer.Option("--format", help="table, csv, latex or markdown.")] = "table",
+    output: Annotated[
+        Path | None,
+        path_option("Folder of the runs; default: the file's."),
+    ] = None,
+    jobs: Annotated[
+        int | None, typer.Option(help="Runs at once; default: the file's, or 1.")
+    ] = None,
+    memory_gb: Annotated[
+        float | None, typer.Option(help="What all runs at once may take; default: the file's.")
+    ] = None,
+    table: Annotated[
+        Path | None,
+        path_option("Write the table there."),
+    ] = None,
+    only_table: Annotated[
+        bool, typer.Option("--only-table", help="Make no run; show what has finished.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check all settings and list the runs.")
+    ] = False,
+) -> None:
+    """Make a grid of runs (methods, partitions, seeds, any setting) and print mean ± standard
+    deviation over seeds.
+
+    A sweep that was stopped goes on where it was: finished runs are kept, others resumed. The file
+    has sections as a run's config.toml, which all runs share, and `[grid]`, in which each list is
+    an axis: docs/sweeps.md.
+
+    Example: `[grid]` with `method = ["fedavg", "feddm"]`, `alpha = [0.1, 1.0]`, `seed = [0, 1, 2]`.
+    """
+    from fedsynth.runs.sweep import finished, run_sweep
+    from fedsynth.runs.sweep_file import read_sweep
+    from fedsynth.runs.tables import FORMATS, render, sweep_lines
+    from fedsynth.validation import check_choice
+
+    check_choice(None, "format", form, FORMATS)
+    plan = read_sweep(file)
+    settings = plan.settings
+    if jobs is not None:
+        settings = replace(settings, jobs=jobs)
+    if memory_gb is not None:
+        settings = replace(settings, memory_gb=memory_gb)
+    plan = replace(plan, settings=settings, output=output or plan.output)
+    if dry_run:
+        for cell in plan.cells:
+            state = "finished" if finished(plan, cell) else "to do"
+            print(f"{state}  {plan.output / cell.key}  {cell.words}")
+        return
+    failed = 0
+    if not only_table:
+        with ended_by_signals():
+            failed = len(run_sweep(plan, train_command, _tell).failed)
+    text = render(plan, sweep_lines(plan), form)
+    if table is None:
+        print(text, end="")
+    else:
+        write_text(table, text)
+    if failed:
+        raise typer.Exit(1)
+
+
+def train_command(config: Path, place: Path, stopped: Path | None) -> list[str]:
+    """The command line of one run: `fedsynth train`, of this very installation."""
+    if stopped is not None:
+        return [*COMMAND, "train", "--resume", str(stopped)]
+    return [*COMMAND, "train", "--config", str(config), "--output", str(place)]
+
+
+def _tell(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
