@@ -18,7 +18,7 @@ from rich.table import Table
 from fedsynth.evaluation.generated import GENERATOR, in_words
 from fedsynth.federation.loggers import Logger, make_loggers
 from fedsynth.federation.observer import Observer
-from fedsynth.federation.outputs.lost_clients import lost_in_words
+from fedsynth.federation.outputs.disclosed import lost_in_words
 from fedsynth.federation.outputs.result import RunResult
 from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.privacy.formatting import format_epsilon

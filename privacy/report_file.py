@@ -115,6 +115,12 @@ class HeldRows:
         """Returns the chain hashes on the header and rows of a client's file; none without one."""
         return self.ledgers[client].chains if client in self.ledgers else ()
 
+    def begins_with(self, client: str, start: Mapping[str, Any]) -> bool:
+        """Returns whether a client's file, if there is one, has the chain hash of the first rows
+        that `start` states."""
+        hashes = self.chains(client)
+        return start["rows"] >= len(hashes) or bool(hashes[start["rows"]] == start["chain"])
+
 
 def held_rows(report: Mapping[str, Any], files: Path | None, *, exact: bool) -> HeldRows:
     """Returns the rows that the report is about.

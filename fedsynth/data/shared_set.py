@@ -137,17 +137,20 @@ def write_set(
         OSError, SafetensorError: the file cannot be written.
     """
     tensors = {"images": images, "labels": labels, "client": clients, "soft_labels": soft_labels}
-    metadata = {
+    there = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    save_tensors(there, file, {**set_facts(spec, pixels), **(facts or {})})
+
+
+def set_facts(spec: DatasetSpec, pixels: str) -> dict[str, str]:
+    """Returns what a set's file states about its images."""
+    return {
         "format": FORMAT,
         "pixels": pixels,
         "data_set": spec.name,
         "class_names": json.dumps(spec.class_names),
         "mean": json.dumps(spec.mean),
         "std": json.dumps(spec.std),
-        **(facts or {}),
     }
-    there = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    save_tensors(there, file, metadata)
 
 
 def shared_set(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> SharedSet:

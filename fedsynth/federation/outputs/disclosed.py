@@ -13,7 +13,7 @@ from typing import Any
 
 from fedsynth.core.method import Method
 from fedsynth.evaluation.generated import GENERATOR
-from fedsynth.federation.outputs.lost_clients import LOST, NOT_COUNTED, REJECTED
+from fedsynth.federation.exchange.rounds import Played
 from fedsynth.privacy.disclosure import (
     COUNT,
     SHARE,
@@ -36,6 +36,12 @@ SOURCES = "sources"
 """What a summary says of files of one's own: a model's, a method's."""
 MODELS = "models"
 """A row for each of the method's variants, by name."""
+LOST = "lost"
+"""Clients that did not answer, and why."""
+REJECTED = "rejected"
+"""Clients whose upload could not be used, and what is wrong with it."""
+NOT_COUNTED = "not_counted"
+"""A round below the quorum: the exchange, the uploads that could be used, and those needed."""
 
 Declared = Mapping[str, Disclosure]
 
@@ -171,3 +177,33 @@ def disclosed(values: Mapping[str, Any], declared: Declared | None) -> Disclosed
         else:
             shown[key] = value
     return Disclosed(shown, hidden)
+
+
+def lost_clients(played: Played) -> dict[str, Any]:
+    """Returns what a row states about clients whose uploads were not used, in ascending order."""
+    row: dict[str, Any] = {}
+    for key, found in ((LOST, played.lost), (REJECTED, played.rejected)):
+        if found:
+            row[key] = {str(client): found[client] for client in sorted(found)}
+    if played.no_quorum is not None:
+        missed = played.no_quorum
+        row[NOT_COUNTED] = {
+            "exchange": missed.phase,
+            "uploads": missed.uploads,
+            "needed": missed.needed,
+        }
+    return row
+
+
+def lost_in_words(row: Mapping[str, Any]) -> list[str]:
+    """Returns the same as text: "lost 0 (crashed)", "rejected 3 (weight is -1, …)"."""
+    texts = []
+    for key in (LOST, REJECTED):
+        if key in row:
+            clients = [f"{client} ({why})" for client, why in row[key].items()]
+            texts.append(f"{key} {', '.join(clients)}")
+    if missed := row.get(NOT_COUNTED):
+        texts.append(
+            f"does not count: {missed['uploads']} uploads, and {missed['needed']} are needed"
+        )
+    return texts

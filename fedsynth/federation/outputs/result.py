@@ -13,7 +13,7 @@ from fedsynth.core.messages import Message
 from fedsynth.evaluation.generated import GENERATOR
 from fedsynth.features.registry import features_source
 from fedsynth.federation.outputs.disclosed import COMMON, LOCAL, MODELS, SOURCES
-from fedsynth.federation.terms.run_data import NO_TEST
+from fedsynth.federation.terms.run_data import NO_TEST, PRIVATE
 from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.methods import own_source
 from fedsynth.models.registry import model_source
@@ -77,7 +77,6 @@ def summarise(
     *,
     device: str,
     test: str,
-    hidden: bool,
     privacy: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
     """What summary.json says, but for the folder; of a private run with what only a simulation may
@@ -88,11 +87,11 @@ def summarise(
         accuracy: of the last model.
         device: as torch names it.
         test: what the test images are: "public", "private" or "none".
-        hidden: whether privacy protects the test images.
         privacy: what the summary says of the run's privacy; None: there is none.
     """
     method = settings.method
     personal = method.personal
+    hidden = privacy is not None and test == PRIVATE
     last: Mapping[str, Any] = metrics[-1] if metrics else {}
     summary: dict[str, Any] = {
         "method": method.name,

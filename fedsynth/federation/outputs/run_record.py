@@ -3,10 +3,13 @@ run over nodes alike."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message
@@ -21,24 +24,25 @@ from fedsynth.federation.outputs import privacy_words
 from fedsynth.federation.outputs.disclosed import (
     Declared,
     Disclosed,
+    check_facts,
     declared_row,
     declared_summary,
     disclosed,
     finite,
+    lost_clients,
 )
-from fedsynth.federation.outputs.final_files import FinalFiles
 from fedsynth.federation.outputs.measure import Measure
-from fedsynth.federation.outputs.report_facts import report_facts, rows_before
+from fedsynth.federation.outputs.report_facts import handed_over, report_facts, rows_before
 from fedsynth.federation.outputs.result import summarise
-from fedsynth.federation.outputs.round_row import round_row
-from fedsynth.federation.outputs.run_folder import RunFolder
+from fedsynth.federation.outputs.run_folder import SERVER, RunFolder
 from fedsynth.federation.terms.privacy_plan import PrivacyPlan
 from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.history import History
-from fedsynth.privacy.report import build_report
+from fedsynth.privacy.report import build_report, write_report
 from fedsynth.privacy.report_figures import Began, Event
 from fedsynth.privacy.report_pages import event_text
+from fedsynth.synthesizer.condensation.sets import synthetic_sets
 
 
 @dataclass(frozen=True)
@@ -60,13 +64,13 @@ class Ended:
 
 @dataclass
 class RunRecord:
-    """One run's.
+    """The record of one run.
 
     Args:
         settings: the run's.
         plan: of a private run; None without differential privacy.
         folder: the run's; None: nothing is written.
-        observer: told of what is new.
+        observer: receives what is new.
         measure: of the run's models.
         test: what the test images are: "public", "private" or "none".
         simulated: all clients are in one process; else each is where its data are, and what only a
@@ -97,19 +101,16 @@ class RunRecord:
             return
         if not self.folder.has_begun:
             began = Began.today(self.folder.name)
-            made = privacy_words.start(
+            start = privacy_words.start(
                 self.plan, histories, self.test, began, self.warnings, simulated=self.simulated
-            )
-            self.folder.write_private_start(made.to_json())
-            return
-        start = self.folder.private_start()
-        new = [one for one in self.warnings if one not in start["warnings"]]
-        if new:
-            start["warnings"] += new
-            self.folder.write_private_start(start)
+            ).to_json()
+        else:
+            start = self.folder.private_start()
+            start["warnings"] = list(dict.fromkeys([*start["warnings"], *self.warnings]))
+        self.folder.write_private_start(start)
 
     def go_on(self, folder: RunFolder, rows: Sequence[dict[str, Any]]) -> None:
-        """Goes on after these rounds, in the folder that has them."""
+        """Continues after these rounds, in the folder that has them."""
         self.rows = list(rows)
         done = len(rows)
         rounds = self.settings.rounds
@@ -121,16 +122,51 @@ class RunRecord:
     def row(
         self, state: ServerState, context: RoundContext, played: Played, started: float
     ) -> Disclosed:
-        """Takes the row of a round that has been played; to be told once the round is kept."""
-        made = round_row(
-            self.settings, self.plan, self.measure, state, context, played, started, self.figures
-        )
-        told = self._disclosed(made)
-        self.rows.append(made)
-        return told
+        """Takes the row of a round that has been played, and returns what may be shown of it.
+
+        Args:
+            state: the server's, after the round.
+            context: the round's.
+            played: what the round was.
+            started: when it began, by `time.perf_counter`.
+
+        Raises:
+            UnaccountedReleaseError: a fact of the method's that may not be in a row.
+        """
+        number = context.round
+        method, exchange = self.settings.method, self.measure.exchange
+        declared = None if self.plan is None else method.discloses
+
+        def of_server() -> Mapping[str, Any]:
+            return check_facts(method.facts(state, context), declared)
+
+        def of_clients() -> Mapping[str, Any]:
+            facts = exchange.facts(context, played.there)
+            return check_facts(method.merge_facts(facts), declared)
+
+        row: dict[str, Any] = {"round": number}
+        row.update(check_facts(method.planned_facts(context), declared))
+        row.update(self.figures("facts of the server", of_server))
+        row.update(self.figures("facts of the clients", of_clients))
+        if number % self.settings.evaluate_every == 0 or number == self.settings.rounds:
+            row.update(self.measure.row(state, context, self.figures))
+        if self.plan is not None:
+            histories = exchange.histories()
+            if self.plan.guaranteed(histories):
+                row["epsilon"] = self.plan.epsilon(histories)
+        row["upload_floats"] = sum(m.floats for sent in played.sent.values() for m in sent)
+        row["client_upload_bytes"] = [sum(m.nbytes for m in sent) for sent in played.sent.values()]
+        row["upload_bytes"] = sum(row["client_upload_bytes"])
+        if len(context.active) < context.clients:
+            row["participants"] = list(context.active)
+        row.update(lost_clients(played))
+        row["seconds"] = round(time.perf_counter() - started, 3)
+        shown = self._disclosed(row)
+        self.rows.append(row)
+        return shown
 
     def tell(self, row: Disclosed) -> None:
-        """Writes and tells a round's row."""
+        """Writes a round's row, and passes it to the observer."""
         if self.folder is not None:
             self.folder.append_metrics(row)
         self.observer.round_ended(row.shown)
@@ -190,7 +226,7 @@ class RunRecord:
         *,
         secret: bool = True,
     ) -> Ended:
-        """Report, results and summary; the folder gets its final name.
+        """Makes report, results and summary; the folder gets its final name.
 
         Args:
             server: after its last step.
@@ -199,33 +235,65 @@ class RunRecord:
             histories: what the clients' ledgers hold.
             secret: whether all clients' noise came from the operating system's keys.
         """
-        state = server.state
-        accuracy = self.measure.final_accuracy(self.rows, state, context, self.figures)
-        report = None
-        promised = None
+        accuracy = self.measure.final_accuracy(self.rows, server.state, context, self.figures)
+        report = promise = declared = None
         if self.plan is not None:
             report = self._report(self.plan, histories, secret=secret)
-            promised = privacy_words.summary(
-                self.plan, histories, simulated=self.simulated
-            ).to_json()
+            promise = privacy_words.summary(self.plan, histories, simulated=self.simulated)
+            declared = declared_summary(type(self.settings.method))
         summary = summarise(
             self.settings,
             self.rows,
             accuracy,
             device=str(context.device),
             test=self.test,
-            hidden=self.measure.hidden,
-            privacy=promised,
+            privacy=None if promise is None else promise.to_json(),
         )
-        method = self.settings.method
-        told = self._told(summary, None if self.plan is None else declared_summary(type(method)))
-        shown = dict(told.shown)
+        allowed = self._allowed(summary, declared)
+        shown = dict(allowed.shown)
         if self.folder is None:
             return Ended(accuracy, report, shown, None)
-        files = FinalFiles(method, state, context, server.final_parameters(), uploads, report)
-        report = files.write(self.folder, self.missing)
-        folder = self.folder.finish(told)
+        report = self._write_results(self.folder, server, context, uploads, report)
+        folder = self.folder.finish(allowed)
         return Ended(accuracy, report, {**shown, "folder": str(folder)}, folder)
+
+    def _write_results(
+        self,
+        folder: RunFolder,
+        server: Server,
+        context: RoundContext,
+        uploads: Mapping[int, Message],
+        report: dict[str, Any] | None,
+    ) -> dict[str, Any] | None:
+        """Writes the report first, and pictures last: none of them may cost a result.
+
+        Returns the report with the hashes of the files that are there then.
+        """
+        method = self.settings.method
+        if report is not None:
+            write_report(report, folder.path)
+        folder.write_model(server.final_parameters())
+        sent = synthetic_sets(uploads)
+        sets: list[tuple[int, Tensor, Tensor]]
+        sets = [(client, one.images, one.labels) for client, one in sent.items()]
+        soft = [one.soft_labels() for one in sent.values()]
+        if (images := method.synthetic(server.state, context)) is not None:
+            sets.append((SERVER, *images))
+            soft.append(method.synthetic_soft_labels(server.state, context))
+        if sets:
+            folder.write_synthetic(sets, context.spec, soft)
+        artefacts = method.artefacts(server.state)
+        folder.write_artefacts(artefacts)
+        if report is not None:
+            report = {**report, "files": handed_over(folder.path)}
+            write_report(report, folder.path)
+        try:
+            if sets:
+                folder.draw_synthetic(sets, context.spec)
+            folder.draw_artefacts(artefacts, context.spec.class_names)
+        except Exception as error:
+            self.missing("picture", error)
+        return report
 
     def _report(
         self, plan: PrivacyPlan, histories: Sequence[History], *, secret: bool
@@ -247,11 +315,10 @@ class RunRecord:
         return build_report(facts, histories, rows_before(plan))
 
     def _disclosed(self, row: Mapping[str, Any]) -> Disclosed:
-        return self._told(
-            row, None if self.plan is None else declared_row(type(self.settings.method))
-        )
+        declared = None if self.plan is None else declared_row(type(self.settings.method))
+        return self._allowed(row, declared)
 
-    def _told(self, values: Mapping[str, Any], declared: Declared | None) -> Disclosed:
+    def _allowed(self, values: Mapping[str, Any], declared: Declared | None) -> Disclosed:
         """Over nodes without what goes by the records, which nobody keeps there."""
-        told = disclosed(values, declared)
-        return told if self.simulated else Disclosed(told.shown)
+        found = disclosed(values, declared)
+        return found if self.simulated else Disclosed(found.shown)

@@ -17,7 +17,7 @@ from typing import Any
 from fedsynth.core.method import Method
 from fedsynth.data.shared_set import SUMS
 from fedsynth.errors import FedsynthError
-from fedsynth.federation.outputs.lost_clients import LOST
+from fedsynth.federation.outputs.disclosed import LOST
 from fedsynth.federation.outputs.report_facts import (
     handed_over,
     owner_facts,
@@ -33,12 +33,7 @@ from fedsynth.federation.outputs.run_files import (
 )
 from fedsynth.federation.outputs.run_folder import INCOMPLETE, PRIVATE_START
 from fedsynth.federation.outputs.verified_charges import Charges, rebuilt
-from fedsynth.federation.outputs.verified_contents import (
-    file_problems,
-    metrics_problems,
-    rows_problems,
-    summary_problems,
-)
+from fedsynth.federation.outputs.verified_contents import contents_problems, file_problems
 from fedsynth.federation.terms.privacy_plan import PrivacyPlan
 from fedsynth.privacy.errors import PrivacyError, shown
 from fedsynth.privacy.history import History
@@ -59,6 +54,12 @@ OWNER = "owner.json"
 """In the folder of an owner's report: which client it was, and after how many rounds the run
 ended."""
 _REASON = re.compile(r".{1,1000}")
+NOT_COMPARED = {
+    True: "the ledgers are the data owners', so no ledger file was compared here: each owner can "
+    "verify the report in its own folder",
+    False: "no ledger file was compared: the ledger is kept elsewhere (--ledger DIR compares it)",
+}
+"""The note of a verification without ledger files, by whether the run was over nodes."""
 
 
 def verify_run(
@@ -109,7 +110,7 @@ def _verified(
         )
     found, notes = page_problems(report, folder)
     problems += found
-    if (folder / PRIVATE_START).is_file() and (folder / "config.toml").is_file():
+    if not {"config.toml is missing", f"{PRIVATE_START} is missing"} & set(problems):
         try:
             if owner:
                 found, note = _owner_problems(folder, report, ledger, method)
@@ -141,7 +142,7 @@ def _run_problems(
     run = read_run(folder, method)
     files, exact = ledger_files(folder, run, ledger)
     held = held_rows(report, files, exact=exact)
-    note = held.note or _not_compared(served=run.served)
+    note = held.note or NOT_COMPARED[run.served]
     try:
         charges = Charges(run, held)
     except MismatchError as error:
@@ -166,20 +167,10 @@ def _run_problems(
             "explains the end there"
         )
     problems += report_problems(report, facts, held, rows_before(charges.plan))
-    problems += rows_problems(charges) or [*metrics_problems(charges), *summary_problems(charges)]
+    problems += contents_problems(charges)
     if not abandoned:
         problems += file_problems(charges, folder)
     return problems, note
-
-
-def _not_compared(*, served: bool) -> str:
-    """Returns why no ledger file was compared."""
-    if served:
-        return (
-            "the ledgers are the data owners', so no ledger file was compared here: each owner can "
-            "verify the report in its own folder"
-        )
-    return "no ledger file was compared: the ledger is kept elsewhere (--ledger DIR compares it)"
 
 
 def _events(charges: Charges, report: Mapping[str, Any], *, abandoned: bool) -> list[Event]:
@@ -191,51 +182,43 @@ def _events(charges: Charges, report: Mapping[str, Any], *, abandoned: bool) -> 
     """
     run = charges.run
     stated = [Event.model_validate(one) for one in report["events"]]
-    silent = [event for event in stated if _may_be_silent(event, charges)] if run.served else []
-    absent = [
-        _stated_reason(stated, Event(kind="absent", client=str(number)))
-        for number in charges.absent
-    ]
-    events = [*absent, *run.resumptions]
-    if abandoned or charges.done >= run.settings.rounds:
-        return [*events, *silent]
+    short = charges.done < run.settings.rounds and not abandoned
     if run.served:
-        ended = _stated_reason(stated, Event(kind="ended", after=charges.done))
-        return [*events, ended, *silent]
-    refusal = charges.refusal()
+        absent = [Event(kind="absent", client=str(number)) for number in charges.absent]
+        ended = [Event(kind="ended", after=charges.done)] if short else []
+        silent = [event for event in stated if _may_be_silent(event, charges)]
+        events = [_with_reason(event, stated) for event in absent] + run.resumptions
+        return events + [_with_reason(event, stated) for event in ended] + silent
+    refusal = charges.refusal() if short else None
     if refusal is None:
-        return events
+        return run.resumptions
     under_way = any(row.round > charges.done for rows in charges.own.values() for row in rows)
     last = stated[-1] if stated else refusal
     unknown = {"client": last.client, "epsilon": last.epsilon, "epsilon_next": last.epsilon_next}
     known = last.client in run.stated["ledgers"] and None not in unknown.values()
     if known and (under_way or not charges.alone):
         refusal = refusal.model_copy(update=unknown)
-    return [*events, refusal]
+    return [*run.resumptions, refusal]
 
 
 def _may_be_silent(event: Event, charges: Charges) -> bool:
     """Returns whether a client may have stated nothing since the rounds that an event names: rounds
     in which it was lost, or that were cut off."""
-    run = charges.run
     if event != Event(kind="unstated", client=event.client, rounds=event.rounds):
         return False
-    if (
-        event.client is None
-        or event.client in {str(number) for number in charges.absent}
-        or not event.rounds
-    ):
+    run, client = charges.run, event.client
+    if client is None or not event.rounds or client in map(str, charges.absent):
         return False
     for number in event.rounds:
         row = run.rows[number - 1] if 1 <= number <= charges.done else {}
         cut_off = number - 1 in run.resumed or number == charges.done + 1
-        if not cut_off and event.client not in row.get(LOST, {}):
+        if not cut_off and client not in row.get(LOST, {}):
             return False
     return True
 
 
-def _stated_reason(stated: Sequence[Event], expected: Event) -> Event:
-    """Returns the expected event, with the reason of the stated event that is like it."""
+def _with_reason(expected: Event, stated: Sequence[Event]) -> Event:
+    """Returns an event with the reason of the stated event that is like it."""
     for event in stated:
         same = event.model_copy(update={"why": None}) == expected
         if same and event.why is not None and _REASON.fullmatch(event.why):
@@ -251,7 +234,7 @@ def _owner_problems(
 ) -> tuple[list[str], str]:
     """Returns everything in which an owner's folder and its report differ, and what was compared.
 
-    An owner knows only its own ledger: σ and the number of rounds are as the server told it.
+    An owner knows only its own ledger: σ and the number of rounds are as the server stated them.
 
     Raises:
         PrivacyError: a file does not fit the others.
@@ -266,11 +249,13 @@ def _owner_problems(
     held = held_rows(report, home, exact=False)
     problems = list(held.problems)
     before, since = held.rows[name][: start["rows"]], held.rows[name][start["rows"] :]
-    hashes = held.chains(name)
-    if start["rows"] < len(hashes) and hashes[start["rows"]] != start["chain"]:
+    if not held.begins_with(name, start):
         problems.append(f"{name}: the ledger is not the one that the run began with")
     plan = _owners_plan(run, number)
-    if since and not _planned_rows(run, plan, number) & set(since):
+    planned: set[Release] = set()
+    for round_number in plan.participation.rounds_of(number, plan.run.rounds):
+        planned |= set(plan.client_rows(number, replace(run.context, round=round_number)))
+    if since and not planned & set(since):
         problems.append("the ledger has new rows, and none that this run's settings charge")
     facts, rows = owner_facts(
         plan,
@@ -285,7 +270,7 @@ def _owner_problems(
 
 
 def _owners_plan(run: RunStart, number: int) -> PrivacyPlan:
-    """Returns what the client was charged by; σ is the run's, or as the server told it."""
+    """Returns what the client was charged by; σ is the run's, or as the server stated it."""
     plan = PrivacyPlan.checked(run.settings, run.context)
     stated, own = run.stated["noise_multiplier"], plan.privacy.noise_multiplier
     if not run.settings.partition.clients > number >= 0:
@@ -293,14 +278,6 @@ def _owners_plan(run: RunStart, number: int) -> PrivacyPlan:
     if type(stated) is not float or stated <= 0 or (own is not None and own != stated):
         raise MismatchError(f"the run began with σ = {stated}, and its settings say {own}")
     return replace(plan, privacy=replace(plan.privacy, noise_multiplier=stated))
-
-
-def _planned_rows(run: RunStart, plan: PrivacyPlan, number: int) -> set[Release]:
-    """Returns all rows that a client's ledger may get in the run."""
-    found: set[Release] = set()
-    for round_number in plan.participation.rounds_of(number, plan.run.rounds):
-        found |= set(plan.client_rows(number, replace(run.context, round=round_number)))
-    return found
 
 
 def _owners_numbers(file: Path, rounds: int) -> tuple[int, int]:

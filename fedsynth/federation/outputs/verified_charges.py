@@ -17,7 +17,7 @@ from typing import Any
 from fedsynth.core.context import RoundContext
 from fedsynth.core.method import Method
 from fedsynth.federation.exchange.rounds import FIRST_EXCHANGE, needed_uploads
-from fedsynth.federation.outputs.lost_clients import LOST, NOT_COUNTED, REJECTED
+from fedsynth.federation.outputs.disclosed import LOST, NOT_COUNTED, REJECTED
 from fedsynth.federation.outputs.run_files import MismatchError, RunFiles, ledger_files, read_run
 from fedsynth.federation.outputs.run_folder import PRIVATE_START, RESUMED
 from fedsynth.federation.terms.privacy_plan import PrivacyPlan
@@ -206,32 +206,25 @@ class Charges:
         kept = self.run.served or (privacy is not None and privacy.ledger_folder is not None)
         problems = []
         for client, start in self.run.stated["ledgers"].items():
-            hashes = self.held.chains(client)
-            if start["rows"] < len(hashes) and hashes[start["rows"]] != start["chain"]:
-                problems.append(
-                    f"{client}: the ledger's first {start['rows']} rows are not those of "
-                    f"{PRIVATE_START}"
-                )
+            found = []
+            if not self.held.begins_with(client, start):
+                count = start["rows"]
+                found.append(f"the ledger's first {count} rows are not those of {PRIVATE_START}")
             for row in self.lacking[client]:
-                problems.append(
-                    f"{client}: by config.toml {_row(row)} is charged, and the ledger has no such "
-                    "row"
-                )
+                text = f"by config.toml {_row(row)} is charged, and the ledger has no such row"
+                found.append(text)
             ledger = self.held.ledgers.get(client)
             if ledger is not None:
                 noted = Counter(n for rows, n in ledger.resumptions if rows >= start["rows"])
                 if Counter(self.run.resumed) - noted:
-                    problems.append(
-                        f"{client}: {RESUMED} has a resumption that its ledger does not have"
-                    )
-            if kept:
-                continue
-            for row in self.foreign[client]:
-                problems.append(
-                    f"{client}: the ledger has {_row(row)}, which by config.toml is not charged"
-                )
-            if ledger is not None and ledger.dataset != data_set_id(self.run.settings):
-                problems.append(f"{client}: the ledger is another data set's or partition's")
+                    found.append(f"{RESUMED} has a resumption that its ledger does not have")
+            if not kept:
+                for row in self.foreign[client]:
+                    text = f"the ledger has {_row(row)}, which by config.toml is not charged"
+                    found.append(text)
+                if ledger is not None and ledger.dataset != data_set_id(self.run.settings):
+                    found.append("the ledger is another data set's or partition's")
+            problems += [f"{client}: {one}" for one in found]
         return problems
 
     def refusal(self) -> Event | None:

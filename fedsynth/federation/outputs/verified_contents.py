@@ -12,53 +12,48 @@ from typing import Any
 from torch import Tensor
 
 from fedsynth.data.files import one_line, read_tensors
-from fedsynth.data.shared_set import BYTES, FORMAT, NORMALISED
+from fedsynth.data.shared_set import BYTES, NORMALISED, TENSORS, set_facts
 from fedsynth.federation.outputs import privacy_words
 from fedsynth.federation.outputs.disclosed import (
     COMMON,
+    LOST,
     MEASURED,
     MODELS,
+    NOT_COUNTED,
     ON_TEST,
+    REJECTED,
+    ROW,
     Declared,
     declared_row,
     declared_summary,
     disclosed,
 )
-from fedsynth.federation.outputs.lost_clients import LOST, NOT_COUNTED, REJECTED
 from fedsynth.federation.outputs.result import own_sources, summarise
 from fedsynth.federation.outputs.run_folder import CONFIG, MODEL, SERVER
 from fedsynth.federation.outputs.verified_charges import Charges
-from fedsynth.federation.terms.run_data import PRIVATE
 from fedsynth.federation.terms.run_data import PUBLIC as PUBLIC_TEST
-from fedsynth.privacy.disclosure import PUBLIC, SHARE, released
+from fedsynth.privacy.disclosure import PUBLIC
 from fedsynth.privacy.files import file_hash
 from fedsynth.privacy.verify import differences
 from fedsynth.synthesizer.condensation.sets import SyntheticSet
 
-METRICS, SUMMARY, SYNTHETIC = "metrics.jsonl", "summary.json", "synthetic.safetensors"
-_MEASURED_ACCURACY = released("measured on public test images", SHARE)
+METRICS = "metrics.jsonl"
+
+
+def contents_problems(charges: Charges) -> list[str]:
+    """Returns where metrics.jsonl and summary.json differ from what the method declares, or, if
+    all values are declared, from what the plan and the charges say."""
+    rows = charges.run.rows
+    for check in (_shape_problems, _planned_problems):
+        problems = []
+        for row in rows:
+            problems += [f"{METRICS}: round {row['round']} {one}" for one in check(row, charges)]
+        if problems and check is _shape_problems:
+            return problems
+    return [*problems, *_epsilon_problems(charges), *_summary_problems(charges)]
 
 
 # ----------------------------------------------------------------------------------- metrics.jsonl
-
-
-def rows_problems(charges: Charges) -> list[str]:
-    """Returns what the rows of metrics.jsonl state that may not be shown, or in another shape."""
-    return [
-        f"metrics.jsonl: round {row['round']} {problem}"
-        for row in charges.run.rows
-        for problem in _shape_problems(row, charges)
-    ]
-
-
-def metrics_problems(charges: Charges) -> list[str]:
-    """Returns where rows of a sound shape differ from the plan, and from what was charged."""
-    problems = [
-        f"metrics.jsonl: round {row['round']} {problem}"
-        for row in charges.run.rows
-        for problem in _planned_problems(row, charges)
-    ]
-    return problems + _epsilon_problems(charges)
 
 
 def _shape_problems(row: Mapping[str, Any], charges: Charges) -> list[str]:
@@ -67,18 +62,15 @@ def _shape_problems(row: Mapping[str, Any], charges: Charges) -> list[str]:
     problems = _undeclared(row, declared_row(type(run.settings.method)))
     if problems:
         return problems
-    for name, variant in row.get(MODELS, {}).items():
+    models = row.get(MODELS, {})
+    for name, variant in models.items():
         if name not in run.settings.method.variant_names:
             problems.append(f"has a model {name!r:.40}, which the method does not make")
-        problems += [
-            f"{problem} (of model {name!r:.40})" for problem in _undeclared(variant, MEASURED)
-        ]
-    measured = [row, *row.get(MODELS, {}).values()]
-    if run.stated["test_images"] != PUBLIC_TEST and any(
-        set(ON_TEST) & set(one) for one in measured
-    ):
-        problems.append(f"has an accuracy, and the test images are {run.stated['test_images']}")
-    for one in measured:
+        problems += [f"{one} (of model {name!r:.40})" for one in _undeclared(variant, MEASURED)]
+    test = run.stated["test_images"]
+    for one in (row, *models.values()):
+        if test != PUBLIC_TEST and set(ON_TEST) & set(one):
+            problems.append(f"has an accuracy, and the test images are {test}")
         if set(one.get("domain_accuracy", {})) - set(run.spec.domains):
             problems.append("has the accuracy of a domain that the data set does not have")
     sizes = row.get("client_upload_bytes", [])
@@ -116,29 +108,26 @@ def _planned_problems(row: Mapping[str, Any], charges: Charges) -> list[str]:
 
 def _epsilon_problems(charges: Charges) -> list[str]:
     """Returns rounds whose ε is not that of the rows that were charged until their end."""
-    rows = charges.run.rows
-    if not charges.plan.guaranteed(charges.plan.histories):
-        return [
-            f"metrics.jsonl gives an epsilon in round {row['round']}, where no figure would be true"
-            for row in rows
-            if "epsilon" in row
-        ]
+    rows, plan = charges.run.rows, charges.plan
+    if not plan.guaranteed(plan.histories):
+        stated = [row["round"] for row in rows if "epsilon" in row]
+        where = f"{METRICS} gives an epsilon in round"
+        return [f"{where} {number}, where no figure would be true" for number in stated]
+    # over nodes it is not known what a lost client was charged
     lost = charges.run.served and any(LOST in row or REJECTED in row for row in rows)
-    table = (
-        {} if lost else charges.epsilon_by_round()
-    )  # what a lost client was charged is not known
+    table = {} if lost else charges.epsilon_by_round()
     problems = []
     spent = table.get(0, 0.0)
-    most = charges.plan.epsilon(charges.now)
+    most = plan.epsilon(charges.now)
     for row in rows:
         spent = table.get(row["round"], spent)
-        stated = row.get("epsilon")
-        where = f"metrics.jsonl: epsilon of round {row['round']}"
-        if stated is None and math.isinf(most):  # another run's release had no guarantee
+        epsilon = row.get("epsilon")
+        where = f"{METRICS}: epsilon of round {row['round']}"
+        if epsilon is None and math.isinf(most):  # another run's release had no guarantee
             continue
         if charges.alone and not lost:
-            problems += differences(where, spent, stated)
-        elif type(stated) is not float or not spent * 0.999999 <= stated <= most * 1.000001:
+            problems += differences(where, spent, epsilon)
+        elif type(epsilon) is not float or not spent * 0.999999 <= epsilon <= most * 1.000001:
             # when exactly another run charged the ledger is not known
             problems.append(f"{where} must be between {spent:.6g} and {most:.6g}")
     return problems
@@ -147,39 +136,30 @@ def _epsilon_problems(charges: Charges) -> list[str]:
 # ------------------------------------------------------------------------------------ summary.json
 
 
-def summary_problems(charges: Charges) -> list[str]:
+def _summary_problems(charges: Charges) -> list[str]:
     """Returns where summary.json, if there is one, is not the summary of the rows."""
-    run = charges.run
-    stated = run.summary
-    if stated is None:
+    run, summary = charges.run, charges.run.summary
+    if summary is None:
         return []
     settings = run.settings
     test = run.stated["test_images"]
-    accuracy = _accuracy(charges)
+    accuracy = None  # as the last row has it, or as stated where that round was not measured
+    if run.rows and test == PUBLIC_TEST:
+        name = COMMON if settings.method.personal else "test_accuracy"
+        stated = run.rows[-1].get(name, summary.get(name))
+        accuracy = stated if isinstance(stated, float) and ROW[name].fits(stated) else None
     promise = privacy_words.summary(charges.plan, charges.now, simulated=not run.served)
     expected = summarise(
         settings,
         run.rows,
         accuracy,
-        device=str(stated.get("device"))[:20],
+        device=str(summary.get("device"))[:20],
         test=test,
-        hidden=test == PRIVATE,
         privacy=promise.to_json(),
     )
     shown = dict(disclosed(expected, declared_summary(type(settings.method))).shown)
-    shown["folder"] = str(stated.get("folder"))
-    return differences("summary.json", json.loads(json.dumps(shown)), stated)
-
-
-def _accuracy(charges: Charges) -> float | None:
-    """Returns the final model's accuracy: as the last row has it, or as stated where that round
-    was not measured."""
-    run = charges.run
-    if not run.rows or run.stated["test_images"] != PUBLIC_TEST:
-        return None
-    name = COMMON if run.settings.method.personal else "test_accuracy"
-    stated = run.rows[-1].get(name, (run.summary or {}).get(name))
-    return stated if isinstance(stated, float) and _MEASURED_ACCURACY.fits(stated) else None
+    shown["folder"] = str(summary.get("folder"))
+    return differences("summary.json", json.loads(json.dumps(shown)), summary)
 
 
 # ------------------------------------------------------------------------------------------- files
@@ -196,17 +176,16 @@ def file_problems(charges: Charges, folder: Path) -> list[str]:
     if run.rows or (run.summary or {}).get("rounds") != 0:
         required.add(METRICS)
     if counted and (sends_sets or method.makes_images(counted)):
-        required.add(SYNTHETIC)
-    allowed = {*required, METRICS}
-    if counted and (sends_sets or method.plans_images):
-        allowed.add(SYNTHETIC)
+        required.add(TENSORS)
+    makes_images = bool(counted) and (sends_sets or method.plans_images)
     problems = [f"{name} is missing" for name in sorted(required) if not (folder / name).is_file()]
-    for name in (SYNTHETIC, "artefacts.json"):
-        if name not in allowed and (folder / name).exists():
+    unexpected = ["artefacts.json"] if makes_images else [TENSORS, "artefacts.json"]
+    for name in unexpected:
+        if (folder / name).exists():
             problems.append(f"{name} is there, and the run makes none")
     problems += _model_problems(charges, folder / MODEL)
-    if SYNTHETIC in allowed:
-        problems += _images_problems(charges, folder / SYNTHETIC, counted)
+    if makes_images:
+        problems += _images_problems(charges, folder / TENSORS, counted)
     sources = {one.file: one.sha256 for one in own_sources(run.settings).values()}
     kept = folder / "sources"
     there = {path.name for path in kept.iterdir()} if kept.is_dir() else set()
@@ -220,14 +199,11 @@ def _model_problems(charges: Charges, file: Path) -> list[str]:
     """Returns how a model's tensors differ from the run's architecture."""
     if not file.is_file():
         return []
-    expected = {
-        name: list(tensor.shape)
-        for name, tensor in charges.run.context.architecture.state_dict().items()
-    }
     try:
         tensors, _ = read_tensors(file)
     except (OSError, ValueError) as error:
         return [f"{MODEL} cannot be read: {one_line(error)}"]
+    expected = _shapes(charges.run.context.architecture.state_dict())
     return differences(MODEL, expected, _shapes(tensors))
 
 
@@ -246,27 +222,15 @@ def _images_problems(charges: Charges, file: Path, counted: list[int]) -> list[s
         clients = set(tensors["client"].tolist())
         labels = set(tensors["labels"].tolist())
     except (OSError, ValueError, LookupError, TypeError) as error:
-        return [f"{SYNTHETIC} cannot be read: {one_line(error)}"]
-    shapes = _shapes(tensors)
-    count = shapes["labels"][0] if shapes["labels"] else 0
-    expected: dict[str, list[int]] = {
-        "images": [count, *spec.image_shape],
-        "labels": [count],
-        "client": [count],
-    }
-    if "soft_labels" in shapes:
+        return [f"{TENSORS} cannot be read: {one_line(error)}"]
+    count = tensors["labels"].numel()
+    expected = {"images": [count, *spec.image_shape], "labels": [count], "client": [count]}
+    if "soft_labels" in tensors:
         expected["soft_labels"] = [count, spec.classes]
-    problems = differences(SYNTHETIC, expected, shapes)
-    stated = {
-        "format": FORMAT,
-        "pixels": BYTES if facts.get("pixels") == BYTES else NORMALISED,
-        "data_set": spec.name,
-        "class_names": json.dumps(spec.class_names),
-        "mean": json.dumps(spec.mean),
-        "std": json.dumps(spec.std),
-    }
-    problems += differences(f"{SYNTHETIC}: metadata", stated, facts)
+    pixels = BYTES if facts.get("pixels") == BYTES else NORMALISED
+    problems = differences(TENSORS, expected, _shapes(tensors))
+    problems += differences(f"{TENSORS}: metadata", set_facts(spec, pixels), facts)
     active = charges.plan.participation.in_round(counted[-1])
     if clients - {*active, SERVER} or labels - set(range(spec.classes)):
-        problems.append(f"{SYNTHETIC} names clients or classes that there are not")
+        problems.append(f"{TENSORS} names clients or classes that there are not")
     return problems
