@@ -1,5 +1,5 @@
-"""What may leave the house of a run: its synthetic images with their report, in a folder of their
-own, and nothing else (`fedsynth.data.shared_set` has the list)."""
+"""Exports the synthetic images of a run with their report and a README, in a folder of their own, and
+nothing else (`fedsynth.data.shared_set` has the list)."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ import re
 import shutil
 import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from PIL import Image
 from safetensors import SafetensorError
+from torch import nn
 
 from fedsynth.core.method import Method
 from fedsynth.data.files import one_line, read_tensors
@@ -29,18 +32,53 @@ from fedsynth.data.shared_set import (
 )
 from fedsynth.errors import OutputError, UnknownNameError
 from fedsynth.federation.outputs.run_folder import INCOMPLETE, MODEL, PRIVATE_START
-from fedsynth.federation.outputs.saved_model import model_of_run, write_model
-from fedsynth.federation.outputs.share_readme import Share, readme
+from fedsynth.federation.outputs.saved_model import Architecture, model_of_run, write_model
 from fedsynth.federation.outputs.verification import verify_run
+from fedsynth.federation.terms.run_data import PUBLIC
 from fedsynth.methods import method_class
+from fedsynth.own_code import is_label
 from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.files import file_hash, plain_files
+from fedsynth.privacy.formatting import format_epsilon
 from fedsynth.privacy.report import write_report
 from fedsynth.privacy.report_file import read_json, sound_report
+from fedsynth.privacy.report_pages import protected, secure_aggregation, unprotected, verdict
 from fedsynth.version import __version__
 
 UNPROTECTED = "unprotected"
 _LONGEST_NAME = 60
+_TEMPLATES = Environment(
+    loader=FileSystemLoader(Path(__file__).parent / "templates"),
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+    keep_trailing_newline=True,
+    autoescape=False,  # the README is Markdown
+)
+_TEMPLATES.filters["escaped"] = lambda text: re.sub(r"([\\`*_\[\]<>|])", r"\\\1", text)
+
+
+@dataclass(frozen=True)
+class Share:
+    """A run's synthetic images, and what goes with them.
+
+    Attributes:
+        found: the images, with their guarantee.
+        made_by: the package's version and the method.
+        report: the privacy report; None: the run had no differential privacy.
+        accuracy: of the run's model on test images; None: not measured.
+        learned: whether that model was trained on these images.
+        model: the model and its architecture, to go with them; None: it stays.
+        test: what the test images are: "public", "private", or "" where the run does not say.
+    """
+
+    found: SharedSet
+    made_by: str
+    report: dict[str, Any] | None
+    accuracy: float | None
+    learned: bool
+    model: tuple[nn.Module, Architecture] | None
+    test: str
 
 
 def export_run(
@@ -124,10 +162,12 @@ def _read(folder: Path, unprotected: bool, with_model: bool, method: type[Method
             f"the run in {folder} had {lacks}: its images may show real ones, and nothing is "
             f"promised to anybody (--{UNPROTECTED}, {UNPROTECTED}=True: export them all the same)"
         )
-    name = one_line(summary.get("method"))
-    made_by = method or _known(name)
+    name = one_line(summary.get("method"), 60)
+    given = method
+    with suppress(UnknownNameError):
+        method = method or method_class(name)
     if not (folder / TENSORS).is_file():
-        needs = "" if made_by is None else made_by.images_from
+        needs = "" if method is None else method.images_from
         why = f"with {name} they need {needs}" if needs else f"{name} sends models"
         raise OutputError(f"the run in {folder} made no synthetic images: {why}")
     try:
@@ -136,29 +176,21 @@ def _read(folder: Path, unprotected: bool, with_model: bool, method: type[Method
         raise OutputError(f"{folder / TENSORS} cannot be used: {one_line(error)}") from None
     if found.clients is not None and len(found.clients.unique()) == 1:
         found = replace(found, clients=None)
-    found = replace(found, epsilon=promise.get("epsilon"), delta=promise.get("delta"))
     accuracy = summary.get("test_accuracy")
+    start = read_json(folder / PRIVATE_START, "start of a run") if private else {}
     return Share(
-        found,
-        f"fedsynth {__version__}, {one_line(summary.get('method'), 60)}",
+        replace(found, epsilon=promise.get("epsilon"), delta=promise.get("delta")),
+        f"fedsynth {__version__}, {name}",
         report,
         accuracy if type(accuracy) is float else None,
-        made_by is not None and made_by.learns_from_images,
-        model_of_run(folder, found.spec, method) if with_model else None,
-        str(read_json(folder / PRIVATE_START, "start of a run")["test_images"]) if private else "",
+        method is not None and method.learns_from_images,
+        model_of_run(folder, found.spec, given) if with_model else None,
+        str(start.get("test_images", "")),
     )
 
 
-def _known(name: str) -> type[Method] | None:
-    """The method's class; None: fedsynth does not know it."""
-    try:
-        return method_class(name)
-    except UnknownNameError:
-        return None
-
-
 def _sound_report(folder: Path, method: type[Method] | None) -> dict[str, Any]:
-    """The run's report, which must follow from its ledgers: nobody shall hand over another."""
+    """Returns the run's report, which must follow from its ledgers."""
     problems = verify_run(folder, method=method).problems
     if problems:
         raise PrivacyError(
@@ -198,6 +230,38 @@ def _write(made: Share, out: Path) -> None:
         files = {name: file_hash(out / name) for name in own}
         write_report({**made.report, "files": files, "handed_over": True}, out)
     write_hashes(out)
+
+
+def readme(made: Share) -> str:
+    """Returns what the recipient reads first."""
+    found, spec = made.found, made.found.spec
+    count = len(found.labels)
+    report = made.report or {}
+    promise = report.get("guarantee") or {}
+    own = {} if made.model is None else made.model[1].own
+    files = {kind: one.partition("@")[0] for kind, one in own.items() if is_label(one)}
+    return _TEMPLATES.get_template("share.md.j2").render(
+        made=made,
+        spec=spec,
+        count=count,
+        accuracy=None if made.accuracy is None else f"{100 * made.accuracy:.1f}",
+        test="public test images" if made.test == PUBLIC else "test images",
+        target="labels" if found.soft_labels is None else "soft_labels",
+        mean=json.dumps(spec.mean),
+        std=json.dumps(spec.std),
+        pooled=(max(1, spec.height // 4), max(1, spec.width // 4)),
+        steps=min(3000, 300 + count // 5),
+        verdict=verdict(report) if report and not promise else "",
+        epsilon=format_epsilon(promise["epsilon"]) if promise else "",
+        delta=f"{promise['delta']:g}" if promise else "",
+        protected=protected(report) if promise else "",
+        unprotected=unprotected(report) if promise else "",
+        aggregation=secure_aggregation(report).partition(":")[0] if promise else "",
+        teaches=made.model is not None and made.model[1].teaches,
+        own_code=" and ".join(f"`{name}`" for name in own.values()),
+        own_files=", ".join(f'{kind}="PATH/{one}"' for kind, one in files.items()),
+        own_features=files.get("features", ""),
+    )
 
 
 def folder_names(class_names: Sequence[str]) -> list[str]:

@@ -79,6 +79,8 @@ GRID_LIMIT = 400  # images of the picture; all are in synthetic.safetensors
 GRID_COLUMNS = 20
 COUNTS = "partition.json"
 ROUNDS = "synthetic_by_round"
+METRICS = "metrics.jsonl"
+HIDDEN = "simulation_only/rounds.jsonl"
 
 
 class RunFolder:
@@ -147,6 +149,11 @@ class RunFolder:
         """Where the run's checkpoint goes, while it lasts."""
         return self.path / "simulation_only" / "checkpoint"
 
+    def _replace(self, name: str, text: str) -> None:
+        """Replaces a file in one step."""
+        with _writing(self.path):
+            write_whole(self.path / name, text.encode())
+
     def resumed(self, after: int) -> list[int]:
         """Writes down that the run is resumed after this round; all such rounds so far.
 
@@ -154,8 +161,7 @@ class RunFolder:
             OutputError: it cannot be written, or what is there is damaged.
         """
         rounds = [*self.resumptions(), after]
-        with _writing(self.path):
-            write_whole(self.path / RESUMED, json.dumps({"after_rounds": rounds}).encode())
+        self._replace(RESUMED, json.dumps({"after_rounds": rounds}))
         return rounds
 
     def resumptions(self) -> list[int]:
@@ -185,34 +191,29 @@ class RunFolder:
     @property
     def has_rounds(self) -> bool:
         """Whether a round has ended, by what is written after its checkpoint."""
-        file = self.path / "metrics.jsonl"
+        file = self.path / METRICS
         return (file.exists() and file.stat().st_size > 0) or any(self.resumptions())
 
     def rewrite_metrics(self, rows: Sequence[Disclosed]) -> None:
-        """Puts these rows in place of all: those of a round that did not end are dropped."""
-        shown = [row.shown for row in rows]
-        hidden = [{"round": row.shown["round"], **row.hidden} for row in rows if row.hidden]
-        with _writing(self.path):
-            for name, lines in (("metrics.jsonl", shown), ("simulation_only/rounds.jsonl", hidden)):
-                if lines or (self.path / name).exists():
-                    text = "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines)
-                    write_whole(self.path / name, text.encode())
+        """Replaces all rows by these: those of a round that did not end are dropped."""
+        for name, lines in ((METRICS, map(_shown, rows)), (HIDDEN, map(_hidden, rows))):
+            text = "".join(lines)
+            if text or (self.path / name).exists():
+                self._replace(name, text)
 
     def write_config(self, toml: str) -> None:
-        with _writing(self.path):
-            write_whole(self.path / CONFIG, toml.encode())
+        self._replace(CONFIG, toml)
 
     def write_sources(self, files: Sequence[tuple[str, str]]) -> None:
-        """The texts of files of one's own, by name, as they were executed."""
-        with _writing(self.path):
-            for name, text in files:
+        """Writes the texts of the user's own files, by name, as they were executed."""
+        for name, text in files:
+            with _writing(self.path):
                 (self.path / "sources").mkdir(exist_ok=True)
-                write_whole(self.path / "sources" / name, text.encode())
+            self._replace(f"sources/{name}", text)
 
     def write_private_start(self, facts: Mapping[str, Any]) -> None:
-        with _writing(self.path):
-            text = json.dumps(facts, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
-            write_whole(self.path / PRIVATE_START, text.encode())
+        text = json.dumps(facts, indent=1, ensure_ascii=False, allow_nan=False)
+        self._replace(PRIVATE_START, f"{text}\n")
 
     @property
     def name(self) -> str:
@@ -237,15 +238,11 @@ class RunFolder:
         return (self.path / PRIVATE_START).exists()
 
     def append_metrics(self, row: Disclosed) -> None:
-        """A round's row."""
-        self._append("metrics.jsonl", row.shown)
-        if row.hidden:
-            hidden = {"round": row.shown["round"], **row.hidden}
-            self._append("simulation_only/rounds.jsonl", hidden)
-
-    def _append(self, name: str, row: Mapping[str, Any]) -> None:
-        with _writing(self.path), (self.path / name).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row, allow_nan=False) + "\n")
+        """Appends a round's row."""
+        for name, line in ((METRICS, _shown(row)), (HIDDEN, _hidden(row))):
+            if line:
+                with _writing(self.path), (self.path / name).open("a", encoding="utf-8") as file:
+                    file.write(line)
 
     def write_partition(
         self, counts_KC: npt.NDArray[np.int64], class_names: Sequence[str] = ()
@@ -276,13 +273,13 @@ class RunFolder:
         """(client, images [N, C, H, W], normalised or uint8 pixels, labels [N]) of the last round:
         exactly what was sent, or what the server (`SERVER`) made; and where all have them, soft
         labels [N, classes]."""
-        images = torch.cat([s[1].cpu() for s in sets])
+        images, labels = _joined(sets)
         rows = [one.cpu() for one in soft if one is not None]
         with _writing(self.path):
             write_set(
                 self.path / TENSORS,
                 images,
-                torch.cat([s[2].cpu() for s in sets]),
+                labels,
                 spec,
                 pixels=BYTES if images.dtype == torch.uint8 else NORMALISED,
                 clients=torch.cat([torch.full((len(s[2]),), s[0]) for s in sets]),
@@ -297,10 +294,9 @@ class RunFolder:
     ) -> None:
         """A picture of what `write_synthetic` wrote, a row for each class, where the images have
         colours or greys."""
-        images = torch.cat([s[1].cpu() for s in sets])
+        images, labels = _joined(sets)
         if not len(images) or spec.channels not in (1, 3):
             return
-        labels = torch.cat([s[2].cpu() for s in sets])
         most = int(torch.bincount(labels).max())
         columns = min(most, GRID_COLUMNS, max(1, GRID_LIMIT // len(labels.unique())))
         shown = images if images.dtype == torch.uint8 else denormalise(images, spec)
@@ -319,11 +315,8 @@ class RunFolder:
         """What a server made of [classes, clients], as artefacts.json."""
         if not matrices:
             return
-        with _writing(self.path):
-            values = {name: finite(matrix.cpu().tolist()) for name, matrix in matrices.items()}
-            (self.path / "artefacts.json").write_text(
-                json.dumps(values, indent=1, allow_nan=False), encoding="utf-8"
-            )
+        values = {name: finite(matrix.cpu().tolist()) for name, matrix in matrices.items()}
+        self._replace("artefacts.json", json.dumps(values, indent=1, allow_nan=False))
 
     def draw_artefacts(
         self, matrices: Mapping[str, Tensor], class_names: Sequence[str] = ()
@@ -349,6 +342,22 @@ class RunFolder:
         return self._final
 
 
+def _joined(sets: Sequence[tuple[int, Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Returns all images and all labels, on the CPU."""
+    return torch.cat([s[1].cpu() for s in sets]), torch.cat([s[2].cpu() for s in sets])
+
+
+def _shown(row: Disclosed) -> str:
+    return json.dumps(row.shown, allow_nan=False) + "\n"
+
+
+def _hidden(row: Disclosed) -> str:
+    """Returns the line of what only a simulation may show; empty: there is nothing."""
+    if not row.hidden:
+        return ""
+    return json.dumps({"round": row.shown["round"], **row.hidden}, allow_nan=False) + "\n"
+
+
 def resumed_rounds(file: Path) -> list[int]:
     """After which rounds a run was resumed, by its resumed.json; none without the file.
 
@@ -360,10 +369,10 @@ def resumed_rounds(file: Path) -> list[int]:
         return []
     try:
         rounds = load_json(file)["after_rounds"]
+        if not isinstance(rounds, list) or any(type(one) is not int or one < 0 for one in rounds):
+            raise TypeError("it must list rounds")
     except (KeyError, TypeError) as error:
         raise ValueError(f"{error!r:.80}") from None
-    if not isinstance(rounds, list) or any(type(one) is not int or one < 0 for one in rounds):
-        raise ValueError("it must list rounds")
     if rounds != sorted(rounds):
         raise ValueError("its rounds must not fall")
     return rounds

@@ -29,15 +29,13 @@ from fedsynth.federation.outputs.disclosed import (
     disclosed,
 )
 from fedsynth.federation.outputs.result import own_sources, summarise
-from fedsynth.federation.outputs.run_folder import CONFIG, MODEL, SERVER
+from fedsynth.federation.outputs.run_folder import CONFIG, METRICS, MODEL, SERVER
 from fedsynth.federation.outputs.verified_charges import Charges
 from fedsynth.federation.terms.run_data import PUBLIC as PUBLIC_TEST
 from fedsynth.privacy.disclosure import PUBLIC
 from fedsynth.privacy.files import file_hash
 from fedsynth.privacy.verify import differences
 from fedsynth.synthesizer.condensation.sets import SyntheticSet
-
-METRICS = "metrics.jsonl"
 
 
 def contents_problems(charges: Charges) -> list[str]:
