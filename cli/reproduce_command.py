@@ -152,8 +152,7 @@ def _run(
     from fedsynth.cli.progress import make_observer
     from fedsynth.reproduction.comparison import lines
     from fedsynth.reproduction.rows import Rows
-    from fedsynth.reproduction.runs import Clock, Runner, jobs_of
-    from fedsynth.reproduction.scaling import scale_words
+    from fedsynth.reproduction.runs import Clock, Runner, jobs_of, scale_words
 
     mark = scale_words(scale)
     rows = Rows(output, scale)
@@ -193,7 +192,7 @@ def _print_comparison(
 ) -> None:
     """Prints published and reproduced numbers on stdout."""
     from fedsynth.reproduction.comparison import format_number
-    from fedsynth.reproduction.scaling import NO_RESULT, scale_words
+    from fedsynth.reproduction.runs import NO_RESULT, scale_words
 
     done = ("finished", "existing")
     unfinished = [outcome for outcome in outcomes if outcome.status not in done]
@@ -324,7 +323,7 @@ def _print_block(block: Block) -> None:
 def _states(table: Preset, cells: Sequence[Cell], data_root: str | None) -> list[str]:
     """Returns whether each cell can be run here, in words."""
     from fedsynth.data.load import ROOT_VARIABLE, missing_files
-    from fedsynth.reproduction.published import dataset_of
+    from fedsynth.reproduction.presets import dataset_of
 
     root = Path(data_root or os.environ.get(ROOT_VARIABLE) or "/nowhere")
     states = []

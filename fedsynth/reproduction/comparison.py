@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fedsynth.reproduction.measures import measured
-from fedsynth.reproduction.presets import Cell, Changes, Number, Preset, cell_words
-from fedsynth.reproduction.published import dataset_of
+from fedsynth.reproduction.presets import Cell, Changes, Number, Preset, cell_words, dataset_of
 from fedsynth.reproduction.rows import run_hash
 from fedsynth.reproduction.runs import jobs_of
 
@@ -144,20 +143,50 @@ def lines(
         scale, changes: of the runs.
     """
 
-    def finished(cell: Cell) -> dict[int, Mapping[str, Any]]:
-        jobs = jobs_of(table, [cell], seeds, scale=scale, changes=changes)
+    def finished(cell: Cell | None) -> dict[int, Mapping[str, Any]]:
+        jobs = jobs_of(table, [cell] if cell else [], seeds, scale=scale, changes=changes)
         hashes = {job.seed: run_hash(job.settings) for job in jobs}
         return {seed: rows[mark] for seed, mark in hashes.items() if mark in rows}
 
     found = []
     for cell in cells:
         runs = finished(cell)
-        fedavg: dict[int, Mapping[str, Any]] = {}
-        baseline = _fedavg_cell(table, cell)
-        if baseline is not None:
-            fedavg = finished(baseline)
+        fedavg = finished(_fedavg_cell(table, cell))
         for number in cell.numbers:
-            found.append(_line(table, cell, number, runs, fedavg, scale, changes or {}))
+            values = _values(number, table, cell, runs, fedavg)
+            line = Line(
+                table.name,
+                cell_words(cell, table),
+                number,
+                tuple(values.values()),
+                tuple(values),
+                tuple(float(row["seconds"]) for row in runs.values()),
+                tuple(dict.fromkeys(row["commit"] or row["version"] for row in runs.values())),
+                tuple(dict.fromkeys(row["precision"] for row in runs.values())),
+                sum("diverged" in row for row in runs.values()),
+                scale,
+                changes or {},
+            )
+            found.append(line)
+    return found
+
+
+def _values(
+    number: Number,
+    table: Preset,
+    cell: Cell,
+    runs: Mapping[int, Mapping[str, Any]],
+    fedavg: Mapping[int, Mapping[str, Any]],
+) -> dict[int, float]:
+    """Returns what each seed's run, if it has not diverged, states of a published number."""
+    variant, dataset = table.variant(cell), dataset_of(cell.dataset)
+    found = {}
+    for seed, row in runs.items():
+        if "diverged" not in row:
+            other = fedavg.get(seed)
+            value = measured(number, row, variant=variant, dataset=dataset, fedavg=other)
+            if value is not None:
+                found[seed] = value
     return found
 
 
@@ -168,45 +197,6 @@ def _fedavg_cell(table: Preset, cell: Cell) -> Cell | None:
     place = (cell.dataset, cell.partition)
     same = (c for c in table.cells if c.method == "fedavg" and (c.dataset, c.partition) == place)
     return next(same, None)
-
-
-def _line(
-    table: Preset,
-    cell: Cell,
-    number: Number,
-    runs: Mapping[int, Mapping[str, Any]],
-    fedavg: Mapping[int, Mapping[str, Any]],
-    scale: float | None,
-    changes: Changes,
-) -> Line:
-    values = {}
-    diverged = 0
-    for seed, row in runs.items():
-        if "diverged" in row:
-            diverged += 1
-            continue
-        value = measured(
-            number,
-            row,
-            variant=table.variant(cell),
-            dataset=dataset_of(cell.dataset),
-            fedavg=fedavg.get(seed),
-        )
-        if value is not None:
-            values[seed] = value
-    return Line(
-        table.name,
-        cell_words(cell, table),
-        number,
-        tuple(values.values()),
-        tuple(values),
-        tuple(float(row["seconds"]) for row in runs.values()),
-        tuple(dict.fromkeys(row["commit"] or row["version"] for row in runs.values())),
-        tuple(dict.fromkeys(row["precision"] for row in runs.values())),
-        diverged,
-        scale,
-        changes,
-    )
 
 
 def format_number(mean: float | None, std: float | None) -> str:

@@ -1,4 +1,4 @@
-"""Reads presets from their files; `load_preset`.
+"""Reads published numbers and presets from their files; `load_preset`.
 
 A file of `tables/` is a table's preset. `feddm-table2.toml` is "feddm:table2":
 
@@ -17,19 +17,77 @@ A file of `tables/` is a table's preset. `feddm-table2.toml` is "feddm:table2":
 
 from __future__ import annotations
 
+import csv
 import functools
 import itertools
 import tomllib
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib.resources import files
 from typing import Any
 
 from fedsynth.errors import unknown_name
 from fedsynth.federation.terms.settings import SECTIONS, RunSettings
-from fedsynth.reproduction.presets import COLUMNS, Block, Cell, Number, Preset, When, main_cell
-from fedsynth.reproduction.published import DATA, PresetError, Published, published
+from fedsynth.reproduction.presets import (
+    COLUMNS,
+    Block,
+    Cell,
+    Number,
+    Preset,
+    PresetError,
+    When,
+    main_cell,
+)
 
+DATA = files("fedsynth.reproduction")
 _TABLES = DATA / "tables"
 _BLOCK_KEYS = {"source", "why", "when", "variant", *SECTIONS}
+
+
+@dataclass(frozen=True)
+class Published:
+    """One published number; text fields are empty where the paper does not say.
+
+    Args:
+        source: the paper, or the overview of papers.
+        table: where in it.
+        dataset: the data set; after a colon, the domain that is tested.
+        partition: how the data are partitioned, in words.
+        clients: K.
+        model: the architecture, in words.
+        rounds: number of rounds.
+        method: the method, in lower case.
+        metric: what is measured, with its unit ("test_accuracy_pct").
+        value: the number.
+        std: its standard deviation; None: not published.
+        note: further conditions that the paper states.
+    """
+
+    source: str
+    table: str
+    dataset: str
+    partition: str
+    clients: str
+    model: str
+    rounds: str
+    method: str
+    metric: str
+    value: float
+    std: float | None
+    note: str
+
+
+@functools.cache
+def published() -> tuple[Published, ...]:
+    """Returns all rows, in the file's order."""
+    text = (DATA / "published_results.csv").read_text(encoding="utf-8")
+    rows = []
+    for row in csv.DictReader(text.splitlines()):
+        words: dict[str, Any] = {name: row[name] for name in Published.__dataclass_fields__}
+        words["value"] = float(row["value"])
+        words["std"] = float(row["std"]) if row["std"] else None
+        rows.append(Published(**words))
+    return tuple(rows)
 
 
 def load_preset(

@@ -1,27 +1,28 @@
 """Presets: the cells of each published table, and the settings of their runs.
 
 A later block of settings overrides an earlier one, and every block overrides what the row's own
-words say (`published.py`). What no block sets is the data set's preset (`terms.resolve`) or the
+words say (`sections_of_words`). What no block sets is the data set's preset (`terms.resolve`) or the
 method's default. A cell holds the rows of published_results.csv that one run answers: rows of other
 metrics or other domains are numbers of the same cell.
+
+The words are the file's own ("dirichlet(0.1)", "fedkf- (oca)"). What a word means for every table
+is defined here; what a paper's own words mean ("cnn (not specified in the paper)") is in the
+table's preset.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from fedsynth.errors import FedsynthError
 from fedsynth.federation.terms.resolve import resolve
 from fedsynth.federation.terms.settings import RunSettings
-from fedsynth.reproduction.published import (
-    PresetError,
-    Sections,
-    dataset_of,
-    partition_of,
-    sections_of_words,
-)
+from fedsynth.methods import METHODS
 
+Sections = dict[str, dict[str, Any]]
 COLUMNS = ("dataset", "partition", "clients", "model", "rounds", "method", "note")
 SELECTORS: Mapping[str, tuple[str, str]] = {
     "dataset": ("data", "dataset"),
@@ -33,6 +34,29 @@ SELECTORS: Mapping[str, tuple[str, str]] = {
 """Settings that select a cell, by the filter of `Preset.select` that they are."""
 Changes = Mapping[str, Mapping[str, Any]]
 When = Mapping[str, tuple[str, ...]]
+DATASETS: Mapping[str, str] = {
+    "fashion_mnist": "fashion-mnist",
+    "emnist_letters": "emnist-letters",
+    "emnist_letters_10pct": "emnist-letters",
+    "office_caltech": "office-caltech-10",
+    "domainnet10": "domainnet-10",
+    "tiny_imagenet": "tiny-imagenet",
+}
+"""The file's names of data sets that have another name in this package."""
+_PARTITIONS: tuple[tuple[str, Mapping[str, str]], ...] = (
+    (r"(?:NIID-1 )?dirichlet\((?P<alpha>[\d.]+)\)", {"kind": "dirichlet"}),
+    (r"(?P<classes_per_client>\d+) classes per client", {"kind": "classes"}),
+    (r"(?P<missing_classes>\d+) classes missing per client", {"kind": "missing"}),
+    (r"NIID-2 dominant classes", {"kind": "dominant"}),
+    (r"one domain per client", {"kind": "domain"}),
+    (r"by (?:writer|device)", {"kind": "natural"}),
+    (r"iid", {"kind": "iid"}),
+    (r"any|centralised", {}),
+)
+
+
+class PresetError(FedsynthError):
+    """A preset, a table or a cell does not exist or cannot be run."""
 
 
 @dataclass(frozen=True)
@@ -150,13 +174,7 @@ class Preset:
         """
         if reason := self.refusal(cell):
             raise PresetError(f"{self.name}, {cell_words(cell, self)}: not runnable: {reason}")
-        sections = sections_of_words(
-            dataset=cell.dataset,
-            partition=cell.partition,
-            clients=cell.clients,
-            rounds=cell.rounds,
-            method=cell.method,
-        )
+        sections = sections_of_words(cell)
         for block in self.blocks:
             if cell.fits(block.when):
                 sections = override(sections, block.sections)
@@ -222,6 +240,45 @@ def _values(cells: Iterable[Cell], column: str) -> list[str]:
         else:
             values.append(str(getattr(cell, column)))
     return [value for value in dict.fromkeys(values) if value]
+
+
+def dataset_of(word: str) -> str:
+    """Returns the data set's name in this package, without the domain."""
+    name = word.partition(":")[0]
+    return DATASETS.get(name, name)
+
+
+def partition_of(word: str) -> dict[str, Any]:
+    """Returns the settings of the section "partition" that the words stand for.
+
+    Raises:
+        PresetError: no partition has this name.
+    """
+    for pattern, values in _PARTITIONS:
+        match = re.fullmatch(pattern, word)
+        if match is None:
+            continue
+        settings: dict[str, Any] = dict(values)
+        for name, text in match.groupdict().items():
+            settings[name] = float(text) if name == "alpha" else int(text)
+        return settings
+    raise PresetError(f"no partition is called {word!r} in published tables")
+
+
+def sections_of_words(cell: Cell) -> Sections:
+    """Returns the settings that a cell's columns give in every table."""
+    sections: Sections = {
+        "run": {"method": cell.method} if cell.method in METHODS else {},
+        "data": {"dataset": dataset_of(cell.dataset)},
+        "partition": partition_of(cell.partition),
+    }
+    if cell.rounds:
+        sections["run"]["rounds"] = int(cell.rounds)
+    if cell.clients:
+        sections["partition"]["clients"] = int(cell.clients)
+    if cell.dataset.endswith("_10pct"):
+        sections["partition"]["subset"] = 0.1
+    return sections
 
 
 def override(sections: Changes, others: Changes) -> Sections:

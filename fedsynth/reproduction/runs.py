@@ -9,6 +9,13 @@ The budget ends a run at the end of a round: no round begins that would end too 
 long as the last one. Condensation without privacy, plain local training of one client after
 another and a server's distillation are checkpointed inside a round, every minute, so the budget
 also stops them there.
+
+A cell may be run with a part s in (0, 1) of its work, to see that it runs; this is never a result.
+Rounds, and every length of a method (settings that count epochs, steps or iterations), are s times
+as many, at least 1 and 2, and what begins in a later round begins s times as early; s of each
+class's examples are used, but not fewer than 50 a client on average, of the published size; the
+fewest examples of a client, and of a class that is condensed, shrink alike. Networks, batches,
+rates, images per class, clients and the test set stay as they are.
 """
 
 from __future__ import annotations
@@ -17,14 +24,14 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from fedsynth.data.images import ImageData
 from fedsynth.data.load import load_dataset
-from fedsynth.data.registry import DatasetSpec
-from fedsynth.errors import DivergedError, FedsynthError
+from fedsynth.data.registry import DatasetSpec, dataset_spec
+from fedsynth.errors import DivergedError, FedsynthError, SettingError
 from fedsynth.federation.observer import Observer
 from fedsynth.federation.simulation import simulate
 from fedsynth.federation.terms.settings import RunSettings
@@ -43,9 +50,13 @@ from fedsynth.reproduction.rows import (
     run_hash,
     unfinished,
 )
-from fedsynth.reproduction.scaling import scale_words, scaled
 from fedsynth.training.many_clients import trains_together
 
+EXAMPLES = 50
+"""Examples of a client, on average, that scaling leaves."""
+LENGTHS = ("epochs", "steps", "iterations")
+NO_RESULT = "a part of the work, to see that it runs: no result of the published setting"
+"""What a scaled run is."""
 CHECKPOINTED = ("condense", "local training", "distillation")
 """The phases that are checkpointed inside a round."""
 Watch = Callable[[RunSettings], AbstractContextManager[Observer]]
@@ -120,6 +131,48 @@ def jobs_of(
             sections = override(override(shorter, speed or {}), changes)
             jobs.append(Job(table, cell, seed, table.settings(cell, seed, sections), changes))
     return jobs
+
+
+def scaled(settings: RunSettings, scale: float | None) -> dict[str, dict[str, Any]]:
+    """Returns sections of settings that differ from the run's; none for None.
+
+    Args:
+        settings: of the whole run.
+        scale: s.
+
+    Raises:
+        SettingError: s is not in (0, 1).
+    """
+    if scale is None:
+        return {}
+    if not 0 < scale < 1:
+        raise SettingError(None, "scale", f"must be above 0 and below 1, got {scale}")
+
+    def part(number: int, least: int) -> int:
+        return min(number, max(least, round(scale * number)))
+
+    partition, method = settings.partition, settings.method
+    size = dataset_spec(settings.dataset).train_size
+    least = min(1.0, EXAMPLES * partition.clients / size)
+    lengths = {}
+    for one in fields(method):
+        value = getattr(method, one.name)
+        length = one.name.rpartition("_")[2] in LENGTHS
+        if type(value) is int and (length or one.name in ("min_examples", "start_round")):
+            lengths[one.name] = part(value, 2 if length else 1)
+    return {
+        "run": {"rounds": part(settings.rounds, 1)},
+        "partition": {
+            "subset": min(partition.subset, max(scale * partition.subset, least)),
+            "min_size": part(partition.min_size, 1),
+        },
+        "method": lengths,
+    }
+
+
+def scale_words(scale: float | None) -> str:
+    """Returns what every line of a scaled run's output begins with; empty for a whole run."""
+    return "" if scale is None else f"SCALED to {scale:g}: "
 
 
 def checkpointed_inside(settings: RunSettings, spec: DatasetSpec) -> bool:

@@ -28,8 +28,8 @@ from fedsynth.errors import (
     OutputError,
     SettingError,
 )
-from fedsynth.federation.outputs.result import RunResult
 from fedsynth.federation.outputs.export import Share, readme
+from fedsynth.federation.outputs.result import RunResult
 from fedsynth.federation.outputs.verification import verify_run
 from fedsynth.privacy.errors import PrivacyError, PrivacySettingError
 from fedsynth.privacy.files import file_hash

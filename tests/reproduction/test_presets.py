@@ -9,9 +9,8 @@ import pytest
 from fedsynth import load_preset
 from fedsynth.errors import UnknownNameError
 from fedsynth.federation.terms.settings import RunSettings
-from fedsynth.reproduction.preset_files import not_covered, preset, preset_names
-from fedsynth.reproduction.presets import main_cell, preset_sections
-from fedsynth.reproduction.published import PresetError, partition_of, published
+from fedsynth.reproduction.preset_files import not_covered, preset, preset_names, published
+from fedsynth.reproduction.presets import PresetError, main_cell, partition_of, preset_sections
 
 CHOSEN = "not given in the paper: chosen"
 CELLS = [(name, cell) for name in preset_names() for cell in preset(name).cells]

@@ -33,8 +33,8 @@ from fedsynth.reproduction.runs import (
     checkpointed_inside,
     jobs_of,
     round_fits,
+    scaled,
 )
-from fedsynth.reproduction.scaling import scaled
 
 SCALE = 0.05
 TABLE = preset("fedprox:synthetic")
