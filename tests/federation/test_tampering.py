@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import tomllib
 from collections.abc import Callable, Iterator
@@ -254,10 +255,6 @@ def rewritten_ledger(folder: Path) -> None:
     pages(folder, report)
 
 
-def extra_ledger(folder: Path) -> None:
-    Ledger("client-003", folder / "ledger" / "client-003.jsonl", dataset="x")
-
-
 def no_rounds(folder: Path) -> None:
     """The run as if its cap had allowed no round."""
     (folder / "metrics.jsonl").unlink()
@@ -333,9 +330,53 @@ def source(folder: Path) -> None:
     (folder / "sources" / "n_k.py").write_text("312, 17, 4")
 
 
+# values that are changed together, each of which must be named
+REPORT_VALUES: dict[str, Any] = {
+    "guarantee/worst_client": "client-001", "epsilon_cap": 15.0, "planned_rounds": 9,
+    "rounds_done": 1, "verdict/formal": False, "verdict/reasons": ["a count was logged"],
+    "verdict/warnings": ["all is well"], "shares": 2, "counted_shares": 2, "min_clients": 3,
+    "simulated": False, "abandoned": True, "handed_over": True, "own_code": ["the model x"],
+    "noise_multiplier": 10.0, "adjacency": "replace-one", "max_records": 10,
+    "data_set/train_size": 10, "public_items/sample rate q": "0.01", "public_items/x": "y",
+    "scope/1/status": "accounted", "events": [ENDED.to_json()], "randomness": "quantum",
+    "published": [], "provenance/config": "0" * 32, "provenance/torch": "audited by X",
+    "method": "fedavg", "unit/kind": "user", "unit/user_records": 1, "unit/person": "client",
+    "run/responsible": "X", "ledger_heads/client-000/rows_before": 1, "ledger_kept": True,
+    "files/config.toml": "0" * 64, "accountant/computation": "x", "accountant/rdp_epsilon": 0.1,
+    **{f"guarantee/{path}": 0.01 for path in (
+        *("delta", "epsilon", "best_guess_at_most", "epsilon_by_client/client-001"),
+        *("epsilon_by_round/0/median", "epsilon_by_round/1/worst", "groups/1/epsilon"),
+        *("epsilon_by_round/0/clients/client-002", "epsilon_of_delta/2/epsilon"),
+        *("epsilon_of_delta/0/delta", "attack_success/0/true_positive_rate_at_most"),
+        "epsilon_of_each_release_alone/0/epsilon",
+    )},
+}  # fmt: skip
+DP = "differential_privacy"
+SUMMARY_VALUES: dict[str, Any] = {
+    f"{DP}/epsilon": 0.1, f"{DP}/delta": 1e-9, f"{DP}/noise_multiplier": 9.0, f"{DP}/seal": 1,
+    "epsilon": 0.1, "method": "fedavg", "folder": 1, "settings/iterations": 1, "seed": 31217,
+    "upload_bytes": 31217, "sources": {"n_k": [312, 17]}, "test_accuracy": {"patients": [312, 17]},
+    "models": {"n_k": {"test_accuracy": 0.5}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "where", "values"),
+    [(NAME, "", REPORT_VALUES), ("summary.json", "summary.json.", SUMMARY_VALUES)],
+)
+def test_every_value_is_compared(
+    name: str, where: str, values: dict[str, Any], folder: Path
+) -> None:
+    for path, value in values.items():
+        changed(name, path, value)(folder)
+    problems = found(folder)
+    for path in values:
+        words = where + re.sub(r"/(\d+)(?=/)", r"[\1]", path).replace("/", ".") + " "
+        assert any(one.startswith(words) for one in problems), (words, problems)
+
+
 REPORT: dict[str, tuple[Tamper, str]] = {
     "last rows hidden behind a kept ledger": (edit(hide_last_rows), "ledger[0].rounds has 1"),
-    "δ": (put("guarantee/delta", 6e-4), "guarantee.delta says 0.0006"),
     "δ everywhere": (
         both(changed(NAME, "delta", 6e-4), put("guarantee/delta", 6e-4)),
         "delta says 0.0006",
@@ -346,86 +387,27 @@ REPORT: dict[str, tuple[Tamper, str]] = {
         "other clients than privacy_start.json",
     ),
     "the worst client renamed": (edit(renamed_client), "has no ledger of client-009"),
-    "another worst client": (
-        changed(NAME, "guarantee/worst_client", "client-001"),
-        "guarantee.worst_client says",
-    ),
-    "a client invented": (
-        put("ledger_heads/x", {"rows": 0, "rows_before": 0, "chain": None}),
-        "has no ledger of x",
-    ),
-    "the cap": (put("epsilon_cap", 15.0), "epsilon_cap says 15"),
-    "no cap": (put("epsilon_cap", None), "epsilon_cap says None"),
-    "planned rounds": (put("planned_rounds", 9), "planned_rounds says 9"),
-    "rounds done": (put("rounds_done", 1), "rounds_done says 1"),
-    "no guarantee after all": (put("verdict/formal", False), "verdict.formal says False"),
-    "a reason": (put("verdict/reasons", ["a count was logged"]), "verdict.reasons has 1 entries"),
-    "a warning": (put("verdict/warnings", ["all is well"]), "verdict.warnings has 1 entries"),
-    "shared noise": (put("shares", 2), "shares says 2"),
-    "shared noise counted": (put("counted_shares", 2), "counted_shares says 2"),
-    "masked sums": (put("min_clients", 3), "min_clients says 3"),
-    "a run over nodes": (put("simulated", False), "simulated says False"),
-    "an abandoned run": (put("abandoned", True), "abandoned says True"),
     "an injected noise": (put("test_only_randomness", True), "verdict.formal says True"),
-    "a folder for others": (put("handed_over", True), "handed_over says True"),
-    "the operator's own code": (put("own_code", ["the model x"]), "own_code has 1 entries"),
     "an invented audit": (put("audit", "passed: proves ε ≤ 0.1"), "audit is wrong"),
     "σ of the rows": (edit(more_noise), "ledger[0].noise_multiplier says 10"),
-    "σ of the run": (put("noise_multiplier", 10.0), "noise_multiplier says 10"),
-    "adjacency": (put("adjacency", "replace-one"), "adjacency says"),
-    "the bound on records": (put("max_records", 10), "max_records says 10"),
-    "the data set": (put("data_set/train_size", 10), "data_set.train_size says 10"),
-    "a public item": (put("public_items/sample rate q", "0.01"), "sample rate q says '0.01'"),
-    "a public item more": (put("public_items/x", "y"), "public_items.x says 'y'"),
-    "a row of the scope": (drop("scope/0"), "scope has"),
-    "a scope row's status": (put("scope/1/status", "accounted"), "scope[1].status says"),
-    "an event": (put("events", [ENDED.to_json()]), "events has 1"),
-    "the randomness": (put("randomness", "quantum"), "randomness says 'quantum'"),
-    "the paper's figure compared with ours": (drop("published/0"), "published has 0 entries"),
-    "the hash of config.toml": (put("provenance/config", "0" * 32), "provenance.config says"),
-    "a seal among the versions": (put("provenance/torch", "audited by X"), "torch is no version"),
-    "a version more": (put("provenance/seal", "1.0"), "provenance.seal says '1.0'"),
     "the mechanism's name": (edit(renamed_mechanism), "mechanism says 'gradient'"),
-    "the method's name": (put("method", "fedavg"), "method says 'fedavg'"),
-    "who is protected": (put("unit/kind", "user"), "unit.kind says 'user'"),
-    "how many records": (put("unit/user_records", 1), "unit.user_records says 1"),
-    "what a person is called": (put("unit/person", "client"), "unit.person says 'client'"),
-    "who answers": (put("run/responsible", "X"), "run.responsible says 'X'"),
-    "rows from before the run": (put("ledger_heads/client-000/rows_before", 1), "rows_before says"),
+    "a row of the scope": (drop("scope/0"), "scope has"),
+    "a version more": (put("provenance/seal", "1.0"), "provenance.seal says '1.0'"),
     "a head's rows": (put("ledger_heads/client-000/rows", 1), "the report states 1"),
     "a head's chain hash": (put("ledger_heads/client-000/chain", None), "the chain hash"),
-    "a hash of a file": (put("files/config.toml", "0" * 64), "files.config.toml says"),
-    "a kept ledger": (put("ledger_kept", True), "ledger_kept says True"),
-    "an unknown key": (put("certificate", "gold"), "certificate is no key"),
     "an unknown key further in": (put("scope/0/seal", "x"), "scope.0.seal is no key"),
     "a key less": (drop("own_code"), "own_code is missing"),
-    "the accountant": (changed(NAME, "accountant/computation", "by hand"), "accountant.comp"),
-    "the cross-check": (changed(NAME, "accountant/rdp_epsilon", 0.1), "rdp_epsilon says 0.1"),
-    **{
-        f"a figure of the guarantee: {path}": (changed(NAME, f"guarantee/{path}", 0.01), path.split("/")[0])
-        for path in (
-            *("epsilon", "best_guess_at_most", "epsilon_by_client/client-001"),
-            *("epsilon_by_round/0/median", "epsilon_by_round/1/worst", "groups/1/epsilon"),
-            *("epsilon_by_round/0/clients/client-002", "epsilon_of_delta/2/epsilon"),
-            *("attack_success/0/true_positive_rate_at_most",),
-            *("epsilon_of_each_release_alone/0/epsilon", "epsilon_of_delta/0/delta"),
-        )
-    },
     "the Markdown alone": (text("privacy_report.md", "ε = ", "ε = 0."), ".md does not say"),
     "the page alone": (text("privacy_report.html", "<p>", "<p>Good. "), ".html does not say"),
-}  # fmt: skip
+}
 LEDGERS: dict[str, tuple[Tamper, str]] = {
     "files swapped": (swapped_files, "client-000.jsonl is the ledger of 'client-001'"),
     "the last row cut off": (truncated, "the ledger file has 1 rows, and the report states 2"),
     "a row edited": (text("ledger/client-000.jsonl", '"steps": 3', '"steps": 1'), "was edited"),
     "rewritten with sound chains": (rewritten_ledger, "by config.toml synthetic"),
-    "one deleted": (delete("ledger/client-001.jsonl"), "has no ledger of client-001"),
     "all deleted": (delete("ledger"), "there is no ledger folder"),
-    "one added": (extra_ledger, "has a ledger of client-003"),
 }
-DP = "differential_privacy"
 SETTINGS: dict[str, tuple[Tamper, str]] = {
-    "σ": (config("privacy", noise_multiplier=10.0), "says σ = 1.0, and config.toml and the"),
     "σ, and at the start": (
         both(
             config("privacy", noise_multiplier=10.0),
@@ -435,25 +417,16 @@ SETTINGS: dict[str, tuple[Tamper, str]] = {
     ),
     "no σ": (config("privacy", noise_multiplier=None), "config.toml and the ledgers give"),
     "δ": (config("privacy", delta=6e-4), "guarantee.delta says 1e-05"),
-    "the cap": (config("privacy", epsilon=60.0), "epsilon_cap says 50"),
-    "adjacency": (config("privacy", adjacency="zero-out"), "adjacency says"),
-    "max_records": (config("privacy", max_records=5000), "max_records says"),
     "the clip": (config("privacy", clip=0.1), "by config.toml synthetic"),
-    "the rate": (config("privacy", sample_rate=0.5), "by config.toml synthetic"),
     "a kept ledger": (config("privacy", ledger="/nowhere"), "ledger_kept says False"),
     "rounds": (config("run", rounds=3), "no cap explains the end there"),
     "participation": (config("run", participation=0.34), "which by config.toml is not charged"),
     "clients": (config("partition", clients=2), "has 2 clients, and privacy_start.json 3"),
     "partition": (config("partition", alpha=0.1), "another data set's or partition's"),
-    "iterations": (config("method", iterations=1), "by config.toml synthetic"),
-    "sites": (config("report", sites="A, B, C"), "run.sites.client-000"),
-    "method": (text("config.toml", '"feddm"', '"fedavg"'), "config.toml: unknown setting"),
     "unknown method": (text("config.toml", '"feddm"', '"mine"'), "a method of your own"),
     "data set": (text("config.toml", '"digits"', '"mnist"'), "names the data set 'mnist'"),
     "a setting that is none": (text("config.toml", "[method]", "[method]\nx = 1"), "'x'"),
-    "a section that is none": (text("config.toml", "[privacy]", "[dp]"), "'dp'"),
     "no TOML": (text("config.toml", "[run]", "[run"), "not valid TOML"),
-    "loose": (text("config.toml", "[run]", "x = 1\n[run]"), "outside every section"),
 }
 START: dict[str, tuple[Tamper, str]] = {
     path: (changed("privacy_start.json", path, value), words)
@@ -461,37 +434,16 @@ START: dict[str, tuple[Tamper, str]] = {
         ("ledgers/client-000/rows", 1, "ledger_heads.client-000.rows_before says 0"),
         ("ledgers/client-000/chain", "0", "first 0 rows are not those of privacy_start.json"),
         ("data_set/train_size", 10, "gives digits another train_size"),
-        ("data_set/name", "x", "names the data set"),
         ("data_set/mean", "x", "specification"),
         ("test_images", "private", "round 1 has an accuracy, and the test images are private"),
-        ("test_images", "x", "test_images is wrong"),
         ("schema_version", 2, "is of schema 2"),
-        ("simulated", False, "simulated says True"),
         ("run/date", "2020-01-01", "run.date says"),
         ("warnings", ["rows mix"], "verdict.warnings has 0 entries"),
         ("x", 1, "x is no key"),
     )
 }
 OTHER_FILES: dict[str, tuple[Tamper, str]] = {
-    **{
-        f"summary: {path}": (summary(path, value), f"summary.json.{path.replace('/', '.')} says")
-        for path, value in (
-            *((f"{DP}/epsilon", 0.1), (f"{DP}/delta", 1e-9), (f"{DP}/noise_multiplier", 9.0)),
-            *((f"{DP}/seal", 1), ("epsilon", 0.1), (DP, None), ("method", "fedavg")),
-            *(("settings/iterations", 1), ("upload_bytes", 31217), ("sources", {"n_k": [312, 17]})),
-            *(("models", {"n_k": {"test_accuracy": 0.5}}), ("seed", 31217), ("folder", 1)),
-        )
-    },
-    "summary: a nested accuracy": (
-        summary("test_accuracy", {"patients": [312, 17, 4]}),
-        "test_accuracy says",
-    ),
-    "summary: another accuracy than the last row's": (summary("test_accuracy", 0.5), "says 0.5"),
     "metrics: ε": (row(1, "epsilon", 0.1), "epsilon of round 1 says 0.1"),
-    "metrics: no ε": (
-        fitting(text("metrics.jsonl", '"epsilon": ', '"was": ')),
-        "round 1 says 'was', which may not be shown",
-    ),
     "metrics: a round": (
         fitting(text("metrics.jsonl", '"round": 1', '"round": 2')),
         "is not of round 1",
@@ -502,20 +454,18 @@ OTHER_FILES: dict[str, tuple[Tamper, str]] = {
         row(2, "models", {"n_k": {"test_accuracy": 0.5}}),
         "a model 'n_k', which the method does not make",
     ),
-    "metrics: a list in place of a model": (row(2, "models", [{"n_k": 312}]), "models in a shape"),
     "metrics: a count among the models' figures": (
         row(2, "models", {"aca": {"local": {"amp": 0.5}}}),
         "says 'local', which may not be shown",
     ),
     "metrics: participants": (row(2, "participants", [0, 2]), "participants says [0, 2]"),
-    "metrics: stragglers": (row(2, "stragglers", {"312": 17}), "says 'stragglers'"),
     "metrics: a domain": (row(1, "domain_accuracy", {"n_k=312": 0.5}), "of a domain that the"),
     "metrics: a client lost": (row(2, "lost", {"1": "n_k=312"}), "lost says"),
-    "metrics: sizes": (row(2, "client_upload_bytes", [312, 17, 4]), "sizes of uploads"),
     "metrics: more sizes than clients": (
         both(row(2, "client_upload_bytes", [1, 2, 3, 4]), row(2, "upload_bytes", 10)),
         "sizes of uploads",
     ),
+    "summary: another accuracy": (changed("summary.json", "test_accuracy", 0.5), "says 0.5"),
     "all rounds, everywhere": (no_rounds, "no cap explains the end there"),
     "the last round, everywhere": (fewer_rounds, "no cap explains the end there"),
     "a resumption that never was": (invented_resumption, "a resumption that its ledger does not"),
@@ -527,10 +477,6 @@ OTHER_FILES: dict[str, tuple[Tamper, str]] = {
         "artefacts.json is there, and the run makes none",
     ),
     "a source": (source, "sources/n_k.py is not the file"),
-    "another model": (
-        tensors("model.safetensors", lambda t: t.update(x=t.popitem()[1])),
-        ".x says",
-    ),
     "another model's shape": (
         tensors("model.safetensors", lambda t: t.update({min(t): torch.zeros(3)})),
         "model.safetensors.",
@@ -551,14 +497,6 @@ OTHER_FILES: dict[str, tuple[Tamper, str]] = {
         lambda folder: (folder / "model.safetensors").write_bytes(b"x"),
         "files.model.safetensors says",
     ),
-    **{
-        f"{name}: deleted": (delete(name), f"{name} is missing")
-        for name in (
-            *("config.toml", "privacy_start.json", "metrics.jsonl", "summary.json"),
-            *("model.safetensors", "synthetic.safetensors"),
-            *("privacy_report.md", "privacy_report.html"),
-        )
-    },
 }
 TAMPERINGS = {
     f"{group}: {name}": one
@@ -577,6 +515,16 @@ def test_tampering_is_noticed(name: str, folder: Path) -> None:
     problems = found(folder)
     assert any(words in problem for problem in problems), problems
     assert all(len(problem) < 2000 for problem in problems)
+
+
+def test_files_that_are_gone_are_named(folder: Path) -> None:
+    names = ["synthetic.safetensors", "metrics.jsonl", "summary.json", "model.safetensors"]
+    for name in (*names, "privacy_report.md", "privacy_report.html"):
+        (folder / name).unlink()
+        assert f"{name} is missing" in found(folder)
+    for name in ("privacy_start.json", "config.toml"):
+        (folder / name).unlink()
+        assert f"{name} is missing" in found(folder)
 
 
 def test_images_where_a_run_makes_none_are_noticed(folder: Path, tmp_path: Path) -> None:
@@ -602,18 +550,13 @@ DEEP = "[" * 100_000 + "]" * 100_000
 @pytest.mark.parametrize(
     ("name", "content"),
     [
-        *(("summary.json", one) for one in ("", "[]", "\ud800", '{"a": 1, "a": 2}')),
-        *(("metrics.jsonl", one) for one in ("\n", "{}\n", f'{{"round": {DEEP}}}\n')),
+        *(("summary.json", one) for one in ("[]", "\ud800", '{"a": 1, "a": 2}')),
+        *(("metrics.jsonl", one) for one in ("{}\n", f'{{"round": {DEEP}}}\n')),
         ("metrics.jsonl", '{"round": 1, "epsilon": {}}\n{"round": 2, "epsilon": 1e999}\n'),
-        ("metrics.jsonl", '{"round": 1, "models": {"aca": 1' + "0" * 4000 + "}}\n"),
-        *(("privacy_start.json", one) for one in ("", "\0", f'{{"ledgers": {DEEP}}}')),
-        *(("config.toml", one) for one in ("\0", f"x = {DEEP}", "[run]\nmethod = 5")),
-        ("config.toml", "[run]\nrounds = 1" + "0" * 4000),
+        *(("privacy_start.json", one) for one in ("\0", f'{{"ledgers": {DEEP}}}')),
         ("config.toml", '[privacy]\nnoise_multiplier = 1e400\n[run]\nmethod = "feddm"'),
         ("config.toml", "[model]\nwidth = 100000000000\n[privacy]\nnoise_multiplier = 1.0"),
         ("resumed.json", '{"after_rounds": [1, 0]}'),
-        ("resumed.json", DEEP),
-        ("model.safetensors", "x" * 100),
         ("synthetic.safetensors", "\0" * 100),
     ],
 )
