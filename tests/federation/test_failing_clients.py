@@ -102,7 +102,7 @@ def expected_losses(seed: int, number: int) -> dict[str, str]:
     return {client: one.kind for client, one in found.items() if one is not None}
 
 
-@pytest.mark.parametrize("name", by_family(METHODS))
+@pytest.mark.parametrize("name", by_family(METHODS, ("fedavg", "fedaf", "fedstats")))
 def test_every_method_goes_on_with_whoever_is_there(name: str) -> None:
     result = failing(name)
     assert [row["round"] for row in result.metrics] == list(range(1, ROUNDS + 1))
@@ -115,10 +115,9 @@ def test_every_method_goes_on_with_whoever_is_there(name: str) -> None:
     assert max(there) > min(there) >= 1
 
 
-@pytest.mark.parametrize("name", ["fedavg", "fedaf"])
-def test_failures_repeat_with_the_seed(name: str) -> None:
-    again = failing.__wrapped__(name)
-    for key, value in failing(name).model.state_dict().items():
+def test_failures_repeat_with_the_seed() -> None:
+    again = failing.__wrapped__("fedaf")
+    for key, value in failing("fedaf").model.state_dict().items():
         assert torch.equal(again.model.state_dict()[key], value)
 
 
@@ -148,13 +147,7 @@ def test_a_client_lost_in_the_first_exchange_is_not_asked_in_the_second(name: st
     assert phases == {FIRST, MAIN}
 
 
-def test_without_failures_nothing_is_said_of_them() -> None:
-    result = simulate(settings_of(case("fedavg")))
-    keys = {"lost", "rejected", "not_counted"}
-    assert not any(keys & row.keys() for row in result.metrics)
-
-
-@pytest.mark.parametrize("name", ["fedavg", "fedfm", "scaffold"])
+@pytest.mark.parametrize("name", ["fedfm", "scaffold"])
 def test_a_round_below_the_quorum_leaves_the_model(name: str) -> None:
     models = []
 
@@ -225,7 +218,7 @@ def private_run(name: str, folder: Path, **run: Any) -> RunResult:
     return simulate(settings_of(given), output=folder)
 
 
-@pytest.mark.parametrize("name", by_family(PRIVATE, ("fedavg", "fedfm", "feddm", "fedstats")))
+@pytest.mark.parametrize("name", by_family(PRIVATE, ("fedavg", "fedfm")))
 def test_a_private_run_with_failures_is_verified(name: str, tmp_path: Path) -> None:
     """Also with rounds that do not count, and for some of them not even have a second exchange."""
     result = private_run(name, tmp_path, quorum=0.75, rounds=3)

@@ -31,8 +31,10 @@ from fedsynth.federation.exchange.server import Server
 from fedsynth.methods import METHODS
 from fedsynth.methods.fedfm import FeatureSums
 from fedsynth.privacy.plans import FIRST, MAIN
+from tests.families import by_family
 from tests.federation.test_unchanged import CASES, OWN_MODELS, case
 
+QUICK = ("fedavg", "feddm", "fedaf, first phase", "fedgen", "fednova", "fedstats")
 LIAR = 1
 CLIENTS = 4
 TINY: dict[str, Any] = {
@@ -196,8 +198,9 @@ def attacked(exchanged: Exchanged) -> Iterator[tuple[str, str, Message]]:
             yield f.name, name, replace(honest, **{f.name: changed})
 
 
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("name", by_family(TINY, QUICK))
 def test_every_field_of_every_upload_is_checked(name: str) -> None:
+    """As an object, and as bytes where it can be packed."""
     tried = 0
     for exchanged in exchanges(name):
         for field, attack, message in attacked(exchanged):
@@ -205,16 +208,17 @@ def test_every_field_of_every_upload_is_checked(name: str) -> None:
             assert why.startswith(field), f"{field} {attack}: {why}"
             assert len(why) < 400
             tried += 1
+            try:
+                got = type(message).from_bytes(message.to_bytes())
+            except (MessageError, AttributeError, TypeError, RuntimeError, KeyError, ValueError):
+                continue
+            if attack != "aliased":  # bytes are separate, and the values are those of a model
+                exchanged.rejected(got)
     least = {"solo": 0, "fedstats": 10}.get(name, 20)  # fedstats sends one vector an exchange
     assert tried >= least
 
 
-def test_there_are_enough_attacks() -> None:
-    everything = [one for name in TINY for part in exchanges(name) for one in attacked(part)]
-    assert len(everything) > 800
-
-
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("name", by_family(TINY, QUICK))
 def test_what_clients_honestly_send_is_taken_and_within_its_bytes(name: str) -> None:
     for exchanged in exchanges(name):
         checked = exchanged.server().check(exchanged.phase, exchanged.replies, exchanged.context)
@@ -231,22 +235,9 @@ def test_what_clients_honestly_send_is_taken_and_within_its_bytes(name: str) -> 
             ) == [client]
 
 
-@pytest.mark.parametrize("name", TINY)
-def test_what_lies_over_bytes_is_no_message_or_rejected(name: str) -> None:
-    for exchanged in exchanges(name):
-        for _, attack, message in attacked(exchanged):
-            try:
-                got = type(message).from_bytes(message.to_bytes())
-            except (MessageError, AttributeError, TypeError, RuntimeError, KeyError, ValueError):
-                continue  # cannot be packed at all, or not be read
-            if attack == "aliased":  # bytes are apart, and the values are those of a model
-                continue
-            exchanged.rejected(got)
-
-
 # --------------------------------------------------------------------------------- fields together
 
-SETS = ("feddm", "fedaf", "fedaf, first phase", "real")
+SETS = ("feddm", "fedaf, first phase")
 
 
 def liars_set(name: str, change: Callable[[Any], Any]) -> str:
@@ -255,10 +246,10 @@ def liars_set(name: str, change: Callable[[Any], Any]) -> str:
 
 
 @pytest.mark.parametrize("name", SETS)
-@pytest.mark.parametrize("label", [-100, -1, 10, 2**40])
-def test_labels_are_classes(name: str, label: int) -> None:
-    why = liars_set(name, lambda sent: replace(sent, labels=filled(label)(sent.labels)))
-    assert why == f"labels holds {label:.6g}, and must be in [0, 9]"
+def test_labels_are_classes(name: str) -> None:
+    for label in (-100, -1, 10, 2**40):
+        why = liars_set(name, lambda sent, y=label: replace(sent, labels=filled(y)(sent.labels)))  # type: ignore[misc]
+        assert why == f"labels holds {label:.6g}, and must be in [0, 9]"
 
 
 @pytest.mark.parametrize("name", SETS)
@@ -286,10 +277,11 @@ def test_no_more_images_than_agreed(name: str) -> None:
     assert liars_set(name, one_class).endswith("times, and 2 were agreed")
 
 
-@pytest.mark.parametrize("value", [-0.5, 0.9, 2.0])
-def test_soft_labels_are_probabilities(value: float) -> None:
-    why = liars_set("fedaf", lambda sent: replace(sent, soft=filled(value)(sent.soft)))
-    assert why.startswith("soft holds" if not 0 <= value <= 1 else "soft has rows that miss")
+def test_soft_labels_are_probabilities() -> None:
+    for value in (-0.5, 0.9, 2.0):
+        why = liars_set("fedaf", lambda sent, p=value: replace(sent, soft=filled(p)(sent.soft)))  # type: ignore[misc]
+        expected = "soft has rows that miss" if value == 0.9 else "soft holds"
+        assert why.startswith(expected)
 
 
 def test_histograms_are_shares() -> None:
@@ -310,13 +302,10 @@ def test_weights_and_counts_are_within_the_declared_size() -> None:
     assert "weight" in liars_set("fedavg", lambda sent: replace(sent, weight=True))
 
 
-@pytest.mark.parametrize("norm", [0.0, 1e-300, 0.99])
-def test_fednovas_norm_is_that_of_whole_steps(norm: float) -> None:
-    assert "norm is" in liars_set("fednova", lambda sent: replace(sent, norm=norm))
-
-
-def test_fednovas_norm_is_at_most_that_of_all_its_steps() -> None:
-    assert "norm is" in liars_set("fednova", lambda sent: replace(sent, norm=sent.norm * 1.01))
+def test_fednovas_norm_is_that_of_one_to_all_of_its_steps() -> None:
+    honest: Any = exchanges("fednova")[-1].replies[LIAR]
+    for norm in (0.0, 1e-300, 0.99, 1.01 * honest.norm):
+        assert "norm is" in liars_set("fednova", lambda sent, n=norm: replace(sent, norm=n))  # type: ignore[misc]
 
 
 def test_another_clients_architecture_is_another_model() -> None:
@@ -399,7 +388,10 @@ def nan_everywhere(message: Any) -> Any:
     return replace(message, **changed)
 
 
-@pytest.mark.parametrize("name", [name for name in TINY if name != "solo"])
+@pytest.mark.parametrize(
+    "name",
+    by_family([n for n in TINY if n != "solo"], ("fedavg", "fedaf, first phase", "fedstats")),
+)
 def test_a_run_with_a_liar_is_the_run_without_it(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -427,13 +419,6 @@ def test_who_is_rejected_in_the_first_exchange_is_not_asked_again(
     for key, value in lost.model.state_dict().items():
         assert torch.equal(lied.model.state_dict()[key], value), key
     assert lied.metrics[-1]["rejected"] == {"1": "first exchange: sums is not finite"}
-
-
-def test_fewer_labels_move_nobody_elses(monkeypatch: pytest.MonkeyPatch) -> None:
-    lied = run("feddm", monkeypatch, lambda sent: replace(sent, labels=sent.labels[1:]))  # type: ignore[attr-defined,call-arg]
-    lost = run("feddm", monkeypatch, None)
-    assert lied.accuracy == lost.accuracy
-    assert lied.metrics[0]["rejected"] == {"1": "labels are 13, of 14 images"}
 
 
 def test_all_that_diverge_are_an_optimisation_and_no_lie(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -500,7 +485,7 @@ def test_a_round_below_the_quorum_leaves_the_state(quorum: float, liars: int, co
     assert played.there == tuple(range(liars, CLIENTS))
 
 
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("name", by_family(TINY, QUICK))
 def test_a_server_copes_with_any_subset(name: str) -> None:
     """Also one that is another in the round's two exchanges."""
     for exchanged in exchanges(name):

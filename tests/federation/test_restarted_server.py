@@ -211,14 +211,16 @@ def test_a_client_that_missed_the_last_rounds_comes_back(place: Place) -> None:
     assert not any("lost" in row for row in served.metrics[2:]), notes.said
 
 
-def test_who_takes_no_part_in_a_round_keeps_its_memory_over_a_restart(place: Place) -> None:
+@pytest.mark.parametrize("share", [1.0, 0.34])
+def test_a_resumed_run_ends_as_one_that_nobody_has_stopped(place: Place, share: float) -> None:
     """With partial participation most clients have no memory of the round before the restart."""
-    given = sections("scaffold", run={"rounds": 6, "participation": 0.34})
+    given = sections("scaffold", run={"rounds": 6, "participation": share})
     together = simulate(resolve(given))
     hand = place.hand()
     folder = killed(place, given, hand, 5)
     served = place.serve(given, place.hand(*map(place.node, range(CLIENTS))), resume=folder)
     assert not any("lost" in row for row in served.metrics)
+    assert any("resumed after" in one for one in served.deviations)
     for name, value in together.model.state_dict().items():
         torch.testing.assert_close(served.parameters[name], value, rtol=1e-5, atol=1e-6)
 

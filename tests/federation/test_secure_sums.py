@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
@@ -61,6 +59,7 @@ class Played:
         """All four exchanges, as bytes."""
         there = set(range(self.clients)) - self.no_keys
         clients = {k: SumClient(k, self.terms, self.identities.get(k)) for k in there}
+        self.made = clients
         keys = {k: self._sent(one.keys(), k) for k, one in clients.items()}
         roster = self.server.roster(keys)
         there -= self.no_shares
@@ -118,80 +117,36 @@ def test_any_clients_lost_above_the_threshold(clients: int, data: st.DataObject)
     np.testing.assert_allclose(played.sum(), played.expected(there), atol=clients * 2.0**-25)
 
 
-def test_the_server_sees_words_that_say_nothing_of_a_vector() -> None:
-    """The same vectors twice: masked words differ in all places, in half of their bits, and no
-    word is a vector's."""
-    first = Played()
-    second = Played()
-    first.sum()
-    second.sum()
-    for k in range(5):
-        plain = first.form.encode(first.vectors[k])
-        one = first.server.masked[k]
-        other = second.server.masked[k]
-        assert not np.isin(one, plain).any()
-        assert (one != other).all()
-        bits = np.unpackbits((one ^ other).view(np.uint8))
-        assert abs(bits.mean() - 0.5) < 5 * 0.5 / np.sqrt(len(bits))
-        bits = np.unpackbits((one - plain).view(np.uint8))  # the mask alone
-        assert abs(bits.mean() - 0.5) < 5 * 0.5 / np.sqrt(len(bits))
+def test_a_server_is_sent_no_secret_and_no_word_of_a_vector() -> None:
+    """Of a client that is lost after its shares, and of those that stay; the same vectors twice
+    are other words, whose masks are even bits."""
+    sent: list[bytes] = []
 
+    def look(parcel: Any, client: int) -> Any:
+        if isinstance(parcel, Keys | Sealed | Masked | Shares):
+            sent.append(parcel.to_bytes())
+        return parcel
 
-def serve(connection: Connection, terms: SumTerms) -> None:
-    """A server's process: it keeps every byte that it gets, and tells them at the end."""
-    server = SumServer(terms)
-    got: list[bytes] = []
-
-    def receive(kind: type[Parcel]) -> dict[int, Any]:
-        sent = connection.recv()
-        got.extend(sent.values())
-        return {k: kind.from_bytes(one) for k, one in sent.items()}
-
-    connection.send(server.roster(receive(Keys)).to_bytes())
-    passed = server.passed_on(receive(Sealed))
-    connection.send({k: one.to_bytes() for k, one in passed.items()})
-    connection.send(server.present(receive(Masked)).to_bytes())
-    total = server.sum(receive(Shares))
-    held = {name: repr(value) for name, value in vars(server).items()}
-    connection.send((got, total, held))
-
-
-def test_a_server_in_another_process_holds_masked_words_and_the_sum_alone() -> None:
-    form = FixedPoint(bound=10.0, clients=4)
-    vectors = np.random.default_rng(1).uniform(-10, 10, (4, LENGTH))
-    terms = SumTerms(secrets.token_bytes(8), 3, 4, LENGTH)
-    spawn = multiprocessing.get_context("spawn")
-    here, there = spawn.Pipe()
-    process = spawn.Process(target=serve, args=(there, terms), daemon=True)
-    process.start()
-    clients = [SumClient(k, terms) for k in range(4)]
-    here.send({k: one.keys().to_bytes() for k, one in enumerate(clients)})
-    roster = Roster.from_bytes(here.recv())
-    here.send({k: one.share(roster).to_bytes() for k, one in enumerate(clients)})
-    passed = {k: Sealed.from_bytes(one) for k, one in here.recv().items()}
-    plain = [form.encode(vector) for vector in vectors]
-    here.send({k: clients[k].mask(plain[k], passed[k]).to_bytes() for k in (0, 1, 3)})
-    present = Present.from_bytes(here.recv())
-    assert present.clients == (0, 1, 3)
-    here.send({k: clients[k].unmask(present).to_bytes() for k in (0, 1, 3)})
-    got, total, held = here.recv()
-    process.join(20)
-    np.testing.assert_allclose(form.decode(total), vectors[[0, 1, 3]].sum(0), atol=2e-7)
-    everything = b"".join(got)
-    for k, words in enumerate(plain):
-        own = clients[k]
-        for secret in (
-            own._seed if k == 2 else b"never",  # of those that are there it gets the seed
-            own._mask_key.private_bytes_raw(),
-            own._channel_key.private_bytes_raw(),
-        ):
+    first, second = (Played(no_vector=frozenset({2}), on_the_way=look) for _ in range(2))
+    for played in (first, second):
+        np.testing.assert_allclose(played.sum(), played.expected({0, 1, 3, 4}), atol=2e-7)
+    everything = b"".join(sent)
+    assert set(vars(first.server)) == {"terms", "_keys", "_sealed", "masked"}
+    for number, client in first.made.items():
+        secrets_of = [client._mask_key.private_bytes_raw(), client._channel_key.private_bytes_raw()]
+        if number == 2:  # of those that are there it gets the seed
+            secrets_of.append(client._seed)
+        else:
+            plain = first.form.encode(first.vectors[number])
+            masked, other = first.server.masked[number], second.server.masked[number]
+            assert not any(word.tobytes() in everything for word in plain)
+            assert (masked != other).all()
+            for mask in (masked - plain, masked ^ other):
+                bits = np.unpackbits(mask.view(np.uint8))
+                assert abs(bits.mean() - 0.5) < 5 * 0.5 / np.sqrt(len(bits))
+        for secret in secrets_of:
             assert secret not in everything
             assert secret.hex().encode() not in everything
-        for word in words:
-            assert word.tobytes() not in everything
-    assert set(held) == {"terms", "_keys", "_sealed", "masked"}
-    of_two = sum(plain[1:2], start=plain[0])
-    assert str(of_two[0]) not in held["masked"]
 
 
 @pytest.mark.parametrize("kind", [Keys, Sealed, Masked, Present, Shares])

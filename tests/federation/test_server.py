@@ -16,7 +16,7 @@ from fedsynth.core.method import Method
 from fedsynth.core.state import ServerState
 from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import DivergedError
-from fedsynth.federation.exchange.server import Server, check_declared, check_finite
+from fedsynth.federation.exchange.server import Server, check_declared
 from fedsynth.methods import METHODS, method_class
 from fedsynth.methods.fedprox import LossModel
 from fedsynth.privacy.plans import FIRST, MAIN
@@ -169,8 +169,9 @@ def test_a_first_request_that_is_not_declared_is_not_sent(monkeypatch: pytest.Mo
         server().request(FIRST, context(2))
 
 
-@pytest.mark.parametrize("phase", [FIRST, MAIN])
-@pytest.mark.parametrize("reply", [Wide(torch.ones(1)), ModelParameters({}, 1.0)])
+@pytest.mark.parametrize(
+    ("phase", "reply"), [(FIRST, Wide(torch.ones(1))), (MAIN, ModelParameters({}, 1.0))]
+)
 def test_a_reply_of_another_type_is_refused(phase: str, reply: Message) -> None:
     """Also one of a subclass: what was declared was checked under differential privacy."""
     made = server()
@@ -182,8 +183,7 @@ def test_a_reply_of_another_type_is_refused(phase: str, reply: Message) -> None:
     assert made.state is before
 
 
-@pytest.mark.parametrize("phase", [FIRST, MAIN])
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize(("phase", "value"), [(FIRST, float("nan")), (MAIN, float("inf"))])
 def test_a_reply_that_is_not_finite_is_rejected(phase: str, value: float) -> None:
     made = server()
     made.request(phase, context(2))
@@ -205,21 +205,15 @@ def test_a_model_that_is_not_finite_is_no_next_state() -> None:
     assert made.state is before
 
 
-def test_integers_are_finite() -> None:
-    check_finite({"count": torch.tensor(3), "known": torch.tensor([True])}, "client 0", 1)
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_what_a_method_declares_is_what_it_takes(name: str) -> None:
-    """The check that steps do not make themselves: the exact type, and no other message."""
-    method = method_class(name)()
-    for declared in (method.downlink, method.upload):
-        message = object.__new__(declared)
-        check_declared(method, message, declared)
-        other = object.__new__(Word)
-        for wrong in (other, object.__new__(type("Sub", (declared,), {}))):
-            with pytest.raises(TypeError, match=f"{name} declares .*{declared.__name__}, got"):
-                check_declared(method, wrong, declared)
+def test_what_a_method_declares_is_what_it_takes() -> None:
+    """Of every method; the exact type, and no other message."""
+    for name in METHODS:
+        method = method_class(name)()
+        for declared in (method.downlink, method.upload):
+            check_declared(method, object.__new__(declared), declared)
+            for wrong in (Word, type("Sub", (declared,), {})):
+                with pytest.raises(TypeError, match=f"{name} declares .*{declared.__name__}, got"):
+                    check_declared(method, object.__new__(wrong), declared)
 
 
 def test_a_model_is_not_taken_for_a_richer_message() -> None:

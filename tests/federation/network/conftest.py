@@ -27,8 +27,8 @@ from tests.small import small_settings
 
 HERE = Path(__file__).parent
 CLIENTS = 3
-BREAKS, BOUNDED = 1, 2
-"""The client that may send nonsense, and the one whose policy bounds what it does."""
+BOUNDED = 2
+"""The client whose policy bounds what it does."""
 POLICY = """
 methods = ["feddm", "fedaf", "fedkf", "fedhydra", "scaffold", "fedstats"]
 epsilon = 2.6
@@ -106,7 +106,7 @@ class Federation:
 
     Args:
         folder: for all that they leave.
-        script: what every client's process runs; None: `fedsynth client`, and one that may break.
+        script: what every client's process runs; None: `fedsynth client`.
     """
 
     def __init__(self, folder: Path, script: Path | None = None) -> None:
@@ -158,15 +158,14 @@ class Federation:
         ]
 
     def start_client(self, number: int) -> None:
-        """A data owner's process; one of them may break."""
+        """Starts a data owner's process."""
         arguments = self.client_arguments(number)
-        script = self.script or (HERE / "breaking_client.py" if number == BREAKS else None)
-        if script is not None:
+        if self.script is not None:
             self.home(number).mkdir(exist_ok=True)
             authority = str(self.keys / "ca.crt")
             key = str(self.keys / f"client-{number:03d}")
             where = [f"127.0.0.1:{self.port}", str(number), str(self.home(number))]
-            arguments = [sys.executable, str(script), *where, authority, key]
+            arguments = [sys.executable, str(self.script), *where, authority, key]
         with (self.folder / f"owner-{number}.log").open("ab") as log:
             self.clients[number] = subprocess.Popen(
                 arguments, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True

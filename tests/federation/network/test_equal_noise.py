@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
-import json
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,12 +19,9 @@ from fedsynth.privacy.accounting import epsilon
 from fedsynth.privacy.ledger import read_ledger
 from fedsynth.privacy.report_pages import secure_aggregation
 from tests.federation.network.conftest import (
-    BOUNDED,
-    BREAKS,
     CLIENTS,
     HERE,
     Federation,
-    eventually,
     report_of,
     sections,
     settings_of,
@@ -34,7 +29,6 @@ from tests.federation.network.conftest import (
 from tests.federation.test_unchanged import RepeatableNoise
 
 pytestmark = pytest.mark.network
-SECURE = {"aggregation": "secure"}
 PRIVATE = {"noise_multiplier": 5.0}
 
 
@@ -77,7 +71,9 @@ def ledger(repeating: Federation, number: int) -> tuple[Any, ...]:
 
 
 @pytest.mark.usefixtures("same_noise")
-@pytest.mark.parametrize(("method", "settings"), [("feddm", {}), ("fedstats", SECURE)])
+@pytest.mark.parametrize(
+    ("method", "settings"), [("feddm", {}), ("fedstats", {"aggregation": "secure"})]
+)
 def test_a_private_run_is_that_of_one_process(
     repeating: Federation, method: str, settings: dict[str, Any]
 ) -> None:
@@ -94,28 +90,3 @@ def test_a_private_run_is_that_of_one_process(
         assert report_of(newest.parent)["test_only_randomness"]
     if settings:
         assert secure_aggregation(report_of(folder)).startswith("aggregation executed")
-
-
-def test_a_node_that_is_killed_in_a_sum_is_lost_and_the_others_go_on(
-    repeating: Federation,
-) -> None:
-    """One client is held up while another is killed: the sum of that round, and all later ones, are
-    those of who is there. (Of three, one may look: so that another may be lost, each adds all.)"""
-    method = {**SECURE, "honest": 1}
-    given = sections("fedstats", method=method, run={"rounds": 4}, privacy=PRIVATE)
-    run = repeating.run(given, answer=20.0)
-    eventually(lambda: run.rows() >= 1, "a first round")
-    held_up = repeating.clients[BREAKS]
-    held_up.send_signal(signal.SIGSTOP)
-    try:
-        repeating.kill_client(BOUNDED)
-    finally:
-        held_up.send_signal(signal.SIGCONT)
-    folder = run.ended(240.0)
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert [row["round"] for row in rows] == [1, 2, 3, 4]
-    assert "lost" not in rows[0]
-    assert set(rows[-1]["lost"]) == {str(BOUNDED)}
-    assert not any("not_counted" in row for row in rows)
-    sent = [bool(one) for one in rows[-1]["client_upload_bytes"]]
-    assert sent == [True, True, False]
