@@ -10,8 +10,9 @@ import random
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +36,20 @@ from fedsynth.federation.outputs.verification import unfinished_report, verify_r
 from fedsynth.methods import METHODS
 from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.ledger import read_ledger
+from tests.families import by_family
 from tests.small import small_settings
 
 Sections = dict[str, dict[str, Any]]
 FORK = multiprocessing.get_context("fork")
 ONE_SHOT = ("dense", "feddf", "fedhydra", "solo")
+
+
+class Notes(Observer):
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.lines.append(text)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -134,7 +144,9 @@ def stop(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 # -------------------------------------------------------------------------------- the same numbers
 
 
-@pytest.mark.parametrize("method", sorted(METHODS))
+@pytest.mark.parametrize(
+    "method", by_family(METHODS, ("scaffold", "feddm", "fedaf", "fedbn", "fedkf"))
+)
 def test_a_resumed_run_ends_with_the_numbers_of_one_that_was_not(
     method: str, tmp_path: Path, stop: Callable[[int], None]
 ) -> None:
@@ -186,9 +198,8 @@ def start_child(*arguments: Any) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["feddm", "scaffold"])
-def test_ten_kills_at_random_moments(method: str, tmp_path: Path) -> None:
-    given = sections(method, run={"rounds": 30})
+def test_ten_kills_at_random_moments(tmp_path: Path) -> None:
+    given = sections("scaffold", run={"rounds": 30})
     started = time.perf_counter()
     whole = run(given, tmp_path / "whole")
     takes = time.perf_counter() - started
@@ -225,15 +236,14 @@ def assert_folders_alike(one: Path | None, other: Path) -> None:
             assert (one / name).read_bytes() == (other / name).read_bytes(), name
 
 
-@pytest.mark.parametrize("call", ["replace", "fsync"])
-def test_a_kill_inside_every_write_of_a_checkpoint(call: str, tmp_path: Path) -> None:
-    """Before and after each rename, and with half of a file written."""
+def test_a_kill_inside_every_write_of_a_checkpoint(tmp_path: Path) -> None:
+    """Before and after renames, and with half of a file written."""
     given = sections("scaffold", run={"rounds": 2})
     whole = run(given, tmp_path / "whole")
-    for moment in (1, 2, 4, 5, 6, 8, 9, 10):
+    for call, moment in (("replace", 1), ("replace", 5), ("fsync", 6), ("replace", 9)):
         output = tmp_path / f"cut-{moment}"
         output.mkdir()
-        process = start_child(given, output, lambda moment=moment: kill_at(call, moment))
+        process = start_child(given, output, partial(kill_at, call, moment))
         process.join(60)
         assert process.exitcode == -signal.SIGKILL
         if not (unfinished(output) / "config.toml").exists():  # nothing had begun
@@ -264,7 +274,6 @@ def kill_at(call: str, moment: int) -> None:
 @pytest.mark.parametrize(
     ("method", "more"),
     [
-        ("feddm", {"iterations": 8}),
         ("feddm", {"iterations": 8, "image_momentum": 0.5, "matching": "energy"}),
         ("fedaf", {"iterations": 8, "local_weight": 0.5, "distance": "rows"}),
     ],
@@ -297,9 +306,7 @@ def test_a_condensation_goes_on_inside_a_round(
     [
         ("fedavg", "train-1", 2),  # of the second client
         ("scaffold", "train-2", 1),
-        ("fedbn", "train-1", 1),
         ("dense", "distillation", 2),
-        ("fedhydra", "distillation", 1),
         ("feddf", "distillation", 3),
     ],
 )
@@ -346,11 +353,11 @@ def test_a_loss_with_a_state_of_its_own_begins_anew(
     run(sections("fedkf", method={"plain_rounds": 0}), tmp_path)
 
 
-@pytest.mark.parametrize("method", ["feddm", "fedavg", "fedfm"])
-def test_a_private_loop_is_never_gone_on_with(
+@pytest.mark.parametrize("method", ["feddm", "fedavg", "dense"])
+def test_a_private_loop_is_not_checkpointed_inside_a_round(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its releases would be made twice on one charge."""
+    """Its releases would be made twice on one charge; a repeated round has other uploads."""
     monkeypatch.setattr(run_checkpoints, "STEP_SECONDS", 0.0)
     monkeypatch.setattr(KeptSteps, "offer", interrupt)
     run(sections(method, privacy={"noise_multiplier": 1.0}), tmp_path)
@@ -380,25 +387,16 @@ def test_a_round_that_was_cut_off_is_not_gone_on_with_on_other_data(
     assert_same(whole, go_on(given, tmp_path / "cut", data=(other, test)))
 
 
-def test_a_private_runs_server_distils_other_uploads_when_a_round_is_repeated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(run_checkpoints, "STEP_SECONDS", 0.0)
-    monkeypatch.setattr(KeptSteps, "offer", interrupt)
-    run(sections("dense", privacy={"noise_multiplier": 1.0}), tmp_path)
-
-
 # ----------------------------------------------------------------------------------------- privacy
 
 
 def ledgers(folder: Path) -> list[list[int]]:
     """Of each client the rounds of its ledger's rows."""
-    files = sorted((folder / "ledger").glob("*.jsonl"))
+    files = sorted(folder.glob("*.jsonl"))
     return [[row.round for row in read_ledger(file).releases] for file in files]
 
 
-@pytest.mark.parametrize("kept", [False, True])
-@pytest.mark.parametrize("method", ["feddm", "fedavg", "fedfm"])
+@pytest.mark.parametrize(("method", "kept"), [("feddm", True), ("fedavg", False)])
 def test_a_repeated_round_is_charged_again_and_said(
     method: str, kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -418,14 +416,11 @@ def test_a_repeated_round_is_charged_again_and_said(
         with pytest.raises(KeyboardInterrupt):
             run(given, tmp_path / "runs")
     folder = unfinished(tmp_path / "runs")
-    in_ledger = folder if not kept else tmp_path
-    if kept:
-        (tmp_path / "ledger").symlink_to(tmp_path / "kept")
-    before = ledgers(in_ledger)
+    before = ledgers(tmp_path / "kept" if kept else folder / "ledger")
     unfinished_report(folder)
     resumed = go_on(given, tmp_path / "runs")
     assert resumed.folder is not None
-    after = ledgers(resumed.folder if not kept else tmp_path)
+    after = ledgers(tmp_path / "kept" if kept else resumed.folder / "ledger")
     planned = [round for rounds in before for round in rounds].count(2)
     assert planned > 0
     for old, new in zip(before, after, strict=True):
@@ -439,9 +434,6 @@ def test_a_repeated_round_is_charged_again_and_said(
         "resumed after 1 of 3 rounds: releases made in round 2 before that are charged; the round is "
         "charged again"
     )
-    assert resumed.privacy is not None
-    plain = run(sections(method, privacy={"noise_multiplier": 1.0}), tmp_path / "other")
-    assert resumed.metrics[-1]["epsilon"] > plain.metrics[-1]["epsilon"]
 
 
 def test_rows_of_a_repeated_round_need_a_resumption(
@@ -483,9 +475,12 @@ def test_a_checkpoint_has_nobodys_key_and_no_ledger(
     tmp_path: Path, stop: Callable[[int], None]
 ) -> None:
     given = sections("feddm", privacy={"noise_multiplier": 1.0})
+    notes = Notes()
     stop(2)
     with pytest.raises(KeyboardInterrupt):
-        run(given, tmp_path)
+        run(given, tmp_path, observer=notes)
+    assert notes.lines[-1].startswith("interrupted after 2 of 3 rounds; spent: ε = ")
+    assert str(unfinished(tmp_path)) in notes.lines[-1]
     folder = unfinished(tmp_path) / "simulation_only" / "checkpoint"
     assert (folder / POINTER).exists()
     kinds = {path.name.split("-")[0] for path in folder.iterdir()}
@@ -499,30 +494,8 @@ def test_a_checkpoint_has_nobodys_key_and_no_ledger(
 # -------------------------------------------------------------------------------------- what stops
 
 
-class Notes(Observer):
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def note(self, text: str) -> None:
-        self.lines.append(text)
-
-
-def test_an_interrupted_run_says_where_it_is_and_what_it_has_spent(
-    tmp_path: Path, stop: Callable[[int], None]
-) -> None:
-    notes = Notes()
-    stop(2)
-    given = sections("feddm", privacy={"noise_multiplier": 1.0})
-    with pytest.raises(KeyboardInterrupt):
-        run(given, tmp_path, observer=notes)
-    said = notes.lines[-1]
-    assert said.startswith("interrupted after 2 of 3 rounds; spent: ε = ")
-    assert str(unfinished(tmp_path)) in said
-
-
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS])
 def test_a_full_disk_leaves_the_last_checkpoint_whole(
-    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = sections("scaffold")
     whole = run(given, tmp_path / "whole")
@@ -531,7 +504,7 @@ def test_a_full_disk_leaves_the_last_checkpoint_whole(
     def full(path: Path, content: bytes, **values: bool) -> None:
         if path.name.startswith("memory-") and path.name.endswith("-3.safetensors"):
             path.with_name(f"{path.name}.partial").write_bytes(content[: len(content) // 2])
-            raise OSError(number, os.strerror(number))
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         original(path, content, **values)
 
     with monkeypatch.context() as patch:
@@ -605,7 +578,7 @@ def test_a_damaged_checkpoint_is_one_line(tmp_path: Path, stop: Callable[[int], 
     shutil.copytree(folder, sound)
     names = sorted(path.name for path in (sound / "simulation_only" / "checkpoint").iterdir())
     refused: list[str] = []
-    for trial in range(60):
+    for trial in range(24):
         shutil.rmtree(folder)
         shutil.copytree(sound, folder)
         path = folder / "simulation_only" / "checkpoint" / names[trial % len(names)]
@@ -626,7 +599,7 @@ def test_a_damaged_checkpoint_is_one_line(tmp_path: Path, stop: Callable[[int], 
         assert resumed.folder is not None  # a bit of JSON that does no harm: a row's seconds
         assert path.name == POINTER
         resumed.folder.rename(folder)
-    assert len(refused) >= 50
+    assert len(refused) >= 20
     assert not any("\n" in text for text in refused)
 
 
@@ -654,61 +627,49 @@ def test_memories_of_clients_that_are_not_active_are_on_disk(
 ) -> None:
     given = sections("scaffold", run={"rounds": 5, "participation": 0.25})
     without = simulate(resolve(given))
-    keep = simulated_run.Simulation._keep
+    keep, memory = simulated_run.Simulation._keep, CheckpointFolder.memory
     held: list[int] = []
+    loaded: list[int] = []
+
+    def loading(self: CheckpointFolder, client: int) -> Any:
+        loaded.append(client)
+        return memory(self, client)
 
     def counting(self: simulated_run.Simulation, context: Any) -> None:
         keep(self, context)
         held.append(sum(bool(client._memory) for client in self.exchange.clients))
 
     monkeypatch.setattr(simulated_run.Simulation, "_keep", counting)
+    monkeypatch.setattr(CheckpointFolder, "memory", loading)
     result = run(given, tmp_path)
     assert max(held[:-1]) <= 1
+    assert len(loaded) <= sum(len(row["participants"]) for row in result.metrics)
     assert isinstance(next(iter(result.uploads.values())), ModelParameters)
     for name, value in without.model.state_dict().items():
         assert torch.equal(value, result.model.state_dict()[name]), name
 
 
-def killed_and_finished(
-    given: Sections, folder: Path, moments: Sequence[str]
-) -> list[tuple[str, ...]]:
-    """Killed at each of the moments and resumed, it ends as the run that nobody killed.
-
-    Returns: what each resumed run says of itself (`deviations`).
-    """
-    told = []
-    whole = run(given, folder / "whole")
-    assert whole.folder is not None
-    for moment in moments:
-        output = folder / moment
-        output.mkdir()
-        process = start_child(given, output, lambda moment=moment: kill_in(moment))
-        process.join(60)
-        assert process.exitcode == -signal.SIGKILL
-        resumed = go_on(given, output)
-        assert resumed.folder is not None
-        told.append(resumed.deviations)
-        assert ledgers(resumed.folder) == ledgers(whole.folder)
-        assert verify_run(resumed.folder).problems == []
-        assert files_for_the_owner(resumed.folder) == files_for_the_owner(whole.folder)
-    return told
-
-
-def files_for_the_owner(folder: Path) -> set[str]:
-    return {path.name for path in (folder / "simulation_only").iterdir()}
-
-
-def test_a_run_that_is_killed_while_it_finishes_is_finished(tmp_path: Path) -> None:
+@pytest.mark.parametrize("moment", ["write_private_start", "write_model", "finish"])
+def test_a_run_that_is_killed_while_it_begins_or_finishes_is_charged_once(
+    moment: str, tmp_path: Path
+) -> None:
     """Its checkpoint goes last: without it all rounds would be repeated, and charged again."""
     given = sections("fedavg", privacy={"noise_multiplier": 1.0})
-    moments = ("write_model", "write_artefacts", "finish")
-    assert killed_and_finished(given, tmp_path, moments) == [(), (), ()]
-
-
-def test_a_run_that_is_killed_before_it_has_begun_begins(tmp_path: Path) -> None:
-    """Nothing was released then, so that nothing is repeated."""
-    given = sections("fedavg", privacy={"epsilon": 8.0})
-    killed_and_finished(given, tmp_path, ("write_config", "write_private_start", "write_partition"))
+    whole = run(given, tmp_path / "whole").folder
+    output = tmp_path / "cut"
+    output.mkdir()
+    process = start_child(given, output, partial(kill_in, moment))
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
+    resumed = go_on(given, output)
+    folder = resumed.folder
+    assert folder is not None
+    assert whole is not None
+    assert resumed.deviations == ()
+    assert ledgers(folder / "ledger") == ledgers(whole / "ledger")
+    assert verify_run(folder).problems == []
+    left, expected = (set(os.listdir(one / "simulation_only")) for one in (folder, whole))
+    assert left == expected
 
 
 def kill_in(name: str) -> None:
@@ -726,8 +687,7 @@ def kill_in(name: str) -> None:
 # ------------------------------------------------------------------------------- what has to be there
 
 
-@pytest.mark.parametrize("loss", ["folder", "file", "rows"])
-@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize(("kept", "loss"), [(False, "folder"), (True, "file"), (False, "rows")])
 def test_a_ledger_that_has_lost_rows_is_not_gone_on_with(
     kept: bool, loss: str, tmp_path: Path, stop: Callable[[int], None]
 ) -> None:
@@ -771,39 +731,10 @@ def test_a_resumed_run_that_is_killed_while_it_finishes_says_all_it_has_done(
         patch.setattr(CheckpointFolder, "write", interrupt)
         with pytest.raises(KeyboardInterrupt):
             run(given, tmp_path)
-    process = start_child(given, tmp_path, lambda: kill_in("finish"))
+    process = start_child(given, tmp_path, partial(kill_in, "finish"))
     process.join(60)
     assert process.exitcode == -signal.SIGKILL
     resumed = go_on(given, tmp_path)
     assert len(resumed.deviations) == 1
     assert resumed.folder is not None
     assert verify_run(resumed.folder).problems == []
-
-
-def test_a_resumption_after_a_round_that_there_is_not_is_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It would excuse the rows of rounds that were taken out of metrics.jsonl."""
-    folder = run(sections("feddm", privacy={"noise_multiplier": 1.0}), tmp_path).folder
-    assert folder is not None
-    metrics = folder / "metrics.jsonl"
-    metrics.write_text(metrics.read_text().splitlines(keepends=True)[0])
-    (folder / RESUMED).write_text('{"after_rounds": [2]}')
-    assert any("names round 2" in problem for problem in verify_run(folder).problems)
-
-
-def test_memories_are_read_when_they_are_needed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A checkpoint does not load what is in its files already."""
-    loaded: list[int] = []
-    memory = CheckpointFolder.memory
-
-    def loading(self: CheckpointFolder, client: int) -> Any:
-        loaded.append(client)
-        return memory(self, client)
-
-    monkeypatch.setattr(CheckpointFolder, "memory", loading)
-    result = run(sections("scaffold", run={"rounds": 6, "participation": 0.25}), tmp_path)
-    steps = sum(len(row["participants"]) for row in result.metrics)
-    assert len(loaded) <= steps

@@ -469,6 +469,10 @@ OTHER_FILES: dict[str, tuple[Tamper, str]] = {
     "all rounds, everywhere": (no_rounds, "no cap explains the end there"),
     "the last round, everywhere": (fewer_rounds, "no cap explains the end there"),
     "a resumption that never was": (invented_resumption, "a resumption that its ledger does not"),
+    "a resumption after a round that there is not": (
+        lambda folder: (folder / "resumed.json").write_text('{"after_rounds": [2]}'),
+        "names round 2",
+    ),
     "a pipe as resumed.json": (fifo("resumed.json"), "resumed.json is damaged"),
     "a pipe as metrics.jsonl": (fifo("metrics.jsonl"), "metrics.jsonl"),
     "a pipe as summary.json": (fifo("summary.json"), "summary.json is missing"),
