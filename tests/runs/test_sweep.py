@@ -121,21 +121,16 @@ def test_another_setting_is_another_run_and_another_device_is_not(made: Made) ->
     ("text", "words"),
     [
         ("[grid]\nalpha = 0.1\n", "alpha must be a list of values"),
-        ("[grid]\nalpha = []\n", "alpha must be a list of values"),
         ("[grid]\nalpha = [[1]]\n", "numbers, texts or booleans"),
         ("[grid]\nalpah = [1]\n", "the run of alpah=1: .*alpah"),
-        ("[grid]\nalpha = [-1.0]\n", "the run of alpha=-1.0: .*alpha"),
         ('[grid]\n"modle.width" = [1]\n', "names no section"),
-        ("[gird]\nalpha = [1]\n", "unknown section 'gird'"),
         ("[grid]\nalpha = [1]\n[grid.fedprox]\nmu = [1]\n", "no run of the sweep has method"),
         ("[grid]\nalpha = [1]\n[methods.fedprox]\nmu = 1\n", "no run of the sweep has method"),
         ('[grid]\nalpha = [1.0]\n"partition.alpha" = [2.0]\n', "are one setting"),
         ("[grid]\nalpha = [1.0, 1.0]\n", "two runs of the grid have the same settings"),
         ("[grid]\nseed = [" + "0," * 101 + "]\nalpha = [" + "1.0," * 101 + "]\n", "more than"),
         ("[sweep]\njobs = 0\n", "sweep.jobs must be between 1 and 1000"),
-        ("[sweep]\nmemory_gb = nan\n", "sweep.memory_gb must be a finite number"),
         ("[methods]\nfedavg = 1\n", "methods.fedavg must be a table, got 1"),
-        ("[sweep]\njob = 1\n", "job"),
     ],
 )
 def test_what_is_no_sweep_is_one_error_before_any_run(made: Made, text: str, words: str) -> None:
@@ -197,7 +192,7 @@ def test_a_long_run_is_heard_of(made: Made, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("fedsynth.runs.sweep.NEWS_SECONDS", 0.2)
     monkeypatch.setattr("fedsynth.runs.sweep.last_line", lambda log: "round 3/20")
     told: list[str] = []
-    run_sweep(made("[grid]\nseed = [0]\n", seconds=1.0), train_command, told.append)
+    run_sweep(made("[grid]\nseed = [0]\n", seconds=0.5), train_command, told.append)
     assert told[0].startswith("1 runs in ")
     assert "seed=0: round 3/20" in told
 
@@ -210,7 +205,7 @@ def most_at_once(sweep: Sweep) -> int:
 def test_so_many_go_at_once_as_places_and_memory_allow(made: Made) -> None:
     grid = '[run]\nmemory_gb = 2\n[grid]\nmethod = ["fedavg"]\nseed = [0, 1, 2, 3]\n'
     for sweep, most in (("jobs = 3\n", 3), ("jobs = 4\nmemory_gb = 6.5\n", 2)):
-        plan = made(f"[sweep]\n{sweep}{grid}", seconds=0.6)
+        plan = made(f"[sweep]\n{sweep}{grid}", seconds=0.3)
         plan = replace(plan, output=plan.output / str(most))
         run_sweep(plan, train_command, lambda text: None)
         assert most_at_once(plan) == most
