@@ -76,17 +76,3 @@ def test_what_is_shared_within_a_network_stays_so_within_its_copy() -> None:
     assert made.scale is not network.scale
     assert made.sizes[1] is not network.sizes[1]
     assert torch.equal(made(torch.ones(2, 3)), network(torch.ones(2, 3)))
-
-
-class _Own(nn.Linear):
-    """Says itself how it is copied."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Own:
-        made = _Own(self.in_features, self.out_features)
-        made.own = True  # type: ignore[assignment]
-        return made
-
-
-def test_a_module_with_a_way_of_its_own_is_left_to_it() -> None:
-    made = copied(nn.Sequential(_Own(2, 2)))
-    assert made.get_submodule("0").own is True  # type: ignore[comparison-overlap]

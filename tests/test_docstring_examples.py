@@ -6,7 +6,6 @@ from __future__ import annotations
 import ast
 import doctest
 import importlib
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -102,11 +101,3 @@ def test_an_example_that_is_wrong_fails() -> None:
     assert doctest.DocTestRunner(verbose=False).run(test, out=lambda text: None).failed == 1
     tree = ast.parse('class A:\n    """Text."""\n\n    def b(self):\n        """>>> 1"""\n')
     assert list(_documented(tree)) == ["A.b"]
-
-
-def test_no_docstring_of_an_example_is_too_wide() -> None:
-    for name, path in EXAMPLES.items():
-        source = path.read_text(encoding="utf-8")
-        for docstring in re.findall(r'"""(?:(?!""").)*>>>(?:(?!""").)*"""', source, re.DOTALL):
-            wide = [line for line in docstring.splitlines() if len(line) > 100]
-            assert not wide, f"{name}: {wide[0]}"

@@ -8,8 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-import sysconfig
-import time
 import tomllib
 import zipfile
 from collections.abc import Iterator
@@ -42,15 +40,6 @@ def test_the_package_list_is_complete() -> None:
     listed = PYPROJECT["tool"]["setuptools"]["packages"]
     assert sorted(listed) == sorted(".".join(folder.parts) for folder in package_folders())
     assert len(set(listed)) == len(listed)
-
-
-def test_every_folder_of_modules_is_a_package() -> None:
-    without = {
-        folder
-        for folder, _, names in os.walk(ROOT / "fedsynth", followlinks=True)
-        if any(name.endswith(".py") for name in names) and "__init__.py" not in names
-    }
-    assert not without
 
 
 @pytest.mark.parametrize("name", LINKS)
@@ -133,17 +122,6 @@ def test_help_imports_nothing_heavy() -> None:
     )
     assert done.stdout.splitlines()[-1] == "loaded: []", done.stdout + done.stderr
     assert "--dp-sigma" in done.stdout
-
-
-def test_help_answers_at_once() -> None:
-    command = [str(Path(sysconfig.get_path("scripts")) / "fedsynth"), "--help"]
-    seconds = []
-    for _ in range(3):
-        started = time.perf_counter()
-        subprocess.run(command, capture_output=True, check=True, timeout=120)
-        seconds.append(time.perf_counter() - started)
-    print(f"fedsynth --help: best of 3 {min(seconds):.2f} s")
-    assert min(seconds) < 2  # the promise is one second; twice that for a busy machine
 
 
 def _imported(path: Path) -> Iterator[str]:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from fedsynth.methods import method_class
 from fedsynth.privacy.randomness import SecretGenerator
 
 OPEN = (
@@ -17,7 +16,6 @@ OPEN = (
     "--device cpu"
 )
 FEDDM = f"{OPEN} --rounds 1 --dp-sigma 1"
-FAMILIES = ("fedavg", "feddm", "fedsum", "fedfm", "fedkf", "fedhydra", "fedstats", "real")
 Run = Callable[..., Any]
 
 
@@ -88,14 +86,6 @@ def test_only_the_runs_own_settings_go_into_its_report(fedsynth: Run, tmp_path: 
     assert (folder / "privacy_report.json").read_bytes() == before
 
 
-def test_a_folder_without_a_private_run_is_refused(fedsynth: Run, tmp_path: Path) -> None:
-    folder = fedsynth(f"train {OPEN} --rounds 1 --output {tmp_path / 'out'}").folder
-    told = fedsynth(f"privacy audit --run {folder}")
-    assert (told.code, told.stdout) == (2, "")
-    assert "no folder of a finished private run" in told.stderr
-    assert "cannot read" in fedsynth(f"privacy audit --run {tmp_path}").stderr
-
-
 def test_a_run_is_audited_with_the_noise_and_the_rounds_that_it_had(
     fedsynth: Run, tmp_path: Path
 ) -> None:
@@ -106,19 +96,3 @@ def test_a_run_is_audited_with_the_noise_and_the_rounds_that_it_had(
     assert report["rounds_done"] == 1
     found = fedsynth(f"privacy audit --run {told.folder} --canaries 20 --json")
     assert json.loads(found.stdout)["epsilon"] == pytest.approx(report["guarantee"]["epsilon"])
-
-
-@pytest.mark.parametrize("method", FAMILIES)
-def test_a_private_method_of_each_family_can_be_audited(
-    fedsynth: Run, method: str, small: dict[str, str]
-) -> None:
-    tiny = f"--device cpu --clients 2 --rounds 1 --width 8 {small[method]}"
-    told = fedsynth(f"privacy audit --method {method} {tiny} --dp-sigma 3 --canaries 20 --json")
-    if not method_class(method).protects:
-        assert told.code == 2
-        assert "cannot run with differential privacy" in told.stderr
-        return
-    facts: dict[str, Any] = json.loads(told.stdout)
-    assert told.code == 0
-    assert facts["method"] == method
-    assert facts["epsilon"] > 0 == facts["epsilon_lower_bound"]

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from fedsynth import __version__
 from fedsynth.federation.simulated_run import Simulation
 from fedsynth.methods import METHODS
 
@@ -67,12 +66,6 @@ def test_methods_lists_each_with_a_line_and_show_explains_its_settings(fedsynth:
     assert (wrong.code, "did you mean fedprox" in wrong.stderr) == (2, True)
 
 
-def test_version_and_help(fedsynth: Call) -> None:
-    assert fedsynth("--version").stdout.strip() == __version__
-    bare = fedsynth()
-    assert (bare.code, "partition" in bare.stdout) == (0, True)
-
-
 def test_the_installed_script_keeps_to_one_line_and_to_an_old_locale(tmp_path: Path) -> None:
     def script(*words: str, **environment: str) -> subprocess.CompletedProcess[bytes]:
         env = {**os.environ, **environment}
@@ -85,22 +78,6 @@ def test_the_installed_script_keeps_to_one_line_and_to_an_old_locale(tmp_path: P
     ascii_only = script("train", "--help", PYTHONIOENCODING="ascii")
     assert ascii_only.returncode == 0, ascii_only.stderr
     assert b"--dp-epsilon" in ascii_only.stdout
-
-
-def test_an_interrupted_run_names_its_folder(
-    fedsynth: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupt(*args: object, **kwargs: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Simulation, "play", interrupt)
-    run = fedsynth(f"train --device cpu --output {tmp_path / 'out'}")
-    assert run.code == 130
-    assert run.folder.name.endswith("-feddm-digits.incomplete")
-    assert run.stderr.endswith(
-        f"interrupted after 0 of 3 rounds; to resume: --resume {run.folder}\n"
-        "fedsynth: interrupted\n"
-    )
 
 
 def heed_signals() -> None:

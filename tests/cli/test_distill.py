@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fedsynth.methods import method_class
 from fedsynth.models.registry import ModelSettings, build_model
 
 Call = Callable[..., Any]
@@ -24,18 +23,6 @@ def write(path: Path, name: str, seed: int) -> Path:
     model = build_model(ModelSettings(name, width=4, depth=2), (1, 8, 8), 10, seed)
     save_file(model.state_dict(), path)
     return path
-
-
-def test_facts_of_the_generators_images_are_printed(
-    tmp_path: Path, fedsynth: Call, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    facts = {"agreement": 0.25, "class_entropy": 1.0, "class_entropy_share": 0.5, "classes": 4}
-    kind = method_class("dense")
-    monkeypatch.setattr(kind, "facts", lambda self, state, context: {"generator": facts})
-    model = write(tmp_path / "a.safetensors", "convnet", 1)
-    run = fedsynth(f"{BASE} --models {model} --method dense {FAST} --output {tmp_path / 's'}")
-    assert run.code == 0, run.stderr
-    assert "generated: class entropy 0.50 of log C, 4 classes, 25.0 % as asked\n" in run.stdout
 
 
 @pytest.mark.parametrize("method", ["fedhydra --set stratification_steps=2", "dense"])

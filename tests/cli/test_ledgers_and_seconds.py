@@ -7,24 +7,16 @@ import json
 import re
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from fedsynth.cli.progress import LONG_PHASE, PlainObserver, print_summary, round_line
-from fedsynth.data.images import from_arrays
-from fedsynth.data.registry import dataset_spec
-from fedsynth.federation.outputs.disclosed import declared_row, disclosed
-from fedsynth.federation.simulation import simulate
+from fedsynth.cli.progress import LONG_PHASE, PlainObserver
 from fedsynth.federation.terms.resolve import resolve
 from fedsynth.federation.terms.run_data import data_set_id
-from fedsynth.methods.fedavg import FedAvg
 from fedsynth.privacy.ledger import Ledger, read_ledger
 from fedsynth.privacy.releases import Release
-from fedsynth.privacy.settings import NO_LEDGER
 
 Call = Callable[..., Any]
 SECONDS = re.compile(r"\d\.\d+ ?s\b|\btime\b|seconds")
@@ -59,17 +51,6 @@ def test_a_ledger_may_be_named_without_privacy(train: Call, tmp_path: Path) -> N
     (folder,) = noisy.output.glob("*-feddm-*")
     report = json.loads((folder / "privacy_report.json").read_text())
     assert (report["guarantee"], report["verdict"]["reasons"]) == (None, [REASON])
-
-
-def test_a_budget_that_earlier_runs_have_spent_is_one_line(train: Call, tmp_path: Path) -> None:
-    line = f"feddm --dp-sigma 3 --dp-epsilon 1.5 --dp-ledger {tmp_path / 'ledgers'}"
-    assert train(line).code == 0
-    again = train(line)
-    assert (again.code, again.stderr.count("\n")) == (2, 1)
-    assert "error: ended after 0 of 1 rounds: client client-000: ε is" in again.stderr
-    assert "above the cap 1.5" in again.stderr
-    assert len(list(again.output.iterdir())) == 1
-    assert len(read_ledger(tmp_path / "ledgers" / "client-000.jsonl").releases) == 1
 
 
 @pytest.mark.parametrize("options", ["", "--dp-sigma 3"])
@@ -116,36 +97,6 @@ def test_a_sign_of_life_goes_by_steps_where_seconds_would_tell(
     for done in (1, 2):
         plain.step(1, "condense", done, 10)
     assert capsys.readouterr().err.splitlines() == ["round 1/3 condense 1/10"]
-
-
-def test_a_row_without_accuracy_is_a_line() -> None:
-    row = {"round": 1, "models": {"aca": {}}, "upload_bytes": 1_000_000, "seconds": 2.0}
-    assert round_line(row, resolve({})) == "round 1/3 · uploads 1.00 MB · 2.0 s"
-    private = resolve({"privacy": {"noise_multiplier": 3.0}})
-    told = {**row, "epsilon": 1.0, "private_test": {"test_accuracy": 0.5}}
-    shown = disclosed(told, declared_row(FedAvg)).shown
-    assert round_line(shown, private) == "round 1/3 · ε 1 · uploads 1.00 MB"
-
-
-@pytest.mark.parametrize("kind", ["private", "none"])
-def test_the_table_says_why_there_is_no_accuracy(
-    kind: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    spec = replace(dataset_spec("digits"), name="scans")
-    data = from_arrays(np.zeros((60, 8, 8), np.uint8), np.arange(60) % 10, spec)
-    settings = resolve(
-        {
-            "run": {"rounds": 1, "device": "cpu"},
-            "model": {"width": 4},
-            "partition": {"clients": 2},
-            "method": {"iterations": 1, "ipc": 1, "server_epochs": 1},
-            "privacy": {"noise_multiplier": 3, "ledger": NO_LEDGER},
-        }
-    )
-    print_summary(simulate(settings, data=(data, data if kind == "private" else None)))
-    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    assert f"test data {kind}" in shown
-    assert "test accuracy" not in shown
 
 
 def test_carry_over(train: Call, fedsynth: Call, tmp_path: Path) -> None:

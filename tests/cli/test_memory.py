@@ -31,10 +31,3 @@ def test_freed_memory_is_not_faulted_in_again() -> None:
         )
         faults[mode] = int(done.stdout)
     assert faults["keep"] < 0.3 * faults["default"]
-
-
-def test_another_system_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fedsynth.cli.process import keep_large_allocations
-
-    monkeypatch.setattr(sys, "platform", "darwin")
-    assert keep_large_allocations() is False

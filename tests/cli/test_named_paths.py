@@ -83,14 +83,6 @@ def test_a_name_that_is_no_utf8(train: Callable[..., Any], tmp_path: Path) -> No
     assert not done.output.exists()
 
 
-def test_home_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`--output=~/runs` reaches the command as it is: shells leave it."""
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    (tmp_path / "home").mkdir()
-    command("partition", "--clients=2", "--picture=~/who.png")
-    assert (tmp_path / "home" / "who.png").exists()
-
-
 # ---------------------------------------------------------------- errors of the file system anywhere
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fedsynth.cli.progress import Pace, PlainObserver, duration
+from fedsynth.cli.progress import Pace, PlainObserver
 from fedsynth.federation.terms.resolve import resolve
 
 
@@ -29,28 +29,6 @@ def test_by_the_mean_of_the_rounds_that_have_ended() -> None:
     assert Pace(3, Clock()).warning() is None
 
 
-def test_a_resumed_run_counts_the_rounds_that_are_left() -> None:
-    clock = Clock()
-    pace = Pace(10, clock)
-    clock.now = 60.0
-    pace.round_ended(8)
-    assert pace.left() == 2 * 60
-
-
-def test_days_are_said_in_the_first_round_and_once() -> None:
-    clock = Clock()
-    pace = Pace(20, clock)
-    pace.step(1, "condensing", 0, 1000)
-    clock.now = 29.0
-    pace.step(1, "condensing", 1, 1000)
-    assert pace.warning() is None  # too early to say
-    clock.now = 40.0
-    pace.step(1, "condensing", 4, 1000)  # 10 s a step: 20 rounds of 10,000 s
-    assert pace.words() == "at least 2 days 7 h"
-    assert "at least 2 days 7 h" in (pace.warning() or "")
-    assert pace.warning() is None
-
-
 def test_slow_first_steps_are_forgotten_when_others_are_fast() -> None:
     """Catches: first steps that compile, or make the means of M networks, taken for all."""
     clock = Clock()
@@ -75,9 +53,3 @@ def test_a_private_run_says_no_times() -> None:
     open_run = resolve({"run": {"method": "feddm"}})
     assert PlainObserver(private, "")._pace is None
     assert PlainObserver(open_run, "")._pace is not None
-
-
-def test_durations() -> None:
-    assert duration(0.5) == "0 s"
-    assert duration(90061) == "1 day 1 h"
-    assert duration(3600) == "1 h"

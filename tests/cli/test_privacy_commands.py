@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -81,25 +80,6 @@ def test_sigma_gives_epsilon_by_round_as_a_table_and_a_plot(fedsynth: Call, tmp_
     kinds = ("add-remove", "zero-out", "replace-one")
     first, second, third = (plans(fedsynth, f"{line} {a}")[0]["epsilon"]["1"] for a in kinds)
     assert first == second < third
-
-
-def test_a_plan_has_a_row_for_everything_that_is_released(fedsynth: Call) -> None:
-    line = "--method fedfm --sigma 2 --rounds 2 --n 6000"
-    (plan,) = plans(fedsynth, line)
-    names = ["model update", "class sums of features (anchors)", "class counts"]
-    assert [row["quantity"] for row in plan["rows"]] == names
-    assert [row["noise_multiplier"] for row in plan["rows"]] == [2, 10, 10]
-    assert [row["sample_rate"] < 1 for row in plan["rows"]] == [True, False, False]
-    assert sum(row["releases"] for row in plan["rows"]) == plan["releases"]
-
-
-def test_a_plan_shows_the_last_round_and_a_budget_that_is_too_small(fedsynth: Call) -> None:
-    run = fedsynth("privacy plan --sigma 3 --rounds 13 --epsilon 2 --steps 10 --mechanism residual")
-    assert run.code == 0, run.stderr
-    shown = re.findall(r"│ (\d+) +│ [\d.]+ +│$", run.stdout, re.MULTILINE)
-    assert shown[-2:] == ["12", "13"]
-    assert "…" not in run.stdout  # no figure is cut
-    assert "exceeds ε = 2 in round" in run.stderr
 
 
 def test_a_dry_run_says_what_the_run_then_does(fedsynth: Call, tmp_path: Path) -> None:

@@ -74,23 +74,6 @@ def test_reports_are_shown_and_verified(
     assert "is damaged: " in damaged.stderr
 
 
-def test_what_cannot_be_reported_is_one_line(
-    trained: Callable[[str], Path], fedsynth: Call, tmp_path: Path
-) -> None:
-    folder = trained("")
-    open_run = folder.rename(f"{folder}.incomplete")
-    (open_run / "summary.json").unlink()
-    for line, text in (
-        (f"report {tmp_path} --format pdf", "format"),
-        (f"report {open_run}", "had no differential privacy"),
-        (f"verify {open_run}", "fedsynth privacy report"),
-        (f"verify {tmp_path} --public-key {tmp_path / 'key'}", "cannot read the key"),
-    ):
-        run = fedsynth(f"privacy {line}")
-        assert (run.code, run.stderr.count("\n")) == (2, 1)
-        assert text in run.stderr
-
-
 def charged(output: Path) -> int:
     """The clients whose ledger, wherever it is, has a row."""
     files = output.glob("**/client-*.jsonl")

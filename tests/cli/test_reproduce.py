@@ -17,18 +17,6 @@ CELL = ("fedprox:synthetic", "--dataset", "synthetic(0,0)", "--note", "90 %", "-
 TINY = ("--scale", "0.01")
 
 
-def test_tables_are_listed_with_what_is_not_covered(fedsynth: Callable[..., Any]) -> None:
-    shown = fedsynth("reproduce", "--list")
-    assert shown.code == 0, shown.stderr
-    assert "feddm:table2" in shown.stdout
-    assert "not covered" in shown.stdout
-    assert "FedHydra, Table 10" in shown.stdout
-    facts = json.loads(fedsynth("reproduce", "--list", "--json").stdout)
-    numbers = {one["preset"]: one["numbers"] for one in facts["tables"]}
-    assert sum(numbers.values()) == 1005
-    assert numbers["fedprox:synthetic"] == 0
-
-
 def test_a_tables_cells_settings_and_sources_are_shown(fedsynth: Callable[..., Any]) -> None:
     shown = fedsynth("reproduce", "--list", "feddm:table2", "--alpha", "0.1").stdout
     assert "method.iterations=1000" in shown
@@ -119,8 +107,3 @@ def test_train_takes_a_tables_settings(fedsynth: Callable[..., Any], tmp_path: P
     assert (wrong.code, "no cell with method moon" in wrong.stderr) == (2, True)
     both = fedsynth("train", "--preset", "feddm:table2", "--config", "c.toml", *out)
     assert (both.code, "give one of them" in both.stderr) == (2, True)
-
-
-def test_a_published_value_is_said_before_the_run(fedsynth: Callable[..., Any]) -> None:
-    shown = fedsynth("train", "--preset", "feddm:table2", "--alpha", "0.1", "--dry-run")
-    assert "mnist dirichlet(0.1) feddm; published: test_accuracy_pct 98.67 ± 0.01" in shown.stderr

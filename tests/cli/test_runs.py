@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-from fedsynth.runs.folders import run_folders
 
 Call = Callable[..., Any]
 
@@ -44,32 +41,6 @@ def test_runs_are_compared(train: Call, fedsynth: Call) -> None:
     assert [(row["run"], row["settings"]) for row in one] == [(rows[0]["run"], {})]
 
 
-def test_what_generators_made_is_said_by_run_and_table(train: Call, fedsynth: Call) -> None:
-    """FedGen's generator is asked for classes, FedKF's is not, FedAvg has none; with privacy the
-    facts stay."""
-    kf = train("fedkf --rounds 2 --dp-epsilon 8")
-    gen = train("fedgen")
-    output = train("fedavg").output
-    assert " · generated: class entropy " in kf.stderr
-    assert "as asked" in gen.stderr + gen.stdout
-    assert "as asked" not in kf.stderr
-    assert "generated" in kf.stdout
-    rows = json.loads(fedsynth(f"runs {output} --json").stdout)
-    folders = [output / row["run"] for row in rows]
-    lines = [(folder / "metrics.jsonl").read_text().splitlines() for folder in folders]
-    facts = [json.loads(line[-1]).get("generator") for line in lines]
-    assert [row.get("generator") for row in rows] == facts
-    assert facts[0].keys() == {"class_entropy", "class_entropy_share", "classes"}
-    assert facts[1].keys() == {"agreement", *facts[0]}
-    assert facts[2] is None
-    shown = fedsynth(f"runs {output}").stdout.splitlines()
-    assert "as asked" in shown[0]
-    assert "class entropy" in shown[0]
-    assert f"  {facts[0]['class_entropy_share']:.2f} " in shown[1]
-    assert f"{100 * facts[1]['agreement']:.2f} %" in shown[2]
-    assert "class entropy" not in fedsynth(f"runs {folders[2]}").stdout
-
-
 def test_damaged_and_missing_summaries(fedsynth: Call, tmp_path: Path) -> None:
     (tmp_path / "broken").mkdir()
     for text in ("{", "[]"):
@@ -79,13 +50,3 @@ def test_damaged_and_missing_summaries(fedsynth: Call, tmp_path: Path) -> None:
     (tmp_path / "broken" / "summary.json").write_text('{"method": "a", "test_accuracy": null}')
     shown = fedsynth(f"runs {tmp_path}")
     assert (shown.code, "accuracy" in shown.stdout) == (0, False)
-
-
-def test_runs_of_the_same_second_are_in_the_order_in_which_they_ended(tmp_path: Path) -> None:
-    names = ("20261120-120000-solo-digits", "20261120-120000-fedavg-digits", "20251120-120000-real")
-    for number, name in enumerate(names):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "summary.json").write_text("{}")
-        os.utime(tmp_path / name / "summary.json", (1000 + number, 1000 + number))
-    ordered = [folder.name.split("-")[2] for folder in run_folders(tmp_path)]
-    assert ordered == ["real", "solo", "fedavg"]

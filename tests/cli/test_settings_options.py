@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -26,7 +25,6 @@ from fedsynth.cli.application import OptionError
 from fedsynth.cli.options import KEYS, setting_option
 from fedsynth.cli.settings_options import method_settings, set_options, with_set_options
 from fedsynth.federation.terms.report_settings import ReportSettings
-from fedsynth.models.registry import model_names
 from fedsynth.validation import field_types
 
 CLASSES: dict[str, Any] = {
@@ -79,10 +77,6 @@ def test_options_have_the_type_of_their_fields_and_a_help(section: str) -> None:
     assert section == "run" or set(KEYS[section].split()) - {"dataset", "data_root"} <= {
         field.name for field in fields(CLASSES[section])
     }
-
-
-def test_the_help_lists_all_models() -> None:
-    assert set(model_names()) <= set(re.findall(r"\w+", setting_option("model.name", {}).help))
 
 
 def commands() -> Iterator[list[str]]:

@@ -52,15 +52,6 @@ def test_it_says_what_it_learned_its_guarantee_and_its_accuracy(
     assert load_model(made) is not None
 
 
-def test_without_a_model_or_test_images_nothing_is_claimed(
-    share: Path, fedsynth: Call, tmp_path: Path
-) -> None:
-    run = fedsynth(f"student {share.parent / 'bare'} {BRIEF} --output {tmp_path / 'm.safetensors'}")
-    assert run.code == 0, run.stderr
-    assert "learned: 60 images, soft labels, and 1 changed copies of each\n" in run.stdout
-    assert "accuracy" not in run.stdout
-
-
 @pytest.mark.parametrize(
     ("options", "text"),
     [
@@ -80,34 +71,3 @@ def test_mistakes_are_one_line(options: str, text: str, share: Path, fedsynth: C
     assert (run.code, run.stderr.count("\n")) == (2, 1)
     assert run.stderr.startswith("fedsynth: error: ")
     assert text in run.stderr
-
-
-FEATURES = """
-from fedsynth.features import FeatureMap
-
-def rows(image_shape):
-    return FeatureMap(
-        "rows", image_shape, 8, 3.0, 3.0, "pixels are in [0, 1]", lambda x: x.mean(dim=(1, 3))
-    )
-"""
-
-
-def test_a_teacher_on_an_own_feature_map_needs_its_file(
-    tmp_path: Path, fedsynth: Call, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Catches: a set whose model nobody else can use, or a traceback for who has not the file."""
-    (tmp_path / "enc.py").write_text(FEATURES)
-    own = f"--features {tmp_path / 'enc.py'}:rows"
-    made = f"--output {tmp_path / 'made.safetensors'}"
-    train = "train --method fedstats --rounds 1 --clients 2 --set drawn_ipc=4 --dp-epsilon 20"
-    run = fedsynth(f"{train} {own} --output {tmp_path / 'out'}").folder
-    share = tmp_path / "share"
-    assert fedsynth(f"export {run} --out {share} --with-model {own}").code == 0
-    monkeypatch.setattr("fedsynth.features.registry._OWN", {})
-    without = fedsynth(f"student {share} {BRIEF} {made}")
-    assert (without.code, without.stderr.count("\n")) == (2, 1)
-    assert "enc.py:rows@" in without.stderr
-    assert "teacher=none" in without.stderr
-    assert fedsynth(f"student {share} {BRIEF} {made} --teacher none").code == 0
-    again = fedsynth(f"student {share} {BRIEF} {made} {own}")
-    assert (again.code, "that a model labelled" in again.stdout) == (0, True)

@@ -58,14 +58,6 @@ def test_other_programs_leave_fewer_threads(
     assert fewer_threads(BEGAN, usual) is None
 
 
-def test_without_measurements_only_a_quota_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "CPU_TIMES", Path("/no/such/file"))
-    assert CpuUse.now() is None
-    assert fewer_threads(None, 4) is None
-    monkeypatch.setattr(process, "cpu_quota", lambda: 1.5)
-    assert fewer_threads(None, 4) == 2
-
-
 @pytest.mark.parametrize(
     ("files", "expected"),
     [

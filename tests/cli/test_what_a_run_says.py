@@ -44,33 +44,6 @@ def test_another_methods_config_is_not_dropped_in_silence(tmp_path: Path, train:
     assert notes == []
 
 
-def test_clients_own_models_come_first_and_untested_ones_are_warned_of(train: Call) -> None:
-    text = "solo's clients keep models of their own, which nothing tests here (partition.local_test"
-    assert text in train("solo").stderr
-    assert "warning" not in train("fedavg").stderr
-    row = {
-        "round": 1,
-        "common_model_accuracy": 0.1,
-        "local": {"amp": 0.9, "fm": 0.01, "wlp": 0.8},
-        "upload_bytes": 0,
-        "seconds": 1,
-    }
-    line = round_line(row, resolve({"run": {"method": "solo", "rounds": 2}}))
-    assert line == ("round 1/2 · AMP 90.00 % · FM 0.0100 · WLP 80.00 % · uploads 0.00 MB · 1.0 s")
-
-
-def test_fairness_and_variants_are_in_lines_table_and_summary(train: Call) -> None:
-    run = train("fedkf --local-test 0.2")
-    last = metrics(run)[-1]
-    summary = json.loads((run.folder / "summary.json").read_text())
-    assert summary["local"] == {name: last["local"][name] for name in ("amp", "fm", "wlp")}
-    assert set(summary["models"]) == {"aca", "oca"}
-    for name in ("ACA", "OCA", "AMP", "FM", "WLP"):
-        assert name in run.stderr
-        assert name in run.stdout
-    assert summary["settings"]["generator_width"] == 4
-
-
 @pytest.mark.parametrize(
     "line", ["fedavg --dp-epsilon 8", "feddm --dp-sigma 3 --dp-mechanism paper"]
 )
@@ -82,14 +55,6 @@ def test_with_differential_privacy_nothing_exact_of_clients_is_shown(
     assert "WLP" not in run.stderr + run.stdout
     assert "local" not in json.loads((run.folder / "summary.json").read_text())
     assert '"local"' not in (run.folder / "metrics.jsonl").read_text()
-
-
-def test_stragglers_and_the_adapted_mu_leave_a_trace(train: Call) -> None:
-    options = "--clients 4 --rounds 2 --set stragglers=0.5 --set adaptive=true --set mu=0.25"
-    for row in metrics(train(f"fedprox {options}")):
-        assert len(row["stragglers"]) == 2
-        assert not row["stragglers_dropped"]
-        assert row["mu"] in (0.25, 0.35)
 
 
 @pytest.mark.parametrize(

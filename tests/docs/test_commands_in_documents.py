@@ -142,9 +142,3 @@ def test_commands_are_found() -> None:
 def test_a_slip_is_found(line: str) -> None:
     with pytest.raises(NotACommandError):
         list(map(check, commands(line)))
-
-
-def test_a_slip_in_a_sentence_is_found() -> None:
-    check_names(["train", "--resume", "RUN"])
-    with pytest.raises(NotACommandError, match="there is no option --resumed"):
-        check_names(["train", "--resumed", "RUN"])

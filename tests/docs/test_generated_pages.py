@@ -11,7 +11,6 @@ import pytest
 import fedsynth
 from fedsynth.core.messages import privacy_of_fields
 from fedsynth.methods import METHODS, method_class
-from fedsynth.reproduction.preset_files import preset_names
 from tests.docs.written import ROOT
 
 
@@ -40,21 +39,6 @@ def test_settings_have_defaults_and_are_explained(generated: dict[str, str]) -> 
     assert "| `mu` | `0.01` | `float` | μ; the comparison" in generated["methods/fedprox.md"]
     without = sum(text.count("` |  |\n") for name, text in generated.items() if "methods/" in name)
     assert without == 0, "settings without an explanation"
-
-
-def test_each_published_table_is_on_a_method_s_page(generated: dict[str, str]) -> None:
-    methods = "".join(text for name, text in generated.items() if name.startswith("methods/"))
-    there = {name for name in preset_names() if f"| `{name}` |" in methods}
-    assert len(there) > 25
-    assert "| `feddm:table2` |" in generated["methods/feddm.md"]
-    assert "| `feddm:table2` |" in generated["methods/fedavg.md"]
-    assert "| `feddm:table2` |" not in generated["methods/fedkf.md"]
-
-
-def test_mechanism_paper_guarantees_nothing(generated: dict[str, str]) -> None:
-    page = generated["methods/feddm.md"]
-    assert "| `paper` | **guarantees nothing** |" in page
-    assert "| `residual` | ε by the ledger's accountant | default |" in page
 
 
 def test_each_command_and_option_is_in_the_reference(
@@ -90,11 +74,6 @@ def test_each_example_has_a_page(generated: dict[str, str]) -> None:
         assert path.read_text(encoding="utf-8").rstrip() in generated[f"examples/{path.stem}.md"]
 
 
-def test_the_changelog_s_links_hold_one_folder_deeper(generated: dict[str, str]) -> None:
-    assert "](../reproduction.md)" in generated["changelog.md"]
-    assert "](docs/" not in "".join(generated.values())
-
-
 def test_pages_that_are_not_wanted_any_more_go(generate: ModuleType, tmp_path: Path) -> None:
     (tmp_path / "methods").mkdir()
     (tmp_path / "methods" / "gone.md").write_text("# gone")
@@ -104,17 +83,3 @@ def test_pages_that_are_not_wanted_any_more_go(generate: ModuleType, tmp_path: P
     before = (tmp_path / "methods" / "feddm.md").stat().st_mtime_ns
     generate.write_all(tmp_path)
     assert (tmp_path / "methods" / "feddm.md").stat().st_mtime_ns == before
-
-
-def test_text_from_docstrings_is_no_markdown(generate: ModuleType) -> None:
-    plain, table = generate.markdown.plain, generate.markdown.table
-    assert plain("w_t * <b> `x_y`") == r"w\_t \* \<b\> `x_y`"
-    assert table(["a"], [["1 | 2\n3"]]) == "| a |\n| --- |\n| 1 \\| 2 3 |"
-    text = "Say.\n\nArgs:\n    a, b: both of\n        them.\n    c: one.\n\n>>> 1\n1\n"
-    assert generate.markdown.arguments(text) == {
-        "a": "both of them.",
-        "b": "both of them.",
-        "c": "one.",
-    }
-    assert generate.markdown.prose(text) == "Say."
-    assert generate.markdown.example(text) == "```pycon\n>>> 1\n1\n```"

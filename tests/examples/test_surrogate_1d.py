@@ -4,12 +4,10 @@ so."""
 from __future__ import annotations
 
 import importlib.util
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
-import torch
 from PIL import Image
 from torch import Tensor
 
@@ -82,44 +80,3 @@ def test_means_leave_the_curvature_to_chance_and_losses_do_not(
     assert curvature(run[0][TRUE], example.W) == pytest.approx(exact, rel=1e-3)
     assert curvature(run[0][EQ9], example.W) > 1.15 * exact
     assert curvature(run[0][EQ7], example.W) == pytest.approx(exact, rel=0.15)
-
-
-def test_gaps_and_minimisers_are_in_the_order_the_docstring_tells(
-    run: tuple[dict[str, Tensor], Path], example: ModuleType
-) -> None:
-    lines, W = run[0], example.W
-    gaps = {name: float((values - lines[TRUE]).abs().max()) for name, values in lines.items()}
-    assert gaps[EQ7] < 0.1 < gaps[EQ9] < gaps[TANGENT]
-    best = {name: float(W[values.argmin()]) for name, values in lines.items()}
-    assert 0 < best[EQ9] < best[TRUE] < best[TANGENT] == 5.0
-    assert best[EQ7] == pytest.approx(best[TRUE], abs=0.4)
-
-
-def test_matching_means_moves_a_class_as_one(example: ModuleType) -> None:
-    x, y = example.make_data()
-    synthetic = example.match(x, y, example.logit_and_embedding)
-    means = torch.stack([x[y == 0].mean(), x[y == 1].mean()])
-    torch.testing.assert_close(synthetic.mean(1), means, atol=1e-6, rtol=0)
-    rng = example.torch_generator(0, "surrogate-matching")
-    start = torch.randn(2, 10, generator=rng, dtype=torch.float64)
-    torch.testing.assert_close(
-        synthetic - synthetic.mean(1, keepdim=True), start - start.mean(1, keepdim=True)
-    )
-
-
-def test_equation_17_as_printed_has_labels_without_signal(example: ModuleType) -> None:
-    x, y = example.make_data(100_000, printed=True)
-    for half in (x >= 0, x < 0):
-        # 4 standard errors of a share of 50,000
-        assert float(y[half].mean()) == pytest.approx(0.1, abs=0.006)
-    x, y = example.make_data(100_000)
-    assert float(((x >= 0).double() == y).double().mean()) == pytest.approx(0.9, abs=0.004)
-
-
-def test_without_matplotlib_one_line_says_what_to_install(
-    example: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(SystemExit, match=r"pip install 'fedsynth\[plots\]'"):
-        example.main(tmp_path / "never.png")
-    assert not (tmp_path / "never.png").exists()

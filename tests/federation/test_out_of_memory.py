@@ -121,15 +121,6 @@ def test_one_client_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
         run()
 
 
-def test_other_errors_are_not_taken_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(self: FedDM, *args: Any) -> Any:
-        raise RuntimeError("not about memory")
-
-    monkeypatch.setattr(FedDM, "_start", broken)
-    with pytest.raises(RuntimeError, match="not about memory"):
-        run()
-
-
 def test_a_private_step_that_drew_nothing_is_made_again_on_its_charge(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -15,8 +15,6 @@ from fedsynth import FedAvg, ModelSettings
 from fedsynth.data.images import ImageData, from_arrays
 from fedsynth.data.load import load_dataset
 from fedsynth.data.local_test import hold_out
-from fedsynth.data.partition import partition
-from fedsynth.data.partition_settings import PartitionSettings
 from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import SettingError
 from fedsynth.federation.outputs.privacy_words import headline
@@ -176,13 +174,6 @@ def tiny(method: str = "fedavg", rounds: int = 3, **sections: Any) -> RunSetting
     return resolve({**base, **sections})
 
 
-def test_only_participants_send() -> None:
-    result = simulate(tiny())
-    who = Participation(0, 4, 0.5)
-    assert [len(row["client_upload_bytes"]) for row in result.metrics] == [2, 2, 2]
-    assert tuple(result.uploads) == who.in_round(3)
-
-
 @pytest.mark.parametrize("method", ["feddm", "fedaf"])
 def test_a_client_that_comes_back_goes_on_from_its_images(
     method: str, monkeypatch: pytest.MonkeyPatch
@@ -235,22 +226,6 @@ def test_privacy_counts_the_rounds_that_a_client_takes_part_in(tmp_path: Path) -
     assert result.folder is not None
     assert verify_run(result.folder).problems == []
     assert "no amplification" in (result.folder / "privacy_report.md").read_text()
-
-
-@pytest.mark.parametrize("share", [0.0, 1.1, -0.5])
-def test_a_share_that_is_none(share: float) -> None:
-    with pytest.raises(SettingError, match="participation"):
-        tiny(run={"method": "fedavg", "participation": share})
-
-
-def test_a_subset_keeps_its_share_of_every_class() -> None:
-    labels = np.repeat(np.arange(3), [100, 50, 5])
-    parts = partition(labels, PartitionSettings(kind="iid", clients=2, subset=0.1), 3)
-    chosen = np.concatenate(parts)
-    assert np.bincount(labels[chosen]).tolist() == [10, 5, 1]
-    assert len(set(chosen.tolist())) == 16
-    again = partition(labels, PartitionSettings(kind="iid", clients=2, subset=0.1), 3)
-    assert all(np.array_equal(a, b) for a, b in zip(parts, again, strict=True))
 
 
 def random_data(records: int, seed: int = 0) -> ImageData:

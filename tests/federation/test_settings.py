@@ -14,11 +14,10 @@ from hypothesis import strategies as st
 from fedsynth.config_file import to_toml
 from fedsynth.data.partition_settings import PartitionSettings
 from fedsynth.data.registry import dataset_spec
-from fedsynth.errors import FedsynthError, SettingError, UnknownNameError
+from fedsynth.errors import SettingError, UnknownNameError
 from fedsynth.federation.terms.context import public_context
 from fedsynth.federation.terms.resolve import resolve
-from fedsynth.federation.terms.settings import RunSettings
-from fedsynth.methods import METHODS, method_class
+from fedsynth.methods import METHODS
 from fedsynth.methods.shared.local import TrainsLocally
 from fedsynth.privacy.errors import PrivacySettingError
 
@@ -65,14 +64,6 @@ def test_what_is_given_wins_over_the_preset_which_wins_over_the_defaults() -> No
     assert resolve({"data": {"dataset": "cifar10"}}).to_mapping()["method"]["ipc"] == 10
 
 
-def test_without_a_preset_the_method_has_its_own_defaults() -> None:
-    for name in METHODS:
-        assert (
-            resolve({"run": {"method": name}, "data": {"dataset": "svhn"}}).method
-            == method_class(name)()
-        )
-
-
 def test_on_the_digits_all_methods_with_local_training_have_batches_of_32() -> None:
     """Catches: a method left out of the preset, so that comparing it with the others compares
     presets."""
@@ -81,24 +72,6 @@ def test_on_the_digits_all_methods_with_local_training_have_batches_of_32() -> N
         if isinstance(method, TrainsLocally):
             assert method.batch == 32, name
     assert resolve({"run": {"method": "FedFM-Lite"}}).method.name == "fedfm-lite"
-
-
-def test_text_is_converted() -> None:
-    settings = resolve(
-        {
-            "run": {"rounds": "4"},
-            "partition": {"alpha": "0.25", "clients": "3"},
-            "method": {"restart": "yes", "ipc": "2"},
-        }
-    )
-    method = settings.to_mapping()["method"]
-    assert (settings.rounds, settings.partition.alpha, settings.partition.clients) == (4, 0.25, 3)
-    assert (method["restart"], method["ipc"]) == (True, 2)
-
-
-def test_the_partition_follows_the_seed_unless_it_has_its_own() -> None:
-    assert resolve({"run": {"seed": 5}}).resolved_partition.seed == 5
-    assert resolve({"run": {"seed": 5}, "partition": {"seed": 1}}).resolved_partition.seed == 1
 
 
 def test_no_privacy_settings_mean_no_privacy() -> None:
@@ -181,11 +154,6 @@ def test_refusals_are_named_and_one_line(
         resolve(sections)
     assert text in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_run_settings_check_themselves() -> None:
-    with pytest.raises(FedsynthError, match="at least 1"):
-        RunSettings(method_class("real")(), rounds=0)
 
 
 def test_a_natural_clients_nominal_size_is_a_groups() -> None:
