@@ -39,10 +39,7 @@ NewFolder = Annotated[Path, path_argument("The folder to be made.")]
 @deploy_app.command("init")
 @takes_settings(*RUN)
 def init(
-    chosen: Sections,
-    folder: NewFolder,
-    config: given.Config = None,
-    spec: Spec = None,
+    chosen: Sections, folder: NewFolder, config: given.Config = None, spec: Spec = None
 ) -> None:
     """Write a Flower app folder of a run, for `flwr run` and Flower's own simulation."""
     from fedsynth.federation.flower.app_folder import write_app

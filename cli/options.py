@@ -99,8 +99,7 @@ Log = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
 DryRun = Annotated[
-    bool,
-    typer.Option("--dry-run", help="Print what the run would cost in privacy; read no data."),
+    bool, typer.Option("--dry-run", help="Print what the run would cost in privacy; read no data.")
 ]
 Download = Annotated[
     bool, typer.Option("--download", help="Download the data set (with torchvision).")

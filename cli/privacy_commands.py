@@ -177,8 +177,7 @@ def print_costs(plans: list[MechanismCosts]) -> None:
 @privacy_app.command(name="carry-over")
 def carry_over(
     folder: Annotated[
-        Path,
-        path_argument("Folder of the ledgers (--dp-ledger).", metavar="FOLDER"),
+        Path, path_argument("Folder of the ledgers (--dp-ledger).", metavar="FOLDER")
     ],
     client: Annotated[str, typer.Argument(help="The client's name.")],
 ) -> None:
@@ -197,10 +196,7 @@ def carry_over(
 
 @privacy_app.command()
 def repair(
-    ledger: Annotated[
-        Path,
-        path_argument("The ledger file, NAME.jsonl.", metavar="LEDGER"),
-    ],
+    ledger: Annotated[Path, path_argument("The ledger file, NAME.jsonl.", metavar="LEDGER")],
 ) -> None:
     """Take a torn last line (a power cut, a full disk) out of a ledger; the file as it was is kept.
 

@@ -216,11 +216,7 @@ class LiveObserver(Observer):
     """A progress bar on stderr; finished rounds stay above it as lines."""
 
     def __init__(
-        self,
-        settings: RunSettings,
-        first: str,
-        progress: Progress,
-        mark: str = "",
+        self, settings: RunSettings, first: str, progress: Progress, mark: str = ""
     ) -> None:
         self._settings = settings
         self._first = first

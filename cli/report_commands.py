@@ -38,10 +38,7 @@ if TYPE_CHECKING:
 
 SHOWN = 40  # mismatches
 
-Run = Annotated[
-    Path,
-    path_argument("A run folder, or its privacy_report.json.", metavar="RUN"),
-]
+Run = Annotated[Path, path_argument("A run folder, or its privacy_report.json.", metavar="RUN")]
 LedgerFolder = Annotated[
     Path | None,
     path_option(
@@ -55,10 +52,7 @@ LedgerFolder = Annotated[
 def report(
     run: Run,
     form: Annotated[str, typer.Option("--format", help="markdown, json or html.")] = "markdown",
-    output: Annotated[
-        Path | None,
-        path_option("Write there, and not to the screen."),
-    ] = None,
+    output: Annotated[Path | None, path_option("Write there, and not to the screen.")] = None,
     ledger: LedgerFolder = None,
     method: OwnMethod = None,
     model: OwnModel = None,
@@ -111,8 +105,7 @@ def verify(
     run: Run,
     ledger: LedgerFolder = None,
     public_key: Annotated[
-        Path | None,
-        path_option("Also check the run's signature, with this Ed25519 key in PEM."),
+        Path | None, path_option("Also check the run's signature, with this Ed25519 key in PEM.")
     ] = None,
     method: OwnMethod = None,
     model: OwnModel = None,
@@ -284,10 +277,7 @@ def _audit_options(
 
 
 def _audit_folder(
-    run: Path,
-    config: Path | None,
-    chosen: Sections,
-    numbers: dict[str, Any],
+    run: Path, config: Path | None, chosen: Sections, numbers: dict[str, Any]
 ) -> tuple[AuditResult, str]:
     """The audit of a finished run's settings, which goes into its report, and what repeats it."""
     from fedsynth.federation.audit.auditing import settings_of_run, write_audit

@@ -77,8 +77,7 @@ def reproduce(
         "reproduction"
     ),
     time_budget: Annotated[
-        str | None,
-        typer.Option(help="170m, 2h or seconds: no round begins that would end later."),
+        str | None, typer.Option(help="170m, 2h or seconds: no round begins that would end later.")
     ] = None,
     scale: Annotated[
         float | None,

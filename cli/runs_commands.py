@@ -24,8 +24,7 @@ def runs(
         path_argument("Run folders, or folders of such; default: runs.", metavar="FOLDERS"),
     ] = None,
     output: Annotated[
-        Path | None,
-        path_option("The folder of run folders, as `train --output` names it."),
+        Path | None, path_option("The folder of run folders, as `train --output` names it.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the rows as JSON.")] = False,
 ) -> None:
@@ -78,10 +77,7 @@ Runs = Annotated[
 
 def plot(
     runs: Runs,
-    output: Annotated[
-        Path,
-        path_option("Ends in .svg, .png or .html."),
-    ] = Path("curves.svg"),
+    output: Annotated[Path, path_option("Ends in .svg, .png or .html.")] = Path("curves.svg"),
     by: Annotated[str, typer.Option(help="rounds, bytes, seconds or eps.")] = "rounds",
     metric: Annotated[
         str,
@@ -155,20 +151,14 @@ COMMAND = (sys.executable, "-c", "from fedsynth.cli.app import main; main()")
 def sweep(
     file: Annotated[Path, path_argument("The sweep, in TOML.", metavar="FILE")],
     form: Annotated[str, typer.Option("--format", help="table, csv, latex or markdown.")] = "table",
-    output: Annotated[
-        Path | None,
-        path_option("Folder of the runs; default: the file's."),
-    ] = None,
+    output: Annotated[Path | None, path_option("Folder of the runs; default: the file's.")] = None,
     jobs: Annotated[
         int | None, typer.Option(help="Runs at once; default: the file's, or 1.")
     ] = None,
     memory_gb: Annotated[
         float | None, typer.Option(help="What all runs at once may take; default: the file's.")
     ] = None,
-    table: Annotated[
-        Path | None,
-        path_option("Write the table there."),
-    ] = None,
+    table: Annotated[Path | None, path_option("Write the table there.")] = None,
     only_table: Annotated[
         bool, typer.Option("--only-table", help="Make no run; show what has finished.")
     ] = False,

@@ -188,12 +188,7 @@ def from_preset(sections: Sections) -> str:
 
 OWN_CODE = ("method", "model", "features")
 """Options that may name a file of one's own."""
-OWN_SETTINGS = (
-    ("run", "method"),
-    ("model", "name"),
-    ("model", "features"),
-    ("method", "features"),
-)
+OWN_SETTINGS = (("run", "method"), ("model", "name"), ("model", "features"), ("method", "features"))
 """The settings that may."""
 RECORDED = {
     ("run", "method"): (("run", "method_source"),),

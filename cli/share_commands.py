@@ -81,14 +81,12 @@ def describe(
 
 
 Out = Annotated[
-    Path,
-    path_option("The folder to be made: what may leave the house, and nothing else.", "--out"),
+    Path, path_option("The folder to be made: what may leave the house, and nothing else.", "--out")
 ]
 Unprotected = Annotated[
     bool,
     typer.Option(
-        "--unprotected",
-        help="Also without differential privacy: such images may show real ones.",
+        "--unprotected", help="Also without differential privacy: such images may show real ones."
     ),
 ]
 WithModel = Annotated[
@@ -152,10 +150,7 @@ def synthesize(
 
 
 def export(
-    run: Annotated[
-        Path,
-        path_argument("A finished run's folder.", metavar="RUN"),
-    ],
+    run: Annotated[Path, path_argument("A finished run's folder.", metavar="RUN")],
     out: Out,
     unprotected: Unprotected = False,
     with_model: WithModel = False,
@@ -188,10 +183,7 @@ MEASURED_STEPS = 10
 )  # fmt: skip
 def student(
     chosen: Sections,
-    share: Annotated[
-        Path,
-        path_argument("A folder that `fedsynth export` made.", metavar="SET"),
-    ],
+    share: Annotated[Path, path_argument("A folder that `fedsynth export` made.", metavar="SET")],
     labels: Annotated[
         str, typer.Option(help="soft (as kept with the images), hard (their classes), or auto.")
     ] = "auto",
@@ -230,12 +222,7 @@ def student(
     from fedsynth.cli.process import keep_large_allocations
     from fedsynth.data.folder_checks import Skip
     from fedsynth.data.shared_set import load_synthetic
-    from fedsynth.federation.student import (
-        network_for,
-        real_images,
-        require_place,
-        student_of_set,
-    )
+    from fedsynth.federation.student import network_for, real_images, require_place, student_of_set
     from fedsynth.synthesizer.condensation.student import StudentSettings
 
     keep_large_allocations()

@@ -14,12 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedsynth import ModelSettings, PartitionSettings, PrivacySettings, RunSettings
-from fedsynth.errors import (
-    FedsynthError,
-    SettingError,
-    UnknownNameError,
-    unknown_value,
-)
+from fedsynth.errors import FedsynthError, SettingError, UnknownNameError, unknown_value
 from fedsynth.federation.terms.resolve import resolve
 from fedsynth.federation.terms.settings import RUN_KINDS
 from fedsynth.methods import METHODS, method_class

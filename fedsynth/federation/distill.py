@@ -108,10 +108,7 @@ def distil_files(
     kind = method_class(method)
     if not issubclass(kind, DistilsWithoutData):
         raise SettingError(
-            "run",
-            "method",
-            "does not distil without data: use fedhydra or dense",
-            value=method,
+            "run", "method", "does not distil without data: use fedhydra or dense", value=method
         )
     chosen = kind.from_mapping(settings)
     if not files:

@@ -72,12 +72,7 @@ def test_busiest_clients_are_those_of_a_count_round_by_round() -> None:
 def test_a_plan_is_that_of_every_clients_own_rows(tmp_path: Path) -> None:
     """The oracle composes each client's rows one by one, those of earlier runs and those
     planned."""
-    given = {
-        "noise_multiplier": 2.0,
-        "ledger": tmp_path,
-        "sample_rate": 0.1,
-        "mechanism": "dp-sgd",
-    }
+    given = {"noise_multiplier": 2.0, "ledger": tmp_path, "sample_rate": 0.1, "mechanism": "dp-sgd"}
     settings = tiny(rounds=6, privacy=given)
     spent = Release(1, "images", "m", "c", 3.0, 1.0, 1.0, "full", 4, 7)
     for client, times in ((1, 1), (2, 5), (3, 1)):

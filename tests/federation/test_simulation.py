@@ -21,11 +21,7 @@ from fedsynth.federation.terms.resolve import resolve
 from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.methods.feddm import FedDM
 from fedsynth.privacy.accounting import epsilon
-from fedsynth.privacy.errors import (
-    BudgetExceededError,
-    LedgerError,
-    PrivacySettingError,
-)
+from fedsynth.privacy.errors import BudgetExceededError, LedgerError, PrivacySettingError
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.releases import Release
 

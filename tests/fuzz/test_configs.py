@@ -12,13 +12,7 @@ from typing import Any
 from fedsynth import resolve
 from fedsynth.config_file import read_sections, to_toml
 from fedsynth.federation.terms.settings import RunSettings
-from tests.fuzz.mutations import (
-    HOSTILE,
-    Faults,
-    altered,
-    fuzzed,
-    generator,
-)
+from tests.fuzz.mutations import HOSTILE, Faults, altered, fuzzed, generator
 
 TEXTS, VALUES = 200, 400
 CASES = TEXTS + VALUES

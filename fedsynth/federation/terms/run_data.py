@@ -26,12 +26,7 @@ from fedsynth.data.local_test import hold_out
 from fedsynth.data.partition_settings import GIVEN
 from fedsynth.data.registry import DatasetSpec, dataset_spec, is_published
 from fedsynth.data.users import bounded
-from fedsynth.errors import (
-    DataError,
-    DataFilesMissingError,
-    PartitionError,
-    SettingError,
-)
+from fedsynth.errors import DataError, DataFilesMissingError, PartitionError, SettingError
 from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.privacy.errors import PrivacySettingError
 from fedsynth.privacy.files import expand_home
