@@ -11,17 +11,17 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from fedsynth.cli import options as given
-from fedsynth.cli.application import Application, OneLineGroup, ended_by_signals
+from fedsynth.cli.application import Application, OneLineGroup, ended_by_signals, note, say
 from fedsynth.cli.deploy_commands import client, deploy_app, server
 from fedsynth.cli.method_commands import distill, methods_app
 from fedsynth.cli.options import KEYS, path_option, takes_settings
 from fedsynth.cli.privacy_commands import privacy_app
-from fedsynth.cli.process import CpuUse, fewer_threads, wait_passively
+from fedsynth.cli.process import CpuUse, fewer_threads, keep_large_allocations, wait_passively
 from fedsynth.cli.reproduce_command import reproduce
 from fedsynth.cli.runs_commands import plot, report, runs, sweep
 from fedsynth.cli.settings_options import (
@@ -117,17 +117,13 @@ def train(
     if resume is not None:
         chosen["model"].pop("features", None)  # registered; which it is stands in config.toml
     if preset is not None:
-        sections = from_table(preset, config, chosen, _to_stderr)
+        sections = from_table(preset, config, chosen, say)
     else:
-        sections = merged(read_config(config), chosen, _to_stderr)
+        sections = merged(read_config(config), chosen, say)
     if dry_run:
         _dry_run(sections, as_json)
     else:
         _run(sections, output, download, as_json, sign_key, resume, log or [])
-
-
-def _to_stderr(text: str) -> None:
-    print(text, file=sys.stderr)
 
 
 @app.command()
@@ -140,12 +136,6 @@ def partition(
     """Show the partition: examples of each class at each client, as `train` with the same options
     divides them.
     """
-    _show_partition(merged({}, chosen), download, picture)
-
-
-def _show_partition(
-    sections: dict[str, dict[str, Any]], download: bool, picture: Path | None
-) -> None:
     from fedsynth.data.partition import count_matrix
     from fedsynth.data.partition import partition as divide
     from fedsynth.data.picture import partition_png, partition_table
@@ -154,10 +144,7 @@ def _show_partition(
     from fedsynth.federation.terms.run_data import data_of_run
     from fedsynth.methods.feddm import FedDM
 
-    def note(text: str) -> None:
-        print(f"note: {text}", file=sys.stderr)
-
-    found = data_of_run(resolve(sections), None, None, note, download=download)
+    found = data_of_run(resolve(merged({}, chosen)), None, None, note, download=download)
     settings = found.settings
     data = found.train
     labels = data.labels.numpy()
@@ -177,7 +164,7 @@ def _show_partition(
         partition_png(counts, picture, data.spec.class_names)
 
 
-def _dry_run(sections: dict[str, dict[str, Any]], as_json: bool) -> None:
+def _dry_run(sections: Sections, as_json: bool) -> None:
     from fedsynth.cli.privacy_commands import print_costs
     from fedsynth.federation.outputs.privacy_words import headline
     from fedsynth.federation.run_words import NO_LATER_EPSILON, UNPROTECTED
@@ -198,7 +185,7 @@ def _dry_run(sections: dict[str, dict[str, Any]], as_json: bool) -> None:
             print(f"  the ledgers in {settings.ledger} would say so: {NO_LATER_EPSILON}")
         return
     if words := long_draw(settings):
-        print(f"note: {words}", file=sys.stderr)
+        note(words)
     planned = plan_of(settings)
     guaranteed = planned.guaranteed(planned.histories)
     if guaranteed:
@@ -218,45 +205,32 @@ def _dry_run(sections: dict[str, dict[str, Any]], as_json: bool) -> None:
 
 
 def _run(
-    sections: dict[str, dict[str, Any]],
+    sections: Sections,
     output: Path,
     download: bool,
     as_json: bool,
-    sign_key: Path | None = None,
-    resume: Path | None = None,
-    log: Sequence[str] = (),
+    sign_key: Path | None,
+    resume: Path | None,
+    log: Sequence[str],
 ) -> None:
-    from fedsynth.cli.process import keep_large_allocations
-    from fedsynth.cli.progress import loggers_of, make_observer, print_summary
+    from fedsynth.cli.progress import loggers_of, make_observer, show_result
     from fedsynth.cli.report_commands import signer
     from fedsynth.federation.loggers import Several
     from fedsynth.federation.simulation import simulate
     from fedsynth.federation.terms.resolve import resolve
-    from fedsynth.privacy.errors import BudgetExceededError
 
-    note = "" if resume is not None else _reduce_threads(sections)
+    threads = "" if resume is not None else _reduce_threads(sections)
     settings = resolve(sections)
     sign = signer(sign_key, settings.privacy is not None)  # a key that is none: before the run
     keep_large_allocations()
-    changed = from_preset(sections)
-    first = (
-        f"preset of {settings.dataset}, where nothing else is given: {changed}" if changed else ""
-    )
-    first = "\n".join(filter(None, (first, note)))
+    first = "\n".join(filter(None, (from_preset(sections), threads)))
     loggers = loggers_of(log, output if resume is None else resume.parent, settings)
     with make_observer(settings, first) as shown, ended_by_signals():
         observer = shown if not loggers else Several([shown, *loggers])
         result = simulate(
             settings, output=output, observer=observer, download=download, resume=resume
         )
-    if not result.metrics:
-        raise BudgetExceededError(result.deviations[-1])
-    if result.folder is not None:
-        sign(result.folder)
-    if as_json:
-        print(json.dumps(result.summary, indent=2, allow_nan=False))
-    else:
-        print_summary(result)
+    show_result(result, as_json, sign)
 
 
 def _reduce_threads(sections: Sections) -> str:

@@ -134,6 +134,16 @@ def fail(text: str) -> NoReturn:
     sys.exit(2)
 
 
+def say(text: str) -> None:
+    """Prints a line on stderr."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def note(text: str) -> None:
+    """Prints a note on stderr."""
+    say(f"note: {text}")
+
+
 def write_text(path: Path, text: str) -> None:
     """Writes a file that the user named."""
     try:

@@ -61,13 +61,6 @@ def named_path(given: str | Path) -> Path:
     return path
 
 
-def _own(what: str) -> Any:
-    return typer.Option(metavar="FILE.py:NAME", help=f"The run's {what}, if it is your own.")
-
-
-OwnMethod = Annotated[str | None, _own("method")]
-OwnModel = Annotated[str | None, _own("model")]
-OwnFeatures = Annotated[str | None, _own("feature map")]
 Config = Annotated[
     Path | None,
     path_option("A config.toml, or a run's folder with one. Options that are given win over it."),
@@ -203,6 +196,8 @@ class SettingOption:
         return _parameter(self.parameter, annotation)
 
 
+OWN_CODE = ("run.method", "model.name", "model.features")
+"""The settings that may name a file of user code."""
 Set = Annotated[
     list[str] | None,
     typer.Option(

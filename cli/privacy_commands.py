@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from bisect import bisect_left
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fedsynth.cli import options as given
-from fedsynth.cli.application import Application, OptionError, write_text
+from fedsynth.cli.application import Application, OptionError, note, say, write_text
 from fedsynth.cli.options import KEYS, path_argument, path_option, takes_settings
 from fedsynth.cli.report_commands import audit, report, sign, verify
 from fedsynth.cli.settings_options import Sections, with_own_code
@@ -74,7 +73,7 @@ def plan(
     sections = with_own_code(chosen)
     if not sections["privacy"].keys() & {"epsilon", "noise_multiplier"}:
         raise OptionError("a plan needs --epsilon (a budget, gives σ) or --sigma (gives ε)")
-    plans = costs_by_mechanism(sections, lambda words: print(f"note: {words}", file=sys.stderr))
+    plans = costs_by_mechanism(sections, note)
     if plot is not None:
         write_text(plot, costs_plot(plans))
     if as_json:
@@ -103,15 +102,10 @@ def _warn(plans: list[MechanismCosts]) -> None:
     for p in plans:
         first = _first_beyond(p)
         if first is not None:
-            print(
-                f"note: {p.mechanism} exceeds ε = {p.target:g} in round {first} with this σ",
-                file=sys.stderr,
-            )
+            note(f"{p.mechanism} exceeds ε = {p.target:g} in round {first} with this σ")
     if any(p.epsilon[max(p.epsilon)] > 10 for p in plans):
-        print(
-            "warning: ε above 10 is a weak guarantee; --epsilon 8 finds the noise for a stronger "
-            "one",
-            file=sys.stderr,
+        say(
+            "warning: ε above 10 is a weak guarantee; --epsilon 8 finds the noise for a stronger one"
         )
 
 
@@ -156,15 +150,11 @@ def print_costs(plans: list[MechanismCosts]) -> None:
     if told:
         print(SIGNAL)
     numbers = sorted(plans[0].epsilon)
-    shown = (
-        numbers
-        if len(numbers) <= 10
-        else [
-            n
-            for n in numbers
-            if n in (1, 2, 3, 5) or n % max(1, len(numbers) // 5) == 0 or n == numbers[-1]
-        ]
-    )
+    shown = numbers
+    if len(numbers) > 10:
+        chosen = {1, 2, 3, 5, numbers[-1]}
+        every = max(1, len(numbers) // 5)
+        shown = [n for n in numbers if n in chosen or n % every == 0]
     by_round = Table(title="ε after round")
     by_round.add_column("round")
     for p in plans:

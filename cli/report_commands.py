@@ -13,20 +13,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fedsynth.cli import options as given
-from fedsynth.cli.application import OptionError, write_text
+from fedsynth.cli.application import OptionError, note, say, write_text
 from fedsynth.cli.options import (
-    OwnFeatures,
-    OwnMethod,
-    OwnModel,
+    OWN_CODE,
     path_argument,
     path_option,
     takes_settings,
 )
+from fedsynth.cli.process import keep_large_allocations
 from fedsynth.cli.settings_options import (
     Sections,
     from_preset,
     merged,
-    own_code_alone,
     read_config,
     with_own_code,
 )
@@ -49,14 +47,13 @@ LedgerFolder = Annotated[
 ]
 
 
+@takes_settings(*OWN_CODE, others=False)
 def report(
+    chosen: Sections,
     run: Run,
     form: Annotated[str, typer.Option("--format", help="markdown, json or html.")] = "markdown",
     output: Annotated[Path | None, path_option("Write there, and not to the screen.")] = None,
     ledger: LedgerFolder = None,
-    method: OwnMethod = None,
-    model: OwnModel = None,
-    features: OwnFeatures = None,
 ) -> None:
     """Show a run's privacy budget report.
 
@@ -68,7 +65,7 @@ def report(
     from fedsynth.validation import check_choice
 
     check_choice(None, "format", form, ("markdown", "json", "html"))
-    own_code_alone(method, model, features)
+    with_own_code(chosen)
     _report_unfinished(run, ledger)
     found = sound_report(run)
     render = {"markdown": render_markdown, "html": render_html, "json": _json}
@@ -94,22 +91,18 @@ def _report_unfinished(run: Path, ledger: Path | None) -> None:
 
     if is_unfinished(run):
         write_report(unfinished_report(run, ledger=ledger), run)
-        print(
-            "note: the run did not finish; its report was built from its ledgers and written into "
-            f"{run}",
-            file=sys.stderr,
-        )
+        words = "the run did not finish; its report was built from its ledgers and written into"
+        note(f"{words} {run}")
 
 
+@takes_settings(*OWN_CODE, others=False)
 def verify(
+    chosen: Sections,
     run: Run,
     ledger: LedgerFolder = None,
     public_key: Annotated[
         Path | None, path_option("Also check the run's signature, with this Ed25519 key in PEM.")
     ] = None,
-    method: OwnMethod = None,
-    model: OwnModel = None,
-    features: OwnFeatures = None,
 ) -> None:
     """Build the report again from the run's settings and ledgers; exit code 1 and the differences
     if it says anything else.
@@ -119,9 +112,10 @@ def verify(
     """
     from fedsynth.federation.outputs.verification import verify_run
     from fedsynth.privacy.formatting import printable
+    from fedsynth.privacy.signing import read_public_key
 
-    key = _public_key(public_key)
-    own_code_alone(method, model, features)
+    key = None if public_key is None else read_public_key(public_key)
+    with_own_code(chosen)
     found = verify_run(run, ledger=ledger)
     problems, note = _signature(run if run.is_dir() else run.parent, key)
     problems = [*found.problems, *problems]
@@ -138,14 +132,6 @@ def verify(
     )
     for text in (*found.notes, note):
         print(printable(text))
-
-
-def _public_key(path: Path | None) -> Any:
-    if path is None:
-        return None
-    from fedsynth.privacy.signing import read_public_key
-
-    return read_public_key(path)
 
 
 def _signature(folder: Path, key: Any) -> tuple[list[str], str]:
@@ -262,17 +248,14 @@ def _audit_options(
     from fedsynth.federation.terms.resolve import resolve
 
     chosen = {"run": {}, "data": {}, **chosen}
-    sections = merged(read_config(config), chosen, lambda text: print(text, file=sys.stderr))
+    sections = merged(read_config(config), chosen, say)
     settings = resolve(sections)
     if settings.privacy is None:
         raise OptionError(
             "an audit tests a claim of differential privacy: give --dp-sigma or --dp-epsilon, or "
             "--run FOLDER of a private run"
         )
-    changed = from_preset(sections)
-    first = (
-        f"preset of {settings.dataset}, where nothing else is given: {changed}" if changed else ""
-    )
+    first = from_preset(sections)
     return _audited(settings, numbers, first), shlex.join(["fedsynth", *sys.argv[1:]])
 
 
@@ -315,7 +298,6 @@ def _same(settings: RunSettings, wanted: RunSettings, run: Path) -> None:
 
 
 def _audited(settings: RunSettings, numbers: dict[str, Any], first: str) -> AuditResult:
-    from fedsynth.cli.process import keep_large_allocations
     from fedsynth.cli.progress import make_observer
     from fedsynth.federation.audit.auditing import audit_run
 

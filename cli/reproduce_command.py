@@ -6,7 +6,6 @@ import json
 import math
 import os
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,8 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fedsynth.cli import options as given
-from fedsynth.cli.application import OptionError, ended_by_signals
+from fedsynth.cli.application import OptionError, ended_by_signals, say
 from fedsynth.cli.options import path_option, takes_settings
+from fedsynth.cli.process import keep_large_allocations
 from fedsynth.cli.settings_options import Sections, set_options
 
 if TYPE_CHECKING:
@@ -147,7 +147,6 @@ def _run(
     download: bool,
     as_json: bool,
 ) -> None:
-    from fedsynth.cli.process import keep_large_allocations
     from fedsynth.cli.progress import make_observer
     from fedsynth.reproduction.comparison import lines
     from fedsynth.reproduction.rows import Rows
@@ -156,12 +155,9 @@ def _run(
     mark = scale_words(scale)
     rows = Rows(output, scale)
 
-    def tell(text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
-
     for cell in cells:
         if reason := table.refusal(cell):
-            tell(f"{mark}{table.name} {cell.method} on {cell.dataset}: not runnable: {reason}")
+            say(f"{mark}{table.name} {cell.method} on {cell.dataset}: not runnable: {reason}")
     jobs = jobs_of(table, cells, seeds, scale=scale, changes=changes, speed=speed)
     if not jobs:
         raise OptionError(f"{table.name}: none of these cells can be run")
@@ -172,7 +168,7 @@ def _run(
             yield observer
 
     keep_large_allocations()
-    runner = Runner(rows, Clock(budget), tell=tell, watch=watch, download=download)
+    runner = Runner(rows, Clock(budget), tell=say, watch=watch, download=download)
     with ended_by_signals():
         outcomes = list(runner.run(jobs))
     compared = lines(table, cells, seeds, rows.all(), scale=scale, changes=changes)
@@ -236,11 +232,9 @@ def _print_json(document: dict[str, Any]) -> None:
 
 
 def _print_table(rows: Sequence[Sequence[str]]) -> None:
-    """Prints aligned columns, as wide as their longest cell."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        print("  ".join(cells).rstrip())
+    from fedsynth.runs.overview import aligned
+
+    print(aligned(rows), end="")
 
 
 def _list_tables(as_json: bool) -> None:

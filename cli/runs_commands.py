@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fedsynth.cli.application import OptionError, ended_by_signals, write_text
+from fedsynth.cli.application import OptionError, ended_by_signals, note, say, write_text
 from fedsynth.cli.options import path_argument, path_option
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def plot(
     if ending not in (".svg", ".png", ".html"):
         raise OptionError(f"--output must end in .svg, .png or .html, got {output.name!r}")
     read = [Run.read(folder) for folder in finished_runs(runs)]
-    lines = curves(read, metric, by, mean=mean, note=_note)
+    lines = curves(read, metric, by, mean=mean, note=note)
     if ending == ".png":
         write_png(output, lines, metric, by)
     elif ending == ".svg":
@@ -113,10 +113,6 @@ def plot(
     else:
         write_text(output, curves_page(lines, metric, by))
     print(output)
-
-
-def _note(text: str) -> None:
-    print(f"note: {text}", file=sys.stderr)
 
 
 def report(
@@ -196,7 +192,7 @@ def sweep(
     failed = 0
     if not only_table:
         with ended_by_signals():
-            failed = len(run_sweep(plan, train_command, _tell).failed)
+            failed = len(run_sweep(plan, train_command, say).failed)
     text = render(plan, sweep_lines(plan), form)
     if table is None:
         print(text, end="")
@@ -211,7 +207,3 @@ def train_command(config: Path, place: Path, stopped: Path | None) -> list[str]:
     if stopped is not None:
         return [*COMMAND, "train", "--resume", str(stopped)]
     return [*COMMAND, "train", "--config", str(config), "--output", str(place)]
-
-
-def _tell(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

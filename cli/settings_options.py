@@ -48,16 +48,13 @@ def with_set_options(given: Sections, texts: list[str]) -> Sections:
     """Returns the settings of options and --set together.
 
     Args:
-        given: the options' values; None where an option is not given.
+        given: the options' values.
         texts: the values of --set.
 
     Raises:
         OptionError: an option and --set give the same setting.
     """
-    together = {
-        section: {k: v for k, v in values.items() if v is not None}
-        for section, values in given.items()
-    }
+    together = {section: dict(values) for section, values in given.items()}
     for section, values in set_options(texts).items():
         for name, value in values.items():
             if name in together.setdefault(section, {}):
@@ -81,29 +78,22 @@ def merged(
     """Options over the config file; another method than the config's drops the settings of the old
     one, which `note` says.
     """
-    options = {
-        name: {k: v for k, v in values.items() if v is not None} for name, values in given.items()
-    }
     from fedsynth.methods import DEFAULT_METHOD
 
+    config = {section: dict(values) for section, values in config.items()}
     old = config.get("run", {}).get("method", DEFAULT_METHOD)
-    if options["run"].get("method", old) != old:
-        if config.get("method"):
-            new = options["run"]["method"]
-            note(
-                f"note: the config's method settings are {old}'s and are left out; {new} has its "
-                "defaults, or what options say"
-            )
-        config = {name: values for name, values in config.items() if name != "method"}
-    if options.get("data", {}).get("folder") and "folder" not in config.get("data", {}):
-        # images of one's own in place of a named data set, whose name they do not have
-        config = {
-            **config,
-            "data": {k: v for k, v in config.get("data", {}).items() if k != "dataset"},
-        }
-        config["partition"] = {k: v for k, v in config.get("partition", {}).items() if k != "kind"}
-    options = _features_where_they_belong(options, str(options["run"].get("method", old)))
-    names = [*config, *(name for name in options if name not in config)]
+    new = str(given["run"].get("method", old))
+    if new != old and config.pop("method", None):
+        note(
+            f"note: the config's method settings are {old}'s and are left out; {new} has its "
+            "defaults, or what options say"
+        )
+    if given.get("data", {}).get("folder") and "folder" not in config.get("data", {}):
+        # own images in place of a named data set, whose name they do not have
+        config.get("data", {}).pop("dataset", None)
+        config.get("partition", {}).pop("kind", None)
+    options = _features_where_they_belong(given, new)
+    names = dict.fromkeys([*config, *options])
     return {name: {**config.get(name, {}), **options.get(name, {})} for name in names}
 
 
@@ -164,30 +154,27 @@ def from_table(
 
 
 def from_preset(sections: Sections) -> str:
-    """What a data set's preset decides in a run with these sections, in words; empty for
-    nothing.
-    """
+    """Returns a line on what a data set's preset decides in a run; empty for nothing."""
     from fedsynth.data.registry import DEFAULT_DATASET
     from fedsynth.federation.terms.resolve import preset_of
     from fedsynth.methods import DEFAULT_METHOD, method_class
 
     if sections["data"].get("folder"):
         return ""  # images of one's own have none
-    preset = preset_of(
-        str(sections["data"].get("dataset", DEFAULT_DATASET)),
-        method_class(str(sections["run"].get("method", DEFAULT_METHOD))),
-    )
-    free = [
-        (f"{'' if section in ('method', 'run') else section + '.'}{key}", value)
-        for section, values in preset.items()
-        for key, value in values.items()
-        if key not in sections.get(section, {})
-    ]
-    return ", ".join(f"{key}={value}" for key, value in free)
+    dataset = str(sections["data"].get("dataset", DEFAULT_DATASET))
+    method = method_class(str(sections["run"].get("method", DEFAULT_METHOD)))
+    words = []
+    for section, values in preset_of(dataset, method).items():
+        prefix = "" if section in ("method", "run") else f"{section}."
+        given = sections.get(section, {})
+        words += [f"{prefix}{key}={value}" for key, value in values.items() if key not in given]
+    if not words:
+        return ""
+    return f"preset of {dataset}, where nothing else is given: {', '.join(words)}"
 
 
 OWN_CODE = ("method", "model", "features")
-"""Options that may name a file of one's own."""
+"""Options that may name a file of user code."""
 OWN_SETTINGS = (("run", "method"), ("model", "name"), ("model", "features"), ("method", "features"))
 """The settings that may."""
 RECORDED = {
@@ -195,8 +182,8 @@ RECORDED = {
     ("model", "name"): (("model", "name"),),
     ("model", "features"): (("model", "features"), ("method", "features")),
 }
-"""Where config.toml says which file was given by an option."""
-BESIDE_RESUME = {
+"""Where config.toml says which file an option named."""
+BESIDE_RESUME = [
     "resume",
     "device",
     "memory_gb",
@@ -206,8 +193,8 @@ BESIDE_RESUME = {
     "as_json",
     "sign_key",
     "log",
-}
-"""Parameters of `train` that may stand beside --resume."""
+]
+"""Parameters of `train` that --resume allows."""
 
 
 def with_own_code(chosen: Sections) -> Sections:
@@ -242,11 +229,6 @@ def with_own_code(chosen: Sections) -> Sections:
 
             chosen[section]["features"] = register_file(features, section)
     return chosen
-
-
-def own_code_alone(method: str | None, model: str | None, features: str | None) -> None:
-    """Registers the files of one's own that a command on a run's folder is given."""
-    with_own_code({"run": {"method": method}, "model": {"name": model, "features": features}})
 
 
 def refuse_beside_resume(context: typer.Context) -> None:

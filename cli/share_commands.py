@@ -3,8 +3,6 @@ handed over, and a network trained on it."""
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,12 +10,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fedsynth.cli import options as given
-from fedsynth.cli.application import Application, OptionError, ended_by_signals, write_text
-from fedsynth.cli.options import named_path, path_argument, path_option, takes_settings
+from fedsynth.cli.application import (
+    Application,
+    OptionError,
+    ended_by_signals,
+    note,
+    say,
+    write_text,
+)
+from fedsynth.cli.options import OWN_CODE, named_path, path_argument, path_option, takes_settings
+from fedsynth.cli.process import keep_large_allocations
 from fedsynth.cli.settings_options import (
     Sections,
     merged,
-    own_code_alone,
     read_config,
     with_own_code,
 )
@@ -66,7 +71,7 @@ def describe(
     from fedsynth.data.folder_settings import FolderSettings
 
     settings = FolderSettings(str(folder), **chosen["data"])
-    found = describe_folder(settings, lambda text: print(f"note: {text}", file=sys.stderr), name)
+    found = describe_folder(settings, note, name)
     path = output or found.path
     if path.exists():
         raise OptionError(f"{path} is there already: remove it, or give --output")
@@ -122,11 +127,9 @@ def synthesize(
     Example: `fedsynth data describe scans`, check and sign scans/fedsynth.toml, then `fedsynth
     synthesize --data scans --dp-epsilon 8 --out share`.
     """
-    from fedsynth.cli.process import keep_large_allocations
-    from fedsynth.cli.progress import make_observer, print_summary
+    from fedsynth.cli.progress import make_observer, show_result
     from fedsynth.federation.synthesize import owner_settings
     from fedsynth.federation.synthesize import synthesize as make
-    from fedsynth.privacy.errors import BudgetExceededError
 
     resolved = owner_settings(merged(read_config(config), with_own_code(chosen)))
     keep_large_allocations()
@@ -140,23 +143,17 @@ def synthesize(
             observer=observer,
             download=download,
         )
-    if not result.metrics:
-        raise BudgetExceededError(result.deviations[-1])
-    if as_json:
-        print(json.dumps(result.summary, indent=2, allow_nan=False))
-    else:
-        print_summary(result)
-    print(f"to hand over: {out} (and nothing of the run folder)", file=sys.stderr)
+    show_result(result, as_json)
+    say(f"to hand over: {out} (and nothing of the run folder)")
 
 
+@takes_settings(*OWN_CODE, others=False)
 def export(
+    chosen: Sections,
     run: Annotated[Path, path_argument("A finished run's folder.", metavar="RUN")],
     out: Out,
     unprotected: Unprotected = False,
     with_model: WithModel = False,
-    method: given.OwnMethod = None,
-    model: given.OwnModel = None,
-    features: given.OwnFeatures = None,
 ) -> None:
     """Write what may leave the house of a run: synthetic images, their privacy report, hashes.
 
@@ -167,7 +164,7 @@ def export(
     """
     from fedsynth.federation.outputs.export import export_run
 
-    own_code_alone(method, model, features)
+    with_own_code(chosen)
     made = export_run(run, out, unprotected=unprotected, with_model=with_model)
     print(f"to hand over: {made}")
 
@@ -219,7 +216,6 @@ def student(
 
     Example: `fedsynth student share --width 32 --steps 5000 --copies 4 --dataset fashion-mnist`.
     """
-    from fedsynth.cli.process import keep_large_allocations
     from fedsynth.data.folder_checks import Skip
     from fedsynth.data.shared_set import load_synthetic
     from fedsynth.federation.student import network_for, real_images, require_place, student_of_set
@@ -237,9 +233,9 @@ def student(
         dataset=dataset,
         data_root=None if root is None else Path(root),
         download=download,
-        note=_to_stderr,
+        note=say,
     )
-    own_code_alone(None, None, features)
+    with_own_code({"model": {"features": features}})
     network = network_for(spec, **with_own_code({"model": chosen["model"]})["model"])
     given_numbers = {"steps": steps, "views": copies, "seed": run.get("seed")}
     numbers: dict[str, Any] = {
@@ -265,7 +261,7 @@ def student(
         right = 100 * made.accuracy_on(test)
         print(f"accuracy: {right:.2f} % of {len(test.labels)} real test images")
         if "test_folder" in data:
-            _to_stderr("note: of private images that figure is outside any guarantee")
+            note("of private images that figure is outside any guarantee")
     print(f"student: {output}")
 
 
@@ -283,10 +279,6 @@ def _guarantee(made: Student) -> str:
     return f"none that is known: the set has {epsilon}, and more than the set went in"
 
 
-def _to_stderr(text: str) -> None:
-    print(text, file=sys.stderr)
-
-
 class _Progress:
     """Reports on stderr: how long the training takes, by its first steps, then each tenth of it."""
 
@@ -298,9 +290,9 @@ class _Progress:
         if done == 1:  # the first one is slower, and is not measured
             self._began = now
         if done == MEASURED_STEPS < total:
-            from fedsynth.cli.progress import duration
+            from fedsynth.federation.spoken import duration
 
             seconds = (now - self._began) / (MEASURED_STEPS - 1) * total
-            _to_stderr(f"{total} steps take about {duration(max(1.0, seconds))}")
+            say(f"{total} steps take about {duration(max(1.0, seconds))}")
         if done * TENTHS // total > (done - 1) * TENTHS // total:
-            _to_stderr(f"step {done} of {total}")
+            say(f"step {done} of {total}")

@@ -12,24 +12,6 @@ from typing import Any
 
 from fedsynth.privacy.errors import NamedSettingError, setting_name, shown
 
-__all__ = [
-    "CheckpointError",
-    "DataError",
-    "DataFilesCorruptError",
-    "DataFilesMissingError",
-    "DeviceError",
-    "DivergedError",
-    "FedsynthError",
-    "MessageError",
-    "OutputError",
-    "PartitionError",
-    "SettingError",
-    "UnknownNameError",
-    "UploadRejectedError",
-    "unknown_name",
-    "unknown_value",
-]
-
 
 class FedsynthError(Exception):
     """Base of everything that a user can get wrong; `str(error)` is one line."""

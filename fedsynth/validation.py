@@ -115,13 +115,12 @@ def check_embedding(method: str, model: nn.Module) -> None:
     logits.
     """
     if not (hasattr(model, "embed") and isinstance(getattr(model, "classifier", None), nn.Linear)):
-        raise SettingError(
-            "model",
-            "name",
+        reason = (
             f"must be a network with `embed` and a linear `classifier`: {method} looks at "
             "embeddings and logits (of a model of your own: embed(x), [N, embedding_size]; "
-            "classifier, an nn.Linear(embedding_size, classes); and embedding_size)",
+            "classifier, an nn.Linear(embedding_size, classes); and embedding_size)"
         )
+        raise SettingError("model", "name", reason)
 
 
 def from_mapping(cls: type[T], values: Mapping[str, Any], of: str = "") -> T:

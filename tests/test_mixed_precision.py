@@ -171,25 +171,6 @@ def test_runs_have_it_where_it_is_asked_for(name: str, monkeypatch: pytest.Monke
     assert (ends[0] - ends[1]).norm() < 0.2 * ends[0].norm()
 
 
-@pytest.mark.parametrize("memory", [None, 1e-6])
-def test_dense_networks_stay_in_float32_however_many_share_a_step(memory: float | None) -> None:
-    """Else memory would decide a client's precision."""
-    method = FedAvg(local_epochs=1, batch=16)
-    full, half = (
-        simulate(
-            RunSettings(
-                method,
-                rounds=1,
-                model=ModelSettings("mlp", width=8),
-                precision=precision,
-                memory_gb=memory,
-            )
-        )
-        for precision in ("fp32", "bf16")
-    )
-    assert torch.equal(weights(full.model), weights(half.model))
-
-
 @pytest.mark.parametrize("matching", ["none", "minibatch", "epoch", "union"])
 @pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
 def test_a_server_trains_on_synthetic_images_in_it(precision: torch.dtype, matching: str) -> None:

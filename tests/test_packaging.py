@@ -18,6 +18,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 LINKS = ("privacy", "cli")
+TABLES = "fedsynth/reproduction"
 HEAVY = ("torch", "numpy", "scipy", "opacus", "torchvision")
 
 
@@ -50,64 +51,31 @@ def test_top_level_folders_are_linked_into_the_package(name: str) -> None:
     assert PYPROJECT["tool"]["setuptools"]["package-dir"][f"fedsynth.{name}"] == name
 
 
-@pytest.fixture(scope="module")
-def wheel_names(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Files of the wheel, built from a copy (the checkout stays clean) with the environment's own
-    setuptools (no network)."""
-    source, built = tmp_path_factory.mktemp("source") / "fedsynth", tmp_path_factory.mktemp("built")
+def test_the_wheel_has_one_package_with_all_modules_tables_and_templates(tmp_path: Path) -> None:
+    """It is built from a copy with the environment's own setuptools (no network)."""
+    source, built = tmp_path / "fedsynth", tmp_path / "built"
     source.mkdir()
     ignore = shutil.ignore_patterns("__pycache__")
     for name in ("fedsynth", *LINKS):
         shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=ignore)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source / name)
-    command = [
-        sys.executable,
-        "-m",
-        "build",
-        "--wheel",
-        "--no-isolation",
-        "--outdir",
-        str(built),
-        str(source),
-    ]
+    options = ("--wheel", "--no-isolation", "--outdir", str(built), str(source))
+    command = [sys.executable, "-m", "build", *options]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     (wheel,) = built.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
-        return archive.namelist()
-
-
-def test_the_wheel_has_one_top_level_package(wheel_names: list[str]) -> None:
-    tops = {name.split("/")[0] for name in wheel_names}
-    assert {top for top in tops if not top.endswith(".dist-info")} == {"fedsynth"}
-
-
-def test_the_wheel_has_every_module(wheel_names: list[str]) -> None:
-    packed = {name for name in wheel_names if name.endswith(".py")}
-    assert packed == modules_on_disk()
-    assert {"fedsynth/privacy/ledger.py", "fedsynth/cli/app.py", "fedsynth/py.typed"} <= set(
-        wheel_names
-    )
-
-
-def test_the_wheel_has_the_published_tables(wheel_names: list[str]) -> None:
-    """Catches: a preset, or the published numbers, that only a checkout has."""
-    folder = ROOT / "fedsynth" / "reproduction"
-    data = {path for kind in ("*.csv", "*.toml") for path in folder.rglob(kind)}
+        names = set(archive.namelist())
+    assert {n.split("/")[0] for n in names if ".dist-info/" not in n} == {"fedsynth"}
+    assert {name for name in names if name.endswith(".py")} == modules_on_disk()
+    data = [path for kind in ("*.csv", "*.toml") for path in (ROOT / TABLES).rglob(kind)]
     assert len(data) > 30
-    assert {path.relative_to(ROOT).as_posix() for path in data} <= set(wheel_names)
-
-
-def test_the_wheel_has_every_template(wheel_names: list[str]) -> None:
-    templates = [
-        (folder / path.name).as_posix()
-        for package in package_folders()
-        for folder in [package / "templates"]
-        for path in (ROOT / folder).glob("*.j2")
-    ]
+    folders = [package / "templates" for package in package_folders()]
+    templates = [f"{one}/{path.name}" for one in folders for path in (ROOT / one).glob("*.j2")]
     assert len(templates) >= 3
-    assert set(templates) <= set(wheel_names)
+    expected = {path.relative_to(ROOT).as_posix() for path in data}
+    assert {*expected, *templates, "fedsynth/py.typed"} <= names
 
 
 def test_help_imports_nothing_heavy() -> None:

@@ -5,7 +5,6 @@ is.
 from __future__ import annotations
 
 import math
-import pickle
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -14,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedsynth import ModelSettings, PartitionSettings, PrivacySettings, RunSettings
-from fedsynth.errors import FedsynthError, SettingError, UnknownNameError, unknown_value
+from fedsynth.errors import FedsynthError, SettingError, UnknownNameError
 from fedsynth.federation.terms.resolve import resolve
 from fedsynth.federation.terms.settings import RUN_KINDS
 from fedsynth.methods import METHODS, method_class
@@ -94,18 +93,16 @@ class Own:
 values = st.integers(-(2**63), 2**63) | st.floats(-3e38, 3e38) | st.booleans()
 
 
-@pytest.mark.parametrize("key", ["number", "rate"])
-@pytest.mark.parametrize(
-    "value", [2**63, -(2**63), 10**400, "9" * 400, "9" * 5000, 1e39, "1e39", "١٢"]
-)
-def test_numbers_that_no_setting_can_be(key: str, value: Any) -> None:
+def test_numbers_that_no_setting_can_be() -> None:
     """Also as text, and in the digits of other scripts, which Python takes."""
-    if (key, value) in (("rate", 2**63), ("rate", -(2**63))):
-        assert from_mapping(Own, {key: value}).rate == value
-        return
-    with pytest.raises(SettingError) as caught:
-        from_mapping(Own, {key: value})
-    assert len(str(caught.value)) < 300
+    for key in ("number", "rate"):
+        for value in (10**400, "9" * 400, "9" * 5000, 1e39, "1e39", "١٢", [1], None):
+            with pytest.raises(SettingError) as caught:
+                from_mapping(Own, {key: value})
+            assert len(str(caught.value)) < 300
+    for value in (2**63, 1.5, True, "one", math.inf):
+        with pytest.raises(SettingError):
+            from_mapping(Own, {"number": value})
 
 
 @given(st.integers(-(10**15), 10**15), values, st.booleans(), st.text(max_size=20))
@@ -153,18 +150,3 @@ def test_an_error_names_its_setting_and_can_be_moved_to_another() -> None:
     assert isinstance(error, FedsynthError)
     assert isinstance(PrivacySettingError("privacy", "clip", "is odd"), PrivacyError)
     assert str(SettingError(None, "columns", "must be odd")) == "columns must be odd"
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        PrivacySettingError("privacy", "unit", "is odd", value="user"),
-        unknown_value("run", "device", "cpuu", ("cpu",)),
-    ],
-    ids=lambda error: type(error).__name__,
-)
-def test_errors_reach_another_process_whole(error: Any) -> None:
-    again = pickle.loads(pickle.dumps(error))
-    assert type(again) is type(error)
-    assert str(again) == str(error)
-    assert (again.section, again.key) == (error.section, error.key)

@@ -115,12 +115,11 @@ def distil_files(
         raise SettingError(None, "files", "must name at least one model file")
     names = list(architectures) * len(files) if len(architectures) == 1 else list(architectures)
     if len(names) != len(files):
-        raise SettingError(
-            None,
-            "architectures",
+        reason = (
             f"must be one name for all {len(files)} model files, or one each; got "
-            f"{len(architectures)}",
+            f"{len(architectures)}"
         )
+        raise SettingError(None, "architectures", reason)
     models = [
         _read(file, _network(name, size, spec, seed)).to(where).eval()
         for file, name in zip(files, names, strict=True)

@@ -101,7 +101,7 @@ def simulate(
     if settings.compile:
         check_compiler(device)
     if observer is None:
-        observer = Observer() if quiet else Spoken(settings.rounds)
+        observer = Observer() if quiet else Spoken(settings)
     if isinstance(observer, Logger):
         observer = Several([observer])  # its failure does not end the run
     found = data_of_run(settings, data, test, observer.note, download=download)

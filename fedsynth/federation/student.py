@@ -231,12 +231,11 @@ def _refuse_other_images(place: Path, spec: DatasetSpec) -> None:
     if its is None:
         return
     if (its.class_names, its.mean, its.std) != (spec.class_names, spec.mean, spec.std):
-        raise SettingError(
-            None,
-            "teacher",
+        reason = (
             f"of {place} is for images of {its.name}, and the set's are of {spec.name}: its "
-            "classes, or how its pixels are normalised, are others",
+            "classes, or how its pixels are normalised, are others"
         )
+        raise SettingError(None, "teacher", reason)
 
 
 def _vouched_for(share: Path, run: Path) -> bool:

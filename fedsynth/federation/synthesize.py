@@ -95,12 +95,11 @@ def synthesize(
     target = Path(out)
     require_new(target)
     if settings.privacy is None and not unprotected:
-        raise PrivacySettingError(
-            "privacy",
-            "epsilon",
+        reason = (
             "must be given: without it the images may show real ones, and nothing is guaranteed "
-            f"to anybody (--{UNPROTECTED}, {UNPROTECTED}=True: make them all the same)",
+            f"to anybody (--{UNPROTECTED}, {UNPROTECTED}=True: make them all the same)"
         )
+        raise PrivacySettingError("privacy", "epsilon", reason)
     _check_images(settings.method)
     result = simulate(settings, output=runs, observer=observer, download=download)
     if result.folder is not None and result.metrics:
@@ -117,9 +116,5 @@ def _check_images(method: Method) -> None:
         return
     if method.images_from:
         raise SettingError("method", "ipc", f"must be set: images need {method.images_from}")
-    raise SettingError(
-        "run",
-        "method",
-        "must be one that makes synthetic images: feddm, fedstats or fedaf",
-        value=method.name,
-    )
+    reason = "must be one that makes synthetic images: feddm, fedstats or fedaf"
+    raise SettingError("run", "method", reason, value=method.name)

@@ -94,18 +94,6 @@ def test_a_run_folder_is_a_config(tmp_path: Path, fedsynth: Call) -> None:
     assert (shown.code, shown.stdout) == (0, fedsynth(f"runs {tmp_path / 'out'}").stdout)
 
 
-def test_data_in_place_of_a_configs_data_set(tmp_path: Path, fedsynth: Call) -> None:
-    """Catches: own images that are called digits, because the config was."""
-    config = tmp_path / "c.toml"
-    config.write_text('[data]\ndataset = "digits"\n[partition]\nkind = "dirichlet"\nclients = 9\n')
-    folder = make_folder(tmp_path / "scans")
-    line = f"train --config {config} --data {folder} --output {tmp_path / 'out'} {SHORT}"
-    done = fedsynth(line)
-    assert done.code == 0, done.stderr
-    summary = json.loads((done.folder / "summary.json").read_text())
-    assert summary["dataset"] == "scans"
-
-
 # ------------------------------------------------------------------------------------ the library
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from fedsynth.cli.progress import Pace, PlainObserver
-from fedsynth.federation.terms.resolve import resolve
+from fedsynth.federation.spoken import Pace
 
 
 class Clock:
@@ -46,10 +45,3 @@ def test_slow_first_steps_are_forgotten_when_others_are_fast() -> None:
     clock.now += 40.0
     pace.step(1, "server", 1, 10)  # a shorter phase
     assert pace.words() == "at least 16 min 40 s"
-
-
-def test_a_private_run_says_no_times() -> None:
-    private = resolve({"run": {"method": "feddm"}, "privacy": {"noise_multiplier": 3.0}})
-    open_run = resolve({"run": {"method": "feddm"}})
-    assert PlainObserver(private, "")._pace is None
-    assert PlainObserver(open_run, "")._pace is not None

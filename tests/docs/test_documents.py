@@ -12,7 +12,6 @@ import pytest
 from tests.docs.written import DOCS, NAMES, ROOT, TUTORIALS
 
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
-LARGEST_PICTURE = 150_000
 
 
 def without_code(text: str) -> str:
@@ -44,12 +43,12 @@ def broken_links(text: str, place: Path) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_links_lead_somewhere(name: str) -> None:
-    text = (ROOT / name).read_text(encoding="utf-8")
-    assert broken_links(text, ROOT / name) == []
-    if not name.startswith("docs/tutorials") and name != "docs/index.md":
-        assert "generated/" not in "".join(LINK.findall(text)), "GitHub has no generated pages"
+def test_links_lead_somewhere() -> None:
+    for name in NAMES:
+        text = (ROOT / name).read_text(encoding="utf-8")
+        assert broken_links(text, ROOT / name) == []
+        if not name.startswith("docs/tutorials") and name != "docs/index.md":
+            assert "generated/" not in "".join(LINK.findall(text)), "GitHub has no generated pages"
 
 
 def long_lines(text: str) -> list[str]:
@@ -62,9 +61,9 @@ def long_lines(text: str) -> list[str]:
     return [line for line in prose if len(line) > 100 and " " in line.strip()[:100]]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_prose_is_wrapped_at_100_columns(name: str) -> None:
-    assert long_lines((ROOT / name).read_text(encoding="utf-8")) == []
+def test_prose_is_wrapped_at_100_columns() -> None:
+    for name in NAMES:
+        assert long_lines((ROOT / name).read_text(encoding="utf-8")) == [], name
 
 
 def test_a_link_that_leads_nowhere_is_found() -> None:
@@ -97,19 +96,6 @@ def test_tutorials_are_text_that_runs_anywhere(name: str) -> None:
         assert not re.search(r"https?://|--download|FEDSYNTH_DATA", cell), "needs a network or data"
 
 
-def test_the_readme_is_for_five_minutes() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert len(text.splitlines()) <= 130
-    first = "\n".join(text.splitlines()[:30])
-    for what in ("enforced budget", "across runs", "verified"):
-        assert what in first
-    pictures = [DOCS / name for name in re.findall(r"!\[[^\]]*\]\(docs/([^)]+)\)", text)]
-    assert len(pictures) >= 2
-    for picture in pictures:
-        assert picture.stat().st_size < LARGEST_PICTURE
-        assert f"`{picture.name}`" in (DOCS / "images" / "README.md").read_text()
-
-
 def dockerfile() -> str:
     return (ROOT / "Dockerfile").read_text(encoding="utf-8")
 
@@ -131,16 +117,3 @@ def test_the_dockerfile_names_files_that_exist() -> None:
         assert f"!{name}" in ignored, "the build would not see it"
     [chosen] = re.findall(r"^ARG EXTRAS=(\S+)$", dockerfile(), re.MULTILINE)
     assert set(chosen.split(",")) <= set(extras)
-
-
-def test_the_container_runs_fedsynth_and_is_not_root() -> None:
-    text = dockerfile()
-    assert 'ENTRYPOINT ["fedsynth"]' in text
-    assert re.findall(r"^USER (\S+)$", text, re.MULTILINE) == ["10001"]
-    assert "--uid 10001" in text
-    after = text[text.rindex("USER 10001") :]
-    assert "RUN" not in after
-    asked = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    for name in ("torch", "torchvision"):
-        [wanted] = [one for one in asked if re.match(rf"{name}\W", one)]
-        assert text.count(f'"{wanted}"') == 2

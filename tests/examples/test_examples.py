@@ -19,6 +19,7 @@ from fedsynth.privacy.ledger import read_ledger
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
+@pytest.mark.slow
 def test_the_private_federation(capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(EXAMPLES / "feddm_private.py"), run_name="__main__")
     out = capsys.readouterr().out
@@ -60,6 +61,7 @@ def test_examples_are_short_and_explain_themselves() -> None:
         assert len(lines) <= 150, path
 
 
+@pytest.mark.slow
 def test_fedaf_with_and_without_privacy(capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(EXAMPLES / "fedaf.py"), run_name="__main__")
     out = capsys.readouterr().out
@@ -69,6 +71,7 @@ def test_fedaf_with_and_without_privacy(capsys: pytest.CaptureFixture[str]) -> N
     assert out.count("if it were the only release") == 3
 
 
+@pytest.mark.slow
 def test_a_method_of_ones_own() -> None:
     accuracy = runpy.run_path(str(EXAMPLES / "own_method.py"))["main"]()
     assert list(accuracy) == ["FedAvg", "FedAdam", "FedAdam, ε = 8"]
@@ -76,6 +79,7 @@ def test_a_method_of_ones_own() -> None:
     assert accuracy["FedAdam, ε = 8"] > 0.7  # about 0.85
 
 
+@pytest.mark.slow
 def test_a_condensing_method_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(EXAMPLES / "own_condensation.py"), run_name="__main__")
     out = capsys.readouterr().out
@@ -89,6 +93,7 @@ def test_a_condensing_method_of_ones_own(capsys: pytest.CaptureFixture[str]) -> 
     ]
 
 
+@pytest.mark.slow
 def test_fedkf_with_and_without_privacy(capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(EXAMPLES / "fedkf.py"), run_name="__main__")
     amp = [float(a) for a in re.findall(r"AMP ([\d.]+) %", capsys.readouterr().out)]
@@ -97,6 +102,7 @@ def test_fedkf_with_and_without_privacy(capsys: pytest.CaptureFixture[str]) -> N
     assert min(amp[2:]) > 25
 
 
+@pytest.mark.slow
 def test_a_student_without_data() -> None:
     """On the digits, shortened; Fashion-MNIST takes ten minutes."""
     teacher, student = runpy.run_path(str(EXAMPLES / "data_free_distillation.py"))["main"](
@@ -106,6 +112,7 @@ def test_a_student_without_data() -> None:
     assert student > 0.5  # about 0.8
 
 
+@pytest.mark.slow
 def test_one_shot_with_and_without_privacy(capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(EXAMPLES / "one_shot.py"), run_name="__main__")
     out = capsys.readouterr().out
@@ -128,8 +135,25 @@ def test_one_shot_with_and_without_privacy(capsys: pytest.CaptureFixture[str]) -
     assert sum(row.index(max(row)) == holder[digit] for digit, row in enumerate(shares)) >= 9
 
 
+@pytest.mark.slow
 def test_a_set_from_statistics_trains_a_model_of_ones_own(tmp_path: Path) -> None:
     teacher, student = runpy.run_path(str(EXAMPLES / "statistics_to_set.py"))["main"](tmp_path)
     assert teacher > 0.85
     assert student > 0.25  # about 0.5; chance is 0.1
     assert len((EXAMPLES / "statistics_to_set.py").read_text().splitlines()) <= 60
+
+
+@pytest.mark.slow
+def test_the_surrogate_of_one_dimension(tmp_path: Path) -> None:
+    """At w = 0 each loss is log 2 with the derivative x·(1/2 − y), for means and objective alike."""
+    found = runpy.run_path(str(EXAMPLES / "surrogate_1d.py"))
+    out = tmp_path / "picture.png"
+    lines, w = found["main"](out), found["W"]
+    x, y = found["make_data"]()
+    middle = len(w) // 2
+    for name in ("objective f", "surrogate, Eq. 9 (means)", "tangent at w = 0"):
+        values = lines[name]
+        assert float(values[middle]) == pytest.approx(np.log(2), abs=1e-12)
+        slope = (values[middle + 1] - values[middle - 1]) / (w[middle + 1] - w[middle - 1])
+        assert float(slope) == pytest.approx(float((x * (0.5 - y)).mean()), abs=1e-6)
+    assert out.read_bytes().startswith(b"\x89PNG")

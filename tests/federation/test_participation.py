@@ -13,7 +13,6 @@ import torch
 
 from fedsynth import FedAvg, ModelSettings
 from fedsynth.data.images import ImageData, from_arrays
-from fedsynth.data.load import load_dataset
 from fedsynth.data.local_test import hold_out
 from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import SettingError
@@ -277,16 +276,6 @@ def test_a_ledger_is_the_records_and_not_how_they_are_split() -> None:
     assert data_set_id(plain) == data_set_id(split) != data_set_id(some)
     # of the first version: ledgers are kept for long
     assert data_set_id(resolve({})) == "digits-3840bad0acf7"
-
-
-def test_a_round_whose_clients_have_nothing_goes_on_with_the_model() -> None:
-    train, test = load_dataset("digits")
-    parts = [np.arange(0), np.arange(0), np.arange(700), np.arange(700, 1400)]
-    for method in ("fedavg", "feddm"):
-        result = simulate(tiny(method, rounds=4), data=(train, test), parts=parts)
-        drawn = [row["participants"] for row in result.metrics]
-        assert [0, 1] in drawn
-        assert len(result.metrics) == 4
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedkf"])

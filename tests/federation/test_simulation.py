@@ -149,24 +149,6 @@ def test_divergence_is_said_and_leaves_no_finished_folder(tmp_path: Path) -> Non
     assert all(folder.name.endswith(".incomplete") for folder in tmp_path.iterdir())
 
 
-def test_observers_hear_of_every_round_and_step() -> None:
-    class Listener(Observer):
-        def __init__(self) -> None:
-            self.rounds: list[int] = []
-            self.phases: dict[str, tuple[int, int]] = {}
-
-        def round_ended(self, row: Any) -> None:
-            self.rounds.append(row["round"])
-
-        def step(self, round: int, phase: str, done: int, total: int) -> None:
-            self.phases[phase] = (done, total)
-
-    listener = Listener()
-    simulate(tiny(), observer=listener)
-    assert listener.rounds == [1, 2]
-    assert listener.phases == {"condense": (6, 6), "server": (2, 2)}
-
-
 def test_clients_without_enough_examples_send_nothing_and_a_run_without_images_is_refused() -> None:
     many = replace(tiny(), partition=replace(tiny().partition, clients=500, min_size=0))
     with pytest.raises(SettingError, match="nobody sends an image"):
@@ -188,38 +170,6 @@ def test_accuracy_is_the_test_sets() -> None:
     for shift, expected in ((0, 1.0), (1, 0.0)):
         labelled = ImageData(test.images, (predicted + shift) % 10, test.spec)
         assert simulate(tiny(), data=(train, labelled)).accuracy == expected
-
-
-def test_your_own_data_keep_their_name_and_ledger(tmp_path: Path) -> None:
-    rng = np.random.default_rng(0)
-
-    def data(name: str) -> Any:
-        return from_arrays(
-            rng.integers(0, 256, (200, 1, 8, 8)).astype(np.uint8),
-            np.arange(200) % 10,
-            replace(dataset_spec("digits"), name=name),
-        )
-
-    settings = tiny(noise_multiplier=3.0, ledger=tmp_path / "ledgers")
-    mine, yours = data("mine"), data("yours")
-    result = simulate(settings, data=(mine, mine), output=tmp_path)
-    assert result.folder is not None
-    assert 'dataset = "mine"' in (result.folder / "config.toml").read_text()
-    with pytest.raises(LedgerError, match="belongs to"):
-        simulate(settings, data=(yours, yours))
-    with pytest.raises(DataError, match="same specification"):
-        simulate(settings, data=(mine, yours))
-
-
-def test_the_last_round_is_always_evaluated() -> None:
-    rows = [Release(1, "x", "x", "x", 3.0, 1.0, 1.0, "full", 2, 1)]
-    capped = replace(
-        tiny(noise_multiplier=3.0, epsilon=epsilon(rows, 1e-5) * 1.05), evaluate_every=5
-    )
-    result = simulate(capped)
-    assert len(result.metrics) == 1
-    assert 0 < result.accuracy <= 1
-    assert result.summary["test_accuracy"] == result.accuracy
 
 
 def test_memories_go_from_round_to_round() -> None:

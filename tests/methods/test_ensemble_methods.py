@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-from fedsynth.cli.progress import round_line
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import ModelParameters
 from fedsynth.data.images import denormalise, from_arrays
@@ -21,6 +20,7 @@ from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import SettingError, UnknownNameError
 from fedsynth.evaluation.generated import GENERATOR
 from fedsynth.federation.simulation import simulate
+from fedsynth.federation.spoken import round_line
 from fedsynth.federation.terms.resolve import resolve
 from fedsynth.methods.dense import Dense, generated_facts
 from fedsynth.methods.feddf import FedDF

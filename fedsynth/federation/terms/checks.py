@@ -45,12 +45,8 @@ def most_records(spec: DatasetSpec, given: PrivacySettings) -> int:
     """
     most = spec.train_size if given.max_records is None else given.max_records
     if most < spec.train_size:
-        raise PrivacySettingError(
-            "privacy",
-            "max_records",
-            f"is below the {spec.train_size} records that the data set declares",
-            value=most,
-        )
+        reason = f"is below the {spec.train_size} records that the data set declares"
+        raise PrivacySettingError("privacy", "max_records", reason, value=most)
     return most
 
 
@@ -58,12 +54,10 @@ def refuse_absence(settings: RunSettings) -> None:
     """Refuses clients that miss rounds of a method whose rounds release different things."""
     method = settings.method
     if not method.even_rounds and settings.participation < 1:
-        raise SettingError(
-            "run",
-            "participation",
-            f"must be 1 with {method.name}: its rounds release different things of every client",
-            value=settings.participation,
+        reason = (
+            f"must be 1 with {method.name}: its rounds release different things of every client"
         )
+        raise SettingError("run", "participation", reason, value=settings.participation)
 
 
 def check_own_noise(plans: Sequence[PrivatePlan]) -> None:
@@ -75,13 +69,11 @@ def check_own_noise(plans: Sequence[PrivatePlan]) -> None:
     """
     shared = [plan for plan in plans if plan.shares > 1]
     if shared:
-        raise PrivacySettingError(
-            "method",
-            "aggregation",
+        reason = (
             "must be own over machines: the sum of this method's uploads is not made under masks, "
-            f"and each would carry the noise of 1 of {shared[0].shares} clients",
-            value="secure",
+            f"and each would carry the noise of 1 of {shared[0].shares} clients"
         )
+        raise PrivacySettingError("method", "aggregation", reason, value="secure")
 
 
 def check_method(method: Method) -> None:
@@ -113,14 +105,12 @@ def refuse_noise_of_absent_clients(settings: RunSettings, plans: Sequence[Privat
     shares = max(plan.shares for plan in plans)
     there = active_clients(settings.partition.clients, settings.participation)
     if shares > 1 and shares >= there:
-        raise SettingError(
-            "run",
-            "participation",
+        reason = (
             f"lets {there} of {settings.partition.clients} clients take part in a round, and the "
             f"noise is shared by {shares} others than the one who is attacked: take "
-            f"method.honest of less than {there}, more participation, or each client's own noise",
-            value=settings.participation,
+            f"method.honest of less than {there}, more participation, or each client's own noise"
         )
+        raise SettingError("run", "participation", reason, value=settings.participation)
 
 
 def check_custom_model(
@@ -168,20 +158,12 @@ def check_quorum(settings: RunSettings) -> None:
     private = settings.privacy is not None
     least = fewest(settings.method, taking, settings.partition.clients, private=private)
     if least > taking:
-        raise SettingError(
-            "run",
-            "participation",
-            f"lets {taking} clients take part in a round, and a sum needs {least}",
-            value=settings.participation,
-        )
+        reason = f"lets {taking} clients take part in a round, and a sum needs {least}"
+        raise SettingError("run", "participation", reason, value=settings.participation)
     if math.ceil(settings.quorum * taking - 1e-9) < least:
         enough = math.ceil(1000 * least / taking) / 1000
-        raise SettingError(
-            "run",
-            "quorum",
-            f"must be at least {enough:g}: a secure sum needs {least} of {taking} clients",
-            value=settings.quorum,
-        )
+        reason = f"must be at least {enough:g}: a secure sum needs {least} of {taking} clients"
+        raise SettingError("run", "quorum", reason, value=settings.quorum)
 
 
 STEP_SECONDS = 2e-5
@@ -229,13 +211,12 @@ def long_run(settings: RunSettings, spec: DatasetSpec) -> str | None:
     section = "method" if steps.get(key, 0) > settings.rounds else "run"
     key = key if section == "method" else "rounds"
     if seconds > LONGEST:
-        raise SettingError(
-            section,
-            key,
+        reason = (
             f"asks, with the other settings, for {total:.3g} steps, which take "
             f"{seconds / LONGEST:,.1f} years if each takes no more than {1e6 * STEP_SECONDS:.0f} "
-            "µs: no run ends like that",
+            "µs: no run ends like that"
         )
+        raise SettingError(section, key, reason)
     return (
         f"note: {total:.3g} steps ({section}.{key}): {seconds / 3600:,.1f} hours, if each "
         f"takes no more than {1e6 * STEP_SECONDS:.0f} µs"

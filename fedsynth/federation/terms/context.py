@@ -65,19 +65,15 @@ def check_compiler(device: torch.device) -> None:
     """
     if device.type == "cuda":
         if importlib.util.find_spec("triton") is None:
-            raise SettingError(
-                "run",
-                "compile",
-                "on a GPU needs the triton package, which is not installed; leave it out",
-            )
+            reason = "on a GPU needs the triton package, which is not installed; leave it out"
+            raise SettingError("run", "compile", reason)
     elif not any(
         shutil.which(name) for name in (os.environ.get("CXX", ""), "g++", "clang++", "c++") if name
     ):
-        raise SettingError(
-            "run",
-            "compile",
-            "needs a C++ compiler (g++ or clang++, or $CXX), and none is on the path; leave it out",
+        reason = (
+            "needs a C++ compiler (g++ or clang++, or $CXX), and none is on the path; leave it out"
         )
+        raise SettingError("run", "compile", reason)
 
 
 def memory_bytes(gigabytes: float | None, device: torch.device) -> int:

@@ -104,13 +104,12 @@ def long_draw(settings: RunSettings) -> str | None:
     if settings.participation >= 1 or seconds <= LONG:
         return None
     if seconds > LONGEST:
-        raise SettingError(
-            "run",
-            "rounds",
+        reason = (
             f"must be at most {int(LONGEST / one):,} for a plan, which draws who takes part in "
             f"each round, and for {settings.rounds:,} of them takes some {seconds / 3600:,.1f} "
-            "hours; or plan with run.participation=1, which is an upper bound",
+            "hours; or plan with run.participation=1, which is an upper bound"
         )
+        raise SettingError("run", "rounds", reason)
     return f"drawing who takes part in each of {settings.rounds:,} rounds: some {seconds:.0f} s"
 
 
@@ -153,21 +152,13 @@ def costs_by_mechanism(
     method = resolve({**given, "privacy": {}}).method
     names = [name for name in method.protects if mechanism_facts(name).guaranteed]
     if not names:
-        raise SettingError(
-            "run",
-            "method",
-            f"cannot run with differential privacy: {method.refusal}",
-            value=method.name,
-        )
+        reason = f"cannot run with differential privacy: {method.refusal}"
+        raise SettingError("run", "method", reason, value=method.name)
     if "mechanism" in privacy:
         names = [str(privacy["mechanism"])]
     if not all(mechanism_facts(name).guaranteed for name in names):
-        raise PrivacySettingError(
-            "privacy",
-            "mechanism",
-            "gives no guarantee, so there is nothing to plan",
-            value=names[0],
-        )
+        reason = "gives no guarantee, so there is nothing to plan"
+        raise PrivacySettingError("privacy", "mechanism", reason, value=names[0])
     plans: list[MechanismCosts] = []
     for name in names:
         settings = resolve({**given, "privacy": {**privacy, "mechanism": name}})

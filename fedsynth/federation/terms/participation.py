@@ -43,12 +43,11 @@ class Participation:
 
     def __post_init__(self) -> None:
         if round(self.share * self.clients) < 1:
-            raise SettingError(
-                "run",
-                "participation",
+            reason = (
                 f"{self.share:g} of {self.clients} clients is not one: it must be at least "
-                f"{1 / self.clients:.3g}",
+                f"{1 / self.clients:.3g}"
             )
+            raise SettingError("run", "participation", reason)
 
     def in_round(self, number: int) -> tuple[int, ...]:
         """Clients of the round with this number (1, 2, …), ascending."""

@@ -59,12 +59,11 @@ class ReportSettings:
     def check_clients(self, clients: int) -> None:
         """Raises SettingError where several clients have not one site each."""
         if self.sites and clients > 1 and len(self._sites) != clients:
-            raise SettingError(
-                "report",
-                "sites",
+            reason = (
                 f"must name each of the {clients} clients' sites, comma-separated; got "
-                f"{len(self._sites)}",
+                f"{len(self._sites)}"
             )
+            raise SettingError("report", "sites", reason)
 
     def site_names(self, clients: int) -> tuple[str, ...]:
         """Returns the site, or sites, of each of a run's clients; empty where none was given."""

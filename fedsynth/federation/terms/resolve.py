@@ -156,12 +156,11 @@ def _check_source(name: str, stated: Any, own_method: type[Method] | None) -> No
     try:
         method_class(name)
     except UnknownNameError:
-        raise SettingError(
-            "run",
-            "method",
+        reason = (
             f"is {name} of {shown(stated)}, from a file of its own: give that file again "
-            f"(run.method=PATH/{str(stated).partition('@')[0]:.200}, or fedsynth.register_method)",
-        ) from None
+            f"(run.method=PATH/{str(stated).partition('@')[0]:.200}, or fedsynth.register_method)"
+        )
+        raise SettingError("run", "method", reason) from None
     source = own_source(name)
     if source is not None and source.label != stated:
         raise SettingError(
@@ -188,12 +187,11 @@ def _own_folder(data: Mapping[str, Any]) -> tuple[str, FolderSettings | None]:
         raise SettingError("data", key, "is of your own images, which data.folder names")
     folder = from_mapping(FolderSettings, values)
     if name is not None and is_known(str(name)):
-        raise SettingError(
-            "data",
-            "dataset",
+        reason = (
             f"is the name of a published data set, {name}, and cannot be that of the images in "
-            f"{folder.folder}",
+            f"{folder.folder}"
         )
+        raise SettingError("data", "dataset", reason)
     return str(name or own_name(folder)), folder
 
 

@@ -95,12 +95,11 @@ def _pixel_hashes(data: ImageData) -> list[bytes]:
 def require_a_ledger(settings: RunSettings, spec: DatasetSpec) -> None:
     """Own data are not public unless their owner says so: all runs on them have to be counted."""
     if settings.privacy is not None and settings.privacy.ledger is None and not is_published(spec):
-        raise PrivacySettingError(
-            "privacy",
-            "ledger",
+        reason = (
             f"must name a folder for the ledgers of your own data ({spec.name!r}), kept over all "
-            f"runs on them; or say {NO_LEDGER!r}",
+            f"runs on them; or say {NO_LEDGER!r}"
         )
+        raise PrivacySettingError("privacy", "ledger", reason)
 
 
 def protects_users(settings: RunSettings) -> bool:
@@ -270,13 +269,11 @@ def _required(declaration: Declaration | None, settings: RunSettings) -> Declara
 def _require_same_ledger(given: str | Path | None, declared: Path) -> None:
     """What was spent on these images is in the declared one: with another it would not count."""
     if given is not None and expand_home(given).resolve() != declared.resolve():
-        raise SettingError(
-            "privacy",
-            "ledger",
+        reason = (
             f"must be that of the declaration, {declared}, or be left out: with another what these "
-            "images have spent would not count",
-            value=str(given),
+            "images have spent would not count"
         )
+        raise SettingError("privacy", "ledger", reason, value=str(given))
 
 
 def with_declared(settings: RunSettings, declaration: Declaration) -> RunSettings:

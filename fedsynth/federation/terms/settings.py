@@ -139,11 +139,8 @@ class RunSettings:
             object.__setattr__(self, "model", own_model(self.model))
         if self.ledger is not None:
             if self.privacy is not None:
-                raise SettingError(
-                    None,
-                    "RunSettings.ledger",
-                    "is that of a run without privacy; with privacy it is privacy.ledger",
-                )
+                reason = "is that of a run without privacy; with privacy it is privacy.ledger"
+                raise SettingError(None, "RunSettings.ledger", reason)
             object.__setattr__(self, "ledger", kept_ledger(self.ledger))
         for name, (kind, example) in _KINDS.items():
             value = getattr(self, name)
