@@ -201,13 +201,10 @@ def test_a_run_without_an_own_file_takes_none_when_it_is_resumed(
     assert not list(code.glob("*.ran"))
 
 
-@pytest.mark.parametrize(
-    "options", ["--method fedavg --features {}", "--method fedstats --set features={}"]
-)
-def test_a_feature_map_from_a_file(options: str, code: Path, fedsynth: Call) -> None:
+def test_a_feature_map_from_a_file(code: Path, fedsynth: Call) -> None:
     """Catches: a map that no other command knows again, or one that changed unseen."""
     features = f"{code / 'enc.py'}:rows"
-    done = fedsynth(f"{base(code, 2)} --dp-epsilon 8 {options.format(features)}")
+    done = fedsynth(f"{base(code, 2)} --dp-epsilon 8 --method fedavg --features {features}")
     assert done.code == 0, done.stderr
     summary = json.loads((done.folder / "summary.json").read_text())
     assert summary["sources"]["features"]["file"] == "enc.py"
@@ -231,8 +228,6 @@ def test_a_feature_map_from_a_file(options: str, code: Path, fedsynth: Call) -> 
     [
         ("rows = 3", "must be a function from an image shape"),
         ("def rows(shape): return 3", "makes int, and should make a"),
-        ("def rows(): return 3", "fails for images of shape (1, 8, 8): TypeError"),
-        ("def rows(shape): return open('nowhere')", "FileNotFoundError"),
         (FEATURES.replace("x.mean(dim=(1, 3))", "x.mean(dim=(1, 3)).bernoulli()"), "draws random"),
         (FEATURES.replace("x.mean(dim=(1, 3))", "x.mean(dim=(0, 1, 3)).expand(len(x), 8)"), "mixe"),
     ],
@@ -251,7 +246,6 @@ def test_a_file_that_makes_no_feature_map_is_one_line(
     ("given", "text"),
     [
         ("{}/nothing.py:Net", "which cannot be read: No such file"),
-        ("{}/net.py:Nett", "names 'Nett', which"),
         ("{}/broken.py:Net", "which fails: ZeroDivisionError: division by zero"),
         ("{}/net.py:nn", "must be a module, or a class or function|must take image_shape"),
     ],

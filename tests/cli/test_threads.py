@@ -41,12 +41,9 @@ def later(others: float, own: float = 1.0) -> CpuUse:
     [
         (0.0, 4, None),
         (0.4, 4, None),  # less than half a CPU is no other program
-        (1.0, 4, 3),
-        (2.0, 4, 2),
         (3.2, 4, 1),
         (9.0, 4, 1),  # never none
         (2.0, 2, None),  # there is place for two
-        (3.0, 2, 1),
     ],
 )
 def test_other_programs_leave_fewer_threads(
@@ -63,9 +60,7 @@ def test_other_programs_leave_fewer_threads(
     [
         ({"cpu.max": "150000 100000"}, 1.5),
         ({"cpu.max": "max 100000"}, float("inf")),
-        ({"cpu.max": ""}, float("inf")),
         ({"cpu/cpu.cfs_quota_us": "50000", "cpu/cpu.cfs_period_us": "100000"}, 0.5),
-        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, float("inf")),
         ({}, float("inf")),
     ],
 )

@@ -136,10 +136,3 @@ def test_the_config_fed_back_repeats_the_run(
     for summary in summaries:
         del summary["seconds"], summary["folder"]
     assert summaries[0] == summaries[1]
-
-
-def test_options_win_over_the_config(outcomes: Callable[[str], Any], train: Call) -> None:
-    run = train(f"fedavg --config {outcomes('feddm').folder / 'config.toml'} --seed 7")
-    written = tomllib.loads((run.folder / "config.toml").read_text(encoding="utf-8"))
-    assert (written["run"]["method"], written["run"]["seed"]) == ("fedavg", 7)
-    assert "ipc" not in written["method"]  # feddm's settings went with feddm

@@ -3,7 +3,6 @@ memories."""
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -128,28 +127,26 @@ def test_planning_draws_each_round_once(monkeypatch: pytest.MonkeyPatch) -> None
     assert len(drawn) == 40
 
 
-def test_no_client_pays_for_a_round_that_one_ledger_cannot_take(tmp_path: Path) -> None:
-    for privacy in (
-        {"noise_multiplier": 3.0, "ledger": tmp_path / "a"},
-        {"ledger": tmp_path / "b"},
-    ):
-        settings = tiny(rounds=1, run={"method": "fedavg", "rounds": 1}, privacy=privacy)
+@pytest.mark.parametrize("privacy", [{"noise_multiplier": 3.0}, {}])
+def test_no_client_pays_for_a_round_that_one_ledger_cannot_take(
+    privacy: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = {"method": "fedavg", "rounds": 1}
+    settings = tiny(run=run, privacy={**privacy, "ledger": tmp_path})
+    simulate(settings)
+    before = {path: path.read_bytes() for path in tmp_path.glob("*.jsonl")}
+    last = max(before)
+    check = Ledger.check_writable
+
+    def refuse(self: Ledger) -> None:
+        if self.path == last:  # as root, file modes refuse nothing
+            raise LedgerError(f"cannot write to ledger {last}")
+        check(self)
+
+    monkeypatch.setattr(Ledger, "check_writable", refuse)
+    with pytest.raises(LedgerError, match="cannot write"):
         simulate(settings)
-        folder: Any = privacy["ledger"]
-        before = {path: path.read_bytes() for path in folder.glob("*.jsonl")}
-        last = max(before)
-        original = Ledger.check_writable
-
-        def refuse(self: Ledger, last: Path = last, check: Any = original) -> None:
-            if self.path == last:  # as root, file modes refuse nothing
-                raise LedgerError(f"cannot write to ledger {last}")
-            check(self)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Ledger, "check_writable", refuse)
-            with pytest.raises(LedgerError, match="cannot write"):
-                simulate(settings)
-        assert {path: path.read_bytes() for path in before} == before
+    assert {path: path.read_bytes() for path in before} == before
 
 
 def tiny(method: str = "fedavg", rounds: int = 3, **sections: Any) -> RunSettings:
@@ -205,18 +202,10 @@ def test_privacy_counts_the_rounds_that_a_client_takes_part_in(tmp_path: Path) -
     promise: Any = result.privacy["guarantee"]
     spent = [promise["epsilon_by_client"][f"client-{k:03d}"] for k in range(4)]
     assert 4.95 < max(spent) <= 5.0
-    assert [a > b for a, b in itertools.pairwise(spent)] == [
-        a > b for a, b in itertools.pairwise(rounds)
-    ]
-    everybody = simulate(
-        resolve(
-            {**settings.to_mapping(), "run": {**settings.to_mapping()["run"], "participation": 1.0}}
-        )
-    )
-    assert (
-        result.summary["differential_privacy"]["noise_multiplier"]
-        < everybody.summary["differential_privacy"]["noise_multiplier"]
-    )
+    assert np.argsort(spent, kind="stable").tolist() == np.argsort(rounds, kind="stable").tolist()
+    sections = settings.to_mapping()
+    everybody = plan_of(resolve({**sections, "run": {**sections["run"], "participation": 1.0}}))
+    assert result.summary["differential_privacy"]["noise_multiplier"] < everybody.sigma
     assert result.folder is not None
     assert verify_run(result.folder).problems == []
     assert "no amplification" in (result.folder / "privacy_report.md").read_text()
@@ -238,15 +227,14 @@ def test_local_splits_are_disjoint_and_of_the_share_that_was_asked_for() -> None
     assert hold_out(parts, 0.2, 1, data)[1][0].tolist() != testing[0].tolist()
 
 
-@pytest.mark.parametrize("removed", [0, 1, 500, 999])
-def test_removing_a_record_moves_no_other_from_one_split_to_the_other(removed: int) -> None:
-    """A file without one record renumbers all after it: a split by position (or by order) moves
-    hundreds of others."""
+def test_removing_a_record_moves_no_other_from_one_split_to_the_other() -> None:
+    """A file without one record renumbers all after it: a split by position moves hundreds."""
     data = random_data(1000)
-    rest = np.delete(np.arange(1000), removed)
     (before,), _ = hold_out([np.arange(1000)], 0.2, 0, data)
-    (after,), _ = hold_out([np.arange(999)], 0.2, 0, data.subset(rest))
-    assert set(before.tolist()) ^ set(rest[after].tolist()) <= {removed}
+    for removed in (0, 500, 999):
+        rest = np.delete(np.arange(1000), removed)
+        (after,), _ = hold_out([np.arange(999)], 0.2, 0, data.subset(rest))
+        assert set(before.tolist()) ^ set(rest[after].tolist()) <= {removed}
 
 
 def test_equal_records_stand_on_the_same_side() -> None:
@@ -278,22 +266,19 @@ def test_a_ledger_is_the_records_and_not_how_they_are_split() -> None:
     assert data_set_id(resolve({})) == "digits-3840bad0acf7"
 
 
-@pytest.mark.parametrize("method", ["fedavg", "fedkf"])
 def test_local_metrics_stand_in_the_rows_and_with_privacy_only_in_simulation_only(
-    method: str, tmp_path: Path
+    tmp_path: Path,
 ) -> None:
     partitioned = {"partition": {"clients": 4, "local_test": 0.2}}
-    row = simulate(tiny(method, **partitioned)).metrics[-1]
+    row = simulate(tiny(**partitioned)).metrics[-1]
     assert 0 <= row["local"]["wlp"] <= row["local"]["amp"] <= 1
     assert len(row["local"]["client_accuracy"]) == 4
-    private = simulate(
-        tiny(method, **partitioned, privacy={"epsilon": 5.0}), output=tmp_path
-    ).folder
+    private = simulate(tiny(**partitioned, privacy={"epsilon": 5.0}), output=tmp_path).folder
     assert private is not None
-    outside = [p for p in private.rglob("*") if p.is_file() and "simulation_only" not in p.parts]
-    assert not any(
-        b"wlp" in p.read_bytes() or b"client_accuracy" in p.read_bytes() for p in outside
-    )
+    for path in private.rglob("*"):
+        if path.is_file() and "simulation_only" not in path.parts:
+            content = path.read_bytes()
+            assert not [one for one in (b"wlp", b"client_accuracy") if one in content], path
     assert '"wlp"' in (private / "simulation_only" / "rounds.jsonl").read_text()
     report = (private / "privacy_report.md").read_text()
     assert "own test splits" in report

@@ -47,22 +47,15 @@ def same(a: torch.nn.Module, b: torch.nn.Module) -> bool:
     return all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("method", ["feddm", "fedavg", "real"])
-def test_a_run_is_reproduced_by_its_seed(method: str) -> None:
+@pytest.mark.parametrize("method", ["feddm", "fedavg"])
+def test_a_run_is_reproduced_by_its_seed_unless_it_is_private(method: str) -> None:
     first, second = simulate(tiny(method)), simulate(tiny(method))
     assert same(first.model, second.model)
-    assert [r["test_accuracy"] for r in first.metrics] == [
-        r["test_accuracy"] for r in second.metrics
-    ]
+    accuracies = [[row["test_accuracy"] for row in run.metrics] for run in (first, second)]
+    assert accuracies[0] == accuracies[1]
     assert not same(first.model, simulate(replace(tiny(method), seed=5)).model)
-
-
-@pytest.mark.parametrize("method", ["feddm", "fedavg"])
-def test_a_private_run_is_not_reproduced_by_its_seed(method: str) -> None:
-    assert not same(
-        simulate(tiny(method, noise_multiplier=3.0)).model,
-        simulate(tiny(method, noise_multiplier=3.0)).model,
-    )
+    private = tiny(method, noise_multiplier=3.0)
+    assert not same(simulate(private).model, simulate(private).model)
 
 
 def test_nothing_touches_the_global_generators() -> None:
@@ -149,12 +142,10 @@ def test_divergence_is_said_and_leaves_no_finished_folder(tmp_path: Path) -> Non
     assert all(folder.name.endswith(".incomplete") for folder in tmp_path.iterdir())
 
 
-def test_clients_without_enough_examples_send_nothing_and_a_run_without_images_is_refused() -> None:
+def test_a_run_in_which_nobody_sends_an_image_is_refused() -> None:
     many = replace(tiny(), partition=replace(tiny().partition, clients=500, min_size=0))
     with pytest.raises(SettingError, match="nobody sends an image"):
         simulate(many)
-    some = replace(many, method=replace(many.method, min_examples=1))  # type: ignore[call-arg]
-    assert simulate(some).summary["upload_floats_per_round"] > 0
 
 
 def test_accuracy_is_the_test_sets() -> None:
@@ -186,17 +177,13 @@ def test_memories_go_from_round_to_round() -> None:
 
 def test_your_own_clients() -> None:
     rng = np.random.default_rng(0)
-    data = from_arrays(
-        rng.integers(0, 256, (200, 1, 8, 8)).astype(np.uint8),
-        np.arange(200) % 10,
-        dataset_spec("digits"),
-    )
-    labels_of = [np.flatnonzero(np.arange(200) % 10 < 3), np.flatnonzero(np.arange(200) % 10 >= 3)]
-    uploads = simulate(tiny(), data=(data, data), parts=labels_of).uploads
-    assert [dict(uploads[k].arrays())["labels"].tolist() for k in (0, 1)] == [
-        [0, 1, 2],
-        [3, 4, 5, 6, 7, 8, 9],
-    ]
+    images = rng.integers(0, 256, (200, 1, 8, 8)).astype(np.uint8)
+    labels = np.arange(200) % 10
+    data = from_arrays(images, labels, dataset_spec("digits"))
+    parts = [np.flatnonzero(labels < 3), np.flatnonzero(labels >= 3)]
+    uploads = simulate(tiny(), data=(data, data), parts=parts).uploads
+    sent = [dict(uploads[k].arrays())["labels"].tolist() for k in (0, 1)]
+    assert sent == [[0, 1, 2], [3, 4, 5, 6, 7, 8, 9]]
     for bad, text in (
         ([[0, 1], [1, 2]], "client 1: an example is given twice"),
         ([[0, 200]], "must lie in"),
