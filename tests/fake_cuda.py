@@ -1,18 +1,10 @@
 """A stand-in for a GPU on a machine without one: tensors that say `cuda` and hold their values.
 
-Each operation on such a tensor runs twice. First on PyTorch's fake tensors, which know no values,
-but the rules of devices: they raise where a GPU would refuse tensors of two devices, and where a
-value, or a shape that depends on values, would have to be read. Then on the values, on the CPU; so
-a whole run goes to its end, and its numbers can be compared with the CPU's.
-
-What makes the host wait for the device is kept with the functions of the package that it came from
-(`Wait`). As in `torch.cuda.set_sync_debug_mode` these are values that are read (`.item()`, boolean
-indices, `.cpu()`, …) and copies to the device that are not `non_blocking`.
-
-Everything that PyTorch does not promise to keep is imported or called here and nowhere else. Seen
-to work with PyTorch 2.13 built without CUDA and 2.15 built with it, both without a driver. The C++
-side of a stand-in says `meta`, since the autograd engine asks a driver about streams of `cuda`;
-what Python sees says `cuda:0`.
+Each operation runs on PyTorch's fake tensors, which raise where a GPU would refuse tensors of two
+devices or would have to read a value, and then on the values, on the CPU. What makes the host wait
+for the device (a value that is read, a copy that blocks) is kept as a `Wait`. The C++ side of a
+stand-in says `meta`, since the autograd engine asks a driver about streams of `cuda`. Seen to work
+with PyTorch 2.13 built without CUDA and 2.15 built with it, both without a driver.
 """
 
 from __future__ import annotations

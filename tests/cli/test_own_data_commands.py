@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -78,20 +77,6 @@ def test_train_on_sites_and_names_damaged_files(tmp_path: Path, fedsynth: Call) 
     assert "  north/ill/00.png (it is no JPEG, PNG, BMP, WEBP file)" in done.stderr
     for path in done.folder.rglob("*"):  # their names stay on the screen
         assert path.is_dir() or b"00.png" not in path.read_bytes()
-
-
-def test_a_run_folder_is_a_config(tmp_path: Path, fedsynth: Call) -> None:
-    folder = make_folder(tmp_path / "scans")
-    out = f"--output {tmp_path / 'out'}"
-    first = fedsynth(f"train --data {folder} {out} {SHORT}")
-    assert first.code == 0, first.stderr
-    again = fedsynth(f"train --config {first.folder} {out}")
-    assert again.code == 0, again.stderr
-    rows = [json.loads((run / "summary.json").read_text()) for run in (tmp_path / "out").iterdir()]
-    assert rows[0]["test_accuracy"] == rows[1]["test_accuracy"]
-    assert rows[0]["upload_bytes"] == rows[1]["upload_bytes"]
-    shown = fedsynth(f"runs {out}")
-    assert (shown.code, shown.stdout) == (0, fedsynth(f"runs {tmp_path / 'out'}").stdout)
 
 
 # ------------------------------------------------------------------------------------ the library
