@@ -79,6 +79,14 @@ def test_charged_rows_are_the_rounds_that_ran_and_the_report_holds_them(tmp_path
     assert result.summary["differential_privacy"]["epsilon"] == pytest.approx(spent)
 
 
+def test_epsilon_alone_calibrates_for_the_whole_run() -> None:
+    """Catches: calibration for one round only."""
+    spent = simulate(tiny(epsilon=4.0)).summary["differential_privacy"]
+    assert 3.9 < spent["epsilon"] <= 4.0
+    sigma = spent["noise_multiplier"]
+    assert epsilon([Release(1, "x", "x", "x", sigma, 1.0, 1.0, "full", 2, 1)], 1e-5) < 3.0
+
+
 def test_a_hard_cap_ends_the_run_in_order() -> None:
     rows = [Release(1, "x", "x", "x", 3.0, 1.0, 1.0, "full", 2, 1)]
     cap = epsilon(rows, 1e-5) * 1.05  # one round fits, two do not
