@@ -57,7 +57,7 @@ def test_anything_else_is_refused(text: str) -> None:
 
 
 def test_a_setting_that_is_given_twice_is_refused() -> None:
-    given = {"partition": {"kind": "iid", "alpha": None}, "method": {}}
+    given = {"partition": {"kind": "iid"}, "method": {}}
     merged = with_set_options(given, ["partition.alpha=2"])
     assert merged == {"partition": {"kind": "iid", "alpha": "2"}, "method": {}}
     with pytest.raises(OptionError, match=r"^partition\.kind is given twice: by an option and by "):
