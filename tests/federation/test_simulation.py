@@ -108,17 +108,6 @@ def test_a_kept_ledger_carries_over_runs(tmp_path: Path) -> None:
         simulate(other)
 
 
-def test_the_paper_mechanism_has_no_epsilon_anywhere(tmp_path: Path) -> None:
-    result = simulate(tiny(noise_multiplier=3.0, mechanism="paper"), output=tmp_path)
-    assert result.summary["differential_privacy"]["guarantee"] is False
-    assert result.summary["differential_privacy"]["epsilon"] is None
-    assert all("epsilon" not in row for row in result.metrics)
-    assert result.folder is not None
-    text = (result.folder / "privacy_report.md").read_text()
-    assert "no differential privacy guarantee" in text.lower()
-    assert "sensitivity is up to 2" in text
-
-
 def test_delta_is_checked_against_the_public_bound() -> None:
     simulate(tiny(noise_multiplier=3.0, delta=5e-4))
     with pytest.raises(PrivacySettingError, match=r"1 / privacy\.max_records"):
