@@ -6,7 +6,6 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from fedsynth.errors import OutputError
 from fedsynth.privacy.plots import COLOURS, Line, line_plot
@@ -36,27 +35,21 @@ def curve(run: Run, metric: str, axis: str) -> list[tuple[float, float]]:
         RunFolderError: no round has them.
     """
     points = []
-    so_far = 0.0
+    total = 0.0
     for row in run.rows:
-        across, so_far = _across(row, axis, so_far)
+        if axis in ("rounds", "eps"):
+            across = value_at(row, "round" if axis == "rounds" else "epsilon")
+        else:
+            key, unit = ("upload_bytes", 1e-6) if axis == "bytes" else ("seconds", 1.0)
+            across = value_at(row, key)
+            if across is not None:
+                across = total = total + across * unit
         value = value_at(row, metric)
         if across is not None and value is not None:
             points.append((across, value))
     if not points:
         raise RunFolderError(f"the run {run.name} {_why_none(run, metric, axis)}")
     return points
-
-
-def _across(row: Mapping[str, Any], axis: str, so_far: float) -> tuple[float | None, float]:
-    """Where a round's point stands, and the sum so far of what adds up."""
-    if axis == "rounds":
-        return float(row["round"]), so_far
-    if axis == "eps":
-        return value_at(row, "epsilon"), so_far
-    key, unit = ("upload_bytes", 1e-6) if axis == "bytes" else ("seconds", 1.0)
-    more = value_at(row, key)
-    total = so_far + (more or 0.0) * unit
-    return (None if more is None else total), total
 
 
 def _why_none(run: Run, metric: str, axis: str) -> str:
@@ -85,23 +78,6 @@ def curves(
     Raises:
         RunFolderError: no run has any.
     """
-    runs = _with_points(runs, metric, axis, note)
-    if not mean:
-        return [
-            Line(name, curve(run, metric, axis))
-            for run, name in zip(runs, labels(runs), strict=True)
-        ]
-    groups = by_seed(runs)
-    names = labels([_without_seed(group[0]) for group in groups])
-    return [
-        _mean_line(name, [curve(run, metric, axis) for run in group])
-        for name, group in zip(names, groups, strict=True)
-    ]
-
-
-def _with_points(
-    runs: Sequence[Run], metric: str, axis: str, note: Callable[[str], None]
-) -> list[Run]:
     found = []
     for number, run in enumerate(runs):
         try:
@@ -111,12 +87,20 @@ def _with_points(
             if number == len(runs) - 1 and not found:
                 raise
             note(f"left out: {error}")
-    return found
-
-
-def _without_seed(run: Run) -> Run:
-    settings = {key: value for key, value in run.settings.items() if key not in SEEDS}
-    return replace(run, settings=settings)
+    if not mean:
+        names = labels(found)
+        return [
+            Line(name, curve(run, metric, axis)) for run, name in zip(found, names, strict=True)
+        ]
+    groups = by_seed(found)
+    unseeded = []
+    for run, *_ in groups:
+        settings = {key: value for key, value in run.settings.items() if key not in SEEDS}
+        unseeded.append(replace(run, settings=settings))
+    return [
+        _mean_line(name, [curve(run, metric, axis) for run in group])
+        for name, group in zip(labels(unseeded), groups, strict=True)
+    ]
 
 
 def _mean_line(name: str, lines: Sequence[Sequence[tuple[float, float]]]) -> Line:

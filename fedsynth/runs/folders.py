@@ -8,21 +8,52 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fedsynth.config_file import read_sections
 from fedsynth.errors import FedsynthError
 from fedsynth.federation.outputs.run_folder import INCOMPLETE
 from fedsynth.privacy.files import decode_json, read_text
-from fedsynth.runs.summary import Summary
 
 Rows = Sequence[Mapping[str, Any]]
+Count = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 class RunFolderError(FedsynthError):
     """A folder that is no finished run's, or whose files are damaged."""
+
+
+class _Part(BaseModel):
+    """What else stands there is left out; a key may be missing."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+
+class Local(_Part):
+    """Of the clients' own test splits."""
+
+    amp: float
+    wlp: float
+
+
+class Promise(_Part):
+    epsilon: float | None = None
+
+
+class Summary(_Part):
+    """The part of a run's summary.json that is shown, with types and ranges."""
+
+    method: str | None = None
+    dataset: str | None = None
+    rounds: Count | None = None
+    test_accuracy: float | None = None
+    local: Local | None = None
+    generator: dict[str, int | float] | None = None
+    differential_privacy: Promise | None = None
+    upload_bytes: Count | None = None
+    seconds: float | None = None
 
 
 @dataclass(frozen=True)

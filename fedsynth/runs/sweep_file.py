@@ -81,13 +81,11 @@ class Cell:
 
     Attributes:
         values: axis → its value here.
-        sections: of the run's config.
-        settings: the same, resolved.
+        settings: the run's.
         key: the name of its folder.
     """
 
     values: Values
-    sections: Sections
     settings: RunSettings
     key: str
 
@@ -146,7 +144,7 @@ def read_sweep(file: Path) -> Sweep:
 
 def _cells(shared: Sections, grid: Values, methods: Values, file: Path) -> list[Cell]:
     common = _common_axes(grid, file)
-    own = {name: values for name, values in grid.items() if not _is_axis(values)}
+    own = {name: values for name, values in grid.items() if isinstance(values, Mapping)}
     alone = str(shared.get("run", {}).get("method", DEFAULT_METHOD))
     named = [str(one) for one in common.get("method", (alone,))]
     for name, values in methods.items():
@@ -187,7 +185,7 @@ def _common_axes(grid: Values, file: Path) -> dict[str, list[Any]]:
     axes: dict[str, list[Any]] = {}
     names: dict[tuple[str, str], str] = {}  # by the setting that an axis moves
     for name, values in grid.items():
-        if not _is_axis(values):
+        if isinstance(values, Mapping):
             continue
         home = home_of(name)
         if home in names:
@@ -211,7 +209,7 @@ def _cell(shared: Sections, of_method: Values, values: Values, own: Values) -> C
     except (FedsynthError, PrivacyError) as error:
         words = ", ".join(f"{name}={value}" for name, value in together.items())
         raise SweepError(f"the run of {words or 'the sweep'}: {error}") from None
-    return Cell(together, sections, settings, _key(together, settings))
+    return Cell(together, settings, _key(together, settings))
 
 
 def home_of(name: str) -> tuple[str, str]:
@@ -232,10 +230,6 @@ def home_of(name: str) -> tuple[str, str]:
     if name == "method":
         return "run", name
     return section_of(name) or "method", name
-
-
-def _is_axis(values: Any) -> bool:
-    return not isinstance(values, Mapping)
 
 
 def _axis(name: str, values: Any) -> list[Any]:

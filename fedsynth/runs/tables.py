@@ -6,7 +6,7 @@ from __future__ import annotations
 import csv
 import io
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,13 +72,12 @@ def _line(
 
 def render(sweep: Sweep, lines: Sequence[Line], form: str) -> str:
     """The lines in one of `FORMATS`."""
-    forms: Mapping[str, Callable[[], str]] = {
-        "table": lambda: aligned(_cells(sweep, lines, " ± ")),
-        "markdown": lambda: _markdown(_cells(sweep, lines, " ± ")),
-        "latex": lambda: _latex(sweep, _cells(sweep, lines, r" \pm ")),
-        "csv": lambda: _csv(sweep, lines),
-    }
-    return forms[form]()
+    if form == "csv":
+        return _csv(sweep, lines)
+    rows = _cells(sweep, lines, r" \pm " if form == "latex" else " ± ")
+    if form == "latex":
+        return _latex(sweep, rows)
+    return _markdown(rows) if form == "markdown" else aligned(rows)
 
 
 def _cells(sweep: Sweep, lines: Sequence[Line], between: str) -> list[list[str]]:
@@ -87,19 +86,17 @@ def _cells(sweep: Sweep, lines: Sequence[Line], between: str) -> list[list[str]]
     columns: list[list[str]] = [
         [name, *(str(line.values.get(name, NONE)) for line in lines)] for name in axes
     ]
-    columns.append(["runs", *(_runs(line) for line in lines)])
+    counts = []
+    for line in lines:
+        done = line.finished == line.planned
+        counts.append(f"{line.finished}" if done else f"{line.finished}/{line.planned}")
+    columns.append(["runs", *counts])
     for name in (*sweep.metrics, "epsilon", "upload_bytes", "seconds"):
         values = [line.results[name] for line in lines]
         if any(one.values for one in values) or name in sweep.metrics:
             head, scale, digits = _shown_as(name)
             columns.append([head, *(_spread(one, scale, digits, between) for one in values)])
     return [list(row) for row in zip(*columns, strict=True)]
-
-
-def _runs(line: Line) -> str:
-    return (
-        f"{line.finished}" if line.finished == line.planned else f"{line.finished}/{line.planned}"
-    )
 
 
 def _shown_as(name: str) -> tuple[str, float, int]:
@@ -132,21 +129,11 @@ _TEX |= {"~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
 def _latex(sweep: Sweep, rows: Sequence[Sequence[str]]) -> str:
     """With booktabs' rules."""
     texts = sum(name != SEED for name in sweep.axes)
-    body = [[_tex(cell) for cell in row] for row in rows]
-    lines = [" & ".join(row) + r" \\" for row in body]
+    head, *body = [" & ".join(map(_tex, row)) + r" \\" for row in rows]
     columns = "l" * texts + "r" * (len(rows[0]) - texts)
-    return "\n".join(
-        [
-            f"\\begin{{tabular}}{{{columns}}}",
-            r"\toprule",
-            lines[0],
-            r"\midrule",
-            *lines[1:],
-            r"\bottomrule",
-            r"\end{tabular}",
-            "",
-        ]
-    )
+    begin = rf"\begin{{tabular}}{{{columns}}}"
+    lines = [begin, r"\toprule", head, r"\midrule", *body, r"\bottomrule", r"\end{tabular}", ""]
+    return "\n".join(lines)
 
 
 def _tex(cell: str) -> str:
@@ -162,12 +149,12 @@ def _csv(sweep: Sweep, lines: Sequence[Line]) -> str:
     names = list(dict.fromkeys((*sweep.metrics, "epsilon", "upload_bytes", "seconds")))
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(
-        [*axes, "finished", "planned", *(f"{n}_{part}" for n in names for part in ("mean", "std"))]
-    )
+    parts = [f"{name}_{part}" for name in names for part in ("mean", "std")]
+    writer.writerow([*axes, "finished", "planned", *parts])
     for line in lines:
-        spreads = [value for n in names for value in (line.results[n].mean, line.results[n].std)]
-        given = [line.values.get(name, "") for name in axes]
-        shown = ["" if value is None else repr(value) for value in spreads]
-        writer.writerow([*given, line.finished, line.planned, *shown])
+        row = [line.values.get(name, "") for name in axes] + [line.finished, line.planned]
+        for name in names:
+            for value in (line.results[name].mean, line.results[name].std):
+                row.append("" if value is None else repr(value))
+        writer.writerow(row)
     return text.getvalue()

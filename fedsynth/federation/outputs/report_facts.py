@@ -228,13 +228,10 @@ def public_items(plan: PrivacyPlan, *, simulated: bool = True) -> dict[str, str]
 def _architecture(run: RunSettings) -> str:
     if not run.method.takes_model:
         return "the method's own, whatever the settings of models are"
-    return f"{run.model}, {_weights(run)}"
-
-
-def _weights(run: RunSettings) -> str:
+    weights = "drawn from the run's seed"
     if has_given_weights(run.model):
-        return "with the weights of a module that the operator gave and declares public"
-    return "drawn from the run's seed"
+        weights = "with the weights of a module that the operator gave and declares public"
+    return f"{run.model}, {weights}"
 
 
 def _rounds(plan: PrivacyPlan) -> str:

@@ -306,18 +306,15 @@ def load_model(
     place = Path(source)
     if place.is_file():
         return read_model(place, method)
-    if (place / SUMS).is_file():
-        if not (place / MODEL).is_file():
-            raise OutputError(
-                f"{place} was handed over without the run's model: whoever exported it can add it"
-            )
+    handed_over = (place / SUMS).is_file()
+    if not (place / MODEL).is_file():
+        why = "is no folder of a finished run, no set that was handed over, and no model's file"
+        if handed_over:
+            why = "was handed over without the run's model: whoever exported it can add it"
+        raise OutputError(f"{place} {why}")
+    if handed_over:
         check_hashes(place)
         return read_model(place / MODEL, method)
-    if not (place / MODEL).is_file():
-        raise OutputError(
-            f"{place} is no folder of a finished run, no set that was handed over, and no model's "
-            "file"
-        )
     return model_of_run(place, spec, method)[0]
 
 
@@ -365,8 +362,6 @@ def _architecture(
     if (folder / PRIVATE_START).exists():
         start = read_start(folder, method)
         return Architecture.of_run(spec or start.spec, start.settings)
-    if not (folder / CONFIG).is_file():
-        raise OutputError(f"{folder} is no folder of a finished run: it has no {CONFIG}")
     sections = read_sections(folder / CONFIG)
     own = None if spec is None else spec.name
     settings = resolve(sections, own_method=method, own_data=own)
