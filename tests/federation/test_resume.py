@@ -162,19 +162,6 @@ def test_a_resumed_run_ends_with_the_numbers_of_one_that_was_not(
     assert not (resumed.folder / ".lock").exists()
 
 
-def test_a_run_that_was_killed_before_its_first_round_ended_begins_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given = sections("fedavg")
-    whole = run(given, tmp_path / "whole")
-    with monkeypatch.context() as patch:
-        patch.setattr(CheckpointFolder, "write", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            run(given, tmp_path / "cut")
-    resumed = go_on(given, tmp_path / "cut")
-    assert_same(whole, resumed)
-
-
 def interrupt(*arguments: Any, **values: Any) -> None:
     raise KeyboardInterrupt
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from fedsynth.errors import OutputError
-from fedsynth.federation.observer import Observer
 from fedsynth.federation.outputs import run_folder
 from fedsynth.federation.simulation import simulate
 from fedsynth.federation.terms.resolve import resolve
@@ -22,38 +21,6 @@ TINY = {
     "method": {"iterations": 1, "server_epochs": 1, "ipc": 1},
     "privacy": {"noise_multiplier": 3.0},
 }
-
-
-class Notes(Observer):
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def note(self, text: str) -> None:
-        self.lines.append(text)
-
-
-def test_a_picture_that_fails_costs_nothing_but_itself(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def no_place(*_: Any) -> None:
-        raise OutputError("cannot write the picture: No space left on device")
-
-    monkeypatch.setattr(run_folder, "image_grid_png", no_place)
-    notes = Notes()
-    result = simulate(resolve(TINY), output=tmp_path, observer=notes)
-    assert result.folder is not None
-    assert result.folder.suffix != ".incomplete"
-    left = {path.name for path in result.folder.iterdir()}
-    assert "synthetic.png" not in left
-    assert {
-        "privacy_report.json",
-        "model.safetensors",
-        "synthetic.safetensors",
-        "summary.json",
-    } <= left
-    warned = [line for line in notes.lines if line.startswith("warning: no picture: ")]
-    assert len(warned) == 1
-    assert "No space left on device" in warned[0]
 
 
 def test_the_report_is_there_when_the_model_cannot_be_written(

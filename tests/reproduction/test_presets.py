@@ -10,7 +10,7 @@ from fedsynth import load_preset
 from fedsynth.errors import UnknownNameError
 from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.reproduction.preset_files import not_covered, preset, preset_names, published
-from fedsynth.reproduction.presets import PresetError, main_cell, partition_of, preset_sections
+from fedsynth.reproduction.presets import PresetError, main_cell, preset_sections
 
 CHOSEN = "not given in the paper: chosen"
 CELLS = [(name, cell) for name in preset_names() for cell in preset(name).cells]
@@ -87,16 +87,6 @@ def test_every_value_has_its_source() -> None:
             {"method.image_lr": 0.2, "method.global_weight": 2.0, "model.norm": "batch"},
         ),
         (
-            "fedkf:table5",
-            {"alpha": 0.1, "method": "fedkf- (oca)"},
-            {"run.method": "fedkf", "method.teacher": "aca", "partition.subset": 0.1},
-        ),
-        (
-            "fedhydra:table3",
-            {"alpha": 0.5, "method": "fedhydra"},
-            {"model.clients": "googlenet,resnet18,cnn1,cnn2,lenet5", "method.local_epochs": 200},
-        ),
-        (
             "fedprox:synthetic",
             {"dataset": "synthetic(1,1)", "method": "fedprox", "note": "90 %"},
             {"method.mu": 1.0, "method.stragglers": 0.9, "method.local_epochs": 20},
@@ -162,14 +152,6 @@ def test_a_name_here_means_all_variants_of_a_method() -> None:
         "fedkf (oca)",
     ]
     assert main_cell(preset("fedprox:synthetic")).method == "fedprox"
-
-
-def test_partitions_in_words() -> None:
-    assert partition_of("dirichlet(0.01)") == {"kind": "dirichlet", "alpha": 0.01}
-    assert partition_of("NIID-1 dirichlet(0.5)") == {"kind": "dirichlet", "alpha": 0.5}
-    assert partition_of("2 classes per client") == {"kind": "classes", "classes_per_client": 2}
-    with pytest.raises(PresetError, match="no partition is called 'half'"):
-        partition_of("half")
 
 
 def test_what_the_file_lacks_is_listed() -> None:
