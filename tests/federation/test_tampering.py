@@ -37,7 +37,7 @@ from fedsynth.privacy.report_pages import render_html, render_markdown
 NAME, START = "privacy_report.json", "privacy_start.json"
 ENDED = Event(kind="ended", after=1, why="x")
 Report = dict[str, Any]
-Tamper = Callable[[Path], None]
+Tamper = Callable[[Path], Any]
 
 
 @pytest.fixture(scope="module", autouse=True)
