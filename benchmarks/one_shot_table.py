@@ -2,7 +2,7 @@
 
     FEDSYNTH_DATA=... python benchmarks/one_shot_table.py [--quick] [--device cuda]
         [--datasets mnist] [--partitions 2c/c] [--methods DENSE] [--seeds 0 1] [--only 'seed=1']
-        [--time-budget SECONDS] [--paper-steps] [--generators]
+        [--time-budget SECONDS] [--paper-steps]
 
 The papers' setting (5 clients; Dir(0.5), Dir(0.1), and 2c/c: two disjoint classes a client; SGD
 0.01) but for the size: a twentieth of each class, ConvNets of width 8 with batch norm, 60 local
@@ -15,19 +15,12 @@ of every generator step of the epoch, DENSE's the best batch of every epoch so f
 every method distils the same models. Heterogeneous: lenet5, cnn1, cnn2, resnet8 and the ConvNet at
 Dir(0.5), a ConvNet student; FedAvg cannot average those. Accuracy of the last epoch.
 The reading of Ū_c and the stratification were found on test images of this very setting (seeds 0 to
-2); nothing else is chosen by them.
-
-Rows "P": what P says of real test images, for each reading of Ū_c and several stratifications
-(figures for the benchmark alone, as a server has no such images): `right`, the share that P, asked
-for an image's own class, gives that class; `obeyed`, the share that P, asked for another class,
-gives that other class, though the image is not of it; `truth`, the share that it then still gives
-the image's own. `--paper-steps`: the papers' 200 epochs, all else alike, rows of their own.
-
-`--generators`, rows "G": what DENSE's images are after four epochs by the generator's width and
-rate. DENSE begins each epoch with a fresh generator, so thirty steps must be enough to make one.
+2); nothing else is chosen by them. `--paper-steps`: the papers' 200 epochs, all else alike, rows of
+their own.
 
 One line of results/one_shot_table.jsonl for each method of a row, so that a further call goes on
-where this one ended; nothing is begun after `--time-budget` seconds. `tables.py` prints the tables.
+where this one ended. What FedHydra's readings, its stratification ("P") and DENSE's generators
+("G") are worth is in rows that `git show 04719c52:benchmarks/one_shot_table.py` made.
 """
 
 from __future__ import annotations
@@ -45,7 +38,7 @@ from torch import nn
 
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import ModelParameters
-from fedsynth.data.images import ImageData, normalise
+from fedsynth.data.images import ImageData
 from fedsynth.data.load import load_dataset
 from fedsynth.data.partition import partition
 from fedsynth.data.proxy import ProxyImages
@@ -55,62 +48,21 @@ from fedsynth.federation.simulation import simulate
 from fedsynth.federation.terms.context import public_context
 from fedsynth.federation.terms.resolve import resolve
 from fedsynth.federation.terms.settings import RunSettings
-from fedsynth.methods.fedhydra import FedHydra
 from fedsynth.methods.shared.aggregation import average
 from fedsynth.methods.shared.ensemble import DistilsEnsemble, EnsembleState
-from fedsynth.synthesizer.generation.ensembles import Aggregate
 from library.one_shot import LOCAL, SERVER
 from library.results import Results, fingerprint, start, table_parser
 
 MOMENTUM: dict[str, Any] = {"server_momentum": 0.9}
-# DENSE's own values of FedHydra's settings
-LIKE_DENSE: dict[str, Any] = {
-    **MOMENTUM,
-    "generator_beta1": 0.5,
-    "generator_reset": True,
-    "learn_noise": True,
-    "only_disagreement": True,
-    "student_images": "best",
-    "replay": True,
-    "flips": True,
-    "crop": 0.125,
-    "hard_weight": 0.0,
-}
-READINGS: dict[str, dict[str, Any]] = {  # of what FedHydra's words leave open, or rest on
-    "raw Ū_c": {"columns": "raw"},
-    "Ū_r alone": {"aggregation": "clients"},
-    "probabilities": {"outputs": "probabilities"},
-    "AE": {"aggregation": "average"},
-    "lessons of the average": {"lessons": "average"},
-}
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "FedDF": ("feddf", {"server_steps": 200, "server_batch": 64}),
     "DENSE": ("dense", SERVER),
     "DENSE (plain SGD)": ("dense", {**SERVER, "server_momentum": 0.0}),
     "FedHydra": ("fedhydra", SERVER),
     "FedHydra (momentum)": ("fedhydra", {**SERVER, **MOMENTUM}),
-    "FedHydra (DENSE's training)": ("fedhydra", {**SERVER, **LIKE_DENSE}),
+    "FedHydra (AE)": ("fedhydra", {**SERVER, "aggregation": "average"}),
 }
-for name, values in READINGS.items():
-    METHODS[f"FedHydra ({name})"] = "fedhydra", {**SERVER, **values}
-    METHODS[f"FedHydra ({name}, momentum)"] = "fedhydra", {**SERVER, **MOMENTUM, **values}
-STRATIFYING = ("FedHydra (raw Ū_c)", "FedHydra", "FedHydra (Ū_r alone)", "FedHydra (AE)")
 PAPER_STEPS: dict[str, Any] = {"server_epochs": 200}
-GENERATORS: dict[str, dict[str, Any]] = {
-    f"width {width}, rate {rate:g}": {"generator_width": width, "generator_lr": rate}
-    for width in (8, 64)
-    for rate in (0.001, 0.01)
-}
-FEW_EPOCHS: dict[str, Any] = {"server_epochs": 4}
-STRATA: dict[str, dict[str, Any]] = {
-    "30 steps, batch 32, rate 0.01": {},
-    "30 steps, batch 32, rate 0.001": {"stratification_lr": 0.001},
-    "15 steps, batch 8, rate 0.001": {
-        "stratification_steps": 15,
-        "stratification_batch": 8,
-        "stratification_lr": 0.001,
-    },
-}
 PARTITIONS: dict[str, dict[str, Any]] = {
     "Dir(0.5)": {"kind": "dirichlet", "alpha": 0.5},
     "Dir(0.1)": {"kind": "dirichlet", "alpha": 0.1},
@@ -201,10 +153,10 @@ class Row:
         each = [context.load(u.parameters, client) for client, u in uploads.items()]
         return [model.requires_grad_(False).eval() for model in each]
 
-    def distilled(self, name: str, **changes: Any) -> dict[str, Any]:
+    def distilled(self, name: str) -> dict[str, Any]:
         """A method's accuracy, and what its generated images are."""
         context, uploads, test = self.ready()
-        method = replace(self.settings(name).method, **changes)
+        method = self.settings(name).method
         if not isinstance(method, DistilsEnsemble):
             raise TypeError(f"{name} does not distil")
         device = context.device
@@ -216,38 +168,6 @@ class Row:
             row[GENERATOR] = facts[GENERATOR]
         return row
 
-    def strata(self, name: str) -> dict[str, Any]:
-        """Returns what P of each reading gives for real images, with one stratification."""
-        context, _, test = self.ready()
-        models = self.models()
-        found: dict[str, Any] = {"seconds": 0.0}
-        measured = None
-        for reading in STRATIFYING:
-            method = replace(self.settings(reading).method, **STRATA[name])
-            if not isinstance(method, FedHydra):
-                raise TypeError(f"{reading} does not stratify")
-            if measured is None:  # U does not depend on the reading
-                measured = method.stratify(models, context)
-            found[reading] = asked(models, method.aggregate(measured), test)
-        return found
-
-
-@torch.no_grad()
-def asked(models: list[nn.Module], aggregate: Aggregate, test: ImageData) -> dict[str, float]:
-    """What P says of real images, asked for their class, and for another one (each in turn)."""
-    classes = test.spec.classes
-    found = {"right": 0, "obeyed": 0, "truth": 0}
-    for images, labels in zip(test.images.split(1000), test.labels.split(1000), strict=True):
-        x = normalise(images, test.spec)
-        logits = torch.stack([model(x) for model in models])
-        step = torch.arange(len(labels), device=labels.device) % (classes - 1) + 1
-        other = (labels + step) % classes
-        found["right"] += int((aggregate(logits, labels).argmax(dim=1) == labels).sum())
-        said = aggregate(logits, other).argmax(dim=1)
-        found["obeyed"] += int((said == other).sum())
-        found["truth"] += int((said == labels).sum())
-    return {name: count / len(test) for name, count in found.items()}
-
 
 def make(row: Row, title: str, results: Results, options: argparse.Namespace) -> None:
     """Makes all rows of one data set, partition and seed that are missing."""
@@ -257,13 +177,6 @@ def make(row: Row, title: str, results: Results, options: argparse.Namespace) ->
         where = title.replace(" seed", f", {name}, seed")
         return f"{where} {fingerprint(row.settings(settings_of))}"
 
-    for name in STRATA:
-        results.measure(f"P: {key(name, 'clients')}", partial(row.strata, name))
-    if options.generators:
-        for name, values in GENERATORS.items():
-            work = partial(row.distilled, "DENSE", **{**values, **FEW_EPOCHS})
-            results.measure(f"G: {key(name, 'clients')}", partial(timed, work))
-        return
     results.measure(key("clients", "clients"), partial(timed, row.clients))
     for name in options.methods:
         suffix = " 200×30" if options.paper_steps else ""
@@ -286,7 +199,6 @@ def main() -> None:
     parser = table_parser(__doc__, "few steps: a test", range(5))
     parser.add_argument("--datasets", nargs="+", default=["fashion-mnist", "mnist"])
     parser.add_argument("--paper-steps", action="store_true", help="200 epochs")
-    parser.add_argument("--generators", action="store_true", help="only rows G")
     parser.add_argument("--partitions", nargs="+", choices=PARTITIONS, default=list(PARTITIONS))
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     options, results = start("one_shot_table", parser)

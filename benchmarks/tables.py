@@ -43,7 +43,7 @@ from library import (
     speed_tables,
     statistics_tables,
 )
-from library.rows import READ, SCRIPTS, RowsError
+from library.rows import LAST_COMMIT, READ, SCRIPTS, RowsError
 
 ROOT = Path(__file__).resolve().parent.parent
 MADE = ("generated", "_build")  # below docs/, by building the site: not documents of their own
@@ -203,6 +203,8 @@ def origins(texts: Mapping[str, str]) -> list[tuple[str, str, str, str]]:
             _table(name)
             for rows in dict.fromkeys(READ):
                 script = SCRIPTS.get(rows, f"benchmarks/{rows}.py")
+                if rows not in SCRIPTS and not (ROOT / script).exists():
+                    script = f"git show {LAST_COMMIT}:{script}"
                 found.append((name, document, f"benchmarks/results/{rows}.jsonl", script))
     return found
 

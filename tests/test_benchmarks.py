@@ -53,11 +53,6 @@ def keys(name: str) -> set[str]:
 def test_settings_still_have_the_hash_of_finished_rows(script: Any) -> None:
     """Catches: a default or a setting that moved without its rows being deleted or made again."""
     fingerprint = script("library.results").fingerprint
-    reading = script("library.fedaf").reading
-    for rate in (0.2, 1.0):
-        name = f"image rate = {rate:g}"
-        made = fingerprint(reading("rates", name, 0.1, 0, "auto", False))
-        assert f"{name}, Dir(0.1) seed=0 {made}" in keys("fedaf_readings")
     compare, fedkf = script("compare"), script("fedkf_table")
     for name, rate in (("fedavg", 0.3), ("fedavg", 0.003)):
         made = fingerprint(compare.settings_for(name, 0, "auto", False, rate))
@@ -148,17 +143,16 @@ def test_rows_are_made_once(script: Any, tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.data
 @pytest.mark.skipif("FEDSYNTH_DATA" not in os.environ, reason="FEDSYNTH_DATA is not set")
 def test_finished_rows_are_shown_and_nothing_is_started() -> None:
-    before = keys("fedaf_readings")
-    words = ["--group", "rates", "--seeds", "0", "--time-budget", "0"]
+    before = keys("fedkf_table")
+    words = ["--alphas", "0.1", "--seeds", "0", "--time-budget", "0"]
     run = subprocess.run(
-        [sys.executable, str(BENCHMARKS / "fedaf_readings.py"), *words],
+        [sys.executable, str(BENCHMARKS / "fedkf_table.py"), *words],
         env={**os.environ, "PYTHONPATH": str(BENCHMARKS.parent)},
         capture_output=True,
         text=True,
         timeout=120,
     )
     assert run.returncode == 0, run.stderr
-    rates = [line for line in run.stdout.splitlines() if "image rate" in line]
-    assert len(rates) == len(run.stdout.splitlines()) > 0
+    assert [line.split()[0] for line in run.stdout.splitlines()] == ["FedAvg", "FedKF-", "FedKF"]
     assert run.stderr == ""
-    assert keys("fedaf_readings") == before
+    assert keys("fedkf_table") == before

@@ -53,8 +53,9 @@ def test_every_table_has_a_document_and_a_script_that_makes_its_rows(
     assert {name for name, *_ in listed} == set(tables.TABLES)
     for name, document, rows, script in listed:
         assert f"<!-- table: {name} -->" in _text(tables, document)
-        made_by = _text(tables, script.split()[0])
-        assert f'"{Path(rows).stem}' in made_by or script.endswith("(fedsynth reproduce)"), name
+        if not script.startswith("git show "):
+            made_by = _text(tables, script.split()[0])
+            assert f'"{Path(rows).stem}' in made_by or script.endswith("(fedsynth reproduce)"), name
 
 
 @pytest.mark.parametrize(

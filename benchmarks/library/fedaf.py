@@ -1,8 +1,7 @@
-"""Settings of FedAF's table, and of its readings, which have the table's size."""
+"""Settings of FedAF's table."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from fedsynth.federation.terms.resolve import resolve
@@ -69,106 +68,3 @@ def settings_for(
             "method": {"image_lr": RATES[data][method], **values, **small},
         }
     )
-
-
-Changes = dict[str, Any]
-AVERAGED: Changes = {"image_lr": 1.0, "start_average": 10}
-OFF: Changes = {"global_weight": 0.0}
-SERVER: Changes = {"server_epochs": 500, "server_lr": 1e-3}
-LONG: Changes = {**SERVER, "iterations": 200}
-REAL: Changes = {
-    "iterations": 1,
-    "image_lr": 0.0,
-    "start_average": 1,
-    "restart": False,
-    "local_weight": 0.0,
-    "batch": 8,
-}
-MATCHING: dict[str, Changes] = {
-    "without LGKM": OFF,
-    "mean": {},
-    "sum": {"matching_reduction": "sum"},
-    **{f"mean, τ = {t}": {"temperature": float(t)} for t in (4, 8, 16)},
-    "mean, once an epoch": {"server_matching": "epoch"},
-    "mean, T by running statistics": {"matching_norm": "running"},
-    "mean, λ = 0.2": {"global_weight": 0.2},
-}
-LATE: dict[str, Changes] = {
-    "image rate = 0.2": {"image_lr": 0.2, "start_average": 10},
-    "image rate = 0.2, from real images": {"image_lr": 0.2, "start_average": 1},
-}
-FEW = ("without LGKM", "mean", "mean, τ = 4")
-# row of the table, rounds, what differs
-READINGS: dict[str, dict[str, tuple[str, int, Changes]]] = {
-    "rates": {
-        **{
-            f"image rate = {r:g}": ("without LGKM", 5, {**AVERAGED, "image_lr": r})
-            for r in (0.2, 1.0, 2.0, 5.0)
-        },
-        **{
-            f"FedDM, image rate = {r:g}": ("FedDM", 5, {**AVERAGED, "image_lr": r})
-            for r in (0.2, 1.0, 5.0)
-        },
-    },
-    "real": {
-        **{f"real: {name}": ("FedAF", 10, {**REAL, **c}) for name, c in MATCHING.items()},
-        **{
-            f"real, long: {name}": ("FedAF", 10, {**REAL, **SERVER, **MATCHING[name]})
-            for name in FEW
-        },
-    },
-    "matching": {
-        **{
-            f"condensed: {name}": ("FedAF", 10, {**AVERAGED, **MATCHING[name]})
-            for name in (*FEW, "mean, once an epoch", "sum", "mean, τ = 16")
-        },
-        "condensed: mean, V from a first phase": (
-            "FedAF",
-            10,
-            {**AVERAGED, "knowledge_from": "first-phase"},
-        ),
-    },
-    "late": {
-        f"late: {name}, {title}": ("FedAF", 10, {**MATCHING[name], **changes})
-        for title, changes in LATE.items()
-        for name in ("without LGKM", "mean")
-    }
-    | {
-        f"late: mean, τ = 4, {title}": ("FedAF", 10, {**MATCHING["mean, τ = 4"], **LATE[title]})
-        for title in ("image rate = 0.2, from real images",)
-    }
-    | {
-        f"late: FedDM, image rate = {r:g}, from real images": (
-            "FedDM",
-            10,
-            {"image_lr": r, "start_average": 1},
-        )
-        for r in (0.2, 1.0)
-    },
-    "skew": {
-        "skew: FedDM": ("FedDM", 10, {}),
-        **{
-            f"skew: {name}": ("FedAF", 10, MATCHING[name])
-            for name in ("without LGKM", "mean", "mean, τ = 4", "mean, once an epoch")
-        },
-    },
-    "steps": {
-        f"condensed, long: {name}": ("FedAF", 10, {**LONG, **MATCHING[name]}) for name in FEW
-    },
-}
-WIDTH = {"real": 8, "steps": 8}
-ALPHA = {"skew": 0.02}
-"""Of groups that are not of Dir(0.1)."""
-READING_SEEDS = {"skew": (0, 1, 2)}
-"""Of groups that have others than seeds 0 and 1."""
-
-
-def reading(
-    group: str, name: str, alpha: float, seed: int, device: str, quick: bool
-) -> RunSettings:
-    row, rounds, changes = READINGS[group][name]
-    settings = settings_for("fashion", row, alpha, seed, device, quick)
-    model = replace(settings.model, width=WIDTH.get(group, settings.model.width))
-    small: Changes = {"iterations": 2, "server_epochs": 1} if quick else {}
-    method = replace(settings.method, **{**changes, **small})
-    return replace(settings, method=method, model=model, rounds=1 if quick else rounds)

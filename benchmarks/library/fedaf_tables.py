@@ -1,17 +1,26 @@
-"""The tables of `fedaf_table.py` and `fedaf_readings.py`."""
+"""The tables of `fedaf_table.py`, and of the readings that were tried."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from library.fedaf import ALPHA, READING_SEEDS, READINGS
 from library.rows import NOTHING, Row, apart, by_key, percents, spread, table
 
 SEEDS = range(5)
 DOMAIN_SEEDS = range(3)
 FEDAF_ROWS = ("FedDM", "FedAF", "FedAF, τ = 4", "without CDC", "without LGKM", "γ = 0.5", "γ = 1")
+READINGS = {
+    "rates": "(FedDM, )?image rate",
+    "real": "real",
+    "matching": "condensed:",
+    "late": "late:",
+    "skew": "skew:",
+    "steps": "condensed, long:",
+}
+"""A group of readings: how its rows' names begin."""
 FEDAF_TITLES = {"FedAF": "FedAF (γ = 0.9, τ = 1)"}
 
 
@@ -69,10 +78,13 @@ def _fedaf_domains() -> str:
 def _fedaf_readings(group: str) -> str:
     """Readings of one group on held-out images, with the seeds that are made."""
     rows = by_key("fedaf_readings")
-    seeds = READING_SEEDS.get(group, (0, 1))
+    seeds = range(3 if group == "skew" else 2)
+    keys = dict.fromkeys(key.rsplit(" seed=", 1)[0] for key in rows)
     body = []
-    for name in READINGS[group]:
-        key = f"{name}, Dir({ALPHA.get(group, 0.1)})"
+    for key in keys:
+        name = key.rsplit(", Dir(", 1)[0]
+        if not re.match(READINGS[group], name):
+            continue
         last, best = (
             spread(percents(rows, key, seeds, value), len(seeds))
             for value in (lambda row: row["accuracy"], _best)

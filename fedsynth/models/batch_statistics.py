@@ -1,7 +1,7 @@
 """A batch's mean and variance for each channel, differentiable, in few passes over its maps.
 
 Autograd's way through `torch.var_mean` is several passes, and on a CPU that reduction is slow:
-forward and backward together take ten times as long (`benchmarks/batch_statistics.py`).
+forward and backward together take ten times as long (docs/speed.md).
 """
 
 from __future__ import annotations

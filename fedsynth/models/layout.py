@@ -10,7 +10,7 @@ def channels_last(x_NCHW: Tensor) -> Tensor:
     are.
 
     A CPU's max-pool is then vectorised over channels, and its convolutions and batch norms need no
-    reordering (`benchmarks/layout.py` measures it). Layers hand the order on. Group and instance
+    reordering (docs/speed.md has its times). Layers hand the order on. Group and instance
     norms are slower in it: their networks stay without.
 
     `Tensor.contiguous(memory_format=...)` would leave images of one channel alone, whose two orders
