@@ -59,60 +59,27 @@ def tally(
     return torch.stack([counts, *((given_NC & other_NC).sum(dim=0) for other_NC in others)])
 
 
-def agreement(tally_RC: Tensor) -> float:
-    """The share of images that the teacher gives the class that was asked for, in [0, 1].
-
-    Raises:
-        ValueError: no class was asked for, or there is no image.
-    """
-    if len(tally_RC) < 2:
-        raise ValueError("agreement is of images that were made for a class")
-    return int(tally_RC[1].sum()) / _images(tally_RC)
-
-
-def student_agreement(tally_RC: Tensor) -> float:
-    """The share of images that the student gives the teacher's class, in [0, 1].
-
-    Raises:
-        ValueError: no student was asked, or there is no image.
-    """
-    if len(tally_RC) < 3:
-        raise ValueError("no student was asked")
-    return int(tally_RC[2].sum()) / _images(tally_RC)
-
-
-def class_entropy(tally_RC: Tensor) -> float:
-    """The entropy of the classes that the teacher gives, in nats, between 0 and log C.
+def describe(tally_RC: Tensor) -> dict[str, float]:
+    """Returns the facts of a tally by name: agreement only where classes were asked for, the
+    student's only where it was asked.
 
     Raises:
         ValueError: there is no image.
     """
-    shares = tally_RC[0].double() / _images(tally_RC)
-    return max(0.0, -float(torch.xlogy(shares, shares).sum()))
-
-
-def class_entropy_share(tally_RC: Tensor) -> float:
-    """The class entropy over log C, in [0, 1]; 1 where there is one class only."""
-    classes = tally_RC.shape[1]
-    return class_entropy(tally_RC) / math.log(classes) if classes > 1 else 1.0
-
-
-def classes_present(tally_RC: Tensor) -> int:
-    """How many classes the teacher gives at least one image."""
-    return int((tally_RC[0] > 0).sum())
-
-
-def describe(tally_RC: Tensor) -> dict[str, float]:
-    """The facts of a tally, by name; agreement only where classes were asked for, the student's
-    only where it was asked."""
-    asked = {"agreement": agreement(tally_RC)} if len(tally_RC) > 1 else {}
-    learned = {"student": student_agreement(tally_RC)} if len(tally_RC) > 2 else {}
+    count = int(tally_RC[0].sum())
+    if not count:
+        raise ValueError("a tally of no image says nothing")
+    facts = {}
+    for name, right_C in zip(("agreement", "student"), tally_RC[1:], strict=False):
+        facts[name] = int(right_C.sum()) / count
+    shares = tally_RC[0].double() / count
+    entropy = max(0.0, -float(torch.xlogy(shares, shares).sum()))
+    classes = len(shares)
     return {
-        **asked,
-        **learned,
-        "class_entropy": class_entropy(tally_RC),
-        "class_entropy_share": class_entropy_share(tally_RC),
-        "classes": classes_present(tally_RC),
+        **facts,
+        "class_entropy": entropy,
+        "class_entropy_share": entropy / math.log(classes) if classes > 1 else 1.0,
+        "classes": int((shares > 0).sum()),
     }
 
 
@@ -145,10 +112,3 @@ def _choices(scores_NC: Tensor) -> Tensor:
 def _one_hot(classes_N: Tensor, classes: int) -> Tensor:
     """Bool [N, C]; nothing here is read from the device, as a count of indices would be."""
     return classes_N[:, None] == torch.arange(classes, device=classes_N.device)
-
-
-def _images(tally_RC: Tensor) -> int:
-    count = int(tally_RC[0].sum())
-    if not count:
-        raise ValueError("a tally of no image says nothing")
-    return count

@@ -13,7 +13,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from fedsynth.features.feature_map import Shape
+from fedsynth.errors import SettingError
+from fedsynth.features.feature_map import FeatureMap, Shape
 from fedsynth.features.random_images import random_images
 from fedsynth.features.row_products import two_sided
 from fedsynth.seeding import torch_generator
@@ -43,6 +44,62 @@ def constants(vectors_Nd: Tensor) -> tuple[float, float]:
     norm = float(torch.linalg.vector_norm(vectors_Nd, dim=1).median())
     about = vectors_Nd - vectors_Nd.mean(dim=0)
     return rounded(norm), rounded(float(torch.linalg.vector_norm(about, dim=1).median()))
+
+
+def map_of_vectors(
+    name: str,
+    shape: Shape,
+    function: Callable[[Tensor], Tensor],
+    vectors_Nd: Tensor,
+    blocks: tuple[tuple[int, int], ...] = (),
+    scale: float = 1.0,
+) -> FeatureMap:
+    """Returns the map of a function with the dimension and the constants of its vectors of the
+    procedure's images, these times `scale`."""
+    norm, radius = (rounded(scale * value) for value in constants(vectors_Nd))
+    source = SOURCE if scale == 1 else f"{scale} of {SOURCE}"
+    return FeatureMap(name, shape, vectors_Nd.shape[1], norm, radius, source, function, blocks)
+
+
+def measured_map(name: str, image_shape: Shape, function: Callable[[Tensor], Tensor]) -> FeatureMap:
+    """The map of a function, whose dimension and constants are what it makes of images of random
+    processes (`random_images`, of a fixed seed): no data are read.
+
+    Args:
+        name: for settings and reports.
+        image_shape: (C, H, W) of the images that it is to take.
+        function: float32 pixels in [0, 1] [N, C, H, W] -> [N, d], of each image alone: an encoder
+            that was not trained on the private data, in evaluation mode.
+
+    Raises:
+        SettingError: a function that makes no vectors, or the same of every image.
+
+    >>> halves = measured_map("halves", (1, 16, 16), lambda x: x.reshape(len(x), 2, -1).mean(2))
+    >>> halves.dimension, halves.norm_bound > 0, halves.radius > 0
+    (2, True, True)
+    """
+    try:
+        vectors = public_vectors(function, image_shape).float()
+    except (AttributeError, TypeError) as error:
+        raise SettingError(
+            None, "function", f"of features {name!r} must make a tensor [N, d]: {error}"
+        ) from None
+    if vectors.dim() != 2:
+        raise SettingError(
+            None,
+            "function",
+            f"of features {name!r} must make one vector of each image, [N, d], and makes "
+            f"{list(vectors.shape)} of {len(vectors)}",
+        )
+    if not bool(torch.isfinite(vectors).all()):
+        raise SettingError(
+            None, "function", f"of features {name!r} makes numbers that are not finite"
+        )
+    if not constants(vectors)[1] > 0:
+        raise SettingError(
+            None, "function", f"of features {name!r} makes the same of half of all images"
+        )
+    return map_of_vectors(name, image_shape, function, vectors)
 
 
 def rounded(value: float) -> float:

@@ -3,7 +3,7 @@
 Single-layer learning of Coates, Ng & Lee 2011, "An Analysis of Single-Layer Networks in
 Unsupervised Feature Learning": 6×6 patches are normalised, whitened, and compared with K unit
 vectors, and what exceeds a threshold, of either sign, is averaged in 3×3 overlapping cells. The
-dictionary was learned by spherical k-means (`random_process_training.py`) from images that
+dictionary was learned by spherical k-means (`benchmarks/library/random_process_training.py`) from images that
 `random_images.py` draws. It came from a seed and a procedure, so it is as public as an
 architecture. docs/features.md has what it adds to scattering, and what a network trained on the
 same images does.
@@ -11,7 +11,6 @@ same images does.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -23,7 +22,7 @@ from torch.nn import functional as F
 
 from fedsynth.errors import SettingError
 from fedsynth.features.feature_map import FeatureMap, Shape
-from fedsynth.features.public_statistics import SOURCE, constants, public_vectors
+from fedsynth.features.public_statistics import map_of_vectors, public_vectors
 from fedsynth.features.scattering import scattering
 
 WEIGHTS = Path(__file__).with_name("random_process.safetensors")
@@ -59,15 +58,12 @@ class Dictionary:
         """
         x = x_NCHW.expand(-1, 3, -1, -1) if x_NCHW.shape[1] == 1 else x_NCHW
         atoms = self.atoms.to(x)
-        size = len(atoms)
         kernels = (atoms - atoms.mean(dim=0)).T.reshape(-1, 3, PATCH, PATCH)
         level = F.avg_pool2d(x.mean(dim=1, keepdim=True), PATCH, 1)
         square = F.avg_pool2d(x.square().mean(dim=1, keepdim=True), PATCH, 1)
         spread = ((square - level.square()).clamp_min(0) + CONTRAST).sqrt()
         shift = (self.mean.to(x) @ atoms).view(1, -1, 1, 1)
         z = F.conv2d(x, kernels) / spread - shift
-        if size != 3 * PATCH**2:
-            raise SettingError(None, "dictionary", f"must be of patches of 3·{PATCH}² numbers")
         return torch.cat([pooled((sign * z - THRESHOLD).relu()) for sign in (1, -1)], dim=1)
 
 
@@ -103,9 +99,10 @@ def random_process(shape: Shape) -> FeatureMap:
     1728
     """
     _check(shape)
-    return _with_constants(
-        "random-process", shape, ((2 * shipped().atoms.shape[1], CELLS**2),), shipped()
-    )
+    dictionary = shipped()
+    blocks = ((2 * dictionary.atoms.shape[1], CELLS**2),)
+    vectors = public_vectors(dictionary, shape)
+    return map_of_vectors("random-process", shape, dictionary, vectors, blocks)
 
 
 def scattering_and_random_process(shape: Shape) -> FeatureMap:
@@ -124,20 +121,9 @@ def scattering_and_random_process(shape: Shape) -> FeatureMap:
             [one.function(x_NCHW) / one.radius, other.function(x_NCHW) / other.radius], 1
         )
 
+    vectors = public_vectors(function, shape)
     name = "scattering+random-process"
-    return _with_constants(name, shape, one.blocks + other.blocks, function)
-
-
-def _with_constants(
-    name: str,
-    shape: Shape,
-    blocks: tuple[tuple[int, int], ...],
-    function: Callable[[Tensor], Tensor],
-) -> FeatureMap:
-    """The map, with norm and radius from random-process images."""
-    norm, radius = constants(public_vectors(function, shape))
-    dimension = sum(channels * cells for channels, cells in blocks)
-    return FeatureMap(name, shape, dimension, norm, radius, SOURCE, function, blocks)
+    return map_of_vectors(name, shape, function, vectors, one.blocks + other.blocks)
 
 
 def _check(shape: Shape) -> None:

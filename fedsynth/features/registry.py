@@ -90,7 +90,7 @@ def feature_map(name: str, shape: Shape) -> FeatureMap:
 
 def _made(name: str, shape: Shape) -> FeatureMap:
     if name in _OWN:
-        return _looked_at(name, _built(name, shape), shape)
+        return _checked(name, shape)
     if name not in _BUILT_IN:
         refuse_unknown_map(name, "method")
     module, _, function = _BUILT_IN[name].partition(":")
@@ -112,21 +112,6 @@ def refuse_unknown_map(name: str, section: str, *others: str) -> NoReturn:
     raise given_again(section, "features", name, _OWN, "fedsynth.features.register_file")
 
 
-def _built(name: str, shape: Shape) -> object:
-    """What a builder of one's own makes; of its mistakes one line, with its traceback below."""
-    try:
-        return _OWN[name][0](shape)
-    except (FedsynthError, MemoryError):
-        raise
-    except Exception as error:
-        raise SettingError(
-            "method",
-            "features",
-            f"{name!r} fails for images of shape {shape}: {type(error).__name__}: "
-            f"{one_line(error)}",
-        ) from error
-
-
 @dataclass(eq=False)
 class _EachAlone:
     """A function of one's own, tried on public images on each device before it gets others
@@ -146,31 +131,32 @@ class _EachAlone:
             return
         finding = dependence_on_batch(self.function, shape, device)
         if finding:
-            raise SettingError(
-                "method",
-                "features",
-                f"{self.name!r}: its function {finding}, so one example's influence has no bound: "
-                f"{ADVICE}",
-            )
+            reason = f"its function {finding}, so one example's influence has no bound: {ADVICE}"
+            raise _refused(self.name, reason)
         self.tried.add(device)
 
 
-def _looked_at(name: str, own: object, shape: Shape) -> FeatureMap:
-    """The same map by its registered name, with a function that refuses to mix examples; whether it
-    is for such images, and what it makes of some, is seen before anybody's ledger is charged."""
+def _checked(name: str, shape: Shape) -> FeatureMap:
+    """Returns a registered map with a function that refuses to mix examples.
+
+    What the map is for, and what it makes of some images, is checked before any ledger is charged.
+
+    Raises:
+        SettingError: the builder fails, or makes something else than a map for such images.
+    """
+    try:
+        own: object = _OWN[name][0](shape)
+    except (FedsynthError, MemoryError):
+        raise
+    except Exception as error:
+        reason = f"fails for images of shape {shape}: {type(error).__name__}: {one_line(error)}"
+        raise _refused(name, reason) from error
     if not isinstance(own, FeatureMap):
-        raise SettingError(
-            "method",
-            "features",
-            f"{name!r}: what was registered makes {type(own).__name__}, and should make a "
-            "fedsynth.features.FeatureMap of an image shape",
-        )
+        reason = f"what was registered makes {type(own).__name__}, and should make a "
+        raise _refused(name, f"{reason}fedsynth.features.FeatureMap of an image shape")
     if own.image_shape != shape:
-        raise SettingError(
-            "method",
-            "features",
-            f"{name!r}: its map is for images of shape {own.image_shape}, and these are {shape}",
-        )
+        reason = f"its map is for images of shape {own.image_shape}, and these are {shape}"
+        raise _refused(name, reason)
     function = _EachAlone(name, own.function)
     try:
         pixels = torch.linspace(0, 1, 2 * math.prod(shape)).view(2, *shape)
@@ -179,6 +165,10 @@ def _looked_at(name: str, own: object, shape: Shape) -> FeatureMap:
     except (RuntimeError, AssertionError, NotImplementedError):
         pass  # it may want another device: there it is tried before it gets its first images
     return replace(own, name=name, function=function)
+
+
+def _refused(name: str, reason: str) -> SettingError:
+    return SettingError("method", "features", f"{name!r}: {reason}")
 
 
 def register_file(given: str, section: str = "method") -> str:

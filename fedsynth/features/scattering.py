@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from fedsynth.errors import SettingError
 from fedsynth.features.feature_map import FeatureMap, Shape
-from fedsynth.features.public_statistics import SOURCE, Whitening, constants, public_vectors
+from fedsynth.features.public_statistics import Whitening, map_of_vectors, public_vectors
 
 Real = npt.NDArray[np.float64]
 Complex = npt.NDArray[np.complex128]
@@ -273,17 +273,8 @@ def scattering(shape: Shape) -> FeatureMap:
     Raises:
         SettingError: a side below 8 pixels.
     """
-    channels, cells = sizes(shape)
-    norm, radius = constants(_public(shape))
-    return FeatureMap(
-        name="scattering",
-        image_shape=shape,
-        dimension=channels * cells,
-        norm_bound=norm,
-        radius=radius,
-        source=SOURCE,
-        function=scattering_features,
-        blocks=((channels, cells),),
+    return map_of_vectors(
+        "scattering", shape, scattering_features, _public(shape), blocks=(sizes(shape),)
     )
 
 
@@ -294,19 +285,9 @@ def whitened_scattering(shape: Shape) -> FeatureMap:
     Raises:
         SettingError: a side below 8 pixels.
     """
-    channels, cells = sizes(shape)
-    white = Whitening.of(scattering_features, _public(shape), cells, FLOOR)
-    norm, radius = constants(white.applied(_public(shape)))
-    return FeatureMap(
-        name="whitened-scattering",
-        image_shape=shape,
-        dimension=channels * cells,
-        norm_bound=norm,
-        radius=radius,
-        source=SOURCE,
-        function=white,
-        blocks=((channels, cells),),
-    )
+    white = Whitening.of(scattering_features, _public(shape), sizes(shape)[1], FLOOR)
+    vectors = white.applied(_public(shape))
+    return map_of_vectors("whitened-scattering", shape, white, vectors, blocks=(sizes(shape),))
 
 
 @lru_cache(maxsize=8)

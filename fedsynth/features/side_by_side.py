@@ -20,11 +20,10 @@ from torch import Tensor
 
 from fedsynth.features.feature_map import FeatureMap, Shape
 from fedsynth.features.public_statistics import (
-    SOURCE,
     Whitening,
     constants,
+    map_of_vectors,
     public_vectors,
-    rounded,
 )
 from fedsynth.features.random_process import CELLS, random_process
 from fedsynth.features.scattering import FLOOR, scattering_features, sizes
@@ -123,6 +122,4 @@ def _named(
     """The map, with its dimension and constants from public images."""
     with torch.inference_mode(False):
         vectors = public_vectors(function, shape)
-    norm, radius = (rounded(SMALLER * value) for value in constants(vectors))
-    source = f"{SMALLER} of {SOURCE}"
-    return FeatureMap(name, shape, vectors.shape[1], norm, radius, source, function, blocks)
+    return map_of_vectors(name, shape, function, vectors, blocks, SMALLER)

@@ -10,13 +10,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from fedsynth.errors import SettingError
+from fedsynth.models.embedding_network import EmbeddingNetwork, require_size
 from fedsynth.models.resnet import group_norm
 
 LEAST = 63  # below that, a pool is left with nothing
 
 
-class AlexNet(nn.Module):
+class AlexNet(EmbeddingNetwork):
     """`forward`: normalised images [N, C, H, W] to logits [N, classes].
 
     Args:
@@ -33,13 +33,7 @@ class AlexNet(nn.Module):
     ) -> None:
         super().__init__()
         channels, height, width = image_shape
-        if min(height, width) < LEAST:
-            raise SettingError(
-                "model",
-                "name",
-                f"needs images of at least {LEAST}×{LEAST}, got {height}×{width}",
-                value="alexnet",
-            )
+        require_size("alexnet", image_shape, LEAST)
         grouped = norm == "group"
 
         def convolution(
@@ -75,7 +69,3 @@ class AlexNet(nn.Module):
         x = self.spread(self.pool5(self.layer5(self.layer4(self.layer3(x)))))
         h: Tensor = self.hidden2(self.hidden1(torch.flatten(x, 1)))
         return h
-
-    def forward(self, x_NCHW: Tensor) -> Tensor:
-        z: Tensor = self.classifier(self.embed(x_NCHW))
-        return z

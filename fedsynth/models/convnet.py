@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fedsynth.errors import SettingError, unknown_value
+from fedsynth.models.embedding_network import EmbeddingNetwork
 from fedsynth.models.frozen import VectorJacobian, block_chain_vjp
 from fedsynth.models.resnet import group_norm
 
@@ -66,7 +67,7 @@ def make_norm(kind: str, channels: int) -> nn.Module:
     return nn.Identity()
 
 
-class ConvNet(nn.Module):
+class ConvNet(EmbeddingNetwork):
     """`forward`: normalised images [N, C, H, W] to logits [N, classes].
 
     Raises:
@@ -139,7 +140,3 @@ class ConvNet(nn.Module):
         if not (self.halves_evenly and all(isinstance(norm, InstanceNorm) for _, norm in layers)):
             return None
         return block_chain_vjp(x_NCHW, layers, precision, compiled=compiled)  # type: ignore[arg-type]
-
-    def forward(self, x_NCHW: Tensor) -> Tensor:
-        z: Tensor = self.classifier(self.embed(x_NCHW))
-        return z

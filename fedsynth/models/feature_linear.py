@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.features.feature_map import FeatureMap
 from fedsynth.features.row_products import two_sided
+from fedsynth.models.embedding_network import EmbeddingNetwork
 
 
 class Root(NamedTuple):
@@ -29,7 +30,7 @@ class Root(NamedTuple):
     cells: Tensor
 
 
-class FeatureLinear(nn.Module):
+class FeatureLinear(EmbeddingNetwork):
     """`forward`: normalised images [N, C, H, W] to logits [N, classes]; parameters are those of the
     last layer alone, the centre is a buffer.
 
@@ -83,10 +84,6 @@ class FeatureLinear(nn.Module):
     def from_features(self, features_Nd: Tensor) -> Tensor:
         """Logits of features φ(x)."""
         logits: Tensor = self.classifier(self.embed_features(features_Nd))
-        return logits
-
-    def forward(self, x_NCHW: Tensor) -> Tensor:
-        logits: Tensor = self.classifier(self.embed(x_NCHW))
         return logits
 
 

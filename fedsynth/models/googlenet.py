@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torchvision.models.googlenet import BasicConv2d, Inception, InceptionAux
 from torchvision.models.googlenet import GoogLeNet as TorchvisionGoogLeNet
 
-from fedsynth.errors import SettingError
+from fedsynth.models.embedding_network import require_size
 from fedsynth.privacy.dpsgd import group_norm_twin
 
 LEAST = 15  # below that, a pool is left with nothing
@@ -44,13 +44,7 @@ class GoogLeNet(TorchvisionGoogLeNet):  # type: ignore[misc]  # torchvision has 
         blocks = [_Conv, partial(Inception, conv_block=_Conv), InceptionAux]
         super().__init__(num_classes=classes, aux_logits=False, init_weights=False, blocks=blocks)
         channels, height, width = image_shape
-        if min(height, width) < LEAST:
-            raise SettingError(
-                "model",
-                "name",
-                f"needs images of at least {LEAST}×{LEAST}, got {height}×{width}",
-                value="googlenet",
-            )
+        require_size("googlenet", image_shape, LEAST)
         if channels != 3:
             self.conv1.conv = nn.Conv2d(
                 channels, 64, kernel_size=7, stride=2, padding=3, bias=False

@@ -17,10 +17,11 @@ from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import SettingError
 from fedsynth.features.feature_map import FeatureMap
 from fedsynth.features.row_products import LANES, filled_up, row_product
+from fedsynth.models.embedding_network import EmbeddingNetwork
 from fedsynth.models.feature_linear import embedded
 
 
-class OnFeatures(nn.Module):
+class OnFeatures(EmbeddingNetwork):
     """`forward`: vectors z [N, d] that were made before, or normalised images [N, C, H, W], to
     logits [N, classes]. It has no buffers: φ is no part of it that anybody sends.
 
@@ -73,10 +74,6 @@ class OnFeatures(nn.Module):
         z = self.embed(x)
         p = row_product(z, self.classifier.weight).softmax(dim=1)
         return p - nn.functional.one_hot(labels_N, p.shape[1]), z
-
-    def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.classifier(self.embed(x))
-        return logits
 
     def _pixels(self, x_NCHW: Tensor) -> Tensor:
         mean, std = pixel_constants(self.spec, x_NCHW.device)

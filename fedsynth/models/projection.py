@@ -10,8 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from fedsynth.models.embedding_network import EmbeddingNetwork
 
-class Projected(nn.Module):
+
+class Projected(EmbeddingNetwork):
     """`forward`: normalised images [N, C, H, W] to logits [N, classes].
 
     Args:
@@ -31,7 +33,7 @@ class Projected(nn.Module):
         self.projection = nn.Linear(last.in_features, size)
         self.classifier = nn.Linear(size, classes)
         self.embedding_size = size
-        self.largest_activation = body.largest_activation
+        self.largest_activation = body.largest_activation  # type: ignore[assignment]
         self.stage_names = tuple(f"body.{stage}" for stage in getattr(body, "stage_names", ()))
 
     def embed(self, x_NCHW: Tensor) -> Tensor:
@@ -39,7 +41,3 @@ class Projected(nn.Module):
         of_body = self.body.embed(x_NCHW)  # type: ignore[operator]
         projected: Tensor = self.projection(torch.relu(self.hidden(of_body)))
         return projected
-
-    def forward(self, x_NCHW: Tensor) -> Tensor:
-        z: Tensor = self.classifier(self.embed(x_NCHW))
-        return z

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from fedsynth.errors import SettingError
 from fedsynth.features.row_products import LANES, filled_up
 from fedsynth.models.convnet import make_norm
+from fedsynth.models.embedding_network import EmbeddingNetwork, require_size
 from fedsynth.models.layout import channels_last
 
 
@@ -35,7 +36,7 @@ def flat(x_NCHW: Tensor) -> Tensor:
     return filled_up(x) if aligned(x.shape[1]) != x.shape[1] else x
 
 
-class Linear(nn.Module):
+class Linear(EmbeddingNetwork):
     """Softmax regression: normalised images [N, C, H, W] to logits [N, classes]; the embedding is
     the image itself (`flat`)."""
 
@@ -51,12 +52,8 @@ class Linear(nn.Module):
         """The pixels, [N, embedding_size]."""
         return flat(x_NCHW)
 
-    def forward(self, x_NCHW: Tensor) -> Tensor:
-        z: Tensor = self.classifier(self.embed(x_NCHW))
-        return z
 
-
-class Mlp(nn.Module):
+class Mlp(EmbeddingNetwork):
     """One hidden layer: normalised images [N, C, H, W] to logits [N, classes]."""
 
     dense = True
@@ -74,12 +71,8 @@ class Mlp(nn.Module):
         """Embeddings, [N, hidden]."""
         return torch.relu(self.hidden(flat(x_NCHW)))
 
-    def forward(self, x_NCHW: Tensor) -> Tensor:
-        z: Tensor = self.classifier(self.embed(x_NCHW))
-        return z
 
-
-class LeNet5(nn.Module):
+class LeNet5(EmbeddingNetwork):
     """`forward`: normalised images [N, C, H, W] to logits [N, classes].
 
     Raises:
@@ -91,15 +84,9 @@ class LeNet5(nn.Module):
     def __init__(self, image_shape: tuple[int, int, int], classes: int) -> None:
         super().__init__()
         channels, height, width = image_shape
+        require_size("lenet5", image_shape, 16)
         padding = 2 if (height, width) == (28, 28) else 0
         rows, columns = (((side + 2 * padding - 4) // 2 - 4) // 2 for side in (height, width))
-        if min(rows, columns) < 1:
-            raise SettingError(
-                "model",
-                "name",
-                f"needs images of at least 16×16, got {height}×{width}",
-                value="lenet5",
-            )
         self.conv1 = nn.Conv2d(channels, 6, 5, padding=padding)
         self.conv2 = nn.Conv2d(6, 16, 5)
         self.pool1 = nn.MaxPool2d(2)
@@ -119,12 +106,8 @@ class LeNet5(nn.Module):
         x = self.relu2(self.pool2(self.conv2(x)))
         return torch.relu(self.fc2(torch.relu(self.fc1(x.flatten(1)))))
 
-    def forward(self, x_NCHW: Tensor) -> Tensor:
-        z: Tensor = self.classifier(self.embed(x_NCHW))
-        return z
 
-
-class Cnn(nn.Module):
+class Cnn(EmbeddingNetwork):
     """A plain convolutional network: blocks of conv 3×3, norm, max-pool 2, ReLU (which commute),
     then one hidden layer.
 
@@ -176,10 +159,6 @@ class Cnn(nn.Module):
         x = channels_last(x_NCHW) if self._pixelwise else x_NCHW
         return torch.relu(self.hidden(self.features(x).flatten(1)))
 
-    def forward(self, x_NCHW: Tensor) -> Tensor:
-        z: Tensor = self.classifier(self.embed(x_NCHW))
-        return z
-
 
 class _Block(nn.Module):
     def __init__(self, inside: int, outside: int, stride: int, norm: str) -> None:
@@ -199,7 +178,7 @@ class _Block(nn.Module):
         return torch.relu(y + self.shortcut(x))
 
 
-class ResNet8(nn.Module):
+class ResNet8(EmbeddingNetwork):
     """`forward`: normalised images [N, C, H, W] to logits [N, classes].
 
     Args:
@@ -216,13 +195,7 @@ class ResNet8(nn.Module):
     ) -> None:
         super().__init__()
         channels, height, width = image_shape
-        if min(height, width) < 8:
-            raise SettingError(
-                "model",
-                "name",
-                f"needs images of at least 8×8, got {height}×{width}",
-                value="resnet8",
-            )
+        require_size("resnet8", image_shape, 8)
         self.conv = nn.Conv2d(channels, 16, 3, 1, 1, bias=False)
         self.norm = make_norm(norm, 16)
         self.stages = nn.Sequential(
@@ -236,7 +209,3 @@ class ResNet8(nn.Module):
         """Embeddings, [N, 64]."""
         h: Tensor = self.stages(torch.relu(self.norm(self.conv(x_NCHW)))).mean(dim=(2, 3))
         return h
-
-    def forward(self, x_NCHW: Tensor) -> Tensor:
-        z: Tensor = self.classifier(self.embed(x_NCHW))
-        return z

@@ -1,47 +1,29 @@
-"""AMP, FM and WLP: FedKF's worked example (Table II), and a model on clients' own splits."""
+"""AMP, FM and WLP: FedKF's worked example (Table II), and clients without a test split."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from fedsynth.evaluation.fairness import (
-    average_model_performance,
-    fairness_metric,
-    first_to_reach,
-    local_metrics,
-    worst_local_performance,
-)
+from fedsynth.evaluation.fairness import local_metrics
 
 
 @pytest.mark.parametrize(
-    ("accuracies", "amp", "fm", "wlp"),
-    [
-        ([0.6, 0.7, 0.8], 0.7, 0.00667, 0.6),
-        ([0.65, 0.65, 0.8], 0.7, 0.005, 0.65),
-    ],
+    ("percent", "amp", "fm", "wlp"),
+    [((60, 70, 80), 0.7, 0.00667, 0.6), ((65, 65, 80), 0.7, 0.005, 0.65)],
 )
-def test_table_2_of_fedkf(accuracies: list[float], amp: float, fm: float, wlp: float) -> None:
-    assert average_model_performance(accuracies, [1, 1, 1]) == pytest.approx(amp)
-    assert fairness_metric(accuracies) == pytest.approx(fm, abs=5e-6)
-    assert worst_local_performance(accuracies) == wlp
+def test_table_2_of_fedkf(percent: tuple[int, ...], amp: float, fm: float, wlp: float) -> None:
+    found = local_metrics(percent, tested=[100] * 3, sizes=[1, 1, 1])
+    assert found is not None
+    assert found["amp"] == pytest.approx(amp)
+    assert found["fm"] == pytest.approx(fm, abs=5e-6)
+    assert found["wlp"] == wlp
 
 
-def test_local_metrics_by_hand() -> None:
-    """Client 1 has no test split: it counts nowhere."""
+def test_clients_without_test_records_do_not_count() -> None:
     found = local_metrics(right=[2, 0, 1], tested=[3, 0, 2], sizes=[10, 5, 30])
     assert found["client_accuracy"] == [pytest.approx(2 / 3), None, 0.5]
     assert found["amp"] == pytest.approx((2 / 3 * 10 + 0.5 * 30) / 40)
     assert found["fm"] == pytest.approx(np.var([2 / 3, 0.5]))
     assert found["wlp"] == 0.5
-
-
-def test_first_to_reach() -> None:
-    rows = [
-        {"round": r, "seconds": 2.0, "test_accuracy": a, "local": {"amp": a / 2}}
-        for r, a in ((1, 0.2), (2, 0.6), (3, 0.5))
-    ]
-    assert first_to_reach(0.5, rows) == {"round": 2, "seconds": 4.0}
-    assert first_to_reach(0.3, rows, "local.amp") == {"round": 2, "seconds": 4.0}
-    assert first_to_reach(0.7, rows) is None
-    assert first_to_reach(0.1, rows, "models.oca.local.amp") is None
+    assert local_metrics(right=[0], tested=[0], sizes=[10]) is None
