@@ -16,17 +16,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fedsynth.data.cifar import read_cifar_batch
+from fedsynth.data.array_files import read_cifar_batch, read_idx, read_svhn
 from fedsynth.data.class_folders import CLASS_FOLDER_READERS
 from fedsynth.data.domains import DOMAIN_READERS
-from fedsynth.data.download import download_dataset
 from fedsynth.data.files import expanded, one_line
 from fedsynth.data.folders import Reader, Split
-from fedsynth.data.idx import read_idx
 from fedsynth.data.images import ImageData, from_arrays
 from fedsynth.data.leaf import LEAF_READERS
 from fedsynth.data.registry import DatasetSpec, dataset_spec, synthetic_parameters
-from fedsynth.data.svhn import read_svhn
 from fedsynth.data.synthetic import make_synthetic
 from fedsynth.errors import DataError, DataFilesCorruptError, DataFilesMissingError
 
@@ -82,7 +79,7 @@ def load_dataset(
             )
         return _of_both(READERS[name].read(spec, folder), spec)
     if download and missing_files(name, folder):
-        download_dataset(name, folder)
+        _download(name, folder)
     missing = missing_files(name, folder)
     if missing:
         raise DataFilesMissingError(
@@ -91,6 +88,24 @@ def load_dataset(
         )
     layout = _TORCHVISION[name]
     return _load_split(spec, folder, layout.train), _load_split(spec, folder, layout.test)
+
+
+def _download(name: str, root: Path) -> None:
+    """Fetches a data set through torchvision, which knows the addresses and the checksums.
+
+    Raises:
+        DataFilesMissingError: the download failed, for the reason that the message states.
+    """
+    from torchvision import datasets
+
+    dataset, *options = _TORCHVISION[name].download
+    try:
+        for option in options or [None]:
+            more = [] if option is None else [option]
+            getattr(datasets, dataset)(str(root), *more, download=True)
+    except Exception as error:  # of the network, the disk, or an archive
+        reason = one_line(error)
+        raise DataFilesMissingError(f"{name}: the download into {root} failed: {reason}") from None
 
 
 def _data_folder(name: str, root: Path | None) -> Path:
@@ -191,18 +206,6 @@ def _read_emnist_letters(paths: list[Path], spec: DatasetSpec) -> _Arrays:
     return images.transpose(0, 2, 1), labels.astype(np.int64) - 1
 
 
-def _read_cifar10(paths: list[Path], spec: DatasetSpec) -> _Arrays:
-    return read_cifar_batch(paths[0], "labels")
-
-
-def _read_cifar100(paths: list[Path], spec: DatasetSpec) -> _Arrays:
-    return read_cifar_batch(paths[0], "fine_labels")
-
-
-def _read_svhn(paths: list[Path], spec: DatasetSpec) -> _Arrays:
-    return read_svhn(paths[0])
-
-
 def _load_digits(spec: DatasetSpec) -> tuple[ImageData, ImageData]:
     """The digits of the package: levels 0..16 become 0..255, every fifth example (index % 5 == 4)
     is for testing."""
@@ -220,31 +223,47 @@ def _idx_files(folder: str, split: str) -> tuple[_Group, ...]:
 
 class _Layout(NamedTuple):
     """A data set in torchvision's layout: the files of the training and of the test split, relative
-    to the data folder, and what reads those of a group."""
+    to the data folder, what reads those of a group, and torchvision's class with, if it has any,
+    the values of its second argument."""
 
     train: tuple[_Group, ...]
     test: tuple[_Group, ...]
     read: Callable[[list[Path], DatasetSpec], _Arrays]
+    download: tuple[str, ...]
 
 
-# What torchvision fetches of them is in `download.py`.
 _TORCHVISION: dict[str, _Layout] = {
-    "mnist": _Layout(_idx_files("MNIST", "train"), _idx_files("MNIST", "t10k"), _read_idx_pair),
+    "mnist": _Layout(
+        _idx_files("MNIST", "train"), _idx_files("MNIST", "t10k"), _read_idx_pair, ("MNIST",)
+    ),
     "fashion-mnist": _Layout(
-        _idx_files("FashionMNIST", "train"), _idx_files("FashionMNIST", "t10k"), _read_idx_pair
+        _idx_files("FashionMNIST", "train"),
+        _idx_files("FashionMNIST", "t10k"),
+        _read_idx_pair,
+        ("FashionMNIST",),
     ),
     "emnist-letters": _Layout(
         _idx_files("EMNIST", "emnist-letters-train"),
         _idx_files("EMNIST", "emnist-letters-test"),
         _read_emnist_letters,
+        ("EMNIST", "letters"),
     ),
     "cifar10": _Layout(
         tuple((f"cifar-10-batches-py/data_batch_{i}",) for i in range(1, 6)),
         (("cifar-10-batches-py/test_batch",),),
-        _read_cifar10,
+        lambda paths, spec: read_cifar_batch(paths[0], "labels"),
+        ("CIFAR10",),
     ),
     "cifar100": _Layout(
-        (("cifar-100-python/train",),), (("cifar-100-python/test",),), _read_cifar100
+        (("cifar-100-python/train",),),
+        (("cifar-100-python/test",),),
+        lambda paths, spec: read_cifar_batch(paths[0], "fine_labels"),
+        ("CIFAR100",),
     ),
-    "svhn": _Layout((("train_32x32.mat",),), (("test_32x32.mat",),), _read_svhn),
+    "svhn": _Layout(
+        (("train_32x32.mat",),),
+        (("test_32x32.mat",),),
+        lambda paths, spec: read_svhn(paths[0]),
+        ("SVHN", "train", "test"),
+    ),
 }

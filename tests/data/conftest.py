@@ -16,7 +16,7 @@ import numpy.typing as npt
 import pytest
 from scipy.io import savemat
 
-from fedsynth.data import svhn
+from fedsynth.data import array_files
 
 Bytes = npt.NDArray[np.uint8]
 RNG = np.random.default_rng(0)
@@ -78,7 +78,7 @@ class OfficialFiles:
         for name in ("train_32x32.mat", "test_32x32.mat"):
             savemat(self.root / name, {"X": x, "y": np.array(labels, np.uint8)[:, None]})
             self.patch.setitem(
-                svhn.MD5, name, hashlib.md5((self.root / name).read_bytes()).hexdigest()
+                array_files.SVHN_MD5, name, hashlib.md5((self.root / name).read_bytes()).hexdigest()
             )
         return x
 

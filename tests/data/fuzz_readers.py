@@ -26,10 +26,9 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from fedsynth.data.cifar import read_cifar_batch
+from fedsynth.data.array_files import read_cifar_batch, read_idx
 from fedsynth.data.domains import _listed
 from fedsynth.data.folders import read_images, read_lines
-from fedsynth.data.idx import read_idx
 from fedsynth.data.leaf import read_femnist
 from fedsynth.data.registry import dataset_spec
 from fedsynth.data.users import read_users

@@ -19,8 +19,8 @@ import pytest
 from PIL import Image, ImageFile
 
 from fedsynth.data import folders
+from fedsynth.data.array_files import read_idx
 from fedsynth.data.folders import read_images
-from fedsynth.data.idx import read_idx
 from fedsynth.data.load import load_dataset
 from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import DataFilesCorruptError, DataFilesMissingError

@@ -39,7 +39,7 @@ GOOD = idx((20, 28, 28))
     ("content", "message"),
     [
         (b"", "is no idx file of bytes: it starts with ,"),
-        (GOOD[:-1], "is truncated: its header .*15680 bytes, it has 15679"),
+        (GOOD[:-1], "its header .*15,680 bytes; it is truncated: it has 15679"),
         (GOOD + b"x", "has bytes left over"),
         (b"\x00\x00\x0d\x03" + GOOD[4:], "is no idx file of bytes"),
         (idx((20,)) + b"padding of some length", "is no idx file of bytes"),
@@ -81,7 +81,7 @@ ROWS = np.zeros((4, 3072), np.uint8)
     [
         (b"", "cannot be read as a CIFAR batch"),
         (pickle.dumps([1, 2]), "holds a list, not a dict"),
-        (pickle.dumps({b"data": ROWS}), "has no 'labels'"),
+        (pickle.dumps({b"data": ROWS}), "must be a list of integers"),
         (
             pickle.dumps({b"data": ROWS[:, 1:], b"labels": [0] * 4}),
             r"must be uint8 \[N, 3072\], got uint8 \[4, 3071\]",

@@ -13,8 +13,8 @@ import numpy.typing as npt
 import pytest
 import torchvision
 
+from fedsynth.data.array_files import SVHN_MD5
 from fedsynth.data.load import DIGITS, load_dataset, missing_files
-from fedsynth.data.svhn import MD5
 from fedsynth.errors import DataFilesMissingError
 from tests.data.fuzz_readers import ROWS, python2
 
@@ -71,7 +71,7 @@ def test_cifar100_takes_the_fine_labels(tmp_path: Path) -> None:
 
 def test_svhn_files_are_those_that_torchvision_lists() -> None:
     listed = {name: md5 for _, name, md5 in torchvision.datasets.SVHN.split_list.values()}
-    assert {name: listed[name] for name in MD5} == MD5
+    assert {name: listed[name] for name in SVHN_MD5} == SVHN_MD5
 
 
 def test_digits_need_no_files() -> None:

@@ -16,8 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from fedsynth.data.files import one_line
-from fedsynth.data.registry import DATASETS, DEFAULT_DATASET, DatasetSpec, dataset_spec
-from fedsynth.data.stated_spec import spec_from_json
+from fedsynth.data.registry import (
+    DATASETS,
+    DEFAULT_DATASET,
+    DatasetSpec,
+    dataset_spec,
+    spec_from_json,
+)
 from fedsynth.errors import FedsynthError, MessageError, SettingError
 from fedsynth.federation.exchange.wire import agreement
 from fedsynth.federation.terms.checks import check_quorum

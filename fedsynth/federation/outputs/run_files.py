@@ -14,8 +14,7 @@ import torch
 from fedsynth.config_file import read_sections
 from fedsynth.core.context import RoundContext
 from fedsynth.core.method import Method
-from fedsynth.data.registry import DatasetSpec, dataset_spec
-from fedsynth.data.stated_spec import spec_from_json
+from fedsynth.data.registry import DatasetSpec, dataset_spec, spec_from_json
 from fedsynth.errors import FedsynthError, UnknownNameError
 from fedsynth.federation.outputs.run_folder import CONFIG, PRIVATE_START, RESUMED, resumed_rounds
 from fedsynth.federation.terms.context import public_context

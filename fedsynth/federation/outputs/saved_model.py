@@ -21,9 +21,8 @@ from fedsynth.config_file import read_sections
 from fedsynth.core.method import Method
 from fedsynth.data.files import one_line, read_tensors, save_tensors
 from fedsynth.data.images import normalise
-from fedsynth.data.registry import DatasetSpec, dataset_spec
+from fedsynth.data.registry import DatasetSpec, dataset_spec, spec_from_json
 from fedsynth.data.shared_set import SUMS, check_hashes
-from fedsynth.data.stated_spec import spec_from_json
 from fedsynth.errors import FedsynthError, OutputError
 from fedsynth.features.registry import is_own_features, register_file
 from fedsynth.federation.outputs.run_files import read_start

@@ -1,0 +1,139 @@
+"""The files that torchvision lays out: idx (MNIST and its kin), SVHN's .mat, CIFAR's pickles.
+
+Anybody may have made them, so each reader checks sizes before it allocates, and refuses what is
+damaged in one line.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import math
+import zlib
+from io import BufferedReader, BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fedsynth.data.files import one_line
+from fedsynth.data.pickled import PickledArray, read_pickle
+from fedsynth.errors import DataFilesCorruptError
+from fedsynth.privacy.files import open_regular, read_regular
+
+Bytes = npt.NDArray[np.uint8]
+Labels = npt.NDArray[np.int64]
+
+SVHN_MD5 = {
+    "train_32x32.mat": "e26dedcc434d2e4c54c9b2d4a06d8373",
+    "test_32x32.mat": "eb5a983be6a315427106f1b164d9cef3",
+}
+"""Of the published files, as torchvision lists them."""
+MAX_SVHN_BYTES = 2**28
+MAX_CIFAR_BYTES = 60_000 * (2 * 3072 + 256)
+"""Size limit of a batch file: all images, as text (two bytes for one) before protocol 3, with their
+labels and file names."""
+_SPARE = 2**16  # by which compression may make a file longer, and a header
+
+
+def read_idx(path: Path, ndim: int, max_bytes: int) -> Bytes:
+    """Returns the uint8 array in an idx file; a name that ends in `.gz` is decompressed.
+
+    Args:
+        path: of the file.
+        ndim: how many axes the array must have.
+        max_bytes: size limit of the array; not much more is decompressed.
+
+    Raises:
+        DataFilesCorruptError: the file is damaged, or has another or a larger array.
+    """
+    header = 4 + 4 * ndim
+    try:
+        with BufferedReader(open_regular(path, max_bytes=max_bytes + _SPARE)) as file:
+            source = gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else file
+            content = source.read(header + max_bytes + 1)
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataFilesCorruptError(f"{path} cannot be read: {one_line(error)}") from None
+    magic = bytes([0, 0, 8, ndim])  # 8: unsigned bytes
+    if content[:4] != magic or len(content) < header:
+        raise DataFilesCorruptError(
+            f"{path} is no idx file of bytes: it starts with {content[:4].hex()}, not {magic.hex()}"
+        )
+    shape = np.frombuffer(content[4:header], ">u4").tolist()
+    size = math.prod(shape)
+    got = len(content) - header
+    fault = ""
+    if size > max_bytes:
+        fault = f"such a file has at most {max_bytes:,}"
+    elif got != size:
+        fault = f"it {'is truncated' if got < size else 'has bytes left over'}: it has {got}"
+    if fault:
+        raise DataFilesCorruptError(
+            f"{path}: its header announces {shape}, {size:,} bytes; {fault}"
+        )
+    return np.frombuffer(content, np.uint8, offset=header).reshape(shape)
+
+
+def read_svhn(path: Path) -> tuple[Bytes, Labels]:
+    """Returns images uint8 [N, 3, 32, 32] and labels int64 [N] of X [32, 32, 3, N] and y [N, 1], in
+    which 10 stands for the digit 0.
+
+    SciPy's reader crashes on some damaged files, so it sees only the bytes that were published.
+
+    Raises:
+        DataFilesCorruptError: it is not the published file of this name.
+    """
+    from scipy.io import loadmat
+
+    try:
+        content = read_regular(path, MAX_SVHN_BYTES)
+    except OSError as error:
+        raise DataFilesCorruptError(f"{path} cannot be read: {error}") from None
+    found = hashlib.md5(content, usedforsecurity=False).hexdigest()
+    wanted = SVHN_MD5[path.name]
+    if found != wanted:
+        raise DataFilesCorruptError(
+            f"{path} is not the published file: its MD5 is {found}, and should be {wanted}"
+        )
+    variables = loadmat(BytesIO(content), variable_names=("X", "y"))
+    return variables["X"].transpose(3, 2, 0, 1), variables["y"].reshape(-1).astype(np.int64) % 10
+
+
+def read_cifar_batch(path: Path, label_key: str) -> tuple[Bytes, Labels]:
+    """Returns images uint8 [N, 3, 32, 32] and labels int64 [N] of one batch file.
+
+    Args:
+        path: a file of `cifar-10-batches-py` or `cifar-100-python`.
+        label_key: `labels` (CIFAR-10) or `fine_labels` (CIFAR-100).
+
+    Raises:
+        DataFilesCorruptError: not such a pickle, or one that wants more than numeric arrays and
+            plain containers.
+    """
+    try:
+        batch: Any = read_pickle(read_regular(path, MAX_CIFAR_BYTES))
+    except Exception as error:  # damaged pickle code may raise anything
+        raise DataFilesCorruptError(
+            f"{path} cannot be read as a CIFAR batch: {one_line(error)}"
+        ) from None
+    if not isinstance(batch, dict):
+        raise DataFilesCorruptError(
+            f"{path} is no CIFAR batch: it holds a {type(batch).__name__}, not a dict"
+        )
+    named = {key.encode() if isinstance(key, str) else key: value for key, value in batch.items()}
+    data = named.get(b"data")
+    labels = named.get(label_key.encode())
+    x = data.value if isinstance(data, PickledArray) else None
+    if x is None or x.ndim != 2 or x.shape[1] != 3072:
+        got = type(data).__name__ if x is None else f"uint8 {list(x.shape)}"
+        raise DataFilesCorruptError(f"{path}: 'data' must be uint8 [N, 3072], got {got}")
+    if not (isinstance(labels, list) and all(type(label) is int for label in labels)):
+        raise DataFilesCorruptError(f"{path}: {label_key!r} must be a list of integers")
+    if len(labels) != len(x):
+        raise DataFilesCorruptError(f"{path} has {len(x)} images but {len(labels)} labels")
+    try:
+        y = np.array(labels, dtype=np.int64)
+    except OverflowError:
+        raise DataFilesCorruptError(f"{path}: {label_key!r} has a number beyond 64 bits") from None
+    return x.reshape(-1, 3, 32, 32), y
