@@ -2,7 +2,7 @@
 resized to 64×64.
 
 Each reader gives the training and the test split, in the order of file names. A file users.csv in
-the data set's folder says whose the training images are (`fedsynth.data.users`).
+the data set's folder says whose the training images are (`fedsynth.data.record_table`).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 
 from fedsynth.data.folders import Reader, Split, images_in, read_images, read_lines
+from fedsynth.data.record_table import USERS_FILE, numbered, read_users
 from fedsynth.data.registry import DatasetSpec
-from fedsynth.data.users import USERS_FILE, numbered, read_users
 from fedsynth.errors import DataFilesCorruptError, DataFilesMissingError
 
 OTHER_NAMES = {"backpack": "back_pack"}

@@ -29,8 +29,8 @@ from fedsynth.data.folder_tree import Unread, counted
 from fedsynth.data.images import ImageData
 from fedsynth.data.own_files import OwnFiles, find_declared, in_order
 from fedsynth.data.own_pixels import Failed, Look, look_at, read_pixels
+from fedsynth.data.record_table import numbered
 from fedsynth.data.registry import DatasetSpec
-from fedsynth.data.users import numbered
 from fedsynth.errors import DataError, DataFilesCorruptError, SettingError
 
 NAMED = 5

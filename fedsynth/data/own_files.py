@@ -16,8 +16,7 @@ from pathlib import Path, PurePosixPath
 from fedsynth.data.files import one_line
 from fedsynth.data.folder_tree import EMPTY, HIDDEN, IMAGE, Entry, Unread, by_kind, counted, walk
 from fedsynth.data.folders import ENDINGS, images_in
-from fedsynth.data.record_table import read_table, same_name
-from fedsynth.data.users import USERS_FILE, read_owners, read_users
+from fedsynth.data.record_table import USERS_FILE, read_owners, read_table, read_users, same_name
 from fedsynth.errors import DataError, DataFilesCorruptError, DataFilesMissingError
 
 MANIFEST = "manifest.csv"

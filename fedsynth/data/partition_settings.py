@@ -21,7 +21,7 @@ BY_LABELS = (
     "dominant",
     "quantity",
 )
-"""The kinds that have a rule in `partition_rules.RULES`."""
+"""The kinds that need nothing but labels."""
 MOST_CLIENTS = 200_000
 
 

@@ -10,6 +10,9 @@ import unicodedata
 from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 
+import numpy as np
+
+from fedsynth.data.arrays import IntArray
 from fedsynth.data.files import MAX_LIST_BYTES, one_line
 from fedsynth.errors import DataFilesCorruptError
 from fedsynth.privacy.files import read_regular
@@ -21,6 +24,7 @@ HEADINGS = {
     "user": ("user", "patient", "person"),
 }
 """What the heading of each column may be; upper and lower case are the same."""
+USERS_FILE = "users.csv"
 DELIMITERS = ",;\t|"
 _EXCEL_HINT = re.compile(r"sep=.\r?\n", re.IGNORECASE)
 
@@ -138,3 +142,52 @@ def _row(cells: Sequence[str], columns: dict[str, int], where: str) -> dict[str,
     if path.is_absolute() or ".." in path.parts or "\0" in str(path):
         raise DataFilesCorruptError(f"{where}: {one_line(path)} must be a path below the file")
     return {**row, "path": path.as_posix()}
+
+
+def read_users(file: Path, paths: Sequence[str]) -> tuple[str, ...]:
+    """Returns the name of each image's user, by a CSV file with the columns `path` and `user`.
+
+    Spaces around a name, and the way in which an accent is encoded in a name or a path, do not
+    matter.
+
+    Args:
+        file: see `fedsynth.data.record_table`.
+        paths: of the images, relative to the file's folder, with `/`.
+
+    Raises:
+        DataFilesCorruptError: the file cannot be read, lacks a column, gives an image to two users
+            or to none, or leaves a user empty.
+    """
+    owner = read_owners(file)
+    wanted = [same_name(path) for path in paths]
+    missing = [path for path in wanted if path not in owner]
+    if missing:
+        strange = min(owner.keys() - set(wanted), default=None)
+        hint = "" if strange is None else f"; it lists {one_line(strange)}, which is no image here"
+        raise DataFilesCorruptError(
+            f"{file} does not say whose {one_line(missing[0])} is ({len(missing)} such images)"
+            f"{hint}"
+        )
+    return tuple(owner[path] for path in wanted)
+
+
+def read_owners(file: Path) -> dict[str, str]:
+    """Returns the user of each path, as `same_name` has it, by such a file.
+
+    Raises:
+        DataFilesCorruptError: as `read_users`, but for images that it does not list.
+    """
+    owner: dict[str, str] = {}
+    for line, row in read_table(file, ("path", "user")):
+        path = same_name(row["path"])
+        if owner.setdefault(path, row["user"]) != row["user"]:
+            raise DataFilesCorruptError(
+                f"{file}, line {line}: {one_line(path)} is given to two users"
+            )
+    return owner
+
+
+def numbered(names: Sequence[str]) -> IntArray:
+    """Returns the number of each user, int64 [N]: the position among the sorted names."""
+    number = {name: position for position, name in enumerate(sorted(set(names)))}
+    return np.array([number[name] for name in names], np.int64)

@@ -9,19 +9,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from fedsynth.data.arrays import IntArray
-from fedsynth.data.files import one_line
 from fedsynth.data.fingerprints import record_digests
 from fedsynth.data.images import ImageData
-from fedsynth.data.record_table import read_table, same_name
-from fedsynth.errors import DataError, DataFilesCorruptError, PartitionError
-
-USERS_FILE = "users.csv"
+from fedsynth.data.record_table import USERS_FILE
+from fedsynth.errors import DataError, PartitionError
 
 
 def users_of(data: ImageData) -> IntArray:
@@ -99,50 +95,30 @@ def user_digests(
     return digests
 
 
-def read_users(file: Path, paths: Sequence[str]) -> tuple[str, ...]:
-    """Returns the name of each image's user, by a CSV file with the columns `path` and `user`.
+def hold_out(
+    parts: Sequence[IntArray], share: float, seed: int, data: ImageData, by_user: bool = False
+) -> tuple[list[IntArray], list[IntArray]]:
+    """(training split, test split) of each client, sorted: each record tests with probability
+    `share`.
 
-    Spaces around a name, and the way in which an accent is encoded in a name or a path, do not
-    matter.
+    On which side a record stands follows from the seed and from its own bytes, not from its place:
+    with differential privacy one record more, anywhere in the data, must not move others from one
+    split to the other. Equal records stand on the same side, so none of a test split is also
+    trained on.
 
     Args:
-        file: see `fedsynth.data.record_table`.
-        paths: of the images, relative to the file's folder, with `/`.
-
-    Raises:
-        DataFilesCorruptError: the file cannot be read, lacks a column, gives an image to two users
-            or to none, or leaves a user empty.
+        parts: for each client the positions of its records in `data`.
+        seed: public; another one gives another split.
+        by_user: all records of a user (`data.groups`) stand on the same side, by a hash of all of
+            them: users are protected.
     """
-    owner = read_owners(file)
-    wanted = [same_name(path) for path in paths]
-    missing = [path for path in wanted if path not in owner]
-    if missing:
-        strange = min(owner.keys() - set(wanted), default=None)
-        hint = "" if strange is None else f"; it lists {one_line(strange)}, which is no image here"
-        raise DataFilesCorruptError(
-            f"{file} does not say whose {one_line(missing[0])} is ({len(missing)} such images)"
-            f"{hint}"
-        )
-    return tuple(owner[path] for path in wanted)
-
-
-def read_owners(file: Path) -> dict[str, str]:
-    """Returns the user of each path, as `same_name` has it, by such a file.
-
-    Raises:
-        DataFilesCorruptError: as `read_users`, but for images that it does not list.
-    """
-    owner: dict[str, str] = {}
-    for line, row in read_table(file, ("path", "user")):
-        path = same_name(row["path"])
-        if owner.setdefault(path, row["user"]) != row["user"]:
-            raise DataFilesCorruptError(
-                f"{file}, line {line}: {one_line(path)} is given to two users"
-            )
-    return owner
-
-
-def numbered(names: Sequence[str]) -> IntArray:
-    """Returns the number of each user, int64 [N]: the position among the sorted names."""
-    number = {name: position for position, name in enumerate(sorted(set(names)))}
-    return np.array([number[name] for name in names], np.int64)
+    positions = [np.asarray(part, np.int64) for part in parts]
+    key = hashlib.blake2b(f"local test split {seed}".encode(), digest_size=32).digest()
+    digests = user_digests if by_user else record_digests
+    training = []
+    testing = []
+    for part in positions:
+        drawn = digests(data, part, key, 8).view("<u8")[:, 0] / 2.0**64
+        training.append(np.sort(part[drawn >= share]))
+        testing.append(np.sort(part[drawn < share]))
+    return training, testing

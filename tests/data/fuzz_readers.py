@@ -30,8 +30,8 @@ from fedsynth.data.array_files import read_cifar_batch, read_idx
 from fedsynth.data.domains import _listed
 from fedsynth.data.folders import read_images, read_lines
 from fedsynth.data.leaf import read_femnist
+from fedsynth.data.record_table import read_users
 from fedsynth.data.registry import dataset_spec
-from fedsynth.data.users import read_users
 from fedsynth.errors import DataError
 
 ROWS = np.arange(3072 * 2, dtype=np.uint8).reshape(2, 3072)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedsynth.data import partition_rules
+from fedsynth.data import partition as partitions
 from fedsynth.data.partition import count_matrix, partition
 from fedsynth.data.partition_settings import BY_LABELS, PartitionSettings
 from fedsynth.errors import DataError, PartitionError
@@ -43,7 +43,7 @@ def balanced(classes: int, each: int) -> IntArray:
 @pytest.fixture(autouse=True)
 def few_tries(monkeypatch: pytest.MonkeyPatch) -> None:
     """Impossible wishes should cost the tests little."""
-    monkeypatch.setattr(partition_rules, "MAX_TRIES", 300)
+    monkeypatch.setattr(partitions, "MAX_TRIES", 300)
 
 
 @settings(max_examples=200, deadline=None)

@@ -10,9 +10,8 @@ import torch
 
 from fedsynth.data.domains import read_office_caltech
 from fedsynth.data.images import ImageData, from_arrays
-from fedsynth.data.local_test import hold_out
 from fedsynth.data.registry import dataset_spec
-from fedsynth.data.users import bounded, check_one_client_each
+from fedsynth.data.users import bounded, check_one_client_each, hold_out
 from fedsynth.errors import DataError, PartitionError
 
 SPEC = dataset_spec("digits")

@@ -12,8 +12,8 @@ import torch
 
 from fedsynth import FedAvg, ModelSettings
 from fedsynth.data.images import ImageData, from_arrays
-from fedsynth.data.local_test import hold_out
 from fedsynth.data.registry import dataset_spec
+from fedsynth.data.users import hold_out
 from fedsynth.errors import SettingError
 from fedsynth.federation.outputs.privacy_words import headline
 from fedsynth.federation.outputs.verification import verify_run

@@ -22,10 +22,9 @@ from fedsynth.data.images import ImageData
 from fedsynth.data.leaf import LEAF_READERS
 from fedsynth.data.load import load_dataset
 from fedsynth.data.load_folder import FolderData, read_folder
-from fedsynth.data.local_test import hold_out
 from fedsynth.data.partition_settings import GIVEN
 from fedsynth.data.registry import DatasetSpec, dataset_spec, is_published
-from fedsynth.data.users import bounded
+from fedsynth.data.users import bounded, hold_out
 from fedsynth.errors import DataError, DataFilesMissingError, PartitionError, SettingError
 from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.privacy.errors import PrivacySettingError
