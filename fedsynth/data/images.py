@@ -4,6 +4,7 @@ see."""
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -63,27 +64,22 @@ class ImageData:
                 "converts)"
             )
         _check_image_shape(tuple(self.images.shape), self.spec)
-        _check_label_type(self.labels, self.spec)
-        if len(self.images) != len(self.labels):
-            raise DataError(
-                f"{self.spec.name}: {len(self.images)} images but {len(self.labels)} labels"
-            )
+        name = self.spec.name
+        labels = _checked_numbers("labels", self.labels, None, self.spec, self.spec.classes)
+        if len(self.images) != len(labels):
+            raise DataError(f"{name}: {len(self.images)} images but {len(labels)} labels")
         if len(self.images) == 0 and not self.may_be_empty:
-            raise DataError(f"{self.spec.name}: there must be at least one example")
-        if self.images.device != self.labels.device:
+            raise DataError(f"{name}: there must be at least one example")
+        if self.images.device != labels.device:
             raise DataError(
-                f"{self.spec.name}: images are on {self.images.device} but labels on "
-                f"{self.labels.device}"
+                f"{name}: images are on {self.images.device} but labels on {labels.device}"
             )
-        _check_label_range(self.labels, self.spec)
-        if self.labels.dtype != torch.int64:
-            object.__setattr__(self, "labels", self.labels.long())
-        if self.domains is not None:
-            _check_domains(self.domains, self.labels, self.spec)
-            object.__setattr__(self, "domains", self.domains.to(self.labels.device, torch.int64))
-        if self.groups is not None:
-            _check_groups(self.groups, self.labels, self.spec)
-            object.__setattr__(self, "groups", self.groups.to(self.labels.device, torch.int64))
+        object.__setattr__(self, "labels", labels)
+        for what, most in (("domains", len(self.spec.domains)), ("groups", None)):
+            numbers = getattr(self, what)
+            if numbers is not None:
+                checked = _checked_numbers(what, numbers, len(labels), self.spec, most)
+                object.__setattr__(self, what, checked.to(labels.device))
 
     def __repr__(self) -> str:
         # never the images themselves
@@ -96,11 +92,7 @@ class ImageData:
         """The same examples on `device`: this object where they are there already."""
         if self.images.device == self.labels.device == torch.device(device):
             return self
-        domains, groups = (
-            None if array is None else array.to(device) for array in (self.domains, self.groups)
-        )
-        images, labels = self.images.to(device), self.labels.to(device)
-        return replace(self, images=images, labels=labels, domains=domains, groups=groups)
+        return self._each(lambda array: array.to(device))
 
     def subset(self, indices: Array) -> ImageData:
         """The examples at `indices` (integers [M], in this order, repeats allowed).
@@ -120,11 +112,14 @@ class ImageData:
                 f"{int(index.max())}]"
             )
         index = index.to(self.labels.device, torch.int64)
-        domains, groups = (
-            None if array is None else array[index] for array in (self.domains, self.groups)
-        )
-        images, labels = self.images[index], self.labels[index]
-        return replace(self, images=images, labels=labels, domains=domains, groups=groups)
+        return self._each(lambda array: array[index])
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> ImageData:
+        changed: dict[str, Any] = {}
+        for name in ("images", "labels", "domains", "groups"):
+            array = getattr(self, name)
+            changed[name] = None if array is None else change(array)
+        return replace(self, **changed)
 
     def origins(self) -> tuple[IntArray | None, IntArray | None]:
         """`domains` and `groups` as `partition` takes them, int64 [N] on the CPU."""
@@ -173,12 +168,9 @@ def from_arrays(
         x = x.unsqueeze(1)
     _check_image_shape(tuple(x.shape), spec)
     y = _as_tensor(labels, f"{spec.name}: labels")
-    _check_label_type(y, spec)
-    # Before the conversion: a uint64 label beyond int64 must not come back as a small one.
-    _check_label_range(y, spec)
     where = None if domains is None else _as_tensor(domains, f"{spec.name}: domains")
     whose = None if groups is None else _as_tensor(groups, f"{spec.name}: groups")
-    return ImageData(_to_uint8(x, spec), y.long(), spec, where, whose)
+    return ImageData(_to_uint8(x, spec), y, spec, where, whose)
 
 
 def require_all_classes(data: ImageData) -> None:
@@ -287,58 +279,25 @@ def _check_image_shape(shape: tuple[int, ...], spec: DatasetSpec) -> None:
     )
 
 
-def _check_label_type(labels: Tensor, spec: DatasetSpec) -> None:
-    if labels.dim() != 1:
-        raise DataError(f"{spec.name}: labels must have shape [N], got {list(labels.shape)}")
-    if not _integers(labels):
-        raise DataError(f"{spec.name}: labels must be integers, got {_dtype(labels)}")
-
-
-def _check_label_range(labels: Tensor, spec: DatasetSpec) -> None:
-    wide = _wide(labels)
-    wrong = wide[(wide < 0) | (wide >= spec.classes)]
+def _checked_numbers(
+    what: str, numbers: Tensor, length: int | None, spec: DatasetSpec, most: int | None
+) -> Tensor:
+    """Returns numbers [length] in [0, most) as int64; None: any length, no bound."""
+    if numbers.dim() != 1 or (length is not None and len(numbers) != length):
+        wanted = "N" if length is None else length
+        raise DataError(
+            f"{spec.name}: {what} must have shape [{wanted}], got {list(numbers.shape)}"
+        )
+    if numbers.is_floating_point() or numbers.is_complex() or numbers.dtype == torch.bool:
+        raise DataError(f"{spec.name}: {what} must be integers, got {_dtype(numbers)}")
+    wide = numbers.long()  # a uint64 beyond becomes negative, and is refused as it should be
+    wrong = wide[(wide < 0) | (wide >= (most if most is not None else torch.inf))]
     if len(wrong):
+        allowed = f"lie in [0, {most})" if most is not None else "be numbers from 0 on"
         raise DataError(
-            f"{spec.name}: labels must lie in [0, {spec.classes}), {len(wrong)} do not, the first "
-            f"is {int(wrong[0])}"
+            f"{spec.name}: {what} must {allowed}, {len(wrong)} do not, the first is {int(wrong[0])}"
         )
-
-
-def _check_domains(domains: Tensor, labels: Tensor, spec: DatasetSpec) -> None:
-    _check_beside("domains", domains, labels, spec)
-    wide = _wide(domains)
-    if bool(((wide < 0) | (wide >= len(spec.domains))).any()):
-        raise DataError(
-            f"{spec.name}: domains must lie in [0, {len(spec.domains)}): the specification names "
-            f"{len(spec.domains)}"
-        )
-
-
-def _check_groups(groups: Tensor, labels: Tensor, spec: DatasetSpec) -> None:
-    _check_beside("groups", groups, labels, spec)
-    wide = _wide(groups)
-    if bool((wide < 0).any()):
-        raise DataError(
-            f"{spec.name}: groups must be numbers from 0 on, the least is {int(wide.min())}"
-        )
-
-
-def _check_beside(what: str, numbers: Tensor, labels: Tensor, spec: DatasetSpec) -> None:
-    """An integer for each label."""
-    if numbers.shape != labels.shape or not _integers(numbers):
-        raise DataError(
-            f"{spec.name}: {what} must be integers [{len(labels)}], got {_dtype(numbers)} "
-            f"{list(numbers.shape)}"
-        )
-
-
-def _integers(x: Tensor) -> bool:
-    return not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
-
-
-def _wide(x: Tensor) -> Tensor:
-    """As int64: a uint64 beyond becomes negative, and is refused as it should be."""
-    return x.long()
+    return wide
 
 
 def _check_finite(x: Tensor, spec: DatasetSpec) -> None:

@@ -17,10 +17,9 @@ import numpy.typing as npt
 import torch
 
 from fedsynth.data.array_files import read_cifar_batch, read_idx, read_svhn
-from fedsynth.data.class_folders import CLASS_FOLDER_READERS
-from fedsynth.data.domains import DOMAIN_READERS
 from fedsynth.data.files import expanded, one_line
 from fedsynth.data.folders import Reader, Split
+from fedsynth.data.image_folders import IMAGE_FOLDER_READERS
 from fedsynth.data.images import ImageData, from_arrays
 from fedsynth.data.leaf import LEAF_READERS
 from fedsynth.data.registry import DatasetSpec, dataset_spec, synthetic_parameters
@@ -31,7 +30,7 @@ _DOWNLOAD = "--download (download=True)"
 ROOT_VARIABLE = "FEDSYNTH_DATA"
 DIGITS = Path(__file__).with_name("digits.npz")
 """The one data set that the package ships; digits.LICENSE.txt says whose it is."""
-READERS: dict[str, Reader] = {**DOMAIN_READERS, **CLASS_FOLDER_READERS, **LEAF_READERS}
+READERS: dict[str, Reader] = {**IMAGE_FOLDER_READERS, **LEAF_READERS}
 
 _Arrays = tuple[npt.NDArray[Any], npt.NDArray[Any]]
 # What is read at once: the paths of one batch file, or of an idx file of images and its file of
@@ -100,9 +99,9 @@ def _download(name: str, root: Path) -> None:
 
     dataset, *options = _TORCHVISION[name].download
     try:
-        for option in options or [None]:
-            more = [] if option is None else [option]
-            getattr(datasets, dataset)(str(root), *more, download=True)
+        calls: list[tuple[str, ...]] = [(option,) for option in options] or [()]
+        for arguments in calls:
+            getattr(datasets, dataset)(str(root), *arguments, download=True)
     except Exception as error:  # of the network, the disk, or an archive
         reason = one_line(error)
         raise DataFilesMissingError(f"{name}: the download into {root} failed: {reason}") from None

@@ -28,7 +28,7 @@ from fedsynth.data.folder_settings import FolderSettings, name_of
 from fedsynth.data.folder_tree import Unread, counted
 from fedsynth.data.images import ImageData
 from fedsynth.data.own_files import OwnFiles, find_declared, in_order
-from fedsynth.data.own_pixels import Failed, Look, look_at, read_pixels
+from fedsynth.data.own_pixels import Look, look_at, read_pixels
 from fedsynth.data.record_table import numbered
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import DataError, DataFilesCorruptError, SettingError
@@ -222,7 +222,7 @@ def _looks(files: OwnFiles, skip: Skip) -> list[Look]:
         DataFilesCorruptError: one cannot be read and may not be skipped, or none can.
     """
     found = look_at(files.places)
-    failed = {row: one for row, one in enumerate(found) if isinstance(one, Failed)}
+    failed = {row: one for row, one in enumerate(found) if isinstance(one, str)}
     _refuse_failed(files, failed, skip)
     return [one for one in found if isinstance(one, Look)]
 
@@ -263,7 +263,7 @@ def _read(
     return data, files, skipped
 
 
-def _refuse_failed(files: OwnFiles, failed: Mapping[int, Failed], skip: Skip) -> None:
+def _refuse_failed(files: OwnFiles, failed: Mapping[int, str], skip: Skip) -> None:
     """Refuses files that cannot be read, unless they may be skipped and others can."""
     if not failed or skip.all or (skip.corrupt and len(failed) < len(files.paths)):
         return
@@ -278,12 +278,12 @@ def _refuse_failed(files: OwnFiles, failed: Mapping[int, Failed], skip: Skip) ->
     )
 
 
-def _how_many(files: OwnFiles, failed: Mapping[int, Failed]) -> str:
+def _how_many(files: OwnFiles, failed: Mapping[int, str]) -> str:
     return f"{len(failed)} of {len(files.paths)} files in {files.root} cannot be read"
 
 
-def _reasons(files: OwnFiles, failed: Mapping[int, Failed]) -> list[str]:
-    return [f"{one_line(files.paths[row])} ({one.reason})" for row, one in failed.items()]
+def _reasons(files: OwnFiles, failed: Mapping[int, str]) -> list[str]:
+    return [f"{one_line(files.paths[row])} ({one})" for row, one in failed.items()]
 
 
 def read_as(

@@ -6,9 +6,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -22,39 +21,22 @@ SIXTEEN_BITS = 65535 / 255
 """A level of 8 bits, in levels of 16."""
 
 
-@dataclass(frozen=True)
-class Look:
-    """What an image file's header says.
-
-    Attributes:
-        height, width: in pixels, upright.
-        grey: whether it has no colours.
-    """
+class Look(NamedTuple):
+    """The header of an image file: its size in pixels, upright, and whether it has no colours."""
 
     height: int
     width: int
     grey: bool
 
 
-@dataclass(frozen=True)
-class Failed:
-    """A file that cannot be read.
-
-    Attributes:
-        reason: one line.
-    """
-
-    reason: str
-
-
-def look_at(paths: Sequence[Path]) -> list[Look | Failed]:
-    """What the headers of these files say."""
+def look_at(paths: Sequence[Path]) -> list[Look | str]:
+    """Returns the header of each file, or why it cannot be read."""
     return _each(paths, _look)
 
 
 def read_pixels(
     paths: Sequence[Path], channels: int, height: int, width: int
-) -> tuple[Bytes, dict[int, Failed]]:
+) -> tuple[Bytes, dict[int, str]]:
     """These images, [N, channels, height, width], and those that cannot be read by their position
     (whose rows are black).
 
@@ -69,7 +51,7 @@ def read_pixels(
             images[position] = _scaled(image, channels, height, width)
 
     found = _each(range(len(paths)), read)
-    return images, {row: one for row, one in enumerate(found) if isinstance(one, Failed)}
+    return images, {row: one for row, one in enumerate(found) if isinstance(one, str)}
 
 
 def _each(of: Iterable[T], read: Callable[[T], Any]) -> list[Any]:
@@ -79,11 +61,11 @@ def _each(of: Iterable[T], read: Callable[[T], Any]) -> list[Any]:
         try:
             return read(which)
         except FileNotFoundError:
-            return Failed("there is no such file")
+            return "there is no such file"
         except UnidentifiedImageError:  # whose text is an address in memory
-            return Failed(f"it is no {', '.join(FORMATS)} file")
+            return f"it is no {', '.join(FORMATS)} file"
         except Exception as error:  # a damaged image may raise anything
-            return Failed(one_line(error))
+            return one_line(error)
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         return list(pool.map(one, of))

@@ -27,8 +27,8 @@ import numpy as np
 from PIL import Image
 
 from fedsynth.data.array_files import read_cifar_batch, read_idx
-from fedsynth.data.domains import _listed
 from fedsynth.data.folders import read_images, read_lines
+from fedsynth.data.image_folders import _listed
 from fedsynth.data.leaf import read_femnist
 from fedsynth.data.record_table import read_users
 from fedsynth.data.registry import dataset_spec

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedsynth.data.domains import read_office_caltech
+from fedsynth.data.image_folders import read_office_caltech
 from fedsynth.data.images import ImageData, from_arrays
 from fedsynth.data.registry import dataset_spec
 from fedsynth.data.users import bounded, check_one_client_each, hold_out
