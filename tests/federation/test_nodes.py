@@ -683,13 +683,13 @@ def proposed(**more: Any) -> dict[str, Any]:
 
 def test_an_unsound_proposal_is_refused(place: Place) -> None:
     spec = proposed()["spec"]
-    for stated in (
-        *(None, [], {}),
-        *(proposed(run=run) for run in ("../../home", "0" * 15 + "/")),
-        *(proposed(settings=odd) for odd in ({"run": []}, {"own": {"x": 1}})),
-        *(proposed(settings={"run": odd}) for odd in ({"method": "nothing"}, {"rounds": -1})),
-        *(proposed(spec=odd) for odd in ({}, {**spec, "classes": "10"}, {**spec, "more": 1})),
-    ):
+    odd_settings: tuple[Any, ...] = ({"run": []}, {"own": {"x": 1}}, {"run": {"method": "nothing"}})
+    odd_specs: tuple[Any, ...] = ({}, {**spec, "classes": "10"}, {**spec, "more": 1})
+    unsound: list[Any] = [None, [], {}, proposed(settings={"run": {"rounds": -1}})]
+    unsound += [proposed(run=run) for run in ("../../home", "0" * 15 + "/")]
+    unsound += [proposed(settings=odd) for odd in odd_settings]
+    unsound += [proposed(spec=odd) for odd in odd_specs]
+    for stated in unsound:
         frame = Frame("join", {"proposal": stated, "after": 0, "number": 1})
         run = stated.get("run", "") if isinstance(stated, dict) else ""
         [answer] = unpack(place.node(0).answer(str(run), pack([frame.to_bytes()])))
