@@ -9,7 +9,6 @@ import os
 import socket
 import ssl
 import stat
-import subprocess
 import sys
 import time
 import tomllib
@@ -21,7 +20,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from fedsynth.cli.app import app
 from fedsynth.errors import MessageError, OutputError, SettingError
 from fedsynth.federation.flower import joining
 from fedsynth.federation.flower.app_folder import write_app
@@ -419,19 +420,6 @@ def test_an_app_folder_is_what_flower_and_our_server_read(tmp_path: Path) -> Non
         assert validate(component, project_dir=tmp_path / "app") == (True, None)
 
 
-def fedsynth(*arguments: str) -> subprocess.CompletedProcess[str]:
-    code = "from fedsynth.cli.app import main; main()"
-    root = str(Path(__file__).parents[2])
-    return subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-        env={**os.environ, "PYTHONPATH": root},
-    )
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -441,11 +429,11 @@ def fedsynth(*arguments: str) -> subprocess.CompletedProcess[str]:
         (["deploy", "init", "A", "--spec", "/nothing.toml"], "says no specification"),
     ],
 )
-def test_a_mistake_is_one_line(tmp_path: Path, arguments: list[str], said: str) -> None:
+def test_a_mistake_is_one_line(arguments: list[str], said: str) -> None:
     if arguments[0] in ("client", "server"):
         flwr()
-    done = fedsynth(*arguments)
-    assert done.returncode == 2
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 2
     assert said in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
 

@@ -37,6 +37,7 @@ from fedsynth.federation.secure_sums.parcels import Keys, Present, Roster, Seale
 from fedsynth.federation.terms.context import public_context
 from fedsynth.privacy import grid, randomness
 from fedsynth.privacy.report_pages import render_markdown, secure_aggregation
+from tests.families import by_family
 from tests.federation.test_nodes import CLIENTS, Hand, Place, StoppedError, joined, place
 from tests.federation.test_unchanged import RepeatableNoise
 from tests.small import small_settings
@@ -127,7 +128,7 @@ def test_two_releases_in_one_exchange_are_added_up_each_on_its_grid(
     torch.testing.assert_close(made["soft_labels"], wanted["soft_labels"], rtol=0, atol=1e-3)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", by_family(METHODS, ("fedstats",)))
 def test_each_message_may_find_another_process(
     place: Place, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -251,7 +252,7 @@ def as_words(content: bytes) -> Words:
     return np.concatenate(found) if content else np.zeros(0, np.uint64)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", by_family(METHODS, ("fedstats",)))
 def test_the_server_holds_masked_vectors_and_the_sum_alone(
     place: Place, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
