@@ -42,7 +42,7 @@ def init(
     chosen: Sections, folder: NewFolder, config: given.Config = None, spec: Spec = None
 ) -> None:
     """Write a Flower app folder of a run, for `flwr run` and Flower's own simulation."""
-    from fedsynth.federation.flower.app_folder import write_app
+    from fedsynth.federation.flower.serving import write_app
 
     proposal = _proposal(chosen, config, spec)
     options = {"output": str(Path("runs").absolute()), "home": str(Path("homes").absolute())}
@@ -170,9 +170,9 @@ def client(
 
     require_flower()
     from fedsynth.federation.flower.joining import Door, join
-    from fedsynth.federation.nodes.identities import read_identities
     from fedsynth.federation.nodes.node import Node
     from fedsynth.federation.nodes.own_data import ClassFolders, PartOf, Source
+    from fedsynth.federation.secure_sums.client import read_identities
     from fedsynth.privacy.ledger_folder import check_names
 
     if (data is None) != trial:

@@ -195,7 +195,7 @@ class PrivateClients:
         ids: the clients' numbers.
         data: resident; all clients' images.
         parts: of each client the positions of its records.
-        allowances: of each client what was charged for this exchange (`ClientBudget.authorise`).
+        allowances: of each client what was charged for this exchange (`ClientBudget.charge`).
         nominal_size: the public number of records that each client is supposed to have; decides how
             long passes are, and nothing else (`fedsynth.privacy.passes`). None: as long as memory
             allows.

@@ -25,11 +25,10 @@ from typer.testing import CliRunner
 from fedsynth.cli.app import app
 from fedsynth.errors import MessageError, OutputError, SettingError
 from fedsynth.federation.flower import joining
-from fedsynth.federation.flower.app_folder import write_app
 from fedsynth.federation.flower.joining import Door
 from fedsynth.federation.flower.launch import Gate, allowed
 from fedsynth.federation.flower.processes import QUIET, FlowerError, environment
-from fedsynth.federation.flower.serving import Link
+from fedsynth.federation.flower.serving import Link, write_app
 from fedsynth.federation.nodes.node import Node
 from fedsynth.federation.nodes.own_data import PartOf
 from fedsynth.federation.nodes.policy import Owner

@@ -20,8 +20,8 @@ from fedsynth.data.registry import DatasetSpec
 from fedsynth.features.feature_map import FeatureMap
 from fedsynth.features.registry import register_features
 from fedsynth.federation.nodes import node, served
-from fedsynth.federation.nodes.bundles import unpack
 from fedsynth.federation.nodes.carrier import Timeouts
+from fedsynth.federation.nodes.messages import unpack
 from fedsynth.federation.nodes.node import Node
 from fedsynth.federation.nodes.own_data import ClassFolders, Source
 from fedsynth.federation.nodes.policy import Owner, Policy

@@ -26,15 +26,14 @@ from fedsynth.errors import CheckpointError, DataError, MessageError, SettingErr
 from fedsynth.federation.exchange import client_group, position_leak_check
 from fedsynth.federation.exchange.protocol import Terms
 from fedsynth.federation.nodes import served
-from fedsynth.federation.nodes.bundles import pack, unpack
 from fedsynth.federation.nodes.carrier import Timeouts
+from fedsynth.federation.nodes.messages import majority_schema, pack, unpack
 from fedsynth.federation.nodes.node import Node
 from fedsynth.federation.nodes.node_exchange import TooFewClientsError
 from fedsynth.federation.nodes.own_data import ClassFolders, PartOf
+from fedsynth.federation.nodes.owner_report import request_words
 from fedsynth.federation.nodes.policy import ANY, Owner, Policy
 from fedsynth.federation.nodes.proposal import Proposal, new_run, own_proposal
-from fedsynth.federation.nodes.replies import majority_schema
-from fedsynth.federation.nodes.request_words import request_words
 from fedsynth.federation.nodes.served import Post, Served, serve
 from fedsynth.federation.nodes.session import Session
 from fedsynth.federation.outputs.checkpoint import Kept

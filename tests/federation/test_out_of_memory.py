@@ -141,12 +141,12 @@ def out_after_noise(monkeypatch: pytest.MonkeyPatch, round: int) -> list[tuple[i
     """The given round's passes run out of memory once noise was drawn; returns what is charged from
     now on, with the client's number."""
     made: list[tuple[int, Release]] = []
-    authorise = ClientBudget.authorise
+    charge = ClientBudget.charge
     sums = PrivateClients.class_sums
 
     def charged(self: ClientBudget, context: Any, phase: str) -> Any:
         before = len(self.history().releases)
-        granted = authorise(self, context, phase)
+        granted = charge(self, context, phase)
         made.extend((self.client, row) for row in self.history().releases[before:])
         return granted
 
@@ -156,7 +156,7 @@ def out_after_noise(monkeypatch: pytest.MonkeyPatch, round: int) -> list[tuple[i
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return released
 
-    monkeypatch.setattr(ClientBudget, "authorise", charged)
+    monkeypatch.setattr(ClientBudget, "charge", charged)
     monkeypatch.setattr(PrivateClients, "class_sums", without_memory)
     return made
 

@@ -30,13 +30,12 @@ from fedsynth.privacy.accounting import calibrate_noise_multiplier, epsilon
 from fedsynth.privacy.errors import (
     BudgetExceededError,
     LedgerError,
-    PrivacyError,
     UnaccountedReleaseError,
     UnplannedReleaseError,
 )
 from fedsynth.privacy.history import History
 from fedsynth.privacy.ledger import Ledger
-from fedsynth.privacy.plans import FIRST, MAIN, PrivatePlan
+from fedsynth.privacy.plans import FIRST, MAIN, PrivatePlan, UnaccountedNoise
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import USER, Release
 
@@ -225,9 +224,9 @@ def test_a_budget_is_its_clients_own() -> None:
     with pytest.raises(BudgetExceededError, match="client 'north'"):
         one.check(1)
     with pytest.raises(BudgetExceededError, match="client 'north'"):
-        one.authorise(context(plan.run))
+        one.charge(context(plan.run), MAIN)
     other.check(1)
-    other.authorise(context(plan.run))
+    other.charge(context(plan.run), MAIN)
     assert [row.quantity for row in empty.releases] == [row.quantity for row in plan.planned([1])]
     assert len(full.releases) == 1
     assert other.history() == empty.history()
@@ -240,14 +239,14 @@ def test_a_budget_charges_an_exchange_when_it_comes() -> None:
     (budget,) = budgets(plan, ledger)
     budget.check(1)
     assert ledger.releases == ()
-    first = budget.authorise(context(plan.run), FIRST)
+    first = budget.charge(context(plan.run), FIRST)
     assert [row.quantity for row in ledger.releases] == [  # type: ignore[var-annotated]
         "class sums of logits (V and R)",
         "class counts",
     ]
     with pytest.raises(UnplannedReleaseError, match="main phase"):
         first.take("images")
-    main = budget.authorise(context(plan.run), MAIN)
+    main = budget.charge(context(plan.run), MAIN)
     assert [row.quantity for row in ledger.releases[2:]] == ["synthetic images"]  # type: ignore[var-annotated]
     assert main.take("images").steps_left == 2
     assert list(ledger.releases) == [
@@ -274,15 +273,10 @@ def test_a_mechanism_without_guarantee_is_recorded_and_gives_no_series() -> None
     ledger = Ledger("a")
     secret = SecretGenerator(test_only=np.random.default_rng(0))
     budget = ClientBudget(0, ledger, plan, secret)
-    with pytest.raises(PrivacyError, match="no series"):
-        budget.authorise(context(plan.run))
-    assert ledger.releases == ()
-    noise = budget.unaccounted(context(plan.run)).take("images")
+    noise = budget.charge(context(plan.run), MAIN).take("images")
+    assert isinstance(noise, UnaccountedNoise)
     assert (noise.deviation, noise.secret) == (2.0 * plan.chief.clip, secret)
     assert [row.unaccounted for row in ledger.releases] == ["FedDM's Algorithm 1 as printed"]  # type: ignore[var-annotated]
-    (private,) = budgets(plan_of(settings()), Ledger("b"))
-    with pytest.raises(PrivacyError, match="accounted for"):
-        private.unaccounted(context(plan.run))
 
 
 # ------------------------------------------------------------------- methods that would spend more

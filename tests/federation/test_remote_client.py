@@ -18,8 +18,8 @@ from fedsynth.data.images import ImageData
 from fedsynth.data.partition import partition
 from fedsynth.errors import MessageError
 from fedsynth.federation.exchange.client_runtime import ClientRuntime, OwnData
+from fedsynth.federation.exchange.protocol import Models, agreement
 from fedsynth.federation.exchange.remote_client import RemoteClient
-from fedsynth.federation.exchange.wire import Models, agreement
 from fedsynth.federation.terms.context import public_context, with_proxy
 from fedsynth.methods import METHODS, method_class
 from fedsynth.privacy.ledger import Ledger

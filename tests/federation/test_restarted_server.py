@@ -16,7 +16,7 @@ import torch
 from fedsynth import Observer, resolve, simulate
 from fedsynth.core.frames import Frame
 from fedsynth.errors import CheckpointError
-from fedsynth.federation.nodes.bundles import pack, unpack
+from fedsynth.federation.nodes.messages import pack, unpack
 from fedsynth.federation.nodes.node import Node
 from fedsynth.federation.nodes.policy import Policy
 from fedsynth.federation.nodes.served import Served

@@ -19,21 +19,18 @@ from fedsynth import resolve, simulate
 from fedsynth.core.frames import Frame
 from fedsynth.errors import SettingError
 from fedsynth.federation.exchange.protocol import Total
-from fedsynth.federation.exchange.secure_client import SumDesk
-from fedsynth.federation.exchange.secure_step import SecureStep
+from fedsynth.federation.exchange.secure_exchange import SecureStep, SumDesk
 from fedsynth.federation.exchange.server import Server
 from fedsynth.federation.exchange.sum_form import sum_form, with_parcel
-from fedsynth.federation.nodes.bundles import pack, unpack
 from fedsynth.federation.nodes.carrier import Timeouts
-from fedsynth.federation.nodes.identities import read_identities
+from fedsynth.federation.nodes.messages import pack, unpack
 from fedsynth.federation.nodes.policy import Owner, Policy
 from fedsynth.federation.nodes.proposal import Proposal, own_proposal
 from fedsynth.federation.nodes.served import Post, Served, serve
-from fedsynth.federation.secure_sums import pairs
-from fedsynth.federation.secure_sums.client import Identities, SumClient, SumTerms
-from fedsynth.federation.secure_sums.errors import SecureSumError
-from fedsynth.federation.secure_sums.fixed_point import Words
+from fedsynth.federation.secure_sums import primitives
+from fedsynth.federation.secure_sums.client import Identities, SumClient, SumTerms, read_identities
 from fedsynth.federation.secure_sums.parcels import Keys, Present, Roster, Sealed, Shares
+from fedsynth.federation.secure_sums.primitives import SecureSumError, Words
 from fedsynth.federation.terms.context import public_context
 from fedsynth.privacy import grid, randomness
 from fedsynth.privacy.report_pages import render_markdown, secure_aggregation
@@ -554,7 +551,7 @@ def test_with_identities_a_server_cannot_take_a_clients_place(asked: Asked, know
             start = {"sizes": None, "noise_multiplier": 2.0}
             assert asked.ask(node, "start", **start).kind == "answer"
     keys = {k: Keys.from_bytes(asked.ask(n, "keys").payload) for k, n in enumerate(asked.nodes)}
-    mine = replace(keys[2], mask=pairs.public(pairs.new_key()), channel=keys[2].channel)
+    mine = replace(keys[2], mask=primitives.public(primitives.new_key()), channel=keys[2].channel)
     false = asked.ask(asked.nodes[0], "shares", Roster({**keys, 2: mine}).to_bytes())
     assert false.kind == ("error" if known else "answer")
     true = asked.ask(asked.nodes[1], "shares", Roster(keys).to_bytes())

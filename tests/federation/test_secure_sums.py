@@ -14,10 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedsynth.errors import SettingError
-from fedsynth.federation.secure_sums import pairs
+from fedsynth.federation.secure_sums import primitives
 from fedsynth.federation.secure_sums.client import Identities, SumClient, SumTerms, usual_threshold
-from fedsynth.federation.secure_sums.errors import SecureSumError
-from fedsynth.federation.secure_sums.fixed_point import FixedPoint, Words
 from fedsynth.federation.secure_sums.parcels import (
     Keys,
     Masked,
@@ -27,8 +25,15 @@ from fedsynth.federation.secure_sums.parcels import (
     Sealed,
     Shares,
 )
+from fedsynth.federation.secure_sums.primitives import (
+    PRIME,
+    FixedPoint,
+    SecureSumError,
+    Words,
+    combine,
+    split,
+)
 from fedsynth.federation.secure_sums.server import SumServer
-from fedsynth.federation.secure_sums.sharing import PRIME, combine, split
 
 pytest.importorskip("cryptography", reason="the secure extra is not installed")
 LENGTH = 50
@@ -176,7 +181,7 @@ def test_a_mask_key_in_anothers_place_gives_noise_and_no_vector() -> None:
         if not isinstance(parcel, Roster) or client != 1:
             return parcel
         others = dict(parcel.keys)
-        others[0] = replace(others[0], mask=pairs.public(pairs.new_key()))
+        others[0] = replace(others[0], mask=primitives.public(primitives.new_key()))
         return Roster(others)
 
     played = Played(on_the_way=change)
@@ -202,7 +207,7 @@ def test_with_identities_a_server_cannot_put_keys_in_anothers_place() -> None:
         if not isinstance(parcel, Roster) or client != 1:
             return parcel
         others = dict(parcel.keys)
-        others[0] = replace(others[0], channel=pairs.public(pairs.new_key()))
+        others[0] = replace(others[0], channel=primitives.public(primitives.new_key()))
         return Roster(others)
 
     with pytest.raises(SecureSumError, match="client 0 has not signed its keys"):
@@ -344,7 +349,7 @@ def test_a_form_that_would_overflow_is_refused() -> None:
 
 def test_masks_are_chacha20s_key_stream() -> None:
     """RFC 8439, Appendix A.1, test vector 1: key and nonce zero, counter zero."""
-    words = pairs.mask(bytes(32), 8)
+    words = primitives.mask(bytes(32), 8)
     assert words.astype("<u8").tobytes().hex().startswith("76b8e0ada0f13d90405d6ae55386bd28")
 
 

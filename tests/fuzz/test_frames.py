@@ -14,8 +14,8 @@ from fedsynth.core.context import RoundContext
 from fedsynth.core.frames import Frame
 from fedsynth.data.images import ImageData
 from fedsynth.federation.exchange.client_runtime import ClientRuntime, OwnData
+from fedsynth.federation.exchange.protocol import Models, agreement
 from fedsynth.federation.exchange.remote_client import RemoteClient
-from fedsynth.federation.exchange.wire import Models, agreement
 from fedsynth.federation.terms.context import public_context
 from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.privacy.ledger import Ledger

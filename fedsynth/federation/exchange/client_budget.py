@@ -6,14 +6,15 @@ nothing of other clients; whoever asks, it refuses what its cap does not allow.
 
 from __future__ import annotations
 
+from typing import Any
+
 from fedsynth.core.context import RoundContext
 from fedsynth.federation.terms.privacy_plan import PrivacyPlan
-from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.guard import Cap
 from fedsynth.privacy.history import History
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.mechanisms import GaussianSums
-from fedsynth.privacy.plans import MAIN, Allowance, MakeSeries, UnaccountedNoise, authorise
+from fedsynth.privacy.plans import Allowance, MakeSeries, UnaccountedNoise, authorise
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import Release
 
@@ -68,40 +69,31 @@ class ClientBudget:
             BudgetExceededError: it would exceed the cap.
             LedgerError: the ledger cannot be written.
         """
-        if self.plan.facts.guaranteed:
+        if self.guaranteed:
             self._guard.check(self.plan.planned([number]))
         self.ledger.check_writable()
 
-    def authorise(self, context: RoundContext, phase: str = MAIN) -> Allowance[GaussianSums]:
+    def charge(self, context: RoundContext, phase: str) -> Allowance[Any]:
         """Charges the ledger for all that this client releases in one exchange of a round.
+
+        A mechanism without any guarantee is recorded as such: from then on the ledger's ε is
+        infinite.
 
         Raises:
             BudgetExceededError: the cap would be exceeded: another run has charged the ledger
                 since `check`. What was charged before it stays charged.
-            PrivacyError: the mechanism guarantees nothing.
         """
-        if not self.plan.facts.guaranteed:
-            raise PrivacyError(f"mechanism {self.plan.facts.name} has no series to charge for")
-        return authorise(
-            self.plan.client_plans(self.client, context),
-            context.round,
-            self.plan.sigma,
-            self._guard,
-            self.secret,
-            phase=phase,
-            make_series=self.make_series,
-        )
-
-    def unaccounted(self, context: RoundContext, phase: str = MAIN) -> Allowance[UnaccountedNoise]:
-        """Records what a mechanism without any guarantee releases in one exchange: from then on
-        the ledger's ε is infinite.
-
-        Raises:
-            PrivacyError: the mechanism has a guarantee.
-        """
-        if self.plan.facts.guaranteed:
-            raise PrivacyError(f"releases of mechanism {self.plan.facts.name} are accounted for")
         plans = self.plan.client_plans(self.client, context)
+        if self.guaranteed:
+            return authorise(
+                plans,
+                context.round,
+                self.plan.sigma,
+                self._guard,
+                self.secret,
+                phase=phase,
+                make_series=self.make_series,
+            )
         rows = self.plan.client_rows(self.client, context)
         granted = []
         for plan, row in zip(plans, rows, strict=True):

@@ -247,15 +247,14 @@ class ClientRuntime:
         nothing, no second time.
 
         Raises:
-            BudgetExceededError: see `ClientBudget.authorise`.
+            BudgetExceededError: see `ClientBudget.charge`.
             RequestRefusedError: it was not told the terms.
         """
         if self.budget is None:
             raise RequestRefusedError(f"client {self.number} was not told the terms of the run")
         if self.may_try_again(phase, context) and self._granted is not None:
             return self._granted[2]
-        charge = self.budget.authorise if self.budget.guaranteed else self.budget.unaccounted
-        made: Allowance[Any] = charge(context, phase)
+        made = self.budget.charge(context, phase)
         self._granted = (context.round, phase, made)
         return made
 

@@ -63,11 +63,10 @@ class InProcess:
         phase: str,
         message: Message,
         context: RoundContext,
-        asked: Sequence[int] | None = None,
+        asked: Sequence[int],
     ) -> Replies:
-        numbers = context.active if asked is None else asked
-        lost = self._failing(phase, numbers, context)
-        working = [number for number in numbers if lost.get(number) != CRASHED]
+        lost = self._failing(phase, asked, context)
+        working = [number for number in asked if lost.get(number) != CRASHED]
         hanging = [self.clients[k] for k, why in lost.items() if why == TIMED_OUT]
         before = [client.memory for client in hanging]
         messages: dict[int, Message] = {}
@@ -129,11 +128,8 @@ class InProcess:
             if failure is not None and phase in (MAIN, failure.phase)
         }
 
-    def facts(
-        self, context: RoundContext, asked: Sequence[int] | None = None
-    ) -> list[Mapping[str, Any]]:
-        numbers = context.active if asked is None else asked
-        return [self.clients[number].facts(context) for number in numbers]
+    def facts(self, context: RoundContext, asked: Sequence[int]) -> list[Mapping[str, Any]]:
+        return [self.clients[number].facts(context) for number in asked]
 
     def evaluate(
         self, models: Mapping[str, Mapping[str, Tensor]], context: RoundContext

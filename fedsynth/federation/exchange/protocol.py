@@ -1,21 +1,27 @@
 """What passes between a server and its clients, whatever carries it.
 
-A server asks all clients to `join`, tells them the `Terms`, asks the clients of each round whether
-they can take part (`prepare`), says that it begins (`begin`), and asks for a step (`step`) in each
-exchange of the round. `evaluate` and `facts` are a simulation's questions. A client that cannot, or
-must not, answers with a `Refusal`.
-"""
+A server asks all clients to `join`, sends them the `Terms`, asks the clients of each round whether
+they can take part (`prepare`), announces that it begins (`begin`), and asks for a step (`step`) in
+each exchange of the round. `evaluate` and `facts` are questions of a simulation. A client that
+cannot, or must not, answers with a `Refusal`.
+
+Both sides have the run's settings: a client takes part by its own copy, caps included, and refuses
+a server that has others (`agreement`)."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
 from fedsynth.core.context import RoundContext
-from fedsynth.core.messages import Message
+from fedsynth.core.messages import Message, Packed
+from fedsynth.core.method import Method
+from fedsynth.errors import MessageError
 from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.privacy.history import History
 
@@ -151,7 +157,7 @@ class Exchange(Protocol):
         phase: str,
         message: Message,
         context: RoundContext,
-        asked: Sequence[int] | None = None,
+        asked: Sequence[int],
     ) -> Replies:
         """Sends a request to clients of a round, and brings their replies.
 
@@ -159,14 +165,12 @@ class Exchange(Protocol):
             phase: the exchange.
             message: the request.
             context: the round's, with all that take part by the schedule.
-            asked: those of them that are still there, ascending; None: all.
+            asked: those of them that are still there, ascending.
         """
 
-    def facts(
-        self, context: RoundContext, asked: Sequence[int] | None = None
-    ) -> Sequence[Mapping[str, Any]]:
-        """What clients of a round say for its row of metrics (`Method.client_facts`); of those
-        that are `asked` (None: all) who answers."""
+    def facts(self, context: RoundContext, asked: Sequence[int]) -> Sequence[Mapping[str, Any]]:
+        """Returns what these clients of a round state for its metrics (`Method.client_facts`); who
+        does not answer is left out."""
 
     def histories(self) -> Sequence[History]:
         """What the clients' ledgers hold now, by client number; empty: they have none."""
@@ -175,3 +179,44 @@ class Exchange(Protocol):
         self, models: Mapping[str, Mapping[str, Tensor]], context: RoundContext
     ) -> Sequence[Evaluated]:
         """Tests models by name on all clients' own test splits; for simulations alone."""
+
+
+Side = Literal["downlink", "upload"]
+MAX_FACTS_BYTES = 2**20
+"""Size limit of the header of an answer to a step, whose values are few and small."""
+
+
+@dataclass(frozen=True)
+class Models(Packed):
+    """One model to be tested: its parameters and buffers by name."""
+
+    parameters: Mapping[str, Tensor]
+
+
+def agreement(settings: RunSettings) -> str:
+    """Returns a hash of all settings that both sides share.
+
+    Where a party computes, and where a client keeps its ledgers, is its own.
+    """
+    shared = settings.to_mapping()
+    for own in ("device", "memory_gb", "compile"):
+        shared["run"].pop(own, None)
+    shared["data"].pop("data_root", None)
+    shared.get("privacy", {}).pop("ledger", None)
+    if not shared.get("privacy", True):  # an open run in which one side keeps a ledger
+        del shared["privacy"]
+    text = json.dumps(shared, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def declared(method: Method, phase: str, side: Side) -> type[Message]:
+    """Returns the type of the messages of one exchange of a round.
+
+    Raises:
+        MessageError: the method has no such exchange.
+    """
+    types = method.exchange_types(phase)
+    expected = types.downlink if side == "downlink" else types.upload
+    if expected is None:
+        raise MessageError(f"{method.name} has no {phase} exchange")
+    return expected

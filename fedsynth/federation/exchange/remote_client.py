@@ -16,11 +16,9 @@ from fedsynth.core.messages import Message
 from fedsynth.errors import MessageError
 from fedsynth.federation.exchange.client_group import step_alone
 from fedsynth.federation.exchange.client_runtime import ClientRuntime
-from fedsynth.federation.exchange.protocol import Refusal, Terms
-from fedsynth.federation.exchange.secure_client import SumDesk
-from fedsynth.federation.exchange.secure_step import KEYS, SHARES, UNMASK
+from fedsynth.federation.exchange.protocol import Models, Refusal, Terms, agreement, declared
+from fedsynth.federation.exchange.secure_exchange import KEYS, SHARES, UNMASK, SumDesk
 from fedsynth.federation.exchange.sum_form import SUM, parted
-from fedsynth.federation.exchange.wire import Models, agreement, declared
 from fedsynth.federation.secure_sums.client import Identities
 from fedsynth.privacy.errors import RequestRefusedError
 from fedsynth.privacy.plans import PHASES

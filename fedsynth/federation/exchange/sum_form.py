@@ -21,10 +21,9 @@ from fedsynth.core.messages import LENGTH_BYTES, Message, public
 from fedsynth.core.method import Method
 from fedsynth.core.uploads import Array
 from fedsynth.errors import MessageError
-from fedsynth.federation.exchange.wire import declared
+from fedsynth.federation.exchange.protocol import declared
 from fedsynth.federation.secure_sums.client import SumTerms
-from fedsynth.federation.secure_sums.errors import SecureSumError
-from fedsynth.federation.secure_sums.fixed_point import FixedPoint, Words
+from fedsynth.federation.secure_sums.primitives import FixedPoint, SecureSumError, Words
 from fedsynth.federation.terms.checks import fewest
 from fedsynth.privacy.grid import finest
 

@@ -7,7 +7,7 @@
                     that a server sends there
     launch.py       Flower's SuperLink, whose control stays on its own machine, and SuperNode
     processes.py    these as processes, with what they must not do switched off
-    app_folder.py   the app folder that `fedsynth deploy init` writes
+    serving.py      `fedsynth server`, and the app folder that `fedsynth deploy init` writes
 
 Flower's API moves, so that the extra pins it to one minor version; nothing outside this package
 imports it.

@@ -34,6 +34,11 @@ except ImportError:
 DAYS = 365
 MAX_DAYS = 36_525
 """A century; X.509 has no dates after the year 9999."""
+UNUSED = (
+    "digital_signature content_commitment key_encipherment data_encipherment key_agreement "
+    "encipher_only decipher_only"
+)
+"""What a CA's key is not for."""
 Extension = tuple[x509.ExtensionType, bool]
 """An extension of a certificate, and whether it is critical."""
 
@@ -80,18 +85,7 @@ def _certificates(
     """Returns the certificates of a new CA and of the server."""
     authority = ec.generate_private_key(ec.SECP256R1())
     signs = dict.fromkeys(("key_cert_sign", "crl_sign"), True)
-    unused = dict.fromkeys(
-        (
-            "digital_signature",
-            "content_commitment",
-            "key_encipherment",
-            "data_encipherment",
-            "key_agreement",
-            "encipher_only",
-            "decipher_only",
-        ),
-        False,
-    )
+    unused = dict.fromkeys(UNUSED.split(), False)
     of_authority: list[Extension] = [
         (x509.BasicConstraints(ca=True, path_length=0), True),
         (x509.KeyUsage(**signs, **unused), True),

@@ -15,7 +15,7 @@ from typing import Any
 
 from fedsynth.core.frames import Frame
 from fedsynth.errors import CheckpointError, MessageError
-from fedsynth.federation.exchange.secure_step import QUESTIONS
+from fedsynth.federation.exchange.secure_exchange import QUESTIONS
 from fedsynth.federation.outputs.checkpoint import write_whole
 from fedsynth.privacy.files import MAX_TENSORS_BYTES, read_regular
 from fedsynth.privacy.plans import PHASES

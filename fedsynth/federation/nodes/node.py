@@ -22,17 +22,15 @@ from fedsynth.core.frames import Frame, parse_nonnegative_int
 from fedsynth.data.images import ImageData
 from fedsynth.errors import FedsynthError, MessageError, SettingError
 from fedsynth.federation.exchange.position_leak_check import check_private_steps
-from fedsynth.federation.exchange.protocol import REQUEST
-from fedsynth.federation.exchange.wire import agreement
-from fedsynth.federation.nodes.bundles import pack, unpack
+from fedsynth.federation.exchange.protocol import REQUEST, agreement
+from fedsynth.federation.nodes.messages import pack, unpack
 from fedsynth.federation.nodes.own_data import Source
-from fedsynth.federation.nodes.owner_report import write_owner_report
+from fedsynth.federation.nodes.owner_report import request_words, write_owner_report
 from fedsynth.federation.nodes.policy import ANY, Owner
 from fedsynth.federation.nodes.proposal import Proposal
-from fedsynth.federation.nodes.request_words import request_words
 from fedsynth.federation.nodes.session import Session, answered, kept_proposal
 from fedsynth.federation.secure_sums.client import Identities
-from fedsynth.federation.secure_sums.errors import require_cryptography
+from fedsynth.federation.secure_sums.primitives import require_cryptography
 from fedsynth.federation.terms.checks import check_own_noise
 from fedsynth.federation.terms.context import public_context, resolve_device
 from fedsynth.federation.terms.privacy_plan import PrivacyPlan

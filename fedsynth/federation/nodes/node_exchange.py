@@ -21,23 +21,29 @@ from fedsynth.core.uploads import most_bytes
 from fedsynth.errors import FedsynthError, MessageError
 from fedsynth.federation.exchange.protocol import (
     BUDGET,
+    MAX_FACTS_BYTES,
     REQUEST,
     Evaluated,
     Joined,
+    Models,
     Refusal,
     Replies,
     Terms,
+    agreement,
+    declared,
 )
 from fedsynth.federation.exchange.rounds import needed_uploads
-from fedsynth.federation.exchange.secure_step import SecureStep
-from fedsynth.federation.exchange.wire import MAX_FACTS_BYTES, Models, agreement, declared
-from fedsynth.federation.nodes.admission import Admission
-from fedsynth.federation.nodes.bundles import pack
+from fedsynth.federation.exchange.secure_exchange import SecureStep
 from fedsynth.federation.nodes.carrier import Carrier, Timeouts
-from fedsynth.federation.nodes.client_records import ClientRecords
+from fedsynth.federation.nodes.client_records import Admission, ClientRecords
+from fedsynth.federation.nodes.messages import (
+    MAX_FRAMES,
+    Request,
+    majority_schema,
+    pack,
+    parse_evaluation,
+)
 from fedsynth.federation.nodes.proposal import Proposal
-from fedsynth.federation.nodes.replies import majority_schema, parse_evaluation
-from fedsynth.federation.nodes.request import MAX_FRAMES, Request
 from fedsynth.privacy.history import History
 
 REFUSAL_SECONDS = 10.0
@@ -185,16 +191,13 @@ class NodeExchange:
         phase: str,
         message: Message,
         context: RoundContext,
-        asked: Sequence[int] | None = None,
+        asked: Sequence[int],
     ) -> Replies:
         """See `Exchange.step`. Where nobody answers and some decline, the run ends in order. Where
         all that answer refuse the request as unsound, it is the server's mistake."""
-        clients = context.active if asked is None else asked
         self._declined, self._unsound = {}, {}
-        if self._method.sums_alone:
-            replies = self._sum(phase, message, context, clients)
-        else:
-            replies = self._uploads(phase, message, context, clients)
+        answers = self._sum if self._method.sums_alone else self._uploads
+        replies = answers(phase, message, context, asked)
         if not (replies.messages or replies.rejected or replies.total is not None):
             refusals = self._declined or self._unsound
             if refusals:
@@ -238,12 +241,9 @@ class NodeExchange:
         rejected = {k: why for k, why in exchange.rejected.items() if k not in {*lost, *there}}
         return Replies(lost=lost, rejected=rejected, total=total)
 
-    def facts(
-        self, context: RoundContext, asked: Sequence[int] | None = None
-    ) -> list[Mapping[str, Any]]:
+    def facts(self, context: RoundContext, asked: Sequence[int]) -> list[Mapping[str, Any]]:
         """As they came with the step."""
-        clients = context.active if asked is None else asked
-        stated = [self.clients[k].facts.get("facts") for k in clients if k in self.clients]
+        stated = [self.clients[k].facts.get("facts") for k in asked if k in self.clients]
         return majority_schema(stated)
 
     def histories(self) -> list[History]:

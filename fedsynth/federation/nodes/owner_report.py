@@ -1,5 +1,5 @@
-"""A data owner's own privacy report of a run: over its own ledger, without anybody else's, with
-what `fedsynth privacy verify` needs to make it again."""
+"""What a data owner reads: before its client joins a run, what is released and what that costs; after
+it, a privacy report over its own ledger, with what `fedsynth privacy verify` needs."""
 
 from __future__ import annotations
 
@@ -7,21 +7,77 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from fedsynth.config_file import to_toml
+from fedsynth.core.messages import privacy_of_fields
+from fedsynth.errors import FedsynthError
+from fedsynth.federation.nodes.proposal import Proposal
 from fedsynth.federation.outputs import privacy_words
 from fedsynth.federation.outputs.checkpoint import write_whole
+from fedsynth.federation.outputs.privacy_words import headline, how_many
 from fedsynth.federation.outputs.report_facts import owner_facts
 from fedsynth.federation.outputs.run_folder import PRIVATE_START
 from fedsynth.federation.outputs.verification import OWNER
+from fedsynth.federation.terms.context import public_context
+from fedsynth.federation.terms.privacy_plan import PrivacyPlan
 from fedsynth.federation.terms.run_data import NO_TEST
+from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.formatting import format_epsilon
 from fedsynth.privacy.history import History
-from fedsynth.privacy.ledger import read_ledger
+from fedsynth.privacy.ledger import Ledger, read_ledger
 from fedsynth.privacy.report import build_report, write_report
 from fedsynth.privacy.report_figures import Began
 
 if TYPE_CHECKING:
     from fedsynth.federation.nodes.session import Session
+
+
+def request_words(proposal: Proposal, number: int, ledger: Ledger | None) -> list[str]:
+    """Lines for the owner.
+
+    Args:
+        proposal: the server's.
+        number: the client's.
+        ledger: as it stands; None: there is none yet.
+    """
+    run = proposal.settings
+    method = run.method
+    lines = [
+        f"run {proposal.run} asks client {number} of {run.partition.clients}: {method.name}, "
+        f"{how_many(run.rounds, 'round')}, data set {proposal.spec.name}, model {run.model.name}",
+        f"  agreement {proposal.agreement}, by which its owner may approve exactly these settings",
+    ]
+    uploads = (
+        [method.upload] if method.first_upload is None else [method.first_upload, method.upload]
+    )
+    for upload in uploads:
+        declared = privacy_of_fields(upload)
+        named = ", ".join(
+            name if run.privacy is None else f"{name} ({kind})"
+            for name, (kind, _) in declared.items()
+        )
+        how = ", masked, for sums of which the server sees no part" if method.sums_alone else ""
+        lines.append(f"  it sends in each round{how}: {named}")
+    return lines + _cost(proposal, ledger)
+
+
+def _cost(proposal: Proposal, ledger: Ledger | None) -> list[str]:
+    """What it costs by the client's own ledger; the server tells σ when all have joined."""
+    run = proposal.settings
+    if run.privacy is None:
+        return [
+            "  no differential privacy: what it sends is not protected, and no later run on these "
+            "records can have an ε"
+        ]
+    held = ledger.releases if ledger is not None else ()
+    own = History("this client", held)
+    try:
+        context = public_context(run, proposal.spec, torch.device("cpu"))
+        plan = PrivacyPlan.make(run, context, [own] * run.partition.clients)
+        return [f"  {line}" for line in headline(plan, simulated=False)]
+    except (FedsynthError, PrivacyError) as error:
+        return [f"  it cannot take part: {error}"]
 
 
 def write_owner_report(session: Session, rounds: int, folder: Path) -> str:

@@ -24,7 +24,7 @@ from fedsynth.data.registry import (
     spec_from_json,
 )
 from fedsynth.errors import FedsynthError, MessageError, SettingError
-from fedsynth.federation.exchange.wire import agreement
+from fedsynth.federation.exchange.protocol import agreement
 from fedsynth.federation.terms.checks import check_quorum
 from fedsynth.federation.terms.resolve import resolve
 from fedsynth.federation.terms.settings import RunSettings

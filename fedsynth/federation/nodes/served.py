@@ -37,7 +37,7 @@ from fedsynth.federation.outputs.checkpoint import Checkpoint, CheckpointFolder,
 from fedsynth.federation.outputs.measure import Measure
 from fedsynth.federation.outputs.run_folder import PRIVATE_START, SERVED, RunFolder
 from fedsynth.federation.outputs.run_record import RunRecord
-from fedsynth.federation.secure_sums.errors import require_cryptography
+from fedsynth.federation.secure_sums.primitives import require_cryptography
 from fedsynth.federation.terms.checks import check_method, check_own_noise, check_quorum
 from fedsynth.federation.terms.context import public_context, resolve_device, with_proxy
 from fedsynth.federation.terms.privacy_plan import PrivacyPlan
@@ -153,7 +153,7 @@ class _Run:
             post.timeouts,
             numbers=post.numbers,
             after=after,
-            names=() if start is None else list(start.rows),
+            names=() if start is None else list(start[1]),
             records=self.records,
             note=observer.note,
         )
@@ -324,21 +324,9 @@ def _name(folder: RunFolder, proposal: Proposal, resume: Path | None) -> str:
     return name
 
 
-@dataclass(frozen=True)
-class _Start:
-    """What a private run began with.
-
-    Attributes:
-        sigma: σ.
-        rows: how many rows each client's ledger held, by name, in the clients' order.
-    """
-
-    sigma: float
-    rows: Mapping[str, int]
-
-
-def _start(folder: Path) -> _Start:
-    """Reads what the private run in a folder began with.
+def _start(folder: Path) -> tuple[float, dict[str, int]]:
+    """Reads what the private run in a folder began with: σ, and how many rows each client's ledger
+    held, by name, in the clients' order.
 
     Raises:
         CheckpointError: the file is damaged.
@@ -346,25 +334,29 @@ def _start(folder: Path) -> _Start:
     try:
         start = load_json(folder / PRIVATE_START)
         rows = {str(name): int(one["rows"]) for name, one in start["ledgers"].items()}
-        return _Start(float(start["noise_multiplier"]), rows)
+        return float(start["noise_multiplier"]), rows
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{folder / PRIVATE_START} is damaged: {error!r:.120}") from None
 
 
 def _plan_when_it_began(
-    start: _Start, settings: RunSettings, context: RoundContext, histories: Sequence[History]
+    start: tuple[float, Mapping[str, int]],
+    settings: RunSettings,
+    context: RoundContext,
+    histories: Sequence[History],
 ) -> PrivacyPlan:
     """Returns the plan that the run had: with its σ, and what the ledgers held then.
 
     Raises:
         LedgerError: a ledger has lost rows that it had.
     """
+    sigma, held = start
     before: list[History] = []
     for one in histories:
-        rows = start.rows[one.client]
+        rows = held[one.client]
         if len(one.releases) < rows:
             raise LedgerError(f"{one.client}: its ledger has lost rows that it had")
         before.append(replace(one, releases=one.releases[:rows]))
     plan = PrivacyPlan.checked(settings, context)
-    privacy = replace(plan.privacy, noise_multiplier=start.sigma)
+    privacy = replace(plan.privacy, noise_multiplier=sigma)
     return replace(plan, privacy=privacy, histories=tuple(before))

@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -31,7 +32,7 @@ from fedsynth.errors import CheckpointError, MessageError, OutputError
 from fedsynth.federation.exchange.client_runtime import ClientRuntime, OwnData, Standing
 from fedsynth.federation.exchange.protocol import Terms
 from fedsynth.federation.exchange.remote_client import RemoteClient
-from fedsynth.federation.exchange.secure_step import STEP
+from fedsynth.federation.exchange.secure_exchange import STEP
 from fedsynth.federation.nodes.kept_answers import KeptAnswers
 from fedsynth.federation.nodes.proposal import Proposal
 from fedsynth.federation.outputs.checkpoint import Kept, write_whole
@@ -52,7 +53,6 @@ on from its checkpoint and repeats a round. Each answer is charged; without a ca
 KEPT_ROUNDS = 3
 """Of so many rounds the memory stays: a server that goes on lacks at most the last of them."""
 _MEMORY = re.compile(r"memory-([0-9]+)")
-T = TypeVar("T")
 
 
 class Session:
@@ -111,12 +111,14 @@ class Session:
         capped = privacy is not None and (cap is not None or privacy.epsilon is not None)
         self._most = MOST_ANSWERS if capped else 1
         self._answered = answered(folder)
-        self._sigma = _sigma(folder)
         self._counted: set[tuple[int, str]] = set()
-        self.warnings: list[str] = _from_state(folder, lambda kept: kept["warnings"]) or []
         self._spend()
         history = ledger.history()
-        self.history = replace(history, releases=history.releases[: _held(folder)])
+        with damage_is_named(folder):
+            state = read_state(folder) or {"warnings": [], "sigma": None, "held": None}
+            self.warnings: list[str] = state["warnings"]
+            self._sigma: float | None = state["sigma"]
+            self.history = replace(history, releases=history.releases[: state["held"]])
 
     def _spend(self) -> None:
         """What was answered as often as it may be is answered no more."""
@@ -142,13 +144,16 @@ class Session:
 
     def told(self, facts: Mapping[str, Any]) -> bool:
         """Whether these are the terms that it was told before."""
+        terms = self._terms()
+        return terms is not None and terms == {name: facts.get(name) for name in terms}
+
+    def _terms(self) -> dict[str, Any] | None:
+        """Returns the terms as JSON has them; None: it has not received them yet."""
         terms = self.remote.terms
         if terms is None:
-            return False
+            return None
         sizes = None if terms.sizes is None else list(terms.sizes)
-        return sizes == facts.get("sizes") and terms.noise_multiplier == facts.get(
-            "noise_multiplier"
-        )
+        return {"sizes": sizes, "noise_multiplier": terms.noise_multiplier}
 
     def check_terms(self, facts: Mapping[str, Any]) -> None:
         """Refuses another σ than the run was begun with: it is found once, and a server that goes
@@ -191,7 +196,7 @@ class Session:
         Raises:
             CheckpointError: the folder is damaged.
         """
-        try:
+        with damage_is_named(self.folder):
             state = load_json(self.folder / STATE)
             self.remote.joined = True  # a folder is written when it has
             if state["terms"] is not None:
@@ -209,8 +214,6 @@ class Session:
             self._saved = state["memory"]
             if (self.folder / SUM_FILE).is_file():
                 self.remote.sums.standing = load_json(self.folder / SUM_FILE)
-        except (OSError, ValueError, KeyError, TypeError, MessageError) as error:
-            raise CheckpointError(f"{self.folder} is damaged: {error!r:.120}") from None
 
     def again(self, asked: Frame) -> Frame | None:
         """What was answered to the same question before; the client is then where that left it.
@@ -270,18 +273,15 @@ class Session:
         number = self.round
         terms = self.remote.terms
         try:
-            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             if number and runtime.memory:
-                self._write(f"memory-{number}", runtime.memory)
+                self._write(f"memory-{number}", Kept(runtime.memory).to_bytes())
                 self._saved = number
             if standing.pending is not None:
-                self._write(f"first-{standing.pending[0]}", standing.pending[1])
+                self._write(f"first-{standing.pending[0]}", Kept(standing.pending[1]).to_bytes())
             state: dict[str, Any] = {
                 "proposal": self.proposal.to_json(),
                 "held": len(self.history.releases),
-                "terms": None
-                if terms is None
-                else {"sizes": terms.sizes, "noise_multiplier": terms.noise_multiplier},
+                "terms": self._terms(),
                 "sigma": self._sigma if terms is None else terms.noise_multiplier,
                 "done": sorted(self.remote.done),
                 "answered": [[*asked, times] for asked, times in sorted(self._answered.items())],
@@ -290,7 +290,7 @@ class Session:
                 "memory": self._saved,
                 "warnings": self.warnings,
             }
-            write_whole(self.folder / STATE, json.dumps(state).encode(), secret=True)
+            self._write(STATE, json.dumps(state).encode())
             self._stamp = _stamp(self.folder)
             self._keep_sum()
             self._prune(standing)
@@ -301,8 +301,7 @@ class Session:
         """Where a secure sum stands; of one that is over nothing stays."""
         stated = self.remote.sums.standing
         if stated is not None:
-            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            write_whole(self.folder / SUM_FILE, json.dumps(stated).encode(), secret=True)
+            self._write(SUM_FILE, json.dumps(stated).encode())
         else:
             for left in (SUM_FILE, f"{SUM_FILE}.partial"):
                 (self.folder / left).unlink(missing_ok=True)
@@ -326,8 +325,9 @@ class Session:
         found = (_MEMORY.fullmatch(path.name) for path in self.folder.iterdir())
         return {int(one.group(1)) for one in found if one is not None}
 
-    def _write(self, name: str, memory: Memory) -> None:
-        write_whole(self.folder / name, Kept(memory).to_bytes(), secret=True)
+    def _write(self, name: str, content: bytes) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        write_whole(self.folder / name, content, secret=True)
 
     def _read(self, name: str) -> Memory:
         """What the client kept, on its device."""
@@ -336,71 +336,46 @@ class Session:
         return {key: tensor.to(device) for key, tensor in kept.items()}
 
 
+@contextmanager
+def damage_is_named(folder: Path) -> Iterator[None]:
+    """Raises CheckpointError in place of what reading a damaged folder raises."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, TypeError, MessageError) as error:
+        raise CheckpointError(f"{folder} is damaged: {error!r:.120}") from None
+
+
+def read_state(folder: Path) -> Any:
+    """Returns the state in the folder of a run; None: none was written yet."""
+    return load_json(folder / STATE) if (folder / STATE).is_file() else None
+
+
 def answered(folder: Path) -> dict[tuple[int, str], int]:
-    """How often each exchange of the run of this folder was answered, over all joins.
+    """Returns how often each exchange of a folder's run was answered, over all joins.
 
     Raises:
-        CheckpointError: the folder is damaged: it is not taken for one in which nothing was.
+        CheckpointError: the folder is damaged: it does not count as one without answers.
     """
-
-    def taken(state: Mapping[str, Any]) -> dict[tuple[int, str], int]:
-        rows = state["answered"]
-        return {(int(number), str(phase)): int(times) for number, phase, times in rows}
-
-    return _from_state(folder, taken) or {}
+    with damage_is_named(folder):
+        state = read_state(folder) or {"answered": []}
+        return {(int(number), str(phase)): int(n) for number, phase, n in state["answered"]}
 
 
-def _held(folder: Path) -> int | None:
-    """How many rows the ledger held when the client joined the run of this folder first; None: it
-    has not joined yet.
+def kept_proposal(folder: Path) -> Proposal | None:
+    """Returns what the owner has agreed to in a folder's run; None: nothing yet.
 
     Raises:
         CheckpointError: the folder is damaged.
     """
-    return _from_state(folder, lambda state: int(state["held"]))
-
-
-def _sigma(folder: Path) -> float | None:
-    """σ, as the server of the run of this folder has told it; None: it has not yet.
-
-    Raises:
-        CheckpointError: the folder is damaged.
-    """
-
-    def taken(state: Mapping[str, Any]) -> float | None:
-        told = state["sigma"]
-        return None if told is None else float(told)
-
-    return _from_state(folder, taken)
+    with damage_is_named(folder):
+        state = read_state(folder)
+        return None if state is None else Proposal.from_json(state["proposal"])
 
 
 def _stamp(folder: Path) -> tuple[int, int, int] | None:
-    """Another one whenever the state was written; None: it was not yet."""
+    """Returns another value whenever the state was written; None: it was not yet."""
     try:
         found = (folder / STATE).stat()
     except FileNotFoundError:
         return None
     return found.st_ino, found.st_mtime_ns, found.st_ctime_ns
-
-
-def kept_proposal(folder: Path) -> Proposal | None:
-    """What the owner has agreed to in the run of this folder; None: nothing yet.
-
-    Raises:
-        CheckpointError: the folder is damaged.
-    """
-    return _from_state(folder, lambda state: Proposal.from_json(state["proposal"]))
-
-
-def _from_state(folder: Path, take: Callable[[Mapping[str, Any]], T]) -> T | None:
-    """What `take` makes of the state that is kept in this folder; None: none was written yet.
-
-    Raises:
-        CheckpointError: it cannot be read, or is none.
-    """
-    if not (folder / STATE).is_file():
-        return None
-    try:
-        return take(load_json(folder / STATE))
-    except (OSError, ValueError, KeyError, TypeError, MessageError) as error:
-        raise CheckpointError(f"{folder} is damaged: {error!r:.120}") from None

@@ -6,10 +6,9 @@ that they cancel in the sum, and one of its own. Where a client is lost after ma
 the others give the server shares of its key, from which its masks follow; of those that are there
 they give shares of their own masks; never both of one client.
 
-    fixed_point.py   real vectors as whole numbers modulo 2^64, whose sums are exact
-    sharing.py       Shamir's secret sharing, over a prime field
-    pairs.py         what two clients have in common: X25519, HKDF, ChaCha20 and ChaCha20-Poly1305,
-                     all of them `cryptography`'s
+    primitives.py    fixed-point numbers modulo 2^64, whose sums are exact; Shamir's secret sharing;
+                     what two clients have in common: X25519, HKDF, ChaCha20 and
+                     ChaCha20-Poly1305, all of them `cryptography`'s
     parcels.py       what clients and server send each other, as bytes
     client.py, server.py    the two parties, four exchanges a sum
 

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedsynth.federation.secure_sums import pairs
-from fedsynth.federation.secure_sums.errors import SecureSumError, require_cryptography
-from fedsynth.federation.secure_sums.fixed_point import Words
+from fedsynth.errors import SettingError
+from fedsynth.federation.secure_sums import primitives
 from fedsynth.federation.secure_sums.parcels import Keys, Masked, Present, Roster, Sealed, Shares
-from fedsynth.federation.secure_sums.sharing import SHARE_BYTES, split
+from fedsynth.federation.secure_sums.primitives import (
+    SHARE_BYTES,
+    SecureSumError,
+    Words,
+    require_cryptography,
+    split,
+)
+from fedsynth.privacy.signing import read_private_key, read_public_key
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import (
@@ -102,8 +110,8 @@ class SumClient:
         self.number = number
         self.terms = terms
         self._identities = identities
-        self._mask_key = pairs.new_key()
-        self._channel_key = pairs.new_key()
+        self._mask_key = primitives.new_key()
+        self._channel_key = primitives.new_key()
         self._seed = secrets.token_bytes(32)
         self._roster: Mapping[int, Keys] = {}
         self._shares: dict[int, bytes] = {}
@@ -120,8 +128,8 @@ class SumClient:
         self._next(0)
         found = Keys(
             self.number,
-            pairs.public(self._mask_key),
-            pairs.public(self._channel_key),
+            primitives.public(self._mask_key),
+            primitives.public(self._channel_key),
             hashlib.sha256(self._seed).digest(),
         )
         if self._identities is None:
@@ -148,7 +156,7 @@ class SumClient:
         for k in holders:
             if k != self.number:
                 key, about = self._channel(k, self.number, k)
-                sealed[k] = pairs.seal(key, of_key[k] + of_seed[k], about)
+                sealed[k] = primitives.seal(key, of_key[k] + of_seed[k], about)
         return Sealed(sealed)
 
     def _check(self, roster: Roster) -> None:
@@ -156,7 +164,7 @@ class SumClient:
         if len(keys) < self.terms.least or max(keys) >= self.terms.clients:
             raise SecureSumError(f"{len(keys)} clients are no sum of {self.terms.least}")
         own = keys.get(self.number)
-        if own is None or own.mask != pairs.public(self._mask_key):
+        if own is None or own.mask != primitives.public(self._mask_key):
             raise SecureSumError("the server has other keys of this client")
         public = [one for keys_of in keys.values() for one in (keys_of.mask, keys_of.channel)]
         if len(set(public)) < len(public) or any(k != one.client for k, one in keys.items()):
@@ -174,7 +182,9 @@ class SumClient:
     def _channel(self, other: int, sender: int, receiver: int) -> tuple[bytes, bytes]:
         """The key of one message between two clients, and what it is bound to."""
         about = b"%s from %d to %d" % (self.terms.name, sender, receiver)
-        key = pairs.common(self._channel_key, self._roster[other].channel, pairs.CHANNEL, about)
+        key = primitives.common(
+            self._channel_key, self._roster[other].channel, primitives.CHANNEL, about
+        )
         return key, about
 
     def mask(self, vector: Words, received: Sealed) -> Masked:
@@ -201,7 +211,7 @@ class SumClient:
             )
         for k in senders:
             key, about = self._channel(k, k, self.number)
-            self._shares[k] = pairs.unseal(key, received.of[k], about)
+            self._shares[k] = primitives.unseal(key, received.of[k], about)
             if len(self._shares[k]) != 2 * SHARE_BYTES:
                 raise SecureSumError(f"client {k} has sent other things than shares")
 
@@ -217,17 +227,17 @@ class SumClient:
         self._next(3)
         if vector.shape != (self.terms.length,):
             raise SecureSumError(f"a vector has {self.terms.length} numbers, not {vector.shape}")
-        words = vector + pairs.mask(
-            pairs.derived(self._seed, pairs.OWN, self.terms.name), self.terms.length
+        words = vector + primitives.mask(
+            primitives.derived(self._seed, primitives.OWN, self.terms.name), self.terms.length
         )
         for k in sorted(set(self._shares) - {self.number}):
-            common = pairs.common(
+            common = primitives.common(
                 self._mask_key,
                 self._roster[k].mask,
-                pairs.MASK,
-                pairs.about_pair(self.terms.name, self.number, k),
+                primitives.MASK,
+                primitives.about_pair(self.terms.name, self.number, k),
             )
-            stream = pairs.mask(common, self.terms.length)
+            stream = primitives.mask(common, self.terms.length)
             words = words + stream if self.number < k else words - stream
         return Masked(words)
 
@@ -282,9 +292,30 @@ class SumClient:
             raise SecureSumError(f"client {number} takes part in another sum")
         found = cls(number, terms, identities)
         found._step = int(stated["step"])
-        found._mask_key = pairs.key_of(bytes.fromhex(stated["mask_key"]))
-        found._channel_key = pairs.key_of(bytes.fromhex(stated["channel_key"]))
+        found._mask_key = primitives.key_of(bytes.fromhex(stated["mask_key"]))
+        found._channel_key = primitives.key_of(bytes.fromhex(stated["channel_key"]))
         found._seed = bytes.fromhex(stated["seed"])
         found._roster = Roster.from_bytes(bytes.fromhex(stated["roster"])).keys
         found._shares = {int(k): bytes.fromhex(one) for k, one in stated["shares"].items()}
         return found
+
+
+_NAME = re.compile(r"client-([0-9]{3,9})\.pem")
+
+
+def read_identities(own: Path, others: Path) -> Identities:
+    """A client's own key, and everybody's public ones.
+
+    Args:
+        own: an Ed25519 private key, PEM.
+        others: a folder of client-NNN.pem, Ed25519 public keys; the client's own may be among them.
+
+    Raises:
+        SettingError: the folder has no such file.
+        SigningError: a file is no such key, or `cryptography` is not installed.
+    """
+    found = [match for path in sorted(others.glob("*")) if (match := _NAME.fullmatch(path.name))]
+    if not found:
+        raise SettingError(None, str(others), "has no client-NNN.pem, the other clients' keys")
+    public = {int(match[1]): read_public_key(others / match[0]) for match in found}
+    return Identities(read_private_key(own), public)

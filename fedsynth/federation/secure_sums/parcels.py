@@ -11,8 +11,7 @@ import numpy as np
 
 from fedsynth.core.frames import Frame
 from fedsynth.errors import MessageError
-from fedsynth.federation.secure_sums.errors import SecureSumError
-from fedsynth.federation.secure_sums.fixed_point import Words
+from fedsynth.federation.secure_sums.primitives import SecureSumError, Words
 
 
 class Parcel:
@@ -98,11 +97,11 @@ class Roster(Parcel):
     keys: Mapping[int, Keys]
 
     def _parts(self) -> tuple[Mapping[str, Any], bytes]:
-        return {str(k): one.to_bytes().hex() for k, one in self.keys.items()}, b""
+        return _hex({k: one.to_bytes() for k, one in self.keys.items()}), b""
 
     @classmethod
     def _of(cls, facts: Mapping[str, Any], payload: bytes) -> Self:
-        return cls({_numbered(k): Keys.from_bytes(bytes.fromhex(v)) for k, v in facts.items()})
+        return cls({k: Keys.from_bytes(one) for k, one in _bytes(facts).items()})
 
 
 @dataclass(frozen=True)
@@ -117,11 +116,11 @@ class Sealed(Parcel):
     of: Mapping[int, bytes]
 
     def _parts(self) -> tuple[Mapping[str, Any], bytes]:
-        return {str(k): one.hex() for k, one in self.of.items()}, b""
+        return _hex(self.of), b""
 
     @classmethod
     def _of(cls, facts: Mapping[str, Any], payload: bytes) -> Self:
-        return cls({_numbered(k): bytes.fromhex(v) for k, v in facts.items()})
+        return cls(_bytes(facts))
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,24 +175,27 @@ class Shares(Parcel):
     keys: Mapping[int, bytes]
 
     def _parts(self) -> tuple[Mapping[str, Any], bytes]:
-        parts = {"own": self.own, "keys": self.keys}
-        return {
-            name: {str(k): one.hex() for k, one in of.items()} for name, of in parts.items()
-        }, b""
+        return {"own": _hex(self.own), "keys": _hex(self.keys)}, b""
 
     @classmethod
     def _of(cls, facts: Mapping[str, Any], payload: bytes) -> Self:
-        read = [
-            {_numbered(k): bytes.fromhex(v) for k, v in facts[name].items()}
-            for name in ("own", "keys")
-        ]
-        return cls(*read)
+        return cls(_bytes(facts["own"]), _bytes(facts["keys"]))
 
 
 def _number(value: Any) -> int:
     if type(value) is not int or value < 0:
         raise ValueError(f"a client's number, got {value!r:.40}")
     return value
+
+
+def _hex(of: Mapping[int, bytes]) -> dict[str, str]:
+    """Returns bytes by client as JSON has them."""
+    return {str(client): content.hex() for client, content in of.items()}
+
+
+def _bytes(facts: Mapping[str, Any]) -> dict[int, bytes]:
+    """Returns the inverse of `_hex`."""
+    return {_numbered(client): bytes.fromhex(content) for client, content in facts.items()}
 
 
 def _numbered(text: str) -> int:

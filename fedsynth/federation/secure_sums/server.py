@@ -6,12 +6,15 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 
-from fedsynth.federation.secure_sums import pairs
+from fedsynth.federation.secure_sums import primitives
 from fedsynth.federation.secure_sums.client import SumTerms
-from fedsynth.federation.secure_sums.errors import SecureSumError, require_cryptography
-from fedsynth.federation.secure_sums.fixed_point import Words
 from fedsynth.federation.secure_sums.parcels import Keys, Masked, Present, Roster, Sealed, Shares
-from fedsynth.federation.secure_sums.sharing import combine
+from fedsynth.federation.secure_sums.primitives import (
+    SecureSumError,
+    Words,
+    combine,
+    require_cryptography,
+)
 
 
 class SumServer:
@@ -93,16 +96,19 @@ class SumServer:
             seed = self._combined({j: one.own[k] for j, one in answers.items() if k in one.own})
             if hashlib.sha256(seed).digest() != self._keys[k].commitment:
                 raise SecureSumError(f"the shares of client {k}'s own mask are not what it shared")
-            total = total - pairs.mask(pairs.derived(seed, pairs.OWN, name), self.terms.length)
+            total = total - primitives.mask(
+                primitives.derived(seed, primitives.OWN, name), self.terms.length
+            )
         for k in set(self._sealed) - set(self.masked):
             secret = self._combined({j: one.keys[k] for j, one in answers.items() if k in one.keys})
-            key = pairs.key_of(secret)
-            if pairs.public(key) != self._keys[k].mask:
+            key = primitives.key_of(secret)
+            if primitives.public(key) != self._keys[k].mask:
                 raise SecureSumError(f"the shares of client {k}'s mask key are not what it shared")
             for j in self.masked:
-                about = pairs.about_pair(name, j, k)
-                stream = pairs.mask(
-                    pairs.common(key, self._keys[j].mask, pairs.MASK, about), self.terms.length
+                about = primitives.about_pair(name, j, k)
+                stream = primitives.mask(
+                    primitives.common(key, self._keys[j].mask, primitives.MASK, about),
+                    self.terms.length,
                 )
                 total = total - stream if j < k else total + stream
         return total

@@ -4,7 +4,7 @@ each client's own, or that of several together.
 With `aggregation="own"` every client adds all of the noise that is charged, and anybody may see its
 upload. With "secure" each adds 1/√H of its deviation, H a public minimum of honest clients that
 survive a round: the guarantee then holds for those who see the sum alone. Over data owners' nodes
-the sum is made so that nobody sees more (`fedsynth.federation.exchange.secure_step`); a simulation
+the sum is made so that nobody sees more (`fedsynth.federation.exchange.secure_exchange`); a simulation
 assumes it. What is charged is the noise of H clients, however many answered. One of those who
 answer may be who looks, and knows its own noise: of a sum of H clients or fewer nothing is made.
 """

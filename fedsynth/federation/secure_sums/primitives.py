@@ -1,0 +1,269 @@
+"""The parts of a secure sum: fixed-point numbers, Shamir's secret sharing, and what two clients have in
+common that the server has not: masks, and an encrypted channel through it.
+
+Vectors are whole numbers modulo 2^64, over which masks are uniform and sums exact. Secrets are
+shared over the field of 2^521 - 1 ("How to share a secret", 1979): fewer shares than the threshold
+contain no information on the secret. Other primitives are `cryptography`'s: X25519 for the
+agreement, HKDF-SHA256 for keys with one purpose each, ChaCha20's key stream for masks,
+ChaCha20-Poly1305 for what goes through the server. Every key is made for one sum: the zero nonces
+are each used with one key, once."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from fedsynth.errors import FedsynthError, SettingError
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+
+
+class SecureSumError(FedsynthError):
+    """A party's message is not what the protocol asks for, or too few parties are left."""
+
+
+class MissingLibraryError(FedsynthError):
+    """The `secure` extra is not installed."""
+
+
+def require_cryptography() -> None:
+    """Says which extra is missing, if `cryptography` is not installed.
+
+    Raises:
+        MissingLibraryError: it is not.
+    """
+    try:
+        import cryptography  # noqa: F401
+    except ImportError:
+        raise MissingLibraryError(
+            "secure sums need the cryptography package: pip install 'fedsynth[secure]'"
+        ) from None
+
+
+Words = npt.NDArray[np.uint64]
+Reals = npt.NDArray[np.float64]
+BITS = 64
+
+
+@dataclass(frozen=True)
+class FixedPoint:
+    """A fixed-point form of real numbers in [-bound, bound].
+
+    Args:
+        bound: of each coordinate's absolute value, public. Larger ones are an error, and never cut
+            off: a sum of cut-off noise is no noise of any known distribution.
+        clients: the most vectors of a sum: it must not overflow.
+        fraction: bits behind the point; negative if the steps are larger than 1. A coordinate of
+            the sum is off by at most clients / 2^(fraction + 1).
+        wraps: words of larger ones are taken modulo 2^64, too. So it must be where they are
+            private: an error would tell of one client's vector what its sum alone may tell.
+
+    >>> form = FixedPoint(bound=4.0, clients=3)
+    >>> words = form.encode(np.array([1.5, -0.25])) + form.encode(np.array([1.0, -3.0]))
+    >>> form.decode(words).tolist()
+    [2.5, -3.25]
+    """
+
+    bound: float
+    clients: int
+    fraction: int = 24
+    wraps: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 < self.bound < math.inf or self.clients < 1 or abs(self.fraction) > 1000:
+            raise SettingError(
+                None, "bound, clients, fraction", "must be above 0, and within ±1000 bits"
+            )
+        if self.clients * (self.bound * 2.0**self.fraction + 1) >= 2.0 ** (BITS - 1):
+            raise SettingError(
+                None,
+                "bound",
+                f"of {self.bound:g} with {self.clients} clients and {self.fraction} bits overflows "
+                f"{BITS} bits: fewer bits behind the point",
+            )
+
+    def encode(self, vector: npt.ArrayLike) -> Words:
+        """A vector as uint64 [n].
+
+        Raises:
+            SecureSumError: a coordinate is not finite, or beyond the bound.
+        """
+        values = np.asarray(vector, np.float64)
+        if values.ndim != 1:
+            raise SecureSumError(f"a vector has one dimension, got {values.ndim}")
+        inside = np.isfinite(values) if self.wraps else np.abs(values) <= self.bound
+        if not bool(inside.all()):
+            raise SecureSumError(f"a coordinate is not finite, or beyond ±{self.bound:g}")
+        steps = np.rint(values * 2.0**self.fraction)
+        if self.wraps:  # exact: the remainder of whole numbers in float64 is one
+            steps = np.fmod(steps, 2.0**BITS)
+            steps -= np.where(steps >= 2.0 ** (BITS - 1), 2.0**BITS, 0.0)
+            steps += np.where(steps < -(2.0 ** (BITS - 1)), 2.0**BITS, 0.0)
+        return steps.astype(np.int64).view(np.uint64)
+
+    def decode(self, words: Words) -> Reals:
+        """The sum of at most `clients` encoded vectors, float64 [n]."""
+        return words.view(np.int64).astype(np.float64) / 2.0**self.fraction
+
+
+PRIME = 2**521 - 1  # a Mersenne prime, above every 32-byte secret
+SECRET_BYTES = 32
+SHARE_BYTES = 66
+
+
+def split(secret: bytes, holders: list[int], threshold: int) -> dict[int, bytes]:
+    """A share for each holder, of which `threshold` give the secret.
+
+    Args:
+        secret: 32 bytes.
+        holders: numbers from 0, each once; the share is the polynomial's value at number + 1.
+        threshold: at least 1, at most as many as holders.
+
+    Raises:
+        SecureSumError: anything else.
+    """
+    if len(secret) != SECRET_BYTES or not 1 <= threshold <= len(set(holders)) == len(holders):
+        raise SecureSumError("a secret of 32 bytes is shared by its threshold or more holders")
+    if min(holders) < 0:
+        raise SecureSumError("a holder's number is at least 0")
+    coefficients = [int.from_bytes(secret, "big")]
+    coefficients += [secrets.randbelow(PRIME) for _ in range(threshold - 1)]
+    return {k: _value(coefficients, k + 1).to_bytes(SHARE_BYTES, "big") for k in holders}
+
+
+def combine(shares: Mapping[int, bytes], threshold: int) -> bytes:
+    """The secret, of at least `threshold` holders' shares.
+
+    Raises:
+        SecureSumError: too few shares, or such as give no secret of 32 bytes.
+    """
+    if len(shares) < threshold:
+        raise SecureSumError(f"{len(shares)} shares are fewer than the threshold {threshold}")
+    points = [(k + 1, int.from_bytes(share, "big")) for k, share in sorted(shares.items())]
+    points = points[:threshold]
+    found = 0
+    for x, y in points:
+        above = 1
+        below = 1
+        for other, _ in points:
+            if other != x:
+                above = above * other % PRIME
+                below = below * (other - x) % PRIME
+        found = (found + y * above * pow(below, -1, PRIME)) % PRIME
+    if found >= 2 ** (8 * SECRET_BYTES):
+        raise SecureSumError("the shares give no secret: one of them is not what was shared")
+    return found.to_bytes(SECRET_BYTES, "big")
+
+
+def _value(coefficients: list[int], x: int) -> int:
+    """The polynomial's value (Horner)."""
+    value = 0
+    for coefficient in reversed(coefficients):
+        value = (value * x + coefficient) % PRIME
+    return value
+
+
+KEY_BYTES = 32
+_ZERO = bytes(16)
+MASK, CHANNEL, OWN = b"mask", b"channel", b"own mask"
+
+
+def new_key() -> X25519PrivateKey:
+    """A key for one sum."""
+    from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+
+    return X25519PrivateKey.generate()
+
+
+def key_of(secret: bytes) -> X25519PrivateKey:
+    """The key with these 32 bytes."""
+    from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+
+    return X25519PrivateKey.from_private_bytes(secret)
+
+
+def public(key: X25519PrivateKey) -> bytes:
+    """Its public key, 32 bytes."""
+    return key.public_key().public_bytes_raw()
+
+
+def common(key: X25519PrivateKey, other: bytes, purpose: bytes, about: bytes) -> bytes:
+    """The 32 bytes that the two of a pair, and nobody else, have for a purpose.
+
+    Args:
+        key: one's own.
+        other: the other's public key.
+        purpose: `MASK` or `CHANNEL`.
+        about: what binds it to one sum and one pair, the same on both sides.
+
+    Raises:
+        SecureSumError: the other's key is none.
+    """
+    from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PublicKey
+
+    try:
+        secret = key.exchange(X25519PublicKey.from_public_bytes(other))
+    except ValueError:
+        raise SecureSumError("a client's public key is none") from None
+    return derived(secret, purpose, about)
+
+
+def derived(secret: bytes, purpose: bytes, about: bytes) -> bytes:
+    """A key for one purpose (HKDF-SHA256)."""
+    from cryptography.hazmat.primitives.hashes import SHA256
+    from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+    info = b"fedsynth secure sum " + purpose + b" " + about
+    return HKDF(SHA256(), KEY_BYTES, None, info).derive(secret)
+
+
+def mask(key: bytes, length: int) -> Words:
+    """ChaCha20's key stream of a key that is used for nothing else, uint64 [length]."""
+    from cryptography.hazmat.primitives.ciphers import Cipher
+    from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
+
+    stream = Cipher(ChaCha20(key, _ZERO), mode=None).encryptor().update(bytes(8 * length))
+    return np.frombuffer(stream, "<u8").astype(np.uint64)
+
+
+def seal(key: bytes, content: bytes, about: bytes) -> bytes:
+    """Content that the pair alone can read, and nobody can change (ChaCha20-Poly1305).
+
+    Args:
+        key: for one message.
+        content: what is sent.
+        about: what it is bound to.
+    """
+    from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
+
+    return ChaCha20Poly1305(key).encrypt(_ZERO[:12], content, about)
+
+
+def unseal(key: bytes, sealed: bytes, about: bytes) -> bytes:
+    """What was sealed.
+
+    Raises:
+        SecureSumError: it was changed on the way, or is for others.
+    """
+    from cryptography.exceptions import InvalidTag
+    from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
+
+    try:
+        return ChaCha20Poly1305(key).decrypt(_ZERO[:12], sealed, about)
+    except InvalidTag:
+        raise SecureSumError("shares were changed on the way, or are for others") from None
+
+
+def about_pair(sum_name: bytes, one: int, other: int) -> bytes:
+    """Binds a key to one sum and one pair; the same on both sides."""
+    low = min(one, other)
+    high = max(one, other)
+    return hashlib.sha256(b"%s %d %d" % (sum_name, low, high)).digest()
