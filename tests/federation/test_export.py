@@ -124,12 +124,12 @@ def test_a_handed_over_folder_has_a_report_of_its_own_files(
 
 def test_one_owner_is_reported_with_the_declared_sites(tmp_path: Path) -> None:
     """`--sites` was refused unless it named one client, and the report told of a federation."""
-    place = make_folder(tmp_path / "clinic")
-    declare(place)
-    declaration = place / "fedsynth.toml"
-    words = declaration.read_text().replace("[sizes]", 'person = "patient"\n\n[sizes]')
-    declaration.write_text(words)
     for number, (sites, shown) in enumerate((("", "north, south"), ("Mitte,Nord", "Mitte, Nord"))):
+        place = make_folder(tmp_path / f"clinic-{number}")
+        declare(place)
+        declaration = place / "fedsynth.toml"
+        words = declaration.read_text().replace("[sizes]", 'person = "patient"\n\n[sizes]')
+        declaration.write_text(words)
         given = {**TINY, "data": {"folder": str(place)}}
         settings = owner_settings({**given, "report": {"sites": sites} if sites else {}})
         share = tmp_path / f"share-{number}"
