@@ -27,15 +27,8 @@ def _text(tables: Any, document: str) -> str:
 
 
 def test_the_documents_say_what_the_rows_say(tables: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    for document in tables.DOCUMENTS:
-        assert tables.differences(document, _text(tables, document)) == []
     monkeypatch.setattr(sys, "argv", ["tables.py", "--check"])
     assert tables.main() == 0
-
-
-def test_every_part_is_listed(tables: Any) -> None:
-    files = {path.stem for path in (BENCHMARKS / "library").glob("*_tables.py")}
-    assert {part.__name__.removeprefix("library.") for part in tables.PARTS} == files
 
 
 def test_every_table_and_sentence_is_in_a_document(tables: Any) -> None:
@@ -71,11 +64,9 @@ def test_a_number_that_no_row_has_is_found_and_put_right(
     tables: Any, old: str, new: str, said: str
 ) -> None:
     text = _text(tables, "docs/results.md")
-    wrong = " ".join(text.split(" ")) if old in text else text
-    assert old in wrong or old in " ".join(text.split())
-    changed = (
-        wrong.replace(old, new, 1) if old in wrong else " ".join(text.split()).replace(old, new)
-    )
+    source = text if old in text else " ".join(text.split())
+    assert old in source
+    changed = source.replace(old, new, 1)
     assert any(said in line for line in tables.differences("docs/results.md", changed))
     if said[0] in "t[":  # numbers alone
         assert tables.written("docs/results.md", text.replace(old, new)) == text

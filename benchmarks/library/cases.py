@@ -57,11 +57,7 @@ def forward_flops(network: ConvNet, shape: tuple[int, int, int]) -> float:
 
 class Case:
     """One shape: data, model and the steps to time; every step is a whole client step of `steps`
-    iterations.
-
-    Args:
-        of_class: a client's images of each class: more than a batch, as in real runs.
-        networks: M of FedDM's `networks_per_round`; 0: a new network in every step.
+    iterations. A client has more images of each class than a batch, as in real runs.
     """
 
     def __init__(
@@ -71,12 +67,9 @@ class Case:
         clients: int,
         steps: int,
         device: torch.device,
-        *,
-        of_class: int = BATCH + 44,
-        networks: int = 0,
     ) -> None:
         rng = np.random.default_rng(0)
-        per_client = spec.classes * of_class
+        per_client = spec.classes * (BATCH + 44)
         n = clients * per_client
         images = rng.integers(0, 256, (n, *spec.image_shape), dtype=np.uint8)
         self.data: ImageData = from_arrays(images, np.arange(n) % spec.classes, spec).to(device)
@@ -88,7 +81,7 @@ class Case:
             device
         )
         self.context = round_context(1, 0, device, spec, model, nominal_size=per_client)
-        self.method = FedDM(ipc=IPC, iterations=steps, batch=BATCH, networks_per_round=networks)
+        self.method = FedDM(ipc=IPC, iterations=steps, batch=BATCH)
 
     def engine(self, precision: torch.dtype, compiled: bool = False) -> None:
         """All clients, as many at once as the memory bound allows."""
