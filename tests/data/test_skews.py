@@ -39,39 +39,6 @@ def test_dominant_gives_the_counts_of_fedfms_code(
     assert ((counts == many).sum(axis=0) == 1).all()  # each class dominates one client, as there
 
 
-@settings(max_examples=60, deadline=None)
-@given(
-    st.integers(2, 8),
-    st.integers(1, 4),
-    st.integers(1, 7),
-    st.integers(20, 200),
-    st.floats(0, 1),
-    st.integers(0, 2**40),
-)
-def test_dominant_of_even_classes(
-    classes: int, times: int, dominant: int, each: int, where: float, seed: int
-) -> None:
-    dominant = min(dominant, classes - 1)
-    share = dominant / classes + (0.05 + 0.85 * where) * (1 - dominant / classes)
-    wish = PartitionSettings(
-        kind="dominant",
-        clients=classes * times,
-        dominant_classes=dominant,
-        dominant_share=share,
-        seed=seed,
-    )
-    counts = counts_of(np.full(classes, each), wish)
-    assert set(counts.sum(axis=1).tolist()) <= {each // times, -(-each // times)}
-    ordered, each_client = -np.sort(-counts, axis=1), each / times
-    of_each_kind = (
-        (ordered[:, :dominant], share * each_client / dominant),
-        (ordered[:, dominant:], (1 - share) * each_client / (classes - dominant)),
-    )
-    for got, exact in of_each_kind:  # rounded down or up
-        assert got.min() >= np.floor(exact + 1e-6)
-        assert got.max() <= np.ceil(exact - 1e-6)
-
-
 def test_dominant_of_uneven_classes_has_its_shares_and_sizes() -> None:
     wish = PartitionSettings(kind="dominant", clients=10, dominant_share=0.5, seed=1)
     counts = counts_of(MNIST, wish)
