@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from fedsynth.federation.spoken import Pace
+from fedsynth.federation.spoken import Pace, Spoken
+from fedsynth.federation.terms.resolve import resolve
 
 
 class Clock:
@@ -45,3 +46,8 @@ def test_slow_first_steps_are_forgotten_when_others_are_fast() -> None:
     clock.now += 40.0
     pace.step(1, "server", 1, 10)  # a shorter phase
     assert pace.words() == "at least 16 min 40 s"
+
+
+def test_a_private_run_shows_no_times() -> None:
+    assert Spoken(resolve({"privacy": {"noise_multiplier": 3.0}}))._pace is None
+    assert Spoken(resolve({}))._pace is not None

@@ -35,7 +35,9 @@ def test_what_the_preset_decides_is_said(train: Call) -> None:
 def test_another_methods_config_is_not_dropped_in_silence(tmp_path: Path, train: Call) -> None:
     config = tmp_path / "config.toml"
     config.write_text('[run]\nmethod = "fedprox"\n[method]\nstragglers = 0.9\n')
-    said = train(f"fedavg --config {config}").stderr
+    run = train(f"fedavg --config {config}")
+    assert run.code == 0, run.stderr
+    said = run.stderr
     assert "config's method settings are fedprox's and are left out; fedavg has its" in said
     notes: list[str] = []
     fedprox = {"run": {"method": "fedprox"}}
