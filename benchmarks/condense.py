@@ -30,7 +30,6 @@ from typing import Any
 import torch
 
 from fedsynth.cli.process import keep_large_allocations
-from fedsynth.core.context import Compute
 from fedsynth.data.registry import dataset_spec
 from library.cases import BATCH, IPC, Case, forward_flops, peak_flops
 from library.machine import alternating, arguments, machine, saver, seconds
@@ -102,8 +101,8 @@ def measure_growth(options: argparse.Namespace) -> dict[str, Any]:
         dataset_spec("mnist"), classes=classes, class_names=tuple(str(c) for c in range(classes))
     )
     case = Case(spec, 8 if options.quick else 32, clients, 1, device)
-    compute = Compute(device, memory_bytes=memory_bytes(options.memory_gb, device))
-    case.context = replace(case.context, compute=compute)
+    bound = memory_bytes(options.memory_gb, device)
+    case.context = replace(case.context, memory_bytes=bound)
     before = peak_memory(device)
     times = [
         seconds(lambda: case.engine(torch.float32), device)

@@ -128,7 +128,7 @@ class Row:
         device = next(made.model.parameters()).device
         context = public_context(made.settings, train.spec, device)
         proxy = ProxyImages(load_dataset(PROXY[settings.dataset])[0].to(device), train.spec)
-        context = replace(context, federation=replace(context.federation, proxy=proxy))
+        context = replace(context, proxy=proxy)
         uploads = {k: u for k, u in made.uploads.items() if isinstance(u, ModelParameters)}
         return context, uploads, test.to(device)
 

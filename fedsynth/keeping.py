@@ -47,23 +47,3 @@ class KeepsNothing:
 
     def ended(self, name: str, steps: int, tensors: Callable[[], Mapping[str, Tensor]]) -> None:
         """Nothing."""
-
-
-def put_back(keeper: StepKeeper, name: str, now: Mapping[str, Tensor]) -> int:
-    """Puts a loop's tensors where they stood, in place; how many of its steps are done. 0 where
-    nothing was kept, or what was kept has other names or shapes: of other settings, or another
-    version.
-
-    >>> import torch
-    >>> put_back(KeepsNothing(), "train-0", {"weights": torch.zeros(3)})
-    0
-    """
-    kept = keeper.found(name)
-    if kept is None:
-        return 0
-    done, tensors = kept
-    if {key: t.shape for key, t in tensors.items()} != {key: t.shape for key, t in now.items()}:
-        return 0
-    for key, tensor in now.items():
-        tensor.copy_(tensors[key])
-    return done

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fedsynth.core.charging import charge_for
 from fedsynth.core.client import ClientGroup, PrivateClients
-from fedsynth.core.context import RoundContext, round_context
+from fedsynth.core.context import RoundContext
 from fedsynth.core.method import Method
 from fedsynth.data.images import ImageData, from_arrays
 from fedsynth.data.registry import dataset_spec
@@ -54,7 +54,7 @@ def context(
     **federation: Any,
 ) -> RoundContext:
     """Of round `number`, with a ConvNet unless a network is given."""
-    return round_context(
+    return RoundContext(
         number, seed, device, SPEC, network or convnet(), nominal, privacy, **federation
     )
 

@@ -102,7 +102,7 @@ REASONS = {
         federation/run_words.py:missing_classes
     """,
     "what a round draws at its start, on the host": """
-        methods/fedaf.py:FedAF.objective methods/shared/around.py:maps_around
+        methods/fedaf.py:FedAF.objective synthesizer/condensation/networks.py:maps_around
         methods/fedsum.py:FedSum._images
         methods/shared/condensing.py:Condenses._start.<locals>.fresh
         methods/shared/condensing.py:Condenses._sharing

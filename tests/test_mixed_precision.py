@@ -22,7 +22,7 @@ from fedsynth import (
     RunSettings,
     simulate,
 )
-from fedsynth.core.context import Compute, round_context
+from fedsynth.core.context import RoundContext
 from fedsynth.data.registry import dataset_spec
 from fedsynth.mixed_precision import mixed
 from fedsynth.models.registry import build_model
@@ -163,8 +163,8 @@ def test_a_server_trains_on_synthetic_images_in_it(matching: str) -> None:
     images = torch.randn(20, *DIGITS.image_shape, generator=draws)
     sets = {0: SyntheticSet(images, torch.arange(20) % 10)}
     model = network(0)
-    compute = Compute(torch.device("cpu"), torch.bfloat16)
-    context = round_context(1, 0, torch.device("cpu"), DIGITS, model, 20.0, compute=compute)
+    cpu = torch.device("cpu")
+    context = RoundContext(1, 0, cpu, DIGITS, model, 20.0, precision=torch.bfloat16)
     soft = torch.full((10, 10), 0.1)
     known = torch.ones(10, dtype=torch.bool)
     settings = {"server_epochs": 2, "server_batch": 10}

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedsynth.core.charging import charge_for
 from fedsynth.core.client import OpenClients, PrivateClients
-from fedsynth.core.context import Compute, RoundContext, round_context
+from fedsynth.core.context import RoundContext
 from fedsynth.core.state import ServerState
 from fedsynth.data.images import ImageData, from_arrays
 from fedsynth.data.registry import DatasetSpec
@@ -80,12 +80,12 @@ class Case:
         model = build_model(ModelSettings(width=width), spec.image_shape, spec.classes, 0).to(
             device
         )
-        self.context = round_context(1, 0, device, spec, model, nominal_size=per_client)
+        self.context = RoundContext(1, 0, device, spec, model, nominal_size=per_client)
         self.method = FedDM(ipc=IPC, iterations=steps, batch=BATCH)
 
     def engine(self, precision: torch.dtype, compiled: bool = False) -> None:
         """All clients, as many at once as the memory bound allows."""
-        context = replace(self.context, compute=Compute(self.device, precision, compiled=compiled))
+        context = replace(self.context, precision=precision, compiled=compiled)
         ids = range(len(self.parts))
         at_once = max(1, context.memory_bytes // 2 // (self.method.client_bytes(context) or 1))
         for first in ids[::at_once]:
@@ -95,9 +95,7 @@ class Case:
     def private(self, mechanism: str, precision: torch.dtype = torch.float32) -> None:
         """The private step of the same expected batch."""
         privacy = PrivacySettings(noise_multiplier=1.0, mechanism=mechanism)
-        federation = replace(self.context.federation, privacy=privacy)
-        compute = Compute(self.device, precision)
-        context = replace(self.context, federation=federation, compute=compute)
+        context = replace(self.context, privacy=privacy, precision=precision)
         ids = range(len(self.parts))
         guards = [Guard(Ledger(str(k)), 1e-5, None) for k in ids]
         charged = charge_for(self.method, context, ids, guards, [SecretGenerator() for _ in ids])

@@ -10,7 +10,7 @@ from typing import Any
 from safetensors import SafetensorError
 from torch import nn
 
-from fedsynth.core.context import Notes, Reporter, RoundContext, round_context
+from fedsynth.core.context import Notes, Reporter, RoundContext, Silent
 from fedsynth.core.messages import ModelParameters
 from fedsynth.data.files import one_line, read_tensors, save_tensors
 from fedsynth.data.load import load_dataset
@@ -67,7 +67,7 @@ def one_shot_context(
     reporter: Reporter | None = None,
 ) -> RoundContext:
     """The only round of a server that has these models."""
-    return round_context(
+    return RoundContext(
         1,
         seed,
         next(student.parameters()).device,
@@ -76,7 +76,7 @@ def one_shot_context(
         1.0,
         clients=len(models),
         client_architectures=tuple(models),
-        reporter=reporter,
+        reporter=reporter or Silent(),
     )
 
 

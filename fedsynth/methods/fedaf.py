@@ -28,7 +28,6 @@ from torch import Tensor, nn
 from fedsynth.core.client import OpenClients, Segments
 from fedsynth.core.context import RoundContext
 from fedsynth.core.method import Presets
-from fedsynth.methods.shared.condensing import FeatureMaps
 from fedsynth.methods.shared.knowledge import (
     CondensedSet,
     GlobalKnowledge,
@@ -44,7 +43,7 @@ from fedsynth.synthesizer.condensation.knowledge import (
     unit_directions,
 )
 from fedsynth.synthesizer.condensation.matchers import Matcher
-from fedsynth.synthesizer.condensation.resampling import ResampledNetworks
+from fedsynth.synthesizer.condensation.networks import FeatureMaps, ResampledNetworks
 from fedsynth.synthesizer.condensation.sets import averaged_start, train_on_union
 from fedsynth.validation import check_choices, check_ranges
 

@@ -14,7 +14,7 @@ from math import inf
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fedsynth.core.context import RoundContext
 from fedsynth.core.method import Presets
@@ -22,9 +22,8 @@ from fedsynth.errors import SettingError
 from fedsynth.methods.shared.ensemble import DistilsEnsemble, EnsembleState
 from fedsynth.mixed_precision import mixed, widened
 from fedsynth.seeding import torch_generator
-from fedsynth.synthesizer.generation.generator_memory import remembered, restore
 from fedsynth.synthesizer.generation.generators import distillation_loss
-from fedsynth.synthesizer.generation.progress import DISTILLATION
+from fedsynth.training.loop import resumable
 from fedsynth.validation import check_ranges
 
 
@@ -92,20 +91,13 @@ class FedDF(DistilsEnsemble):
         schedule: Any = torch.optim.lr_scheduler.CosineAnnealingLR(adam, max(1, self.server_steps))
         draws = torch_generator(context.seed, "proxy batches", context.round)
         student.train()
-        keeper = context.server_keeper
-
-        def now() -> dict[str, Tensor]:
-            rate = torch.tensor(adam.param_groups[0]["lr"], dtype=torch.float64)
-            own = {"rate": rate, "draws": draws.get_state()}
-            return {**own, **remembered(student, adam, "student.")}
-
-        before, kept = keeper.found(DISTILLATION) or (0, {})
-        if kept:
-            restore(student, adam, kept, "student.")
-            draws.set_state(kept["draws"])
-            adam.param_groups[0]["lr"] = float(kept["rate"])
-            schedule.last_epoch = before
-        for done in range(before, self.server_steps):
+        for _ in resumable(
+            self.server_steps,
+            {"student": student, "adam": adam, "schedule": schedule, "draws": draws},
+            keeper=context.server_keeper,
+            name="distillation",
+            report=lambda done: context.report("distillation", done, self.server_steps),
+        ):
             chosen = torch.randint(len(images), (self.server_batch,), generator=draws)
             batch = images(chosen.to(context.device, non_blocking=True))
             with torch.no_grad(), mixed(context.device, context.precision):
@@ -117,7 +109,5 @@ class FedDF(DistilsEnsemble):
                 distillation_loss(widened(said).mean(dim=0), widened(learnt)).backward()
             adam.step()
             schedule.step()
-            keeper.offer(DISTILLATION, done + 1, now)
-            context.report("distillation", done + 1, self.server_steps)
         student.eval()
         return EnsembleState({})

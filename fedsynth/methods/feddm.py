@@ -25,15 +25,19 @@ from fedsynth.core.client import ClientGroup, OpenClients, Segments
 from fedsynth.core.context import RoundContext
 from fedsynth.core.method import Down, Presets, PrivatePlan
 from fedsynth.errors import SettingError
-from fedsynth.methods.shared.around import AUGMENTATIONS, maps_around
-from fedsynth.methods.shared.condensing import Condenses, FeatureMaps
+from fedsynth.methods.shared.condensing import Condenses
 from fedsynth.methods.shared.private_condensation import Matching, feature_plans, feature_width
 from fedsynth.methods.shared.union import TrainsInBall
 from fedsynth.models.batch_norm import has_batch_norm
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.synthesizer.condensation.matchers import ClippedMatcher, Matcher
 from fedsynth.synthesizer.condensation.network_means import NetworkMeansMatcher
-from fedsynth.synthesizer.condensation.perturbation import READINGS
+from fedsynth.synthesizer.condensation.networks import (
+    AUGMENTATIONS,
+    READINGS,
+    FeatureMaps,
+    maps_around,
+)
 from fedsynth.validation import check_choices, check_ranges
 
 

@@ -45,12 +45,12 @@ from fedsynth.models.on_features import check_learned_embedding
 from fedsynth.privacy.disclosure import Disclosure, released
 from fedsynth.privacy.requests import check_named, check_tensor
 from fedsynth.seeding import torch_generator
-from fedsynth.synthesizer.generation.generator_memory import PREFIX, remembered, restore
 from fedsynth.synthesizer.generation.generators import (
     LatentGenerator,
     diversity_loss,
     make_latent_generator,
 )
+from fedsynth.training.loop import load_tensors, named_tensors
 from fedsynth.validation import check_embedding, check_ranges
 
 DECAY = 0.98
@@ -92,7 +92,7 @@ class GeneratorState(AveragingState):
     """The state, with the generator in training.
 
     Args:
-        learner: the generator and its Adam (`remembered`); {}: not trained yet.
+        learner: the generator and its Adam (`named_tensors`); {}: not trained yet.
         known: which classes any client has had, bool [C]; None: not known yet.
     """
 
@@ -169,8 +169,8 @@ class FedGen(TrainsLocally):
 
     def check_request(self, message: GeneratorDown, context: RoundContext) -> None:
         check_tensor("known", message.known, (context.spec.classes,), torch.bool)
-        expected = self._generator(context).state_dict()
-        check_named("generator", message.generator, {PREFIX + k: v for k, v in expected.items()})
+        expected = self._generator(context)
+        check_named("generator", message.generator, named_tensors({"generator": expected}))
 
     def upload_rules(self, phase: str, client: int, context: RoundContext) -> dict[str, Rule]:
         least = 0.0 if context.privacy is None else 1.0
@@ -190,7 +190,7 @@ class FedGen(TrainsLocally):
 
     def broadcast(self, state: GeneratorState, context: RoundContext) -> Message:
         learner = state.learner.items()
-        generator = {name: value for name, value in learner if name.startswith(PREFIX)}
+        generator = {name: value for name, value in learner if name.startswith("generator.")}
         known = state.known
         if known is None:
             known = torch.zeros(context.spec.classes, dtype=torch.bool, device=context.device)
@@ -203,7 +203,7 @@ class FedGen(TrainsLocally):
             return Task()
         generator = self._generator(context).requires_grad_(False)
         device = context.device
-        restore(generator, None, message.generator)
+        load_tensors({"generator": generator}, message.generator)
         generator.eval()
         faded = DECAY ** (context.round - 1)
         classes = context.spec.classes
@@ -271,7 +271,7 @@ class FedGen(TrainsLocally):
             return facts
         generator = self._generator(context)
         device = context.device
-        restore(generator, None, state.learner)
+        load_tensors({"generator": generator}, state.learner)
         asked = state.known.nonzero()[:, 0].repeat_interleave(ASKED)
         draws = torch_generator(0, "tally of generated embeddings", device=device)
         with torch.no_grad():
@@ -301,7 +301,7 @@ class FedGen(TrainsLocally):
         rate = self.generator_lr * DECAY ** (context.round - 1)
         adam = torch.optim.Adam(generator.parameters(), rate, weight_decay=self.generator_decay)
         if state.learner:
-            restore(generator, adam, state.learner)
+            load_tensors({"generator": generator, "adam": adam}, state.learner)
         models = [context.load(u.parameters).classifier for u in sent]
         weights, biases = (
             torch.stack([getattr(m, name).detach() for m in models]) for name in ("weight", "bias")
@@ -324,4 +324,4 @@ class FedGen(TrainsLocally):
             adam.step()
             context.report("generator", done + 1, self.generator_steps)
         known = here if state.known is None else here | state.known
-        return remembered(generator, adam), known
+        return named_tensors({"generator": generator, "adam": adam}), known

@@ -36,9 +36,9 @@ from fedsynth.methods.shared.local import TrainsLocally
 from fedsynth.privacy.disclosure import Disclosure, released
 from fedsynth.privacy.requests import check_named
 from fedsynth.seeding import torch_generator
-from fedsynth.synthesizer.generation.generator_memory import PREFIX
 from fedsynth.synthesizer.generation.generators import make_generator
 from fedsynth.synthesizer.generation.one_teacher import Distillation
+from fedsynth.training.loop import load_tensors, named_tensors
 from fedsynth.validation import check_choices, check_embedding, check_ranges
 
 TALLY = "tally"
@@ -169,13 +169,13 @@ class FedKF(TrainsLocally):
             kl_weight=self.distillation if self.use_kl else 0.0,
             precision=context.precision,
         )
-        if any(name.startswith(PREFIX) for name in memory):
-            pair.remember(memory)
+        if TALLY in memory:
+            load_tensors(pair.state, memory)
         return Task(
             penalty=lambda network: self.distillation * pair.loss(network),
             finish=lambda model, trained: (
                 plain_upload(model, trained)[0],
-                {**pair.memory(), TALLY: pair.tally()},
+                {**named_tensors(pair.state), TALLY: pair.tally()},
             ),
         )
 

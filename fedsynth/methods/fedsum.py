@@ -31,7 +31,6 @@ from fedsynth.core.state import ServerState
 from fedsynth.core.uploads import LARGEST, Array, Rule, most_examples
 from fedsynth.data.images import normalise
 from fedsynth.features.random_images import random_images
-from fedsynth.methods.shared.around import AUGMENTATIONS, FRESH, maps_around
 from fedsynth.methods.shared.class_sums import COUNTS
 from fedsynth.methods.shared.condensing import may_compile
 from fedsynth.methods.shared.noise_shares import SharesNoise
@@ -54,7 +53,7 @@ from fedsynth.synthesizer.condensation.network_sums import (
     centres,
     sums_of,
 )
-from fedsynth.synthesizer.condensation.perturbation import READINGS
+from fedsynth.synthesizer.condensation.networks import AUGMENTATIONS, FRESH, READINGS, maps_around
 from fedsynth.synthesizer.condensation.sets import MOST_IPC, SyntheticSet, train_on_union
 from fedsynth.training.optimisers import MomentumSgd
 from fedsynth.validation import check_choices, check_embedding, check_ranges

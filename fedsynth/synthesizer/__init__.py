@@ -1,73 +1,45 @@
-"""Making synthetic data: condensation of clients' images, data-free generators, and stratified
-aggregation of what several models say.
+"""Synthetic data: condensation of clients' images, data-free generators, and stratified aggregation
+of several models' logits.
 
-The names below are for pipelines of one's own (`examples/custom_pipeline.py`); they are loaded when
-first used.
+The names below are for pipelines of your own (`examples/custom_pipeline.py`); a name is imported
+when it is first used.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fedsynth.lazily import homes
+
 if TYPE_CHECKING:
-    from fedsynth.synthesizer.condensation.loop import condense
-    from fedsynth.synthesizer.condensation.matchers import (
-        ExactMatcher,
-        GradientMatcher,
-        ResidualMatcher,
-    )
-    from fedsynth.synthesizer.condensation.sets import SyntheticSet, train_on_union
+    from fedsynth.synthesizer.condensation.loop import condense as condense
+    from fedsynth.synthesizer.condensation.matchers import ExactMatcher as ExactMatcher
+    from fedsynth.synthesizer.condensation.matchers import GradientMatcher as GradientMatcher
+    from fedsynth.synthesizer.condensation.matchers import ResidualMatcher as ResidualMatcher
+    from fedsynth.synthesizer.condensation.sets import SyntheticSet as SyntheticSet
+    from fedsynth.synthesizer.condensation.sets import train_on_union as train_on_union
+    from fedsynth.synthesizer.generation.ensembles import Stratification as Stratification
+    from fedsynth.synthesizer.generation.ensembles import average_of_logits as average_of_logits
     from fedsynth.synthesizer.generation.ensembles import (
-        Stratification,
-        average_of_logits,
-        stratified_aggregation,
-        stratified_weights,
+        stratified_aggregation as stratified_aggregation,
     )
-    from fedsynth.synthesizer.generation.generators import Generator, make_generator
-    from fedsynth.synthesizer.generation.many_teachers import OneShotDistillation
-    from fedsynth.synthesizer.generation.one_teacher import DataFreeDistiller
+    from fedsynth.synthesizer.generation.ensembles import stratified_weights as stratified_weights
+    from fedsynth.synthesizer.generation.generators import Generator as Generator
+    from fedsynth.synthesizer.generation.generators import make_generator as make_generator
+    from fedsynth.synthesizer.generation.many_teachers import (
+        OneShotDistillation as OneShotDistillation,
+    )
+    from fedsynth.synthesizer.generation.one_teacher import DataFreeDistiller as DataFreeDistiller
+else:
+    _HOMES = homes(Path(__file__))
+    __all__ = sorted(_HOMES)
 
-_HOMES = {
-    "DataFreeDistiller": "generation.one_teacher",
-    "ExactMatcher": "condensation.matchers",
-    "Generator": "generation.generators",
-    "GradientMatcher": "condensation.matchers",
-    "OneShotDistillation": "generation.many_teachers",
-    "ResidualMatcher": "condensation.matchers",
-    "Stratification": "generation.ensembles",
-    "SyntheticSet": "condensation.sets",
-    "average_of_logits": "generation.ensembles",
-    "condense": "condensation.loop",
-    "make_generator": "generation.generators",
-    "stratified_aggregation": "generation.ensembles",
-    "stratified_weights": "generation.ensembles",
-    "train_on_union": "condensation.sets",
-}
+    def __getattr__(name: str) -> Any:
+        if name not in _HOMES:
+            raise AttributeError(f"module 'fedsynth.synthesizer' has no attribute {name!r}")
+        return getattr(import_module(_HOMES[name]), name)
 
-__all__ = [
-    "DataFreeDistiller",
-    "ExactMatcher",
-    "Generator",
-    "GradientMatcher",
-    "OneShotDistillation",
-    "ResidualMatcher",
-    "Stratification",
-    "SyntheticSet",
-    "average_of_logits",
-    "condense",
-    "make_generator",
-    "stratified_aggregation",
-    "stratified_weights",
-    "train_on_union",
-]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'fedsynth.synthesizer' has no attribute {name!r}")
-    return getattr(import_module(f"fedsynth.synthesizer.{_HOMES[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+    def __dir__() -> list[str]:
+        return __all__

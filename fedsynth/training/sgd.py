@@ -12,11 +12,12 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from fedsynth.keeping import KeepsNothing, StepKeeper, put_back
+from fedsynth.keeping import StepKeeper
 from fedsynth.mixed_precision import mixed, widened
 from fedsynth.models.batch_norm import has_batch_norm
 from fedsynth.models.flat import FlatNetwork, load_flat
 from fedsynth.training.cuda_graphs import recorded
+from fedsynth.training.loop import resumable
 from fedsynth.training.optimisers import Optimiser
 from fedsynth.training.softmax_regression import is_softmax_regression, regression_step
 
@@ -104,7 +105,6 @@ def train_on(
     """
     if not len(labels_N):
         return
-    keeper = keeper or KeepsNothing()
     network = FlatNetwork(model, requires_grad=True)
     network.module.train()
     state = settings.optimiser.init(network.flat)
@@ -115,27 +115,30 @@ def train_on(
     full: Callable[[Tensor], None] | None = None
     recordable = (penalty is None or isinstance(penalty, Pull)) and not stateful
     whole_batches = settings.epochs * (len(labels_N) // settings.batch)
-    now = {
+    changed = {
         "weights": network.flat,
         **{f"optimiser{k}": tensor for k, tensor in enumerate(state)},
         **{f"buffer.{key}": tensor for key, tensor in network.module.named_buffers()},
+        "shuffle": generator,
     }
-    epochs = -(-wanted // each)
-    done = put_back(keeper, name, now)
-    for _ in range(done):  # the draws of the epochs that were done
-        torch.randperm(len(labels_N), generator=generator)
     if recordable and labels_N.is_cuda and whole_batches >= WORTH_RECORDING:
-        changed = [network.flat, *state, network.grad, *network.module.buffers()]
+        written = [network.flat, *state, network.grad, *network.module.buffers()]
         full = _recorded(
             lambda where: step(images(where), labels(where)),
             settings.batch,
-            changed,
+            written,
             labels_N.device,
         )
     # a last piece of one example goes in twice: the same mean loss, and batch norm has the two
     # values that it needs
     normalises = has_batch_norm(network.module)
-    for epoch in range(done, epochs):
+    for epoch in resumable(
+        -(-wanted // each),
+        changed,
+        keeper=keeper,
+        name=name,
+        report=lambda done: report(min(wanted, done * each), wanted),
+    ):
         order = torch.randperm(len(labels_N), generator=generator)
         order = order.to(labels_N.device, non_blocking=True)
         parts = [
@@ -149,9 +152,6 @@ def train_on(
             parts = parts[len(whole) :]  # at most the last one
         for x, y in fetched(images, labels, parts):
             step(x, y)
-        keeper.offer(name, epoch + 1, lambda: now)
-        report(min(wanted, (epoch + 1) * each), wanted)
-    keeper.ended(name, epochs, lambda: now)
     load_flat(model, network.flat)
     for key, buffer in model.named_buffers():
         buffer.copy_(network.module.get_buffer(key))

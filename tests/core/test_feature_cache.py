@@ -115,18 +115,3 @@ def test_z_is_made_anew_where_a_constant_was_changed_in_place() -> None:
     again = feature_table(images, PIXELS, records, changing)(records)
     assert not torch.equal(first, again)
     np.testing.assert_allclose(again, by_hand(images, changing), atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        replace(embedding(0), radius=2.0),
-        replace(embedding(0), roots=()),
-        replace(embedding(0), centre=embedding(1).centre),
-        replace(embedding(0), roots=embedding(1).roots),
-    ],
-)
-def test_embeddings_are_the_same_bit_by_bit(other: Embedding) -> None:
-    assert embedding(0).same(embedding(0))
-    assert not embedding(0).same(other)
-    assert not other.same(embedding(0))

@@ -16,7 +16,7 @@ from fedsynth.errors import MessageError
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(),
     lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
-    max_leaves=8,
+    max_leaves=4,
 )
 
 
@@ -26,7 +26,7 @@ def by_hand(header: bytes, payload: bytes = b"", length: int | None = None) -> b
     return size.to_bytes(LENGTH_BYTES, "little") + header + payload
 
 
-@settings(max_examples=30)
+@settings(max_examples=10)
 @given(st.text(), st.dictionaries(st.text(), VALUES), st.binary())
 def test_what_is_sent_comes_back(kind: str, facts: dict[str, Any], payload: bytes) -> None:
     """Catches: a payload that is cut, or taken for a part of the header."""

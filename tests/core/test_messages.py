@@ -138,7 +138,7 @@ def test_what_is_moved_is_the_same_elsewhere() -> None:
 
 
 @pytest.mark.parametrize("kind", sorted(set(kinds()), key=lambda k: k.__name__))
-@settings(deadline=None, max_examples=10)
+@settings(deadline=None, max_examples=4)
 @given(data=st.data())
 def test_what_is_sent_arrives(kind: type[Packed], data: st.DataObject) -> None:
     message = data.draw(messages(kind))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fedsynth.core.client import PrivateClients
-from fedsynth.core.context import RoundContext, round_context
+from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters
 from fedsynth.core.state import ServerState
 from fedsynth.data.images import ImageData
@@ -58,7 +58,7 @@ def data() -> ImageData:
 
 def context(**named: Any) -> RoundContext:
     given = {"clients": 4, "sizes": tuple(len(part) for part in PARTS), **named}
-    return round_context(1, 0, CPU, SPEC, Linear(SPEC.image_shape, 10), 30.0, **given)
+    return RoundContext(1, 0, CPU, SPEC, Linear(SPEC.image_shape, 10), 30.0, **given)
 
 
 def client_of(number: int, method: Any, own: Any = None, **privacy: Any) -> ClientRuntime:
@@ -203,7 +203,7 @@ def test_models_are_tested_on_each_clients_own_split() -> None:
     """Of consecutive labels every tenth is 0: by hand; a client without a split has none right."""
     bounds = ((0, 0), (120, 131), (121, 125), (130, 150))
     splits = [torch.arange(*some) for some in bounds]
-    ctx = replace(context(), federation=replace(context().federation, architecture=SaysZero()))
+    ctx = replace(context(), architecture=SaysZero())
     clients = runtimes(FedAvg(), splits)
     models = {"global": SaysZero().state_dict(), "one": {"bias": torch.eye(10)[1]}}
     found = evaluate_together(clients, models, ctx)
@@ -218,7 +218,7 @@ def test_models_are_tested_on_each_clients_own_split() -> None:
 
 def test_a_personal_model_is_tested_with_what_its_client_keeps() -> None:
     splits = [torch.arange(120, 131)] * 4
-    ctx = replace(context(), federation=replace(context().federation, architecture=SaysZero()))
+    ctx = replace(context(), architecture=SaysZero())
     clients = runtimes(Solo(), splits)
     clients[1].memory = {"bias": torch.eye(10)[5]}
     found = evaluate_together(clients, {"global": SaysZero().state_dict()}, ctx)
@@ -235,10 +235,10 @@ def run(name: str, *, over_bytes: bool, rounds: int = 2) -> tuple[Server, list[C
     settings = resolve(case(name, method=few))
     base = public_context(settings, SPEC, CPU)
     sizes = tuple(len(part) for part in PARTS)
-    base = replace(base, federation=replace(base.federation, sizes=sizes))
+    base = replace(base, sizes=sizes)
     if name == "feddf":
         proxy = ProxyImages(noise_images(SPEC, 0), SPEC)
-        base = replace(base, federation=replace(base.federation, proxy=proxy))
+        base = replace(base, proxy=proxy)
     clients = runtimes(settings.method)
     server = Server(settings.method, base.architecture.state_dict())
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedsynth.core.context import RoundContext, round_context
+from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters, public, released
 from fedsynth.core.method import Method
 from fedsynth.core.state import ServerState
@@ -83,7 +83,7 @@ class Trace(Method):
 
 
 def context(number: int = 1) -> RoundContext:
-    return round_context(
+    return RoundContext(
         number,
         0,
         torch.device("cpu"),

@@ -381,16 +381,16 @@ def test_every_case_is_recorded() -> None:
     assert recorded_numbers()["cases"].keys() == CASES.keys()
 
 
-QUICK = {
-    "fedavg, private", "feddm, private", "feddm, features", "fedaf, users", "fedsum, private",
-    "fedstats, private", "fedstats, users, secure", "feddm, paper",
+SHORT = {
+    "feddm, open", "feddm, private", "feddm, features", "feddm, paper", "feddm, batch norm",
+    "feddm, siamese, inside the ball", "fedaf, first phase", "fedaf, users", "fedsum, open",
+    "fedsum, private", "fedstats, open", "fedstats, private", "fedstats, users, secure",
+    "fedkf, open", "dense, one round", "fedhydra, open", "feddf, one round", "fedavg, private",
+    "fedavg, some clients, oca", "fedavg, all in one pass", "scaffold, some clients",
+    "fedprox, stragglers", "feddyn, open", "fednova, open", "fedbn, open", "fedfm, open",
+    "fedgen, open", "fedfa-plus, open", "moon, projection",
 }  # fmt: skip
-"""Private cases outside the slow tests."""
-LONG = {
-    "fedhydra, batch norm", "dense, batch norm", "feddm, client by client", "moon, some clients",
-    "fedkf, some clients", "fedhydra, own architectures", "fedhydra, one round",
-}  # fmt: skip
-SHORT = [name for name in CASES if name in QUICK or not (CASES[name]["privacy"] or name in LONG)]
+"""Cases outside the slow tests: one of each loop and mechanism."""
 
 
 @pytest.mark.parametrize("name", by_family(CASES, SHORT))

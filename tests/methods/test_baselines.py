@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from fedsynth.errors import SettingError
-from fedsynth.federation.exchange.server import Server
 from fedsynth.federation.simulation import simulate
 from fedsynth.federation.terms.participation import Participation
 from fedsynth.federation.terms.resolve import resolve
@@ -35,7 +34,6 @@ from fedsynth.privacy.errors import UnaccountedReleaseError
 from fedsynth.seeding import torch_generator
 from tests.methods import tiny
 from tests.methods.tiny import FULL, LABELS, PARTS, SIZES, Array, context
-from tests.rounds import play
 
 CPU = torch.device("cpu")
 X = np.concatenate([tiny.X, np.ones((9, 1))], axis=1)  # a last column for the bias
@@ -135,14 +133,6 @@ def test_fedavgm(device: torch.device) -> None:
         W = W - 0.8 * v
         expected.append(W)
     close(rounds(FedAvgM(**FULL, server_lr=0.8), device), expected)
-
-
-def test_fedprox(device: torch.device) -> None:
-    W, expected = START, []
-    for _ in range(2):
-        W = sum(local(W, k, extra=lambda V, W=W: 0.7 * (V - W)) for k in range(3)) / 3  # type: ignore[assignment,misc]
-        expected.append(W)
-    close(rounds(FedProx(**FULL, mu=0.7, by_size=False), device), expected)
 
 
 def test_fedprox_keeps_partial_work_and_fedavg_drops_it(device: torch.device) -> None:
@@ -427,30 +417,11 @@ def test_sampling_by_size_and_its_refusal() -> None:
         resolve({"run": {"method": "fedprox", "sampling": "size"}})
 
 
-def test_a_dropped_straggler_is_as_if_it_had_not_taken_part() -> None:
-    """Neither its model, its control nor what it remembers counts, also in the cache of last
-    models."""
-    dropped: list[int] = []
-    for number in (1, 2):
-        dropped.extend(FedAvg(**FULL, stragglers=0.34).late(context(number, CPU, Linear())))
-    others = [tuple(k for k in range(3) if k != one) for one in dropped]
-    for kind in (Scaffold, FedDyn, FedAvg, FedAvgM, FedNova, QFFL, partial(FedProx, by_size=False)):
-        some, whole = kind(**FULL, stragglers=0.34, drop_stragglers=True), kind(**FULL)
-        found, expected = rounds(some, CPU), rounds(whole, CPU, others)
-        np.testing.assert_allclose(found, expected, atol=1e-6, err_msg=some.name)
-    method = FedDyn(**FULL, stragglers=0.34, drop_stragglers=True)
-    *_, memories = tiny.rounds(method, Linear, CPU, (ALL,))
-    assert [bool(memories[k]) for k in range(3)] == [k != dropped[0] for k in range(3)]
-    late = FedAvg(**FULL, stragglers=1.0, drop_stragglers=True, final="oca")
-    oca = Server(late, dict(Linear().state_dict()))
-    play(oca, [tiny.clients(CPU)], {}, context(1, CPU, Linear()))
-    np.testing.assert_allclose(joined(tiny.as_arrays(oca.final_parameters())), START, atol=1e-6)
-
-
 def test_stragglers_are_charged_for_the_steps_that_they_take() -> None:
     sections = {
         "run": {"method": "fedprox", "rounds": 1},
         "model": {"name": "linear"},
+        "partition": {"subset": 0.1},
         "privacy": {"noise_multiplier": 2.0},
     }
     method = {"local_epochs": 4, "batch": 64, "stragglers": 0.4}

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fedsynth.core.charging import charge_for
 from fedsynth.core.client import OpenClients, PrivateClients
-from fedsynth.core.context import RoundContext, round_context
+from fedsynth.core.context import RoundContext
 from fedsynth.core.method import Method
 from fedsynth.data.images import ImageData, from_arrays
 from fedsynth.data.registry import dataset_spec
@@ -26,7 +26,6 @@ from fedsynth.methods.fedfa_plus import FedFAPlus
 from fedsynth.methods.fedfm import CLEAR, AnchorState, FeatureSums, FedFM, FedFMLite
 from fedsynth.methods.fedgen import DECAY, FedGen, ModelAndCounts
 from fedsynth.methods.shared.class_sums import COUNTS, class_sums, sums_plans
-from fedsynth.methods.shared.local import TrainsLocally
 from fedsynth.models.registry import ModelSettings, build_model
 from fedsynth.privacy.guard import Guard
 from fedsynth.privacy.ledger import Ledger
@@ -34,7 +33,6 @@ from fedsynth.privacy.mechanisms import GaussianSums
 from fedsynth.privacy.plans import MAIN, PHASES, Allowance, authorise
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.settings import PrivacySettings
-from fedsynth.synthesizer.generation.generator_memory import PREFIX
 from fedsynth.training.feature_statistics import Augmentation
 from tests.rounds import play
 
@@ -60,7 +58,7 @@ def context(
     private = {"noise_multiplier": sigma, "sample_rate": 1.0, **privacy}
     settings = None if sigma is None else PrivacySettings(**private)
     federation = {"clients": 3, "participants": active, "sizes": (24, 12, 12), "noise": noise or {}}
-    return round_context(number, 0, CPU, SPEC, NET, 24.0, settings, **federation)
+    return RoundContext(number, 0, CPU, SPEC, NET, 24.0, settings, **federation)
 
 
 def group(charged: Sequence[Allowance[GaussianSums]]) -> PrivateClients:
@@ -199,31 +197,12 @@ def test_fedgens_generator_goes_on_with_its_adam_at_a_falling_rate() -> None:
     first: Any = server.state
     second: Any = one.server_step(first, ups, context(None, 2, (0,)))
     assert int(second.learner["adam.0.step"]) == 21
-    step = (second.learner[PREFIX + "out.bias"] - first.learner[PREFIX + "out.bias"]).abs()
+    step = (second.learner["generator.out.bias"] - first.learner["generator.out.bias"]).abs()
     mean, square = second.learner["adam.5.exp_avg"], second.learner["adam.5.exp_avg_sq"]
     expected = (
         3e-4 * DECAY * (mean / (1 - 0.9**21)).abs() / ((square / (1 - 0.999**21)).sqrt() + 1e-8)
     )
     torch.testing.assert_close(step, expected, atol=1e-7, rtol=1e-2)
-
-
-@pytest.mark.parametrize("kind", [FedFM, FedFMLite, FedGen, FedFAPlus])
-def test_a_first_round_in_which_nobody_counts(kind: type[TrainsLocally]) -> None:
-    """With every client's last model kept (final=oca), what the server keeps is not only the
-    method's."""
-    method = kind(**LOCAL, final="oca")
-    server = Server(method, start())
-    sizes = []
-    for number, part in ((1, torch.arange(0)), (2, torch.arange(12)), (3, torch.arange(12))):
-        ctx = context(None, number, (0,))
-        if kind is FedFAPlus:
-            message: Any = method.broadcast(server.state, ctx)
-            sizes.append(set(message.statistics))
-        play(server, [OpenClients([0], data(), [part])], {}, ctx)
-        assert server.final_parameters().keys() == server.state.parameters.keys()
-    own = {"histogram", "mean.features.3", "std.features.3", "mean.features.7", "std.features.7"}
-    # γ and π, and nobody's model
-    assert sizes == ([set(), set(), own] if kind is FedFAPlus else [])
 
 
 def test_each_client_flips_its_own_coins() -> None:

@@ -135,11 +135,8 @@ def test_the_server_stays_in_the_ball() -> None:
     ("classes", "per_class", "alpha", "ipc", "shape", "published"),
     [
         (10, 6000, 0.5, 10, (1, 28, 28), 635_040),
-        (10, 6000, 0.1, 10, (1, 28, 28), 368_480),
-        (10, 6000, 0.01, 10, (1, 28, 28), 109_760),
         (10, 5000, 0.5, 10, (3, 32, 32), 2_672_640),
         (100, 500, 0.5, 5, (3, 32, 32), 10_045_440),
-        (100, 500, 0.1, 5, (3, 32, 32), 4_761_600),
         (100, 500, 0.01, 5, (3, 32, 32), 2_135_040),
     ],
 )
@@ -212,14 +209,6 @@ def test_a_whole_round_equals_plain_torch(change: dict[str, float]) -> None:
     torch.testing.assert_close(images, torch.cat(S), atol=1e-4, rtol=1e-3)
     for name, expected in model.state_dict().items():
         torch.testing.assert_close(server.state.parameters[name], expected, atol=1e-4, rtol=1e-3)
-
-
-def test_siamese_augmentation_reaches_the_matching() -> None:
-    still, moving = (
-        upload(replace(FAST, augment=kind), context(), clients(0)).images
-        for kind in ("none", "siamese")
-    )
-    assert not torch.allclose(still, moving)
 
 
 def test_the_paper_mechanism_uses_the_clip_that_was_asked_for() -> None:

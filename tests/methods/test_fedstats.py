@@ -292,13 +292,6 @@ def test_alpha_does_not_matter(second: str) -> None:
         torch.testing.assert_close(value, models[1][name], rtol=1e-4, atol=1e-5)
 
 
-def test_a_private_run_learns_and_steps_help_an_open_one() -> None:
-    accuracies = [row["test_accuracy"] for row in run().metrics]
-    assert accuracies[0] > 0.88
-    assert accuracies[-1] >= accuracies[0]
-    assert run(privacy=PrivacySettings(epsilon=8.0)).accuracy > 0.75
-
-
 def test_features_that_are_not_finite_are_dropped_and_not_spread() -> None:
     """A user's own map that fails on some images."""
 
@@ -342,13 +335,3 @@ def test_second_moments_go_by_the_settings_alone() -> None:
     found = {s: FedStats(second_moments=s) for s in ("auto", "yes", "no")}
     assert [found[s].has_second(None) for s in found] == [True, True, False]
     assert [found[s].has_second(privacy) for s in found] == [False, True, False]
-
-
-def test_the_report_says_which_model_it_is() -> None:
-    """Catches: the settings of a ConvNet, drawn from a seed, in a report of a run without one."""
-    settings = RunSettings(FedStats(), rounds=1, privacy=PrivacySettings(epsilon=8.0))
-    report: Any = simulate(settings, quiet=True).privacy
-    items = report["public_items"]
-    assert "convnet" not in str(items)
-    assert items["architecture and initial weights"].startswith("the method's own")
-    assert items["model"].startswith("linear in the features")

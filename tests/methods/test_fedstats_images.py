@@ -24,14 +24,12 @@ from fedsynth.core.context import RoundContext
 from fedsynth.data.images import denormalise
 from fedsynth.errors import OutputError
 from fedsynth.evaluation.accuracy import accuracy
-from fedsynth.features.random_images import random_images
 from fedsynth.federation.outputs.verification import verify_run
 from fedsynth.methods.fedstats import FedStatsState, StatisticSums
 from fedsynth.methods.statistics.class_moments import target_norm
 from fedsynth.models.feature_linear import feature_linear
 from fedsynth.models.registry import build_model
 from fedsynth.privacy.plans import PrivatePlan
-from fedsynth.seeding import torch_generator
 from fedsynth.synthesizer.condensation.student import StudentSettings, train_student
 from tests.digits import SPEC
 from tests.digits import context as some_context
@@ -111,14 +109,6 @@ def test_drawn_images_stand_beside_moved_ones() -> None:
     assert len(both.flatten(0, 1).unique(dim=0)) == 50
 
 
-def test_drawn_images_are_not_moved() -> None:
-    """Each is one of the random-process images that it was chosen of."""
-    alone = drawn_beside(ipc=0, drawn=3).flatten(0, 1)
-    draws = torch_generator(0, "fedstats' start images")
-    public = random_images(60, SPEC.image_shape, draws).mul(255).round().to(torch.uint8)
-    assert all((public.flatten(1) == one).all(dim=1).any() for one in alone)
-
-
 def test_images_from_random_processes_cost_nothing() -> None:
     """Without small pictures a run with images releases what one without does."""
     privacy = PrivacySettings(noise_multiplier=3.0)
@@ -166,6 +156,7 @@ def test_a_run_that_ends_on_its_budget_makes_images_of_what_it_has(tmp_path: Pat
         export_run(str(none.folder), tmp_path / "other")
 
 
+@pytest.mark.slow
 def test_a_student_learns_from_the_exported_images_alone(tmp_path: Path) -> None:
     """Scattering, no privacy: above what start images are worth, which is about 0.2."""
     method = FedStats(ipc=5, image_steps=40)

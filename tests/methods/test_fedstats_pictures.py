@@ -16,7 +16,6 @@ from torch.nn import functional as F
 
 from fedsynth import (
     FedStats,
-    ModelSettings,
     PartitionSettings,
     PrivacySettings,
     RunSettings,
@@ -24,7 +23,6 @@ from fedsynth import (
 )
 from fedsynth.core.context import RoundContext
 from fedsynth.data.registry import dataset_spec
-from fedsynth.errors import SettingError
 from fedsynth.features.low_pass import CONSTANT, low_pass
 from fedsynth.methods.fedstats import FedStatsState, StatisticSums
 from fedsynth.methods.shared.noise_shares import Pool
@@ -35,7 +33,6 @@ from fedsynth.methods.statistics.pixel_moments import (
     sharpened,
 )
 from fedsynth.models.feature_linear import feature_linear
-from fedsynth.privacy.products import svec
 from tests.digits import SPEC
 from tests.digits import context as some_context
 
@@ -69,19 +66,6 @@ def test_hostile_vectors_move_it_by_no_more(u: list[float], label: int) -> None:
     assert bool(torch.isfinite(moved).all())
 
 
-def test_broken_twins_would_move_it_by_more() -> None:
-    """Pictures that are not divided by their norm; and no ½ between squares and products."""
-    white = torch.ones(1, 1, 8, 8)
-    u = low_pass((1, 8, 8))(white)
-    assert float(u.norm()) == pytest.approx(1.0)
-    assert float(white.flatten(1).norm()) == pytest.approx(8.0)
-    squares = svec(torch.einsum("nd,ne->nde", u, u)).flatten()
-    twin = torch.cat([squares, torch.outer(torch.eye(10)[3], u[0]).flatten()])
-    assert float(twin.norm()) == pytest.approx(math.sqrt(2))
-    honest = pixel_rows(u, torch.tensor([3]), 10).sums()
-    assert float(honest.norm()) == pytest.approx(1.0)
-
-
 # -------------------------------------------------------------------------------------- accounting
 
 
@@ -100,12 +84,6 @@ def test_a_run_s_ledger_has_it_and_epsilon_is_that_of_one_without(aggregation: s
     (row,) = [row for row in found[1]["ledger"] if "small pictures" in row["quantity"]]
     assert row["noise_multiplier"] == pytest.approx(3.0 * METHOD.pixel_share**-0.5)
     assert row["sensitivity"] == 1.0
-
-
-def test_shares_must_leave_something_for_the_steps() -> None:
-    with pytest.raises(SettingError, match="leave something for the steps"):
-        FedStats(ipc=1, pixel_share=0.88)
-    assert FedStats(pixel_share=0.88).picture_share(SPEC) == 0
 
 
 def test_in_colour_images_start_from_random_processes() -> None:
@@ -205,12 +183,6 @@ def test_a_step_makes_a_part_of_the_last_move_again() -> None:
 # ----------------------------------------------------------------------------- settings and budget
 
 
-def test_a_model_that_is_set_is_said_to_change_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    for model, said in ((ModelSettings(), False), (ModelSettings(width=16), True)):
-        simulate(RunSettings(FedStats(features="pixels"), rounds=1, model=model))
-        assert ("has a model of its own" in "".join(capsys.readouterr())) == said
-
-
 @pytest.mark.parametrize("aggregation", ["own", "secure"])
 def test_the_pace_is_of_the_noise_that_a_sum_has(aggregation: str) -> None:
     """The noise of a logit after all steps, drawn: about what the setting says, for few records and
@@ -228,14 +200,3 @@ def test_the_pace_is_of_the_noise_that_a_sum_has(aggregation: str) -> None:
         velocity = how.momentum * velocity + gradient
         weight = weight - how.rate * velocity
     assert weight.std() == pytest.approx(method.logit_noise, rel=0.1)
-
-
-def test_small_pictures_for_no_images_are_refused() -> None:
-    with pytest.raises(SettingError, match="is yes, and no images are asked for"):
-        FedStats(pictures="yes")
-    assert FedStats(pictures="yes", drawn_ipc=1).picture_share(SPEC) > 0
-
-
-def test_the_report_lists_small_pictures_where_they_are_released() -> None:
-    assert "65 coordinates" in METHOD.public_facts(SPEC)["small pictures"]
-    assert "small pictures" not in FedStats(features="pixels").public_facts(SPEC)

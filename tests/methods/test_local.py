@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fedsynth.core.charging import charge_for
 from fedsynth.core.client import OpenClients, PrivateClients
-from fedsynth.core.context import RoundContext, round_context
+from fedsynth.core.context import RoundContext
 from fedsynth.data.images import ImageData, from_arrays
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import DivergedError
@@ -70,7 +70,7 @@ def context(number: int = 1, clients: int = 5, **others: Any) -> RoundContext:
         "sizes": sizes,
         **others,
     }
-    return round_context(number, 0, CPU, SPEC, **given)
+    return RoundContext(number, 0, CPU, SPEC, **given)
 
 
 def start() -> AveragingState:

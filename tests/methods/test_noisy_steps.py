@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as some
@@ -40,17 +37,3 @@ def test_steps_go_as_far_as_noise_allows_or_as_they_can(
 def test_without_noise_steps_are_the_longest() -> None:
     assert pace(0.0, 16, 0.6, 100.0, 0.5) == Pace(100.0, 0.5) == pace(1e-9, 16, 0.6, 100.0, 0.5)
     assert pace(1e-3, 16, 0.6, 100.0, 0.5).rate == pytest.approx(600 / reach(16, 0.5))
-
-
-def test_noise_goes_by_how_far_and_not_by_how_many_steps() -> None:
-    """The whole budget divided over few steps or many: the same noise in the weights, drawn."""
-    found = []
-    for steps in (4, 16, 48):
-        how = pace(0.01, steps, 0.6, math.inf, 0.5)
-        draws = 0.01 * math.sqrt(steps) * np.random.default_rng(0).normal(size=(steps, 20_000))
-        velocity = weight = np.zeros(20_000)
-        for gradient in draws:
-            velocity = how.momentum * velocity + gradient
-            weight = weight - how.rate * velocity
-        found.append(weight.std())
-    assert found == [pytest.approx(0.6, rel=0.12)] * 3

@@ -82,6 +82,7 @@ def test_what_is_offered_is_what_type_checkers_see(tmp_path: Path) -> None:
         assert getattr(fedsynth, name) is not None
 
 
+@pytest.mark.slow
 def test_adding_a_method_is_one_file_and_one_line(tmp_path: Path) -> None:
     copy = tmp_path / "fedsynth"
     shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))

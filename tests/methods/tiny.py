@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fedsynth.core.client import OpenClients
-from fedsynth.core.context import RoundContext, round_context
+from fedsynth.core.context import RoundContext
 from fedsynth.data.images import ImageData, from_arrays
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.federation.exchange.server import Server
@@ -40,7 +40,7 @@ def clients(device: torch.device, ids: Sequence[int] = (0, 1, 2)) -> OpenClients
 def context(
     number: int, device: torch.device, network: nn.Module, active: Sequence[int] = (0, 1, 2)
 ) -> RoundContext:
-    return round_context(
+    return RoundContext(
         number, 0, device, SPEC, network, 3.0, clients=3, participants=tuple(active), sizes=SIZES
     )
 

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedsynth.core.charging import charge_for
 from fedsynth.core.client import PrivateClients
-from fedsynth.core.context import Compute, round_context
+from fedsynth.core.context import RoundContext
 from fedsynth.data.images import ImageData, from_arrays, normalise
 from fedsynth.data.registry import dataset_spec
 from fedsynth.federation.terms.resolve import resolve
@@ -139,9 +139,9 @@ def test_no_kernels_shape_depends_on_the_number_of_records(
     network = build_model(ModelSettings(width=4, depth=2), SPEC.image_shape, 10, 0)
     method = method_class(name).from_mapping(values)
     settings = PrivacySettings(noise_multiplier=1.0, sample_rate=1.0, **privacy)
-    context = round_context(
+    context = RoundContext(
         1, 0, torch.device("cpu"), SPEC, network, 72.0, settings,
-        compute=Compute(torch.device("cpu"), getattr(torch, precision)),
+        precision=getattr(torch, precision),
     )  # fmt: skip
     message = method.broadcast(method.initial_state(network.state_dict()), context)
     seen = []
@@ -255,7 +255,7 @@ def test_hostile_weights_do_not_let_a_record_move_others(
         mechanism=None if name == "fedavg" else mechanism,
     )  # fmt: skip
     network = cancelling(records)
-    context = round_context(1, 0, torch.device(device), SPEC, network, 287.6, privacy)
+    context = RoundContext(1, 0, torch.device(device), SPEC, network, 287.6, privacy)
     message = method.broadcast(method.initial_state(network.to(device).state_dict()), context)
     sums: list[Tensor] = []
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from fedsynth import resolve, simulate
 from fedsynth.core.charging import charge_for
 from fedsynth.core.client import PrivateClients
-from fedsynth.core.context import RoundContext, round_context
+from fedsynth.core.context import RoundContext
 from fedsynth.data.images import ImageData, from_arrays
 from fedsynth.data.registry import dataset_spec
 from fedsynth.features import FeatureMap, feature_map, register_features
@@ -65,7 +65,7 @@ register_features("own-hostile", hostile)
 def setting(features: str, clip: float, model: str = "", rate: float = 1.0) -> RoundContext:
     network = build_network(ModelSettings(model, 5, features=features), SPEC, 0)
     privacy = PrivacySettings(noise_multiplier=1e-9, clip=clip, sample_rate=rate)
-    context = round_context(1, 0, torch.device("cpu"), SPEC, network, NOMINAL, privacy, clients=1)
+    context = RoundContext(1, 0, torch.device("cpu"), SPEC, network, NOMINAL, privacy, clients=1)
     return context
 
 
@@ -180,7 +180,7 @@ def charged_for(model: ModelSettings) -> Release:
     """What a client's ledger holds of one round."""
     network = build_network(model, SPEC, 0)
     privacy = PrivacySettings(noise_multiplier=1.3, sample_rate=0.3)
-    context = round_context(1, 0, torch.device("cpu"), SPEC, network, NOMINAL, privacy, clients=1)
+    context = RoundContext(1, 0, torch.device("cpu"), SPEC, network, NOMINAL, privacy, clients=1)
     ledger = Ledger("0")
     guards = [Guard(ledger, 1e-5, None)]
     charge_for(FedAvg(local_epochs=2), context, [0], guards, [SecretGenerator()])
@@ -225,7 +225,7 @@ def test_noise_is_the_charged_one() -> None:
     data = from_arrays(images(10), np.arange(10) % 10, SPEC)
     network: Any = build_network(ModelSettings(features="pixels"), SPEC, 0)
     privacy = PrivacySettings(noise_multiplier=5.0, clip=1e-3, sample_rate=1.0)
-    context = round_context(1, 0, torch.device("cpu"), SPEC, network, NOMINAL, privacy, clients=1)
+    context = RoundContext(1, 0, torch.device("cpu"), SPEC, network, NOMINAL, privacy, clients=1)
     deviation = float(moved(context, data).std())
     assert 4.2e-3 < deviation < 5.8e-3  # 640 coordinates: 2.8 % standard error, and the gradients
 

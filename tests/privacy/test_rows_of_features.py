@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fedsynth.core.charging import charge_for
 from fedsynth.core.client import PrivateClients
-from fedsynth.core.context import RoundContext, round_context
+from fedsynth.core.context import RoundContext
 from fedsynth.core.method import Method
 from fedsynth.data.images import from_arrays, normalise
 from fedsynth.data.registry import dataset_spec
@@ -132,7 +132,7 @@ def test_hostile_weights_do_not_let_a_record_move_others(
         on(torch.from_numpy(images[1:]).float() / 255), torch.zeros(on.dimension), on.radius
     )
     parameters = {**network.state_dict(), "classifier.weight": cancelling(z)}
-    context = round_context(number, 0, CPU, SPEC, network, 200.0, privacy, clients=1, rounds=16)
+    context = RoundContext(number, 0, CPU, SPEC, network, 200.0, privacy, clients=1, rounds=16)
     assert moved(method, parameters, images, context, monkeypatch) <= clip * (1 + 1e-6)
 
 
@@ -149,7 +149,7 @@ def test_hostile_weights_of_a_linear_model_on_pixels(
     weight = torch.nn.functional.pad(weight, (0, z.shape[1] - height * width))
     parameters = {"classifier.weight": weight, "classifier.bias": torch.zeros(10)}
     privacy = PrivacySettings(noise_multiplier=3.0, sample_rate=1.0, clip=0.5)
-    context = round_context(1, 0, CPU, spec, network, 200.0, privacy, clients=1, rounds=1)
+    context = RoundContext(1, 0, CPU, spec, network, 200.0, privacy, clients=1, rounds=1)
     method = FedAvg(local_steps=1, lr=1.0, momentum=0.0)
     assert moved(method, parameters, images, context, monkeypatch) <= 0.5 * (1 + 1e-6)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fedsynth.core.charging import charge_for
 from fedsynth.core.client import ClientGroup, OpenClients, PrivateClients
-from fedsynth.core.context import RoundContext, round_context
+from fedsynth.core.context import RoundContext
 from fedsynth.core.method import Method
 from fedsynth.data.images import ImageData, from_arrays
 from fedsynth.data.partition import partition
@@ -56,7 +56,7 @@ def private(method: Method, ctx: RoundContext, data: ImageData) -> PrivateClient
 
 def context(privacy: PrivacySettings | None, nominal: float) -> RoundContext:
     architecture = build_model(ModelSettings(width=4, depth=2), SPEC.image_shape, 10, 0)
-    return round_context(1, 0, torch.device("cpu"), SPEC, architecture, nominal, privacy)
+    return RoundContext(1, 0, torch.device("cpu"), SPEC, architecture, nominal, privacy)
 
 
 @pytest.mark.parametrize("mechanism", ["residual", "gradient"])

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fedsynth.core.charging import charge_for
 from fedsynth.core.client import PrivateClients
-from fedsynth.core.context import round_context
+from fedsynth.core.context import RoundContext
 from fedsynth.data.images import ImageData, from_arrays
 from fedsynth.data.registry import dataset_spec
 from fedsynth.methods import method_class
@@ -206,7 +206,7 @@ def test_a_user_moves_every_sum_of_every_method_by_at_most_the_clip(
     method = method_class(name).from_mapping(values)
     settings_ = PrivacySettings(noise_multiplier=1.0, sample_rate=1.0, **privacy)
     network = build_model(ModelSettings(width=4, depth=2), SPEC.image_shape, 10, 0)
-    context = round_context(1, 0, torch.device("cpu"), SPEC, network, nominal, settings_)
+    context = RoundContext(1, 0, torch.device("cpu"), SPEC, network, nominal, settings_)
     message = method.broadcast(method.initial_state(network.state_dict()), context)
     users = torch.arange(90).clamp(max=40)
     sums: list[list[tuple[Tensor, float]]] = []
@@ -241,7 +241,7 @@ def test_one_record_for_each_user_is_as_records_are(monkeypatch: pytest.MonkeyPa
     method = method_class("feddm").from_mapping({"iterations": 2, "ipc": 2})
     privacy = PrivacySettings(noise_multiplier=1e-9, sample_rate=1.0, mechanism="residual")
     network = build_model(ModelSettings(width=4, depth=2), SPEC.image_shape, 10, 0)
-    context = round_context(1, 0, torch.device("cpu"), SPEC, network, 90.0, privacy)
+    context = RoundContext(1, 0, torch.device("cpu"), SPEC, network, 90.0, privacy)
     message = method.broadcast(method.initial_state(network.state_dict()), context)
     images = []
     for unit, users in ((RECORD, None), (USER, torch.randperm(90))):

@@ -26,7 +26,6 @@ from fedsynth.synthesizer.generation.ensembles import (
     share_of_clients,
     stratified_aggregation,
     stratified_probabilities,
-    stratified_weights,
 )
 from fedsynth.synthesizer.generation.generators import make_generator
 from fedsynth.synthesizer.generation.many_teachers import (
@@ -59,33 +58,6 @@ def test_eqs_4_to_7_by_hand_and_rows_of_zeros(device: torch.device) -> None:
     assert nothing.tolist() == [[0.25, 0.25]] * 4
 
 
-def test_columns_are_of_the_rows_shares_by_hand(device: torch.device) -> None:
-    """In place, as the text says and Fig. 6 has it; `raw`: Eq. 6 as it is printed."""
-    u = torch.tensor([[3.0, 1.0], [1.0, 9.0]], device=device)
-    by_class, by_client = stratified_weights(u)
-    assert by_class.flatten().tolist() == pytest.approx([0.75, 0.25, 0.1, 0.9])
-    expected = [0.75 / 0.85, 0.25 / 1.15, 0.1 / 0.85, 0.9 / 1.15]
-    assert by_client.flatten().tolist() == pytest.approx(expected)
-    again, raw = stratified_weights(u, in_place=False)
-    assert torch.equal(again, by_class)
-    assert raw.flatten().tolist() == pytest.approx([0.75, 0.1, 0.25, 0.9])
-
-
-def test_a_class_that_is_hard_for_all_keeps_its_weight() -> None:
-    """Losses of class 0 fall a hundred times as far with either model: that says nothing of class
-    1."""
-    u = torch.tensor([[300.0, 100.0], [1.0, 3.0]])
-    in_place, raw = (stratified_weights(u, in_place=kind)[1] for kind in (True, False))
-    logits = torch.tensor([[[-1.0, 1.0]], [[-1.0, 1.0]]])  # both models say class 1, faintly
-    both = torch.tensor([[[4.0, 4.0]], [[4.0, 4.0]]])  # both see both
-    by_class = stratified_weights(u)[0]
-    y = torch.tensor([1])
-    for said in (logits, both):
-        p = stratified_aggregation(said, y, by_class, in_place).softmax(dim=1)
-        assert float(p[0, 1]) > 0.5
-    assert float(stratified_aggregation(both, y, by_class, raw).softmax(dim=1)[0, 1]) < 0.1
-
-
 def test_eqs_8_to_11_equal_a_triple_loop(device: torch.device) -> None:
     rng = np.random.default_rng(0)
     m, n, c = 3, 5, 4
@@ -108,14 +80,6 @@ def test_eqs_8_to_11_equal_a_triple_loop(device: torch.device) -> None:
             votes[i] += by_class[y[i], k] * said[k, i] * by_client[:, k]
     found = stratified_probabilities(*tensors).softmax(dim=1).cpu().numpy()  # type: ignore[arg-type]
     np.testing.assert_allclose(found, votes / votes.sum(1, keepdims=True))
-
-
-def test_a_class_of_small_weight_wins_by_probabilities_where_its_clients_are_sure() -> None:
-    """And not by logits: 10 · 0.01 is less than 1 · 0.5."""
-    logits, y = torch.tensor([[[10.0, -1.0, 1.0]]]), torch.tensor([0])
-    by_class, by_client = torch.ones(3, 1), torch.tensor([[0.01], [0.49], [0.5]])
-    assert int(stratified_aggregation(logits, y, by_class, by_client).argmax()) == 2
-    assert int(stratified_probabilities(logits, y, by_class, by_client).argmax()) == 0
 
 
 def models(norm: str = "batch", count: int = 2) -> list[nn.Module]:
@@ -212,6 +176,7 @@ class Knows(nn.Module):
         return z + difference[:, None] * (a - b)
 
 
+@pytest.mark.slow
 def test_u_is_concentrated_on_the_classes_that_a_client_has() -> None:
     """2c/c in small: only a model's own classes can be reached by its generator."""
     clients = [Knows((2 * k, 2 * k + 1)).eval().requires_grad_(False) for k in range(3)]

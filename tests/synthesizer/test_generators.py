@@ -32,6 +32,7 @@ from fedsynth.synthesizer.generation.one_teacher import (
     Distillation,
     generated_tally,
 )
+from fedsynth.training.loop import load_tensors, named_tensors
 from fedsynth.training.optimisers import MomentumSgd
 from fedsynth.training.sgd import SgdSettings, train_on
 
@@ -181,11 +182,11 @@ def test_memory_goes_on_as_if_it_had_never_stopped(device: torch.device) -> None
     for _ in range(2):
         straight.step()
         first.step()
-    memory = {"other": torch.zeros(1), **first.memory()}
+    memory = {"other": torch.zeros(1), **named_tensors(first.state)}
     for value in first.generator.state_dict().values():  # a copy, not a view
         value.zero_()
     second = pair(device, seed=3)
-    second.remember(memory)
+    load_tensors(second.state, memory)
     second._draws.set_state(straight._draws.get_state())
     torch.testing.assert_close(straight.step()[0], second.step()[0])
     torch.testing.assert_close(straight.step()[0], second.step()[0])
@@ -254,6 +255,7 @@ def test_with_a_kl_weight_the_generator_seeks_where_the_student_errs(
     assert bool(apart > 1e-2 * gradient(without).norm()) == (weight > 0)
 
 
+@pytest.mark.slow
 def test_a_student_learns_the_digits_without_any() -> None:
     train, test = load_dataset("digits")
     teacher, student = (

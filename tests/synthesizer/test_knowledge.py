@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 
 import numpy as np
-import ot
 import pytest
 import torch
 
@@ -15,7 +14,6 @@ from fedsynth.synthesizer.condensation.knowledge import (
     average_over_holders,
     class_means,
     knowledge_matching,
-    point_factor,
     sliced_wasserstein,
     soft_labels,
     unit_directions,
@@ -35,12 +33,6 @@ def test_eqs_8_and_12_average_over_the_clients_that_have_the_class() -> None:
     mean, known = average_over_holders([a, b], [torch.tensor([1, 0, 0]), torch.tensor([1, 1, 0])])
     assert known.tolist() == [True, True, False]
     assert mean.tolist() == [[3, 1, 0], [0, 6, 0], [0, 0, 0]]
-
-
-@pytest.mark.parametrize(("dimension", "value"), [(1, 1.0), (2, 2 / math.pi), (3, 0.5)])
-def test_the_mean_projection_of_a_unit_vector(dimension: int, value: float) -> None:
-    """|cos| averages to 2/π on the circle and to ½ on the sphere."""
-    assert point_factor(dimension) == pytest.approx(value)
 
 
 def test_point_distance_and_its_gradient_are_the_expectation_over_directions() -> None:
@@ -66,22 +58,6 @@ def test_rows_distance_equals_numpy_sorting_client_by_client() -> None:
     given = [torch.tensor(a) for a in (u, v, client)]
     found = sliced_wasserstein(*given, distance="rows", directions_PC=directions)  # type: ignore[misc]
     assert float(found) == pytest.approx(expected)
-
-
-def test_rows_distance_and_its_gradient_equal_pots(device: torch.device) -> None:
-    """POT's sliced distance of order 1 between two clouds, times the number of rows; the gradient
-    away from equality."""
-    u = torch.randn(6, 4, generator=GENERATOR).double().to(device).requires_grad_()
-    v, directions = (
-        torch.randn(6, 4, generator=GENERATOR).double().to(device),
-        unit_directions(11, 4, GENERATOR).double().to(device),
-    )
-    mine = sliced_wasserstein(
-        u, v, torch.zeros(6, device=device), distance="rows", directions_PC=directions
-    )
-    theirs = 6 * ot.sliced_wasserstein_distance(u, v, projections=directions.T, p=1)
-    assert float(mine.detach()) == pytest.approx(float(theirs.detach()))
-    torch.testing.assert_close(torch.autograd.grad(mine, u)[0], torch.autograd.grad(theirs, u)[0])
 
 
 def test_sorted_distance_is_blind_to_which_class_is_which() -> None:

@@ -23,6 +23,7 @@ from fedsynth.privacy.mechanisms import GaussianSums
 from fedsynth.privacy.plans import UnaccountedNoise
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import Release
+from fedsynth.synthesizer.condensation.augmentation import SiameseAugmentation
 from fedsynth.synthesizer.condensation.loop import NetworkFeatures, condense
 from fedsynth.synthesizer.condensation.matchers import (
     ClippedMatcher,
@@ -37,7 +38,6 @@ from fedsynth.synthesizer.condensation.matchers import (
     segment_sums,
 )
 from fedsynth.synthesizer.condensation.real_batches import BatchIndices
-from fedsynth.synthesizer.condensation.siamese import SiameseAugmentation
 from fedsynth.training.optimisers import MomentumSgd
 from tests.digits import CPU, digits
 
@@ -167,16 +167,16 @@ def test_without_noise_and_clipping_the_private_gradient_is_the_exact_one(
     mechanism: type, width: int
 ) -> None:
     """Full batch, huge clip, σ → 0, divisor = the true class size (equal here): all three
-    mechanisms agree. Over 50 Poisson batches at q = 0.5, divided by the public q·n_c, the gradient
+    mechanisms agree. Over 15 Poisson batches at q = 0.5, divided by the public q·n_c, the gradient
     averages to the exact one."""
     features, S = seen(), synthetic()
     exact = exact_matcher().gradient(0, features, S)
     full = private(mechanism, 1e-12, 1e6, width, divisor=N / CLASSES)
     torch.testing.assert_close(full.gradient(0, features, S), exact, atol=1e-5, rtol=1e-4)
     sampled = private(mechanism, 1e-12, 1e6, width, divisor=0.5 * N / CLASSES, rate=0.5)
-    draws = torch.stack([sampled.gradient(t, features, S) for t in range(50)])
+    draws = torch.stack([sampled.gradient(t, features, S) for t in range(15)])
     error = (draws.mean(0) - exact).flatten()
-    assert error.norm() < 3 * (draws.std(0).norm() / 50**0.5)
+    assert error.norm() < 3 * (draws.std(0).norm() / 15**0.5)
 
 
 def test_residual_noise_enters_the_gradient_through_the_jacobian_only() -> None:

@@ -16,8 +16,9 @@ from fedsynth.core.context import RoundContext
 from fedsynth.errors import SettingError
 from fedsynth.federation.simulation import simulate
 from fedsynth.federation.terms.resolve import resolve
+from fedsynth.keeping import KeepsNothing
 from fedsynth.methods.feddm import FedDM
-from fedsynth.synthesizer.condensation.perturbation import Perturbations
+from fedsynth.synthesizer.condensation.networks import Perturbations
 from fedsynth.synthesizer.condensation.sets import real_start
 from tests.digits import CPU, context, convnet, digits, sent
 
@@ -80,7 +81,7 @@ def test_as_many_networks_as_steps_and_off() -> None:
     assert FedDM().networks_per_round == 0
 
 
-class Keeps:
+class Keeps(KeepsNothing):
     """What a loop offers at one step, and gives it back."""
 
     def __init__(self, at: int) -> None:

@@ -10,7 +10,7 @@ import torch
 from fedsynth.errors import UnknownNameError
 from fedsynth.models.convnet import ConvNet
 from fedsynth.models.flat import flatten
-from fedsynth.synthesizer.condensation.perturbation import Perturbations
+from fedsynth.synthesizer.condensation.networks import Perturbations
 from fedsynth.training.sgd import project_to_ball
 from tests.digits import CPU
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fedsynth.synthesizer.condensation.siamese import SiameseAugmentation
+from fedsynth.synthesizer.condensation.augmentation import SiameseAugmentation
 
 
 def transform(seed: int, segments: int = 40, flip: bool = True) -> SiameseAugmentation:

@@ -10,7 +10,6 @@ from fedsynth.models.registry import build_model
 from fedsynth.synthesizer.condensation.student import (
     StudentSettings,
     augmented,
-    mixed,
     soft_labels,
     train_student,
 )
@@ -45,14 +44,6 @@ def test_without_copies_batches_are_mixed_whether_or_not_there_is_a_teacher() ->
         made.append(torch.cat([p.flatten() for p in student.parameters()]))
     assert torch.equal(made[0], made[1])
     assert not torch.equal(made[1], made[2])
-
-
-def test_images_and_labels_are_mixed_by_the_same_shares() -> None:
-    rows = torch.tensor([[0, 1], [2, 3]])
-    share = torch.tensor([0.25, 1.0])
-    expected = torch.stack([0.25 * IMAGES[0] + 0.75 * IMAGES[2], IMAGES[1]])
-    torch.testing.assert_close(mixed(IMAGES, rows, share), expected)
-    assert torch.equal(mixed(IMAGES, rows, None), IMAGES[:2])
 
 
 def test_it_is_trained_on_the_set_by_the_seed_and_the_global_draws_are_left() -> None:

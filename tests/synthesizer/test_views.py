@@ -7,7 +7,7 @@ import torch
 
 from fedsynth.data.registry import dataset_spec
 from fedsynth.seeding import torch_generator
-from fedsynth.synthesizer.generation.views import Views
+from fedsynth.synthesizer.condensation.augmentation import Views
 
 DIGITS, COLOUR = dataset_spec("digits"), dataset_spec("cifar10")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fedsynth.synthesizer.condensation.warps import blended, warped
+from fedsynth.synthesizer.condensation.augmentation import blended, warped
 
 
 def draws() -> torch.Generator:

@@ -75,7 +75,6 @@ def apart(each: list[Learner], images: Tensor, labels: Tensor) -> list[Tensor]:
     return [flatten(one.model) for one in each]
 
 
-@pytest.mark.parametrize("penalties", [False, True])
 @pytest.mark.parametrize(
     "settings",
     [
@@ -88,7 +87,6 @@ def apart(each: list[Learner], images: Tensor, labels: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("few", [1, 4])
 def test_equals_each_clients_own_training(
     settings: Callable[[int], SgdSettings],
-    penalties: bool,
     few: int,
     device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
@@ -102,10 +100,10 @@ def test_equals_each_clients_own_training(
     monkeypatch.setattr("fedsynth.training.many_clients.FEW", few)
     # many layings-out, across passes
     monkeypatch.setattr("fedsynth.training.many_clients.BLOCK", 2)
-    together = learners(settings, penalties, device=device)
+    together = learners(settings, True, device=device)
     starts = [flatten(one.model) for one in together]
     train_together(together, lambda i: images[i], lambda i: labels[i])
-    oracle = apart(learners(settings, penalties, device=device), images, labels)
+    oracle = apart(learners(settings, True, device=device), images, labels)
     for size, one, start, expected in zip(SIZES, together, starts, oracle, strict=True):
         torch.testing.assert_close(flatten(one.model), expected, atol=2e-6, rtol=1e-5)
         assert torch.equal(start, flatten(one.model)) == (size == 0)

@@ -172,8 +172,7 @@ class ClientRuntime:
         elif terms.noise_multiplier is not None:
             raise RequestRefusedError("this run has no differential privacy, and so no σ")
         else:
-            federation = replace(self._context.federation, sizes=terms.sizes)
-            self._context = replace(self._context, federation=federation)
+            self._context = replace(self._context, sizes=terms.sizes)
         self._told = True
         return self._context
 

@@ -101,9 +101,8 @@ def agree(
     joined = exchange.join()
     if settings.privacy is None:
         terms = Terms(sizes=tuple(one.size or 0 for one in joined))
-        federation = replace(context.federation, sizes=terms.sizes)
         exchange.start(terms)
-        return Agreement(terms, None, replace(context, federation=federation))
+        return Agreement(terms, None, replace(context, sizes=terms.sizes))
     histories = [one.history for one in joined if one.history is not None]
     if len(histories) < context.clients:
         raise LedgerError(

@@ -107,8 +107,7 @@ class StepTrial:
         sigma = plan.privacy.noise_multiplier or 1.0
         self._privacy = replace(plan.privacy, noise_multiplier=sigma)
         noise = {one.name: sigma * one.noise_ratio * one.clip for one in plan.plans}
-        federation = replace(context.federation, privacy=self._privacy, noise=noise)
-        self._context = replace(context, federation=federation)
+        self._context = replace(context, privacy=self._privacy, noise=noise)
         self._method = plan.run.method
         self._client = client
         own = self._method.client_plans(plan.round_plans(context.round), client, self._context)

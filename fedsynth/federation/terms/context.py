@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import torch
 
-from fedsynth.core.context import Compute, Federation, RoundContext
+from fedsynth.core.context import RoundContext
 from fedsynth.data.load import load_dataset
 from fedsynth.data.partition_settings import clients_or_groups
 from fedsynth.data.proxy import NOISE, ProxyImages, noise_images
@@ -100,7 +100,8 @@ def public_context(settings: RunSettings, spec: DatasetSpec, device: torch.devic
         / clients_or_groups(partition, spec)
     )
     architecture = settings.method.network(settings.model, spec, settings.seed)
-    federation = Federation(
+    return RoundContext(
+        round=1,
         seed=settings.seed,
         spec=spec,
         architecture=architecture,
@@ -117,14 +118,11 @@ def public_context(settings: RunSettings, spec: DatasetSpec, device: torch.devic
         robust=settings.robust,
         robust_share=settings.robust_share,
         rounds=settings.rounds,
-    )
-    compute = Compute(
         device=device,
         precision={"fp32": torch.float32, "bf16": torch.bfloat16}[settings.precision],
         memory_bytes=memory_bytes(settings.memory_gb, device),
         compiled=settings.compile,
     )
-    return RoundContext(1, federation, compute)
 
 
 def with_proxy(
@@ -143,4 +141,4 @@ def with_proxy(
     else:
         proxy, _ = load_dataset(name, settings.data_root, download=download)
     images = ProxyImages(proxy.to(context.device), context.spec)
-    return replace(context, federation=replace(context.federation, proxy=images))
+    return replace(context, proxy=images)

@@ -208,10 +208,7 @@ class PrivacyPlan:
 
     def in_context(self, context: RoundContext) -> RoundContext:
         """The context of the run's steps, which know what is public of the plan."""
-        federation = replace(
-            context.federation, privacy=self.privacy, noise=self.noise, grids=self.grids
-        )
-        return replace(context, federation=federation)
+        return replace(context, privacy=self.privacy, noise=self.noise, grids=self.grids)
 
     def planned(
         self, rounds: Sequence[int] | None = None, noise_multiplier: float | None = None

@@ -12,7 +12,7 @@ matcher and `statistics` meets data: through releases that are charged first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import ClassVar
@@ -42,8 +42,9 @@ from fedsynth.synthesizer.condensation.distributions import (
     DistributionMatcher,
     refuse_private,
 )
-from fedsynth.synthesizer.condensation.loop import Augmentation, client_bytes, condense
+from fedsynth.synthesizer.condensation.loop import client_bytes, condense
 from fedsynth.synthesizer.condensation.matchers import ExactMatcher, Matcher, PaperMatcher
+from fedsynth.synthesizer.condensation.networks import FeatureMaps
 from fedsynth.synthesizer.condensation.real_batches import SMALL_CLASS, BatchIndices
 from fedsynth.synthesizer.condensation.sets import (
     MOST_IPC,
@@ -58,21 +59,6 @@ from fedsynth.synthesizer.condensation.sets import (
 )
 from fedsynth.training.optimisers import MomentumSgd, Optimiser
 from fedsynth.validation import check_choices, check_embedding, check_ranges
-
-
-@dataclass(frozen=True)
-class FeatureMaps:
-    """What each step looks at images through: u = [h; b·z], after an augmentation.
-
-    Args:
-        draw_network: the next step's network, with weights frozen.
-        draw_augmentation: the next step's, of real and synthetic images alike; None: none.
-        logit_weight: b.
-    """
-
-    draw_network: Callable[[], nn.Module]
-    draw_augmentation: Callable[[], Augmentation] | None = None
-    logit_weight: float = 1.0
 
 
 @dataclass(frozen=True)

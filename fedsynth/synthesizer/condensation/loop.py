@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,11 +12,12 @@ from torch import Tensor, nn
 
 from fedsynth.core.client import chunk
 from fedsynth.core.context import RoundContext
-from fedsynth.keeping import KeepsNothing, StepKeeper, put_back
+from fedsynth.keeping import StepKeeper
 from fedsynth.models.batch_norm import SharedStatistics, has_batch_norm
 from fedsynth.models.frozen import VectorJacobian
 from fedsynth.privacy.passes import power_of_two
 from fedsynth.synthesizer.condensation.matchers import Matcher, segments_at_once
+from fedsynth.training.loop import resumable
 from fedsynth.training.optimisers import Optimiser
 
 Augmentation = Callable[[Tensor, Tensor], Tensor]
@@ -239,17 +239,19 @@ def condense(
     if not len(synthetic):  # no client of the group has a class to send
         return synthetic
     state = optimiser.init(synthetic)
-    keeper = keeper or KeepsNothing()
-    done = put_back(keeper, name, _kept(synthetic, state))
-    for _ in range(done):  # the draws of the steps that were done
-        draw_network()
-        if draw_augmentation is not None:
-            draw_augmentation()
-    skip = getattr(matcher, "skip", None)
-    if skip is not None:
-        skip(done)
+    changed = {"synthetic": synthetic, **{f"optimiser{k}": t for k, t in enumerate(state)}}
+
+    def skip(done: int) -> None:
+        for _ in range(done):
+            draw_network()
+            if draw_augmentation is not None:
+                draw_augmentation()
+        skip_matcher = getattr(matcher, "skip", None)
+        if skip_matcher is not None:
+            skip_matcher(done)
+
     features = None
-    for step in range(done, steps):
+    for step in resumable(steps, changed, keeper=keeper, name=name, report=report, skip=skip):
         network = draw_network()
         augment = draw_augmentation() if draw_augmentation is not None else None
         if features is None:
@@ -266,11 +268,4 @@ def condense(
         else:
             features.use(network, augment)
         optimiser.update(synthetic, matcher.gradient(step, features, synthetic), state)
-        keeper.offer(name, step + 1, partial(_kept, synthetic, state))
-        report(step + 1)
     return synthetic
-
-
-def _kept(synthetic: Tensor, state: tuple[Tensor, ...]) -> dict[str, Tensor]:
-    """Where a loop stands, by name."""
-    return {"synthetic": synthetic, **{f"optimiser{k}": t for k, t in enumerate(state)}}

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedsynth.seeding import torch_generator
-from fedsynth.synthesizer.condensation.siamese import SiameseAugmentation
-from fedsynth.synthesizer.condensation.warps import blended, warped
+from fedsynth.synthesizer.condensation.augmentation import SiameseAugmentation, blended, warped
 from fedsynth.validation import check_ranges
 
 AT_ONCE = 48

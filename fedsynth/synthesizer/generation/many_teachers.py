@@ -8,9 +8,10 @@ here is computed from the models alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import inf
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,17 +19,26 @@ from torch.nn import functional as F
 
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.evaluation.generated import tally
-from fedsynth.keeping import KeepsNothing, StepKeeper
+from fedsynth.keeping import StepKeeper
 from fedsynth.mixed_precision import mixed, widened
 from fedsynth.seeding import torch_generator
+from fedsynth.synthesizer.condensation.augmentation import Views
 from fedsynth.synthesizer.generation.ensembles import Aggregate, batch_norm_matching, has_statistics
-from fedsynth.synthesizer.generation.generator_memory import remembered, restore
-from fedsynth.synthesizer.generation.generators import Generator, distillation_loss, make_generator
-from fedsynth.synthesizer.generation.progress import DISTILLATION, Batch, Progress
-from fedsynth.synthesizer.generation.views import Views
+from fedsynth.synthesizer.generation.generators import distillation_loss, make_generator
+from fedsynth.training.loop import resumable
 from fedsynth.validation import check_choices, check_ranges
 
 IMAGES = ("all", "last", "best")
+
+
+class Batch(NamedTuple):
+    """Generated images [N, C, H, W], the ensemble's logits on them [N, classes], the classes that
+    they were asked for [N], and the generator's loss on them."""
+
+    images: Tensor
+    answer: Tensor
+    labels: Tensor
+    loss: Tensor
 
 
 def adversarial_loss(ensemble_NC: Tensor, student_NC: Tensor, *, only_disagreement: bool) -> Tensor:
@@ -159,7 +169,6 @@ class OneShotDistillation:
                 distillation was cut off before: then it goes on from there, with the same draws.
             precision: of the networks' passes (`fedsynth.mixed_precision`).
         """
-        keeper = keeper or KeepsNothing()
         device = next(student.parameters()).device
         for model in models:
             model.requires_grad_(False).eval()
@@ -167,33 +176,43 @@ class OneShotDistillation:
         sgd = torch.optim.SGD(student.parameters(), self.learning_rate, self.momentum)
         shuffle = torch_generator(seed, "one-shot replay", round)
         past: list[Batch] = []
-        tallies = [torch.zeros(0, 3, spec.classes, dtype=torch.int64, device=device)]
+        tallies = torch.zeros(self.epochs, 3, spec.classes, dtype=torch.int64, device=device)
         with batch_norm_matching(models if self.bn_weight else []) as statistics:
             teacher = _Ensemble(models, aggregate, statistics, precision)
             other = None if lessons is None else replace(teacher, aggregate=lessons)
-            epochs = _Images(self, teacher, other, student, spec, seed, round, device)
-            kept_past = past if self.replay else []
-            progress = Progress(student, sgd, shuffle, epochs, kept_past, tallies)
-            done = progress.put_back(keeper.found(DISTILLATION))
-            for epoch, made in enumerate(epochs, start=done + 1):
+            images = _Images(self, teacher, other, student, spec, seed, round, device)
+            changed: dict[str, Any] = {
+                "student": student,
+                "sgd": sgd,
+                "shuffle": shuffle,
+                "tallies": tallies,
+            }
+            if self.replay:
+                changed["past"] = past
+            for epoch in resumable(
+                self.epochs,
+                {**changed, **images.state},
+                keeper=keeper,
+                name="distillation",
+                report=lambda done: report(done, self.epochs),
+            ):
+                made = images.train_generator(epoch)
                 if not self.replay:
                     past.clear()
                 past += made
                 student.train()
                 for position in torch.randperm(len(past), generator=shuffle).tolist():
-                    self._student_step(student, sgd, *epochs.lesson(past[position]), precision)
+                    batch = Batch(*(value.to(device) for value in past[position]))
+                    self._student_step(student, sgd, *images.lesson(batch), precision)
                 student.eval()
-                counts = torch.stack([epochs.tally(batch) for batch in made])
-                tallies.append(counts.sum(dim=0, keepdim=True))
-                keeper.offer(DISTILLATION, epoch, progress.kept)
-                report(epoch, self.epochs)
+                tallies[epoch] = torch.stack([images.tally(batch) for batch in made]).sum(dim=0)
         without = [str(k) for k, model in enumerate(models) if not has_statistics(model)]
         note = (
             f"no batch-norm term for models {', '.join(without)}: they have no batch norm with "
             "running "
             "statistics"
         )
-        return Distilled(torch.cat(tallies), (note,) if self.bn_weight and without else ())
+        return Distilled(tallies, (note,) if self.bn_weight and without else ())
 
     def _student_step(
         self,
@@ -232,17 +251,12 @@ class _Ensemble:
         return logits
 
 
-@dataclass(frozen=True)
-class _Learner:
-    """A generator and the optimiser of its weights."""
-
-    generator: Generator
-    adam: torch.optim.Optimizer
-
-
 class _Images:
-    """The epochs' images for the student: iterating trains the generator for one epoch at a
-    time."""
+    """The generator in training, and its images for the student.
+
+    Attributes:
+        state: what an epoch changes and the next one needs (`fedsynth.training.loop`).
+    """
 
     def __init__(
         self,
@@ -266,35 +280,10 @@ class _Images:
         self._chance = torch_generator(seed, "one-shot views", round, device=device)
         self._views = Views(settings.flips, settings.crop)
         self._lesson_views = Views(settings.flips, settings.crop if spec.channels > 1 else 0.0)
-        self._current = self._learner(0)
-        self._done = 0
-
-    def kept(self) -> dict[str, Tensor]:
-        """Where the generator stands between two epochs, by name."""
-        streams = {"draws": self._draws.get_state(), "chance": self._chance.get_state()}
-        if self._settings.reset:
-            return streams
-        return {**streams, **remembered(self._current.generator, self._current.adam)}
-
-    def put_back(self, epochs: int, kept: Mapping[str, Tensor]) -> None:
-        """Goes on after so many epochs."""
-        self._done = epochs
-        self._draws.set_state(kept["draws"])
-        self._chance.set_state(kept["chance"])
-        if not self._settings.reset:
-            restore(self._current.generator, self._current.adam, kept)
-
-    def __iter__(self) -> Iterator[list[Batch]]:
-        settings = self._settings
-        for epoch in range(self._done, settings.epochs):
-            size = settings.batch
-            z = torch.randn(size, settings.latent, generator=self._draws, device=self._device)
-            labels = torch.randint(
-                self._spec.classes, (size,), generator=self._draws, device=self._device
-            )
-            if settings.reset and epoch:
-                self._current = self._learner(epoch)
-            yield self._epoch(self._current, z, labels)
+        self._restart(0)
+        self.state: dict[str, Any] = {"draws": self._draws, "chance": self._chance}
+        if not settings.reset:
+            self.state |= {"generator": self._generator, "adam": self._adam}
 
     def lesson(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Images and the answers to them for one student step: of new views, if there are any."""
@@ -303,37 +292,41 @@ class _Images:
         images = self._lesson_views(batch.images, self._spec, self._chance)
         return images, (self._lessons or self._teacher).answer(images, batch.labels)
 
-    def _epoch(self, learner: _Learner, z: Tensor, labels: Tensor) -> list[Batch]:
+    def train_generator(self, epoch: int) -> list[Batch]:
+        """One epoch of the generator; the images of it that the student learns from."""
         settings = self._settings
-        optimisers = [learner.adam]
+        shape = (settings.batch, settings.latent)
+        z = torch.randn(shape, generator=self._draws, device=self._device)
+        labels = torch.randint(
+            self._spec.classes, shape[:1], generator=self._draws, device=self._device
+        )
+        if settings.reset and epoch:
+            self._restart(epoch)
+        optimisers = [self._adam]
         if settings.learn_noise:
-            optimisers.append(self._adam([z.requires_grad_()]))
+            optimisers.append(self._optimiser([z.requires_grad_()]))
         made: list[Batch] = []
         for _ in range(settings.generator_steps):
-            batch = self._step(learner.generator, optimisers, z, labels)
+            batch = self._step(optimisers, z, labels)
             if settings.images == "all":
                 made.append(batch)
             elif settings.images == "best":
                 made = [_better(made[0], batch) if made else batch]
         if settings.images == "last":
             with torch.no_grad():
-                images = self._made(learner.generator, z, labels)
+                images = self._made(z, labels)
             answer = self._teacher.answer(images, labels)
             made = [Batch(images, answer, labels, torch.zeros(()))]
         return made
 
     def _step(
-        self,
-        generator: Generator,
-        optimisers: Sequence[torch.optim.Optimizer],
-        z: Tensor,
-        labels: Tensor,
+        self, optimisers: Sequence[torch.optim.Optimizer], z: Tensor, labels: Tensor
     ) -> Batch:
         """One step down CE(P, y) + λ1·L_BN + λ2·L_AD (FedHydra, Eq. 16); the images before it."""
         settings = self._settings
         learning = [p for one in optimisers for group in one.param_groups for p in group["params"]]
         with torch.enable_grad():
-            images = self._made(generator, z, labels)
+            images = self._made(z, labels)
             seen = self._views(images, self._spec, self._chance)
             answer = self._teacher.logits(seen, labels)
             loss = F.cross_entropy(answer, labels)
@@ -351,9 +344,10 @@ class _Images:
             optimiser.step()
         return Batch(images.detach(), answer.detach(), labels, loss.detach())
 
-    def _made(self, generator: Generator, z: Tensor, labels: Tensor) -> Tensor:
+    def _made(self, z: Tensor, labels: Tensor) -> Tensor:
+        asked = labels if self._settings.conditional else None
         with mixed(self._device, self._teacher.precision):
-            return widened(generator.normalised(z, self._asked(labels)))
+            return widened(self._generator.normalised(z, asked))
 
     def _said(self, images: Tensor) -> Tensor:
         with mixed(self._device, self._teacher.precision):
@@ -364,12 +358,8 @@ class _Images:
         """What ensemble and student say of a batch, as `evaluation.generated` counts it."""
         return tally(batch.answer, batch.labels, self._said(batch.images))
 
-    def _asked(self, labels: Tensor) -> Tensor | None:
-        return labels if self._settings.conditional else None
-
-    def _learner(self, epoch: int) -> _Learner:
-        """A fresh generator with its Adam; after the first epoch, where each has its own,
-        another."""
+    def _restart(self, epoch: int) -> None:
+        """Makes the epoch's fresh generator, and its Adam."""
         settings = self._settings
         numbers = (*self._where, epoch) if epoch else self._where
         generator = make_generator(
@@ -380,9 +370,10 @@ class _Images:
             classes=self._spec.classes if settings.conditional else 0,
         )
         generator.to(self._device, non_blocking=True).train()
-        return _Learner(generator, self._adam(generator.parameters()))
+        self._generator = generator
+        self._adam = self._optimiser(generator.parameters())
 
-    def _adam(self, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
+    def _optimiser(self, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
         settings = self._settings
         betas = (settings.generator_beta1, 0.999)
         return torch.optim.Adam(parameters, settings.generator_lr, betas)

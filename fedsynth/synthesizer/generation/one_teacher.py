@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +23,6 @@ from fedsynth.evaluation.generated import describe, tally
 from fedsynth.mixed_precision import mixed, widened
 from fedsynth.seeding import torch_generator
 from fedsynth.synthesizer.generation.ensembles import batch_norm_matching
-from fedsynth.synthesizer.generation.generator_memory import remembered, restore
 from fedsynth.synthesizer.generation.generators import (
     Generator,
     distillation_loss,
@@ -65,6 +64,9 @@ class Distillation:
             weight.
         bn_weight, ad_weight: DENSE's terms.
         precision: of the networks' passes (`fedsynth.mixed_precision`), `loss`'s student's too.
+
+    Attributes:
+        state: generator and optimiser, which change (`fedsynth.training.loop`).
     """
 
     def __init__(
@@ -98,6 +100,7 @@ class Distillation:
             batch_norm_matching([self._teacher] if bn_weight else [])
         )
         self._adam = torch.optim.Adam(generator.parameters(), learning_rate)
+        self.state = {"generator": self.generator, "adam": self._adam}
 
     def step(self, student: nn.Module | None = None) -> tuple[Tensor, Tensor]:
         """One step of the generator; then images of the same z from the new generator, and the
@@ -163,14 +166,6 @@ class Distillation:
         counts = generated_tally(self._teacher, self.generator)
         self._statistics()  # of this batch: not the next step's
         return counts
-
-    def memory(self) -> dict[str, Tensor]:
-        """Generator and optimiser state as named tensors, to go on from."""
-        return remembered(self.generator, self._adam)
-
-    def remember(self, memory: Mapping[str, Tensor]) -> None:
-        """Goes on from what `memory` gave; entries of other names are left alone."""
-        restore(self.generator, self._adam, memory)
 
 
 @dataclass(frozen=True)

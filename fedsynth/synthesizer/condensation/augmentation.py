@@ -1,0 +1,216 @@
+"""Random transformations of images: siamese augmentation, warped and mixed copies, random views.
+
+Siamese augmentation (Zhao & Bilen 2021, "Differentiable Siamese Augmentation") transforms real and
+synthetic images of a (client, class) segment alike, at each step by another draw: shift, scale,
+rotation and flip are one affine resampling; brightness, saturation and contrast are pointwise;
+cutout is a mask. Strengths are the DSA paper's defaults. Warped and mixed copies are labelled by a
+teacher, so they need not keep their image's class; they are bent by a smooth random field (after
+Simard, Steinkraus & Platt 2003). Views are flips and crops of single images, as DENSE's public code
+has them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fedsynth.data.images import pixel_constants
+from fedsynth.data.registry import DatasetSpec
+from fedsynth.seeding import torch_generator
+
+SHIFT, SCALE, ROTATE_DEGREES, CUTOUT = 0.125, 1.2, 15.0, 0.5
+
+
+class SiameseAugmentation:
+    """One step's transformations for all segments.
+
+    Args:
+        segments: how many; `generator`: on the images' device; `flip`: False for digits and
+            letters, whose mirror image is another sign.
+    """
+
+    def __init__(self, segments: int, generator: torch.Generator, *, flip: bool) -> None:
+        device = generator.device
+        draw = torch.rand(10, segments, generator=generator, device=device)
+        # 0 colour, 1 shift, 2 cutout, 3 scale, 4 rotate, 5 flip
+        kind = (draw[0] * (6 if flip else 5)).long()
+        signed = 2 * draw[1:7] - 1
+        on = [kind == k for k in range(6)]
+        self._brightness = torch.where(on[0], signed[0] / 2, 0)
+        self._saturation = torch.where(on[0], 2 * draw[2], 1)
+        self._contrast = torch.where(on[0], draw[3] + 0.5, 1)
+        angle = torch.where(on[4], signed[3] * math.radians(ROTATE_DEGREES), 0)
+        ratio = torch.where(on[3], SCALE ** signed[4], 1)
+        mirror = torch.where(on[5] & (draw[6] < 0.5), -1.0, 1.0)
+        shift = torch.where(on[1], 2 * SHIFT * signed[:2], 0)
+        rows = [
+            torch.stack([mirror * ratio * angle.cos(), -ratio * angle.sin(), shift[0]], dim=1),
+            torch.stack([mirror * ratio * angle.sin(), ratio * angle.cos(), shift[1]], dim=1),
+        ]
+        self._theta = torch.stack(rows, dim=1)
+        # centre of the cutout in [-1, 1]; 9 is outside
+        self._hole = torch.where(on[2], 2 * draw[8:10] - 1, 9.0)
+
+    def __call__(self, x_NCHW: Tensor, segment_N: Tensor) -> Tensor:
+        """The transformed images; differentiable."""
+        x = x_NCHW + self._brightness[segment_N].view(-1, 1, 1, 1)
+        grey = x.mean(dim=1, keepdim=True)
+        x = (x - grey) * self._saturation[segment_N].view(-1, 1, 1, 1) + grey
+        level = x.mean(dim=(1, 2, 3), keepdim=True)
+        x = (x - level) * self._contrast[segment_N].view(-1, 1, 1, 1) + level
+        grid = F.affine_grid(self._theta[segment_N], list(x.shape), align_corners=False)
+        x = F.grid_sample(x, grid, padding_mode="zeros", align_corners=False)
+        return x * self._mask(x, segment_N)
+
+    def _mask(self, x: Tensor, segment_N: Tensor) -> Tensor:
+        height, width = x.shape[2:]
+        rows = torch.linspace(-1, 1, height, device=x.device).view(1, -1, 1)
+        columns = torch.linspace(-1, 1, width, device=x.device).view(1, 1, -1)
+        hole = self._hole[:, segment_N].view(2, -1, 1, 1)
+        inside = ((rows - hole[0]).abs() < CUTOUT) & ((columns - hole[1]).abs() < CUTOUT)
+        return (~inside).unsqueeze(1).to(x.dtype)
+
+
+class SiameseDraws:
+    """Draws each step's transformations by class, from the round's public seed.
+
+    All clients share them, as they share the networks.
+
+    Args:
+        label_S: class of each segment, on the images' device.
+        classes: how many there are.
+        flip: see `SiameseAugmentation`.
+        period: after so many steps the same ones come again; None: never.
+    """
+
+    def __init__(
+        self,
+        label_S: Tensor,
+        classes: int,
+        *,
+        flip: bool,
+        seed: int,
+        round: int,
+        period: int | None = None,
+    ) -> None:
+        self._label = label_S
+        self._classes = classes
+        self._flip = flip
+        self._key = (seed, round)
+        self._period = period
+        self._drawn = 0
+        self._generator = self._stream()
+
+    def _stream(self) -> torch.Generator:
+        seed, round = self._key
+        return torch_generator(seed, "siamese augmentation", round, device=self._label.device)
+
+    def draw(self) -> Callable[[Tensor, Tensor], Tensor]:
+        """The next step's: (images, segment of each) -> transformed images."""
+        if self._period is not None and self._drawn % self._period == 0:
+            self._generator = self._stream()
+        self._drawn += 1
+        transform = SiameseAugmentation(self._classes, self._generator, flip=self._flip)
+        return lambda x_NCHW, segment_N: transform(x_NCHW, self._label[segment_N])
+
+
+TURN = 0.15  # radians; this and the next four are the most
+WARP_SCALE = 0.15  # of the size
+SHEAR = 0.1  # of a side
+WARP_SHIFT = 0.16  # of half a side
+BEND = 0.12  # of half a side, at the knots of a grid
+KNOTS = 5  # of this grid, a side
+
+
+def warped(x_NCHW: Tensor, generator: torch.Generator) -> Tensor:
+    """Each image turned, scaled, sheared, moved and bent by draws of its own; what comes in from
+    outside is the border's.
+
+    Args:
+        x_NCHW: of any scale.
+        generator: on the images' device.
+    """
+    count = len(x_NCHW)
+
+    def drawn(most: float, *shape: int) -> Tensor:
+        made = torch.rand(count, *shape, generator=generator, device=x_NCHW.device)
+        return most * (2 * made - 1)
+
+    angle = drawn(TURN)
+    theta = torch.zeros(count, 2, 3, device=x_NCHW.device)
+    theta[:, 0, 0] = (1 + drawn(WARP_SCALE)) * angle.cos()
+    theta[:, 0, 1] = drawn(SHEAR) - angle.sin()
+    theta[:, 1, 0] = angle.sin()
+    theta[:, 1, 1] = (1 + drawn(WARP_SCALE)) * angle.cos()
+    theta[:, :, 2] = drawn(WARP_SHIFT, 2)
+    where = F.affine_grid(theta, list(x_NCHW.shape), align_corners=False)
+    field = drawn(BEND, 2, KNOTS, KNOTS)
+    bent = F.interpolate(field, size=x_NCHW.shape[2:], mode="bicubic", align_corners=False)
+    moved = where + bent.permute(0, 2, 3, 1)
+    return F.grid_sample(x_NCHW, moved, padding_mode="border", align_corners=False)
+
+
+def blended(x_NCHW: Tensor, generator: torch.Generator) -> Tensor:
+    """Each image mixed with another one of them, in a share uniform on [0, 1]."""
+    count = len(x_NCHW)
+    share = torch.rand(count, 1, 1, 1, generator=generator, device=x_NCHW.device)
+    other = torch.randperm(count, generator=generator, device=x_NCHW.device)
+    mixed: Tensor = share * x_NCHW + (1 - share) * x_NCHW[other]
+    return mixed
+
+
+@dataclass(frozen=True)
+class Views:
+    """Flips and crops of normalised images, differentiable.
+
+    Args:
+        flips: mirror every image left to right with probability one half.
+        crop: share of the longer side that is added at every edge as black pixels, before a window
+            of the old size is cut out at random; 0: no crop.
+    """
+
+    flips: bool = False
+    crop: float = 0.0
+
+    def __bool__(self) -> bool:
+        return self.flips or self.crop > 0
+
+    def __call__(self, x_NCHW: Tensor, spec: DatasetSpec, draws: torch.Generator) -> Tensor:
+        """The views [N, C, H, W] of images that are normalised as `spec` says.
+
+        Args:
+            draws: on the images' device.
+        """
+        if self.flips:
+            mirrored = torch.rand(len(x_NCHW), generator=draws, device=x_NCHW.device) < 0.5
+            x_NCHW = torch.where(mirrored.view(-1, 1, 1, 1), x_NCHW.flip(3), x_NCHW)
+        edge = self.edge(spec)
+        if edge:
+            x_NCHW = _cropped(x_NCHW, edge, _black(x_NCHW, spec), draws)
+        return x_NCHW
+
+    def edge(self, spec: DatasetSpec) -> int:
+        """Pixels that a crop adds at each edge: 4 of 28 and of 32 at an eighth."""
+        return int(self.crop * max(spec.height, spec.width) + 0.5)
+
+
+def _black(x_NCHW: Tensor, spec: DatasetSpec) -> Tensor:
+    """What a pixel of value 0 is after normalisation, [1, C, 1, 1]."""
+    mean, std = pixel_constants(spec, x_NCHW.device)
+    return -mean / std
+
+
+def _cropped(x_NCHW: Tensor, edge: int, black: Tensor, draws: torch.Generator) -> Tensor:
+    count, _, height, width = x_NCHW.shape
+    device = x_NCHW.device
+    corner = torch.randint(2 * edge + 1, (2, count, 1), generator=draws, device=device)
+    rows = corner[0] + torch.arange(height, device=device)
+    columns = corner[1] + torch.arange(width, device=device)
+    wide = F.pad(x_NCHW - black, (edge, edge, edge, edge)) + black
+    image = torch.arange(count, device=device).view(-1, 1, 1)
+    return wide[image, :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)

@@ -1,0 +1,122 @@
+"""A loop that reports its progress and resumes after the last step that a checkpoint holds
+(docs/decisions/resuming.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from fedsynth.keeping import KeepsNothing, StepKeeper
+
+State = Mapping[str, Any]
+"""What a loop changes, by name: tensors, networks, optimisers, schedules of learning rates,
+generators, and lists of tuples of tensors that grow."""
+
+
+def resumable(
+    steps: int,
+    state: State,
+    *,
+    keeper: StepKeeper | None = None,
+    name: str = "loop",
+    report: Callable[[int], None] = lambda done: None,
+    skip: Callable[[int], None] = lambda done: None,
+) -> Iterator[int]:
+    """Yields 0, 1, ..., steps - 1, from the step after the last checkpoint of this loop.
+
+    Args:
+        steps: in all.
+        state: what the loop changes in place, saved and restored.
+        keeper: has the checkpoints; None: nothing is saved.
+        name: of this loop among all of a round.
+        report: called with the number of finished steps.
+        skip: called once with the number of steps that a checkpoint holds, to repeat their random
+            draws where these are not in `state`.
+
+    >>> total = torch.zeros(1)
+    >>> for step in resumable(3, {"total": total}):
+    ...     total += step
+    >>> total
+    tensor([3.])
+    """
+    keeper = keeper or KeepsNothing()
+    done = _restored(keeper.found(name), state)
+    skip(done)
+    for step in range(done, steps):
+        yield step
+        keeper.offer(name, step + 1, lambda: named_tensors(state))
+        report(step + 1)
+    keeper.ended(name, steps, lambda: named_tensors(state))
+
+
+def _restored(found: tuple[int, Mapping[str, Tensor]] | None, state: State) -> int:
+    """Restores a checkpoint and returns its number of steps: 0 without one, or where a tensor has
+    another shape."""
+    if found is None:
+        return 0
+    done, tensors = found
+    for name, part in state.items():
+        if isinstance(part, Tensor) and (name not in tensors or tensors[name].shape != part.shape):
+            return 0
+    load_tensors(state, tensors)
+    return done
+
+
+def named_tensors(state: State) -> dict[str, Tensor]:
+    """Returns the tensors of all parts of a loop's state, by names that begin with the part's."""
+    named: dict[str, Tensor] = {}
+    for name, part in state.items():
+        if isinstance(part, Tensor):
+            named[name] = part
+        elif isinstance(part, torch.Generator):
+            named[name] = part.get_state()
+        elif isinstance(part, LRScheduler):
+            named[f"{name}.steps"] = torch.tensor(part.last_epoch)
+            named[f"{name}.rate"] = torch.tensor(part.get_last_lr(), dtype=torch.float64)
+        elif isinstance(part, list):
+            for number, row in enumerate(part):
+                named.update({f"{name}.{number}.{k}": value for k, value in enumerate(row)})
+        elif isinstance(part, nn.Module):
+            named.update({f"{name}.{k}": value.clone() for k, value in part.state_dict().items()})
+        else:
+            for number, moments in part.state_dict()["state"].items():
+                for k, value in moments.items():
+                    if value is not None:
+                        named[f"{name}.{number}.{k}"] = value.clone()
+    return named
+
+
+def load_tensors(state: State, tensors: Mapping[str, Tensor]) -> None:
+    """Restores what `named_tensors` returned, in place; tensors of other names are ignored."""
+    for name, part in state.items():
+        own = {
+            k.removeprefix(f"{name}."): t for k, t in tensors.items() if k.startswith(f"{name}.")
+        }
+        if isinstance(part, Tensor):
+            part.copy_(tensors[name])
+        elif isinstance(part, torch.Generator):
+            part.set_state(tensors[name].cpu())
+        elif isinstance(part, LRScheduler):
+            part.last_epoch = int(own["steps"])
+            for group, rate in zip(part.optimizer.param_groups, own["rate"], strict=True):
+                group["lr"] = float(rate)
+        elif isinstance(part, list):
+            rows = sorted(_numbered(own).items())
+            part[:] = [tuple(row[key] for key in sorted(row)) for _, row in rows]
+        elif isinstance(part, nn.Module):
+            part.load_state_dict(own)
+        else:
+            part.load_state_dict({**part.state_dict(), "state": _numbered(own)})
+
+
+def _numbered(tensors: Mapping[str, Tensor]) -> dict[int, dict[str, Tensor]]:
+    """Tensors named "number.key", by number and key."""
+    rows: dict[int, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        number, key = name.split(".")
+        rows.setdefault(int(number), {})[key] = tensor.clone()
+    return rows
