@@ -107,7 +107,7 @@ REASONS = {
         methods/shared/condensing.py:Condenses._start.<locals>.fresh
         methods/shared/condensing.py:Condenses._sharing
         synthesizer/condensation/knowledge.py:KnowledgeMatcher.__init__
-        synthesizer/condensation/real_batches.py:BatchIndices.__init__
+        synthesizer/condensation/sets.py:BatchIndices.__init__
         synthesizer/condensation/sets.py:averaged_start
         synthesizer/condensation/sets.py:real_start
         synthesizer/generation/ensembles.py:Stratification._losses

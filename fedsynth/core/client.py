@@ -389,31 +389,26 @@ class PrivateClients:
     def fit(
         self,
         series: Sequence[GaussianSums],
-        models: Sequence[nn.Module],
+        model: nn.Module,
         steps: int,
         settings: DpSgdSettings,
-        penalties: Sequence[Penalty | None] | None = None,
-        losses: Sequence[ExampleLoss | None] | None = None,
-        report: Callable[[int], None] = lambda done: None,
+        penalty: Penalty | None = None,
+        loss: ExampleLoss | None = None,
     ) -> None:
-        """Trains one model for each client, in place, by DP-SGD with series charged for `steps`
-        releases of one group; `penalties` see no data, `losses` are of each example (`dp_sgd`)."""
+        """Trains the model of the group's only client, in place, by DP-SGD with a series charged for
+        `steps` releases; `penalty` sees no data, `loss` is of each example (`dp_sgd`)."""
         self._check_owners(series)
-        extra = penalties or [None] * len(models)
-        own = losses or [None] * len(models)
-        each = zip(self._parts, self._units, series, models, extra, own, strict=True)
-        for done, (part, units, s, model, penalty, loss) in enumerate(each, start=1):
+        (one,), (part,), (units,) = series, self._parts, self._units
+        labels = self._data.labels[part]
+        linear = isinstance(model, OnFeatures) and model.linear
+        factors = model.gradient_factors if linear else None
 
-            def images(indices: Tensor, part: Tensor = part) -> Tensor:
-                return self._images(part[indices], len(indices))
+        def images(indices: Tensor) -> Tensor:
+            return self._images(part[indices], len(indices))
 
-            labels = self._data.labels[part]
-            linear = isinstance(model, OnFeatures) and model.linear
-            factors = model.gradient_factors if linear else None
-            dp_sgd(
-                model, images, labels, s, steps, settings, penalty, loss, units, factors, self._note
-            )
-            report(done)
+        dp_sgd(
+            model, images, labels, one, steps, settings, penalty, loss, units, factors, self._note
+        )
 
 
 ClientGroup = OpenClients | PrivateClients

@@ -30,8 +30,8 @@ from fedsynth.methods.shared.private_condensation import Matching, feature_plans
 from fedsynth.methods.shared.union import TrainsInBall
 from fedsynth.models.batch_norm import has_batch_norm
 from fedsynth.privacy.settings import PrivacySettings
+from fedsynth.synthesizer.condensation.feature_sums import NetworkMeansMatcher
 from fedsynth.synthesizer.condensation.matchers import ClippedMatcher, Matcher
-from fedsynth.synthesizer.condensation.network_means import NetworkMeansMatcher
 from fedsynth.synthesizer.condensation.networks import (
     AUGMENTATIONS,
     READINGS,
@@ -65,7 +65,7 @@ class FedDM(Condenses, TrainsInBall):
             mechanism.
         networks_per_round: ours, not the paper's: M networks a round, whose class means over all of
             a client's data are computed once, and T steps that go through them in turn
-            (`fedsynth.synthesizer.condensation.network_means`); 0: the paper's new network and
+            (`fedsynth.synthesizer.condensation.feature_sums`); 0: the paper's new network and
             minibatch in every step. For networks without batch norm, matching "mean", and not with
             differential privacy, where mechanism `features` does the same.
         networks: M of mechanism `features`.

@@ -9,7 +9,7 @@ client makes M passes over its data in place of T steps, and which client has wh
 difference: sums are the same for any partition.
 
 With differential privacy each network's sums are one release of mechanism `features`
-(`fedsynth.synthesizer.condensation.network_sums`), and the counts one more; what the server does
+(`fedsynth.synthesizer.condensation.feature_sums`), and the counts one more; what the server does
 with them costs nothing. Images start from public noise, with or without it.
 """
 
@@ -46,13 +46,13 @@ from fedsynth.privacy.dpsgd import refuse_batch_norm
 from fedsynth.privacy.requests import check_tensor
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.seeding import torch_generator
-from fedsynth.synthesizer.condensation.loop import condense
-from fedsynth.synthesizer.condensation.network_sums import (
+from fedsynth.synthesizer.condensation.feature_sums import (
     SharedNetworks,
     TargetMatcher,
     centres,
     sums_of,
 )
+from fedsynth.synthesizer.condensation.loop import condense
 from fedsynth.synthesizer.condensation.networks import AUGMENTATIONS, FRESH, READINGS, maps_around
 from fedsynth.synthesizer.condensation.sets import MOST_IPC, SyntheticSet, train_on_union
 from fedsynth.training.optimisers import MomentumSgd

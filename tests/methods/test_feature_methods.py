@@ -152,14 +152,6 @@ def close(actual: Sequence[Weights], expected: Sequence[Weights]) -> None:
     assert np.abs(expected[-1][0] - START[0]).max() > 0.01  # something happened
 
 
-def fedavg(weights: Sequence[float]) -> list[Weights]:
-    W, out = START, []
-    for _ in range(2):
-        W = mean([local(W, k) for k in range(3)], weights)
-        out.append(W)
-    return out
-
-
 def guided(anchors: Array, kind: str, weight: float, alpha: float, normalise: bool) -> Pull:
     """weight·∂q/∂f of each example, by hand."""
 
@@ -221,16 +213,6 @@ def test_fedfm_lite_makes_its_anchors_after_training(device: torch.device) -> No
     method = FedFMLite(**FULL, weight=0.7, temperature=0.4)
     assert method.first_request(AnchorState({}), context(1, device)) is None
     close(rounds(method, device)[0], [first, second])
-
-
-def test_degenerate_cases(device: torch.device) -> None:
-    """FedFM and FedGen are weighted by n_k, FedFA+ uniformly."""
-    by_size, even = fedavg(SIZES), fedavg((1, 1, 1))
-    for kind in (FedFM, FedFMLite):
-        close(rounds(kind(**FULL, weight=0.0), device)[0], by_size)
-        close(rounds(kind(**FULL, start_round=3), device)[0], by_size)
-    close(rounds(FedGen(**FULL, alpha=0.0, beta=0.0, generator_steps=1), device)[0], by_size)
-    close(rounds(FedFAPlus(**FULL, parts="alignment", align_weight=0.0), device)[0], even)
 
 
 def test_anchor_losses_leave_out_classes_without_anchor(device: torch.device) -> None:

@@ -22,7 +22,6 @@ from fedsynth.errors import SettingError
 from fedsynth.federation.exchange.server import Server
 from fedsynth.federation.simulation import simulate
 from fedsynth.federation.terms.resolve import resolve
-from fedsynth.methods.fedfa_plus import FedFAPlus
 from fedsynth.methods.fedfm import CLEAR, AnchorState, FeatureSums, FedFM, FedFMLite
 from fedsynth.methods.fedgen import DECAY, FedGen, ModelAndCounts
 from fedsynth.methods.shared.class_sums import COUNTS, class_sums, sums_plans
@@ -33,7 +32,6 @@ from fedsynth.privacy.mechanisms import GaussianSums
 from fedsynth.privacy.plans import MAIN, PHASES, Allowance, authorise
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.settings import PrivacySettings
-from fedsynth.training.feature_statistics import Augmentation
 from tests.rounds import play
 
 SPEC, CPU = dataset_spec("digits"), torch.device("cpu")
@@ -131,8 +129,7 @@ def test_anchors_are_of_classes_that_stand_clear_of_the_noise() -> None:
 
 
 def test_private_training_has_the_methods_losses() -> None:
-    """Catches: a loss or penalty that is left out with privacy on. Without noise or clipping, each
-    moves the upload."""
+    """Catches: a loss or penalty that is left out with privacy on."""
 
     def moved(method: Any, state: Any, number: int = 1) -> Tensor:
         ctx = context(1e-9, number, clip=1e6)
@@ -163,8 +160,7 @@ def test_anchors_that_nobody_uses_are_not_paid_for() -> None:
 
 
 def test_fedgen_asks_for_classes_that_clients_have_had() -> None:
-    """Round 1: clients 0 and 1 with classes 0–3; round 2: client 2 with 4–7. Nobody has 8 and 9,
-    whose examples add nothing."""
+    """Round 1: clients 0 and 1 with classes 0–3; round 2: client 2 with 4–7."""
     low, high = torch.tensor(np.flatnonzero(LABELS < 4)), torch.tensor(np.flatnonzero(LABELS >= 4))
     method = FedGen(**LOCAL, generator_steps=2, generator_batch=16)
     server = Server(method, start())
@@ -187,8 +183,7 @@ def test_fedgen_asks_for_classes_that_clients_have_had() -> None:
 
 
 def test_fedgens_generator_goes_on_with_its_adam_at_a_falling_rate() -> None:
-    """The first step of round 2: Adam's moments of round 1 decide it, at 0.98 of the rate; a fresh
-    Adam would step by the whole rate."""
+    """The first step of round 2."""
     method = FedGen(**LOCAL, generator_steps=20, generator_batch=16, generator_decay=0.0)
     one = FedGen(**LOCAL, generator_steps=1, generator_batch=16, generator_decay=0.0)
     clients = OpenClients([0], data(), [torch.arange(24)])
@@ -203,19 +198,3 @@ def test_fedgens_generator_goes_on_with_its_adam_at_a_falling_rate() -> None:
         3e-4 * DECAY * (mean / (1 - 0.9**21)).abs() / ((square / (1 - 0.999**21)).sqrt() + 1e-8)
     )
     torch.testing.assert_close(step, expected, atol=1e-7, rtol=1e-2)
-
-
-def test_each_client_flips_its_own_coins() -> None:
-    """Two clients of the same data: at probability ½ their batches are augmented at different
-    times. At 0 no batch is, and statistics accumulate all the same."""
-    method, ctx = FedFAPlus(**{**LOCAL, "local_epochs": 6}, parts="augmentation"), context()
-    layers = [method._layers(k, {}, {}, ctx) for k in (0, 1)]
-    x = torch.randn(4, 4, 4, 4, generator=torch.Generator().manual_seed(0))
-    flips = [
-        [torch.equal(layer(x), x) for _ in range(20) for layer in mine.values()] for mine in layers
-    ]
-    assert flips[0] != flips[1]
-    assert 8 < sum(flips[0]) < 32  # half of 40
-    never = Augmentation(0.0, torch.Generator(), torch.Generator())
-    assert torch.equal(never(x), x)
-    assert never.std is not None

@@ -68,8 +68,7 @@ def test_open_clients_send_the_classes_with_at_least_ten_examples() -> None:
 
 @pytest.mark.parametrize("mechanism", ["residual", "gradient"])
 def test_private_clients_send_every_class_whatever_they_have(mechanism: str) -> None:
-    """Catches: exact class list. One charged row a round, of T steps; nothing in the upload shows
-    the minimum count rule."""
+    """Catches: exact class list."""
     ledger = Ledger("0")
     ctx = context(replace(NOISY, mechanism=mechanism))
     found = upload(FAST, ctx, private(FAST, ctx, ledger))
@@ -79,8 +78,7 @@ def test_private_clients_send_every_class_whatever_they_have(mechanism: str) -> 
 
 
 def test_private_start_has_nothing_of_the_data() -> None:
-    """Catches: real-image start. With no step the upload is the public noise, equal for other
-    data."""
+    """Catches: real-image start."""
     still, ctx = replace(FAST, iterations=1, image_lr=0.0), context(NOISY)
     first, other = (upload(still, ctx, private(still, ctx, part=part)).images for part in PARTS)
     assert torch.equal(first, other)
@@ -92,15 +90,6 @@ def test_the_private_plan_depends_on_public_sizes_alone() -> None:
     assert plan.sample_rate == pytest.approx(2 * 10 / 30)
     assert (plan.steps, plan.dimension) == (2, 10 * (4 * 4 + 10))
     assert FAST.private_plans(NOISY, context())[0].sample_rate == 1.0
-
-
-def test_the_same_seed_repeats_open_uploads_and_never_private_ones() -> None:
-    one, again, other = (upload(FAST, context(seed=s), clients(0)).images for s in (0, 0, 1))
-    assert torch.equal(one, again)
-    assert not torch.equal(one, other)
-    ctx = context(NOISY)
-    one, again = (upload(FAST, ctx, private(FAST, ctx)).images for _ in range(2))
-    assert not torch.equal(one, again)
 
 
 def test_images_are_kept_over_rounds_or_restarted() -> None:
@@ -120,15 +109,6 @@ def test_groups_do_not_change_the_uploads(change: dict[str, Any]) -> None:
     alone = [upload(method, ctx, clients(k)) for k in (0, 1)]
     for one, other in zip(together, alone, strict=True):
         torch.testing.assert_close(one.images, other.images, atol=1e-4, rtol=1e-4)
-
-
-def test_the_server_stays_in_the_ball() -> None:
-    ctx = context()
-    method = replace(FAST, server_epochs=30, server_lr=1.0, radius=0.5)
-    state = method.initial_state(ctx.architecture.state_dict())
-    after = method.server_step(state, {0: upload(method, ctx, clients(0))}, ctx)
-    distance = float((flatten(ctx.load(after.parameters)) - flatten(ctx.architecture)).norm())
-    assert 0.45 < distance <= 0.5 * (1 + 1e-4)
 
 
 @pytest.mark.parametrize(

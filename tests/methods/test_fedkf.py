@@ -57,10 +57,7 @@ def scalar(value: float, weight: float, device: torch.device = CPU) -> ModelPara
 def test_both_aggregates_over_rounds_with_absent_clients(
     method: TrainsLocally, unseen: float, device: torch.device
 ) -> None:
-    """By hand, K = 3, n = (10, 20, 30), w⁰ = 1: client 2 is never active, client 0 once.
-
-    Client 2's slot counts nothing (official code), or its 30 examples with w⁰ (Algorithm 1).
-    """
+    """By hand, K = 3, n = (10, 20, 30), w⁰ = 1: client 2 is never active, client 0 once."""
     state = AveragingState(scalar(1.0, 0.0, device).parameters)
     every = 30 + unseen
 
@@ -243,8 +240,7 @@ def private_step(method: FedKF, data: ImageData, **privacy: Any) -> tuple[Any, A
 
 
 def test_with_privacy_the_distillation_term_is_there() -> None:
-    """Catches: a penalty that private training drops. At σ → 0 without clipping, γ moves the
-    private upload as it moves nothing else."""
+    """Catches: a penalty that private training drops."""
     uploads = []
     for gamma in (0.0, 5.0):
         method = replace(FAST, distillation=gamma)
@@ -256,8 +252,7 @@ def test_with_privacy_the_distillation_term_is_there() -> None:
 
 
 def test_with_privacy_the_generator_and_its_facts_are_the_same_whatever_the_data_are() -> None:
-    """What lets a round's row have them: post-processing. Catches steps, or draws, that go by the
-    client's data."""
+    """What lets a round's row have them: post-processing."""
     (_, one), (_, two) = (
         private_step(FAST, digits(np.arange(size) % 2), noise_multiplier=1.0, sample_rate=0.5)
         for size in (10, 4)

@@ -23,7 +23,6 @@ from fedsynth.data.load import load_dataset
 from fedsynth.errors import SettingError
 from fedsynth.features import FeatureMap, register_features
 from fedsynth.features.registry import feature_map
-from fedsynth.methods.fedstats import StatisticSums
 from fedsynth.methods.shared.noise_shares import Pool
 from fedsynth.methods.statistics.class_moments import ClassMoments, Spectrum, target_norm
 from fedsynth.methods.statistics.pixel_moments import PIXELS as PICTURE
@@ -168,8 +167,7 @@ def test_private_sums_are_the_open_ones_plus_noise(
 def test_a_client_without_records_sends_noise_like_everybody(
     method: FedStats, number: int, phase: str, name: str, field: str, aggregation: str
 ) -> None:
-    """Else its upload says that it has none. The noise is what is charged, divided by √H where it
-    is shared: with H = 4 of 5 clients half of it."""
+    """Else its upload says that it has none."""
     method = replace(method, aggregation=aggregation)
     plan = plan_of(method, number, name, clients=5)
     drawn = SecretGenerator(test_only=np.random.default_rng(0))
@@ -215,27 +213,6 @@ def test_epsilon_is_that_of_one_gaussian_release(rounds: int, aggregation: str) 
     assert assumed.startswith("assumed, not executed" if aggregation == "secure" else "none")
 
 
-def test_clients_of_a_secure_sum_add_their_share_of_the_noise() -> None:
-    """1/√H each, so that H of them have what is charged; H is below the number of clients."""
-    privacy, where = PrivacySettings(noise_multiplier=1.0), context(1, clients=4)
-    for aggregation, honest, shares in (("own", 0, 1), ("secure", 0, 3), ("secure", 2, 2)):
-        method = FedStats(features="pixels", aggregation=aggregation, honest=honest)
-        assert {plan.shares for plan in method.private_plans(privacy, where)} == {shares}
-    with pytest.raises(SettingError, match="honest"):
-        FedStats(features="pixels", aggregation="secure", honest=4).private_plans(privacy, where)
-
-
-def test_no_more_clients_than_the_noise_counts_on_make_nothing() -> None:
-    """One of them may be who looks, and knows its own noise."""
-    method = FedStats(features="pixels", aggregation="secure", honest=3)
-    where = context(1, sigma=1.0, clients=4)
-    state = method.initial_state(network().state_dict())
-    one = StatisticSums(torch.ones(64))
-    some = dict.fromkeys(range(3), one)
-    assert method.first_aggregate(state, some, where) is state
-    assert method.first_aggregate(state, {**some, 3: one}, where) is not state
-
-
 def test_clip_rate_and_participation_are_the_theorem_s() -> None:
     for wrong in ({"clip": 1.0}, {"sample_rate": 0.5}):
         with pytest.raises(SettingError, match=next(iter(wrong))):
@@ -278,20 +255,6 @@ def test_noise_s_negative_eigenvalues_become_the_ridge() -> None:
 # -------------------------------------------------------------------------------------------- runs
 
 
-def run(alpha: float = 0.5, second: str = "yes", **other: Any) -> Any:
-    parts = PartitionSettings("dirichlet-plain", clients=4, alpha=alpha)
-    method = FedStats(features="pixels", second_moments=second)
-    return simulate(RunSettings(method, rounds=3, partition=parts, **other))
-
-
-@pytest.mark.parametrize("second", ["yes", "no"])
-def test_alpha_does_not_matter(second: str) -> None:
-    """The model of an open run, to rounding, whoever has which classes."""
-    models = [run(alpha, second).model.state_dict() for alpha in (0.05, 100.0)]
-    for name, value in models[0].items():
-        torch.testing.assert_close(value, models[1][name], rtol=1e-4, atol=1e-5)
-
-
 def test_features_that_are_not_finite_are_dropped_and_not_spread() -> None:
     """A user's own map that fails on some images."""
 
@@ -313,8 +276,7 @@ def test_features_that_are_not_finite_are_dropped_and_not_spread() -> None:
 @pytest.mark.parametrize("method", [PIXELS, PICTURES, WHITE])
 @pytest.mark.parametrize("rounds", [1, 2, 4])
 def test_releases_of_a_run_take_the_whole_budget(method: FedStats, rounds: int) -> None:
-    """Shares of μ² are 1/ratio²; without second moments, moments have what a step has. In a run of
-    one round there are no steps, so that moments have all that the others have not."""
+    """Shares of μ² are 1/ratio²; without second moments, moments have what a step has."""
     privacy = PrivacySettings(noise_multiplier=1.0)
     plans = method.private_plans(privacy, context(1, method=method, rounds=rounds))
     shares = {plan.name: plan.noise_ratio**-2 for plan in plans}
@@ -328,10 +290,3 @@ def test_releases_of_a_run_take_the_whole_budget(method: FedStats, rounds: int) 
     )
     own = pytest.approx(method.covariance_share)
     assert shares.get(COVARIANCES) == (own if method is WHITE else None)
-
-
-def test_second_moments_go_by_the_settings_alone() -> None:
-    privacy = PrivacySettings(epsilon=8.0)
-    found = {s: FedStats(second_moments=s) for s in ("auto", "yes", "no")}
-    assert [found[s].has_second(None) for s in found] == [True, True, False]
-    assert [found[s].has_second(privacy) for s in found] == [False, True, False]

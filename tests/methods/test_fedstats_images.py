@@ -109,19 +109,6 @@ def test_drawn_images_stand_beside_moved_ones() -> None:
     assert len(both.flatten(0, 1).unique(dim=0)) == 50
 
 
-def test_images_from_random_processes_cost_nothing() -> None:
-    """Without small pictures a run with images releases what one without does."""
-    privacy = PrivacySettings(noise_multiplier=3.0)
-    runs = [
-        simulate(RunSettings(method, rounds=2, privacy=privacy), quiet=True)
-        for method in (FedStats(features="pixels"), replace(SMALL, pixel_share=0.0))
-    ]
-    guarantees = [run.privacy["guarantee"] for run in runs]  # type: ignore[index]
-    ledgers = [run.privacy["ledger"] for run in runs]  # type: ignore[index]
-    assert guarantees[0] == guarantees[1]
-    assert len(ledgers[0]) == len(ledgers[1]) > 0  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("aggregation", ["own", "secure"])
 def test_what_is_handed_over_says_whom_its_epsilon_holds_against(
     aggregation: str, tmp_path: Path

@@ -35,7 +35,7 @@ from fedsynth.privacy.mechanisms import GaussianSums
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import Release
 from fedsynth.privacy.settings import PrivacySettings
-from fedsynth.synthesizer.condensation.network_sums import private_sums
+from fedsynth.synthesizer.condensation.feature_sums import private_sums
 from fedsynth.synthesizer.condensation.networks import Perturbations
 from tests.digits import CPU, HOSTILE, SPEC, charged, convnet, digits, sent
 from tests.digits import context as some_context
@@ -116,8 +116,7 @@ def test_one_round_is_numpys() -> None:
 @given(owners=st.lists(st.integers(0, 4), min_size=60, max_size=60))
 @settings(max_examples=10, deadline=None)
 def test_sums_of_clients_add_up_to_those_of_all_data(owners: list[int]) -> None:
-    """To 1e-6, whoever has which example, clients without any among them. What goes up is nothing
-    else."""
+    """To 1e-6, whoever has which example, clients without any among them."""
     method, ctx, who = FedSum(**TINY), context(), torch.tensor(owners)
     parts = [torch.nonzero(who == k).flatten() for k in range(5)]
     each = uploads(method, ctx, data(), parts)
@@ -245,8 +244,7 @@ def test_a_class_below_the_noise_of_all_clients_counts_is_left_out() -> None:
 
 
 def test_securely_aggregated_noise_is_that_of_h_clients() -> None:
-    """Each adds 1/√H of what is charged; H is all but one unless it is set; ε is that of own noise;
-    and of a sum with no more clients than H nothing is made."""
+    """Each adds 1/√H of what is charged."""
     sigma, own = 3.0, FedSum(**TINY)
     privacy = PrivacySettings(noise_multiplier=sigma)
     ctx = context(privacy, clients=5, noise={COUNTS: 7.0})

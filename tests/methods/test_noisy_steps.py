@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from fedsynth.methods.statistics.noisy_steps import Pace, pace, reach
+from fedsynth.methods.statistics.class_moments import Pace, pace, reach
 
 COUNTS = some.integers(1, 40)
 

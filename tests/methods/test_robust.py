@@ -195,8 +195,7 @@ class _Largest(TorchDispatchMode):
 
 
 def test_averaging_holds_no_more_than_one_tensor_of_one_upload() -> None:
-    """Stacked, fifty uploads would make tensors of fifty times as many numbers. A counter is the
-    first client's."""
+    """Stacked, fifty uploads would make tensors of fifty times as many numbers."""
     network = nn.Linear(20, 10)
     network.register_buffer("batches", torch.tensor(3))
     sent = {k: replace(u, weight=k + 1.0) for k, u in uploads_of(network, 50).items()}

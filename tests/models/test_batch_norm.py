@@ -20,7 +20,7 @@ from fedsynth.models.convnet import ConvNet
 from fedsynth.models.flat import flatten
 from fedsynth.synthesizer.condensation.loop import NetworkFeatures, condense
 from fedsynth.synthesizer.condensation.matchers import ExactMatcher, pull_back
-from fedsynth.synthesizer.condensation.real_batches import BatchIndices
+from fedsynth.synthesizer.condensation.sets import BatchIndices
 from fedsynth.training.optimisers import MomentumSgd
 from tests.digits import digits
 

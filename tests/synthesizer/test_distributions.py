@@ -21,7 +21,7 @@ from fedsynth.models.convnet import ConvNet
 from fedsynth.synthesizer.condensation.distributions import MATCHINGS, DistributionMatcher
 from fedsynth.synthesizer.condensation.loop import NetworkFeatures
 from fedsynth.synthesizer.condensation.matchers import ExactMatcher
-from fedsynth.synthesizer.condensation.real_batches import BatchIndices
+from fedsynth.synthesizer.condensation.sets import BatchIndices
 from tests.digits import CPU, digits
 
 LABELS = np.array([0, 0, 0, 0, 0, 1, 1, 2, 0, 1])

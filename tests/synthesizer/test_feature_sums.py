@@ -29,7 +29,7 @@ from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.synthesizer.condensation.feature_sums import FeatureSumMatcher
 from fedsynth.synthesizer.condensation.loop import NetworkFeatures
 from fedsynth.synthesizer.condensation.matchers import ExactMatcher
-from fedsynth.synthesizer.condensation.real_batches import BatchIndices
+from fedsynth.synthesizer.condensation.sets import BatchIndices
 from tests.digits import HOSTILE, charged, context, convnet, digits
 
 N, IPC, WIDTH = 60, 2, 4 * 4 + 10
@@ -84,8 +84,7 @@ def test_without_noise_and_clipping_the_gradient_is_the_exact_one() -> None:
 def test_data_are_touched_m_plus_one_times_however_many_steps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Catches: fresh noise on cached clean sums, a release for each step. After M steps the data
-    could be gone."""
+    """Catches: fresh noise on cached clean sums, a release for each step."""
     calls: list[int] = []
     original = PrivateClients.class_sums
 

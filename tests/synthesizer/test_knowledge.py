@@ -23,8 +23,7 @@ GENERATOR = torch.Generator().manual_seed(0)
 
 
 def test_eqs_8_and_12_average_over_the_clients_that_have_the_class() -> None:
-    """Class 0: both; class 1: the second alone; class 2: nobody. Dividing by K = 2 would halve
-    class 1."""
+    """Class 0: both; class 1: the second alone; class 2: nobody."""
     a, b = (
         torch.tensor([[2.0, 0, 0], [9, 9, 9], [9, 9, 9]]),
         torch.tensor([[4.0, 2, 0], [0, 6, 0], [9, 9, 9]]),
@@ -112,8 +111,7 @@ def test_matching_does_not_grow_with_the_number_of_classes(
 
 
 def test_eqs_12_to_15_by_hand(device: torch.device) -> None:
-    """Two classes, τ = 2: R = softmax(v/τ), T = softmax(t/τ), ½(KL(R‖T) + KL(T‖R)) over the class
-    that both have."""
+    """Two classes, τ = 2."""
     v, logits = (
         torch.tensor([[2.0, 0.0], [0.0, 4.0]], device=device),
         torch.tensor([[1.0, 0.0], [3.0, 2.0]], device=device),

@@ -37,7 +37,7 @@ from fedsynth.synthesizer.condensation.matchers import (
     pull_back,
     segment_sums,
 )
-from fedsynth.synthesizer.condensation.real_batches import BatchIndices
+from fedsynth.synthesizer.condensation.sets import BatchIndices
 from fedsynth.training.optimisers import MomentumSgd
 from tests.digits import CPU, digits
 

@@ -70,17 +70,6 @@ def test_the_images_are_those_of_a_plain_loop(device: torch.device) -> None:
     torch.testing.assert_close(made, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_as_many_networks_as_steps_and_off() -> None:
-    """With batches that hold whole classes, and a network for each step, both are the same."""
-    ctx, group = context(), clients()
-    expected = plain_loop(ctx, group, FedDM(ipc=2, iterations=2, networks_per_round=2))
-    for networks in (50, 0):
-        method = FedDM(ipc=2, iterations=2, networks_per_round=networks)
-        found = torch.cat(uploads(method, ctx, group))
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-    assert FedDM().networks_per_round == 0
-
-
 class Keeps(KeepsNothing):
     """What a loop offers at one step, and gives it back."""
 

@@ -91,11 +91,7 @@ def test_equals_each_clients_own_training(
     device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With all steps shared, or the last clients alone.
-
-    Ragged sizes, an empty client, a client of one example, batches that are not full, and more
-    steps than a pass has.
-    """
+    """With all steps shared, or the last clients alone."""
     images, labels = IMAGES.to(device), LABELS.to(device)
     monkeypatch.setattr("fedsynth.training.many_clients.FEW", few)
     # many layings-out, across passes

@@ -16,7 +16,7 @@ from fedsynth.training import many_clients, sgd
 from fedsynth.training.many_clients import Learner, train_together
 from fedsynth.training.optimisers import MomentumSgd
 from fedsynth.training.sgd import Pull, SgdSettings, train_on
-from fedsynth.training.softmax_regression import is_softmax_regression, regression_gradients
+from fedsynth.training.softmax_regression import regression_gradients
 
 SPEC = dataset_spec("digits")
 
@@ -38,18 +38,6 @@ def test_it_is_autograds_gradient(bias: bool) -> None:
         (losses @ share[number]).backward()
         expected = torch.cat([p.grad.flatten() for p in layer.parameters()])  # type: ignore[union-attr]
         torch.testing.assert_close(found[number], expected, rtol=1e-5, atol=1e-6)
-
-
-def test_which_networks() -> None:
-    shape = SPEC.image_shape
-    pixels = feature_map("pixels", shape)
-    yes = [build_model(ModelSettings("linear"), shape, 10, 0), OnFeatures(pixels, SPEC)]
-    no = [
-        build_model(ModelSettings("mlp", width=8), shape, 10, 0),
-        OnFeatures(pixels, SPEC, hidden=16),
-        nn.Linear(64, 10),
-    ]
-    assert [is_softmax_regression(one) for one in yes + no] == [True] * 2 + [False] * 3
 
 
 @pytest.mark.parametrize("kind", ["linear", "features"])

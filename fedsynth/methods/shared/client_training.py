@@ -135,7 +135,7 @@ def train_privately(
         alone = clients.alone(position)
         plan = alone.plan(MODEL)
         settings = DpSgdSettings(optimiser, plan.sample_rate * context.nominal_size)
-        alone.fit(alone.series(MODEL), [model], plan.steps, settings, [task.penalty], [task.loss])
+        alone.fit(alone.series(MODEL), model, plan.steps, settings, task.penalty, task.loss)
         trained.append(Trained(1.0, plan.steps))
         context.report("local training", position + 1, len(models))
     return trained

@@ -45,9 +45,10 @@ from fedsynth.synthesizer.condensation.distributions import (
 from fedsynth.synthesizer.condensation.loop import client_bytes, condense
 from fedsynth.synthesizer.condensation.matchers import ExactMatcher, Matcher, PaperMatcher
 from fedsynth.synthesizer.condensation.networks import FeatureMaps
-from fedsynth.synthesizer.condensation.real_batches import SMALL_CLASS, BatchIndices
 from fedsynth.synthesizer.condensation.sets import (
     MOST_IPC,
+    SMALL_CLASS,
+    BatchIndices,
     SyntheticSet,
     averaged_start,
     check_set,
@@ -57,7 +58,7 @@ from fedsynth.synthesizer.condensation.sets import (
     split_uploads,
     with_kept_images,
 )
-from fedsynth.training.optimisers import MomentumSgd, Optimiser
+from fedsynth.training.optimisers import MomentumSgd
 from fedsynth.validation import check_choices, check_embedding, check_ranges
 
 
@@ -193,10 +194,6 @@ class Condenses(TrainsOnUnion):
             return averaged_start(clients, segments, self.ipc, self.start_average, context.seed)
         return real_start(clients, segments, self.ipc, context.seed)
 
-    def image_optimiser(self) -> Optimiser:
-        """What a step does with the images' gradient."""
-        return MomentumSgd(self.image_lr, self.image_momentum)
-
     def private_plans(
         self, privacy: PrivacySettings, context: RoundContext
     ) -> tuple[PrivatePlan, ...]:
@@ -258,7 +255,7 @@ class Condenses(TrainsOnUnion):
             maps.draw_network,
             self.objective(matching.matcher, message, segments, context),
             steps=self.iterations,
-            optimiser=self.image_optimiser(),
+            optimiser=MomentumSgd(self.image_lr, self.image_momentum),
             logit_weight=maps.logit_weight,
             precision=context.precision,
             draw_augmentation=maps.draw_augmentation,

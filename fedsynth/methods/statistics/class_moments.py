@@ -1,8 +1,14 @@
-"""What a server makes of summed class statistics: a closed-form classifier, and Newton-like steps.
+"""Post-processing of summed class statistics: a closed-form classifier, and steps on noisy gradients.
 
 With z = clip₁(T(φ(x) − m)/R) and e = e_y − 1/C, clients release noisy sums of
 √½·[svec(z zᵀ); z ⊗ e/b] with b = ‖e‖ = √(1 − 1/C) (`fedsynth.privacy.products.Moments`), later of
-clip(p − y) ⊗ z. All here is post-processing of such sums.
+clip(p − y) ⊗ z.
+
+With gradients of noise ν a coordinate each, T steps W ← W − Σ_t η_t g_t of effective lengths η_t
+leave noise ν·√(Σ η_t²) in a coordinate of W, and in the logit of a z of norm 1. Where a budget is
+divided over T releases, ν grows with √T, so the noise depends on τ = Σ η_t alone, and not on the
+number of steps. As τ grows a classifier moves from its class means to the largest likelihood, and
+noise grows with it; `pace` chooses τ by the noise, which is public before any data are read.
 """
 
 from __future__ import annotations
@@ -115,3 +121,52 @@ class Spectrum:
         sees less than the gradient's noise a full step would only carry noise."""
         along = gradient_Cd @ self.vectors / self.values.clamp_min(least)
         return along @ self.vectors.T
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Steps v ← m·v + g, W ← W − rate·v.
+
+    Attributes:
+        rate: of each step.
+        momentum: m.
+    """
+
+    rate: float
+    momentum: float
+
+    def step(
+        self, weight_Cd: Tensor, gradient_Cd: Tensor, velocity_Cd: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """W and v after a step; v is None before the first."""
+        velocity = gradient_Cd
+        if velocity_Cd is not None:
+            velocity = self.momentum * velocity_Cd + gradient_Cd
+        return weight_Cd - self.rate * velocity, velocity
+
+
+def reach(steps: int, momentum: float) -> float:
+    """τ over the rate: how often gradients are taken in all, Σ_t (1 − mᵗ)/(1 − m).
+
+    >>> reach(2, 0.5)
+    2.5
+    """
+    return sum((1 - momentum**t) / (1 - momentum) for t in range(1, steps + 1))
+
+
+def pace(noise: float, steps: int, logit_noise: float, most_rate: float, momentum: float) -> Pace:
+    """The steps whose noise in a logit is about `logit_noise`, or the longest there are.
+
+    Args:
+        noise: ν/√T, the deviation of a gradient's coordinate if the whole budget were one
+            gradient's; 0: as far as steps go.
+        steps: T.
+        logit_noise: in a logit, of all T together.
+        most_rate: that steps along the steepest direction bear.
+        momentum: m, below 1.
+
+    >>> pace(0.001, steps=1, logit_noise=0.1, most_rate=200.0, momentum=0.5)
+    Pace(rate=100.0, momentum=0.5)
+    """
+    far = logit_noise / noise if noise > 0 else math.inf
+    return Pace(min(most_rate, far / reach(steps, momentum)), momentum)

@@ -15,8 +15,8 @@ from fedsynth.errors import SettingError
 from fedsynth.features.feature_map import FeatureMap
 from fedsynth.features.registry import feature_map, feature_names, features_for, refuse_unknown_map
 from fedsynth.methods.shared.noise_shares import SharesNoise
+from fedsynth.methods.statistics.class_moments import Pace, pace
 from fedsynth.methods.statistics.images import MakesImages
-from fedsynth.methods.statistics.noisy_steps import Pace, pace
 from fedsynth.methods.statistics.releases import (
     FIRST_ROUND,
     MOMENTS,
@@ -56,7 +56,7 @@ class PlansStatistics(SharesNoise, MakesImages):
             1/`curvature`.
         logit_noise: without second moments, how far steps go: until the noise of all of them is of
             this deviation in a logit. Their rate follows from it and the public noise
-            (`fedsynth.methods.statistics.noisy_steps.pace`).
+            (`fedsynth.methods.statistics.class_moments.pace`).
         momentum: without second moments, the part of the last move that is made again with each
             step.
         curvature: without second moments, what stands for all their eigenvalues.

@@ -1,30 +1,48 @@
-"""Mechanism `features`: each network's class sums are released once, and condensation on them is
-post-processing.
+"""Condensation towards class means of features over M networks that come in turn.
 
-For each of M networks around the global model (drawn from the round's public seed), one release
-holds for every class c
+Step t pulls the images of a class c through network m = t mod M towards one target:
 
-    R_{m,c} = Σ_{x ∈ c} clip_𝒞(u_m(x) − s_{m,c}) + N(0, σ²𝒞²I)
-    s_{m,c} = mean_{S_c} u_m of the images as they are then,
+    L_c = ‖ target_{m,c} − mean_{S_c} u_m ‖²,      u_m = [h_m; b·z_m].
 
-and one more release the counts n̂_c = n_c + N(0, σ_count²). The class mean is estimated by s_{m,c}
-+ R_{m,c} / max(n̂_c, floor). After that no step sees data: any number of steps over the M networks
-in turn costs no privacy, and no more time than without it.
+`NetworkMeansMatcher` has the exact class means of a client's data, without differential privacy:
+FedDM's Eq. 9 over a sample of M networks, without the noise of minibatches. Real images go forward
+M·n times a round and not T·C·batch times.
+
+Mechanism `features` (`FeatureSumMatcher`) releases for each network and class
+
+    R_{m,c} = Σ_{x ∈ c} clip_𝒞(u_m(x) − s_{m,c}) + N(0, σ²𝒞²I),      s_{m,c} = mean_{S_c} u_m
+
+of the images as they are then, and once the counts n̂_c = n_c + N(0, σ_count²). The target is
+s_{m,c} + R_{m,c} / max(n̂_c, floor). After that no step sees data: any number of steps over the M
+networks is post-processing.
 
 Sensitivity: s is public noise or made of earlier releases, so u_m(x) − s is a function of x alone;
 an example is in one class's sum, which it moves by at most 𝒞, and in one class's count, which it
 moves by 1. The M + 1 releases compose adaptively.
+
+FedSum's clients send such sums about images that all parties have (`open_sums`, `private_sums`):
+with pooled counts n_c, s_{m,c} + Σ_k R_{k,m,c} / n_c is the class mean of all clients' data
+together, whichever client has which example. The server condenses by a `TargetMatcher`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
 
-from fedsynth.core.client import PrivateClients
+from fedsynth.core.client import ClientGroup, OpenClients, PrivateClients, Segments, chunk
 from fedsynth.privacy.mechanisms import GaussianSums
-from fedsynth.synthesizer.condensation.matchers import FeatureMap, frozen_means, pull_back
+from fedsynth.synthesizer.condensation.loop import Augmentation, NetworkFeatures
+from fedsynth.synthesizer.condensation.matchers import (
+    FeatureMap,
+    frozen_means,
+    pull_back,
+    segment_sums,
+)
 
 
 class FeatureSumMatcher:
@@ -77,3 +95,217 @@ class FeatureSumMatcher:
 
         target: Tensor = centre + self._clients.class_sums(self._series, rows) / self._divisors
         return target
+
+
+class NetworkMeansMatcher:
+    """A `Matcher`; step t uses network t mod M, whoever draws the networks, which have to come
+    again after M steps.
+
+    Args:
+        clients: whose examples are averaged.
+        segments: the (client, class) pairs that are condensed.
+        networks: M.
+    """
+
+    def __init__(self, clients: OpenClients, segments: Segments, networks: int) -> None:
+        self._clients = clients
+        self._networks = networks
+        pairs = list(zip(segments.position.tolist(), segments.label.tolist(), strict=True))
+        pools = [clients.examples(position, label) for position, label in pairs]
+        counts = torch.tensor([len(pool) for pool in pools], dtype=torch.int64)
+        self._examples = torch.cat(pools) if pools else torch.empty(0, dtype=torch.int64)
+        self._segment = torch.arange(len(pools)).repeat_interleave(counts)
+        self._counts = counts.to(self._examples.device, torch.float32)[:, None]
+        self._targets: dict[int, Tensor] = {}
+
+    def gradient(self, step: int, features: FeatureMap, synthetic: Tensor) -> Tensor:
+        number = step % self._networks
+        if number not in self._targets:  # the first turn, or the first after a run was cut off
+            self._targets[number] = self._means(features)
+        target = self._targets[number]
+        return pull_back(features, synthetic, lambda means, numbers: 2 * (means - target[numbers]))
+
+    def _means(self, features: FeatureMap) -> Tensor:
+        """mean_{D_c} u of every segment, [S, D], without graph."""
+        sums: Tensor | None = None
+        size = chunk(self._examples.device)
+        for start in range(0, len(self._examples), size):
+            some = self._examples[start : start + size]
+            segment = self._segment[start : start + size]
+            first = int(segment[0])  # ascending, and on the CPU
+            stop = int(segment[-1]) + 1
+            where = segment.to(some.device, non_blocking=True)
+            u = features.real(self._clients.images(some), where)
+            sums = u.new_zeros(len(self._counts), u.shape[1]) if sums is None else sums
+            sums[first:stop] += segment_sums(u, where - first, stop - first)
+        if sums is None:
+            raise ValueError("a step without any real image")
+        return sums / self._counts
+
+
+@dataclass(frozen=True)
+class SharedNetworks:
+    """M networks in a fixed order, drawn anew at each pass over them.
+
+    Args:
+        draws: starts a pass: gives what draws the next network, and the next augmentation by class
+            (or None).
+        count: M.
+        logit_weight: b.
+        precision, memory_bytes, compiled: see `NetworkFeatures`.
+    """
+
+    draws: Callable[[], tuple[Callable[[], nn.Module], Callable[[], Augmentation] | None]]
+    count: int
+    logit_weight: float = 1.0
+    precision: torch.dtype = torch.float32
+    memory_bytes: int = 2**32
+    compiled: bool = False
+
+    def features(self) -> Iterator[NetworkFeatures]:
+        """u_m for m = 0 … M − 1: the same object each time, which has gone on to the next."""
+        draw_network, draw_augmentation = self.draws()
+        features: NetworkFeatures | None = None
+        for _ in range(self.count):
+            network = draw_network()
+            augment = None if draw_augmentation is None else draw_augmentation()
+            if features is None:
+                features = NetworkFeatures(
+                    network,
+                    self.logit_weight,
+                    augment,
+                    self.precision,
+                    memory_bytes=self.memory_bytes,
+                    compiled=self.compiled,
+                )
+            else:
+                features.use(network, augment)
+            yield features
+
+
+def centres(networks: SharedNetworks, images_SICHW: Tensor) -> Tensor:
+    """s_{m,c} of images of each class, [M, classes, D]."""
+    return torch.stack([frozen_means(u, images_SICHW) for u in networks.features()])
+
+
+def open_sums(
+    clients: OpenClients,
+    networks: SharedNetworks,
+    images_SICHW: Tensor,
+    report: Callable[[int], None] = lambda done: None,
+) -> tuple[Tensor, Tensor]:
+    """Exact sums of each client [K, M, classes, D], accumulated in float64, and its counts
+    [K, classes]; both float32.
+
+    Args:
+        clients: the group.
+        networks: the M networks.
+        images_SICHW: S, by class.
+        report: told the number of networks done.
+    """
+    classes = len(images_SICHW)
+    made = []
+    for done, u in enumerate(networks.features(), start=1):
+        centre = frozen_means(u, images_SICHW)
+        sums = [_open_sum(clients, k, u, centre) for k in range(len(clients.ids))]
+        made.append(torch.stack(sums).float())
+        report(done)
+    held = [_counts(clients, k, classes) for k in range(len(clients.ids))]
+    return torch.stack(made, dim=1), torch.stack(held)
+
+
+def _counts(clients: OpenClients, position: int, classes: int) -> Tensor:
+    """How many examples of each class one client has, [classes], float32 on the device."""
+    labels = clients.labels(clients.examples(position))
+    return F.one_hot(labels, classes).sum(dim=0).float()
+
+
+def _open_sum(clients: OpenClients, position: int, u: FeatureMap, centre_CD: Tensor) -> Tensor:
+    """One client's sum about the centre, [classes, D], float64."""
+    total = centre_CD.new_zeros(centre_CD.shape, dtype=torch.float64)
+    for part in clients.examples(position).split(chunk(centre_CD.device)):
+        if len(part):
+            labels = clients.labels(part)
+            rows = (u.real(clients.images(part), labels) - centre_CD[labels]).double()
+            total += F.one_hot(labels, len(centre_CD)).to(rows.dtype).T @ rows
+    return total
+
+
+def private_sums(
+    clients: PrivateClients,
+    series: Sequence[GaussianSums],
+    count_series: Sequence[GaussianSums],
+    networks: SharedNetworks,
+    images_SICHW: Tensor,
+    report: Callable[[int], None] = lambda done: None,
+) -> tuple[Tensor, Tensor]:
+    """Noisy sums of each client [K, M, classes, D], one release for each network, and noisy counts
+    [K, classes].
+
+    Args:
+        clients: the group.
+        series: charged for M releases for each client.
+        count_series: charged for one release of sensitivity 1.
+        networks, images_SICHW, report: see `open_sums`; S must be public or released.
+    """
+    classes = len(images_SICHW)
+    made = []
+    for done, u in enumerate(networks.features(), start=1):
+        rows = _about(u, frozen_means(u, images_SICHW))
+        made.append(clients.class_sums(series, rows).view(len(clients.ids), classes, -1))
+        report(done)
+    ones = clients.class_sums(
+        count_series, lambda x_NCHW, segment_N: x_NCHW.new_ones(len(x_NCHW), 1)
+    )
+    return torch.stack(made, dim=1), ones.view(len(clients.ids), classes)
+
+
+def _about(u: FeatureMap, centre_CD: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+    """What is summed of an example: u(x) − s of its class, a function of x alone."""
+
+    def rows(x_NCHW: Tensor, segment_N: Tensor) -> Tensor:
+        # segments count (client, class) pairs; −1, which is thrown away, becomes some class
+        label = (segment_N % len(centre_CD)).to(x_NCHW.device, non_blocking=True)
+        return u.real(x_NCHW, label) - centre_CD[label]
+
+    return rows
+
+
+def sums_of(
+    clients: ClientGroup,
+    series: tuple[Sequence[GaussianSums], Sequence[GaussianSums]] | None,
+    networks: SharedNetworks,
+    images_SICHW: Tensor,
+    report: Callable[[int], None] = lambda done: None,
+) -> tuple[Tensor, Tensor]:
+    """`private_sums` of private clients, whose charged series of sums and of counts are given;
+    `open_sums` of others."""
+    if isinstance(clients, PrivateClients):
+        if series is None:
+            raise ValueError("private clients release through charged series alone")
+        return private_sums(clients, *series, networks, images_SICHW, report)
+    return open_sums(clients, networks, images_SICHW, report)
+
+
+class TargetMatcher:
+    """A `Matcher` on given class means: step t pulls towards those of network t mod M.
+
+    Its gradient is that of Σ_c ‖mean_{S_c} u_m − target_{m,c}‖² (FedDM, Eq. 9, with the means of
+    all clients' data); classes without a target stay where they are.
+
+    Args:
+        targets_MSD: class means.
+        kept_S: which classes have one.
+    """
+
+    def __init__(self, targets_MSD: Tensor, kept_S: Tensor) -> None:
+        self._targets = targets_MSD
+        self._kept = kept_S.to(targets_MSD.dtype)[:, None]
+
+    def gradient(self, step: int, features: FeatureMap, synthetic: Tensor) -> Tensor:
+        target = self._targets[step % len(self._targets)]
+        return pull_back(
+            features,
+            synthetic,
+            lambda means, numbers: 2 * self._kept[numbers] * (means - target[numbers]),
+        )

@@ -28,7 +28,7 @@ from fedsynth.models.frozen import VectorJacobian
 from fedsynth.privacy.mechanisms import GaussianSums
 from fedsynth.privacy.passes import padded, power_of_two
 from fedsynth.privacy.plans import UnaccountedNoise
-from fedsynth.synthesizer.condensation.real_batches import BatchIndices
+from fedsynth.synthesizer.condensation.sets import BatchIndices
 
 PASSES, PULLED = 4, 8
 """`per_example_gradients` pulls a segment's vectors back in about so many passes, each within so
