@@ -400,8 +400,9 @@ class PrivateClients:
         self._check_owners(series)
         (one,), (part,), (units,) = series, self._parts, self._units
         labels = self._data.labels[part]
-        linear = isinstance(model, OnFeatures) and model.linear
-        factors = model.gradient_factors if linear else None
+        factors = None
+        if isinstance(model, OnFeatures) and model.linear:
+            factors = model.gradient_factors
 
         def images(indices: Tensor) -> Tensor:
             return self._images(part[indices], len(indices))

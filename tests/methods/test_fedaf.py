@@ -18,8 +18,7 @@ from fedsynth.data.images import ImageData, denormalise, normalise
 from fedsynth.federation.exchange.server import Server
 from fedsynth.federation.simulation import simulate
 from fedsynth.federation.terms.resolve import resolve
-from fedsynth.methods.fedaf import FedAF
-from fedsynth.methods.shared.knowledge import CondensedSet, KnowledgeState
+from fedsynth.methods.fedaf import CondensedSet, FedAF, KnowledgeState
 from fedsynth.models.flat import flatten
 from fedsynth.privacy.errors import ForbiddenLayerError
 from fedsynth.privacy.ledger import Ledger
