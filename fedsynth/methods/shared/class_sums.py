@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from fedsynth.core.client import ClientGroup, PrivateClients, chunk
 from fedsynth.core.context import RoundContext
 from fedsynth.core.uploads import LARGEST, Array, Rule, most_examples
-from fedsynth.privacy.plans import PrivatePlan
+from fedsynth.privacy.plans import MAIN, PrivatePlan
 
 COUNTS = "class counts"
 """The name of the counts' plan."""
@@ -77,20 +77,26 @@ def sums_plans(
         noise_ratio=noise,
         phase=phase,
     )
-    counts = PrivatePlan(
+    return sums, counts_plan("sums", classes, noise, phase=phase)
+
+
+def counts_plan(
+    mechanism: str, classes: int, noise: float, sample_rate: float = 1.0, phase: str = MAIN
+) -> PrivatePlan:
+    """Returns the plan of the class counts: one release, in which each example counts 1."""
+    return PrivatePlan(
         name=COUNTS,
         quantity="class counts",
-        mechanism="sums",
+        mechanism=mechanism,
         clipped="each example counts 1",
         clip=1.0,
-        sample_rate=1.0,
+        sample_rate=sample_rate,
         steps=1,
         dimension=classes,
         groups=classes,
         noise_ratio=noise,
         phase=phase,
     )
-    return sums, counts
 
 
 def sums_rules(client: int, width: int, name: str, context: RoundContext) -> dict[str, Rule]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from fedsynth.core.client import PrivateClients
 from fedsynth.core.context import RoundContext
 from fedsynth.errors import SettingError
-from fedsynth.methods.shared.class_sums import COUNTS
+from fedsynth.methods.shared.class_sums import COUNTS, counts_plan
 from fedsynth.privacy.plans import PrivatePlan
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.synthesizer.condensation.feature_sums import FeatureSumMatcher
@@ -135,19 +135,8 @@ def feature_plans(
         dimension=classes * width,
         groups=classes,
     )
-    counts = PrivatePlan(
-        name=COUNTS,
-        quantity="class counts",
-        mechanism="features",
-        clipped="each example counts 1",
-        clip=1.0,
-        sample_rate=sums.sample_rate,
-        steps=1,
-        dimension=classes,
-        groups=classes,
-        noise_ratio=count_noise / math.sqrt(networks),
-    )
-    return sums, counts
+    noise = count_noise / math.sqrt(networks)
+    return sums, counts_plan("features", classes, noise, sums.sample_rate)
 
 
 def private_matching(
