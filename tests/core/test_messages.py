@@ -214,6 +214,7 @@ def resized(shape: list[int]) -> bytes:
         (changed(numbers={"weight": "3"}), "finite number"),
         (changed(numbers={"weight": True}), "finite number"),
         (changed(numbers={"weight": float("nan")}), "finite number"),
+        (changed(numbers={"weight": 2**64}), "finite number"),
         (changed(numbers={"weight": 10**400}), "finite number"),
         (changed(parts=" " * 2**23), "a header of 8"),
         (changed(numbers={"weight": 3, "more": 1}), "no field 'more'"),
