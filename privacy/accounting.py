@@ -28,14 +28,9 @@ from fedsynth.privacy.releases import (
     require,
 )
 
-ACCOUNTANT = (
-    "privacy loss distributions (PLD), pessimistic rounding; exact where nothing is subsampled"
-)
 SMALLEST_DELTA = 1e-10  # the FFT's rounding error (about 1e-13, either sign) must stay far below δ
 FFT_SLACK = 1e-11  # added to every δ that an FFT gave, at least
-SLACK_PER_STEP = (
-    2e-16  # the same for each step: the FFT's error grows with the power it is taken to
-)
+SLACK_PER_STEP = 2e-16  # the same for each step: the FFT's error grows with its power
 MOST_STEPS = 2_000_000  # of equal subsampled uses: the FFT's time and rounding error grow with them
 _LADDER = tuple(m * 10.0**k for k in range(-6, 0) for m in (1, 2, 5) if m * 10.0**k <= 0.1)
 
@@ -297,20 +292,6 @@ def epsilon_rdp(
         logger.setLevel(level)
 
 
-def deltas_at(
-    releases: Sequence[Release], epsilons: Sequence[float], adjacency: str = ADD_REMOVE
-) -> list[float]:
-    """δ(ε) at each of `epsilons` (≥ 0), from one composition; all 1 where no guarantee holds."""
-    possible = all(is_real(e) and e >= 0 for e in epsilons)
-    require(possible, "epsilons", "must be finite and at least 0", list(epsilons))
-    merged = merge(releases, adjacency)
-    if merged is None:
-        return [1.0 for _ in epsilons]
-    if merged.nothing:
-        return [0.0 for _ in epsilons]
-    return [delta_of(merged, epsilon) for epsilon in epsilons]
-
-
 def epsilon_by_round(
     releases: Sequence[Release], delta: float, adjacency: str = ADD_REMOVE
 ) -> dict[int, float]:
@@ -344,7 +325,8 @@ def describe_accountant(releases: Sequence[Release], adjacency: str = ADD_REMOVE
     else:
         how = "exact Gaussian composition (nothing is subsampled)"
     return {
-        "name": ACCOUNTANT,
+        "name": "privacy loss distributions (PLD), pessimistic rounding; exact where nothing is "
+        "subsampled",
         "library": f"dp-accounting {version('dp-accounting')}",
         "computation": how,
         "discretisation_interval": interval,

@@ -18,11 +18,9 @@ from math import exp, floor
 import numpy as np
 import numpy.typing as npt
 
-from fedsynth.privacy.errors import PrivacySettingError
+from fedsynth.privacy.releases import require
 
-GUESSES = (
-    400  # of 1000 canaries about the number with which the bound is highest, between ε of 1 and 3
-)
+GUESSES = 400  # of 1000 canaries: about where the bound is highest, between ε of 1 and 3
 CAVEAT = "an audit can find a fault, but cannot prove privacy"
 
 
@@ -30,13 +28,9 @@ def p_value(correct: int, guesses: int, canaries: int, epsilon: float, delta: fl
     """The bound above: how probable `correct` or more right guesses at most are under (ε, δ)-DP."""
     from scipy.stats import binom
 
-    if not 0 <= correct <= guesses <= canaries:
-        raise PrivacySettingError(
-            None,
-            "correct",
-            f"must be from 0 to guesses, and these at most canaries; got {correct}, {guesses}, "
-            f"{canaries}",
-        )
+    rule = "must be from 0 to guesses, and these at most canaries"
+    counts = (correct, guesses, canaries)
+    require(0 <= correct <= guesses <= canaries, "correct", rule, counts)
     probability = 1 / (1 + exp(-epsilon))
     tail = float(binom.sf(correct - 1, guesses, probability))
     if delta == 0 or correct == 0:
@@ -62,29 +56,6 @@ def epsilon_lower_bound(
         refuted = p_value(correct, guesses, canaries, middle, delta) <= 1 - confidence
         low, high = (middle, high) if refuted else (low, middle)
     return low
-
-
-def audit(
-    scores: npt.NDArray[np.float64],
-    included: npt.NDArray[np.bool_],
-    delta: float,
-    *,
-    confidence: float = 0.999,
-    guesses: int = GUESSES,
-) -> float:
-    """A lower bound on ε from one run.
-
-    Args:
-        scores: of each canary [m]; higher means "more likely in".
-        included: the fair coins [m].
-        confidence: that the bound does not exceed the true ε. Several audits need it higher: it is
-            of one.
-        guesses: how many canaries the auditor speaks of, half of them with the highest scores;
-            fixed before the run.
-    """
-    made = 2 * (min(guesses, len(scores)) // 2)
-    correct = right_guesses(scores, included, made)
-    return epsilon_lower_bound(correct, made, len(scores), delta, confidence)
 
 
 def right_guesses(

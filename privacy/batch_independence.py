@@ -23,9 +23,7 @@ DEVICE_ROUNDING = 1e-2
 """Relative to the largest value: another batch may use another kernel."""
 SHARED_DRAWS = re.compile("attention|rnn|lstm|gru")
 """Operations that draw only with dropout, which then shows in their values."""
-UNINITIALISED = frozenset(
-    ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided")
-)
+UNINITIALISED = re.compile("(new_)?empty(_like|_permuted|_strided)?")
 MIXES = "mixes the examples of a batch (an example's value changes with the other examples)"
 DRAWS = "draws random numbers"
 KEEPS_STATE = "makes other values of the same examples when it is called again"
@@ -100,13 +98,12 @@ class OperationWatch(TorchDispatchMode):
         name = func.overloadpacket.__name__
         if torch.Tag.nondeterministic_seeded in func.tags and not SHARED_DRAWS.search(name):
             self.draws.append(name)
-        if name in UNINITIALISED:
+        if UNINITIALISED.fullmatch(name):
             made.fill_(self._fill)
-        if self._keeps:
-            several = made if isinstance(made, tuple | list) else (made,)
-            for one in several:
-                if isinstance(one, Tensor | bool | int | float):
-                    self.values.append((name, torch.as_tensor(one).detach().clone()))
+        several = made if isinstance(made, tuple | list) else (made,)
+        for one in several if self._keeps else ():
+            if isinstance(one, Tensor | bool | int | float):
+                self.values.append((name, torch.as_tensor(one).detach().clone()))
         return made
 
 
@@ -128,16 +125,16 @@ def dependence_on_batch(
     "mixes the examples of a batch (an example's value changes with the other examples)"
     """
     with GlobalGenerators(device) as generators, torch.no_grad():
-        return _Trial(function, shape, device, generators).finding()
+        return _Trial(function, generators, shape, device).finding()
 
 
 class _Trial:
     def __init__(
         self,
         function: Callable[[Tensor], Tensor],
+        generators: GlobalGenerators,
         shape: tuple[int, int, int],
         device: torch.device,
-        generators: GlobalGenerators,
     ) -> None:
         draws = np.random.default_rng(0)  # not torch's: another watch may look on
         both = torch.from_numpy(draws.random((2, ROWS, *shape), dtype=np.float32)).to(device)

@@ -35,15 +35,15 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from fedsynth.privacy.errors import LedgerError, PrivacySettingError
+from fedsynth.privacy.errors import LedgerError
 from fedsynth.privacy.files import lock, open_regular, read_regular, sync_folder
 from fedsynth.privacy.ledger import Ledger, read_ledger
+from fedsynth.privacy.releases import require
 
 Digests = npt.NDArray[np.uint8]
 Records = Counter[bytes]  # hash of a record → how often a client has it
 PRIVATE, KEY = "private", "records.key"
 DIGEST_BYTES, KEY_BYTES = 16, 32
-_PURPOSE = b"fedsynth ledger"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 MAX_RECORDS_BYTES = 2**34
 """Size limit of a list of records, 32 bytes or fewer each."""
@@ -60,24 +60,16 @@ def check_names(names: Sequence[str], clients: int) -> tuple[str, ...]:
     Raises:
         PrivacySettingError: names the first that cannot.
     """
-    if isinstance(names, str) or len(names) != clients:
-        raise PrivacySettingError(
-            None, "names", f"must be a list of {clients} names, one for each client"
-        )
+    listed = not isinstance(names, str) and len(names) == clients
+    require(listed, "names", f"must be a list of {clients} names, one for each client", names)
+    letters = (
+        "must be of 1 to 64 letters, digits, dots, hyphens or underscores, a letter or digit first"
+    )
+    folded: set[str] = set()  # some file systems do not tell A from a
     for name in names:
-        if not isinstance(name, str) or not _NAME.fullmatch(name):
-            raise PrivacySettingError(
-                None,
-                "names",
-                "must be of 1 to 64 letters, digits, dots, hyphens or underscores, the first a "
-                f"letter or digit; got {name!r}",
-            )
-    folded = [name.casefold() for name in names]  # some file systems do not tell A from a
-    for number, name in enumerate(folded):
-        if name in folded[:number]:
-            raise PrivacySettingError(
-                None, "names", f"must differ: two clients have the name {names[number]!r}"
-            )
+        require(isinstance(name, str) and _NAME.fullmatch(name) is not None, "names", letters, name)
+        require(name.casefold() not in folded, "names", "must differ for two clients", name)
+        folded.add(name.casefold())
     return tuple(names)
 
 
@@ -110,9 +102,9 @@ class LedgerFolder:
             LedgerError: a client has other records than its ledger was charged for, or records that
                 another ledger was charged for; the text says what to do. No ledger is touched then.
         """
-        with self._locked() as key:
-            present = [Counter(row.tobytes() for row in digests) for digests in records(key)]
-            known = _Known(self.path / PRIVATE, key, self.ledgers())
+        with self._locked() as known:
+            digests = records(known.key)
+            present = [Counter(row.tobytes() for row in each) for each in digests]
             here = dict(zip(names or known.names(present), present, strict=True))
             for name in here:
                 if name in known.ledgers:
@@ -131,8 +123,7 @@ class LedgerFolder:
 
         Nothing was spent when both were opened, so that neither saw the other.
         """
-        with self._locked() as key:
-            known = _Known(self.path / PRIVATE, key, self.ledgers())
+        with self._locked() as known:
             if name not in known.ledgers or not known.is_current(name, here[name]):
                 raise LedgerError(
                     f"{self._file(name)} was meanwhile taken by another run, for other records: "
@@ -157,9 +148,8 @@ class LedgerFolder:
         lost = sorted(_unnamed(self.path / PRIVATE, ledgers))
         if lost:
             raise LedgerError(
-                f"a ledger in {self.path} is gone, whose list of records is still there: bring it "
-                f"back from a backup (or delete {lost[0]}, if what made it broke off before its "
-                "first round)"
+                f"a ledger in {self.path} is gone, whose list of records is still there: "
+                f"{_lost(lost[0])}"
             )
 
     def carry_over(self, client: str) -> int:
@@ -198,25 +188,24 @@ class LedgerFolder:
     def _check(self, name: str, known: _Known, here: Mapping[str, Records]) -> None:
         """Refuses records that are not the ledger's, and those of another ledger."""
         ledger = known.ledgers.get(name)
+        bound = ledger is not None and ledger.bound
         present = here[name]
-        if ledger is not None and ledger.bound and known.is_current(name, present):
+        if bound and known.is_current(name, present):
             return
-        before: Records = Counter()
-        if ledger is not None and ledger.releases:
-            before = known.current(name)
+        spent = ledger is not None and ledger.releases
+        before: Records = known.current(name) if spent else Counter()
         new = present - before
-        gone = before - present
         self._refuse_moved(name, new, known, here)
         if lost := next((known.orphans[record] for record in new if record in known.orphans), None):
             raise LedgerError(
                 f"client {name!r} has records that a ledger in {self.path} was kept for which is "
-                f"gone: bring it back from a backup (or delete {lost}, if what made it broke off "
-                "before its first round)"
+                f"gone: {_lost(lost)}"
             )
-        if ledger is not None and ledger.bound:
+        if bound:
+            gone = (before - present).total()
             raise LedgerError(
                 f"client {name!r} has other records than those that {self._file(name)} was "
-                f"charged for ({new.total()} are new, {gone.total()} are gone): bring those, or "
+                f"charged for ({new.total()} are new, {gone} are gone): bring those, or "
                 "give each client a name of its own (simulate(names=...)); if it is this "
                 "client's data set that has changed, what was spent stays spent: "
                 f"{self._command(name)}"
@@ -257,8 +246,11 @@ class LedgerFolder:
         return ledger
 
     @contextmanager
-    def _locked(self) -> Iterator[bytes]:
-        """The folder's key, new if there is none; meanwhile no other process opens ledgers here."""
+    def _locked(self) -> Iterator[_Known]:
+        """Yields what the folder knows, with a new key if there is none.
+
+        Meanwhile no other process opens ledgers here.
+        """
         path = self.path / PRIVATE / KEY
         if self.path.name == "ledger" and (self.path.parent / "config.toml").exists():
             raise LedgerError(
@@ -275,7 +267,7 @@ class LedgerFolder:
                 key = file.readall()
                 if len(key) != KEY_BYTES:
                     raise LedgerError(f"{path} is damaged: bring it back from a backup")
-                yield key
+                yield _Known(self.path / PRIVATE, key, self.ledgers())
         except OSError as error:
             raise LedgerError(f"cannot use ledger folder {self.path}: {error}") from error
 
@@ -296,31 +288,29 @@ class _Known:
 
     def __init__(self, folder: Path, key: bytes, ledgers: Mapping[str, Ledger]) -> None:
         self._folder = folder
-        self._key = key
+        self.key = key
         self.ledgers = ledgers
         self._current: dict[str, Records] = {}
-        lists = _unnamed(folder, ledgers)
-        self.orphans = {
-            record: path
-            for path in lists
-            for record in _unpacked(read_regular(path, MAX_RECORDS_BYTES))
-        }
+        self.orphans: dict[bytes, Path] = {}
         """Records in lists of no ledger, with the list: a ledger was deleted."""
+        for path in _unnamed(folder, ledgers):
+            self.orphans.update(dict.fromkeys(self._list(path.name) or (), path))
         self.owners: dict[bytes, set[str]] = {}
-        """Records that something was spent on, with the ledgers that say so."""
+        """Records that something was spent on, with the ledgers that say so, as far as their lists
+        are there."""
         for name, ledger in ledgers.items():
-            for record in self._ever(ledger):
-                self.owners.setdefault(record, set()).add(name)
+            for fingerprint in ledger.charged_records:
+                for record in self._list(fingerprint) or ():
+                    self.owners.setdefault(record, set()).add(name)
 
     def fingerprint(self, name: str, records: Records) -> str:
         """A keyed hash of a client's name and of its records, whatever their order.
 
         The name is in it so that clients with the same records, such as none, do not show it.
         """
-        who = name.encode() + b"\0"
-        hashed = hashlib.blake2b(who, key=self._key, digest_size=32, person=_PURPOSE)
-        hashed.update(_packed(records))
-        return hashed.hexdigest()
+        hashed = name.encode() + b"\0" + _packed(records)
+        made = hashlib.blake2b(hashed, key=self.key, digest_size=32, person=b"fedsynth ledger")
+        return made.hexdigest()
 
     def is_current(self, name: str, records: Records) -> bool:
         """Whether these are exactly the records that the ledger is for."""
@@ -343,11 +333,10 @@ class _Known:
     def names(self, present: Sequence[Records]) -> tuple[str, ...]:
         """Names for clients that declared none: their records' ledger's, else a default one."""
         own = default_names(len(present))
-        found = {
-            k: name
-            for k, name in enumerate(own)
-            if name in self.ledgers and self.is_current(name, present[k])
-        }
+        found: dict[int, str] = {}
+        for k, name in enumerate(own):
+            if name in self.ledgers and self.is_current(name, present[k]):
+                found[k] = name
         free: dict[bytes, list[str]] = {}
         for name, ledger in self.ledgers.items():
             listed = self._list(ledger.records[-1]) if ledger.records else None
@@ -356,21 +345,17 @@ class _Known:
         for k, records in enumerate(present):
             if k not in found and free.get(_packed(records)):
                 found[k] = free[_packed(records)].pop(0)
-        by_place = {k: name for k, name in enumerate(own) if k not in found}
-        used = {*found.values(), *by_place.values(), *self.ledgers}
-        spare = (f"client-{k:03d}" for k in itertools.count() if f"client-{k:03d}" not in used)
         taken = set(found.values())
-        rest = {k: next(spare) if name in taken else name for k, name in by_place.items()}
-        return tuple(name for _, name in sorted({**found, **rest}.items()))
+        used = {*taken, *(name for k, name in enumerate(own) if k not in found), *self.ledgers}
+        spare = (f"client-{k:03d}" for k in itertools.count() if f"client-{k:03d}" not in used)
+        for k, name in enumerate(own):
+            if k not in found:
+                found[k] = next(spare) if name in taken else name
+        return tuple(found[k] for k in range(len(own)))
 
     def keep(self, fingerprint: str, records: Records) -> None:
         if not (self._folder / fingerprint).exists():
             _write_once(self._folder / fingerprint, _packed(records))
-
-    def _ever(self, ledger: Ledger) -> Iterator[bytes]:
-        """All records that a ledger was ever charged for, as far as their lists are there."""
-        for fingerprint in ledger.charged_records:
-            yield from self._list(fingerprint) or ()
 
     def _list(self, fingerprint: str) -> Records | None:
         with suppress(FileNotFoundError):
@@ -384,6 +369,13 @@ def _unnamed(folder: Path, ledgers: Mapping[str, Ledger]) -> list[Path]:
         return []
     stated = {KEY, *(f for ledger in ledgers.values() for f in ledger.records)}
     return [p for p in folder.iterdir() if p.name not in stated and not p.name.startswith(".")]
+
+
+def _lost(path: Path) -> str:
+    return (
+        f"bring it back from a backup (or delete {path}, if what made it broke off before its "
+        "first round)"
+    )
 
 
 def _packed(records: Records) -> bytes:

@@ -64,12 +64,15 @@ def clipped_sums(rows_ND: Tensor, groups_N: Tensor, groups: int, clip: float) ->
     Private: only `GaussianSums` and tests may call this.
     """
     sums = rows_ND.new_zeros(groups, rows_ND.shape[1], dtype=torch.float64)
-    at_once = max(1, (GPU_BLOCK if rows_ND.is_cuda else CPU_BLOCK) // max(1, rows_ND.shape[1]))
+    at_once = _rows_at_once(rows_ND, rows_ND.shape[1])
     for rows, where in zip(rows_ND.split(at_once), groups_N.split(at_once), strict=True):
-        sums.addmm_(
-            torch.nn.functional.one_hot(where, groups).to(torch.float64).T, clip_rows(rows, clip)
-        )
+        members = torch.nn.functional.one_hot(where, groups).to(torch.float64)
+        sums.addmm_(members.T, clip_rows(rows, clip))
     return sums
+
+
+def _rows_at_once(rows: Tensor, width: int) -> int:
+    return max(1, (GPU_BLOCK if rows.is_cuda else CPU_BLOCK) // max(1, width))
 
 
 def on_grid(sums: Tensor, noise: Tensor, grid: Grid) -> Tensor:
@@ -108,15 +111,9 @@ class UserSums:
     ) -> None:
         """Adds to `sums` [groups, width] in place. Users are numbered upwards, and on the CPU; the
         last one stays open."""
-        block = GPU_BLOCK if rows_ND.is_cuda else CPU_BLOCK
-        at_once = max(1, block // (self._groups * self._width))
-        for rows, group, user, share in zip(
-            rows_ND.split(at_once),
-            groups_N.split(at_once),
-            users_N.split(at_once),
-            shares_N.split(at_once),
-            strict=True,
-        ):
+        at_once = _rows_at_once(rows_ND, self._groups * self._width)
+        pieces = [one.split(at_once) for one in (rows_ND, groups_N, users_N, shares_N)]
+        for rows, group, user, share in zip(*pieces, strict=True):
             numbers, where = user.unique_consecutive(return_inverse=True)
             table = sums.new_zeros(len(numbers), self._groups, self._width)
             parts = clip_rows(rows, USER_ROW * self._clip) * share.to(rows.device)[:, None]
@@ -187,9 +184,6 @@ class GaussianSums:
     def __reduce__(self) -> NoReturn:
         raise TypeError("a charged series must not be copied: it would give out more than it paid")
 
-    def __copy__(self) -> NoReturn:
-        self.__reduce__()
-
     @property
     def sample_rate(self) -> float:
         """q, as charged."""
@@ -204,8 +198,7 @@ class GaussianSums:
     def deviation(self) -> float:
         """σ𝒞/√H, the standard deviation of the noise that this client adds to each coordinate of a
         release; public."""
-        charged = self._release.noise_multiplier * self._release.sensitivity
-        return charged / math.sqrt(self.shares)
+        return self._release.noise_multiplier * self.sensitivity / math.sqrt(self.shares)
 
     def sample(self, units: int) -> Tensor:
         """Starts a step; indices (int64) of the records (or users) in its Poisson sample, possibly
@@ -228,23 +221,16 @@ class GaussianSums:
                 user's rows are averaged, group by group, and clipped with all groups together; else
                 (and with None) each row is clipped by itself.
         """
-        if self._sums is None:
-            raise PrivacyError("no step is open: records must be sampled before they are summed")
+        sums = self._open_sums(sample)
         # fewer noise coordinates would be shared by broadcasting
         if rows_ND.dim() != 2 or rows_ND.shape[1] != self._width:
             raise PrivacyError(
                 f"charged for rows of {self._width} coordinates, got a tensor of shape "
                 f"{tuple(rows_ND.shape)}"
             )
-        if self._unit == USER and (sample is None or sample.users is None):
-            raise PrivacyError(
-                "charged for users as the unit: rows come with whose they are, and are clipped by "
-                "user"
-            )
-        self._sums = self._sums.to(rows_ND.device, non_blocking=True)
+        self._sums = sums.to(rows_ND.device, non_blocking=True)
         if sample is None or sample.users is None or sample.shares is None:
-            clip = self._release.sensitivity
-            self._sums += clipped_sums(rows_ND.detach(), groups_N, self._groups, clip)
+            self._sums += clipped_sums(rows_ND.detach(), groups_N, self._groups, self.sensitivity)
         else:
             self._users.add(rows_ND.detach(), groups_N, sample.users, sample.shares, self._sums)
 
@@ -259,26 +245,30 @@ class GaussianSums:
             PrivacyError: as `add`; the bound is above the sensitivity that was charged, or there
                 are more groups than one.
         """
-        if self._sums is None:
-            raise PrivacyError("no step is open: records must be sampled before they are summed")
+        before = self._open_sums(sample)
         if self._groups != 1 or products.width != self._width:
             raise PrivacyError(
                 f"charged for {self._groups} groups of {self._width} coordinates, got products of "
                 f"{products.width} for one"
             )
-        if products.bound > self._release.sensitivity * (1 + 1e-12):
+        if products.bound > self.sensitivity * (1 + 1e-12):
             raise PrivacyError(
-                f"charged for a sensitivity of {self._release.sensitivity:g}, got vectors of norm "
-                f"up to {products.bound:g}"
+                f"charged for a sensitivity of {self.sensitivity:g}, got vectors of norm up to "
+                f"{products.bound:g}"
             )
+        sums = products.sums(None if sample is None else sample.shares)
+        self._sums = before.to(sums.device, non_blocking=True) + sums
+
+    def _open_sums(self, sample: Sample | None) -> Tensor:
+        """Returns the sums of the step that is open; refuses records of nobody."""
+        if self._sums is None:
+            raise PrivacyError("no step is open: records must be sampled before they are summed")
         if self._unit == USER and (sample is None or sample.shares is None):
             raise PrivacyError(
                 "charged for users as the unit: rows come with whose they are, and are clipped by "
                 "user"
             )
-        shares = None if sample is None else sample.shares
-        sums = products.sums(shares)
-        self._sums = self._sums.to(sums.device, non_blocking=True) + sums
+        return self._sums
 
     def release(self) -> Released:
         """Ends the step: [groups, D] float32 sums with fresh noise on every group, also for an
@@ -292,8 +282,7 @@ class GaussianSums:
         if self._sums is None:
             raise PrivacyError("no step is open: nothing to release")
         self._users.close(self._sums)
-        sums = self._sums
-        self._sums = None
+        sums, self._sums = self._sums, None
         self.steps_left -= 1
         noise = self._secret.normal((self._groups, self._width), self.deviation, sums.device)
         if self.grid is None:

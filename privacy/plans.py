@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from fedsynth.privacy.errors import PrivacySettingError, UnplannedReleaseError
+from fedsynth.privacy.errors import UnplannedReleaseError
 from fedsynth.privacy.grid import Addends, Grid, grid_of
 from fedsynth.privacy.guard import Guard
 from fedsynth.privacy.mechanisms import GaussianSums
@@ -155,14 +155,9 @@ def check_plans(plans: Sequence[PrivatePlan]) -> None:
     Raises:
         PrivacySettingError: there is no plan, or two have the same name.
     """
-    if not plans:
-        raise PrivacySettingError(None, "plans", "must hold at least one: what a round releases")
+    require(bool(plans), "plans", "must hold at least one: what a round releases", plans)
     names = [plan.name for plan in plans]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise PrivacySettingError(
-            None, "plans", f"of a round must have different names; two have {twice!r}"
-        )
+    require(len(set(names)) == len(names), "plans", "of a round must have different names", names)
 
 
 @dataclass(frozen=True)

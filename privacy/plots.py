@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ class Line:
 
     name: str
     points: Points
-    band: Sequence[tuple[float, float, float]] = field(default=())
+    band: Sequence[tuple[float, float, float]] = ()
     colour: int | None = None
 
 
@@ -165,24 +165,27 @@ class _Scale:
     def of(
         cls, lines: Sequence[Line], faint: Sequence[Points], *, log_x: bool, from_zero: bool
     ) -> _Scale | None:
-        points = [p for line in lines for p in line.points]
-        points += [p for some in faint for p in some]
-        if not points:
+        xs: set[float] = set()
+        heights: list[float] = []
+        for points in (*(line.points for line in lines), *faint):
+            xs.update(a for a, _ in points)
+            heights.extend(b for _, b in points)
+        if not xs:
             return None
-        heights = [b for _, b in points]
-        heights += [edge for line in lines for _, a, b in line.band for edge in (a, b)]
-        xs = sorted({a for a, _ in points})
+        for line in lines:
+            for _, low, high in line.band:
+                heights += [low, high]
         scale = math.log10 if log_x else float
-        left, right = scale(xs[0]), scale(xs[-1])
+        left, right = scale(min(xs)), scale(max(xs))
         if left == right:
             left, right = left - 0.5, right + 0.5
         top = max(heights)
-        bottom = 0.0 if from_zero else min(heights)
+        lowest = min(heights)
+        bottom = 0.0 if from_zero else lowest
         spare = 0.05 * (top - bottom) or 0.05 * abs(top) or 1.0
         if not from_zero:
-            floor = 0.0 if bottom >= 0 else -math.inf
-            bottom = max(bottom - spare, floor)
-        return cls(left, right, bottom, top + spare, log_x, tuple(xs))
+            bottom = max(lowest - spare, 0.0 if lowest >= 0 else -math.inf)
+        return cls(left, right, bottom, top + spare, log_x, tuple(sorted(xs)))
 
     def at(self, point: tuple[float, float]) -> tuple[float, float]:
         """Returns a point's position, in pixels."""

@@ -106,9 +106,3 @@ class SecretGenerator:
             "a secret generator must not be copied, pickled or saved: its noise could be drawn "
             "twice"
         )
-
-    def __deepcopy__(self, memo: object) -> NoReturn:
-        self.__reduce__()
-
-    def __repr__(self) -> str:
-        return f"SecretGenerator(is_secret={self.is_secret})"

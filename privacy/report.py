@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fedsynth.privacy.accounting import (
-    deltas_at,
+    delta_of,
     describe_accountant,
     epsilon,
     epsilon_by_round,
@@ -26,10 +26,10 @@ from fedsynth.privacy.accounting import (
 )
 from fedsynth.privacy.attacks import attack_success, best_guess
 from fedsynth.privacy.disclosure import UNACCOUNTED
-from fedsynth.privacy.errors import PrivacyError, PrivacySettingError
+from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.files import sync_folder, write_durably
 from fedsynth.privacy.history import History
-from fedsynth.privacy.releases import Release
+from fedsynth.privacy.releases import Release, require
 from fedsynth.privacy.report_figures import (
     SCHEMA_VERSION,
     Accountant,
@@ -74,10 +74,8 @@ def build_report(
     reasons = [*facts.verdict.reasons, *reasons_in_ledgers(rows)]
     reasons += [f"{one.access}: {one.note}" for one in facts.scope if one.status == UNACCOUNTED]
     formal = not reasons and not facts.test_only_randomness
-    if formal and not rows:
-        raise PrivacySettingError(
-            None, "ledgers", "must hold at least one client's for a privacy report"
-        )
+    whole = bool(rows) or not formal
+    require(whole, "ledgers", "must hold at least one client's for a privacy report", rows)
     promise = guarantee(rows, facts.delta, facts.adjacency) if formal else None
     worst = None if promise is None else promise.worst_client
     before = rows_before or {}
@@ -212,13 +210,12 @@ def group(rows: Rows, delta: float, size: int, adjacency: str) -> Group:
         return Group(units=size, epsilon=exact, exact=True)
     least = epsilon(rows, delta, adjacency)
     merged = merge(rows, adjacency)
-    slack = math.inf if merged is None else merged.slack
     for factor in range(40):
         each = least * (1 + factor / 10)
         spread = math.fsum(math.exp(min(i * each, 700.0)) for i in range(size))
-        if spread * slack > delta:  # below the accountant's accuracy from here on
+        if merged is None or spread * merged.slack > delta:  # beyond the accountant's accuracy
             break
-        if deltas_at(rows, [each], adjacency)[0] * spread <= delta:
+        if delta_of(merged, each) * spread <= delta:
             return Group(units=size, epsilon=size * each, exact=False)
     return Group(units=size, epsilon=None, exact=False)
 

@@ -87,34 +87,14 @@ def _complete(report: Mapping[str, Any]) -> dict[str, Any]:
     return Report.model_validate(report).to_json()
 
 
-def _words(report: Mapping[str, Any]) -> Any:
-    """Returns the sentences of a report, as plain text."""
+def words(report: Mapping[str, Any]) -> Any:
+    """Returns the macros of a report's sentences: each is a function that returns plain text."""
     return _TEMPLATES.get_template("words.j2").make_module({"r": report})
 
 
 def warnings(report: Mapping[str, Any]) -> list[str]:
     """Returns the run's own warnings, and those that follow from the figures."""
-    return [line for line in _words(report).warnings().splitlines() if line.strip()]
-
-
-def verdict(report: Mapping[str, Any]) -> str:
-    """Returns what the report promises, in a few words."""
-    return str(_words(report).verdict())
-
-
-def protected(report: Mapping[str, Any]) -> str:
-    """Returns whom ε is for: "one example of one client"."""
-    return str(_words(report).protected())
-
-
-def unprotected(report: Mapping[str, Any]) -> str:
-    """Returns who has no protection, or less."""
-    return str(_words(report).unprotected())
-
-
-def secure_aggregation(report: Mapping[str, Any]) -> str:
-    """Returns whether uploads are seen only in sums; "none" where each is seen."""
-    return str(_words(report).secure_aggregation())
+    return [line for line in words(report).warnings().splitlines() if line.strip()]
 
 
 def event_text(event: Event, planned_rounds: int, cap: float | None, *, simulated: bool) -> str:
@@ -128,39 +108,37 @@ def event_text(event: Event, planned_rounds: int, cap: float | None, *, simulate
         "epsilon_cap": cap,
         "simulated": simulated,
     }
-    return str(_words(report).event(event))
+    return str(words(report).event(event))
 
 
 def summary_rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Returns the table for the terminal: ε and δ first, or why there is no guarantee."""
-    words = _words(report)
+    text = words(report)
     promise = report["guarantee"]
     ledger = report["ledger"]
-    rows = []
+    rows = [("verdict", text.verdict())]
     if promise is None:
-        rows.append(("verdict", words.verdict()))
         rows += [("why", reason) for reason in report["verdict"]["reasons"]]
     else:
-        rows.append(("ε (worst client)", format_epsilon(promise["epsilon"])))
-        rows.append(("δ", f"{promise['delta']:g}"))
-        rows.append(("verdict", words.verdict()))
+        spent = format_epsilon(promise["epsilon"])
+        rows = [("ε (worst client)", spent), ("δ", f"{promise['delta']:g}"), *rows]
     rows += [
         ("mechanism", report["mechanism"]),
-        ("protects", words.protects()),
-        ("adjacency", words.adjacency()),
-        ("sampling", _distinct(words.sampling(row) for row in ledger)),
+        ("protects", text.protects()),
+        ("adjacency", text.adjacency()),
+        ("sampling", _distinct(text.sampling(row) for row in ledger)),
         ("noise multiplier σ", _sigmas(ledger)),
-        ("clip", _distinct(f"{row['sensitivity']:g} ({words.clipped(row)})" for row in ledger)),
+        ("clip", _distinct(f"{row['sensitivity']:g} ({text.clipped(row)})" for row in ledger)),
         ("steps a round", _distinct(str(row["steps"]) for row in ledger)),
     ]
     if promise is not None:
-        spent = promise["epsilon_by_client"].values()
-        median = statistics.median(spent)
-        spread = f"min {format_epsilon(min(spent))}, median {format_epsilon(median)}"
+        each = promise["epsilon_by_client"].values()
+        median = format_epsilon(statistics.median(each))
+        spread = f"min {format_epsilon(min(each))}, median {median}"
         cap = report["epsilon_cap"]
         rows.append(("ε over clients", spread))
         rows.append(("budget", "no cap" if cap is None else f"cap {cap:g}"))
-    return [*rows, *(("warning", text) for text in warnings(report))]
+    return [*rows, *(("warning", warning) for warning in warnings(report))]
 
 
 def _distinct(values: Any) -> str:
@@ -169,11 +147,9 @@ def _distinct(values: Any) -> str:
 
 def _sigmas(ledger: Sequence[Mapping[str, Any]]) -> str:
     """Returns σ of the releases; where there are several, with what each is of."""
-    quantities: dict[str, list[str]] = {}
+    quantities: dict[str, dict[str, None]] = {}
     for row in ledger:
-        found = quantities.setdefault(f"{row['noise_multiplier']:.4g}", [])
-        if row["quantity"] not in found:
-            found.append(row["quantity"])
+        quantities.setdefault(f"{row['noise_multiplier']:.4g}", {})[row["quantity"]] = None
     if len(quantities) < 2:
         return "".join(quantities)
     return "; ".join(f"{sigma} ({', '.join(names)})" for sigma, names in quantities.items())

@@ -83,13 +83,14 @@ def _chain(report: Mapping[str, Any], held: HeldRows, client: str) -> str | None
 def taken_as_stated(report: Mapping[str, Any]) -> list[str]:
     """Returns what the report states that follows from nothing else."""
     names = [name for name in report["provenance"] if name != "config"]
-    facts = [f"versions ({', '.join(names)})"] if names else []
-    run = report["run"]
-    stated = [name for name in ("id", "date", "responsible", "purpose", "sites") if run[name]]
-    facts += [f"which run it is ({', '.join(stated)})"] if stated else []
-    facts += ["the run's own warnings, and what a trial of the clients' steps found"]
-    facts += ["the counts of the audit"] if report["audit"] is not None else []
-    return facts
+    stated = [name for name, value in report["run"].items() if value]
+    facts = {
+        f"versions ({', '.join(names)})": names,
+        f"which run it is ({', '.join(stated)})": stated,
+        "the run's own warnings, and what a trial of the clients' steps found": True,
+        "the counts of the audit": report["audit"] is not None,
+    }
+    return [fact for fact, there in facts.items() if there]
 
 
 def page_problems(report: Mapping[str, Any], folder: Path) -> tuple[list[str], list[str]]:
@@ -99,12 +100,11 @@ def page_problems(report: Mapping[str, Any], folder: Path) -> tuple[list[str], l
     Args:
         report: of a sound shape.
     """
-    installed = renderer_versions()
-    other = [
-        f"{name} {SHORT.repr(report['provenance'].get(name))[1:-1]}"
-        for name, own in installed.items()
-        if report["provenance"].get(name) != own
-    ]
+    other = []
+    for name, own in renderer_versions().items():
+        stated = report["provenance"].get(name)
+        if stated != own:
+            other.append(f"{name} {SHORT.repr(stated)[1:-1]}")
     if other:
         made_by = ", ".join(other)
         return [], [f"{NAME}.md and .html were not compared: they were rendered by {made_by}"]
@@ -171,8 +171,8 @@ _MISSING = object()
 
 def differences(where: str, expected: Any, stated: Any) -> list[str]:
     """Returns every leaf in which two JSON values differ; figures may differ by `TOLERANCE`."""
+    found: list[str] = []
     if isinstance(expected, Mapping) and isinstance(stated, Mapping):
-        found = []
         for key in {**expected, **stated}:
             path = f"{where}.{_key(key)}" if where else _key(key)
             found += differences(path, expected.get(key, _MISSING), stated.get(key, _MISSING))
@@ -180,7 +180,6 @@ def differences(where: str, expected: Any, stated: Any) -> list[str]:
     if isinstance(expected, list) and isinstance(stated, list):
         if len(expected) != len(stated):
             return [f"{where} has {len(stated)} entries, and should have {len(expected)}"]
-        found = []
         for number, (one, other) in enumerate(zip(expected, stated, strict=True)):
             found += differences(f"{where}[{number}]", one, other)
         return found

@@ -26,7 +26,7 @@ from fedsynth.privacy.files import load_json, read_regular
 from fedsynth.privacy.formatting import band, format_epsilon, format_odds, printable
 from fedsynth.privacy.plots import Line, line_plot, svg_templates
 from fedsynth.privacy.report_file import HOSTILE, sound_report
-from fedsynth.privacy.report_pages import STYLE, protected, verdict
+from fedsynth.privacy.report_pages import STYLE, words
 from fedsynth.runs.compare import differing, labels
 from fedsynth.runs.curves import AXES, curve, curves_svg
 from fedsynth.runs.folders import Run, RunFolderError, value_at
@@ -268,12 +268,12 @@ def _promise(run: Run) -> tuple[list[str], list[tuple[float, float]]]:
         return [f"the report cannot be read: {error!s:.200}", *[NONE] * 5], []
     promise = report["guarantee"]
     if promise is None:
-        return [verdict(report), *[NONE] * 5], []
+        return [words(report).verdict(), *[NONE] * 5], []
     epsilon = promise["epsilon"]
     row = [
         f"ε = {format_epsilon(epsilon)}",
         f"{promise['delta']:g}",
-        protected(report),
+        words(report).protected(),
         band(epsilon),
         format_odds(epsilon),
         promise["worst_client"],

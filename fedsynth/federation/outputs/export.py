@@ -42,7 +42,7 @@ from fedsynth.privacy.files import file_hash, plain_files
 from fedsynth.privacy.formatting import format_epsilon
 from fedsynth.privacy.report import write_report
 from fedsynth.privacy.report_file import read_json, sound_report
-from fedsynth.privacy.report_pages import protected, secure_aggregation, unprotected, verdict
+from fedsynth.privacy.report_pages import words
 from fedsynth.version import __version__
 
 UNPROTECTED = "unprotected"
@@ -238,6 +238,7 @@ def readme(made: Share) -> str:
     count = len(found.labels)
     report = made.report or {}
     promise = report.get("guarantee") or {}
+    text = words(report) if report else None
     own = {} if made.model is None else made.model[1].own
     files = {kind: one.partition("@")[0] for kind, one in own.items() if is_label(one)}
     return _TEMPLATES.get_template("share.md.j2").render(
@@ -251,12 +252,12 @@ def readme(made: Share) -> str:
         std=json.dumps(spec.std),
         pooled=(max(1, spec.height // 4), max(1, spec.width // 4)),
         steps=min(3000, 300 + count // 5),
-        verdict=verdict(report) if report and not promise else "",
+        verdict=text.verdict() if text and not promise else "",
         epsilon=format_epsilon(promise["epsilon"]) if promise else "",
         delta=f"{promise['delta']:g}" if promise else "",
-        protected=protected(report) if promise else "",
-        unprotected=unprotected(report) if promise else "",
-        aggregation=secure_aggregation(report).partition(":")[0] if promise else "",
+        protected=text.protected() if text and promise else "",
+        unprotected=text.unprotected() if text and promise else "",
+        aggregation=text.secure_aggregation().partition(":")[0] if text and promise else "",
         teaches=made.model is not None and made.model[1].teaches,
         own_code=" and ".join(f"`{name}`" for name in own.values()),
         own_files=", ".join(f'{kind}="PATH/{one}"' for kind, one in files.items()),
