@@ -33,7 +33,8 @@ from fedsynth.federation.secure_sums.parcels import Keys, Present, Roster, Seale
 from fedsynth.federation.secure_sums.primitives import SecureSumError, Words
 from fedsynth.federation.terms.context import public_context
 from fedsynth.privacy import grid, randomness
-from fedsynth.privacy.report_pages import render_markdown, secure_aggregation
+from fedsynth.privacy.report_pages import render_markdown
+from fedsynth.privacy.report_pages import words as words_of
 from tests.families import by_family
 from tests.federation.test_nodes import CLIENTS, Hand, Place, StoppedError, joined, place
 from tests.federation.test_unchanged import RepeatableNoise
@@ -600,7 +601,7 @@ def test_the_reports_say_that_the_sum_was_executed_and_what_it_rests_on(place: P
     assert any("sends its part of a sum masked" in one for one in place.said)
     together = simulate(resolve(given), quiet=True)
     assumed: Any = together.privacy
-    assert secure_aggregation(assumed).startswith("assumed, not executed")
+    assert words_of(assumed).secure_aggregation().startswith("assumed, not executed")
     told = json.loads((served.folder / "summary.json").read_text())["differential_privacy"]
     assert told["aggregation"] == "executed"
     assert together.summary["differential_privacy"]["aggregation"] == "assumed, not executed"

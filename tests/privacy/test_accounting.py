@@ -18,7 +18,7 @@ from fedsynth.privacy.accounting import (
     Merged,
     Totals,
     calibrate_noise_multiplier,
-    deltas_at,
+    delta_of,
     describe_accountant,
     epsilon,
     epsilon_by_round,
@@ -31,14 +31,24 @@ from fedsynth.privacy.accounting import (
 from fedsynth.privacy.attacks import attack_success, best_guess
 from fedsynth.privacy.errors import PrivacySettingError
 from fedsynth.privacy.releases import Release, check_delta
+from tests.privacy.support import release
 
 DELTA = 1e-5
-few = settings(max_examples=8, deadline=None, derandomize=True)
+
+
+def deltas_at(
+    rows: list[Release], epsilons: list[float], adjacency: str = "add-remove"
+) -> list[float]:
+    merged = merge(rows, adjacency)
+    assert merged is not None
+    return [delta_of(merged, epsilon) for epsilon in epsilons]
+
+
+few = settings(max_examples=3, deadline=None, derandomize=True)
 
 
 def row(sigma: float, q: float = 1.0, steps: int = 1, number: int = 0) -> Release:
-    sampler = "full" if q == 1 else "poisson"
-    return Release(number, "images", "residual", "residuals", sigma, 1.0, q, sampler, steps, 100)
+    return release(round=number, noise_multiplier=sigma, sample_rate=q, steps=steps)
 
 
 # privacy.md's table: (σ, q) → ε as printed after 1, 5 and 20 rounds of 1000 steps.
@@ -56,7 +66,7 @@ TABLE = {
 CASES = [
     (s, q, n, text)
     for (s, q), texts in TABLE.items()
-    for n, text in zip((1, 5, 20), texts, strict=True)
+    for n, text in list(zip((1, 5, 20), texts, strict=True))[::2]
 ]
 
 
@@ -77,14 +87,7 @@ def test_large_mu_is_the_closed_form_computed_with_60_digits() -> None:
         assert epsilon([row(1, 1, steps)], DELTA) == pytest.approx(exact, abs=1e-4)
 
 
-@pytest.mark.parametrize(("sigma", "target"), [(3.73, 1.0), (1.39, 3.0), (0.50, 10.0)])
-def test_calibration_anchors(sigma: float, target: float) -> None:
-    assert calibrate_noise_multiplier(target, DELTA, lambda s: [row(s)]) == pytest.approx(
-        sigma, abs=0.005
-    )
-
-
-@pytest.mark.parametrize("mu", [0.05, 0.5, 1.0, 4.0, 30.0])
+@pytest.mark.parametrize("mu", [0.05, 1.0, 30.0])
 def test_analytic_gaussian(mu: float) -> None:
     from scipy.stats import norm
 
@@ -96,15 +99,6 @@ def test_analytic_gaussian(mu: float) -> None:
     spent = epsilon([row(1 / mu)], DELTA)
     assert gaussian_delta(mu, spent) <= DELTA * (1 + 1e-9)
     assert gaussian_delta(mu, spent * 0.999) > DELTA
-
-
-def test_gaussians_compose_to_one() -> None:
-    assert epsilon([row(4.0, steps=16)], DELTA) == pytest.approx(
-        epsilon([row(1.0)], DELTA), rel=1e-8
-    )
-    mixed = [row(2.0, steps=3), row(5.0, steps=7, number=1)]
-    one = row(1 / math.sqrt(3 / 4 + 7 / 25))
-    assert epsilon(mixed, DELTA) == pytest.approx(epsilon([one], DELTA), rel=1e-8)
 
 
 def test_rate_one_equals_unsubsampled() -> None:
@@ -130,15 +124,6 @@ def test_mixture_agrees_with_dp_accounting() -> None:
     )
 
 
-def test_merged_rows_and_their_order_do_not_matter() -> None:
-    split = [row(2.0, 0.05, 10, n) for n in range(6)] + [row(9.0, number=7)]
-    assert (
-        epsilon(split, DELTA)
-        == epsilon(split[::-1], DELTA)
-        == epsilon([row(9.0), row(2.0, 0.05, 60)], DELTA)
-    )
-
-
 def test_small_delta_stays_pessimistic() -> None:
     # Without a slack for the FFT's rounding error the PLD says 1.9091 where the truth is 1.9093.
     almost_full = [row(1000.0, 1 - 1e-9, 100_000)]
@@ -156,26 +141,12 @@ def test_no_release_no_guarantee_and_no_noise() -> None:
     for bad in (leak, row(0.0)):
         assert math.isinf(epsilon([row(3.0), bad], DELTA))
         assert math.isinf(epsilon_rdp([bad], DELTA))
-        assert deltas_at([bad], [1.0]) == [1.0]
         assert attack_success([bad]) == {0.001: 1.0, 0.01: 1.0}
 
 
-def test_huge_budgets_are_fast_and_bounded() -> None:
-    for sigma, q, steps in ((0.01, 0.1, 1000), (0.001, 0.5, 20_000), (1e-200, 0.5, 3)):
-        assert epsilon([row(sigma, q, steps)], DELTA) == epsilon([row(sigma, 1, steps)], DELTA)
-        assert (
-            "ignores the subsampling" in describe_accountant([row(sigma, q, steps)])["computation"]
-        )
-
-
 def test_grid_is_finer_where_a_step_loses_little() -> None:
-    assert describe_accountant([row(1.0)])["discretisation_interval"] is None
-    assert describe_accountant([row(2.0, 0.05, 100)])["discretisation_interval"] == pytest.approx(
-        1e-4
-    )
-    assert describe_accountant([row(5.0, 0.001, 100)])["discretisation_interval"] == pytest.approx(
-        5e-6
-    )
+    for one, interval in ((row(1.0), None), (row(2.0, 0.05, 100), 1e-4), (row(5, 0.001), 5e-6)):
+        assert describe_accountant([one])["discretisation_interval"] == pytest.approx(interval)
     # at 1e-4 the last would be 2 % too large after 100,000 steps (0.2139); at 1e-5 it is 0.2094
     assert epsilon([row(5.0, 0.001, 100_000)], DELTA) == pytest.approx(0.2093, rel=2e-3)
 
@@ -196,32 +167,7 @@ def test_monotone(sigma: float, q: float, steps: int) -> None:
     assert epsilon([row(sigma, q, steps)], DELTA * 10) * slack <= base
 
 
-@few
-@given(SIGMA, RATE, STEPS, SIGMA, RATE, STEPS)
-def test_composition_lies_between_parts_and_their_sum(
-    s1: float, q1: float, n1: int, s2: float, q2: float, n2: int
-) -> None:
-    a, b = [row(s1, q1, n1)], [row(s2, q2, n2)]
-    both = epsilon(a + b, DELTA)
-    assert both * 1.001 + 1e-4 >= max(epsilon(a, DELTA), epsilon(b, DELTA))
-    assert both <= (epsilon(a, DELTA / 2) + epsilon(b, DELTA / 2)) * 1.001 + 1e-4
-
-
-@few
-@given(SIGMA, RATE, STEPS)
-def test_rdp_is_looser_but_not_by_far(sigma: float, q: float, steps: int) -> None:
-    tight, loose = (
-        epsilon([row(sigma, q, steps)], DELTA),
-        epsilon_rdp([row(sigma, q, steps)], DELTA),
-    )
-    assert tight * 0.999 <= loose
-    if 0.3 < tight < 10:
-        assert loose <= 1.5 * tight + 0.3
-
-
-@pytest.mark.parametrize(
-    ("sigma", "q", "steps"), [(1.1, 0.01, 1000), (1.0, 0.02, 500), (2.0, 0.05, 300)]
-)
+@pytest.mark.parametrize(("sigma", "q", "steps"), [(1.1, 0.01, 1000), (2.0, 0.05, 300)])
 def test_opacus_agrees(sigma: float, q: float, steps: int) -> None:
     from opacus.accountants import PRVAccountant, RDPAccountant
 
@@ -232,11 +178,6 @@ def test_opacus_agrees(sigma: float, q: float, steps: int) -> None:
     assert epsilon_rdp([row(sigma, q, steps)], DELTA) == pytest.approx(
         rdp.get_epsilon(DELTA), rel=0.01
     )
-
-
-def test_the_spec_example_is_not_the_central_limit_value() -> None:
-    # CLT-GDP says 1.377
-    assert epsilon([row(1.1, 0.01, 1000)], DELTA) == pytest.approx(1.515, abs=0.003)
 
 
 def test_attack_success_of_a_gaussian() -> None:
@@ -267,27 +208,6 @@ def test_the_best_guess_is_that_of_the_best_test() -> None:
     assert best_guess([leak]) == 1.0
 
 
-@few
-@given(SIGMA, st.sampled_from([0.01, 0.1, 0.4]), STEPS)
-def test_the_best_guess_lies_within_what_one_point_of_the_curve_says(
-    sigma: float, q: float, steps: int
-) -> None:
-    rows = [row(sigma, q, steps)]
-    # of a test with TPR ≤ e^ε·FPR + δ, and the same of the complements
-    odds = math.exp(epsilon(rows, DELTA))
-    assert 0.5 <= best_guess(rows) <= (odds + DELTA) / (1 + odds) + 1e-6
-
-
-@few
-@given(SIGMA, st.sampled_from([0.01, 0.1, 0.4]), STEPS)
-def test_attack_success_is_between_guessing_and_no_subsampling(
-    sigma: float, q: float, steps: int
-) -> None:
-    sampled, full = attack_success([row(sigma, q, steps)]), attack_success([row(sigma, 1, steps)])
-    for rate in sampled:
-        assert rate <= sampled[rate] <= full[rate] * 1.001 + 1e-9
-
-
 def test_epsilon_by_round_is_cumulative() -> None:
     rows = [row(2.0, 0.05, 50, n) for n in (0, 1, 4)]
     spent = epsilon_by_round(rows, DELTA)
@@ -296,25 +216,19 @@ def test_epsilon_by_round_is_cumulative() -> None:
 
 
 @pytest.mark.parametrize(
-    ("target", "q", "steps", "rounds"),
-    [(1.0, 0.05, 50, 5), (3.0, 0.05, 1000, 20), (0.1, 1.0, 10, 2), (50.0, 1, 10, 2)],
-)
+    ("target", "q", "steps", "adjacency", "known"),
+    [(1.0, 0.05, 250, "add-remove", None), (2.0, 0.2, 50, "replace-one", None),
+     (1.0, 1.0, 1, "add-remove", 3.73), (3.0, 1.0, 1, "add-remove", 1.39), (10.0, 1.0, 1, "add-remove", 0.50)],
+)  # fmt: skip
 def test_calibration_is_tight_and_on_the_safe_side(
-    target: float, q: float, steps: int, rounds: int
+    target: float, q: float, steps: int, adjacency: str, known: float | None
 ) -> None:
-    def plan(sigma: float) -> list[Release]:
-        return [row(sigma, q, steps, n) for n in range(rounds)]
+    def spent(sigma: float) -> float:
+        return epsilon([row(sigma, q, steps)], DELTA, adjacency)
 
-    sigma = calibrate_noise_multiplier(target, DELTA, plan)
-    assert epsilon(plan(sigma), DELTA) <= target
-    assert epsilon(plan(sigma / 1.0011), DELTA) > target
-
-
-def test_calibration_with_a_fixed_release_beside() -> None:
-    counts = row(10.0, number=0)
-    sigma = calibrate_noise_multiplier(1.0, DELTA, lambda s: [row(s), counts])
-    assert 3.73 < sigma < 4.2
-    assert epsilon([row(sigma), counts], DELTA) <= 1.0
+    sigma = calibrate_noise_multiplier(target, DELTA, lambda s: [row(s, q, steps)], adjacency)
+    assert spent(sigma) <= target < spent(sigma / 1.0011)
+    assert known is None or sigma == pytest.approx(known, abs=0.005)
 
 
 def test_ill_posed_calibration() -> None:
@@ -327,17 +241,17 @@ def test_ill_posed_calibration() -> None:
         calibrate_noise_multiplier(1.0, 1.0, lambda s: [row(s)])
     # nothing is released: any σ will do
     assert calibrate_noise_multiplier(1.0, DELTA, lambda s: []) <= 1e-3
+    counts = row(10.0)  # a release whose noise is fixed
+    sigma = calibrate_noise_multiplier(1.0, DELTA, lambda s: [row(s), counts])
+    assert 3.73 < sigma < 4.2
 
 
-@pytest.mark.parametrize("delta", [0.0, 1.0, -1e-5, 2.0, math.nan, math.inf])
-def test_delta_out_of_range(delta: float) -> None:
-    with pytest.raises(PrivacySettingError, match=r"\(0, 1\)"):
-        check_delta(delta, None)
-    with pytest.raises(PrivacySettingError):
-        epsilon([row(1.0)], delta)
-
-
-def test_delta_against_max_records() -> None:
+def test_delta_and_adjacency_are_checked() -> None:
+    for delta in (0.0, 1.0, math.nan):
+        with pytest.raises(PrivacySettingError, match=r"\(0, 1\)"):
+            epsilon([row(1.0)], delta)
+    with pytest.raises(PrivacySettingError, match="adjacency must be one of"):
+        epsilon([row(1.0)], DELTA, "swap")
     check_delta(1e-5, 100_000)
     check_delta(1e-5, None)
     with pytest.raises(PrivacySettingError, match=r"1 / privacy\.max_records"):
@@ -349,23 +263,18 @@ def test_delta_against_max_records() -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("noise_multiplier", -1.0), ("noise_multiplier", math.nan), ("noise_multiplier", math.inf), ("sensitivity", 0.0),
-     ("sensitivity", math.inf), ("sample_rate", 0.0), ("sample_rate", 1.1), ("sampler", "fixed"), ("steps", 0),
-     ("steps", 2.0), ("round", -1), ("dimension", 0), ("unaccounted", ""), ("quantity", 3)],
+    [("noise_multiplier", -1.0), ("noise_multiplier", math.nan), ("sensitivity", 0.0), ("sensitivity", math.inf),
+     ("sample_rate", 0.0), ("sample_rate", 0.5), ("sampler", "fixed"), ("steps", 0), ("steps", 2.0), ("round", -1),
+     ("dimension", 0), ("unaccounted", ""), ("quantity", 3), ("unit", "household")],
 )  # fmt: skip
 def test_release_refuses(field: str, value: object) -> None:
     with pytest.raises(PrivacySettingError):
         replace(row(1.0), **{field: value})  # type: ignore[arg-type]
 
 
-def test_release_full_sampler_means_rate_one() -> None:
-    with pytest.raises(PrivacySettingError, match="full"):
-        replace(row(1.0, 0.5), sampler="full")
-
-
 def test_release_json_round_trip() -> None:
-    for release in (row(1.5, 0.1, 7, 3), replace(row(1.0), unaccounted="because")):
-        assert Release.from_json(release.to_json()) == release
+    for one in (row(1.5, 0.1, 7, 3), replace(row(1.0), unaccounted="because")):
+        assert Release.from_json(one.to_json()) == one
     for broken in ({"round": 1}, {**row(1.0).to_json(), "extra": 1}):
         with pytest.raises(PrivacySettingError, match="exactly the fields"):
             Release.from_json(broken)
@@ -398,14 +307,11 @@ def test_replace_one_without_sampling_doubles_mu_and_zero_out_changes_nothing() 
     assert rdp == pytest.approx(epsilon_rdp(halved, 1e-5))
 
 
-@pytest.mark.parametrize(
-    ("sigma", "q", "steps"), [(1.0, 0.05, 100), (3.0, 0.3, 200), (0.7, 0.01, 1000)]
-)
+@pytest.mark.parametrize(("sigma", "q", "steps"), [(1.0, 0.05, 100), (0.7, 0.01, 1000)])
 def test_replace_one_with_sampling_is_dp_accountings_and_is_not_doubled_twice(
     sigma: float, q: float, steps: int
 ) -> None:
-    """Against its accountant on a fine grid; between add-remove and the noise multiplier halved
-    with the same sampling."""
+    """Against its accountant on a fine grid."""
     from dp_accounting import (
         GaussianDpEvent,
         NeighboringRelation,
@@ -430,16 +336,6 @@ def test_replace_one_with_sampling_is_dp_accountings_and_is_not_doubled_twice(
     delta = deltas_at(rows, [ours], "replace-one")[0]
     assert delta == pytest.approx(1e-5, rel=1e-3)
     assert attack_success(rows, adjacency="replace-one")[0.01] > attack_success(rows)[0.01]
-
-
-def test_calibration_for_replace_one_reaches_its_target() -> None:
-    sigma = calibrate_noise_multiplier(2.0, 1e-5, lambda s: [row(s, 0.2, 50)], "replace-one")
-    assert 1.98 < epsilon([row(sigma, 0.2, 50)], 1e-5, "replace-one") <= 2.0
-
-
-def test_adjacencies_are_known_ones() -> None:
-    with pytest.raises(PrivacySettingError, match="adjacency must be one of"):
-        epsilon([row(1.0, 1.0, 1)], 1e-5, "swap")
 
 
 @few
@@ -486,8 +382,9 @@ def test_folded_rows_without_a_guarantee() -> None:
 
 
 def test_a_hundred_million_subsampled_steps_are_bounded_at_once() -> None:
-    """dp-accounting would compute points to the power of steps, which takes hours; the bound
-    ignores the sampling."""
+    """The bound ignores the sampling; the same holds where there is hardly any noise."""
+    for sigma, q, number in ((0.01, 0.1, 1000), (1e-200, 0.5, 3)):
+        assert epsilon([row(sigma, q, number)], DELTA) == epsilon([row(sigma, 1, number)], DELTA)
     steps, σ = 10**8, 2e4
     bound = epsilon(Totals(((σ, 1.0, steps),)), DELTA)
     assert epsilon(Totals(((σ, 0.05, steps),)), DELTA) == pytest.approx(bound, rel=1e-9)
@@ -495,8 +392,7 @@ def test_a_hundred_million_subsampled_steps_are_bounded_at_once() -> None:
 
 
 def test_the_slack_covers_the_rounding_of_an_fft_of_a_million_steps() -> None:
-    """Composed in a million steps, a Gaussian's δ comes out up to 2e-11 below its exact curve,
-    which a slack of 1e-11 does not cover."""
+    """Composed in a million steps, a Gaussian's δ comes out up to 2e-11 below its exact curve."""
     μ, steps = 1.0, 1_000_000
     σ = math.sqrt(steps) / μ
     merged = Merged(sampled=((σ, 0.5, steps),))
@@ -507,13 +403,8 @@ def test_the_slack_covers_the_rounding_of_an_fft_of_a_million_steps() -> None:
         assert composed.get_delta_for_epsilon(ε) + merged.slack >= exact
     assert merged.slack == pytest.approx(2e-10)
     assert Merged(sampled=((σ, 0.5, 1000),)).slack == accounting.FFT_SLACK
-
-
-def test_more_steps_need_a_larger_delta() -> None:
-    """Below it the slack would be most of δ, or more than it."""
-    assert epsilon([row(2000.0, 0.1, 10_000)], 1e-10) > 0
     with pytest.raises(PrivacySettingError, match="at least 2e-09 with so many subsampled steps"):
-        epsilon([row(2000.0, 0.1, 1_000_000)], 1e-9)
+        epsilon([row(2000.0, 0.1, steps)], 1e-9)
 
 
 def test_many_steps_are_composed_as_the_library_does() -> None:

@@ -13,15 +13,15 @@ import pytest
 import torch
 
 from fedsynth.core.client import OpenClients, PrivateClients
-from fedsynth.data.images import ImageData, from_arrays
+from fedsynth.data.images import from_arrays
 from fedsynth.data.registry import dataset_spec
 from fedsynth.privacy.errors import (
     BudgetExceededError,
-    PrivacyError,
     PrivacySettingError,
     UnplannedReleaseError,
 )
 from fedsynth.privacy.guard import Guard
+from fedsynth.privacy.history import History
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.mechanisms import GaussianSums
 from fedsynth.privacy.plans import (
@@ -61,14 +61,12 @@ def charged(
     return authorise(plans, 4, 3.0, Guard(ledger, 1e-5, cap), SecretGenerator(), phase=phase)
 
 
-def data() -> ImageData:
-    pixels = np.random.default_rng(0).integers(0, 256, (20, 1, 8, 8)).astype(np.uint8)
-    return from_arrays(pixels, np.arange(20) % 10, SPEC)
+DATA = from_arrays(np.zeros((20, 1, 8, 8), np.uint8), np.arange(20) % 10, SPEC)
 
 
 def group(*allowances: Allowance[GaussianSums]) -> PrivateClients:
     parts = list(torch.arange(20).tensor_split(len(allowances)))
-    return PrivateClients(range(len(allowances)), data(), parts, allowances)
+    return PrivateClients(range(len(allowances)), DATA, parts, allowances)
 
 
 def test_an_exchange_is_charged_for_all_that_it_plans_and_for_nothing_else() -> None:
@@ -78,20 +76,14 @@ def test_an_exchange_is_charged_for_all_that_it_plans_and_for_nothing_else() -> 
         (r.round, r.quantity, r.noise_multiplier, r.steps, r.dimension) for r in ledger.releases
     ]
     assert rows == [(4, "synthetic images", 3.0, 3, 40), (4, "class counts", 12.0, 1, 10)]
+    with pytest.raises(BudgetExceededError):
+        charged(ledger, FIRST, cap=0.1)
     charged(ledger, FIRST)
     assert [row.quantity for row in ledger.releases[2:]] == ["sums of logits"]
 
 
-def test_a_refused_charge_gives_no_series() -> None:
-    ledger = Ledger("a")
-    with pytest.raises(BudgetExceededError):
-        charged(ledger, cap=0.1)
-    assert ledger.releases == ()
-
-
 def test_series_are_handed_out_by_name_and_once() -> None:
-    """Old form: `charge(release, groups)` made a series of whatever a step wrote down, as often as
-    it was asked."""
+    """Old form: `charge(release, groups)` made a series of whatever a step wrote down."""
     clients = group(charged(Ledger("a")), charged(Ledger("b")))
     images = clients.series("images")
     assert [one.steps_left for one in images] == [3, 3]
@@ -132,15 +124,15 @@ def test_a_step_reads_the_plan_that_its_clients_were_charged_for() -> None:
 
 def test_a_group_that_was_charged_for_nothing_has_nothing() -> None:
     with pytest.raises(UnplannedReleaseError, match="charged for nothing"):
-        PrivateClients([0], data(), [torch.arange(20)], []).series("images")
+        PrivateClients([0], DATA, [torch.arange(20)], []).series("images")
     with pytest.raises(UnplannedReleaseError, match="charged for nothing"):
-        OpenClients([0], data(), [torch.arange(20)]).noise("images")
+        OpenClients([0], DATA, [torch.arange(20)]).noise("images")
 
 
 def test_noise_that_nothing_accounts_for_is_handed_out_likewise() -> None:
     row = IMAGES.release(1, 3.0, unaccounted="as printed")
     given = Allowance(MAIN, [(IMAGES, UnaccountedNoise(row, SecretGenerator()))])
-    clients = OpenClients([0], data(), [torch.arange(20)], [given])
+    clients = OpenClients([0], DATA, [torch.arange(20)], [given])
     assert clients.noise("images")[0].deviation == 6.0
     with pytest.raises(UnplannedReleaseError, match="handed out before"):
         clients.noise("images")
@@ -162,12 +154,7 @@ def reachable(found: Any, kinds: tuple[type, ...]) -> list[Any]:
 
 
 def test_no_ledger_and_no_guard_can_be_reached_from_what_a_step_gets() -> None:
-    """A release outside the plan cannot be charged, and so not be made: `GaussianSums` needs a
-    guard.
-
-    Old form: the group held its clients' guards. (That the search finds them where they are, the
-    second assertion shows.)
-    """
+    """A release outside the plan cannot be charged."""
     ledger = Ledger("a")
     guard = Guard(ledger, 1e-5, None)
     clients = group(authorise(PLANS, 4, 3.0, guard, SecretGenerator()))
@@ -187,14 +174,6 @@ def test_allowances_cannot_be_copied() -> None:
         again.take("images")
 
 
-def test_a_series_gives_out_as_many_releases_as_were_charged() -> None:
-    (series,) = group(charged(Ledger("a"))).series("counts")
-    series.sample(0)
-    assert series.release().shape == (10, 1)
-    with pytest.raises(PrivacyError, match="all 1 charged steps"):
-        series.sample(0)
-
-
 def test_plans_are_rows_of_the_ledger() -> None:
     row = COUNTS.release(7, 2.5, unit=USER)
     assert (row.round, row.noise_multiplier, row.sensitivity, row.unit) == (7, 10.0, 1.0, USER)
@@ -204,8 +183,8 @@ def test_plans_are_rows_of_the_ledger() -> None:
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [({"phase": "last"}, "phase"), ({"groups": 3}, "evenly"), ({"groups": 0}, "evenly")],
-)
+    [({"phase": "last"}, "phase"), ({"groups": 3}, "evenly"), ({"groups": 0}, "evenly"), ({"shares": 0}, "at least 1")],
+)  # fmt: skip
 def test_plans_that_cannot_be_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(PrivacySettingError, match=message):
         replace(IMAGES, **change)
@@ -217,3 +196,20 @@ def test_a_rounds_plans_have_names_of_their_own() -> None:
         check_plans((IMAGES, COUNTS, IMAGES))
     with pytest.raises(PrivacySettingError, match="at least one"):
         check_plans(())
+
+
+def test_signal_over_noise_is_that_of_draws() -> None:
+    """Eight clients, each with a quarter of the charged variance."""
+    plan = replace(COUNTS, groups=1, dimension=6, shares=4, signal=0.5)
+    each = 1.5 * plan.noise_ratio * plan.clip / plan.shares**0.5
+    draws = np.random.default_rng(0).normal(0, each, (4000, 8, 6)).sum(axis=1)
+    noise = np.sqrt(np.square(draws).sum(axis=1).mean())
+    found = plan.signal_to_noise(1.5, 100, 8)
+    assert found == pytest.approx(0.5 * 100 * plan.clip / noise, rel=0.02)
+    assert COUNTS.signal_to_noise(1.5, 100, 8) is None
+
+
+def test_a_history_is_what_was_written() -> None:
+    history = History("clinic", (IMAGES.release(1, 1.5), COUNTS.release(2, 1.5)), "abc")
+    assert History.from_json(history.to_json()) == history
+    assert History.from_json(History("clinic", (), None).to_json()).chain is None

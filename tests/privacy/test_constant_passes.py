@@ -1,14 +1,14 @@
-"""A record moves no other's row, not by one bit: passes have a public length, and rows do not
-depend on where they stand in one.
+"""A record moves no other's row, not by one bit.
 
 Rounding alone would be harmless, were it not for a server that sends weights under which all but
-the rounding cancels. So two things are held here: which shapes reach the kernels does not depend on
-how many records there are, and at one shape a row's bits depend on its own record alone.
+the rounding cancels. Passes have a public length, and at one shape a row's bits depend on its own
+record alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,50 +22,33 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fedsynth.core.charging import charge_for
 from fedsynth.core.client import PrivateClients
 from fedsynth.core.context import RoundContext
+from fedsynth.core.method import Method
 from fedsynth.data.images import ImageData, from_arrays, normalise
 from fedsynth.data.registry import dataset_spec
+from fedsynth.features.registry import feature_map
+from fedsynth.features.row_products import LANES, row_product, two_sided
+from fedsynth.federation.simulation import simulate
 from fedsynth.federation.terms.resolve import resolve
 from fedsynth.methods import method_class
-from fedsynth.models.registry import ModelSettings, build_model
+from fedsynth.methods.fedavg import FedAvg
+from fedsynth.methods.fedstats import FedStats
+from fedsynth.methods.statistics.class_moments import step_rows
+from fedsynth.models.feature_linear import Root, embedded
+from fedsynth.models.on_features import OnFeatures
+from fedsynth.models.registry import ModelSettings, build_model, build_network
 from fedsynth.privacy.dpsgd import example_gradients
-from fedsynth.privacy.guard import Guard
-from fedsynth.privacy.ledger import Ledger
-from fedsynth.privacy.mechanisms import GaussianSums, Released
 from fedsynth.privacy.passes import padded, pass_length, power_of_two
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.synthesizer.condensation.loop import NetworkFeatures
 from fedsynth.synthesizer.condensation.matchers import per_example_gradients
+from tests.digits import SPEC, convnet, digits
+from tests.privacy.support import guard
 
-SPEC = dataset_spec("digits")
+MNIST = dataset_spec("mnist")
+MAPS = ("whitened-scattering", "whitened-scattering+random-process")
+CPU = torch.device("cpu")
 KERNELS = ("convolution", "mm", "bmm", "addmm", "baddbmm", "einsum", "norm", "pool", "softmax")
-
-
-def digits(records: int, device: torch.device | str = "cpu") -> ImageData:
-    rng = np.random.default_rng(0)
-    images = rng.integers(0, 256, (records, 1, 8, 8)).astype(np.uint8)
-    return from_arrays(images, np.arange(records) % 10, SPEC).to(torch.device(device))
-
-
-def cancelling(seed: int) -> nn.Module:
-    """Weights of a hostile server: the second layer subtracts channels that instance norm has made
-    equal, so that features are what rounding left over, times 1e9."""
-    net = build_model(ModelSettings(width=8, depth=2), SPEC.image_shape, 10, 0)
-    rng = torch.Generator().manual_seed(seed)
-    first, second = net.features[0], net.features[4]
-    with torch.no_grad():
-        first.weight[0::2] = 1e6 * torch.randn(4, 1, 3, 3, generator=rng)
-        first.weight[1::2] = 3 * first.weight[0::2]
-        half = 1e9 * torch.randn(8, 4, 3, 3, generator=rng)
-        second.weight[:, 0::2] = half
-        second.weight[:, 1::2] = -half
-        net.classifier.weight.mul_(1e4)
-        for layer in (first, second, net.classifier):
-            layer.bias.zero_()
-    return net
-
-
-# ------------------------------------------------------------------------------------ lengths
 
 
 @given(st.floats(0, 1e7), st.floats(1e-3, 1e5), st.integers(1, 5000))
@@ -83,21 +66,11 @@ def test_the_length_is_about_what_costs_least() -> None:
     for expected, start in ((256, 4.0), (3000, 0.5), (3000, 64.0), (32, 20.0)):
         cost = {p: expected / p * start + p / 2 for p in (2**k for k in range(12))}
         assert cost[pass_length(expected, start, 2048)] < 1.25 * min(cost.values())
-
-
-def test_rows_are_filled_up_and_full_passes_stay() -> None:
-    rows = torch.arange(6.0).view(3, 2)
-    assert padded(rows, 3) is rows
-    assert padded(rows, 5, fill=-1)[3:].tolist() == [[-1, -1]] * 2
-    assert padded(rows[:0], 2).shape == (2, 2)
-
-
-# ----------------------------------------------------------- what reaches the kernels, whole steps
+    assert padded(torch.ones(3, 2), 5, fill=-1)[3:].tolist() == [[-1, -1]] * 2
 
 
 class Shapes(TorchDispatchMode):
-    """All (kernel, shapes) that floats below float64 go through; float64 is the mechanism's own sum
-    of rows that are clipped already."""
+    """Collects (kernel, shapes) of floats below float64, which the mechanism's own sums are in."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -111,90 +84,103 @@ class Shapes(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-STEPS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
-    ("feddm", {"iterations": 2, "ipc": 2}, {"mechanism": "residual"}),
-    ("feddm", {"iterations": 2, "ipc": 2}, {"mechanism": "gradient"}),
-    ("feddm", {"iterations": 2, "ipc": 2, "networks": 2}, {"mechanism": "features"}),
-    ("fedaf", {"iterations": 2, "ipc": 2}, {}),
-    ("fedavg", {"local_steps": 2}, {}),
-    ("fedfm", {"local_steps": 1, "weight": 0.5}, {}),
-    ("fedfm-lite", {"local_steps": 1, "weight": 0.5}, {}),
-    ("moon", {"local_steps": 1}, {}),
-    ("fedgen", {"local_steps": 1}, {}),
-    ("fedgkd", {"local_steps": 1}, {}),
-    ("scaffold", {"local_steps": 1}, {}),
+def private_step(
+    method: Method, message: Any, data: ImageData, part: Tensor, context: RoundContext, size: float
+) -> None:
+    charged = charge_for(method, context, [0], [guard()], [SecretGenerator()])
+    network = context.architecture
+    clients = PrivateClients([0], data, [part], charged, nominal_size=size, network=network)
+    method.client_step(message, clients, [{}], context)
+
+
+STEPS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
+    ("feddm", {"iterations": 2, "ipc": 2}, {"mechanism": "residual"}, "float32"),
+    ("feddm", {"iterations": 1, "ipc": 2}, {"mechanism": "gradient"}, "bfloat16"),
+    ("feddm", {"iterations": 2, "ipc": 2, "networks": 2}, {"mechanism": "features"}, "float32"),
+    ("fedaf", {"iterations": 2, "ipc": 2}, {}, "float32"),
+    ("fedfm", {"local_steps": 1, "weight": 0.5}, {}, "float32"),
+    ("moon", {"local_steps": 1}, {}, "float32"),
+    ("scaffold", {"local_steps": 1}, {}, "float32"),
 ]
 
 
-@pytest.mark.parametrize(("name", "values", "privacy"), STEPS, ids=str)
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("name", "values", "privacy", "precision"), STEPS, ids=str)
 def test_no_kernels_shape_depends_on_the_number_of_records(
     name: str, values: dict[str, Any], privacy: dict[str, Any], precision: str
 ) -> None:
-    """20, 70 and 75 records at rate 1: their last passes differ in length, unless they are filled
-    up, and all of them, if the length were found from the true number."""
-    if precision != "float32" and name != "feddm":
-        pytest.skip("of private steps only condensation's real pass has a reduced precision")
-    data = digits(80)
-    network = build_model(ModelSettings(width=4, depth=2), SPEC.image_shape, 10, 0)
+    """The last passes of 20, 70 and 75 records differ in length, unless they are filled up."""
     method = method_class(name).from_mapping(values)
     settings = PrivacySettings(noise_multiplier=1.0, sample_rate=1.0, **privacy)
     context = RoundContext(
-        1, 0, torch.device("cpu"), SPEC, network, 72.0, settings,
-        precision=getattr(torch, precision),
-    )  # fmt: skip
-    message = method.broadcast(method.initial_state(network.state_dict()), context)
+        1, 0, CPU, SPEC, convnet(), 72.0, settings, precision=getattr(torch, precision)
+    )
+    message = method.broadcast(method.initial_state(context.architecture.state_dict()), context)
     seen = []
     for records in (20, 70, 75):
-        guard, secret = Guard(Ledger("0"), 1e-5, None), SecretGenerator()
-        charged = charge_for(method, context, [0], [guard], [secret])
-        clients = PrivateClients([0], data, [torch.arange(records)], charged, nominal_size=72.0)
         with Shapes() as shapes:
-            method.client_step(message, clients, [{}], context)
+            private_step(
+                method, message, digits(np.arange(80) % 10), torch.arange(records), context, 72.0
+            )
         seen.append(shapes.seen)
     assert seen[0]
     assert seen[0] == seen[1] == seen[2]
 
 
-def test_the_engine_tells_clients_the_public_size_and_not_the_true_one(
+def test_clients_are_given_the_public_size_and_not_the_true_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from fedsynth.federation.simulation import simulate
-
-    said = []
+    sizes = set()
     init = PrivateClients.__init__
-    monkeypatch.setattr(
-        PrivateClients,
-        "__init__",
-        lambda self, *a, **k: said.append(k.get("nominal_size")) or init(self, *a, **k),
-    )
-    settings = resolve(
-        {"run": {"method": "fedavg", "rounds": 1}, "method": {"local_steps": 1},
-         "privacy": {"noise_multiplier": 3.0, "nominal_size": 100}}
-    )  # fmt: skip
-    simulate(settings)
-    assert said
-    assert set(said) == {100.0}
+
+    def watched(self: PrivateClients, *args: Any, **values: Any) -> None:
+        sizes.add(values.get("nominal_size"))
+        init(self, *args, **values)
+
+    monkeypatch.setattr(PrivateClients, "__init__", watched)
+    private = {"noise_multiplier": 3.0, "nominal_size": 100}
+    run = {"run": {"method": "fedavg", "rounds": 1}, "method": {"local_steps": 1}}
+    simulate(resolve({**run, "privacy": private}))
+    assert sizes == {100.0}
 
 
-# ----------------------------------------------------------- a row's bits, at one shape
+def cancelling_network(seed: int) -> nn.Module:
+    """A hostile server's weights: the second layer subtracts channels that instance norm has made
+    equal, so that features are what rounding left over, times 1e9."""
+    net = build_model(ModelSettings(width=8, depth=2), SPEC.image_shape, 10, 0)
+    rng = torch.Generator().manual_seed(seed)
+    first, second = net.features[0], net.features[4]
+    with torch.no_grad():
+        first.weight[0::2] = 1e6 * torch.randn(4, 1, 3, 3, generator=rng)
+        first.weight[1::2] = 3 * first.weight[0::2]
+        half = 1e9 * torch.randn(8, 4, 3, 3, generator=rng)
+        second.weight[:, 0::2] = half
+        second.weight[:, 1::2] = -half
+        net.classifier.weight.mul_(1e4)
+        for layer in (first, second, net.classifier):
+            layer.bias.zero_()
+    return net
+
+
+def cancelling_weight(z_Nd: Tensor) -> Tensor:
+    """A hostile server's weights: ±10⁹·w, with w orthogonal to what it knows."""
+    turns, _ = torch.linalg.qr(z_Nd.double().T, mode="complete")
+    weight = torch.zeros(10, z_Nd.shape[1])
+    weight[0] = (1e9 * turns[:, -1]).float()
+    weight[1] = -weight[0]
+    return weight
 
 
 def row_functions(device: torch.device) -> Iterator[tuple[str, Callable[[Tensor, Tensor], Tensor]]]:
-    """Each network and mechanism as (images [N], labels [N]) -> rows [N, D]; with the hostile
-    weights, and with ordinary ones."""
-    hostile = cancelling(3).to(device)
+    """Yields networks and mechanisms as (images [N], labels [N]) -> rows [N, D]."""
+    hostile = cancelling_network(3).to(device)
+    start = torch.randn(10, 2, 1, 8, 8, generator=torch.Generator().manual_seed(1)).to(device)
     for dtype in (torch.float32, torch.bfloat16):
         features = NetworkFeatures(hostile.requires_grad_(False), 1.0, None, dtype)
         yield f"features {dtype}", lambda x, y, f=features: f.real(x, y)
-        start = torch.randn(10, 2, 1, 8, 8, generator=torch.Generator().manual_seed(1)).to(device)
-        yield (
-            f"gradient {dtype}",
-            lambda x, y, f=features, s=start: per_example_gradients(f, s, x, y),
-        )
+        yield f"gradient {dtype}", lambda x, y, f=features: per_example_gradients(f, start, x, y)
         yield (  # of 32 records, four vectors go back together; above it is one
             f"gradient of two classes {dtype}",
-            lambda x, y, f=features, s=start[:2]: per_example_gradients(f, s, x, y % 2),
+            lambda x, y, f=features: per_example_gradients(f, start[:2], x, y % 2),
         )
     norms = {"resnet8": "group", "convnet": "instance", "cnn1": "group", "cnn2": "group"}
     for name in ("linear", "lenet5", "cnn1", "cnn2", "resnet8", "convnet"):
@@ -202,75 +188,156 @@ def row_functions(device: torch.device) -> Iterator[tuple[str, Callable[[Tensor,
         network = build_model(settings, (1, 28, 28), 10, 0).to(device)
         yield f"forward {name}", lambda x, y, n=network: n(enlarged(x)).detach()
         yield f"dp-sgd {name}", lambda x, y, n=network: example_gradients(n, enlarged(x), y)
-    yield "dp-sgd hostile", lambda x, y: example_gradients(cancelling(3).to(device), x, y)
+    yield "dp-sgd hostile", lambda x, y: example_gradients(cancelling_network(3).to(device), x, y)
 
 
 def enlarged(x: Tensor) -> Tensor:
     return nn.functional.interpolate(x, size=(28, 28))
 
 
-@pytest.mark.parametrize("length", [8, 32])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
-def test_a_rows_bits_depend_on_its_own_record_alone(length: int, device: str) -> None:
-    """Every record is moved through the pass, and its neighbours are exchanged or are zeros: the
-    same bits."""
+def test_a_rows_bits_depend_on_its_own_record_alone(device: str) -> None:
+    """Records are moved through the pass, and their neighbours are exchanged or are zeros."""
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    data = digits(3 * length, device)
-    x = normalise(data.images, SPEC)
-    y = data.labels
-    checked = 0
+    length = 32
+    data = digits(np.arange(2 * length) % 10, device=torch.device(device))
+    x, y = normalise(data.images, SPEC), data.labels
     for name, rows in row_functions(torch.device(device)):
         first = rows(x[:length], y[:length])
         assert torch.isfinite(first).all(), name
-        for shift in (1, 3, length - 1):
+        for shift in (1, 3):
             moved = rows(x[:length].roll(shift, 0), y[:length].roll(shift, 0)).roll(-shift, 0)
             assert torch.equal(first, moved), name
-        others = torch.cat([x[:2], x[length : 2 * length - 2]])
-        labels = torch.cat([y[:2], y[length : 2 * length - 2]])
-        assert torch.equal(first[:2], rows(others, labels)[:2]), name
+        others = [torch.cat([one[:2], one[length : 2 * length - 2]]) for one in (x, y)]
+        assert torch.equal(first[:2], rows(*others)[:2]), name
         alone = rows(padded(x[:1], length), padded(y[:1], length))
         assert torch.equal(first[:1], alone[:1]), name
-        checked += 1
-    assert checked == 19
+
+
+def of_features() -> dict[str, Callable[[Tensor], Tensor]]:
+    """Returns functions of pixels [N, 1, 28, 28] that go through a feature map."""
+    on = feature_map(MAPS[1], MNIST.image_shape)
+    draws = torch.Generator().manual_seed(1)
+    weight = 1e6 * torch.randn(10, on.dimension, generator=draws)
+    linear, hidden = OnFeatures(on, MNIST), OnFeatures(on, MNIST, hidden=33)
+    roots = [
+        Root(*(1e4 * torch.randn(n, n, generator=draws) for n in block)) for block in on.blocks
+    ]
+
+    def labels(x: Tensor) -> Tensor:
+        return torch.zeros(len(x), dtype=torch.int64)
+
+    def step(x: Tensor) -> Tensor:
+        z = embedded(on(x), torch.zeros(on.dimension), on.radius)
+        return step_rows(z, labels(x), weight, 0.7).left
+
+    return {
+        "map": feature_map(MAPS[0], MNIST.image_shape),
+        "step": step,
+        "whitened": lambda x: embedded(on(x), 0.0, on.radius, roots),
+        "linear": lambda x: linear.gradient_factors(linear.vectors(on(x)), labels(x))[0],
+        "mlp": lambda x: hidden.from_features(on(x)).detach(),
+    }
+
+
+def test_a_rows_bits_on_features_depend_on_its_own_record_alone() -> None:
+    """Catches products of 9, 81, 729 or 1233 numbers that are not filled up."""
+    images = torch.rand(12, 1, 28, 28, generator=torch.Generator().manual_seed(0))
+    for name, rows in of_features().items():
+        first = rows(images)
+        for shift in (1, 3):
+            assert torch.equal(first, rows(images.roll(shift, 0)).roll(-shift, 0)), name
+    hidden = OnFeatures(feature_map(MAPS[0], MNIST.image_shape), MNIST, hidden=33)
+    for layer in (hidden.hidden, hidden.classifier):
+        assert layer.in_features % LANES == 0
+
+
+def test_filled_up_products_are_those_of_numpy() -> None:
+    rng = np.random.default_rng(1)
+    for d, c in ((1, 1), (16, 16), (33, 7)):
+        rows, weight = rng.normal(size=(5, d)), rng.normal(size=(c, d))
+        found = row_product(torch.from_numpy(rows), torch.from_numpy(weight))
+        np.testing.assert_allclose(found, rows @ weight.T, atol=1e-12)
+    left, middle, right = (rng.normal(size=s) for s in ((3, 17), (5, 17, 9), (9, 9)))
+    made = two_sided(*(torch.from_numpy(one) for one in (left, middle, right)))
+    np.testing.assert_allclose(made, left @ middle @ right, atol=1e-12)
+
+
+Sums = list[tuple[Tensor, float]]
+
+
+def moves_by_one_clip_at_most(sums: Sums) -> None:
+    (whole, clip), (without, _) = sums
+    assert float((whole - without).norm()) <= clip * (1 + 1e-6)
 
 
 @pytest.mark.parametrize("mechanism", ["residual", "gradient", "dp-sgd"])
-@pytest.mark.parametrize("records", [1, 129, 513])
-@pytest.mark.parametrize("place", ["first", "last"])
+@pytest.mark.parametrize(("records", "place"), [(1, "first"), (129, "first"), (513, "last")])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 def test_hostile_weights_do_not_let_a_record_move_others(
-    mechanism: str, records: int, place: str, device: str, monkeypatch: pytest.MonkeyPatch
+    mechanism: str, records: int, place: str, device: str, unnoised: Sums
 ) -> None:
-    """Un-noised sums with and without one record, at a clip that all rows reach: they differ by one
-    clip at most."""
+    """Sums with and without one record, at a clip that all rows reach."""
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    data = digits(records + 1, device)
-    name = "fedavg" if mechanism == "dp-sgd" else "feddm"
-    values = {"local_steps": 1} if name == "fedavg" else {"ipc": 1, "iterations": 1, "radius": 0.0}
+    data = digits(np.arange(records + 1) % 10, device=torch.device(device))
+    name, values = "feddm", {"ipc": 1, "iterations": 1, "radius": 0.0}
+    if mechanism == "dp-sgd":
+        name, values = "fedavg", {"local_steps": 1}
     method = method_class(name).from_mapping(values)
-    privacy = PrivacySettings(
-        noise_multiplier=3.0, sample_rate=1.0, clip=1.0,
-        mechanism=None if name == "fedavg" else mechanism,
-    )  # fmt: skip
-    network = cancelling(records)
+    given_ = {} if name == "fedavg" else {"mechanism": mechanism}
+    privacy = PrivacySettings(noise_multiplier=3.0, sample_rate=1.0, clip=1.0, **given_)
+    network = cancelling_network(records)
     context = RoundContext(1, 0, torch.device(device), SPEC, network, 287.6, privacy)
     message = method.broadcast(method.initial_state(network.to(device).state_dict()), context)
-    sums: list[Tensor] = []
-
-    def release(self: GaussianSums) -> Released:
-        assert self._sums is not None
-        sums.append(self._sums.clone().cpu())
-        self._sums, self.steps_left = None, self.steps_left - 1
-        return Released(torch.zeros_like(sums[0], dtype=torch.float32, device=device))
-
-    monkeypatch.setattr(GaussianSums, "release", release)
     everyone = torch.arange(records + 1)
     for part in (everyone, everyone[1:] if place == "first" else everyone[:-1]):
-        guard = Guard(Ledger("0"), 1e-5, None)
-        charged = charge_for(method, context, [0], [guard], [SecretGenerator()])
-        clients = PrivateClients([0], data, [part], charged, nominal_size=287.6)
-        method.client_step(message, clients, [{}], context)
-    assert len(sums) == 2
-    assert float((sums[0] - sums[1]).norm()) <= 1 + 1e-9
+        private_step(method, message, data, part, context, 287.6)
+    moves_by_one_clip_at_most(unnoised)
+
+
+@pytest.mark.parametrize("method", [FedAvg(local_steps=1, lr=1.0, momentum=0.0), FedStats()])
+def test_hostile_weights_on_features_do_not_let_a_record_move_others(
+    method: Method, unnoised: Sums
+) -> None:
+    """The server knows 130 records, more than a pass has."""
+    images = np.random.default_rng(0).integers(0, 256, (131, 1, 28, 28)).astype(np.uint8)
+    on = feature_map(MAPS[1], MNIST.image_shape)
+    number, privacy = 1, PrivacySettings(noise_multiplier=3.0, sample_rate=1.0, clip=0.5)
+    network: nn.Module = build_network(ModelSettings(features=MAPS[1]), MNIST, 0)
+    if isinstance(method, FedStats):
+        method = FedStats(features=MAPS[1])
+        network = method.network(ModelSettings(), MNIST, 0)
+        number, privacy = 2, PrivacySettings(noise_multiplier=3.0)
+    known = on(torch.from_numpy(images[1:]).float() / 255)
+    z = embedded(known, torch.zeros(on.dimension), on.radius)
+    parameters = {**network.state_dict(), "classifier.weight": cancelling_weight(z)}
+    context = RoundContext(number, 0, CPU, MNIST, network, 200.0, privacy, clients=1, rounds=16)
+    message = method.broadcast(method.initial_state(parameters), context)
+    for some in (images, images[1:]):
+        data = from_arrays(some, np.full(len(some), 5), MNIST)
+        private_step(method, message, data, torch.arange(len(some)), context, 200.0)
+    moves_by_one_clip_at_most(unnoised)
+
+
+@pytest.mark.parametrize(("height", "width"), [(9, 9), (27, 27), (9, 10)])
+def test_hostile_weights_of_a_linear_model_on_pixels(
+    height: int, width: int, unnoised: Sums
+) -> None:
+    """(By three to five clips, where rows of the image's size are multiplied as they are.)"""
+    spec = replace(MNIST, height=height, width=width)
+    images = np.random.default_rng(0).integers(0, 256, (51, 1, height, width)).astype(np.uint8)
+    network = build_network(ModelSettings(name="linear"), spec, 0)
+    z = network.embed(normalise(torch.from_numpy(images[1:]), spec))  # type: ignore[operator]
+    weight = cancelling_weight(z[:, : height * width])
+    weight = nn.functional.pad(weight, (0, z.shape[1] - height * width))
+    parameters = {"classifier.weight": weight, "classifier.bias": torch.zeros(10)}
+    privacy = PrivacySettings(noise_multiplier=3.0, sample_rate=1.0, clip=0.5)
+    context = RoundContext(1, 0, CPU, spec, network, 200.0, privacy, clients=1, rounds=1)
+    method = FedAvg(local_steps=1, lr=1.0, momentum=0.0)
+    message = method.broadcast(method.initial_state(parameters), context)
+    for some in (images, images[1:]):
+        data = from_arrays(some, np.full(len(some), 5), spec)
+        private_step(method, message, data, torch.arange(len(some)), context, 200.0)
+    moves_by_one_clip_at_most(unnoised)

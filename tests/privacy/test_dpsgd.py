@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -9,15 +11,21 @@ from torch import Tensor, nn
 
 from fedsynth.models.convnet import ConvNet
 from fedsynth.models.flat import flatten
+from fedsynth.models.layout import channels_last
+from fedsynth.models.registry import ModelSettings, build_model
 from fedsynth.privacy import dpsgd
-from fedsynth.privacy.dpsgd import DpSgdSettings, check_model, dp_sgd, group_norm_twin
+from fedsynth.privacy.dpsgd import (
+    DpSgdSettings,
+    check_model,
+    cross_entropies,
+    dp_sgd,
+    example_gradients,
+    group_norm_twin,
+)
 from fedsynth.privacy.errors import ForbiddenLayerError
-from fedsynth.privacy.guard import Guard
-from fedsynth.privacy.ledger import Ledger
-from fedsynth.privacy.mechanisms import GaussianSums
-from fedsynth.privacy.randomness import SecretGenerator
-from fedsynth.privacy.releases import Release
+from fedsynth.seeding import forked_rng
 from fedsynth.training.optimisers import MomentumSgd
+from tests.privacy.support import series
 
 
 def linear() -> nn.Module:
@@ -27,33 +35,24 @@ def linear() -> nn.Module:
     return model
 
 
-def run(
-    model: nn.Module,
-    x: Tensor,
-    y: Tensor,
-    *,
-    sigma: float,
-    clip: float,
-    rate: float = 1.0,
-    steps: int = 1,
-    expected: float = 8.0,
-) -> None:
+def run(model: nn.Module, x: Tensor, y: Tensor, lr: float = 0.5, **values: Any) -> None:
+    """Trains one step with next to no noise, and eight as the expected batch."""
     size = sum(p.numel() for p in model.parameters())
-    row = Release(
-        1,
-        "model update",
-        "dp-sgd",
-        "gradients",
-        sigma,
-        clip,
-        rate,
-        "poisson" if rate < 1 else "full",
-        steps,
-        size,
-    )
-    series = GaussianSums(row, 1, Guard(Ledger("c"), 1e-5, None), SecretGenerator())
-    dp_sgd(model, lambda i: x[i], y, series, steps, DpSgdSettings(MomentumSgd(0.5), expected))
-    assert series.steps_left == 0
+    given = {"noise_multiplier": 1e-9, "sensitivity": 1.0, "dimension": size}
+    more = {name: values.pop(name) for name in ("penalty", "loss") if name in values}
+    charged = series(**{**given, **values})
+    settings = DpSgdSettings(MomentumSgd(lr), 8.0)
+    dp_sgd(model, lambda i: x[i], y, charged, 1, settings, **more)
+    assert charged.steps_left == 0
+    assert not any(layer._forward_hooks or layer._backward_hooks for layer in model.modules())
+
+
+def convnet() -> ConvNet:
+    with forked_rng(0, "a network"):
+        return ConvNet((1, 8, 8), 10, width=4, depth=1)
+
+
+X8 = torch.randn(8, 1, 8, 8, generator=torch.Generator().manual_seed(0))
 
 
 def test_one_step_equals_numpy() -> None:
@@ -70,29 +69,23 @@ def test_one_step_equals_numpy() -> None:
         gw, gb = np.outer(residual, xi), residual
         scale = min(1, clip / np.sqrt((gw**2).sum() + (gb**2).sum()))
         total_w, total_b = total_w + scale * gw, total_b + scale * gb
-    run(
-        model,
-        torch.tensor(x, dtype=torch.float32).view(5, 1, 2, 2),
-        torch.tensor(y),
-        sigma=1e-9,
-        clip=clip,
-    )
+    images = torch.tensor(x, dtype=torch.float32).view(5, 1, 2, 2)
+    run(model, images, torch.tensor(y), sensitivity=clip)
     np.testing.assert_allclose(model[1].weight.detach().numpy(), w - 0.5 * total_w / 8, atol=1e-5)
     np.testing.assert_allclose(model[1].bias.detach().numpy(), b - 0.5 * total_b / 8, atol=1e-5)
 
 
 def test_large_networks_take_few_examples_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bound on the per-example gradients that are held, by the public number of parameters; what
-    is computed stays the same."""
+    """A bound on the per-example gradients that are held, by the public number of parameters."""
     x, y = torch.randn(7, 1, 2, 2, generator=torch.Generator().manual_seed(0)), torch.arange(7) % 3
     seen, whole, pieces = [], linear(), linear()
-    run(whole, x, y, sigma=1e-9, clip=0.8)
+    run(whole, x, y)
     monkeypatch.setattr(dpsgd, "PHYSICAL_BYTES", 2 * 4 * 15 * 3)  # 15 parameters, three examples
     original = dpsgd._per_example_gradients
     monkeypatch.setattr(
         dpsgd, "_per_example_gradients", lambda *args: seen.append(len(args[3])) or original(*args)
     )
-    run(pieces, x, y, sigma=1e-9, clip=0.8)
+    run(pieces, x, y)
     assert seen == [2, 2, 2, 2]  # a power of two within the bound, the last one filled up
     torch.testing.assert_close(whole[1].weight, pieces[1].weight)
 
@@ -100,54 +93,26 @@ def test_large_networks_take_few_examples_at_a_time(monkeypatch: pytest.MonkeyPa
 def test_an_empty_sample_still_gets_noise_and_the_public_divisor() -> None:
     """Catches: empty batch skipped, division by the realised batch size."""
     moved = []
+    nothing = torch.zeros(0, 1, 2, 2), torch.zeros(0, dtype=torch.int64)
     for _ in range(200):
-        model, before = linear(), linear()
-        run(
-            model,
-            torch.zeros(0, 1, 2, 2),
-            torch.zeros(0, dtype=torch.int64),
-            sigma=2.0,
-            clip=1.0,
-            rate=0.5,
-        )
-        moved.append(
-            torch.cat(
-                [
-                    (p - q).flatten()
-                    for p, q in zip(model.parameters(), before.parameters(), strict=True)
-                ]
-            ).detach()
-        )
+        model = linear()
+        run(model, *nothing, noise_multiplier=2.0, sample_rate=0.5)
+        moved.append((flatten(model) - flatten(linear())).detach())
     assert torch.stack(moved).std() == pytest.approx(0.5 * 2.0 / 8, rel=0.05)
 
 
 def test_one_bad_example_does_not_poison_the_others() -> None:
     x = torch.ones(3, 1, 2, 2)
     good, bad = linear(), linear()
-    run(good, x[:2], torch.tensor([0, 1]), sigma=1e-9, clip=1.0)
+    run(good, x[:2], torch.tensor([0, 1]))
     x[2] = float("nan")
-    run(bad, x, torch.tensor([0, 1, 2]), sigma=1e-9, clip=1.0)
+    run(bad, x, torch.tensor([0, 1, 2]))
     torch.testing.assert_close(bad[1].weight, good[1].weight)
-
-
-def test_batch_norm_is_named_and_group_norm_offered() -> None:
-    with pytest.raises(
-        ForbiddenLayerError, match=r"'features\.1' is BatchNorm2d.*model.norm=group"
-    ):
-        check_model(ConvNet((1, 8, 8), 10, width=4, depth=1, norm="batch"))
-    check_model(ConvNet((1, 8, 8), 10, width=4, depth=1, norm="group"))
-
-
-def test_the_model_is_left_without_hooks_and_the_convnet_trains() -> None:
-    model = ConvNet((1, 8, 8), 3, width=4, depth=1)
-    run(model, torch.randn(6, 1, 8, 8), torch.arange(6) % 3, sigma=0.1, clip=1.0, steps=2)
-    assert not any(layer._forward_hooks or layer._backward_hooks for layer in model.modules())
-    assert all(torch.isfinite(p).all() for p in model.parameters())
 
 
 def test_the_group_norm_twin_can_be_trained_and_keeps_the_other_weights() -> None:
     model = ConvNet((1, 8, 8), 10, width=8, depth=2, norm="batch")
-    with pytest.raises(ForbiddenLayerError, match="group_norm_twin"):
+    with pytest.raises(ForbiddenLayerError, match=r"'features\.1' is BatchNorm2d.*group_norm_twin"):
         check_model(model)
     twin = group_norm_twin(model)
     check_model(twin)
@@ -157,32 +122,24 @@ def test_the_group_norm_twin_can_be_trained_and_keeps_the_other_weights() -> Non
 
 
 def test_a_penalty_adds_its_gradient_and_is_no_examples() -> None:
-    """Without noise a penalised step differs from a plain one by lr times the penalty's gradient;
-    clipping and noise do not touch it."""
-    x, y = torch.randn(8, 1, 8, 8, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 10
-    results = []
-    for penalty in (
-        None,
-        lambda net: 100 * sum(p.square().sum() for p in net.parameters()) + 0 * net(x).sum(),
-    ):
-        with torch.random.fork_rng():
-            torch.manual_seed(0)  # noqa: TID251
-            model = ConvNet((1, 8, 8), 10, width=4, depth=1)
-        start = flatten(model)
-        release = Release(1, "m", "dp-sgd", "g", 1e-9, 1.0, 1.0, "full", 1, len(start))
-        series = GaussianSums(release, 1, Guard(Ledger("0"), 1e-5, None), SecretGenerator())
-        dp_sgd(model, lambda i: x[i], y, series, 1, DpSgdSettings(MomentumSgd(0.01), 8.0), penalty)
-        results.append(flatten(model))
-    torch.testing.assert_close(results[1] - results[0], -0.01 * 200 * start, atol=1e-5, rtol=1e-4)
+    """A penalised step differs from a plain one by lr times the penalty's gradient, unclipped."""
+
+    def penalty(network: nn.Module) -> Tensor:
+        squares = sum(p.square().sum() for p in network.parameters())
+        total: Tensor = 100 * squares + 0 * network(X8).sum()
+        return total
+
+    start, plain, penalised = convnet(), convnet(), convnet()
+    run(plain, X8, torch.arange(8), lr=0.01)
+    run(penalised, X8, torch.arange(8), lr=0.01, penalty=penalty)
+    moved = flatten(penalised) - flatten(plain)
+    torch.testing.assert_close(moved, -0.01 * 200 * flatten(start), atol=1e-5, rtol=1e-4)
 
 
 def test_a_loss_of_ones_own_is_clipped_example_by_example() -> None:
-    """Against a loop over examples; catches a loss that is not used, or whose examples share a
-    gradient."""
-    x, y = torch.randn(5, 1, 8, 8, generator=torch.Generator().manual_seed(0)), torch.arange(5)
-    with torch.random.fork_rng():
-        torch.manual_seed(0)  # noqa: TID251
-        model = ConvNet((1, 8, 8), 10, width=4, depth=1)
+    """Against a loop over examples."""
+    x, y = X8[:5], torch.arange(5)
+    model = convnet()
     before = flatten(model)
 
     def loss(network: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
@@ -190,14 +147,49 @@ def test_a_loss_of_ones_own_is_clipped_example_by_example() -> None:
         plain = nn.functional.cross_entropy(network.classifier(z), labels, reduction="none")  # type: ignore[operator]
         return plain + 3 * z.square().mean(dim=1)  # type: ignore[no-any-return]
 
-    total = torch.zeros_like(before)
-    for i in range(5):
-        gradients = torch.autograd.grad(
-            loss(model, x[i : i + 1], y[i : i + 1]).sum(), list(model.parameters())
-        )
-        row = torch.cat([g.flatten() for g in gradients])
-        total += row * min(1.0, 0.5 / float(row.norm()))
-    release = Release(1, "m", "dp-sgd", "g", 1e-9, 0.5, 1.0, "full", 1, len(before))
-    series = GaussianSums(release, 1, Guard(Ledger("0"), 1e-5, None), SecretGenerator())
-    dp_sgd(model, lambda i: x[i], y, series, 1, DpSgdSettings(MomentumSgd(0.1), 5.0), None, loss)
-    torch.testing.assert_close(flatten(model) - before, -0.1 * total / 5, atol=1e-6, rtol=1e-3)
+    rows = one_by_one(model, x, y, loss)
+    total = (rows * (0.5 / rows.norm(dim=1, keepdim=True)).clamp(max=1)).sum(0)
+    run(model, x, y, sensitivity=0.5, loss=loss)
+    torch.testing.assert_close(flatten(model) - before, -0.5 * total / 8, atol=1e-5, rtol=1e-3)
+
+
+def one_by_one(network: nn.Module, x: Tensor, y: Tensor, loss: Any = cross_entropies) -> Tensor:
+    """Returns autograd's gradient of one example after another, [N, P]."""
+    weights = [p.requires_grad_() for p in network.train().parameters()]
+    rows = []
+    for k in range(len(x)):
+        gradients = torch.autograd.grad(loss(network, x[k : k + 1], y[k : k + 1]).sum(), weights)
+        rows.append(torch.cat([g.reshape(-1) for g in gradients]))
+    return torch.stack(rows)
+
+
+class ChannelsLast(nn.Module):
+    """A network of one's own that works channels-last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3, padding=1)
+        self.again = nn.Conv2d(4, 5, 3)
+        self.classifier = nn.Linear(5, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.again(torch.relu(self.conv(channels_last(x))))
+        z: Tensor = self.classifier(h.mean(dim=(2, 3)))
+        return z
+
+
+@pytest.mark.parametrize(
+    "name", ["convnet", "lenet5", "cnn1", "cnn2", "resnet8", "linear", "mlp", "own"]
+)
+def test_each_row_is_that_examples_gradient(name: str) -> None:
+    """Catches: Opacus unfolding channels-last inputs by the strides of plain ones."""
+    shape = (1, 28, 28) if name in ("cnn1", "cnn2") else (3, 32, 32)
+    with forked_rng(0, "a network"):
+        network: nn.Module = ChannelsLast()
+        x = torch.randn(4, *shape)
+    if name != "own":
+        settings = ModelSettings(name, width=8, norm="group" if name in ("cnn1", "cnn2") else "")
+        network = build_model(settings, shape, 10, seed=0)
+    y = torch.arange(4)
+    expected = one_by_one(network, x, y)
+    torch.testing.assert_close(example_gradients(network, x, y), expected, atol=1e-5, rtol=1e-4)

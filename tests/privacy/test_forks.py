@@ -10,11 +10,9 @@ import numpy as np
 import pytest
 
 from fedsynth.privacy.errors import LedgerError, PrivacyError
-from fedsynth.privacy.guard import Guard
-from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.mechanisms import GaussianSums
 from fedsynth.privacy.randomness import SecretGenerator
-from fedsynth.privacy.releases import Release
+from tests.privacy.support import guard, release, series
 
 
 def in_a_fork(work: Callable[[], bytes]) -> bytes:
@@ -56,8 +54,7 @@ def test_a_process_number_that_comes_back_is_another_process(
 
 def test_a_forked_series_is_refused() -> None:
     """It was charged once, and parent and child would both release it."""
-    row = Release(1, "q", "test", "rows", 1.0, 2.0, 1.0, "full", 2, 12)
-    one = GaussianSums(row, 3, Guard(Ledger("c"), 1e-5, None), SecretGenerator())
+    one = series(3, steps=2)
     one.sample(0)
 
     def refused() -> bytes:
@@ -72,22 +69,16 @@ def test_a_forked_series_is_refused() -> None:
     one.release()
 
 
-def test_injected_noise_stays_injected_after_a_fork() -> None:
-    secret = SecretGenerator(test_only=np.random.default_rng(0))
-    theirs = in_a_fork(lambda: secret.normal((4,), 1.0).numpy().tobytes())
-    assert theirs == secret.normal((4,), 1.0).numpy().tobytes()
-
-
 def test_a_ledger_in_memory_is_not_charged_by_a_fork() -> None:
     """Its parent would not see the charge, and state an ε without it."""
-    row = Release(1, "q", "test", "rows", 1.0, 2.0, 1.0, "full", 2, 12)
-    guard = Guard(Ledger("c"), 1e-5, None)
+    row = release()
+    charged = guard()
 
     def refused() -> bytes:
         with pytest.raises(LedgerError, match="memory of another process"):
-            GaussianSums(row, 3, guard, SecretGenerator())
+            GaussianSums(row, 3, charged, SecretGenerator())
         return b"refused"
 
     assert in_a_fork(refused) == b"refused"
-    guard.charge(row)
-    assert guard.ledger.releases == (row,)
+    charged.charge(row)
+    assert charged.ledger.releases == (row,)

@@ -17,11 +17,10 @@ from scipy.stats import norm
 from fedsynth.federation.secure_sums.primitives import FixedPoint
 from fedsynth.privacy.errors import PrivacySettingError
 from fedsynth.privacy.grid import FINE, TAIL, Addends, Grid, grid_of
-from fedsynth.privacy.guard import Guard
-from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.mechanisms import GaussianSums, on_grid
 from fedsynth.privacy.plans import PrivatePlan
 from fedsynth.privacy.randomness import SecretGenerator
+from tests.privacy.support import guard
 
 REACH = 60
 """Grid steps to either side that have all of the probability."""
@@ -48,8 +47,7 @@ def rounded(mean: float, tau: float) -> np.ndarray:
 
 
 def apart(means: tuple[float, ...], tau: float) -> float:
-    """Total variation between the sum of rounded parts and its stand-in, which is a function of the
-    unrounded parts' sum G alone: G, less H − 1 uniform numbers of one step, rounded."""
+    """Total variation between the sum of rounded parts and its stand-in."""
     parts = rounded(means[0], tau)
     for mean in means[1:]:
         parts = np.convolve(parts, rounded(mean, tau), mode="same")
@@ -69,8 +67,8 @@ def bound(tau: float, shares: int) -> float:
     return 2 * shares * math.exp(-2 * math.pi**2 * tau**2 / shares)
 
 
-@pytest.mark.parametrize("means", [(0.3, 0.4), (0.0, 0.5), (0.25, 0.25, 0.45)])
-@pytest.mark.parametrize("tau", [0.9, 1.0, 1.2])
+@pytest.mark.parametrize("means", [(0.3, 0.4), (0.25, 0.25, 0.45)])
+@pytest.mark.parametrize("tau", [0.9, 1.2])
 def test_rounded_parts_tell_what_their_sum_tells(means: tuple[float, ...], tau: float) -> None:
     """The lemma, in one coordinate, with noise so small that the difference can be seen at all."""
     assert apart(means, tau) < bound(tau, len(means)) + 2e-4  # of the integration
@@ -84,11 +82,10 @@ def test_with_less_noise_than_a_step_rounded_parts_tell_more() -> None:
 
 
 def test_the_coarsest_grid_that_is_fine_enough_is_taken() -> None:
-    """For 2,000 random settings: a step at the bound has 2^10 float64 values, sums are below 2^62
-    steps, and what has no such grid is refused."""
+    """A step at the bound has 2^10 float64 values, sums are below 2^62 steps; else it is refused."""
     rng = np.random.default_rng(0)
     taken = 0
-    for _ in range(2000):
+    for _ in range(400):
         clip, noise, records = 10.0 ** rng.uniform((-12, -2, 0), (12, 3, 9))
         clients = int(rng.integers(1, 500))
         shares = max(1, clients - 1)
@@ -110,12 +107,11 @@ def test_the_coarsest_grid_that_is_fine_enough_is_taken() -> None:
         part = np.floor(bound / grid.spacing) * grid.spacing
         words = form.encode([part, -part]) * np.uint64(clients)
         assert form.decode(words).tolist() == [clients * part, -clients * part]
-    assert 1000 < taken < 2000
+    assert 200 < taken < 400
 
 
 def released(plan: PrivatePlan, secret: SecretGenerator, rows: torch.Tensor) -> torch.Tensor:
-    guard = Guard(Ledger("c"), 1e-5, None)
-    series = GaussianSums(plan.release(1, 1.5), plan.groups, guard, secret)
+    series = GaussianSums(plan.release(1, 1.5), plan.groups, guard(), secret)
     series.shares = plan.shares
     series.grid = plan.grid(1.5)
     series.sample(len(rows))
@@ -124,8 +120,7 @@ def released(plan: PrivatePlan, secret: SecretGenerator, rows: torch.Tensor) -> 
 
 
 def test_a_part_is_on_its_grid_after_the_noise() -> None:
-    """Not before it, and not in float32, whose steps go by the sums: another bit of the noise moves
-    the part, and large sums have as fine steps as small ones."""
+    """Not before it, and not in float32, whose steps go by the sums."""
     grid = PLAN.grid(1.5)
     assert grid is not None
     rows = torch.full((900, 3), 100.0)  # clipped to a norm of 2: sums of 1039
@@ -150,7 +145,7 @@ def test_rounding_changes_neither_the_charge_nor_the_deviation() -> None:
 HUGE = replace(PLAN, clip=1e12, dimension=200_000, groups=1, shares=2, addends=Addends(4, 4000))
 
 
-@pytest.mark.parametrize("records", [0, 1, 3000, 3999])
+@pytest.mark.parametrize("records", [0, 3999])
 @pytest.mark.parametrize("plan", [HUGE, replace(HUGE, clip=1.0)], ids=["huge clip", "clip 1"])
 def test_parts_have_as_many_even_as_odd_steps(plan: PrivatePlan, records: int) -> None:
     """However large they are: ties to even numbers of steps would tell the size of a part."""
@@ -165,8 +160,7 @@ def test_parts_have_as_many_even_as_odd_steps(plan: PrivatePlan, records: int) -
 
 
 def test_on_a_grid_as_fine_as_float64_ties_would_decide() -> None:
-    """The broken twin is refused: the least input that had such a grid. Rounded after the sum, the
-    share of even parts depends on their size."""
+    """The broken twin is refused: the least input that had such a grid."""
     noise = np.random.default_rng(0).normal(0, 3e12 / math.sqrt(2), 200_000)
     even = [np.mean(np.rint(1e12 * records + noise) % 2 == 0) for records in (0, 1000, 3000, 3999)]
     assert max(even) > 0.6

@@ -17,20 +17,20 @@ from hypothesis import strategies as st
 from fedsynth.privacy.errors import LedgerError, PrivacySettingError
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.ledger_folder import Digests, LedgerFolder, check_names
-from fedsynth.privacy.releases import Release
+from tests.privacy.support import release
 
-ROW = Release(1, "images", "residual", "residuals", 5.0, 0.1, 1.0, "full", 2, 7840)
+ROW = release()
 
 
 def hashes(parts: Sequence[str]) -> Callable[[bytes], list[Digests]]:
-    """Clients' records, a letter each, as the folder asks for them."""
+    """Returns clients' records, a letter each, as the folder asks for them."""
+
+    def digest(record: str, key: bytes) -> bytes:
+        return hashlib.blake2b(record.encode(), key=key, digest_size=16).digest()
 
     def under(key: bytes) -> list[Digests]:
-        made = []
-        for part in parts:
-            each = [hashlib.blake2b(r.encode(), key=key, digest_size=16).digest() for r in part]
-            made.append(np.frombuffer(b"".join(each), np.uint8).reshape(-1, 16))
-        return made
+        joined = [b"".join(digest(record, key) for record in part) for part in parts]
+        return [np.frombuffer(each, np.uint8).reshape(-1, 16) for each in joined]
 
     return under
 
@@ -89,27 +89,15 @@ def everything(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize(
-    ("before", "after"),
+    "after",
     [
-        (("abcd", "efgh"), ("abef", "cdgh")),  # another partition of the same records
-        (("abcd", "efgh"), ("abcdefgh",)),  # two clients that have become one
-        (("abcd", "efgh"), ("abc", "defgh")),  # one record that has moved
-        (("abcd", "efgh"), ("abcd", "efgh", "a")),  # a record that is exposed once more
+        ("abef", "cdgh"),  # another partition of the same records
+        ("abcdefgh",),  # two clients that have become one
+        ("abc", "defgh"),  # one record that has moved
     ],
 )
-def test_records_do_not_move_between_ledgers(
-    folder: Path, before: tuple[str, ...], after: tuple[str, ...]
-) -> None:
-    """Catches: exposures of one record that are split over ledgers.
-
-    (In the last, 'a' stands in the data twice: two examples.)
-    """
-    charged(folder, *before)
-    if after[-1] == "a":
-        assert charged(folder, *after) == ["client-000", "client-001", "client-002"]
-        with pytest.raises(LedgerError, match="1 records that"):  # without the one that it copies
-            opened(folder, "efgh", "az", names=["client-001", "new"])
-        return
+def test_records_do_not_move_between_ledgers(folder: Path, after: tuple[str, ...]) -> None:
+    charged(folder, "abcd", "efgh")
     for names in (None, ["one", "two"][: len(after)]):
         with pytest.raises(LedgerError, match=r"stays with it: give|other records than those"):
             opened(folder, *after, names=names)
@@ -135,8 +123,10 @@ def test_a_changed_data_set_goes_on_with_its_ledger_once_that_is_said(folder: Pa
         opened(folder, "dz", names=["west"])
     with pytest.raises(LedgerError, match=r"no ledger of 'west' in .*; there are north, south"):
         LedgerFolder(folder).carry_over("west")
-    with pytest.raises(LedgerError, match="no ledger of 'west'"):
-        LedgerFolder(folder / "elsewhere").carry_over("west")
+    with pytest.raises(LedgerError, match="belongs to dataset 'd', not 'e'"):
+        opened(folder, "abcx", names=["north"], dataset="e")
+    LedgerFolder(folder).carry_over("north")
+    assert opened(folder, "abcx", names=["north"], dataset="e")[0].dataset == "e"
 
 
 def test_a_ledger_on_which_nothing_was_spent_is_still_free(folder: Path) -> None:
@@ -148,8 +138,7 @@ def test_a_ledger_on_which_nothing_was_spent_is_still_free(folder: Path) -> None
 
 
 def test_of_two_runs_that_begin_at_once_one_is_refused(folder: Path) -> None:
-    """Catches: both opened their ledgers before either had charged, so that neither saw the
-    other."""
+    """Catches: both opened their ledgers before either had charged."""
     (north,), (west,) = opened(folder, "abc", names=["north"]), opened(folder, "cd", names=["west"])
     north.charge(ROW)
     with pytest.raises(LedgerError, match=r"client 'west' has 1 records that .*north\.jsonl"):
@@ -163,20 +152,9 @@ def test_a_ledger_that_another_run_took_meanwhile_is_not_charged(folder: Path) -
     first, second = opened(folder, "abcd", "efgh"), opened(folder, "abef", "cdgh")
     with pytest.raises(LedgerError, match="meanwhile taken by another run"):
         first[0].charge(ROW)
-    for ledger in second:
-        ledger.charge(ROW)
+    for ledger in (*second, *opened(folder, "abef", "cdgh")):
         ledger.charge(ROW)
     assert spent(folder) == {"client-000": 2, "client-001": 2}
-
-
-def test_the_same_run_twice_at_once_is_fine(folder: Path) -> None:
-    """Also with records that look the same at a client that is left out later."""
-    charged(folder, "ab", "b")
-    for _ in range(2):
-        one, other = opened(folder, "ab"), opened(folder, "b", names=["client-001"])
-        for ledger in (*one, *other):
-            ledger.charge(ROW)
-    assert spent(folder) == {"client-000": 3, "client-001": 3}
 
 
 def test_equal_records_at_two_clients_are_two_examples(folder: Path) -> None:
@@ -198,15 +176,6 @@ def test_clients_without_records(folder: Path) -> None:
     assert len(set(headers)) == 3  # who has nothing does not show it
     charged(folder, "", "abc", "")
     assert charged(folder, "abc", "", "") == ["client-001", "client-000", "client-002"]
-
-
-def test_another_data_set_or_partition_is_refused(folder: Path) -> None:
-    charged(folder, "abc", "de")
-    with pytest.raises(LedgerError, match="belongs to dataset 'd', not 'e'"):
-        opened(folder, "abc", "de", dataset="e")
-    LedgerFolder(folder).carry_over("client-000")
-    LedgerFolder(folder).carry_over("client-001")
-    assert [each.dataset for each in opened(folder, "abc", "de", dataset="e")] == ["e", "e"]
 
 
 def test_a_ledger_without_fingerprint_is_taken_only_when_somebody_says_whose_it_is(
@@ -296,17 +265,14 @@ def test_a_deleted_ledger_is_noticed_by_what_is_left(folder: Path) -> None:
     charged(folder, "xyz", "de", names=["north", "client-001"])  # nobody's
 
 
-def test_a_lost_key_can_be_replaced_by_saying_of_each_client_that_it_is_the_same(
-    folder: Path,
-) -> None:
+def test_a_lost_key_is_replaced_once_each_client_is_said_to_be_the_same(folder: Path) -> None:
     charged(folder, "abc", "de")
     (folder / "private" / "records.key").unlink()
     LedgerFolder(folder).carry_over("client-000")
     with pytest.raises(LedgerError, match="is gone"):
         opened(folder, "abc", "de")
     LedgerFolder(folder).carry_over("client-001")
-    charged(folder, "abc", "de")
-    assert spent(folder) == {"client-000": 2, "client-001": 2}
+    assert charged(folder, "abc", "de") == ["client-000", "client-001"]
 
 
 def test_a_run_folder_gets_no_key(tmp_path: Path) -> None:
@@ -319,21 +285,15 @@ def test_a_run_folder_gets_no_key(tmp_path: Path) -> None:
 
 
 @given(st.lists(st.text("abcd", max_size=6), min_size=1, max_size=4), st.data())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=8, deadline=None)
 def test_no_record_is_ever_charged_in_two_ledgers(
     tmp_path_factory: pytest.TempPathFactory, parts: list[str], data: st.DataObject
 ) -> None:
-    """Whatever is brought next, refused or not: a record's exposures stand in one ledger.
-
-    A run holds each record at most once here, so that every exposure can be followed.
-    """
+    """A run has each record at most once here, so that every exposure can be followed."""
     folder = tmp_path_factory.mktemp("ledgers")
     exposed: dict[str, Counter[str]] = {}
-    runs = [
-        parts,
-        *(data.draw(st.lists(st.text("abcd", max_size=6), max_size=4)) for _ in range(3)),
-    ]
-    for run in runs:
+    more = st.lists(st.text("abcd", max_size=6), max_size=4)
+    for run in (parts, *(data.draw(more) for _ in range(3))):
         taken: set[str] = set()
         distinct = []
         for part in run:  # each letter at one client only
@@ -372,12 +332,9 @@ def test_two_processes_open_one_new_folder(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("names", "text"),
     [
-        (["a"], "list of 2 names"),
         ("ab", "list of 2 names"),
-        (["a", "a"], "two clients have the name 'a'"),
-        (["Clinic", "clinic"], "two clients have the name 'clinic'"),
+        (["Clinic", "clinic"], "must differ for two clients, got 'clinic'"),
         (["a", "../b"], "got '../b'"),
-        (["a", ""], "got ''"),
         (["a", ".hidden"], "got '.hidden'"),
         (["a", "x" * 65], "1 to 64 letters"),
         (["a", "b\n"], "1 to 64 letters"),
@@ -387,7 +344,4 @@ def test_two_processes_open_one_new_folder(folder: Path) -> None:
 def test_names_that_cannot_be_files(names: list[str], text: str) -> None:
     with pytest.raises(PrivacySettingError, match=text):
         check_names(names, 2)
-
-
-def test_names_that_can() -> None:
     assert check_names(["St.Mary_s-2", "0"], 2) == ("St.Mary_s-2", "0")

@@ -19,56 +19,35 @@ from fedsynth.privacy.releases import Release
 from fedsynth.privacy.report import build_report, group, write_report
 from fedsynth.privacy.report_figures import Access, ReportFacts, Verdict, schema_problems
 from fedsynth.privacy.report_pages import render_markdown, summary_rows
+from tests.privacy.support import facts, release
 
 DELTA = 1e-5
 Report = dict[str, Any]
+FACTS = facts(
+    max_records=60_000,
+    epsilon_cap=8.0,
+    published=[{"setting": "σ = 5", "printed": "ε = 0.921"}],
+    provenance={"config": "c0", "fedsynth": "0.1.0"},
+    noise_multiplier=5.0,
+)
+UNACCOUNTED = Access(access="class list", status="unaccounted", note="sent as it is")
 
 
 def row(number: int = 0, sigma: float = 5.0, q: float = 1.0, **values: Any) -> Release:
-    fields: dict[str, Any] = {
-        "round": number,
-        "quantity": "synthetic images",
-        "mechanism": "residual",
-        "clipped": "residual [h; z]",
-        "noise_multiplier": sigma,
-        "sensitivity": 0.5,
-        "sample_rate": q,
-        "sampler": "full" if q == 1 else "poisson",
-        "steps": 2,
-        "dimension": 7840,
-    }
-    return Release(**{**fields, **values})
+    fields = {"steps": 2, **values}
+    return release(round=number, noise_multiplier=sigma, sample_rate=q, **fields)
 
 
-ROWS = {"a": [row(n) for n in range(4)], "b": [row(0), row(1)], "c": [row(n) for n in range(4)]}
-FACTS = ReportFacts(
-    method="feddm",
-    mechanism="residual",
-    delta=DELTA,
-    max_records=60_000,
-    epsilon_cap=8.0,
-    planned_rounds=4,
-    rounds_done=4,
-    public_items={"number of classes": "10"},
-    randomness="ChaCha20, keyed by the operating system",
-    published=[{"setting": "σ = 5", "printed": "ε = 0.921"}],
-    scope=[
-        Access(access="residual sums", status="accounted", note="each step"),
-        Access(access="test accuracy", status="simulation-only", note="shown, not released"),
-    ],
-    provenance={"config": "c0", "fedsynth": "0.1.0"},
-    noise_multiplier=5.0,
-    data_set={"name": "digits", "mean": [0.5]},
-)
-
-
-def facts(**values: Any) -> ReportFacts:
+def about(**values: Any) -> ReportFacts:
     return FACTS.model_copy(update=values)
 
 
-def build(about: ReportFacts = FACTS, rows: dict[str, list[Release]] = ROWS) -> Report:
+ROWS = {"a": [row(n) for n in range(4)], "b": [row(0), row(1)], "c": [row(n) for n in range(4)]}
+
+
+def build(stated: ReportFacts = FACTS, rows: dict[str, list[Release]] = ROWS) -> Report:
     histories = [History(name, tuple(each)) for name, each in rows.items()]
-    report = build_report(about, histories, {"b": 1})
+    report = build_report(stated, histories, {"b": 1})
     assert schema_problems(json.loads(json.dumps(report))) == []
     return report
 
@@ -115,28 +94,20 @@ def no_epsilon(report: Report) -> None:
         assert not re.search(r"ε|\bepsilon", shown)
 
 
-REASON = "it clips the batch's mean, which does not bound one example's influence"
-UNACCOUNTED = Access(access="class list", status="unaccounted", note="sent as it is")
-
-
 @pytest.mark.parametrize(
-    ("about", "rows", "reason"),
+    ("values", "rows", "reason"),
     [
-        (facts(verdict=Verdict(reasons=[REASON])), [row()], REASON),
-        (
-            FACTS,
-            [row(), row(1, unaccounted="real images at the start")],
-            "real images at the start",
-        ),
-        (FACTS, [row(0, sigma=0.0)], "without noise"),
-        (facts(scope=[UNACCOUNTED]), [row()], "sent as it is"),
-        (facts(test_only_randomness=True), [row()], "injected by a test"),
+        ({"verdict": Verdict(reasons=["it clips the mean"])}, [row()], "it clips the mean"),
+        ({}, [row(), row(1, unaccounted="real images")], "real images"),
+        ({}, [row(0, sigma=0.0)], "without noise"),
+        ({"scope": [UNACCOUNTED]}, [row()], "sent as it is"),
+        ({"test_only_randomness": True}, [row()], "injected by a test"),
     ],
 )
 def test_without_a_guarantee_no_epsilon_is_stated(
-    about: ReportFacts, rows: list[Release], reason: str
+    values: dict[str, Any], rows: list[Release], reason: str
 ) -> None:
-    report = build(about.model_copy(update={"epsilon_cap": None}), {"a": rows})
+    report = build(about(**values, epsilon_cap=None), {"a": rows})
     assert not report["verdict"]["formal"]
     text = render_markdown(report)
     assert reason in text
@@ -147,21 +118,14 @@ def test_without_a_guarantee_no_epsilon_is_stated(
 
 
 def test_a_guarantee_needs_a_ledger_and_a_delta_in_range() -> None:
-    no_epsilon(build(facts(verdict=Verdict(reasons=[REASON]), epsilon_cap=None), {}))
-    for wrong, words in (({}, "ledger"), ({"max_records": 10**7}, "max_records")):
+    no_epsilon(build(about(verdict=Verdict(reasons=["a reason"]), epsilon_cap=None), {}))
+    for values, rows, words in (
+        ({}, {}, "ledger"),
+        ({"max_records": 10**7}, ROWS, "max_records"),
+        ({"adjacency": "neighbours"}, ROWS, "adjacency"),
+    ):
         with pytest.raises(PrivacySettingError, match=words):
-            build(facts(**wrong), {} if not wrong else ROWS)
-    with pytest.raises(PrivacySettingError, match="adjacency"):
-        build(facts(adjacency="neighbours"))
-
-
-def test_a_runs_doubts_are_warnings_with_a_guarantee_and_without() -> None:
-    for reasons in ([], ["a reason"]):
-        doubt = Verdict(reasons=reasons, warnings=["a doubt about rows"])
-        report = build(facts(verdict=doubt))
-        assert report["verdict"]["warnings"] == ["a doubt about rows"]
-        assert "**Warning.** a doubt about rows" in render_markdown(report)
-        assert ("warning", "a doubt about rows") in summary_rows(report)
+            build(about(**values), rows)
 
 
 @pytest.mark.parametrize(
@@ -169,13 +133,15 @@ def test_a_runs_doubts_are_warnings_with_a_guarantee_and_without() -> None:
     [
         ({}, 0.4, "This ε is above 10"),
         ({"max_records": None}, 5.0, "δ was not checked"),
-        ({"abandoned": True, "rounds_done": 2}, 5.0, "This run did not finish"),
+        ({"abandoned": True, "rounds_done": 1}, 5.0, "This run did not finish"),
+        ({"verdict": Verdict(warnings=["a doubt"])}, 5.0, "a doubt"),
+        ({"verdict": Verdict(reasons=["a reason"], warnings=["a doubt"])}, 5.0, "a doubt"),
     ],
 )
-def test_warnings_that_follow_from_the_figures(
+def test_warnings_of_the_run_and_of_the_figures(
     values: dict[str, Any], sigma: float, words: str
 ) -> None:
-    report = build(facts(**values), {"a": [row(n, sigma) for n in range(4)]})
+    report = build(about(**values), {"a": [row(n, sigma) for n in range(4)]})
     assert words in render_markdown(report)
     assert any(words in text for name, text in summary_rows(report) if name == "warning")
     assert words not in render_markdown(build())
@@ -194,8 +160,7 @@ def test_groups_are_exact_without_sampling_and_honest_with() -> None:
 
 
 def test_every_figure_is_that_of_the_client_that_is_worst_there() -> None:
-    """Two clients whose order depends on δ: few subsampled steps at little noise against one full
-    Gaussian. The groups' figures were the worst client's at the run's δ."""
+    """Two clients whose order depends on δ."""
     rows = {"a": [row(0, 0.9, 0.01, steps=600)], "b": [row(0, 2.2, steps=1)]}
     promise = build(rows=rows)["guarantee"]
     leaders = set()

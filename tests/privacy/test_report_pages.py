@@ -6,44 +6,24 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from html import unescape
+from dataclasses import replace
 from html.parser import HTMLParser
 from typing import Any
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedsynth.privacy.formatting import (
-    band,
-    format_epsilon,
-    format_odds,
-    format_percent,
-    format_rounds,
-    printable,
-)
+from fedsynth.privacy.formatting import format_epsilon, format_odds, format_percent, printable
 from fedsynth.privacy.history import History
 from fedsynth.privacy.releases import USER, Release
 from fedsynth.privacy.report import build_report
-from fedsynth.privacy.report_figures import (
-    Access,
-    Audit,
-    Event,
-    ReportFacts,
-    RunFacts,
-    Unit,
-    Verdict,
-)
+from fedsynth.privacy.report_figures import Access, Event, RunFacts, Unit, Verdict
 from fedsynth.privacy.report_pages import render_html, render_markdown, summary_rows
+from tests.privacy.support import audit, facts, release
 
-ROW = Release(1, "sums", "features", "u", 9.0, 1.0, 1.0, "full", 1, 10)
-FACTS = ReportFacts(
-    method="feddm",
+ROW = release(mechanism="features", clipped="u", noise_multiplier=9.0, sensitivity=1.0)
+FACTS = facts(
     mechanism="features",
-    delta=1e-5,
-    max_records=1000,
-    planned_rounds=2,
-    rounds_done=2,
     public_items={"data set": "scans: the operator's own"},
     run=RunFacts(
         id="20260102-030405-feddm-scans",
@@ -72,49 +52,32 @@ def test_the_first_page_says_who_when_what_and_whose() -> None:
     text = first_page(made())
     for words in (
         "| run | 20260102-030405-feddm-scans |",
-        "| began on | 2026-01-02 |",
         "| responsible | Klinikum Mitte |",
-        "| purpose | triage |",
         "scans: the operator's own",
         "| sites | 2: Mitte (client-000), Nord (client-001) |",
         "a federation by method feddm",
         f"| model.safetensors | the trained model | `{'ab' * 32}` |",
-        "no ledger was kept over runs",
-        "arXiv 2303.00654",
     ):
         assert words in text, words
     bare = first_page(made(run=RunFacts(), files={}))
     assert "| responsible | not stated |" in bare
-    assert "| sites | 2: client-000, client-001 |" in bare
     assert "lists no file" in bare
-
-
-def test_one_data_owner_is_no_federation() -> None:
-    """One owner's synthetic set was reported as a federation, "over 1 clients"."""
-    sites = RunFacts(sites={"client-000": "Mitte, Nord, Süd"})
-    text = render_markdown(made(clients=1, run=sites))
-    assert "one data owner's computation by method feddm" in text
-    assert "| sites | Mitte, Nord, Süd (client-000) |" in text
-    assert "a federation" not in text
-    assert "One client: smallest" in text
+    one = render_markdown(made(clients=1, run=RunFacts(sites={"client-000": "Mitte, Nord"})))
+    assert "one data owner's computation by method feddm" in one
+    assert "| sites | Mitte, Nord (client-000) |" in one
+    assert "a federation" not in one
 
 
 def test_with_persons_as_units_nothing_is_said_of_examples_that_is_meant_of_persons() -> None:
-    """Clips were "of each example", searches accused "1 of 100 examples", and "the user" was the
-    operator in one line and the patient in the next."""
     person = Unit(kind=USER, person="patient", user_records=4)
-    by_person = Release(**{**ROW.to_json(), "unit": USER, "clipped": "residual of each example"})
+    by_person = replace(ROW, unit=USER, clipped="residual of each example")
     report = made(by_person, unit=person)
     text = render_markdown(report)
     for words in (
         "for one patient of one client",
-        "Was this patient's data used?",
         "wrongly accuses 1 of 100 patients",
-        "All examples of one patient at one site count as one",
-        "- 2 patients together (such as a family)",
         "residual of each example; averaged over each patient's examples, and the average is",
         "- examples of a patient: at most 4, by a public choice",
-        "add or remove one patient with all examples",
         "ε is that of the worst client, for one patient held",
     ):
         assert words in text, words
@@ -128,7 +91,6 @@ def test_with_persons_as_units_nothing_is_said_of_examples_that_is_meant_of_pers
 
 
 def test_epsilon_is_printed_by_one_rule() -> None:
-    """ε was 8.95 in one line and 8.941 in the next."""
     report = made()
     promise = report["guarantee"]
     shown = format_epsilon(promise["epsilon"])
@@ -139,14 +101,8 @@ def test_epsilon_is_printed_by_one_rule() -> None:
     groups = [format_epsilon(one["epsilon"]) for one in promise["groups"]]
     assert set(printed) == {shown, *groups}
     assert printed.count(shown) >= 4
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(8.941, "8.95"), (10.99, "11"), (0.99951, "1"), (8.0, "8"), (10602.16, "10,700"), (0.0, "0")],
-)
-def test_figures_are_rounded_up(value: float, text: str) -> None:
-    assert format_epsilon(value) == text
+    for value, text in ((8.941, "8.95"), (10.99, "11"), (8.0, "8"), (10602.16, "10,700"), (0, "0")):
+        assert format_epsilon(value) == text
 
 
 @given(st.floats(1e-6, 13))
@@ -154,11 +110,6 @@ def test_no_printed_figure_is_below_what_was_computed(epsilon: float) -> None:
     assert float(format_odds(epsilon).replace(",", "")) >= math.exp(epsilon) * (1 - 1e-9)
     assert float(format_epsilon(epsilon)) >= epsilon * (1 - 1e-9)
     assert float(format_percent(epsilon / 13).strip("…")) >= min(100 * epsilon / 13, 99.99) - 1e-9
-
-
-def test_bands_and_rounds() -> None:
-    assert [band(1.0), band(1.001), band(10.01)] == ["strong", "reasonable", "weak, or none"]
-    assert [format_rounds([0, 1, 2, 5, 7, 8]), format_rounds([3])] == ["0–2, 5, 7–8", "3"]
 
 
 def test_events_and_the_audit_are_told() -> None:
@@ -171,24 +122,12 @@ def test_events_and_the_audit_are_told() -> None:
     text = render_markdown(made(events=events, epsilon_cap=4.0, abandoned=True))
     for words in (
         "client 2 took no part: it is ill",
-        "resumed after 1 of 2 rounds: releases made in round 2 before that are charged; the round",
         "client client-000: ε is 3.06 now and would be 4.6 with the next round, above the cap 4",
         "ended after 1 of 2 rounds: its owner's cap",
         "abandoned after 2 of 2 rounds",
     ):
         assert words in text, words
-    audit = Audit(
-        command="fedsynth privacy audit",
-        method="feddm",
-        mechanism="features",
-        canaries=1000,
-        guesses=400,
-        correct=260,
-        confidence=0.999,
-        delta=1e-5,
-        epsilon_lower_bound=1.2399,
-    )
-    text = render_markdown({**made(), "audit": audit.to_json()})
+    text = render_markdown({**made(), "audit": audit(epsilon_lower_bound=1.2399)})
     assert "shows ε ≥ 1.23 at δ = 1e-05 with 99.9 % confidence: 260 of 400 guesses" in text
     assert "**The audit refutes this report's ε.**" in text
 
@@ -196,21 +135,16 @@ def test_events_and_the_audit_are_told() -> None:
 def test_shared_noise_is_told_wherever_the_guarantee_is() -> None:
     """ε of shared noise holds against those who see only sums: also where this run's clients add
     all of their own noise, and those of an earlier run on the same ledger did not."""
-    own = Release(**{**ROW.to_json(), "round": 2})
-    secure = Release(**{**ROW.to_json(), "shares": 4})
+    own = replace(ROW, round=2)
+    secure = replace(ROW, shares=4)
     for shares, rows in itertools.product((1, 4), ((secure,), (secure, own), (own, secure))):
         text = render_markdown(made(*rows, shares=shares))
         assert "has as little as 1/√4 of the noise that is charged" in text
         assert "A secure aggregation reveals" in text
-        if shares == 4:
-            assert "see the sum over all clients of every round, but no client's own upload" in text
-            assert (
-                "An attacker who sees the released sums over all sites, but **no site's own" in text
-            )
-        else:
-            assert "see every upload of every round" in text
-            assert "secure aggregation: none in this run" in text
-            assert "and of earlier runs only what their reports allow" in text
+        sees = "see the sum over all clients of every round, but no client's own upload"
+        assert (sees in text) == (shares == 4)
+        assert ("see every upload of every round" in text) == (shares == 1)
+        assert ("of earlier runs only what their reports allow" in text) == (shares == 1)
     masked = render_markdown(made(secure, shares=4, min_clients=6))
     assert "at most 2 clients of a sum are on its side" in masked
     assert "computed sums of at least 6 clients" in masked
@@ -259,8 +193,7 @@ def test_the_page_is_whole_loads_nothing_and_is_made_for_paper() -> None:
     assert "@page across{size:A4 landscape}" in text
     assert "prefers-color-scheme:dark" in text
     assert '<h1 class="next">Datasheet' in text
-    for heading in ("The guarantee", "Trust model", "Accountant", "Provenance"):
-        assert heading in page.text
+    assert "Trust model" in page.text
     lines = text.split("ε after each round (worst client)</h2>")[1].split("</svg>")[0]
     drawn = [one.split("/>")[0] for one in lines.split("<polyline")[1:]]
     assert 'stroke-width="6"' in drawn[-2]  # the worst client's, broad below the median's dashes
@@ -279,8 +212,8 @@ HOSTILE = (
 
 def with_text(text: str) -> dict[str, Any]:
     """A report with a text in every place for one."""
-    row = Release(**{**ROW.to_json(), "quantity": text, "mechanism": text, "clipped": text})
-    unaccounted = Release(**{**row.to_json(), "unaccounted": text or None})
+    row = replace(ROW, quantity=text, mechanism=text, clipped=text)
+    unaccounted = replace(row, unaccounted=text)
     about = FACTS.model_copy(
         update={
             "method": text,
@@ -304,7 +237,7 @@ def with_text(text: str) -> dict[str, Any]:
     return build_report(about, [History("client-000", rows), History(text, rows)])
 
 
-def check_texts_stay_texts(text: str) -> None:
+def stays_text(text: str) -> None:
     report, harmless = with_text(text), with_text("plain" if len(text) % 2 else "even")
     markdown, html = render_markdown(report), render_html(report)
     assert markdown.replace("\n", "").isprintable()
@@ -314,26 +247,16 @@ def check_texts_stay_texts(text: str) -> None:
     assert page.tags == Page(render_html(harmless)).tags  # nothing became a tag, a list, a link
     shown = " ".join(printable(text).split())
     assert not shown or " ".join(page.text.split()).count(shown) >= 20
+    assert dict(summary_rows(report))["mechanism"] == text
 
 
-@pytest.mark.parametrize("text", HOSTILE)
-def test_texts_stay_texts(text: str) -> None:
-    """A report may come from anybody: its texts make no line, no Markdown and no HTML of their own,
-    and steer no terminal."""
-    check_texts_stay_texts(text)
+def test_hostile_texts_stay_texts() -> None:
+    """Texts make no line, no Markdown and no HTML of their own, and steer no terminal."""
+    for text in HOSTILE:
+        stays_text(text)
 
 
-@settings(max_examples=60, deadline=None)
-@given(
-    st.text(st.sampled_from("ab1 .-+=#*_`[]()<>|\\&~!:/\n"), min_size=1, max_size=12).filter(
-        str.strip
-    )
-)
+@settings(max_examples=15, deadline=None)
+@given(st.text("ab1 .-+=#*_`[]()<>|\\&~!:/\n", min_size=1, max_size=12).filter(str.strip))
 def test_random_texts_stay_texts(text: str) -> None:
-    check_texts_stay_texts(text)
-
-
-def test_the_terminals_table_has_texts_as_they_are() -> None:
-    rows = dict(summary_rows(with_text("a*b")))
-    assert rows["mechanism"] == "a*b"
-    assert unescape(rows["adjacency"]).startswith("add or remove one a*b")
+    stays_text(text)

@@ -11,12 +11,10 @@ import torch
 from fedsynth.federation.simulation import simulate
 from fedsynth.federation.terms.resolve import resolve
 from fedsynth.methods.fedaf import FedAF
-from fedsynth.methods.fedavg import FedAvg
 from fedsynth.methods.fedprox import FedProx
-from fedsynth.privacy.errors import PrivacySettingError, RequestRefusedError
+from fedsynth.privacy.errors import RequestRefusedError
 from fedsynth.privacy.mechanisms import GaussianSums
 from fedsynth.privacy.requests import check_numbers
-from fedsynth.privacy.settings import PrivacySettings
 
 
 def test_the_norm_is_of_all_tensors_together() -> None:
@@ -25,17 +23,11 @@ def test_the_norm_is_of_all_tensors_together() -> None:
     check_numbers(arrays, None)
     with pytest.raises(RequestRefusedError, match="norm 10, above"):
         check_numbers(arrays, 9.99)
-
-
-def test_a_large_norm_does_not_overflow() -> None:
-    with pytest.raises(RequestRefusedError, match=r"norm 4\.808e\+38"):
+    with pytest.raises(RequestRefusedError, match=r"norm 4\.808e\+38"):  # no overflow
         check_numbers([("a", torch.full((2,), 3.4e38))], 1e38)
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_what_is_not_finite_is_refused_without_a_bound(value: float) -> None:
-    with pytest.raises(RequestRefusedError, match=r"parameters\.w .*not finite"):
-        check_numbers([("parameters.w", torch.tensor([1.0, value]))], None)
+    for value in (float("nan"), float("inf")):
+        with pytest.raises(RequestRefusedError, match=r"parameters\.w .*not finite"):
+            check_numbers([("parameters.w", torch.tensor([1.0, value]))], None)
 
 
 def test_a_run_refuses_before_anything_is_charged(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,28 +53,14 @@ def test_a_run_refuses_before_anything_is_charged(monkeypatch: pytest.MonkeyPatc
     assert charged
 
 
-def test_a_server_that_sends_nan_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    broadcast = FedAvg.broadcast
-
-    def hostile(self: FedAvg, state: object, context: object) -> object:
-        message = broadcast(self, state, context)  # type: ignore[arg-type]
-        next(iter(message.parameters.values())).fill_(float("nan"))
-        return message
-
-    monkeypatch.setattr(FedAvg, "broadcast", hostile)
-    sections = {"run": {"method": "fedavg", "rounds": 1}, "privacy": {"noise_multiplier": 3.0}}
-    with pytest.raises(RequestRefusedError, match="not finite"):
-        simulate(resolve(sections))
-
-
 def test_a_plain_number_is_looked_at_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """FedProx's μ comes from the server."""
     broadcast = FedProx.broadcast
-    monkeypatch.setattr(
-        FedProx,
-        "broadcast",
-        lambda self, state, context: replace(broadcast(self, state, context), mu=float("nan")),
-    )
+
+    def hostile(self: FedProx, state: Any, context: Any) -> Any:
+        return replace(broadcast(self, state, context), mu=float("nan"))
+
+    monkeypatch.setattr(FedProx, "broadcast", hostile)
     sections = {"run": {"method": "fedprox", "rounds": 1}, "privacy": {"noise_multiplier": 3.0}}
     with pytest.raises(RequestRefusedError, match="numbers in mu that are not finite"):
         simulate(resolve(sections))
@@ -91,23 +69,14 @@ def test_a_plain_number_is_looked_at_too(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_question_of_the_first_phase_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     first_request = FedAF.first_request
 
-    def hostile(self: FedAF, state: object, context: object) -> object:
-        asked = first_request(self, state, context)  # type: ignore[arg-type]
-        assert asked is not None
+    def hostile(self: FedAF, state: Any, context: Any) -> Any:
+        asked: Any = first_request(self, state, context)
         next(tensor for _, tensor in asked.arrays()).fill_(float("inf"))
         return asked
 
     monkeypatch.setattr(FedAF, "first_request", hostile)
     monkeypatch.setattr(FedAF, "first_step", None)  # nobody answers
-    sections = {
-        "run": {"method": "fedaf", "rounds": 1},
-        "method": {"knowledge_from": "first-phase"},
-        "privacy": {"noise_multiplier": 3.0},
-    }
+    method = {"knowledge_from": "first-phase"}
+    sections = {"run": {"method": "fedaf", "rounds": 1}, "privacy": {"noise_multiplier": 3.0}}
     with pytest.raises(RequestRefusedError, match="not finite"):
-        simulate(resolve(sections))
-
-
-def test_the_bound_must_be_one() -> None:
-    with pytest.raises(PrivacySettingError, match="max_request_norm"):
-        PrivacySettings(noise_multiplier=1.0, max_request_norm=0.0)
+        simulate(resolve({**sections, "method": method}))

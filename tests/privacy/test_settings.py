@@ -16,7 +16,7 @@ from fedsynth.privacy.settings import NO_LEDGER, PrivacySettings
     [
         ("epsilon", {"epsilon": "8"}),
         ("epsilon", {"epsilon": True}),
-        ("epsilon", {"epsilon": float("nan")}),
+        ("max_request_norm", {"noise_multiplier": 1.0, "max_request_norm": 0.0}),
         ("noise_multiplier", {"noise_multiplier": -1.0}),
         ("clip", {"epsilon": 1.0, "clip": float("inf")}),
         ("sample_rate", {"epsilon": 1.0, "sample_rate": 0.0}),

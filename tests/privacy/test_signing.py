@@ -6,14 +6,13 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from fedsynth.privacy.errors import PrivacyError, SigningError
 from fedsynth.privacy.signing import (
-    file_hashes,
     read_private_key,
     read_public_key,
     sign_run,
@@ -93,10 +92,9 @@ def test_keys_come_from_openssl_as_the_docs_say(run: Path, tmp_path: Path) -> No
     assert signature_problems(run, read_public_key(Path(public))) == []
 
 
-def rewritten(run: Path, change: Callable[[dict[str, object]], object]) -> None:
+def rewritten(run: Path, **values: object) -> None:
     content = json.loads((run / "signature.json").read_text())
-    change(content)
-    (run / "signature.json").write_text(json.dumps(content))
+    (run / "signature.json").write_text(json.dumps({**content, **values}))
 
 
 @pytest.mark.parametrize(
@@ -104,52 +102,43 @@ def rewritten(run: Path, change: Callable[[dict[str, object]], object]) -> None:
     [
         (
             lambda run: (run / "model.safetensors").write_text("x"),
-            "model.safetensors was changed after signing",
+            "tensors was changed after signing",
         ),
         (
             lambda run: (run / "ledger" / "client-000.jsonl").unlink(),
-            "ledger/client-000.jsonl was signed, and is gone",
-        ),
-        (
-            lambda run: (run / "ledger" / "client-001.jsonl").write_text(""),
-            "ledger/client-001.jsonl was added after signing",
+            "jsonl was signed, and is gone",
         ),
         (lambda run: (run / "certificate.pdf").write_text(""), "certificate.pdf was added"),
         (lambda run: (run / "ledger" / "signature.json").write_text("{}"), "ledger/signature.json"),
         (lambda run: (run / "signature.json").unlink(), "the run is not signed"),
-        (
-            lambda run: rewritten(run, lambda s: s.update(files={})),
-            "was not made with this key, or was changed since",
-        ),
-        (
-            lambda run: rewritten(run, lambda s: s.update(signature="AAAA")),
-            "was not made with this key, or was changed since",
-        ),
-        (lambda run: rewritten(run, lambda s: s.update(signature="é")), "was not made with"),
-        (lambda run: rewritten(run, lambda s: s.update(public_key="x")), "made with another key"),
-        (lambda run: rewritten(run, lambda s: s.update(algorithm="none")), "does not know"),
-        (lambda run: rewritten(run, lambda s: s.update(fedsynth_signature=2)), "does not know"),
-        (lambda run: rewritten(run, lambda s: s.update(note="x")), "note is no key"),
-        (lambda run: rewritten(run, lambda s: s.update(files=[])), "files is wrong"),
+        ({"files": {}}, "was not made with this key, or was changed since"),
+        ({"signature": "é"}, "was not made with this key, or was changed since"),
+        ({"public_key": "x"}, "made with another key"),
+        ({"algorithm": "none"}, "does not know"),
+        ({"fedsynth_signature": 2}, "does not know"),
+        ({"note": "x"}, "note is no key"),
+        ({"files": []}, "files is wrong"),
     ],
 )
 def test_every_change_is_named(
-    run: Path, keys: tuple[Path, Path], change: Callable[[Path], object], expected: str
+    run: Path, keys: tuple[Path, Path], change: Any, expected: str
 ) -> None:
-    change(run)
+    if isinstance(change, dict):
+        rewritten(run, **change)
+    else:
+        change(run)
     (found,) = problems(run, keys)
     assert expected in found
 
 
 def test_another_key_does_not_vouch(run: Path, keys: tuple[Path, Path]) -> None:
-    """Also where the other key's owner signs what was changed."""
     other = Ed25519PrivateKey.generate()
     (run / "model.safetensors").write_text("another model")
     sign_run(run, other)
     assert problems(run, keys) == ["signature.json was made with another key"]
     stolen = json.loads((run / "signature.json").read_text())
     sign_run(run, read_private_key(keys[0]))
-    rewritten(run, lambda s: s.update(signature=stolen["signature"]))
+    rewritten(run, signature=stolen["signature"])
     assert "was not made with this key" in problems(run, keys)[0]
 
 
@@ -159,10 +148,8 @@ def test_only_plain_files_are_signed(run: Path, keys: tuple[Path, Path], tmp_pat
     for act in (lambda: sign_run(run, read_private_key(keys[0])), lambda: problems(run, keys)):
         with pytest.raises(SigningError, match="neither a plain file nor a folder"):
             act()
-    (run / "link").unlink()
-    (run / "folder").symlink_to(tmp_path)
-    with pytest.raises(SigningError, match="neither a plain file nor a folder"):
-        file_hashes(run)
+    with pytest.raises(PrivacyError, match="cannot read a privacy report"):
+        sign_run(tmp_path, read_private_key(keys[0]))
 
 
 def test_what_is_no_key_is_one_line(tmp_path: Path, keys: tuple[Path, Path]) -> None:
@@ -196,8 +183,3 @@ def test_a_missing_package_is_said(
     for read, key in zip((read_private_key, read_public_key), keys, strict=True):
         with pytest.raises(SigningError, match=r"pip install 'fedsynth\[sign\]'"):
             read(key)
-
-
-def test_a_folder_without_a_report_is_not_signed(tmp_path: Path) -> None:
-    with pytest.raises(PrivacyError, match="cannot read a privacy report"):
-        sign_run(tmp_path, Ed25519PrivateKey.generate())

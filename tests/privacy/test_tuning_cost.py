@@ -9,7 +9,8 @@ from types import ModuleType
 
 import pytest
 from scipy.optimize import brentq
-from scipy.stats import norm
+
+from fedsynth.privacy.accounting import gaussian_delta
 
 ROOT = Path(__file__).parents[2]
 DELTA = 1e-5
@@ -31,21 +32,14 @@ def documented() -> dict[str, list[float]]:
     return {name: [float(row[k]) for row in cells[2:]] for k, name in enumerate(names, start=1)}
 
 
-def gaussian_delta(epsilon: float, mu: float) -> float:
-    """Dong, Roth & Su 2022, Cor. 2.13."""
-    return float(
-        norm.cdf(-epsilon / mu + mu / 2) - math.exp(epsilon) * norm.cdf(-epsilon / mu - mu / 2)
-    )
-
-
 def test_six_unsampled_runs_and_a_seventh_by_hand() -> None:
     """`features` takes all records: a run at ε = 3 is μ-GDP, and k of them are √k·μ."""
 
     def spent(mu: float) -> float:
-        return float(brentq(lambda e: gaussian_delta(e, mu) - DELTA, 0.01, 50))
+        return float(brentq(lambda e: gaussian_delta(mu, e) - DELTA, 0.01, 50))
 
     def mu_of(epsilon: float) -> float:
-        return float(brentq(lambda m: gaussian_delta(epsilon, m) - DELTA, 0.01, 10))
+        return float(brentq(lambda m: gaussian_delta(m, epsilon) - DELTA, 0.01, 10))
 
     one = mu_of(3.0)
     by_hand = [3.0, spent(math.sqrt(6) * one), spent(math.sqrt(7) * one), spent(one / math.sqrt(7))]
