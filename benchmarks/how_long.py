@@ -19,8 +19,7 @@ import numpy as np
 import torch
 
 from fedsynth import DatasetSpec, ImageData, PrivacySettings, from_arrays, owner_settings, simulate
-from library.machine import machine, saver
-from library.options import table_options
+from library.machine import machine, saver, table_options
 from library.rows import lines
 
 NAME = "how_long"

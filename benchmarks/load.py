@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -33,9 +34,7 @@ from fedsynth.federation.simulation import simulate
 from fedsynth.federation.terms.resolve import resolve
 from fedsynth.federation.terms.settings import RunSettings
 from library import RESULTS
-from library.machine import machine
-from library.memory import forget_peak, open_files, peak, resident
-from library.options import ONE_ROUND, plain_options
+from library.machine import ONE_ROUND, machine, plain_options
 from library.rows import lines
 
 NAME = "load"
@@ -63,6 +62,34 @@ class Case:
 
     name: str
     sections: Sections
+
+
+def resident() -> int:
+    """Bytes that are resident now."""
+    return _status("VmRSS")
+
+
+def peak() -> int:
+    """The most bytes that were resident since `forget_peak`, or since the start."""
+    return _status("VmHWM")
+
+
+def forget_peak() -> None:
+    """Begins to look for a new peak."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def open_files() -> int:
+    """Open file descriptors."""
+    return len(os.listdir("/proc/self/fd"))
+
+
+def _status(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name == field:
+            return int(value.split()[0]) * 1024
+    raise OSError(f"/proc/self/status does not have {field}")
 
 
 def load_cases() -> list[Case]:

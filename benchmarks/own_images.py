@@ -23,8 +23,7 @@ from PIL import Image
 
 from fedsynth.data.load import load_dataset
 from fedsynth.data.shared_set import load_synthetic
-from library.machine import machine, saver
-from library.options import table_options
+from library.machine import machine, saver, table_options
 from library.rows import lines
 
 NAME = "own_images"

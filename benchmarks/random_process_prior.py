@@ -25,8 +25,7 @@ from fedsynth.data.images import ImageData
 from fedsynth.data.load import load_dataset
 from fedsynth.features import feature_map
 from fedsynth.features.random_process import WEIGHTS
-from library.machine import machine
-from library.options import rows_file, table_options
+from library.machine import machine, rows_file, table_options
 from library.random_process_training import Recipe, learn_dictionary
 
 MAPS = ("pixels", "scattering", "random-process", "scattering+random-process")

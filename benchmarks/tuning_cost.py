@@ -14,7 +14,7 @@ import json
 from fedsynth.federation.terms.costs import plan_of
 from fedsynth.federation.terms.privacy_plan import PrivacyPlan
 from fedsynth.privacy.accounting import calibrate_noise_multiplier, epsilon
-from library.options import plain_options
+from library.machine import plain_options
 from library.private import CLIPS, METHODS, RATES, TUNE_ON, settings_for
 
 TARGET = 3.0

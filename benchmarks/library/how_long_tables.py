@@ -1,4 +1,4 @@
-"""The tables and sentences of docs/how-long.md."""
+"""The tables and sentences of docs/how-long.md and docs/own-data.md."""
 
 from __future__ import annotations
 
@@ -75,9 +75,23 @@ def _private_step() -> list[str]:
     return [f"{case('dp_step', 'residual')['residual over non-private']['fp32']:.2f}"]
 
 
+def _own_images() -> str:
+    body = [
+        [
+            row["case"].removesuffix(" pixels"),
+            f"{row['describe_seconds']:.0f} s",
+            f"{row['synthesize_seconds']:.0f} s",
+            f"{100 * row['accuracy']:.1f}",
+        ]
+        for row in lines("own_images")
+    ]
+    return table(["pixels a side", "`describe`", "`synthesize`", "test accuracy"], body)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "how-long-owner": _one_owner,
     "how-long-federation": _federation,
+    "own-images": _own_images,
 }
 SENTENCES: list[tuple[str, str, Callable[[], list[str]]]] = [
     (DOCUMENT, "takes {} s, and 20 rounds of 1,000 steps for ten clients {} days", _paper),

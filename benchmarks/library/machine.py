@@ -16,9 +16,10 @@ from typing import Any, TypeVar
 import torch
 
 from fedsynth.cli.process import keep_large_allocations
-from library.options import rows_file
+from library import RESULTS
 
 Case = TypeVar("Case")
+ONE_ROUND = "one round and few steps, to see that it runs"
 
 
 def machine() -> dict[str, Any]:
@@ -108,9 +109,7 @@ def saver(name: str, options: argparse.Namespace) -> Callable[[dict[str, Any]], 
 
 def arguments(description: str | None) -> argparse.ArgumentParser:
     """The options that every timing benchmark has."""
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = plain_options(description)
     parser.add_argument(
         "--quick", action="store_true", help="a narrow network and one repeat, to see that it runs"
     )
@@ -118,3 +117,29 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--repeats", type=int, default=5)
     return parser
+
+
+def table_options(description: str | None, quick: str = ONE_ROUND) -> argparse.ArgumentParser:
+    """Those of a script that makes a table: --quick, --json and --device.
+
+    Args:
+        description: the script's docstring.
+        quick: what --quick does.
+    """
+    parser = plain_options(description)
+    parser.add_argument("--quick", action="store_true", help=quick)
+    parser.add_argument("--json", action="store_true", help="print the table as JSON")
+    parser.add_argument("--device", default="auto")
+    return parser
+
+
+def plain_options(description: str | None) -> argparse.ArgumentParser:
+    """None yet; the description is shown as it stands."""
+    return argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+
+
+def rows_file(name: str, options: argparse.Namespace) -> Path:
+    """Where a script's rows stand; those of --quick apart."""
+    return RESULTS / f"{name}{'_quick' if options.quick else ''}.jsonl"

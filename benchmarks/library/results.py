@@ -24,8 +24,7 @@ from fedsynth.evaluation.generated import GENERATOR
 from fedsynth.federation.simulation import simulate
 from fedsynth.federation.terms.resolve import fingerprint as fingerprint
 from fedsynth.federation.terms.settings import RunSettings
-from library.machine import machine
-from library.options import rows_file
+from library.machine import machine, plain_options, rows_file
 
 Data = tuple[ImageData, ImageData]
 Run = Callable[[RunSettings, Data], dict[str, Any]]
@@ -211,9 +210,7 @@ def table_parser(
         quick: what --quick does; None: one round and few steps.
         seeds: of the runs.
     """
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = plain_options(description)
     parser.add_argument(
         "--quick", action="store_true", help=quick or "one round, few steps: a test"
     )
