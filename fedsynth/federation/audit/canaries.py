@@ -79,11 +79,16 @@ def log_likelihood_ratios(
     return torch.logaddexp(torch.full_like(ratio, math.log1p(-rate)), math.log(rate) + ratio)
 
 
-def clipped(rows_ND: Tensor, clip: float) -> Tensor:
-    """The theorem's ū, float64: the auditor's own, so that a fault does not hide itself."""
+def finite(rows_ND: Tensor) -> Tensor:
+    """The rows in float64, those that are not finite as zeros."""
     rows = rows_ND.detach().to(torch.float64)
-    norms = rows.norm(dim=1, keepdim=True)
-    return torch.where(norms.isfinite(), rows * (clip / norms).clamp_max(1.0), 0.0)
+    return torch.where(rows.norm(dim=1, keepdim=True).isfinite(), rows, 0.0)
+
+
+def shrinking(rows_ND: Tensor, clip: float) -> Tensor:
+    """The factors [N, 1] of the theorem's clip: the auditor's own, so that a fault does not hide
+    itself."""
+    return (clip / rows_ND.norm(dim=1, keepdim=True)).clamp_max(1.0)
 
 
 @dataclass(frozen=True)
@@ -211,6 +216,10 @@ class AuditedSums(GaussianSums):
         """(ū [N, K] of some canaries, their coordinates [K], None: all; whether orthogonal)."""
         raise NotImplementedError  # abstract
 
+    def _clip_is_missing(self, released_GD: Tensor) -> bool:
+        """Whether the release looks like a sum of vectors that nobody clipped."""
+        return False
+
     def sample(self, records: int) -> Tensor:
         """As in `GaussianSums`."""
         if records != len(self._records):
@@ -220,7 +229,7 @@ class AuditedSums(GaussianSums):
         given, self._taken = self._give_out(super().sample(records))
         self._given = self._records[given]
         self._at = 0
-        self._rest = torch.zeros(self._groups, self._width, dtype=torch.float64)
+        self._rest = torch.zeros(2, self._groups, self._width, dtype=torch.float64)
         return given
 
     def add(self, rows_ND: Tensor, groups_N: Tensor, sample: Sample | None = None) -> None:
@@ -253,8 +262,9 @@ class AuditedSums(GaussianSums):
         canary = self._given[here].to(rows_ND.device)
         rows = self._vectors(rows_ND, canary)
         other = canary < 0
-        known = clipped(rows[other], self._release.sensitivity)
-        self._rest = self._rest.to(rows.device).index_add(0, groups_N[other], known)
+        known = finite(rows[other])
+        both = torch.stack([known * shrinking(known, self._release.sensitivity), known])
+        self._rest = self._rest.to(rows.device).index_add(1, groups_N[other], both)
         return rows, canary, self._taken[here].to(rows_ND.device)
 
     def release(self) -> Released:
@@ -266,7 +276,9 @@ class AuditedSums(GaussianSums):
         if self._at != len(self._given):
             raise PrivacyError(f"of {len(self._given)} sampled records {self._at} came to the sum")
         released = super().release()
-        left = released.to(self._rest) - self._rest
+        y_GD = released.to(self._rest)
+        self._unclipped = self._clip_is_missing(y_GD)
+        left = y_GD - self._rest[int(self._unclipped)]
         row = self._release
         for y, members in zip(left, self._members, strict=True):
             if not len(members):
@@ -368,13 +380,26 @@ class ImageSums(AuditedSums):
 
     def _vectors(self, rows_ND: Tensor, canary_N: Tensor) -> Tensor:
         theirs = canary_N >= 0
-        known = clipped(rows_ND[theirs], self._release.sensitivity)
-        self._known = self._known.to(known.device)
-        self._known[canary_N[theirs]] = known.to(self._known)
+        self._known = self._known.to(rows_ND.device)
+        self._known[canary_N[theirs]] = finite(rows_ND[theirs]).to(self._known)
         return rows_ND
 
     def _replaced(self, canary_N: Tensor) -> Tensor:
         return torch.zeros_like(canary_N, dtype=torch.bool)
 
+    def _clip_is_missing(self, released_GD: Tensor) -> bool:
+        factors = shrinking(self._known, self._release.sensitivity)
+        rate = self._release.sample_rate
+        misfits = torch.zeros(2, dtype=torch.float64)
+        for rest, factor, at in zip(self._rest, (factors, torch.ones_like(factors)), (0, 1)):
+            for y, r, members in zip(released_GD, rest, self._members, strict=True):
+                there = members.to(factor.device)
+                expected = r + rate / 2 * (factor[there].T @ self._known[there])[0]
+                misfits[at] += (y - expected).square().sum().cpu()
+        return bool(misfits[1] < misfits[0])
+
     def _contributions(self, members: Tensor) -> tuple[Tensor, Tensor | None, bool]:
-        return self._known[members.to(self._known.device)], None, False
+        known = self._known[members.to(self._known.device)]
+        if not self._unclipped:
+            known *= shrinking(known, self._release.sensitivity)
+        return known, None, False
