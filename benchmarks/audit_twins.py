@@ -64,7 +64,7 @@ TWINS: dict[str, dict[str, Any]] = {
 @cache
 def settings_of(name: str, quick: bool) -> RunSettings:
     method, options, privacy = MECHANISMS[name]
-    sections = {
+    sections: dict[str, dict[str, Any]] = {
         "run": {"method": method, "rounds": 1 if quick else 2, "device": "cpu"},
         "partition": {"clients": 1},
         "model": {"width": 48 if method == "fedavg" else 8},

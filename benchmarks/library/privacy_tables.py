@@ -8,6 +8,7 @@ import math
 import statistics
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 
 from library.rows import NOTHING, STATISTICS_SEEDS, by_key, lines, percents, spread, table
 
@@ -92,9 +93,9 @@ def _residual_over_features() -> list[str]:
     return [f"{min(ahead):.1f}", f"{max(ahead):.1f}"]
 
 
-def _bounds(key: str) -> str:
+def _bounds(key: str, name: str = "audit_table") -> str:
     """Mean (range) of the lower bounds that the audits of one kind found."""
-    found = [row["epsilon_lower_bound"] for row in lines("audit_table") if row["key"] == key]
+    found = [row["epsilon_lower_bound"] for row in lines(name) if row["key"] == key]
     if not found:
         return NOTHING
     mean = f"{statistics.mean(found):.2f}"
@@ -115,8 +116,22 @@ def _audit() -> str:
     return table(head, body)
 
 
+TWINS = ("honest", "no clip", "half the noise", "a quarter of the noise", "public mask")
+OF_TWINS = (*AUDITED[:2], "DP-SGD (FedAvg)", "DP-SGD (FedAvg), q = 0.1", "FedSum", "FedStats")
+
+
+def _twins() -> str:
+    body = []
+    for name, kind in product(OF_TWINS, ("vectors", "images", "images, earlier scores")):
+        found = [_bounds(f"{name}, {kind}, {twin}", "audit_twins") for twin in TWINS]
+        if set(found) != {NOTHING}:
+            body.append([name, kind, *found])
+    return table(["mechanism", "canaries", *TWINS], body)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "audit": _audit,
+    "audit-twins": _twins,
     "private-accuracy": partial(_utility, ("1", "10"), 1, False),
     "dp-utility": partial(_utility, ("1", "3", "10"), 2, True),
 }

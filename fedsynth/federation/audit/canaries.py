@@ -14,7 +14,8 @@ v = q/2·(1 − q/2) for "in, and sampled",
     k_i = ū_iᵀ A_i⁻¹ ū_i,    z_i = ū_iᵀ A_i⁻¹ (y − q/2·Σ_{j≠i} ū_j),
     score_i = log(1 − q + q·exp(z_i − k_i/2)),
 
-which is exact for orthogonal canaries. The lower bound holds for any score; a better score makes it
+which is exact for orthogonal canaries. Where a release of images looks as if nothing was clipped,
+ū_i is the vector as it came. The lower bound holds for any score; a better score makes it
 higher.
 """
 
@@ -88,7 +89,8 @@ def finite(rows_ND: Tensor) -> Tensor:
 def shrinking(rows_ND: Tensor, clip: float) -> Tensor:
     """The factors [N, 1] of the theorem's clip: the auditor's own, so that a fault does not hide
     itself."""
-    return (clip / rows_ND.norm(dim=1, keepdim=True)).clamp_max(1.0)
+    norms: Tensor = rows_ND.norm(dim=1, keepdim=True)
+    return (clip / norms).clamp_max(1.0)
 
 
 @dataclass(frozen=True)
@@ -217,7 +219,8 @@ class AuditedSums(GaussianSums):
         raise NotImplementedError  # abstract
 
     def _clip_is_missing(self, released_GD: Tensor) -> bool:
-        """Whether the release looks like a sum of vectors that nobody clipped."""
+        """Whether the release is nearer to the expected sum of the vectors as they came than of
+        the clipped ones. It looks at the release only, so the bound holds whatever it answers."""
         return False
 
     def sample(self, records: int) -> Tensor:
@@ -343,6 +346,10 @@ class VectorSums(AuditedSums):
 class ImageSums(AuditedSums):
     """A canary's vector is what the method makes of its image: network, augmentation and all.
 
+    Each release is scored with the clipped vectors, or with the vectors as they came, whichever
+    sum it is nearer to (`_clip_is_missing`): scores with clipped vectors do not fit the releases
+    of code that does not clip, and cannot tell its canaries apart.
+
     At each release the method makes vectors of all canaries, for the auditor; only those that are
     in and in the sample enter the sum.
 
@@ -390,13 +397,15 @@ class ImageSums(AuditedSums):
     def _clip_is_missing(self, released_GD: Tensor) -> bool:
         factors = shrinking(self._known, self._release.sensitivity)
         rate = self._release.sample_rate
-        misfits = torch.zeros(2, dtype=torch.float64)
-        for rest, factor, at in zip(self._rest, (factors, torch.ones_like(factors)), (0, 1)):
-            for y, r, members in zip(released_GD, rest, self._members, strict=True):
+        misfits = []
+        for rest, factor in zip(self._rest, (factors, torch.ones_like(factors)), strict=True):
+            misfit = 0.0
+            for y, known, members in zip(released_GD, rest, self._members, strict=True):
                 there = members.to(factor.device)
-                expected = r + rate / 2 * (factor[there].T @ self._known[there])[0]
-                misfits[at] += (y - expected).square().sum().cpu()
-        return bool(misfits[1] < misfits[0])
+                expected = known + rate / 2 * (factor[there].T @ self._known[there])[0]
+                misfit += float((y - expected).square().sum())
+            misfits.append(misfit)
+        return misfits[1] < misfits[0]
 
     def _contributions(self, members: Tensor) -> tuple[Tensor, Tensor | None, bool]:
         known = self._known[members.to(self._known.device)]
