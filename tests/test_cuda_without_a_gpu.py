@@ -62,13 +62,13 @@ REASONS = {
     "one look at what came, before it is used": """
         core/uploads.py:Array.check core/uploads.py:check_values
         methods/fedgen.py:FedGen.check_upload synthesizer/condensation/sets.py:check_set
-        data/images.py:_check_finite data/images.py:_check_label_range
+        data/images.py:_check_finite data/images.py:_checked_numbers
         data/images.py:ImageData.subset federation/exchange/checks.py:check_finite
         methods/fedfm.py:FedFM.task methods/fedgen.py:FedGen.task
         privacy/requests.py:check_numbers
     """,
     "the data, once": """
-        data/images.py:ImageData.to
+        data/images.py:ImageData.to.<locals>.<lambda>
     """,
     "which vectors are there, once for each step": """
         core/feature_cache.py:feature_table
@@ -83,9 +83,7 @@ REASONS = {
         data/fingerprints.py:record_digests
     """,
     "a result that is read, once for each round": """
-        evaluation/generated.py:_images evaluation/generated.py:agreement
-        evaluation/generated.py:student_agreement evaluation/generated.py:class_entropy
-        evaluation/generated.py:classes_present
+        evaluation/generated.py:describe
         federation/exchange/client_runtime.py:ClientRuntime.evaluate
         federation/exchange/client_group.py:evaluate_together
         federation/outputs/measure.py:Measure._on_test
