@@ -278,7 +278,7 @@ class Ledger:
         try:
             file = open_regular(path, writing=writing, max_bytes=MAX_TEXT_BYTES)
         except OSError as error:
-            raise LedgerError(f"cannot open ledger {path}: {error}") from error
+            raise LedgerError(f"cannot open ledger {path}: {error.strerror or error}") from error
         with file:  # closing releases the lock
             lock(file, path, shared=not writing)
             yield file

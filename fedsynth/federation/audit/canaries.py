@@ -176,9 +176,23 @@ class Canaries:
     def series(
         self, release: Release, groups: int, guard: Guard, secret: SecretGenerator
     ) -> GaussianSums:
-        """A charged series of the client's, watched."""
-        kind = ImageSums if self.kind == IMAGES else VectorSums
-        return kind(release, groups, guard, secret, self)
+        """Returns a charged series of the client's, watched.
+
+        Raises:
+            PrivacySettingError: what images contribute to a release takes more than `memory_bytes`.
+        """
+        if self.kind != IMAGES:
+            return VectorSums(release, groups, guard, secret, self)
+        needed = 4 * len(self) * (release.dimension // groups)
+        if needed > self.memory_bytes:
+            raise PrivacySettingError(
+                None,
+                "canaries",
+                f"are too many: what {len(self)} images contribute to one release takes "
+                f"{needed / 2**30:.1f} GiB; audit with fewer, canaries_as=vectors, or more "
+                "run.memory_gb",
+            )
+        return ImageSums(release, groups, guard, secret, self)
 
 
 class AuditedSums(GaussianSums):
@@ -212,7 +226,7 @@ class AuditedSums(GaussianSums):
 
     def _replaced(self, canary_N: Tensor) -> Tensor:
         """Which of these records `_vectors` has given other vectors than the method's, bool [N]."""
-        raise NotImplementedError  # abstract
+        return torch.zeros_like(canary_N, dtype=torch.bool)
 
     def _contributions(self, members: Tensor) -> tuple[Tensor, Tensor | None, bool]:
         """(ū [N, K] of some canaries, their coordinates [K], None: all; whether orthogonal)."""
@@ -352,29 +366,7 @@ class ImageSums(AuditedSums):
 
     At each release the method makes vectors of all canaries, for the auditor; only those that are
     in and in the sample enter the sum.
-
-    Raises:
-        PrivacySettingError: the contributions would take more than the canaries' `memory_bytes`.
     """
-
-    def __init__(
-        self,
-        release: Release,
-        groups: int,
-        guard: Guard,
-        secret: SecretGenerator,
-        canaries: Canaries,
-    ) -> None:
-        needed = 4 * len(canaries) * (release.dimension // groups)
-        if needed > canaries.memory_bytes:
-            raise PrivacySettingError(
-                None,
-                "canaries",
-                f"are too many: what {len(canaries)} images contribute to one release takes "
-                f"{needed / 2**30:.1f} GiB; audit with fewer, canaries_as=vectors, or more "
-                "run.memory_gb",
-            )
-        super().__init__(release, groups, guard, secret, canaries)
 
     def _give_out(self, sampled: Tensor) -> tuple[Tensor, Tensor]:
         self._known = torch.zeros(len(self._canaries), self._width)
@@ -390,9 +382,6 @@ class ImageSums(AuditedSums):
         self._known = self._known.to(rows_ND.device)
         self._known[canary_N[theirs]] = finite(rows_ND[theirs]).to(self._known)
         return rows_ND
-
-    def _replaced(self, canary_N: Tensor) -> Tensor:
-        return torch.zeros_like(canary_N, dtype=torch.bool)
 
     def _clip_is_missing(self, released_GD: Tensor) -> bool:
         factors = shrinking(self._known, self._release.sensitivity)
