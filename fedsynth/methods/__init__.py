@@ -1,5 +1,5 @@
-"""Methods by name. Listing them imports neither torch nor any method; `registry.py` has the
-list."""
+"""Methods by name. Listing them imports neither torch nor any method; the list is in
+`registry.py`."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 DEFAULT_METHOD = "feddm"
 CLASSES: Mapping[str, str] = MappingProxyType(homes(Path(__file__).with_name("registry.py")))
-"""A registered class: its module."""
+"""The module of each registered class."""
 
 
 def name_of(class_name: str) -> str:
-    """The name of a method with this class.
+    """Returns the name of the method with this class.
 
     >>> name_of("FedDM"), name_of("FedFMLite")
     ('feddm', 'fedfm-lite')
@@ -34,7 +34,7 @@ def name_of(class_name: str) -> str:
 METHODS: Mapping[str, str] = MappingProxyType(
     {name_of(name): f"{module}:{name}" for name, module in CLASSES.items()}
 )
-"""A method's name: its module and class."""
+"""The module and class of each method, by its name."""
 
 
 _OWN: dict[str, tuple[type[Method], OwnCode | None]] = {}
@@ -42,17 +42,17 @@ _OWN: dict[str, tuple[type[Method], OwnCode | None]] = {}
 
 
 def register_method(method: type[Method], source: OwnCode | None = None) -> str:
-    """Makes a method of one's own known by its name, to settings, config files and `verify`.
+    """Registers a custom method under its name, for settings, config files and `verify`.
 
     Args:
-        method: its class; another of that name, that was registered before, is replaced.
-        source: the file that it comes from, where it was loaded from one.
+        method: its class; replaces a method registered earlier under that name.
+        source: the file that it was loaded from, if any.
 
     Returns:
         The name, lower case.
 
     Raises:
-        SettingError: it is no method, or has the name of a method of the package.
+        SettingError: it is not a method, or has the name of a method of the package.
 
     >>> from dataclasses import dataclass
     >>> from fedsynth import FedAvg, RunSettings, register_method, resolve
@@ -83,20 +83,20 @@ def register_method(method: type[Method], source: OwnCode | None = None) -> str:
 
 
 def own_source(name: str) -> OwnCode | None:
-    """The file that the method of this name was loaded from; None: from none."""
+    """Returns the file that the method of this name was loaded from, if any."""
     return _OWN[name][1] if name in _OWN else None
 
 
 def is_own_method(method: Method) -> bool:
-    """Whether a method's class comes from outside the package."""
+    """Returns whether a method's class comes from outside the package."""
     return not type(method).__module__.startswith(f"{__name__}.")
 
 
 def method_class(name: str) -> type[Method]:
-    """The class of a method, whose name may be in any case.
+    """Returns a method's class by its name, in any case.
 
     Raises:
-        UnknownNameError: no such method; names the near matches.
+        UnknownNameError: no such method; lists close matches.
     """
     name = name.lower()
     if name in _OWN:

@@ -1,6 +1,6 @@
-"""The methods: one line each. All that lists methods derives its list from these lines.
+"""The methods, one line each. Every list of methods is derived from these lines.
 
-A method's name is its class's in lower case, and a word after capitals is set off by a hyphen:
+A method's name is its class name in lower case, with a hyphen before a word after capitals:
 `FedDM` is "feddm", `FedFMLite` is "fedfm-lite". `fedsynth.methods` reads this file's text, so that
 listing methods imports none; type checkers take the names from here.
 """

@@ -21,8 +21,8 @@ class AveragingState(ServerState):
     """The state of a method that averages models.
 
     Args:
-        cache: of every client the last model, [K, …] for each parameter; {}: not kept. The slot of
-            a client that has sent none holds w⁰ (FedKF, Algorithm 1, line 2).
+        cache: every client's last model, [K, …] for each parameter; {}: not kept. The slot of a
+            client that has sent none holds w⁰ (FedKF, Algorithm 1, line 2).
         seen: which clients have sent a model, bool [K].
         overall: OCA; {}: not kept.
     """
@@ -36,12 +36,12 @@ Averaging = TypeVar("Averaging", bound=AveragingState)
 
 
 def average(uploads: Mapping[int, ModelParameters], *, even: bool = False) -> dict[str, Tensor]:
-    """Σ_k weight_k · parameters_k / Σ_k weight_k, summed in float64 one upload at a time, by client
-    number; counters (integer buffers) are taken from the first upload.
+    """Returns Σ_k weight_k · parameters_k / Σ_k weight_k, summed in float64, one upload at a time, by
+    client index; counters (integer buffers) are taken from the first upload.
 
     Args:
-        uploads: by client, with a weight above zero, all in all.
-        even: all with the same weight instead.
+        uploads: by client index, with a total weight above zero.
+        even: weight all uploads equally instead.
     """
     sent = list(uploads.values())
     weights = [1.0 if even else u.weight for u in sent]
@@ -59,7 +59,7 @@ def average(uploads: Mapping[int, ModelParameters], *, even: bool = False) -> di
 
 
 def trainable(context: RoundContext) -> list[str]:
-    """Names of the parameters, without buffers."""
+    """Returns the names of the parameters, without buffers."""
     return [name for name, _ in context.architecture.named_parameters()]
 
 
@@ -71,12 +71,12 @@ def cached(
     *,
     everybody: bool = False,
 ) -> Averaging:
-    """`state` with the cache after a round, and OCA of it.
+    """Returns `state` with the cache after a round, and its OCA.
 
     Args:
         before: the state before the round.
         uploads: of the round; those of weight 0 (dropped, or without an example) do not count.
-        everybody: see `overall_average`.
+        everybody: as in `overall_average`.
     """
     device = next(iter(before.parameters.values())).device
     seen = before.seen
@@ -106,15 +106,15 @@ def cached(
 def overall_average(
     cache: Mapping[str, Tensor], seen: Tensor, context: RoundContext, *, everybody: bool = False
 ) -> dict[str, Tensor]:
-    """OCA: the average of the slots of all clients that have sent a model so far, weighted by n_k.
+    """Returns OCA: the average, weighted by n_k, of the slots of all clients that have sent a model.
 
     Args:
-        cache, seen: see `AveragingState`; somebody has sent a model.
-        everybody: all K slots count, also those that hold w⁰ (FedKF, Algorithm 1, line 10). The
-            official code averages those that it has seen.
+        cache, seen: see `AveragingState`; at least one client has sent a model.
+        everybody: average all K slots, also those that hold w⁰ (FedKF, Algorithm 1, line 10). The
+            official code averages only clients that have sent a model.
 
-    With differential privacy, where n_k is private, clients count alike; who has taken part is
-    public.
+    With differential privacy, where n_k is private, clients have equal weight; who has taken part
+    is public.
     """
     sizes = torch.tensor(context.sizes or [1] * context.clients, dtype=torch.float64)
     counted = sizes if everybody else sizes * seen.to(sizes)

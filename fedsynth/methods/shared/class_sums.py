@@ -1,7 +1,7 @@
-"""Sums by class of a vector of each example, and how many there are: exact with DP off, charged and
-noisy with DP on.
+"""Per-class sums of a vector per example, and class counts: exact without DP, charged and noisy
+with it.
 
-FedAF's class-mean logits and FedFM's anchors are both made of these.
+FedAF's class-mean logits and FedFM's anchors are computed from these.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ COUNTS = "class counts"
 """The name of the counts' plan."""
 
 Rows = Callable[[Tensor], Tensor]
-"""Normalised images [N, C, H, W] -> a vector of each [N, D], which depends on that image alone;
-called without graph."""
+"""Normalised images [N, C, H, W] -> one vector per image [N, D], which depends only on that image;
+called without gradients."""
 
 
 @dataclass(frozen=True)
 class ClassSums:
-    """What `class_sums` finds of one client.
+    """The class sums and counts of one client.
 
     Args:
         sums: [classes, D].
@@ -52,12 +52,12 @@ def sums_plans(
     noise: float,
     phase: str,
 ) -> tuple[PrivatePlan, PrivatePlan]:
-    """Of the sums and of the counts, without sampling.
+    """Returns the plans of the sums and of the counts, without sampling.
 
     Args:
         name: of the sums' plan; that of the counts is `COUNTS`.
-        what: whose class sums they are, in words.
-        each: what is clipped, in words.
+        what: the summed quantity, in words.
+        each: the clipped quantity, in words.
         clip: L2 bound of one example's vector.
         width: D of the vectors.
         classes: how many sums there are.
@@ -100,11 +100,11 @@ def counts_plan(
 
 
 def sums_rules(client: int, width: int, name: str, context: RoundContext) -> dict[str, Rule]:
-    """Of an upload's `sums` [classes, width] and `counts` [classes]; with noise these may be below
-    zero, and large where the noise is.
+    """Returns the rules of an upload's `sums` [classes, width] and `counts` [classes]; with noise
+    counts may be negative, and both as large as the noise.
 
     Args:
-        client: whose.
+        client: the uploading client's index.
         width: D.
         name: of the sums' plan.
         context: the round's.
@@ -126,12 +126,12 @@ def class_sums(
     name: str,
     context: RoundContext,
 ) -> ClassSums:
-    """The sums of one client of the group.
+    """Returns the sums of one client of the group.
 
     Args:
         clients: private ones were charged for the two plans of `sums_plans`.
-        position: which client.
-        rows: makes the vectors.
+        position: of the client in the group.
+        rows: computes the vectors.
         width: D.
         name: of the sums' plan.
         context: the round's.
@@ -163,14 +163,14 @@ def class_means(
     context: RoundContext,
     least: float = 1.0,
 ) -> Sequence[tuple[Tensor, Tensor]]:
-    """Each client's class means [classes, D], and which classes it has [classes].
+    """Returns each client's class means [classes, D], and which classes it has [classes].
 
     The rows of other classes are near zero, and must not be used.
 
     Args:
         clients, rows, width, name, context: see `class_sums`.
-        least: private clients have the classes whose noisy count is at least this, at least 1, and
-            at least two deviations of its noise, as noise may make any count.
+        least: a private client has a class if its noisy count is at least this, at least 1, and at
+            least two standard deviations of its noise.
     """
     found = []
     for position in range(len(clients.ids)):

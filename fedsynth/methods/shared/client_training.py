@@ -1,4 +1,4 @@
-"""Training of a group of clients' models on their own data: what one client's training adds
+"""Training of a group of clients' models on their own data: one client's additions to the loss
 (`Task`), open training by SGD, private training by DP-SGD."""
 
 from __future__ import annotations
@@ -26,36 +26,36 @@ from fedsynth.version import __version__
 MODEL = "model"
 """The name of the trained model's plan."""
 SHARES = 100
-"""Of a client's training, in which progress is told."""
+"""Parts of a client's training in which progress is reported."""
 HASHED = 4096
-"""Images that are looked up at a time for a digest."""
+"""Images that are loaded at a time for a digest."""
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What a client's training was: the upload's weight, and the steps that it took."""
+    """The result of a client's training: the upload's weight, and the number of steps."""
 
     weight: float
     steps: int
 
 
 def plain_upload(model: nn.Module, trained: Trained) -> tuple[Message, Memory]:
-    """The model, and nothing to remember."""
+    """Returns the model as the upload, and an empty memory."""
     return ModelParameters(model.state_dict(), trained.weight), {}
 
 
 @dataclass(frozen=True)
 class Task:
-    """What one client's training of a round adds to plain SGD on its cross-entropy, and what
-    becomes of the result.
+    """One client's additions in a round to plain SGD on its cross-entropy, and the handling of the
+    result.
 
     Args:
         penalty: (the network in training) -> a scalar added to each step's loss; sees no data of
             the client.
         loss: (network, x [N, C, H, W], y [N]) -> the loss of each example [N], in place of its
-            cross-entropy; with differential privacy it looks at no other example.
+            cross-entropy; with differential privacy it must not depend on other examples.
         stateful: the loss draws or keeps state, so that its steps cannot be recorded.
-        finish: (the trained model, how) -> upload and memory.
+        finish: (the trained model, its `Trained`) -> upload and memory.
 
     >>> from fedsynth import ModelSettings, RunSettings, TrainsLocally, simulate
     >>> class Ridge(TrainsLocally):
@@ -74,8 +74,8 @@ class Task:
 
     @property
     def plain(self) -> bool:
-        """Whether training is SGD on the cross-entropy and at most a `Pull`, so that many clients
-        can be trained in one pass."""
+        """Returns whether training is SGD on the cross-entropy plus at most a `Pull`, so that many
+        clients can be trained in one pass."""
         return self.loss is None and (self.penalty is None or isinstance(self.penalty, Pull))
 
 
@@ -92,7 +92,7 @@ def train_openly(
 
     Args:
         models, tasks, settings: of each client of the group.
-        together: in one pass, where the tasks allow it; else one after another.
+        together: train in one pass if the tasks allow it; else one after another.
     """
     learners = [
         Learner(
@@ -107,7 +107,7 @@ def train_openly(
         )
     ]
     at_once = together and all(task.plain for task in tasks)
-    # how many share a step is a matter of memory, and must not decide a client's precision
+    # memory decides how many clients share a step; this must not change a client's precision
     precision = torch.float32 if at_once else context.precision
     if at_once and len(models) > 1:
         train_together(
@@ -129,7 +129,7 @@ def train_privately(
     optimiser: Optimiser,
     context: RoundContext,
 ) -> list[Trained]:
-    """Trains the models in place by DP-SGD, as many steps as each client was charged for."""
+    """Trains the models in place by DP-SGD, for the steps that each client was charged for."""
     trained = []
     for position, (model, task) in enumerate(zip(models, tasks, strict=True)):
         alone = clients.alone(position)
@@ -142,7 +142,7 @@ def train_privately(
 
 
 def _report(context: RoundContext, before: int, clients: int, done: int, total: int) -> None:
-    """Of one client's training, as a share of all of the group's, each of which counts alike."""
+    """Reports one client's progress as a share of the group's, in which all count equally."""
     share = SHARES * done // total
     context.report("local training", SHARES * before + share, SHARES * clients)
 
@@ -160,7 +160,7 @@ def _train_alone(
     loss = task.loss
     keeper: StepKeeper = context.keeper if task.plain else KeepsNothing()
     name = f"train-{client}"
-    known = learner.penalty is None or type(learner.penalty) is Pull  # in all that it depends on
+    known = learner.penalty is None or type(learner.penalty) is Pull  # fully covered by the digest
     if keeper.shared is not None and known and len(mine):
         keeper = keeper.shared
         name = f"train-{training_digest(learner, clients, context.device, precision)}"
@@ -183,14 +183,15 @@ def _train_alone(
 def training_digest(
     learner: Learner, clients: OpenClients, device: torch.device, precision: torch.dtype
 ) -> str:
-    """Names a plain training by start, network, data, order, rule, penalty and what computes it.
+    """Returns a digest of a plain training: initial model, data, order, optimiser, penalty, hardware
+    and versions.
 
-    Equal names have equal results for networks of this package, whose words (`repr`) and values
-    say all of them, and for one version of it.
+    Equal digests have equal results for networks of this package, which `repr` and values define
+    fully, and for one version of it.
     """
     found = hashlib.blake2b(digest_size=16)
     model = learner.model
-    pull = learner.penalty if isinstance(learner.penalty, Pull) else None  # it is `plain`
+    pull = learner.penalty if isinstance(learner.penalty, Pull) else None  # the task is `plain`
     words = (
         f"{type(model).__module__}.{type(model).__qualname__}",
         repr(model),
@@ -220,7 +221,7 @@ def training_digest(
 
 
 def mean_loss(model: nn.Module, clients: OpenClients, position: int) -> float:
-    """The mean cross-entropy of a model on all examples of one client of the group; 0 for none."""
+    """Returns a model's mean cross-entropy on all examples of one client; 0 if it has none."""
     mine = clients.examples(position)
     total = 0.0
     with torch.no_grad():

@@ -1,13 +1,13 @@
-"""What methods share whose clients condense their data into images, class by class.
+"""The base class of methods whose clients condense their data into images, class by class.
 
-A method says through which networks its clients look at real and synthetic images (`feature_maps`);
-it may add to what the images are pulled by (`objective`), and to what a client sends (`statistics`,
-`make_upload`; with differential privacy `private_plans` has a row for each thing that leaves). The
-rest is here: start images, real batches, the mechanism's matcher, batch norm, the loop, the images
-that a client keeps, and the upload. The server trains on the union of all sets (`TrainsOnUnion`).
+A method defines the networks that embed real and synthetic images (`feature_maps`). It may add
+terms to the loss (`objective`) and fields to the upload (`statistics`, `make_upload`; with
+differential privacy `private_plans` has an entry for each release). The rest is here: initial
+images, real batches, the mechanism's matcher, batch norm, the loop, the images that a client keeps,
+and the upload. The server trains on the union of all sets (`TrainsOnUnion`).
 
-With differential privacy the images start from noise, all classes are sent, and nothing but the
-matcher and `statistics` meets data: through releases that are charged first.
+With differential privacy the images start from noise and all classes are sent. Only the matcher and
+`statistics` access the data, through releases that are charged first.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ class Condenses(TrainsOnUnion):
         image_momentum: of the images' gradient steps.
         batch: real images of a class in a step.
         small_class: classes smaller than the batch: "all" examples (the exact mean) or "resample".
-        min_examples: a client sends a class if it has at least so many examples of it. With
-            differential privacy no rule looks at true counts; released ones are held against it.
+        min_examples: a client sends a class if it has at least this many examples of it. With
+            differential privacy released counts are compared with it, never true ones.
         start_average: random real images that a start image is the mean of; 1: real images as they
             are. With differential privacy images start from public noise.
         restart: False keeps S over the rounds; True goes back to the start images each round.
@@ -90,7 +90,7 @@ class Condenses(TrainsOnUnion):
             (`fedsynth.synthesizer.condensation.distributions`); not with differential privacy.
         blur: of those losses, in their units.
 
-    A method of one's own says through which networks a step looks at the images:
+    A custom method defines the networks that embed the images in a step:
     >>> from fedsynth import ModelSettings, RunSettings, simulate
     >>> class OneNetwork(Condenses):
     ...     name = "one-network"
@@ -105,7 +105,7 @@ class Condenses(TrainsOnUnion):
     upload: ClassVar[type[Message]] = SyntheticSet
     protects: ClassVar[tuple[str, ...]] = ("residual",)
     matches_logits: ClassVar[bool] = True
-    """Whether logits are matched beside embeddings, or embeddings alone."""
+    """Whether logits are matched in addition to embeddings."""
 
     ipc: int = 10
     iterations: int = 1000
@@ -133,20 +133,20 @@ class Condenses(TrainsOnUnion):
     def feature_maps(
         self, model: nn.Module, segments: Segments, context: RoundContext, period: int | None
     ) -> FeatureMaps:
-        """What the round's steps look through, drawn from its public seed: clients share them.
+        """Returns the round's networks, drawn from its public seed, so that all clients share them.
 
         Args:
             model: w_r, frozen; with batch norm, one with grouped statistics.
             segments: of the images, (client, class) pairs.
             context: the round's.
-            period: after so many steps the same draws must come again; None: never.
+            period: the number of steps after which the draws must repeat; None: never.
         """
         raise NotImplementedError  # abstract
 
     def objective(
         self, matcher: Matcher, message: Down, segments: Segments, context: RoundContext
     ) -> Matcher:
-        """What pulls the images: the matcher, which alone meets data, or that and more.
+        """Returns the images' loss: the matcher, which is the only part that sees data, plus any terms.
 
         Args:
             matcher: of the setting `matching`, or of the mechanism.
@@ -163,10 +163,10 @@ class Condenses(TrainsOnUnion):
         memories: Sequence[Memory],
         context: RoundContext,
     ) -> Sequence[Mapping[str, Tensor]]:
-        """What else each client of the group tells of its data, by name.
+        """Returns further statistics of each client's data to upload, by name.
 
-        Of private clients it is made of charged series (`class_sums`). It is asked for before the
-        images are condensed.
+        Those of private clients come from charged series (`class_sums`). They are computed before
+        the images are condensed.
 
         Args:
             model: w_r, frozen, in evaluation mode.
@@ -179,17 +179,17 @@ class Condenses(TrainsOnUnion):
     def make_upload(
         self, images: SyntheticSet, statistics: Mapping[str, Tensor], context: RoundContext
     ) -> Message:
-        """What a client sends.
+        """Returns a client's upload.
 
         Args:
             images: its condensed images, normalised, with labels.
-            statistics: what `statistics` gave for it.
+            statistics: what `statistics` returned for it.
             context: the round's.
         """
         return images
 
     def open_start(self, clients: OpenClients, segments: Segments, context: RoundContext) -> Tensor:
-        """The images [S, ipc, C, H, W] that open clients start from."""
+        """Returns the initial images [S, ipc, C, H, W] of open clients."""
         if self.start_average > 1:
             return averaged_start(clients, segments, self.ipc, self.start_average, context.seed)
         return real_start(clients, segments, self.ipc, context.seed)
@@ -197,7 +197,7 @@ class Condenses(TrainsOnUnion):
     def private_plans(
         self, privacy: PrivacySettings, context: RoundContext
     ) -> tuple[PrivatePlan, ...]:
-        """The images' releases; a method that lets out more appends to them."""
+        """Returns the images' releases; a method with more releases appends them."""
         self.check_private(context)
         plan = image_plan(
             privacy.mechanism or self.protects[0],
@@ -226,7 +226,7 @@ class Condenses(TrainsOnUnion):
         check_embedding(self.name, model)
 
     def check_private(self, context: RoundContext) -> None:
-        """Refuses what no mechanism protects.
+        """Refuses settings that no mechanism protects.
 
         Raises:
             ForbiddenLayerError: batch norm.
@@ -285,7 +285,7 @@ class Condenses(TrainsOnUnion):
         memories: Sequence[Memory],
         context: RoundContext,
     ) -> Tensor:
-        """Where the images of a client were left, unless it starts anew."""
+        """Returns the images that each client kept, or new initial images."""
 
         def fresh() -> Tensor:
             if isinstance(clients, OpenClients):
@@ -315,21 +315,21 @@ class Condenses(TrainsOnUnion):
             round=context.round,
         )
         exact = ExactMatcher(clients, batches, columns)
-        if context.privacy is not None:  # of a mechanism that guarantees nothing
+        if context.privacy is not None:  # a mechanism without a guarantee
             return Matching(PaperMatcher(exact, segments, batches, clients.noise(IMAGES)))
         if self.matching == "mean":
             return Matching(exact)
         return Matching(DistributionMatcher(exact, self.matching, self.blur, columns))
 
     def _sharing(self, segments: Segments, context: RoundContext) -> Tensor:
-        """Which segments share batch statistics: those with the same number [S]."""
+        """Returns a group number per segment [S]; segments of one group share batch statistics."""
         numbers = segments.position if self.batch_norm == "client" else torch.arange(len(segments))
         return numbers.to(context.device)
 
 
 def may_compile(clients: ClientGroup, context: RoundContext) -> bool:
-    """Whether torch.compile may make passes: never those of private clients.
+    """Returns whether torch.compile may be used: never for private clients.
 
-    There one record more would move others to another kernel, which in bf16 shows in the sums.
+    There one more record could move others to another kernel, which in bf16 changes the sums.
     """
     return context.compiled and isinstance(clients, OpenClients)

@@ -1,13 +1,13 @@
-"""What DENSE, FedHydra and FedDF share: clients train as in FedAvg, and the server distils their
-models into one.
+"""The base class of DENSE, FedHydra and FedDF: clients train as in FedAvg, and the server distils
+their models into one.
 
 One round is the one-shot setting. In further rounds clients start from the distilled model, so all
-must have the server's architecture; in a single round each client may have one of its own
+must have the server's architecture; in a single round each client may have a different one
 (`ModelSettings.clients`). Homogeneous students start from the clients' average.
 
-With differential privacy the clients train by DP-SGD; all that the server does is computed from
-their uploads: post-processing. Uploaded batch-norm statistics would be a release without noise, so
-batch norm is refused then; group norm takes its place.
+With differential privacy the clients train by DP-SGD, and the server only post-processes their
+uploads. Uploaded batch-norm statistics would be a release without noise, so batch norm is then
+refused; use group norm instead.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from fedsynth.validation import check_choices
 
 @dataclass(frozen=True)
 class EnsembleState(AveragingState):
-    """What a distilling server has of its last round.
+    """The state of a distilling server, with measurements of the last round.
 
     Args:
         tallies: of the generated images, for the round's facts [epochs, C, C]; None: none were
-            made.
-        matrices: what it measured of its clients, each [C, clients].
+            generated.
+        matrices: measurements of its clients, each [C, clients].
     """
 
     tallies: Tensor | None = None

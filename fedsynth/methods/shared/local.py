@@ -1,13 +1,13 @@
-"""What methods share whose clients train the global model on their own data and send it.
+"""The base class of methods whose clients train the global model on their own data and send it.
 
-A method says what a client's training adds to the cross-entropy (`task`), what the server sends
-(`broadcast`), and what it makes of the models (`server_step`); the rest is here, and in
-`client_training.py`, which trains a group of clients: settings, stragglers, the plan of a private
-run, and the cache of every client's last model.
+A method defines what a client's training adds to the cross-entropy (`task`), the server's message
+(`broadcast`), and the aggregation of the models (`server_step`). The rest is here (settings,
+stragglers, the plan of a private run, the cache of every client's last model) and in
+`client_training.py`, which trains a group of clients.
 
-With differential privacy a task's penalty is added to each step's noisy mean gradient. It may
-depend on the iterate, which is computed from releases, on the server's message and on public
-values: post-processing, at no cost. It must not see the client's data.
+With differential privacy the gradient of a task's penalty is added to each step's noisy mean
+gradient. The penalty may depend on the iterate, which is computed from releases, on the server's
+message and on public values: post-processing, at no cost. It must not see the client's data.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class TrainsLocally(Method):
         lr: of local SGD.
         momentum: of local SGD.
         weight_decay: of local SGD.
-        local_steps: 0: `local_epochs` passes over the client's own data; else so many steps, the
-            same for every client.
+        local_steps: 0: `local_epochs` passes over the client's own data; else the number of steps
+            of every client.
         equal_steps: every client takes local_epochs · ⌊N/(K·batch)⌋ steps, as many as passes over
             data of mean size are, whatever it has itself: FedKF's official code, and so its paper's
             tables. With differential privacy steps are equal in any case.
@@ -75,7 +75,7 @@ class TrainsLocally(Method):
             "all" K, where those never active hold w⁰ (its Algorithm 1): in early rounds most of
             that average is untrained.
 
-    A method of one's own says what is different, such as the server's step:
+    A custom method overrides what is different, such as the server's step:
     >>> import torch
     >>> from fedsynth import ModelSettings, RunSettings, simulate
     >>> class Median(TrainsLocally):
@@ -141,18 +141,18 @@ class TrainsLocally(Method):
         return ModelParameters(state.parameters, 1.0)
 
     def task(self, client: int, message: Down, memory: Memory, context: RoundContext) -> Task:
-        """What this client's training of this round adds."""
+        """Returns what this client's training adds to plain SGD in this round."""
         return Task()
 
     def optimiser(self) -> Optimiser:
-        """What a client's step does with its gradient, open or private."""
+        """Returns the optimiser of a client's local training, open or private."""
         return MomentumSgd(self.lr, self.momentum, self.weight_decay)
 
     def start_model(
         self, client: int, message: Down, memory: Memory, context: RoundContext
     ) -> nn.Module:
-        """The network that a client trains: the message's, or a fresh one of its own
-        architecture."""
+        """Returns the network that a client trains: the message's, or a fresh one if clients have
+        different architectures."""
         if context.client_architectures is None:
             return context.load(message.parameters)
         return copied(context.architecture_of(client)).to(context.device)
@@ -181,7 +181,7 @@ class TrainsLocally(Method):
             model = models[position]
             task = tasks[position]
             how = trained[position]
-            if self.drop_stragglers and client in late:  # as if it had not taken part
+            if self.drop_stragglers and client in late:  # as if the client had not taken part
                 upload = task.finish(model, replace(how, weight=0.0))[0]
             else:
                 upload, memory = task.finish(model, how)
@@ -210,13 +210,12 @@ class TrainsLocally(Method):
         message: Down,
         context: RoundContext,
     ) -> Message:
-        """The upload of one client of the group with what else is made of its data, after its
-        training."""
+        """Returns a client's upload, completed with what is computed from its data after training."""
         sent: Message = upload
         return sent
 
     def late(self, context: RoundContext) -> dict[int, int]:
-        """Clients of the round that do not finish, and the passes that they manage."""
+        """Returns the round's stragglers, and the passes that each completes."""
         if not self.stragglers:
             return {}
         active = context.active
@@ -227,14 +226,14 @@ class TrainsLocally(Method):
         }
 
     def keeps_cache(self) -> bool:
-        """Whether the server needs every client's last model."""
+        """Returns whether the server needs every client's last model."""
         return self.final == "oca"
 
     def combine(
         self, state: State, uploads: Mapping[int, Up], context: RoundContext
     ) -> AveragingState:
-        """The next state from the uploads that count, by client: at least one, with weights above
-        zero. With robust aggregation they are copies of one (`methods/shared/robust.py`)."""
+        """Returns the next state from the uploads that count, by client: at least one, with weights
+        above zero. With robust aggregation all are copies of one (`methods/shared/robust.py`)."""
         before: AveragingState = state
         return replace(before, parameters=average(uploads))
 
@@ -243,7 +242,7 @@ class TrainsLocally(Method):
     ) -> ServerState:
         before: AveragingState = state
         counting = {client: u for client, u in uploads.items() if u.weight > 0}
-        if not counting:  # everybody was dropped, or is without an example: no round at all
+        if not counting:  # every client was dropped or has no examples: skip the round
             return before
         if context.robust != "none":
             counting = robust_uploads(counting, before.parameters, context)
@@ -288,7 +287,7 @@ class TrainsLocally(Method):
     def client_plans(
         self, plans: tuple[PrivatePlan, ...], client: int, context: RoundContext
     ) -> tuple[PrivatePlan, ...]:
-        """Fewer steps for a straggler, and the dimension of the client's own network."""
+        """Returns the plans with a straggler's fewer steps and the client's own model dimension."""
         passes = self.late(context).get(client)
         dimension = parameter_count(context.architecture_of(client))
 
@@ -303,7 +302,7 @@ class TrainsLocally(Method):
         return tuple(own(plan) for plan in plans)
 
     def _sgd(self, epochs: int, context: RoundContext) -> SgdSettings:
-        """Of so many passes: over a client's own data, or as many steps as every client takes."""
+        """Returns SGD settings for `epochs` passes, or for the number of steps common to all clients."""
         steps = self.local_steps or None
         if self.equal_steps:
             sizes = context.sizes
@@ -312,7 +311,7 @@ class TrainsLocally(Method):
         return SgdSettings(epochs, self.batch, self.optimiser(), steps=steps)
 
     def most_steps(self, client: int, context: RoundContext) -> int:
-        """How many steps this client takes at most, from public sizes, or its declared one."""
+        """Returns an upper bound on this client's steps, from public sizes or its declared size."""
         if context.privacy is not None:
             return self.private_plans(context.privacy, context)[0].steps
         size = int(most_examples(client, context))

@@ -1,12 +1,13 @@
-"""Methods whose servers need the sum of their clients' uploads alone, and whose noise protects it:
-each client's own, or that of several together.
+"""Methods whose servers need only the sum of their clients' uploads. Its noise comes from each
+client separately, or from several together.
 
-With `aggregation="own"` every client adds all of the noise that is charged, and anybody may see its
-upload. With "secure" each adds 1/√H of its deviation, H a public minimum of honest clients that
-survive a round: the guarantee then holds for those who see the sum alone. Over data owners' nodes
-the sum is made so that nobody sees more (`fedsynth.federation.exchange.secure_exchange`); a simulation
-assumes it. What is charged is the noise of H clients, however many answered. One of those who
-answer may be who looks, and knows its own noise: of a sum of H clients or fewer nothing is made.
+With `aggregation="own"` every client adds all of the noise that is charged, and its upload may be
+public. With "secure" each adds 1/√H of its standard deviation, where H is a public minimum of
+honest clients that survive a round. The guarantee then holds for parties that see only the sum.
+Over data owners' nodes secure aggregation ensures this
+(`fedsynth.federation.exchange.secure_exchange`); a simulation assumes it. The noise of H clients is
+charged, however many answered. One responding client may be the adversary, which knows its own
+noise: a sum of H clients or fewer is discarded.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Pool:
 
     Attributes:
         sums: [D], float64.
-        deviation: of the noise in each coordinate.
+        deviation: standard deviation of the noise in each coordinate.
         records: the public number of records behind them.
     """
 
@@ -50,22 +51,22 @@ class Pool:
 
 @dataclass(frozen=True)
 class SharesNoise(Method):
-    """A method whose server needs nothing of its clients' uploads but their sum: `from_sum` makes
-    the next state of it, `sum_releases` says what its fields are.
+    """A method whose server needs only the sum of its clients' uploads: `from_sum` computes the
+    next state from it, `sum_releases` maps its fields to releases.
 
     Args:
         aggregation: "own": every client adds all of the noise. "secure": each adds 1/√H of it, and
-            the guarantee holds for those who see the sum alone. Over nodes they see no more; a
+            the guarantee holds for parties that see only the sum. Over nodes this is enforced; a
             simulation assumes it.
-        honest: H, a public minimum of honest clients that survive a round, beside one who may be
-            who looks; 0: all but one, so that nobody may be lost.
+        honest: H, a public minimum of honest clients that survive a round, besides one that may be
+            the adversary; 0: all but one, so that no client may drop out.
     """
 
     aggregation: str = OWN
     honest: int = 0
 
     def check_aggregation(self) -> None:
-        """Refuses what is no way of adding up."""
+        """Refuses invalid settings of the aggregation."""
         check_ranges(self, honest=(0, inf))
         check_choices(self, aggregation=(OWN, SECURE))
 
@@ -74,13 +75,13 @@ class SharesNoise(Method):
         return self.aggregation == SECURE
 
     def noise_shares(self, clients: int) -> int:
-        """H; 1 where every client's noise is its own.
+        """Returns H; 1 if every client adds all of the noise.
 
         Args:
             clients: K.
 
         Raises:
-            SettingError: more honest clients than others.
+            SettingError: `honest` is not below the number of clients.
         """
         if self.aggregation == OWN:
             return 1
@@ -97,7 +98,7 @@ class SharesNoise(Method):
     def added_up(
         self, plans: tuple[PrivatePlan, ...], privacy: PrivacySettings, context: RoundContext
     ) -> tuple[PrivatePlan, ...]:
-        """The plans with H, and whose releases are added up."""
+        """Returns the plans with H and the bounds of the addends, as their releases are summed."""
         if self.aggregation == OWN:
             return plans
         records = context.spec.train_size if privacy.max_records is None else privacy.max_records
@@ -106,8 +107,8 @@ class SharesNoise(Method):
         return tuple(replace(plan, shares=shares, addends=addends) for plan in plans)
 
     def pooled_deviation(self, plan: str, clients: int, context: RoundContext) -> float:
-        """Standard deviation of the noise in a coordinate of the sum of so many clients' uploads;
-        0 without differential privacy.
+        """Returns the standard deviation of the noise per coordinate of a sum of uploads; 0 without
+        differential privacy.
 
         Args:
             plan: the release's name.
@@ -118,17 +119,17 @@ class SharesNoise(Method):
         return each * sqrt(clients)
 
     def pooled(self, sums_D: Tensor, clients: int, plan: str, context: RoundContext) -> Pool:
-        """The sum of so many clients' uploads, with its noise and the public number of records."""
+        """Returns a sum of `clients` uploads with its noise and the public number of records."""
         records = context.nominal_size * clients
         return Pool(sums_D, self.pooled_deviation(plan, clients, context), records)
 
     def sum_dtype(self, plan: str, context: RoundContext) -> torch.dtype:
-        """Of an upload's field: float64 on a release's grid, else float32."""
+        """Returns the dtype of an upload's field: float64 on a release's grid, else float32."""
         return torch.float64 if plan in context.grids else torch.float32
 
     def enough(self, clients: int, context: RoundContext) -> bool:
-        """Whether so many clients answered that the sum has all the noise that is charged, without
-        that of one who looks; of a sum with less nothing is made, and people are told."""
+        """Returns whether the sum of `clients` uploads has all the noise that is charged, without
+        that of one adversarial client; if not, notes that the round is discarded."""
         shares = self.noise_shares(context.clients)
         shared = self.aggregation == SECURE and context.clients > 1
         if context.privacy is None or clients >= shares + shared:
@@ -142,18 +143,18 @@ class SharesNoise(Method):
     def first_aggregate(
         self, state: State, replies: Mapping[int, Up], context: RoundContext
     ) -> ServerState:
-        """Of all replies' sum."""
+        """Computes the next state from the sum of all replies."""
         return self.from_sum(FIRST, state, total_of(replies), len(replies), context)
 
     def server_step(
         self, state: State, uploads: Mapping[int, Up], context: RoundContext
     ) -> ServerState:
-        """Of all uploads' sum."""
+        """Computes the next state from the sum of all uploads."""
         return self.from_sum(MAIN, state, total_of(uploads), len(uploads), context)
 
 
 def total_of(uploads: Mapping[int, M]) -> M:
-    """The uploads' sum, field by field, in float64.
+    """Returns the uploads' sum, field by field, in float64.
 
     >>> from fedsynth.methods.fedstats import StatisticSums
     >>> total_of({0: StatisticSums(torch.ones(2)), 3: StatisticSums(torch.ones(2))}).sums.tolist()

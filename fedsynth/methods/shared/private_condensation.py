@@ -1,6 +1,6 @@
-"""Condensation with differential privacy: what a round releases, and what matches on that.
+"""Condensation with differential privacy: the releases of a round, and the matchers that use them.
 
-A mechanism is a row of plans and a matcher on them: `residual` and `gradient` release noisy sums by
+A mechanism is a tuple of plans and a matcher on them: `residual` and `gradient` release noisy sums by
 class at each of T steps (`synthesizer.condensation.matchers`), `features` those of M networks and
 the counts, once (`synthesizer.condensation.feature_sums`). `paper` is FedDM's Algorithm 1 as
 printed: it works on open clients, and guarantees nothing.
@@ -28,16 +28,16 @@ from fedsynth.synthesizer.condensation.matchers import (
 )
 
 IMAGES = "images"
-"""The name of the plan that images are pulled by; mechanism `features` has `COUNTS` beside it."""
+"""The name of the plan that images are matched to; mechanism `features` also has `COUNTS`."""
 
 
 @dataclass(frozen=True)
 class Matching:
-    """What pulls a round's images, and what comes with it.
+    """The matcher of a round's images, with its period and the segments to send.
 
     Args:
-        matcher: makes the gradient.
-        period: after so many steps the same networks and augmentations come again; None: never.
+        matcher: computes the gradient.
+        period: the number of steps after which networks and augmentations repeat; None: never.
         kept: which segments are sent; None: all.
     """
 
@@ -47,16 +47,17 @@ class Matching:
 
 
 def feature_width(context: RoundContext, logits: bool) -> int:
-    """Coordinates of what is matched: of an embedding, and of its logits beside it."""
+    """Returns the matched dimension: of an embedding, with `logits` plus its logits."""
     classifier: Any = context.architecture.classifier
     width: int = classifier.in_features
     return width + classifier.out_features if logits else width
 
 
 def default_clip(width: int) -> float:
-    """About the norm of a matched residual of instance-normalised features: a public constant.
+    """Returns roughly the norm of a matched residual of instance-normalised features: a public
+    constant.
 
-    Their spread in a coordinate is roughly the same for all networks, so it grows as √width.
+    The spread per coordinate is about the same for all networks, so the norm grows as √width.
     """
     return 0.25 * math.sqrt(width)
 
@@ -71,14 +72,14 @@ def image_plan(
     batch: int,
     logits: bool,
 ) -> PrivatePlan:
-    """T releases a round, of which each moves the synthetic images by a step.
+    """Returns the plan of T releases a round, each of which moves the synthetic images by a step.
 
     Args:
         mechanism: "residual", "gradient" or "paper".
         ipc: images of a class.
         steps: T.
         batch: examples of a class that a step expects; decides the default sampling rate.
-        logits: whether they are matched beside embeddings.
+        logits: whether logits are matched in addition to embeddings.
 
     Raises:
         SettingError: another mechanism.
@@ -115,7 +116,7 @@ def image_plan(
 def feature_plans(
     privacy: PrivacySettings, context: RoundContext, *, networks: int, count_noise: float
 ) -> tuple[PrivatePlan, PrivatePlan]:
-    """Mechanism `features`: M releases a round of class sums, and one of the counts.
+    """Returns the plans of mechanism `features`: M releases of class sums a round, one of counts.
 
     Args:
         networks: M.
@@ -142,7 +143,7 @@ def feature_plans(
 def private_matching(
     clients: PrivateClients, context: RoundContext, *, columns: int | None, min_examples: float
 ) -> Matching:
-    """The matcher on what the group was charged for.
+    """Returns the matcher on the releases that the group was charged for.
 
     Args:
         clients: charged for `image_plan`, or for both `feature_plans`.

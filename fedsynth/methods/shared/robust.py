@@ -1,15 +1,16 @@
-"""What takes the place of an average of clients' uploads so that a few that lie cannot move it far.
+"""Robust aggregation: replaces the average of uploads, so that a few malicious clients cannot move
+it far.
 
-The rules look at each coordinate's values x_1 … x_m, one of each upload of the round:
+The rules use each coordinate's values x_1 … x_m, one per upload of the round:
 
     median    their median (Yin et al. 2018, arXiv 1803.01498, Definition 1)
-    trimmed   the mean of those left without the ⌈β·m⌉ smallest and largest (Definition 2 there)
+    trimmed   the mean without the ⌈β·m⌉ smallest and largest (Definition 2 there)
     clip      w + 1/m Σ_k min(1, τ/‖x_k − w‖)·(x_k − w), around the model w that the clients started
               from: one step of centred clipping (Karimireddy, He and Jaggi 2021, arXiv 2012.10333)
               with the median of the ‖x_k − w‖ as τ, which is ours
 
-All uploads count alike: n_k is what a client says of itself, and who lies would choose its weight.
-A method gets m copies of the result in place of what was sent, so its own step (server momentum,
+All uploads have equal weight: clients report n_k themselves, so a malicious one could choose its
+weight. A method gets m copies of the result in place of the uploads, so its own step (server momentum,
 control variates) stays as it is. With differential privacy this is post-processing.
 
 Under `clip` all trainable parameters are one vector; buffers (batch norm's means and variances,
@@ -35,22 +36,22 @@ RULES = ("none", "median", "trimmed", "clip")
 FEWEST = 3  # uploads of which one can be outvoted
 BLOCK = 2**22  # values that are sorted at a time: a memory bound
 Rows = Sequence[Tensor]
-"""One tensor of each upload, all of the same shape."""
+"""One tensor per upload, all of the same shape."""
 Sent = TypeVar("Sent", bound=Message)
 
 
 def robust_uploads(
     uploads: Mapping[int, Sent], before: Mapping[str, Tensor], context: RoundContext
 ) -> dict[int, Sent]:
-    """The same clients with what the run's rule makes of all of their uploads, each with weight 1;
-    the tensors are shared.
+    """Returns, for each client, the run's robust aggregate of all uploads with weight 1; the tensors
+    are shared.
 
     Args:
         uploads: those that count, at least one, finite and of the same names and shapes.
-        before: the model that the clients started from; what else they send is clipped around zero.
+        before: the model that the clients started from; other fields are clipped around zero.
 
     Raises:
-        DivergedError: an upload is not finite: no rule sorts a NaN.
+        DivergedError: an upload is not finite; NaNs cannot be sorted.
     """
     sent = list(uploads.values())
     for client, upload in uploads.items():
@@ -74,11 +75,11 @@ def robust_uploads(
 def robust_mean(
     each: Sequence[Mapping[str, Tensor]], center: Mapping[str, Tensor], context: RoundContext
 ) -> dict[str, Tensor]:
-    """What the run's rule makes of named tensors, one mapping of each upload.
+    """Returns the run's robust aggregate of named tensors.
 
     Args:
-        each: finite, at least one; all with the names of the first.
-        center: what `clip` clips around, by name; what is not in it is zero.
+        each: one mapping per upload, finite, at least one; all with the names of the first.
+        center: the center of `clip`, by name; zero for names that it lacks.
     """
     rule = _sorted_rule(len(each), context)
     moved: set[str] = set()
@@ -100,17 +101,18 @@ def robust_mean(
 
 
 def _sorted_rule(count: int, context: RoundContext) -> Callable[[Rows], Tensor]:
-    """The mean of each coordinate's middle values: of one or two, but for `trimmed`."""
+    """Returns the rule that averages each coordinate's middle values: one or two, or for `trimmed`
+    all that are left."""
     most = (count - 1) // 2
     cut = most
     if context.robust == "trimmed":
-        # a share that means a whole number may be rounded to above it: 0.07·100 is 7.000000000000001
+        # rounding may lift a whole number: 0.07·100 is 7.000000000000001
         cut = min(most, math.ceil(context.robust_share * count - 1e-9))
     return lambda rows: middle_mean(rows, cut)
 
 
 def middle_mean(rows: Rows, cut: int) -> Tensor:
-    """The mean of each coordinate without its `cut` smallest and largest values, in float64.
+    """Returns the mean of each coordinate without its `cut` smallest and largest values, in float64.
 
     >>> middle_mean([torch.tensor([x, -x]) for x in (1.0, 2.0, 3.0, 99.0)], cut=1)
     tensor([ 2.5000, -2.5000])
@@ -128,7 +130,7 @@ def middle_mean(rows: Rows, cut: int) -> Tensor:
 def _clipped_mean(
     each: Sequence[Mapping[str, Tensor]], center: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """The mean of vectors whose offsets from the center are clipped to the median of their
+    """Returns the mean of vectors, with offsets from the center clipped to the median of their
     norms."""
     if not each[0]:
         return {}
@@ -150,7 +152,7 @@ def _clipped_mean(
 
 
 def _robust_number(values: Sequence[float], context: RoundContext) -> float:
-    """A number of each upload; under `clip` too by the median."""
+    """Aggregates one number per upload; `clip` uses the median here too."""
     rows = [torch.tensor(float(value), dtype=torch.float64) for value in values]
     return float(_sorted_rule(len(rows), context)(rows))
 

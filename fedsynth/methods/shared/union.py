@@ -1,4 +1,4 @@
-"""What methods share whose clients send images: the server trains on the union of all sets."""
+"""The base class of methods whose clients send images: the server trains on all of them."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ class TrainsOnUnion(Method):
         check_ranges(self, server_momentum=(0, 1), server_weight_decay=(0, inf))
 
     def ball(self) -> float | None:
-        """ρ of the ball around w_r that the server stays in; None: none."""
+        """Returns ρ of the ball around w_r that the server stays in, or None for no ball."""
         return None
 
     def union_sgd(self) -> SgdSettings:
-        """The server's training."""
+        """Returns the settings of the server's training."""
         return SgdSettings(
             self.server_epochs,
             self.server_batch,
@@ -63,7 +63,7 @@ class TrainsOnUnion(Method):
     def server_objective(
         self, uploads: Mapping[int, Up], context: RoundContext
     ) -> Objective | None:
-        """A minibatch's loss while the server trains; None: the cross-entropy alone."""
+        """Returns the minibatch loss of server training; None: only the cross-entropy."""
         return None
 
     def broadcast(self, state: State, context: RoundContext) -> Message:
