@@ -1,18 +1,18 @@
-"""FedStats: class statistics of fixed features, and everything else from them.
+"""FedStats: class statistics of fixed features, from which the server computes everything else.
 
-φ is a public map that no private data shaped (`fedsynth.features`). A client gives nothing but
-noisy sums over its examples, so sums over clients are those of the pooled data: how the data are
-divided does not matter. Round 1 has two releases, a centre m and, about it, the second moments
+φ is a public map, independent of private data (`fedsynth.features`). A client sends only noisy sums
+over its examples, so sums over clients are those of the pooled data: the partition does not matter.
+Round 1 has two releases, a centre m and, about it, the second moments
 
     z = clip₁(T(φ(x) − m)/R),   √½·[svec(z zᵀ); z ⊗ (e_y − 1/C)/√(1 − 1/C)]    (norm ≤ 1),
 
-from which the server has a ridge classifier in closed form (or, without second moments, of z ⊗ e
-alone, a first gradient). Each later round is one step of softmax regression, Σ clip_c(p − y) ⊗ z:
-Newton-like by the released second moments, or with momentum, as far as the noise bears. Beside the
-centre, round 1 may release covariances of φ's channels and cells, which whiten z, and where images
-are asked for, moments of small pictures. Nothing is sampled, so the composition is that of
-Gaussians and exact. docs/privacy.md has the sensitivities with their proofs, docs/fedstats.md what
-comes out.
+from which the server computes a ridge classifier in closed form (or, without second moments, a
+first gradient from z ⊗ e). Each later round is one step of softmax regression, Σ clip_c(p − y) ⊗ z:
+Newton-like by the released second moments, or with momentum, until the noise dominates. With the
+centre, round 1 may also release covariances of φ's channels and cells, which whiten z, and moments
+of small pictures if images are requested. Nothing is sampled, so the composition is that of
+Gaussians, and exact. docs/privacy.md has the sensitivities with their proofs, docs/fedstats.md the
+results.
 
 Prior work: DP-FC and DP-NTK use such moments centrally (arXiv 2211.13403), one-shot federated ridge
 sums them over clients (arXiv 2601.08216), Tramèr & Boneh train on scattering features by DP-SGD
@@ -57,7 +57,7 @@ from fedsynth.privacy.plans import FIRST
 from fedsynth.privacy.products import Products, Rows
 
 SCALE = 4.0
-"""From a regression on labels to logits: the softmax's slope at even odds of two classes is ¼."""
+"""Scales a regression on labels to logits: the softmax's slope at even odds of two classes is ¼."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class StatisticSums(Message):
 @dataclass(frozen=True)
 class CentreSums(Message):
     """A client's noisy sums of the first exchange: of features, of small pictures and of products
-    for covariances. The latter two have no coordinates where they are not asked for."""
+    for covariances. The latter two are empty if they are not released."""
 
     sums: Tensor = released()
     pictures: Tensor = released()
@@ -79,7 +79,7 @@ class CentreSums(Message):
 
 @dataclass(frozen=True)
 class FedStatsState(ImagesState):
-    """What the server keeps beside the classifier; see `ImagesState`, and
+    """The server's state: the classifier, the fields of `ImagesState`, and
 
     Args:
         eigenvalues: of the released second moments, plus the ridge, [d]; None before round 1.
@@ -157,8 +157,8 @@ class FedStats(PlansStatistics):
         memories: Sequence[Memory],
         context: RoundContext,
     ) -> Results:
-        """The sum of features, each clipped to the public norm; for images also those of small
-        pictures, and for whitening those of products."""
+        """Returns the sums of features, each clipped to the public norm; for images also sums of
+        small pictures, and for whitening sums of products."""
         features = self.map_of(context.spec)
 
         def rows(features_Nd: Tensor, labels_N: Tensor) -> Products:
@@ -188,7 +188,8 @@ class FedStats(PlansStatistics):
         memories: Sequence[Memory],
         context: RoundContext,
     ) -> Results:
-        """Round 1: moments about the released centre; later: a gradient of the released model."""
+        """Returns moments about the released centre in round 1, later a gradient at the released
+        model."""
         weight = message.parameters["classifier.weight"]
         features = self.map_of(context.spec)
         embedding = Embedding.of(message.parameters, features)
@@ -213,7 +214,7 @@ class FedStats(PlansStatistics):
         clients: ClientGroup,
         embedding: Embedding | None = None,
     ) -> Tensor:
-        """The release of this name, of each client, [clients, D]."""
+        """Returns each client's release of this name, [clients, D]."""
         if isinstance(clients, PrivateClients):
             return clients.feature_sums(clients.series(name), features, rows, embedding)
         return clients.feature_sums(features, rows, embedding).float()
@@ -228,8 +229,8 @@ class FedStats(PlansStatistics):
         clients: int,
         context: RoundContext,
     ) -> FedStatsState:
-        """The centre m, and for images what small pictures are like; the closed form, or a
-        step."""
+        """Returns the state with the centre m and the small pictures' moments, or after the closed
+        form, or after a step."""
         if not self.enough(clients, context):
             return state
         if phase == FIRST:
@@ -289,7 +290,7 @@ class FedStats(PlansStatistics):
         weight = state.parameters["classifier.weight"]
         gradient = (pool.sums / pool.records).float().view_as(weight)
         if state.eigenvalues is None or state.eigenvectors is None:
-            if self.has_second(context.privacy):  # round 1 did not count
+            if self.has_second(context.privacy):  # round 1 was discarded
                 return state
             return self._gone(state, gradient, context)
         spectrum = Spectrum(state.eigenvalues, state.eigenvectors)
@@ -301,7 +302,7 @@ class FedStats(PlansStatistics):
     def _gone(
         self, state: FedStatsState, gradient_Cd: Tensor, context: RoundContext
     ) -> FedStatsState:
-        """A step with momentum."""
+        """Returns the state after a step with momentum."""
         weight = state.parameters["classifier.weight"]
         moved, velocity = self.pace(context).step(weight, gradient_Cd, state.velocity)
         return replace(

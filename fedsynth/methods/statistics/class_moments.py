@@ -1,14 +1,14 @@
 """Post-processing of summed class statistics: a closed-form classifier, and steps on noisy gradients.
 
 With z = clip₁(T(φ(x) − m)/R) and e = e_y − 1/C, clients release noisy sums of
-√½·[svec(z zᵀ); z ⊗ e/b] with b = ‖e‖ = √(1 − 1/C) (`fedsynth.privacy.products.Moments`), later of
-clip(p − y) ⊗ z.
+√½·[svec(z zᵀ); z ⊗ e/b] with b = ‖e‖ = √(1 − 1/C) (`fedsynth.privacy.products.Moments`), and in
+later rounds of clip(p − y) ⊗ z.
 
-With gradients of noise ν a coordinate each, T steps W ← W − Σ_t η_t g_t of effective lengths η_t
-leave noise ν·√(Σ η_t²) in a coordinate of W, and in the logit of a z of norm 1. Where a budget is
-divided over T releases, ν grows with √T, so the noise depends on τ = Σ η_t alone, and not on the
-number of steps. As τ grows a classifier moves from its class means to the largest likelihood, and
-noise grows with it; `pace` chooses τ by the noise, which is public before any data are read.
+If each gradient has noise ν per coordinate, T steps W ← W − Σ_t η_t g_t of effective lengths η_t
+leave noise ν·√(Σ η_t²) in a coordinate of W, and in the logit of a z of norm 1. When a budget is
+divided over T releases, ν grows with √T, so the noise depends only on τ = Σ η_t, and not on the
+number of steps. As τ grows, the classifier moves from its class means to the maximum likelihood,
+and the noise grows too; `pace` chooses τ by the noise, which is public before any data are read.
 """
 
 from __future__ import annotations
@@ -25,34 +25,35 @@ from fedsynth.methods.shared.noise_shares import Pool
 from fedsynth.privacy.products import Moments, Outer, smat
 
 EXACT = 1e-6
-"""Ridge of moments without noise, relative to the trace that z of norm 1 would have."""
+"""The ridge of moments without noise, relative to the trace for z of norm 1."""
 
 
 def target_norm(classes: int) -> float:
-    """b = ‖e_y − 1/C‖, the same for every class."""
+    """Returns b = ‖e_y − 1/C‖, the same for every class."""
     return math.sqrt(1 - 1 / classes)
 
 
 def first_gradient(pool: Pool, classes: int) -> Tensor:
-    """The mean cross-entropy's gradient at W = 0, [C, d], of moments without second ones."""
+    """Returns the mean cross-entropy's gradient at W = 0, [C, d], from the sums of e/b ⊗ z."""
     gradient: Tensor = pool.sums.view(classes, -1) * (-target_norm(classes) / pool.records)
     return gradient.float()
 
 
 def moment_rows(z_Nd: Tensor, labels_N: Tensor, classes: int) -> Moments:
-    """What each example adds to the second release."""
+    """Returns each example's contribution to the second release."""
     targets = F.one_hot(labels_N, classes).to(z_Nd.dtype) - 1 / classes
     return Moments(z_Nd, targets, target_norm(classes))
 
 
 def crossed_rows(z_Nd: Tensor, labels_N: Tensor, classes: int) -> Outer:
-    """The same without second moments: e/b ⊗ z, of norm at most 1."""
+    """Returns each example's contribution without second moments: e/b ⊗ z, of norm at most 1."""
     targets = F.one_hot(labels_N, classes).to(z_Nd.dtype) - 1 / classes
     return Outer(targets / target_norm(classes), z_Nd, 1.0)
 
 
 def step_rows(z_Nd: Tensor, labels_N: Tensor, weight_Cd: Tensor, clip: float) -> Outer:
-    """What each example adds to a step: clip(p − y) ⊗ z, the cross-entropy's gradient."""
+    """Returns each example's contribution to a step: clip(p − y) ⊗ z, the clipped gradient of the
+    cross-entropy."""
     wrong = torch.softmax(row_product(z_Nd, weight_Cd), dim=1) - F.one_hot(labels_N, len(weight_Cd))
     return Outer(wrong, z_Nd, clip)
 
@@ -73,7 +74,7 @@ class ClassMoments:
 
     @classmethod
     def unpacked(cls, pool: Pool, dimension: int, classes: int) -> ClassMoments:
-        """From the pooled sums.
+        """Unpacks the pooled sums.
 
         Args:
             pool: Σ √½·[svec(z zᵀ); z ⊗ e/b] over all clients, with their noise.
@@ -92,7 +93,7 @@ class Spectrum:
 
     Attributes:
         values: [d], at least 0, plus the ridge.
-        vectors: [d, d], a column each.
+        vectors: [d, d], in columns.
     """
 
     values: Tensor
@@ -100,12 +101,12 @@ class Spectrum:
 
     @classmethod
     def of(cls, moments: ClassMoments, ridge: float) -> Spectrum:
-        """Eigenvalues below 0 are noise's, and become 0.
+        """Computes the spectrum; negative eigenvalues are caused by noise and become 0.
 
         Args:
             moments: released.
-            ridge: what is added to each, over noise·√d: the noise's own largest eigenvalue is about
-                1.4 of that.
+            ridge: the value added to each eigenvalue, over noise·√d; the noise's largest eigenvalue
+                is about 1.4·noise·√d.
         """
         values, vectors = torch.linalg.eigh(moments.second)
         size = len(values)
@@ -113,12 +114,12 @@ class Spectrum:
         return cls(values.clamp_min(0) + least, vectors)
 
     def solve(self, crossed_Cd: Tensor) -> Tensor:
-        """crossed·(A + λ)⁻¹, [C, d]."""
+        """Returns crossed·(A + λ)⁻¹, [C, d]."""
         return ((crossed_Cd @ self.vectors) / self.values) @ self.vectors.T
 
     def step(self, gradient_Cd: Tensor, least: float) -> Tensor:
-        """The Newton-like direction gradient·V diag(1/max(w, least)) Vᵀ: along an eigenvector that
-        sees less than the gradient's noise a full step would only carry noise."""
+        """Returns the Newton-like direction gradient·V diag(1/max(w, least)) Vᵀ. Along an
+        eigenvector whose eigenvalue is below the noise, a full step would add only noise."""
         along = gradient_Cd @ self.vectors / self.values.clamp_min(least)
         return along @ self.vectors.T
 
@@ -138,7 +139,7 @@ class Pace:
     def step(
         self, weight_Cd: Tensor, gradient_Cd: Tensor, velocity_Cd: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """W and v after a step; v is None before the first."""
+        """Returns W and v after a step; v is None before the first."""
         velocity = gradient_Cd
         if velocity_Cd is not None:
             velocity = self.momentum * velocity_Cd + gradient_Cd
@@ -146,7 +147,7 @@ class Pace:
 
 
 def reach(steps: int, momentum: float) -> float:
-    """τ over the rate: how often gradients are taken in all, Σ_t (1 − mᵗ)/(1 − m).
+    """Returns τ over the rate, the total weight of the gradients: Σ_t (1 − mᵗ)/(1 − m).
 
     >>> reach(2, 0.5)
     2.5
@@ -155,14 +156,14 @@ def reach(steps: int, momentum: float) -> float:
 
 
 def pace(noise: float, steps: int, logit_noise: float, most_rate: float, momentum: float) -> Pace:
-    """The steps whose noise in a logit is about `logit_noise`, or the longest there are.
+    """Returns the steps whose noise in a logit is about `logit_noise`, at most at `most_rate`.
 
     Args:
-        noise: ν/√T, the deviation of a gradient's coordinate if the whole budget were one
-            gradient's; 0: as far as steps go.
+        noise: ν/√T, the standard deviation of a gradient's coordinate if the whole budget were
+            spent on one gradient; 0: steps of `most_rate`.
         steps: T.
-        logit_noise: in a logit, of all T together.
-        most_rate: that steps along the steepest direction bear.
+        logit_noise: noise in a logit, of all T steps together.
+        most_rate: the largest rate that is stable along the steepest direction.
         momentum: m, below 1.
 
     >>> pace(0.001, steps=1, logit_noise=0.1, most_rate=200.0, momentum=0.5)

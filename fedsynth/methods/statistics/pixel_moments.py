@@ -2,8 +2,8 @@
 
 Clients release noisy sums of √½·[svec(u uᵀ); e_y ⊗ u], u the vector of norm 1 that
 `fedsynth.features.low_pass` makes of an image and e_y its one-hot label (`Moments` with targets of
-norm 1). From the sums come the classes' counts and means, and their common covariance about them,
-of which the directions above the noise are kept. All here is post-processing of such sums.
+norm 1). The sums give class counts, class means, and the common covariance about the means, of
+which the directions above the noise are kept. All here is post-processing of such sums.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from fedsynth.privacy.products import Moments, smat
 PIXELS = "pixels"
 """The name of the plan."""
 WHITE = 0.98
-"""The quantile of an image's pixels that is made white: a small picture has lost its brightness."""
+"""The quantile of an image's pixels that becomes white: small pictures carry no brightness."""
 FEWEST = 1e-3
-"""Of a class's share of all examples: a count below is noise."""
+"""The least share of all examples that a class has: a count below is noise."""
 
 
 def pixel_rows(u_ND: Tensor, labels_N: Tensor, classes: int) -> Moments:
-    """What each example adds: √½·[svec(u uᵀ); e_y ⊗ u], of norm at most 1."""
+    """Returns each example's contribution: √½·[svec(u uᵀ); e_y ⊗ u], of norm at most 1."""
     return Moments(u_ND, F.one_hot(labels_N, classes).to(u_ND.dtype), 1.0)
 
 
 def pixel_plan(
     make: Callable[..., PrivatePlan], share: float, shape: Shape, classes: int
 ) -> PrivatePlan:
-    """The release, in the first exchange of its round.
+    """Returns the plan of the release, in the first exchange of its round.
 
     Args:
-        make: a plan, of what all of a method's plans have in common.
+        make: builds a plan, with the fields that all plans of the method share.
         share: of the budget μ².
         shape: of the images.
         classes: C.
@@ -60,18 +60,18 @@ def pixel_plan(
 
 
 def pixel_width(dimension: int, classes: int) -> int:
-    """Coordinates of the release."""
+    """Returns the number of coordinates of the release."""
     return dimension * (dimension + 1) // 2 + dimension * classes
 
 
 @dataclass(frozen=True, eq=False)
 class PixelMoments:
-    """Of v/‖v‖, small pictures over their norm.
+    """Moments of v/‖v‖, small pictures over their norm.
 
     Attributes:
         means: of each class, [C, D].
-        roots: columns that span what classes vary by, [D, k]: roots·rootsᵀ is the covariance that
-            all classes share, along its eigenvectors above the noise.
+        roots: columns that span the variation within classes, [D, k]: roots·rootsᵀ is the covariance
+            that all classes share, along its eigenvectors above the noise.
     """
 
     means: Tensor
@@ -79,11 +79,11 @@ class PixelMoments:
 
     @classmethod
     def unpacked(cls, pool: Pool, dimension: int, classes: int) -> PixelMoments:
-        """From the pooled sums.
+        """Unpacks the pooled sums.
 
         Args:
             pool: Σ √½·[svec(u uᵀ); e_y ⊗ u] over all clients, with their noise.
-            dimension, classes: of u; C.
+            dimension, classes: dimension of u; C.
         """
         scaled = pool.sums.double() * (math.sqrt(2) / pool.records)
         packed = dimension * (dimension + 1) // 2
@@ -100,12 +100,12 @@ class PixelMoments:
     def drawn(
         self, count: int, shape: Shape, variety: tuple[float, float], generator: torch.Generator
     ) -> Tensor:
-        """Images of each class from its Gaussian, [C, count, channels, H, W] in [0, 1].
+        """Draws images of each class from its Gaussian, [C, count, channels, H, W] in [0, 1].
 
         Args:
-            count: of each class.
+            count: images of each class.
             shape: (channels, H, W).
-            variety: from which to which part of the deviation images vary, evenly over a class.
+            variety: first and last fraction of the deviation, spread evenly over a class's images.
             generator: on the CPU.
         """
         classes = len(self.means)
@@ -117,7 +117,7 @@ class PixelMoments:
 
 
 def enlarged(pictures_ND: Tensor, shape: Shape) -> Tensor:
-    """Images [N, channels, H, W] in [0, 1] of small pictures [N, D] of any brightness."""
+    """Enlarges small pictures [N, D] of any brightness to images [N, channels, H, W] in [0, 1]."""
     small = pictures_ND.float().reshape(-1, *cells_of(shape))
     large = F.interpolate(small, size=shape[1:], mode="bicubic", align_corners=False)
     white = large.flatten(1).quantile(WHITE, dim=1).clamp_min(1e-6).view(-1, 1, 1, 1)
@@ -125,8 +125,8 @@ def enlarged(pictures_ND: Tensor, shape: Shape) -> Tensor:
 
 
 def sharpened(x_NCHW: Tensor, steepness_N: Tensor, middle_N: Tensor) -> Tensor:
-    """A steeper curve from black to white, since averages of many images are blurred and images
-    are not: (s(x) − s(0))/(s(1) − s(0)) with s(x) the logistic function of steepness·(x − middle).
+    """Applies a steeper curve from black to white, since averages of many images are blurred and
+    images are not: (s(x) − s(0))/(s(1) − s(0)) with s(x) the logistic function of steepness·(x − middle).
 
     >>> x = torch.tensor([0.0, 0.4, 1.0]).view(1, 1, 1, 3)
     >>> sharpened(x, torch.tensor([10.0]), torch.tensor([0.4])).flatten()

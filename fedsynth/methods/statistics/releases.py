@@ -1,7 +1,7 @@
-"""FedStats' releases: what each is, how wide, and which share of the budget it has.
+"""FedStats' releases: their contents, widths and shares of the budget.
 
-Shares are of μ²: a release with share s has the run's noise multiplier over √s, so that with all of
-them together the run's σ is that of a single Gaussian release.
+Shares are of μ²: a release with share s has the run's noise multiplier over √s, so that all of them
+together cost as much as a single Gaussian release with the run's σ.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ FIRST_ROUND = (MOMENTS, CENTRE, PIXELS, COVARIANCES)
 
 @dataclass(frozen=True)
 class Shares:
-    """Of the budget μ², for the releases of the first round; steps share the rest.
+    """Shares of the budget μ² for the releases of the first round; steps share the rest.
 
     Args:
-        centre: of features.
-        pictures: small ones; 0: none are released.
-        covariances: of channels and cells; 0: none.
-        moments: with second moments; without, they have a step's share.
+        centre: for the features' centre.
+        pictures: for small pictures; 0: not released.
+        covariances: for those of channels and cells; 0: not released.
+        moments: with second moments; without, moments have a step's share.
 
     Raises:
-        SettingError: they leave steps nothing.
+        SettingError: the shares leave no budget for steps.
     """
 
     centre: float
@@ -61,21 +61,21 @@ class Shares:
             )
 
     def of_moments_and_step(self, rounds: int, *, second: bool) -> tuple[float, float]:
-        """For the moments, and for each step.
+        """Returns the shares of the moments and of each step.
 
         Args:
             rounds: of the run.
             second: whether second moments are released.
         """
         rest = 1 - self.centre - self.pictures - self.covariances
-        if not second or rounds == 1:  # without steps, moments have all of it
+        if not second or rounds == 1:  # without second moments, as a step; without steps, all of it
             return rest / rounds, rest / rounds
         return self.moments, (rest - self.moments) / (rounds - 1)
 
 
 @dataclass(frozen=True)
 class Releases:
-    """All releases of a run, by public facts.
+    """All releases of a run, from public facts.
 
     Args:
         features: φ.
@@ -96,7 +96,7 @@ class Releases:
     step_clip: float
 
     def widths(self) -> dict[str, int]:
-        """Coordinates of each release by its plan's name; 0 of what is not made."""
+        """Returns the coordinates of each release by its plan's name; 0 if it is not made."""
         d = self.features.dimension
         pictures = pixel_width(low_pass(self.image_shape).dimension, self.classes)
         return {
@@ -108,12 +108,12 @@ class Releases:
         }
 
     def plans(self) -> tuple[PrivatePlan, ...]:
-        """Moments, centre and what else is of round 1; a step of each later round.
+        """Returns the plans of round 1 (moments, centre and optional releases), and of later steps.
 
-        Signals are of C equally frequent classes, the examples of each alike and any two
-        orthogonal: then Σ e/b ⊗ z is n/C of C orthogonal terms of norm 1, of norm n/√C, and so is Σ
-        z zᵀ; all examples share their centre. Small pictures are as moments; covariances are of
-        white features.
+        Signals assume C equally frequent classes, with identical examples in a class and orthogonal
+        ones across classes. Then Σ e/b ⊗ z is n/C times C orthogonal terms of norm 1, so its norm
+        is n/√C, and so is that of Σ z zᵀ; all examples share their centre. Small pictures have the
+        moments' signal; covariances that of white features.
         """
         widths = self.widths()
         of_moments, of_step = self.shares.of_moments_and_step(self.rounds, second=self.second)
@@ -165,13 +165,13 @@ class Releases:
 def public_facts(
     features: FeatureMap, image_shape: Shape, *, pictures: bool, whitening: bool
 ) -> dict[str, str]:
-    """What a report says of a run that was fixed before data were read.
+    """Returns the facts of a run, for its report, that were fixed before data were read.
 
     Args:
         features: φ.
         image_shape: of the images.
-        pictures: whether small ones are released.
-        whitening: whether covariances are, in a private run.
+        pictures: whether small pictures are released.
+        whitening: whether covariances are released in a private run.
     """
     facts = {"model": "linear in the features, without a bias: it follows from what is released"}
     if pictures:

@@ -1,5 +1,5 @@
-"""FedStats' settings, and what follows from them and public values alone: the map φ and the linear
-model on it, the sums that a run releases, and how far its steps go."""
+"""FedStats' settings, and what is computed only from them and public values: the map φ and the
+linear model on it, the releases of a run, and the size of its steps."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class PlansStatistics(SharesNoise, MakesImages):
             (`fedsynth.methods.statistics.class_moments.pace`).
         momentum: without second moments, the part of the last move that is made again with each
             step.
-        curvature: without second moments, what stands for all their eigenvalues.
+        curvature: without second moments, one value in place of all their eigenvalues.
         step_floor: with second moments, the least eigenvalue that a step divides by, over σ_G·√d,
             with σ_G the noise of a gradient's coordinate.
     """
@@ -99,22 +99,22 @@ class PlansStatistics(SharesNoise, MakesImages):
         self._shares(self.pixel_share if asked else 0.0, covariances)
 
     def map_of(self, spec: DatasetSpec) -> FeatureMap:
-        """φ for a data set's images."""
+        """Returns φ for a data set's images."""
         name = self.features
         if name == AUTO:
             name = features_for(spec.image_shape)
         return feature_map(name, spec.image_shape)
 
     def network(self, model: ModelSettings, spec: DatasetSpec, seed: int) -> FeatureLinear:
-        """A linear model on φ, whatever the run's model is."""
+        """Returns a linear model on φ; the run's model settings are ignored."""
         return feature_linear(self.map_of(spec), spec, whitens=self.whitens(spec))
 
     def whitens(self, spec: DatasetSpec) -> bool:
-        """Whether the model has a T, by which private runs whiten z. An open run's stays the
-        identity.
+        """Returns whether the model has a T, with which private runs whiten z. In an open run T stays
+        the identity.
 
         Raises:
-            SettingError: `whitening=yes` of features that have no channels and cells.
+            SettingError: `whitening=yes` for features without channels and cells.
         """
         return whitens(self.whitening, self.map_of(spec), spec.image_shape)
 
@@ -122,20 +122,20 @@ class PlansStatistics(SharesNoise, MakesImages):
         return Shares(self.centre_share, pictures, covariances, self.moment_share)
 
     def has_second(self, privacy: PrivacySettings | None) -> bool:
-        """Whether second moments are released; a rule on settings, which are public."""
+        """Returns whether second moments are released, from public settings only."""
         if self.second_moments == AUTO:
             return privacy is None
         return self.second_moments == YES
 
     def has_covariances(self, privacy: PrivacySettings | None, spec: DatasetSpec) -> bool:
-        """Whether covariances are released: where there is noise, and z is to be whitened."""
+        """Returns whether covariances are released: in a private run that whitens z."""
         return privacy is not None and self.whitens(spec)
 
     def releases(self, privacy: PrivacySettings | None, context: RoundContext) -> Releases:
-        """All releases of a run with these settings.
+        """Returns all releases of a run with these settings.
 
         Raises:
-            SettingError: shares that leave steps nothing.
+            SettingError: the shares leave no budget for steps.
         """
         spec = context.spec
         share = self.covariance_share if self.has_covariances(privacy, spec) else 0.0
@@ -160,11 +160,11 @@ class PlansStatistics(SharesNoise, MakesImages):
     def private_plans(
         self, privacy: PrivacySettings, context: RoundContext
     ) -> tuple[PrivatePlan, ...]:
-        """Those of `Releases.plans`.
+        """Returns the plans of `Releases.plans`.
 
         Raises:
-            SettingError: a clip or a rate is set, where the method's theorem has its own; shares
-                that leave steps nothing.
+            SettingError: a clip or a sampling rate is set, which the method's theorem fixes; or the
+                shares leave no budget for steps.
         """
         for key in ("clip", "sample_rate"):
             if getattr(privacy, key) is not None:
@@ -179,7 +179,7 @@ class PlansStatistics(SharesNoise, MakesImages):
         return tuple(plan for plan in plans if (plan.name in FIRST_ROUND) == (round == 1))
 
     def pace(self, context: RoundContext) -> Pace:
-        """Rate and momentum of steps without second moments, of public numbers alone."""
+        """Returns rate and momentum of steps without second moments, from public numbers only."""
         records = context.nominal_size * context.clients
         each = self.pooled_deviation(MOMENTS, context.clients, context) * self.step_clip / records
         return pace(

@@ -1,13 +1,13 @@
 """Whitening by released covariances: of a feature map's channels, and of its cells.
 
-Public images whiten a feature map as far as they are like the data. What is left are directions in
-which the data vary far more than in others: they take most of a clipped vector's norm, and steps
-along all others are slow. A covariance of all d coordinates has d²/2 entries and drowns; those of
-channels and of cells have few, and are released beside the centre, of u = clip₁(φ/B) with B the
-map's norm bound (`fedsynth.privacy.products.Grams`). All else here is post-processing: T has an
-eigenvector's direction times λ^(−POWER/2), with every eigenvalue below its noise taken to be the
-noise, so that directions of which nothing is known stay alike. It is the covariance of u about its
-mean that is flattened; z is of φ itself, which may be longer.
+Public images whiten a feature map only to the extent that they resemble the data. Directions
+remain in which the data vary far more than in others: they take most of a clipped vector's norm,
+and steps along all others are slow. A covariance of all d coordinates has d²/2 entries and is lost
+in noise. Those of channels and of cells have few entries; they are released with the centre, for
+u = clip₁(φ/B) with B the map's norm bound (`fedsynth.privacy.products.Grams`). All else here is
+post-processing: T scales each eigenvector by λ^(−POWER/2). Eigenvalues below the noise are set to
+the noise, so that unknown directions are scaled equally. T flattens the covariance of u about its
+mean; z is computed from φ itself, which may be longer.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ YES, NO, AUTO = "yes", "no", "auto"
 COVARIANCES = "covariances"
 """The name of the plan."""
 CELLS_PART = 0.16
-"""Of a vector's squared norm for cells, of which there are few, so that their noise is small."""
+"""The cells' part of a vector's squared norm: cells are few, so their noise is small."""
 POWER = 0.75
-"""1: white. Less, as eigenvalues are uncertain; found on held-out training images."""
+"""1 would be white; less, as eigenvalues are uncertain. Tuned on held-out training images."""
 FLOOR = 0.02
-"""The least eigenvalue over their mean, where there is no noise."""
+"""The least eigenvalue over the mean eigenvalue, without noise."""
 
 
 def whitens(choice: str, features: FeatureMap, shape: Shape) -> bool:
-    """Whether z is whitened in a private run; by public facts alone.
+    """Returns whether z is whitened in a private run, from public facts only.
 
     Args:
-        choice: "yes", "no" or "auto": of grey images of 12 pixels a side and more.
+        choice: "yes", "no" or "auto": for grey images of at least 12 pixels a side.
         features: the map.
         shape: of the images.
 
     Raises:
-        SettingError: "yes" of features that have no channels and cells.
+        SettingError: "yes" for features without channels and cells.
     """
     if choice == AUTO:
         return bool(features.blocks) and shape[0] == 1 and min(shape[1:]) >= LEAST
@@ -62,17 +62,17 @@ def whitens(choice: str, features: FeatureMap, shape: Shape) -> bool:
 
 
 def covariance_rows(features_Nd: Tensor, features: FeatureMap) -> Grams:
-    """What each example adds: [p·svec(U Uᵀ); q·svec(Uᵀ U)] of u's matrices, of norm at most 1."""
+    """Returns each example's contribution: [p·svec(U Uᵀ); q·svec(Uᵀ U)] of u's matrices, of norm at most 1."""
     return Grams(features_Nd / features.norm_bound, features.blocks, CELLS_PART)
 
 
 def covariance_plan(
     make: Callable[..., PrivatePlan], share: float, features: FeatureMap
 ) -> PrivatePlan:
-    """The release, in the first exchange of its round.
+    """Returns the plan of the release, in the first exchange of its round.
 
     Args:
-        make: a plan, of what all of a method's plans have in common.
+        make: builds a plan, with the fields that all plans of the method share.
         share: of the budget μ².
         features: the map.
     """
@@ -90,8 +90,8 @@ def covariance_plan(
 
 
 def white_signal(blocks: Sequence[tuple[int, int]]) -> float:
-    """Norm over n of the sum of n examples whose channels and cells are white, blocks alike:
-    whether a flat spectrum can be seen.
+    """Returns the norm over n of the sum of n examples with white channels and cells and equal
+    blocks: it shows whether a flat spectrum is above the noise.
 
     >>> round(white_signal([(1, 1)]), 3)
     1.0
@@ -103,13 +103,13 @@ def white_signal(blocks: Sequence[tuple[int, int]]) -> float:
 def released_roots(
     pool: Pool, centre_d: Tensor, centre_deviation: float, features: FeatureMap
 ) -> dict[str, Tensor]:
-    """T's matrices by their names in a model (`fedsynth.models.feature_linear.root_names`).
+    """Returns T's matrices by their names in a model (`fedsynth.models.feature_linear.root_names`).
 
     Args:
-        pool: the summed release; its records are the public number, and where there are more or
-            fewer, T is of somewhat other covariances.
+        pool: the summed release; its records are the public number, so if the true number differs,
+            the covariances are somewhat off.
         centre_d: the released centre, in the map's units.
-        centre_deviation: of the noise in each of its coordinates.
+        centre_deviation: standard deviation of the noise in each of its coordinates.
         features: the map.
     """
     bound = features.norm_bound
@@ -132,23 +132,23 @@ def released_roots(
 
 
 def _root(covariance: Tensor, noise: float) -> Tensor:
-    """The symmetric matrix that makes it flatter and keeps its trace.
+    """Returns the symmetric matrix that flattens the covariance's spectrum and keeps its trace.
 
     Args:
         covariance: released [size, size].
-        noise: the deviation of a diagonal entry; those beside it have √½ of that, so that the noise
-            alone has eigenvalues up to about noise·√(2·size): single ones are above it by chance,
+        noise: the standard deviation of a diagonal entry; off-diagonal entries have √½ of that, so
+            eigenvalues of pure noise reach about noise·√(2·size); single ones exceed it by chance,
             by up to a quarter.
     """
     values, vectors = torch.linalg.eigh(covariance)
     mean = float(values.clamp_min(0).mean())
     least = max(FLOOR * mean, noise * math.sqrt(2 * len(values)))
-    if least <= 0:  # a client's features that are all alike
+    if least <= 0:  # all features are identical
         return torch.eye(len(values), dtype=values.dtype, device=values.device)
     factors = (values.clamp_min(least) / least) ** (-POWER / 2)
     before = float(values.sum())
     after = float((values * factors**2).sum())
-    if before > 0 and after > 0:  # noise's eigenvalues of either sign make the ratio uncertain
+    if before > 0 and after > 0:  # noise makes eigenvalues of either sign, and the ratio uncertain
         most = max(1.0, float(values.max()) / least) ** POWER
         factors = factors * math.sqrt(min(max(1.0, before / after), most))
     root: Tensor = (vectors * factors) @ vectors.T
