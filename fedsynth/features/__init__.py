@@ -1,6 +1,6 @@
-"""Fixed features: maps from pixels to vectors that no private data shaped, with public constants.
+"""Fixed features: maps from pixels to vectors, with public constants, independent of private data.
 
-`feature_map.py` says what a map is, `registry.py` has them by name; each map is a file.
+`feature_map.py` defines a map and `registry.py` lists the maps by name; each map has its own file.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What a feature map is: a fixed function of one image's pixels, and its public constants.
+"""The feature map: a fixed function of one image's pixels, with public constants.
 
-A private release clips what a map makes, so the map needs constants that say how far its values go.
-They are fixed before any private data are read: from a proof, or from images that a procedure draws
-with a fixed seed (`random_images.py`), and never from the clients' data.
+A private release clips the map's vectors, so the map needs constants that give their scale. They
+are fixed before any private data are read, from a proof or from random images of a fixed seed
+(`random_images.py`), and never come from the clients' data.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ Shape = tuple[int, int, int]
 
 @dataclass(frozen=True, eq=False)
 class FeatureMap:
-    """A map φ from pixels to vectors. Each image's vector depends on that image alone.
+    """A map φ from pixels to vectors. Each image's vector depends only on that image.
 
     Args:
-        name: for settings and reports.
-        image_shape: (C, H, W) of the images that it takes.
-        dimension: d of its vectors.
-        norm_bound: public constant in the features' units: φ is clipped to this L2 norm where sums
-            of it are released (fedstats' centre).
-        radius: R, a public constant in the same units: about the distance of an image's vector from
-            the mean of all. fedstats clips (φ − m)/R to norm 1.
-        source: where the two constants come from, for the report.
-        function: float32 pixels in [0, 1] [N, C, H, W] -> [N, d], differentiable where images are
-            to be made from statistics.
-        blocks: where a vector is a row of matrices [channels, cells], one after another, their
-            sizes: what covariances of channels and of cells can be made of. Empty: it is not.
+        name: the name for settings and reports.
+        image_shape: (C, H, W) of the input images.
+        dimension: the vectors' dimension d.
+        norm_bound: a public constant in the features' units: φ is clipped to this L2 norm before
+            its sums are released (fedstats' centre).
+        radius: R, a public constant in the same units: the approximate distance of an image's
+            vector from the overall mean. fedstats clips (φ − m)/R to norm 1.
+        source: the origin of the two constants, for the report.
+        function: float32 pixels in [0, 1] [N, C, H, W] -> [N, d]; must be differentiable if images
+            are synthesized from statistics.
+        blocks: the sizes (channels, cells) of the matrices that a vector concatenates, from which
+            covariances of channels and of cells can be computed. Empty if it has no such structure.
 
     Raises:
         SettingError: a dimension below 1, a constant that is not positive and finite, or blocks
-            that are not the whole vector.
+            that do not cover the vector exactly.
 
     >>> import torch
     >>> brightness = FeatureMap(
@@ -82,14 +82,14 @@ class FeatureMap:
             )
 
     def __call__(self, pixels_NCHW: Tensor) -> Tensor:
-        """Vectors [N, d], float32, of images as the package's data hold them.
+        """Returns the images' vectors [N, d], float32.
 
         Args:
             pixels_NCHW: uint8, or floating point in [0, 1].
 
         Raises:
-            SettingError: images of another shape, or a function that makes other vectors than it
-                declares.
+            SettingError: the images have another shape, or the function's vectors are not as
+                declared.
         """
         if tuple(pixels_NCHW.shape[1:]) != self.image_shape:
             raise SettingError(
@@ -118,11 +118,11 @@ class FeatureMap:
         return made.float()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FeatureMap:
-        """Itself: it cannot change, and vectors are kept by which map made them."""
+        """Returns itself: a map is immutable, and vectors are cached by map object."""
         return self
 
     def facts(self) -> dict[str, Any]:
-        """What a report says of it: all of it is public."""
+        """Returns the map's public facts for a report."""
         return {
             "features": self.name,
             "dimension": self.dimension,

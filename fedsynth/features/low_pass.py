@@ -1,8 +1,8 @@
-"""Small pictures as feature vectors of norm 1, of which class sums and a Gram matrix are released.
+"""Downscaled images as feature vectors of norm 1, whose class sums and Gram matrix are released.
 
-An image is averaged in cells to v, which is divided by its own norm, and a constant stands beside
-it: u = (√(1 − c²)·v/‖v‖, c). So every example has the same norm, whatever its brightness, sums of u
-by class hold the classes' counts too, and the bound 1 needs no data and no proof but this line.
+An image is averaged in cells to v, which is divided by its norm and extended by a constant:
+u = (√(1 − c²)·v/‖v‖, c). Every example therefore has norm 1, whatever its brightness, so the bound
+of 1 needs no data and no further proof. The class sums of u also contain the classes' counts.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ from torch.nn import functional as F
 from fedsynth.features.feature_map import FeatureMap, Shape
 
 CONSTANT = math.sqrt(0.1)
-"""c: a tenth of a vector's squared norm counts examples."""
+"""c: a tenth of a vector's squared norm is used to count examples."""
 GREY_SIDE, COLOUR_SIDE = 14, 8
-"""Cells in each direction at most: noise of a sum grows with the root of its coordinates."""
+"""The maximum number of cells in each direction. The noise of a sum grows with the square root of
+the number of its coordinates."""
 DARKEST = 1e-6
 
 
 def cells_of(shape: Shape) -> tuple[int, int, int]:
-    """(channels, rows, columns) of the small pictures of images of this shape.
+    """Returns (channels, rows, columns) of the downscaled images for images of this shape.
 
     >>> cells_of((1, 28, 28)), cells_of((3, 32, 32))
     ((1, 14, 14), (3, 8, 8))
@@ -35,7 +36,7 @@ def cells_of(shape: Shape) -> tuple[int, int, int]:
 
 @lru_cache(maxsize=8)
 def low_pass(shape: Shape) -> FeatureMap:
-    """u of images of this shape.
+    """Returns the map u for images of this shape.
 
     >>> u = low_pass((1, 28, 28))(torch.rand(2, 1, 28, 28))
     >>> u.shape, u.norm(dim=1)

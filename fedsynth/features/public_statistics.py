@@ -1,7 +1,7 @@
-"""What a feature map makes of images that a procedure draws: constants and whitening from no data.
+"""A feature map's constants and whitening, computed from random images instead of data.
 
-The images are `random_images` of a fixed seed. All that is computed from them is public, whatever
-the private data are; constants are rounded, so that machines agree on them.
+The images are `random_images` of a fixed seed. Everything computed from them is public, whatever
+the private data are. Constants are rounded, so that all machines agree on them.
 """
 
 from __future__ import annotations
@@ -22,25 +22,27 @@ from fedsynth.seeding import torch_generator
 IMAGES = 600
 SEED = 0
 DIGITS = 3
-"""Of a constant that is kept."""
+"""Significant digits of a constant."""
 SOURCE = f"medians over {IMAGES} images of random processes, seed {SEED} (no data)"
 
 
 @lru_cache(maxsize=2)
 def _images(shape: Shape) -> Tensor:
-    with torch.inference_mode(False):  # kept, and used where autograd is on
+    with torch.inference_mode(False):  # cached, and also used with autograd
         return random_images(IMAGES, shape, torch_generator(SEED, "public statistics of features"))
 
 
 def public_vectors(function: Callable[[Tensor], Tensor], shape: Shape) -> Tensor:
-    """Vectors [IMAGES, d] of the procedure's images."""
+    """Returns the random images' feature vectors, [IMAGES, d]."""
     with torch.no_grad():
         return torch.cat([function(some) for some in _images(shape).split(50)])
 
 
 def constants(vectors_Nd: Tensor) -> tuple[float, float]:
-    """The median norm, and the median distance from the mean: where a clip takes half of the
-    images, and so loses little of a mean, while noise is no larger than they are."""
+    """Returns the median norm and the median distance from the mean.
+
+    A clip at the median affects half of the images, so it changes a mean only little, and the noise
+    is scaled to no more than a typical image."""
     norm = float(torch.linalg.vector_norm(vectors_Nd, dim=1).median())
     about = vectors_Nd - vectors_Nd.mean(dim=0)
     return rounded(norm), rounded(float(torch.linalg.vector_norm(about, dim=1).median()))
@@ -54,25 +56,26 @@ def map_of_vectors(
     blocks: tuple[tuple[int, int], ...] = (),
     scale: float = 1.0,
 ) -> FeatureMap:
-    """Returns the map of a function with the dimension and the constants of its vectors of the
-    procedure's images, these times `scale`."""
+    """Returns the map of a function, with the dimension and constants of its vectors of the random
+    images; the constants are multiplied by `scale`."""
     norm, radius = (rounded(scale * value) for value in constants(vectors_Nd))
     source = SOURCE if scale == 1 else f"{scale} of {SOURCE}"
     return FeatureMap(name, shape, vectors_Nd.shape[1], norm, radius, source, function, blocks)
 
 
 def measured_map(name: str, image_shape: Shape, function: Callable[[Tensor], Tensor]) -> FeatureMap:
-    """The map of a function, whose dimension and constants are what it makes of images of random
-    processes (`random_images`, of a fixed seed): no data are read.
+    """Returns the map of a function; its dimension and constants are measured on images of random
+    processes (`random_images`, with a fixed seed), so no data are read.
 
     Args:
-        name: for settings and reports.
-        image_shape: (C, H, W) of the images that it is to take.
-        function: float32 pixels in [0, 1] [N, C, H, W] -> [N, d], of each image alone: an encoder
-            that was not trained on the private data, in evaluation mode.
+        name: the name for settings and reports.
+        image_shape: (C, H, W) of the input images.
+        function: float32 pixels in [0, 1] [N, C, H, W] -> [N, d], where each vector depends only on
+            its image: an encoder in evaluation mode that was not trained on the private data.
 
     Raises:
-        SettingError: a function that makes no vectors, or the same of every image.
+        SettingError: the function does not return finite vectors, or returns the same one for half
+            of the images.
 
     >>> halves = measured_map("halves", (1, 16, 16), lambda x: x.reshape(len(x), 2, -1).mean(2))
     >>> halves.dimension, halves.norm_bound > 0, halves.radius > 0
@@ -103,7 +106,7 @@ def measured_map(name: str, image_shape: Shape, function: Callable[[Tensor], Ten
 
 
 def rounded(value: float) -> float:
-    """To a few significant digits.
+    """Rounds to `DIGITS` significant digits.
 
     >>> rounded(0.123456)
     0.123
@@ -113,16 +116,16 @@ def rounded(value: float) -> float:
 
 @dataclass(frozen=True, eq=False)
 class Whitening:
-    """φ ↦ (φ − m) times the inverse roots of a covariance between channels and of one between
-    cells.
+    """Whitening: φ ↦ (φ − m) times the inverse roots of a covariance between channels and of one
+    between cells.
 
-    Directions that all images share strongly would else take most of a vector's norm, which is what
-    a private sum's clip bounds and its noise is scaled by.
+    Without whitening, directions that all images share strongly would take most of a vector's norm,
+    which a private sum's clip bounds and which scales its noise.
 
     Args:
         function: pixels -> [N, channels · cells], channels first.
         mean: m, [d].
-        channels: the first root, symmetric; or its largest directions alone, [kept, channels].
+        channels: the first root, symmetric; or only its largest directions, [kept, channels].
         cells: the second, symmetric.
     """
 
@@ -142,11 +145,12 @@ class Whitening:
     ) -> Whitening:
         """Args:
         function: see the class.
-        vectors_Nd: what it makes of public images.
-        cells: how many each channel has.
-        floor: added to eigenvalues, over the largest: what is nearly constant stays small.
-        kept: of so many channels' directions there are coordinates, those in which the images
-            differ most; None: there are as many as channels, and no basis is chosen.
+        vectors_Nd: its vectors of public images.
+        cells: the number of cells of each channel.
+        floor: added to the eigenvalues, relative to the largest, so that nearly constant directions
+            stay small.
+        kept: the number of channel directions to keep, those in which the images differ most;
+            None keeps all, in the original basis.
         """
         mean = vectors_Nd.mean(dim=0)
         about = (vectors_Nd - mean).double().unflatten(1, (-1, cells))
@@ -158,11 +162,11 @@ class Whitening:
         return cls(function, mean, channels.float(), (scaled @ turns.T).float())
 
     def __call__(self, x_NCHW: Tensor) -> Tensor:
-        """Vectors [N, d] about the procedure's mean."""
+        """Returns the whitened vectors [N, d] of images."""
         return self.applied(self.function(x_NCHW))
 
     def applied(self, vectors_Nd: Tensor) -> Tensor:
-        """To what the function makes."""
+        """Whitens vectors [N, d] of the function."""
         device = vectors_Nd.device
         about = vectors_Nd - self.mean.to(device)
         cells = self.cells.to(device)
@@ -171,11 +175,12 @@ class Whitening:
 
 
 def _inverse_root(covariance: Tensor, floor: float) -> tuple[Tensor, Tensor]:
-    """Eigenvectors V of a symmetric matrix C with largest eigenvalue λ₁, a column each, that of λ₁
-    last, and V diag(λ/λ₁ + floor)^−½: V times that transposed is (C/λ₁ + floor)^−½.
+    """Returns V diag(λ/λ₁ + floor)^−½ and V, the eigenvectors of a symmetric matrix C with largest
+    eigenvalue λ₁, as columns in ascending order of eigenvalue. The first times Vᵀ is
+    (C/λ₁ + floor)^−½.
 
-    Signs are such that Σ i·vᵢ > 0, so that machines agree on them: of a largest entry they would
-    not, where it has a twin of the other sign in the mirror image's channel.
+    Signs are chosen such that Σ i·vᵢ > 0, so that machines agree on them. The sign of the largest
+    entry would not do: it can have a twin of the opposite sign in the mirror image's channel.
     """
     values, vectors = torch.linalg.eigh(covariance)
     counted = torch.arange(1, len(values) + 1, dtype=vectors.dtype, device=vectors.device)

@@ -1,9 +1,9 @@
-"""Images drawn from random processes: public pictures that need no data set.
+"""Images drawn from random processes: public images that need no data set.
 
-Nothing but a seed goes in, so whatever is computed from these images (a feature map's centre, a
-norm bound, an encoder's weights) is a public constant. Three processes, after Baradad et al. 2021,
-"Learning to See by Looking at Noise" (arXiv 2106.05963), which DP-RandP (Tang et al. 2023, arXiv
-2306.06076) learns a private classifier's prior from:
+Their only input is a seed, so everything computed from these images (a feature map's centre, a norm
+bound, an encoder's weights) is a public constant. There are three processes, after Baradad et al.
+2021, "Learning to See by Looking at Noise" (arXiv 2106.05963), from which DP-RandP (Tang et al.
+2023, arXiv 2306.06076) learns a private classifier's prior:
 
 - "dead-leaves": shapes of power-law sizes that occlude each other, on a spectral background;
 - "generator": convolutional generators of random weights, one for each image, with noise at every
@@ -26,13 +26,13 @@ from fedsynth.errors import SettingError
 from fedsynth.validation import check_choice
 
 PROCESSES = ("dead-leaves", "generator", "spectral", "mixed")
-"""What `random_images` draws from; "mixed" takes equal shares of the others."""
+"""The processes of `random_images`; "mixed" takes equal shares of the others."""
 AT_ONCE = 256
-"""Images that are made together: a memory bound, and part of what a seed means."""
+"""Images that are generated together: bounds memory, and affects the result of a seed."""
 LEAVES = 48
-"""Shapes in front of the background: after so many, little of it is seen."""
+"""Shapes in front of the background, enough to cover most of it."""
 CHROMA = 0.35
-"""Spread of a leaf's colour about its grey value, as a share: natural images are mostly grey."""
+"""Relative spread of a leaf's colour around its grey value: natural images are mostly grey."""
 WIDTH = 16
 """Channels of the random generators."""
 
@@ -43,16 +43,17 @@ def random_images(
     generator: torch.Generator,
     process: str = "mixed",
 ) -> Tensor:
-    """Images of a random process, [count, C, H, W] in [0, 1], float32, on the generator's device.
+    """Draws images of a random process, float32 [count, C, H, W] in [0, 1], on the generator's
+    device.
 
     Args:
-        count: how many.
+        count: number of images.
         image_shape: C, H, W; one channel is the grey value of a colour image.
-        generator: all draws are its own; the same state gives the same images on one device type.
+        generator: source of all draws; the same state gives the same images on one device type.
         process: one of `PROCESSES`.
 
     Raises:
-        SettingError: a shape that is no image's.
+        SettingError: the shape is not an image shape.
         UnknownNameError: no such process.
 
     >>> import torch
@@ -73,7 +74,7 @@ def random_images(
     if channels == 1:
         return images.mean(dim=1, keepdim=True)
     extra = channels - 3
-    if extra > 0:  # more bands than colours: the colours again, in turn
+    if extra > 0:  # more bands than colours: repeats the colours in turn
         images = images[:, torch.arange(channels, device=images.device) % 3]
     return images[:, :channels].contiguous()
 
@@ -81,12 +82,12 @@ def random_images(
 def _colour(
     count: int, height: int, width: int, generator: torch.Generator, process: str
 ) -> Tensor:
-    """[count, 3, H, W] in [0, 1]."""
+    """Draws colour images [count, 3, H, W] in [0, 1]."""
     if process != "mixed":
         return _DRAWS[process](count, height, width, generator)
     each = -(-count // len(_DRAWS))
     parts = [draw(each, height, width, generator) for draw in _DRAWS.values()]
-    interleaved = torch.stack(parts, dim=1).flatten(0, 1)  # any first few hold all processes
+    interleaved = torch.stack(parts, dim=1).flatten(0, 1)  # every prefix then mixes the processes
     return interleaved[:count]
 
 
@@ -94,8 +95,8 @@ def _colour(
 
 
 def spectral_noise(count: int, height: int, width: int, generator: torch.Generator) -> Tensor:
-    """Gaussian fields of power 1/f^α, α uniform in [1.5, 3.5] for each image and axis weights that
-    stretch it, in random colours, [N, 3, H, W] in [0, 1]."""
+    """Draws Gaussian fields of power 1/f^α in random colours, [N, 3, H, W] in [0, 1]. Each image
+    has its own α, uniform in [1.5, 3.5], and its own axis weights, which stretch it."""
     fields = _fields(count, 3, height, width, generator)
     return _levels(_mixed_colours(fields, generator), generator)
 
@@ -103,7 +104,7 @@ def spectral_noise(count: int, height: int, width: int, generator: torch.Generat
 def _fields(
     count: int, channels: int, height: int, width: int, generator: torch.Generator
 ) -> Tensor:
-    """Standardised fields [N, channels, H, W] whose spectrum is shared by an image's channels."""
+    """Draws standardised fields [N, channels, H, W]; an image's channels share a spectrum."""
     device = generator.device
     white = torch.randn(count, channels, height, width, generator=generator, device=device)
     draws = torch.rand(count, 2, generator=generator, device=device)
@@ -120,10 +121,10 @@ def _fields(
 
 
 def _mixed_colours(fields: Tensor, generator: torch.Generator) -> Tensor:
-    """Fields [N, 3, H, W] as luminance and two weaker chroma axes, in random directions."""
+    """Colours fields [N, 3, H, W]: luminance and two weaker chroma axes, in random directions."""
     weights = torch.randn(len(fields), 3, 3, generator=generator, device=fields.device)
     weights = CHROMA * weights
-    weights[:, :, 0] = 1.0  # the first field moves all colours alike
+    weights[:, :, 0] = 1.0  # the first field changes all colours equally
     return torch.einsum("noi,nihw->nohw", weights, fields)
 
 
@@ -141,8 +142,9 @@ def _levels(values: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def dead_leaves(count: int, height: int, width: int, generator: torch.Generator) -> Tensor:
-    """Ellipses, rectangles and triangles of sizes with density r⁻³, each in a colour with a shading
-    and stripes of its own, front to back over a spectral background, [N, 3, H, W] in [0, 1]."""
+    """Draws ellipses, rectangles and triangles, front to back over a spectral background,
+    [N, 3, H, W] in [0, 1]. Sizes have density r⁻³; each shape has its own colour, shading and
+    stripes."""
     device = generator.device
     side = float(max(height, width))
     rows = torch.arange(height, device=device, dtype=torch.float32).view(1, -1, 1)
@@ -167,20 +169,21 @@ def dead_leaves(count: int, height: int, width: int, generator: torch.Generator)
 
 
 def _power_law(uniform: Tensor, least: float, most: float) -> Tensor:
-    """Radii in [least, most] with density proportional to r⁻³, by inversion."""
+    """Returns radii in [least, most] with density proportional to r⁻³, by inversion."""
     low, high = least**-2, most**-2
     radii: Tensor = (low - uniform * (low - high)).rsqrt()
     return radii
 
 
 def _turned(down: Tensor, across: Tensor, turn: Tensor) -> tuple[Tensor, Tensor]:
-    """Coordinates along and off an axis at angle π·turn."""
+    """Returns coordinates along and perpendicular to an axis at angle π·turn."""
     angle = math.pi * turn
     return down * angle.cos() + across * angle.sin(), across * angle.cos() - down * angle.sin()
 
 
 def _shape(along: Tensor, off: Tensor, kind: Tensor) -> Tensor:
-    """Inside a unit ellipse, rectangle or triangle (`kind` in thirds of [0, 1]), bool."""
+    """Returns whether points are inside a unit ellipse, rectangle or triangle (`kind` in thirds of
+    [0, 1]), bool."""
     ellipse = along.square() + off.square() <= 1
     rectangle = torch.maximum(along.abs(), off.abs()) <= 0.8
     triangle = (along >= -0.7) & (along + 1.7 * off.abs() <= 1)
@@ -188,7 +191,7 @@ def _shape(along: Tensor, off: Tensor, kind: Tensor) -> Tensor:
 
 
 def _colours(count: int, generator: torch.Generator) -> Tensor:
-    """Mostly grey colours [N, 3, 1, 1] about [0, 1]."""
+    """Draws mostly grey colours [N, 3, 1, 1], roughly in [0, 1]."""
     device = generator.device
     grey = torch.rand(count, 1, 1, 1, generator=generator, device=device)
     chroma = torch.randn(count, 3, 1, 1, generator=generator, device=device)
@@ -199,11 +202,11 @@ def _colours(count: int, generator: torch.Generator) -> Tensor:
 
 
 def random_generators(count: int, height: int, width: int, generator: torch.Generator) -> Tensor:
-    """What random convolutional generators make, [N, 3, H, W] in [0, 1].
+    """Draws images of random convolutional generators, [N, 3, H, W] in [0, 1].
 
-    From a 4×4 map of noise, each resolution doubles the last one, convolves it by weights of the
-    image's own (the first ones oriented waves), adds noise of random strength and takes a leaky
-    ReLU; a random 1×1 layer makes colours.
+    Each generator starts from a 4×4 map of noise. Each step doubles the resolution, convolves with
+    weights drawn for the image (oriented waves in the first step), adds noise of random strength
+    and applies a leaky ReLU. A random 1×1 layer maps to colours.
     """
     device = generator.device
     x = torch.randn(count, WIDTH, 4, 4, generator=generator, device=device)
@@ -228,14 +231,14 @@ def random_generators(count: int, height: int, width: int, generator: torch.Gene
 
 
 def _standardised(x: Tensor) -> Tensor:
-    """Each channel of each image with mean 0 and deviation 1."""
+    """Standardises each channel of each image to mean 0 and standard deviation 1."""
     mean = x.mean(dim=(2, 3), keepdim=True)
     deviation = (x - mean).square().mean(dim=(2, 3), keepdim=True).sqrt()
     return (x - mean) / deviation.clamp_min(1e-5)
 
 
 def _own_convolution(x_NCHW: Tensor, weights: Tensor) -> Tensor:
-    """Each image by its own weights [N, O, C, k, k], with reflected borders."""
+    """Convolves each image with its own weights [N, O, C, k, k], with reflected borders."""
     count, channels = x_NCHW.shape[:2]
     half = weights.shape[-1] // 2
     padded = F.pad(x_NCHW, (half, half, half, half), mode="reflect")
@@ -245,8 +248,8 @@ def _own_convolution(x_NCHW: Tensor, weights: Tensor) -> Tensor:
 
 
 def _oriented(count: int, generator: torch.Generator) -> Tensor:
-    """Filters [N, WIDTH, WIDTH, 5, 5]: a wave of random frequency and phase in each, in two
-    directions of the image's own."""
+    """Draws filters [N, WIDTH, WIDTH, 5, 5]: waves of random frequency and phase, in two directions
+    per image."""
     device = generator.device
     draw = torch.rand(3, count, WIDTH, WIDTH, 1, 1, generator=generator, device=device)
     axes = torch.rand(count, 1, 2, 1, 1, generator=generator, device=device)

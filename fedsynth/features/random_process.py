@@ -1,12 +1,12 @@
-"""Features of a dictionary of patches that random-process images are made of: a prior from no data.
+"""Features from a dictionary of patches of random-process images: a prior from no data.
 
-Single-layer learning of Coates, Ng & Lee 2011, "An Analysis of Single-Layer Networks in
+This is the single-layer learning of Coates, Ng & Lee 2011, "An Analysis of Single-Layer Networks in
 Unsupervised Feature Learning": 6×6 patches are normalised, whitened, and compared with K unit
-vectors, and what exceeds a threshold, of either sign, is averaged in 3×3 overlapping cells. The
-dictionary was learned by spherical k-means (`benchmarks/library/random_process_training.py`) from images that
-`random_images.py` draws. It came from a seed and a procedure, so it is as public as an
-architecture. docs/features.md has what it adds to scattering, and what a network trained on the
-same images does.
+vectors. The part of a comparison that exceeds a threshold, for either sign, is averaged in 3×3
+overlapping cells. The dictionary was learned by spherical k-means
+(`benchmarks/library/random_process_training.py`) from images of `random_images.py`. It follows from
+a seed and a procedure, so it is as public as an architecture. docs/features.md has its gain over
+scattering, and a comparison with a network trained on the same images.
 """
 
 from __future__ import annotations
@@ -26,35 +26,36 @@ from fedsynth.features.public_statistics import map_of_vectors, public_vectors
 from fedsynth.features.scattering import scattering
 
 WEIGHTS = Path(__file__).with_name("random_process.safetensors")
-"""What `python benchmarks/random_process_prior.py --write` made."""
+"""The output of `python benchmarks/random_process_prior.py --write`."""
 PATCH = 6
-"""Pixels of a patch's side."""
+"""The side of a patch, in pixels."""
 CONTRAST = 10 / 255**2
-"""Added to a patch's variance: what is nearly flat stays small (10 grey values squared, as in the
-paper)."""
+"""Added to a patch's variance, so that nearly flat patches stay small (10 grey values squared, as
+in the paper)."""
 THRESHOLD = 0.25
 CELLS = 3
 LEAST = 12
-"""Pixels of a side: smaller images have too few patches for 3×3 cells."""
+"""The smallest image side in pixels: smaller images have too few patches for 3×3 cells."""
 
 
 @dataclass(frozen=True, eq=False)
 class Dictionary:
-    """Patches to compare with.
+    """A dictionary of patches.
 
     Args:
-        mean: of normalised patches, [P], P = 3·PATCH², channels first.
-        atoms: whitening and unit vectors in one, [P, K]: (p − mean) @ atoms are the comparisons.
+        mean: the mean of normalised patches, [P], P = 3·PATCH², channels first.
+        atoms: the product of whitening and unit vectors, [P, K]: (p − mean) @ atoms are the
+            comparisons.
     """
 
     mean: Tensor
     atoms: Tensor
 
     def __call__(self, x_NCHW: Tensor) -> Tensor:
-        """Vectors [N, 2K·CELLS²] of colour or grey images with pixels in [0, 1].
+        """Returns vectors [N, 2K·CELLS²] of colour or grey images with pixels in [0, 1].
 
-        The comparisons are one convolution: a patch's own mean and contrast enter afterwards, as
-        (p − μ_p)/s_p is linear in p but for the two numbers.
+        The comparisons are one convolution. A patch's mean and contrast are applied afterwards,
+        because (p − μ_p)/s_p is linear in p for fixed μ_p and s_p.
         """
         x = x_NCHW.expand(-1, 3, -1, -1) if x_NCHW.shape[1] == 1 else x_NCHW
         atoms = self.atoms.to(x)
@@ -68,7 +69,8 @@ class Dictionary:
 
 
 def pooled(maps_NCHW: Tensor) -> Tensor:
-    """Means in 3×3 cells, each half as wide as the map and halfway over the next, [N, C·9]."""
+    """Returns means over 3×3 cells, each half as wide as the map and overlapping the next by half,
+    [N, C·9]."""
     height, width = maps_NCHW.shape[-2:]
     tall = (height + 1) // 2
     wide = (width + 1) // 2
@@ -84,16 +86,16 @@ def pooled(maps_NCHW: Tensor) -> Tensor:
 
 @lru_cache(maxsize=1)
 def shipped() -> Dictionary:
-    """The dictionary that comes with the package."""
+    """Loads the dictionary that is shipped with the package."""
     held = load_file(WEIGHTS)
     return Dictionary(held["mean"], held["atoms"])
 
 
 def random_process(shape: Shape) -> FeatureMap:
-    """The dictionary's features.
+    """Returns the map of the dictionary's features.
 
     Raises:
-        SettingError: images that are neither grey nor colour, or smaller than 12×12.
+        SettingError: the images are neither grey nor colour, or smaller than 12×12.
 
     >>> random_process((3, 32, 32)).dimension
     1728
@@ -106,11 +108,11 @@ def random_process(shape: Shape) -> FeatureMap:
 
 
 def scattering_and_random_process(shape: Shape) -> FeatureMap:
-    """Scattering coefficients and the dictionary's features side by side, each over its own public
-    radius, so that neither drowns the other.
+    """Returns the map that concatenates scattering coefficients and the dictionary's features, each
+    divided by its public radius, so that neither dominates.
 
     Raises:
-        SettingError: as both.
+        SettingError: as for `scattering` and `random_process`.
     """
     _check(shape)
     one = scattering(shape)

@@ -1,8 +1,8 @@
-"""Feature maps by name: one line each, and those that a user registers in this process.
+"""Feature maps by name: the built-in ones, and those that a user registers in this process.
 
-A map of one's own is a function from an image shape to a `FeatureMap`, with constants of one's own:
-the embeddings of a hospital's encoder, say. Settings then name it like the others. Whoever joins a
-run has to register the same map: it is public, as an architecture is.
+A custom map is a function from an image shape to a `FeatureMap` with its own constants, such as the
+embeddings of a hospital's encoder. Settings name it like a built-in map. Every party of a run has
+to register the same map, which is public, as an architecture is.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fedsynth.own_code import OwnCode, given_again, is_label, load_own
 from fedsynth.privacy.batch_independence import ADVICE, dependence_on_batch
 
 Builder = Callable[[Shape], FeatureMap]
-"""(channels, height, width) of the images -> their map."""
+"""Builds the map for images of shape (channels, height, width)."""
 
 _BUILT_IN = {
     "pixels": "fedsynth.features.pixels:pixels",
@@ -37,11 +37,12 @@ _BUILT_IN = {
 }
 _OWN: dict[str, tuple[Builder, OwnCode | None]] = {}
 _MADE: dict[tuple[str, Shape], FeatureMap] = {}
-"""A name means one object, as long as it means one map: vectors are kept by it."""
+"""Cache of built maps. A map is built once for each name and shape, because feature vectors are
+cached by map object."""
 
 
 def feature_names() -> tuple[str, ...]:
-    """The names that `feature_map` knows.
+    """Returns the names that `feature_map` accepts.
 
     >>> "pixels" in feature_names()
     True
@@ -50,7 +51,7 @@ def feature_names() -> tuple[str, ...]:
 
 
 def features_for(shape: Shape) -> str:
-    """The default for images of this shape, found on held-out training images.
+    """Returns the default map's name for images of this shape, chosen on held-out training images.
 
     >>> features_for((3, 32, 32))
     'mirrored-scattering+random-process'
@@ -64,21 +65,21 @@ def features_for(shape: Shape) -> str:
 
 
 def is_own_features(name: str) -> bool:
-    """Whether the map of this name comes from outside the package."""
+    """Returns whether the map of this name is a custom one."""
     return name in _OWN
 
 
 def features_source(name: str) -> OwnCode | None:
-    """The file that a map of one's own was loaded from; None: from none."""
+    """Returns the file that a custom map was loaded from, or None."""
     return _OWN[name][1] if name in _OWN else None
 
 
 def feature_map(name: str, shape: Shape) -> FeatureMap:
-    """The map with this name for images of this shape.
+    """Returns the map with this name for images of this shape.
 
     Raises:
-        UnknownNameError: no such map; names the near matches.
-        SettingError: the map cannot take such images, or one of one's own mixes examples.
+        UnknownNameError: no such map; the message names close matches.
+        SettingError: the map does not support such images, or a custom map mixes examples.
 
     >>> feature_map("pixels", (1, 28, 28)).dimension
     784
@@ -99,12 +100,12 @@ def _made(name: str, shape: Shape) -> FeatureMap:
 
 
 def refuse_unknown_map(name: str, section: str, *others: str) -> NoReturn:
-    """The error of a name that is no map's, or of a file that has to be named again.
+    """Raises the error for an unknown map name, or for a file that has to be registered again.
 
     Args:
-        name: what the setting `features` says.
-        section: whose setting it is, "method" or "model".
-        others: what it may say beside names of maps.
+        name: the value of the setting `features`.
+        section: the setting's section, "method" or "model".
+        others: values allowed in addition to the names of maps.
     """
     if not is_label(name):
         known = (*others, *feature_names())
@@ -114,8 +115,8 @@ def refuse_unknown_map(name: str, section: str, *others: str) -> NoReturn:
 
 @dataclass(eq=False)
 class _EachAlone:
-    """A function of one's own, tried on public images on each device before it gets others
-    there."""
+    """A custom function, checked for batch independence on public images on each device before its
+    first use there."""
 
     name: str
     function: Callable[[Tensor], Tensor]
@@ -137,12 +138,12 @@ class _EachAlone:
 
 
 def _checked(name: str, shape: Shape) -> FeatureMap:
-    """Returns a registered map with a function that refuses to mix examples.
+    """Returns a registered map whose function raises an error if it mixes examples.
 
-    What the map is for, and what it makes of some images, is checked before any ledger is charged.
+    The map's image shape and its output for sample images are checked before any ledger is charged.
 
     Raises:
-        SettingError: the builder fails, or makes something else than a map for such images.
+        SettingError: the builder fails, or does not return a map for such images.
     """
     try:
         own: object = _OWN[name][0](shape)
@@ -160,10 +161,10 @@ def _checked(name: str, shape: Shape) -> FeatureMap:
     function = _EachAlone(name, own.function)
     try:
         pixels = torch.linspace(0, 1, 2 * math.prod(shape)).view(2, *shape)
-        own(pixels)  # raises where it makes another thing than it declares
+        own(pixels)  # raises if the output is not as declared
         function.try_on(torch.device("cpu"), own.image_shape)
     except (RuntimeError, AssertionError, NotImplementedError):
-        pass  # it may want another device: there it is tried before it gets its first images
+        pass  # it may need another device: it is checked there before its first use
     return replace(own, name=name, function=function)
 
 
@@ -172,14 +173,14 @@ def _refused(name: str, reason: str) -> SettingError:
 
 
 def register_file(given: str, section: str = "method") -> str:
-    """Makes the map of a file known: its name for settings, `FILE.py:NAME@HASH`.
+    """Registers the map of a file and returns its name for settings, `FILE.py:NAME@HASH`.
 
     Args:
         given: `FILE.py:NAME`; the file is executed.
-        section: whose setting names it, for errors.
+        section: the section of the setting that names it, for error messages.
 
     Raises:
-        SettingError: as `load_own` and `register_features`.
+        SettingError: as for `load_own` and `register_features`.
     """
     build, source = load_own(section, "features", given)
     register_features(source.label, build, source)
@@ -187,18 +188,18 @@ def register_file(given: str, section: str = "method") -> str:
 
 
 def register_features(name: str, build: Builder, source: OwnCode | None = None) -> None:
-    """Makes a map of one's own known by a name, in this process; an earlier one of one's own with
-    that name is replaced.
+    """Registers a custom map under a name, in this process; replaces an earlier custom map of that
+    name.
 
     Args:
-        name: for settings and reports; not that of a map of the package.
-        build: from an image shape to the map, whose function and constants must not come from
+        name: the name for settings and reports; must differ from the built-in maps' names.
+        build: returns the map for an image shape; its function and constants must not depend on
             private data.
-        source: the file that it comes from, where it was loaded from one.
+        source: the file that the map was loaded from, if any.
 
     Raises:
-        SettingError: the name is that of a map of the package, or `build` is no function. What
-            `build` makes is looked at when a run first needs it; there it has the registered name.
+        SettingError: the name is that of a built-in map, or `build` is not callable. The map that
+            `build` returns is checked, and gets the registered name, when a run first needs it.
 
     >>> register_features("mean-grey", lambda shape: FeatureMap(
     ...     "mean-grey", shape, 1, 1.0, 0.5, "pixels are in [0, 1]",

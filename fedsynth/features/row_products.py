@@ -1,10 +1,10 @@
-"""Matrix products in which a row's bits depend on that row alone.
+"""Matrix products in which each row's bits depend only on that row.
 
-A library of kernels may add up a row in another order where the row begins at another place in
-memory: at a width that is no multiple of what its registers hold, each row of a batch begins
-elsewhere. The difference is rounding, and yet a server can send weights under which rounding is all
-that is left; one record more would then move the rows of all that come after it. So widths are
-filled up with zeros to a multiple of `LANES` first.
+A kernel library may sum a row in an order that depends on the row's memory alignment. At a width
+that is not a multiple of the register width, each row of a batch is aligned differently. The
+resulting difference is only rounding, but a server can send weights under which nothing but
+rounding remains; one additional record would then change all rows after it. Widths are therefore
+zero-padded to a multiple of `LANES`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 LANES = 16
-"""float32 numbers of the widest registers (512 bits)."""
+"""The number of float32 values in the widest registers (512 bits)."""
 
 
 def row_product(rows_Nd: Tensor, weight_Cd: Tensor) -> Tensor:
-    """rows · weightᵀ, [N, C].
+    """Returns rows · weightᵀ, [N, C].
 
     >>> import torch
     >>> row_product(torch.ones(2, 3), torch.ones(1, 3)).tolist()
@@ -27,7 +27,7 @@ def row_product(rows_Nd: Tensor, weight_Cd: Tensor) -> Tensor:
 
 
 def two_sided(left_ka: Tensor, rows_Nas: Tensor, right_st: Tensor) -> Tensor:
-    """left · row · right of each row, [N, k, t].
+    """Returns left · row · right for each row, [N, k, t].
 
     >>> import torch
     >>> two_sided(torch.eye(2), torch.ones(1, 2, 3), torch.eye(3)).shape
@@ -40,7 +40,7 @@ def two_sided(left_ka: Tensor, rows_Nas: Tensor, right_st: Tensor) -> Tensor:
 
 
 def filled_up(rows: Tensor) -> Tensor:
-    """With zeros after the last dimension, to a multiple of `LANES`."""
+    """Zero-pads the last dimension to a multiple of `LANES`."""
     return F.pad(rows, (0, -rows.shape[-1] % LANES))
 
 

@@ -1,13 +1,14 @@
 """The scattering transform of order 2 (Bruna & Mallat 2013), as a fixed feature map.
 
-A cascade of Morlet wavelets and moduli, averaged over 2^J pixels: with scales j < J and L
-orientations the channels are x⋆φ, |x⋆ψ₁|⋆φ and ||x⋆ψ₁|⋆ψ₂|⋆φ with j₁ < j₂, that is
+It is a cascade of Morlet wavelets and moduli, averaged over 2^J pixels. With scales j < J and L
+orientations, the channels are x⋆φ, |x⋆ψ₁|⋆φ and ||x⋆ψ₁|⋆ψ₂|⋆φ with j₁ < j₂, that is
 1 + JL + L²J(J−1)/2 for each input channel (81 for J = 2, L = 8). Filters are applied in Fourier
-space, where subsampling is a sum over aliases. All of it is differentiable, for a batch on any
-device. Values agree with kymatio 0.3's `Scattering2D` (tests/features/test_scattering.py).
+space, where subsampling is a sum over aliases. The transform is differentiable and runs in batches
+on any device. Its values agree with kymatio 0.3's `Scattering2D`
+(tests/features/test_scattering.py).
 
-As features (Tramèr & Boneh 2021, arXiv 2011.11660): colour goes to YUV, the channels of each image
-are normalised in 27 groups, and overlapping windows pool each channel to a 3×3 grid.
+The features follow Tramèr & Boneh 2021 (arXiv 2011.11660): colour is converted to YUV, the channels
+of each image are normalised in 27 groups, and overlapping windows pool each channel to a 3×3 grid.
 """
 
 from __future__ import annotations
@@ -36,28 +37,28 @@ GROUPS = 27
 GRID = 3
 """Cells of the pooled map in each direction."""
 LEAST = 8
-"""Pixels of a side: smaller images have fewer than two positions of 2^J pixels."""
+"""The smallest image side in pixels: smaller images have fewer than two positions of 2^J pixels."""
 EPSILON = 1e-5
-"""Added to a group's variance: a constant image has features 0."""
+"""Added to a group's variance, so that a constant image has features 0."""
 YUV = ((0.299, 0.587, 0.114), (-0.14713, -0.28886, 0.436), (0.615, -0.51499, -0.10001))
 """BT.601, rows Y, U, V of (R, G, B)."""
 FLOOR = 0.003
-"""Of the whitening's eigenvalues, over the largest; found on EMNIST letters."""
+"""The floor of the whitening's eigenvalues, relative to the largest; chosen on EMNIST letters."""
 PLANES = 16
-"""Channels of images that a CPU takes at a time: their spectra then stay in its cache."""
+"""Image channels that a CPU processes at a time: their spectra then stay in its cache."""
 PERIODS = (-2, -1, 0, 1, 2)
-"""Copies of a filter that are summed up to make it periodic."""
+"""Copies of a filter that are summed to make it periodic."""
 
 
 def gabor(size: tuple[int, int], sigma: float, theta: float, xi: float, slant: float) -> Complex:
-    """A periodic Gabor filter exp(−uᵀCu/2σ² + iξ·u)·slant/(2πσ²), complex [H, W].
+    """Returns a periodic Gabor filter exp(−uᵀCu/2σ² + iξ·u)·slant/(2πσ²), complex [H, W].
 
     Args:
         size: (H, W).
-        sigma: width of the Gaussian along the wave, pixels.
+        sigma: width of the Gaussian along the wave, in pixels.
         theta: direction of the wave.
-        xi: its frequency, radians a pixel.
-        slant: the Gaussian's width along the wave over that across it.
+        xi: the wave's frequency, in radians per pixel.
+        slant: the Gaussian's width along the wave divided by its width across it.
     """
     turn = np.array([[math.cos(theta), -math.sin(theta)], [math.sin(theta), math.cos(theta)]])
     curve = turn @ np.diag([1.0, slant**2]) @ turn.T / (2 * sigma**2)
@@ -75,7 +76,7 @@ def gabor(size: tuple[int, int], sigma: float, theta: float, xi: float, slant: f
 
 
 def morlet(size: tuple[int, int], scale: int, orientation: int) -> Complex:
-    """A Gabor wavelet with its mean taken out, complex [H, W]: σ = 0.8·2^j, ξ = 3π/4·2^−j."""
+    """Returns a Gabor wavelet of mean zero, complex [H, W]: σ = 0.8·2^j, ξ = 3π/4·2^−j."""
     sigma = 0.8 * 2**scale
     theta = (L - L // 2 - 1 - orientation) * math.pi / L
     wave = gabor(size, sigma, theta, 0.75 * math.pi / 2**scale, 4 / L)
@@ -86,16 +87,16 @@ def morlet(size: tuple[int, int], scale: int, orientation: int) -> Complex:
 
 @dataclass(frozen=True, eq=False)
 class Scattering:
-    """The transform for one size of image.
+    """The transform for one image size.
 
     Args:
         size: (H, W) of the images.
         low: φ in Fourier space at full resolution, [H', W'].
-        smoothing: its matrices for rows and columns at half the resolution, see `_smoothing`.
+        smoothing: φ's matrices for rows and columns at half the resolution, see `_smoothing`.
         waves: ψ in Fourier space by scale, each [L, H', W'].
 
-    Attributes of a padded image: H' = ((H + 4) // 4 + 1)·4, so that 4 or more pixels of reflection
-    stand on each side together.
+    Padded images have H' = ((H + 4) // 4 + 1)·4, that is at least 4 pixels of reflection in total
+    in each dimension.
     """
 
     size: tuple[int, int]
@@ -105,7 +106,7 @@ class Scattering:
 
     @classmethod
     def of(cls, size: tuple[int, int]) -> Scattering:
-        """The filters for images of this size, float32 on the CPU.
+        """Builds the filters for images of this size, float32 on the CPU.
 
         Raises:
             SettingError: a side below 8 pixels.
@@ -131,13 +132,13 @@ class Scattering:
         )
 
     def to(self, device: torch.device) -> Scattering:
-        """The same filters on a device."""
+        """Returns a copy of the filters on a device."""
         waves = tuple(wave.to(device) for wave in self.waves)
         rows, columns = (matrix.to(device) for matrix in self.smoothing)
         return Scattering(self.size, self.low.to(device), (rows, columns), waves)
 
     def __call__(self, x_NHW: Tensor) -> Tensor:
-        """[N, 81, h, w] of [N, H, W], with h = H'/4 − 2: order 0, then 1 and 2 by orientation.
+        """Transforms [N, H, W] to [N, 81, h, w], with h = H'/4 − 2: order 0, then 1 and 2.
 
         The channels of order 1 are sorted by (j, θ), those of order 2 by (θ₁, θ₂).
         """
@@ -159,14 +160,14 @@ class Scattering:
         return F.pad(x_NHW[:, None], sides, mode="reflect")[:, 0]
 
     def _modulus(self, spectrum: Tensor) -> Tensor:
-        """|·| of a signal at half the resolution, from its spectrum."""
+        """Returns |·| of a signal at half the resolution, given its spectrum."""
         size: Tensor = torch.fft.ifft2(_aliased(spectrum, 2)).abs()
         return size
 
     def _smooth(self, half: Tensor) -> Tensor:
-        """Every second of the averages of signals that are at half the resolution.
+        """Averages signals that are at half the resolution, and keeps every second value.
 
-        φ is a product of one-dimensional Gaussians, so this is a matrix on each side.
+        φ is a product of one-dimensional Gaussians, so this is a matrix product on each side.
         """
         rows, columns = self.smoothing
         return rows @ half @ columns.T
@@ -182,7 +183,8 @@ def _padded(side: int) -> int:
 
 
 class _Aliased(torch.autograd.Function):
-    """`_mean_of_aliases`, whose derivative repeats: slices would each get a spectrum of zeros."""
+    """`_mean_of_aliases` with a custom derivative that repeats the gradient: autograd would
+    allocate a spectrum of zeros for each slice."""
 
     generate_vmap_rule = True
 
@@ -201,7 +203,7 @@ class _Aliased(torch.autograd.Function):
 
 
 def _aliased(spectrum: Tensor, step: int) -> Tensor:
-    """The spectrum of every `step`-th sample in both directions: the mean over aliases."""
+    """Returns the spectrum of every `step`-th sample in both directions: the mean over aliases."""
     if not spectrum.requires_grad:
         return _mean_of_aliases(spectrum, step)
     mean: Tensor = _Aliased.apply(spectrum, step)
@@ -210,7 +212,7 @@ def _aliased(spectrum: Tensor, step: int) -> Tensor:
 
 def _mean_of_aliases(spectrum: Tensor, step: int) -> Tensor:
     height, width = (side // step for side in spectrum.shape[-2:])
-    # slices are added one by one, as a reduction over two inner dimensions is several times slower
+    # slices are added one by one: a reduction over two inner dimensions is several times slower
     total = spectrum[..., :height, :width]
     for down in range(step):
         for right in range(step):
@@ -221,11 +223,12 @@ def _mean_of_aliases(spectrum: Tensor, step: int) -> Tensor:
 
 
 def _smoothing(low_H: Real) -> Tensor:
-    """The matrix [H'/4, H'/2] of an average over half of the samples, and every second value of it.
+    """Returns the matrix [H'/4, H'/2] that averages a signal at half the resolution and keeps every
+    second value.
 
     Args:
-        low_H: a Gaussian's spectrum at full resolution, [H']. Its frequencies below half of the
-            highest are kept; the rest is below 5 %.
+        low_H: a Gaussian's spectrum at full resolution, [H']. Only the frequencies below half of
+            the highest are kept; the others are below 5 %.
     """
     side = len(low_H)
     kept = np.concatenate([low_H[: side // 4], low_H[side - side // 4 :]])
@@ -235,15 +238,15 @@ def _smoothing(low_H: Real) -> Tensor:
 
 @lru_cache(maxsize=8)
 def _filters(size: tuple[int, int], device: torch.device) -> Scattering:
-    with torch.inference_mode(False):  # kept, and used where autograd is on
+    with torch.inference_mode(False):  # cached, and also used with autograd
         return Scattering.of(size).to(device)
 
 
 def scattering_features(x_NCHW: Tensor) -> Tensor:
-    """Normalised and pooled scattering coefficients [N, 81·C·cells] of pixels in [0, 1]."""
+    """Returns normalised and pooled scattering coefficients [N, 81·C·cells] of pixels in [0, 1]."""
     if x_NCHW.device.type != "cpu":
         return _pooled(x_NCHW)
-    # a power of two, so that the pieces of a private client's pass are all of one length
+    # a power of two, so that all pieces of a private client's pass have the same length
     at_once = PLANES if x_NCHW.shape[1] == 1 else PLANES // 4
     return torch.cat([_pooled(some) for some in x_NCHW.split(at_once)])
 
@@ -259,7 +262,8 @@ def _pooled(x_NCHW: Tensor) -> Tensor:
 
 
 def _windows(size: torch.Size) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Window and stride of the pooling in each direction; fewer than three positions stay."""
+    """Returns the pooling's window and stride in each direction; fewer than three positions are not
+    pooled."""
     strides = tuple(max(1, side // GRID) for side in size)
     cells = tuple(min(GRID, side) for side in size)
     sides = tuple(n - (c - 1) * s for n, c, s in zip(size, cells, strides, strict=True))
@@ -268,7 +272,8 @@ def _windows(size: torch.Size) -> tuple[tuple[int, int], tuple[int, int]]:
 
 @lru_cache(maxsize=8)
 def scattering(shape: Shape) -> FeatureMap:
-    """The map for images of this shape: 729 coordinates of 28×28 in grey, 2187 of 32×32 in colour.
+    """Returns the map for images of this shape: 729 coordinates for 28×28 grey images, 2187 for
+    32×32 colour images.
 
     Raises:
         SettingError: a side below 8 pixels.
@@ -280,7 +285,7 @@ def scattering(shape: Shape) -> FeatureMap:
 
 @lru_cache(maxsize=8)
 def whitened_scattering(shape: Shape) -> FeatureMap:
-    """The same coefficients, whitened by covariances of public random images.
+    """Returns the map of coefficients whitened by covariances of public random images.
 
     Raises:
         SettingError: a side below 8 pixels.
@@ -297,7 +302,7 @@ def _public(shape: Shape) -> Tensor:
 
 
 def sizes(shape: Shape) -> tuple[int, int]:
-    """Channels, and cells of each."""
+    """Returns the number of channels, and of cells in each."""
     low = Scattering.of((shape[1], shape[2])).low
     rows, columns = (side // 2**J - 2 for side in low.shape)
     return shape[0] * (1 + J * L + L**2 * J * (J - 1) // 2), min(GRID, rows) * min(GRID, columns)

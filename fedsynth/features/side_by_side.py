@@ -1,11 +1,11 @@
-"""Scattering coefficients and features of the random-process dictionary side by side, both whitened
-by public images; and the same of an image and its mirror image together.
+"""Scattering coefficients concatenated with features of the random-process dictionary, both
+whitened by public images; and the mean of that map over an image and its mirror image.
 
-The mean over an image and its mirror image is again a map of one image. What tells a scene from its
-mirror image seldom tells its class, but takes a part of a vector's norm, which is what is clipped
-and what noise is scaled by: a mean without that part is a clearer signal at the same ε. For written
-characters and for clothing that faces one way it is not so. docs/fedstats.md has what either is
-worth.
+The mean over an image and its mirror image is again a map of one image. What distinguishes a scene
+from its mirror image seldom indicates its class, but takes up part of the vector's norm, which is
+clipped and scales the noise. Without that part, a mean is a clearer signal at the same ε. This does
+not hold for handwritten characters, or for clothing that faces one way. docs/fedstats.md has the
+measured gains.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from fedsynth.features.random_process import CELLS, random_process
 from fedsynth.features.scattering import FLOOR, scattering_features, sizes
 
 DICTIONARY = 0.7
-"""Size of the dictionary's features beside scattering's; found on held-out CIFAR-10 training
+"""Scale of the dictionary's features relative to scattering's; chosen on held-out CIFAR-10 training
 images."""
 KEPT = 0.5
-"""Share of channels' directions, those in which public images differ most, found likewise: accuracy
-is the same with half of the coordinates."""
+"""Fraction of channel directions that are kept, those in which public images differ most; chosen in
+the same way. Accuracy is the same with half of the coordinates."""
 SMALLER = 0.7
-"""Norm bound and radius over their medians on public images: photographs have less in each
-direction than random processes; found likewise."""
+"""Norm bound and radius relative to their medians on public images; chosen in the same way.
+Photographs vary less in each direction than random processes do."""
 
 
 @dataclass(frozen=True, eq=False)
 class SideBySide:
-    """Several functions' vectors in one, each times its own factor.
+    """Concatenates the vectors of several functions, each multiplied by a factor.
 
     Args:
         functions: pixels -> [N, d_i].
-        factors: one for each.
-        blocks: (channels, cells) of each one's vectors.
+        factors: one for each function.
+        blocks: (channels, cells) of each function's vectors.
     """
 
     functions: tuple[Callable[[Tensor], Tensor], ...]
@@ -54,29 +54,29 @@ class SideBySide:
     blocks: tuple[tuple[int, int], ...]
 
     def __call__(self, x_NCHW: Tensor) -> Tensor:
-        """Vectors [N, Σ d_i]."""
+        """Returns vectors [N, Σ d_i]."""
         each = zip(self.functions, self.factors, strict=True)
         return torch.cat([function(x_NCHW) * factor for function, factor in each], dim=1)
 
 
 @dataclass(frozen=True, eq=False)
 class Mirrored:
-    """The mean of a function over an image and its mirror image (left is right)."""
+    """The mean of a function over an image and its horizontal mirror image."""
 
     function: Callable[[Tensor], Tensor]
 
     def __call__(self, x_NCHW: Tensor) -> Tensor:
-        """Vectors [N, d], the same for both images."""
+        """Returns vectors [N, d], the same for an image and its mirror image."""
         return (self.function(x_NCHW) + self.function(x_NCHW.flip(-1))) / 2
 
 
 @lru_cache(maxsize=8)
 def whitened_pair(shape: Shape) -> FeatureMap:
-    """Both kinds of features, each whitened and over its own public radius: 1233 coordinates of
-    28×28 in grey.
+    """Returns the map of both kinds of features, each whitened and divided by its public radius:
+    1233 coordinates for 28×28 grey images.
 
     Raises:
-        SettingError: images that are neither grey nor colour, or smaller than 12×12.
+        SettingError: the images are neither grey nor colour, or smaller than 12×12.
     """
     pair = _pair(shape)
     return _named("whitened-scattering+random-process", shape, pair, pair.blocks)
@@ -84,10 +84,11 @@ def whitened_pair(shape: Shape) -> FeatureMap:
 
 @lru_cache(maxsize=8)
 def mirrored_pair(shape: Shape) -> FeatureMap:
-    """The mean of the same over an image and its mirror image: 1962 coordinates of 32×32 in colour.
+    """Returns the mean of `whitened_pair`'s features over an image and its mirror image: 1962
+    coordinates for 32×32 colour images.
 
     Raises:
-        SettingError: as above.
+        SettingError: as for `whitened_pair`.
     """
     pair = _pair(shape)
     return _named("mirrored-scattering+random-process", shape, Mirrored(pair), pair.blocks)
@@ -105,7 +106,7 @@ def _pair(shape: Shape) -> SideBySide:
 def _whitened(
     function: Callable[[Tensor], Tensor], shape: Shape, cells: int
 ) -> tuple[Whitening, float]:
-    """A function's main directions, whitened, and their public radius."""
+    """Returns a function's main directions, whitened, and their public radius."""
     with torch.inference_mode(False):
         raw = public_vectors(function, shape)
         kept = math.ceil(KEPT * raw.shape[1] / cells)
@@ -119,7 +120,7 @@ def _named(
     function: Callable[[Tensor], Tensor],
     blocks: tuple[tuple[int, int], ...],
 ) -> FeatureMap:
-    """The map, with its dimension and constants from public images."""
+    """Returns the map, with its dimension and constants measured on public images."""
     with torch.inference_mode(False):
         vectors = public_vectors(function, shape)
     return map_of_vectors(name, shape, function, vectors, blocks, SMALLER)
