@@ -1,9 +1,9 @@
-"""The public declaration of one's own images: what a private run may know of them beside what it
-releases.
+"""The public declaration of a user's images: the facts that a private run may use in addition to
+its releases.
 
-It is a TOML file that a person checks and signs. Divisors, sampling rates, the shape of what is
-released and the privacy report go by what it says, and never by the images themselves, so all of it
-is public. `fedsynth data describe` proposes one.
+It is a TOML file that a person checks and signs. Divisors, sampling rates, the shape of the
+releases and the privacy report depend on the declaration and never on the images themselves, so
+everything in it is public. `fedsynth data describe` proposes one.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from fedsynth.errors import DataError, DataFilesCorruptError, FedsynthError
 from fedsynth.privacy.files import expand_home
 
 MEAN, STD = 0.5, 0.25
-"""Of pixels in [0, 1], where nobody says better: constants, for a computed mean is an exact
-function of the images."""
+"""Default mean and standard deviation of pixels in [0, 1]. They are constants because a computed
+mean is an exact function of the images."""
 Name = Annotated[str, Field(min_length=1, max_length=200), AfterValidator(same_name)]
 Count = Annotated[int, Field(ge=1, lt=10**15)]
 
@@ -82,17 +82,17 @@ class _File(_Part):
 
 @dataclass(frozen=True)
 class Declaration:
-    """What is public of one's own images.
+    """The public facts about a user's images.
 
     Attributes:
-        spec: their specification; `train_size` is the nominal number of images of all sites
-            together, and `groups` that of users (0: nobody says).
-        sites: the sites' names; empty: there are none.
-        most_images: a bound on the number of images of all sites together.
-        ledger: the folder of the ledgers that are kept for these images; None: nobody says.
-        person: what one person in the images is called, such as "patient".
-        signed_by: who has checked it; empty: nobody has.
-        path: the file.
+        spec: the data set's specification; `train_size` is the nominal number of images over all
+            sites, and `groups` the nominal number of users (0: not declared).
+        sites: the sites' names; empty if there are no sites.
+        most_images: an upper bound on the number of images over all sites.
+        ledger: the folder of the privacy ledgers for these images; None if not declared.
+        person: the word for one person in the images, such as "patient".
+        signed_by: name and date of the person who checked it; empty if unsigned.
+        path: the declaration file.
     """
 
     spec: DatasetSpec
@@ -105,15 +105,16 @@ class Declaration:
 
     @property
     def signed(self) -> bool:
-        """Whether a person has signed it."""
+        """Returns whether a person has signed the declaration."""
         return bool(self.signed_by)
 
 
 def read_declaration(path: Path) -> Declaration:
-    """The declaration in this file.
+    """Reads a declaration file.
 
     Raises:
-        DataFilesCorruptError: it cannot be read, or is none; names the key.
+        DataFilesCorruptError: the file cannot be read or is not a valid declaration; the error
+            names the key.
     """
     try:
         read = _File.model_validate(read_sections(path))
@@ -165,11 +166,11 @@ def _spec(read: _File) -> DatasetSpec:
     )
 
 
-# ---------------------------------------------------------------------------------- to propose one
+# ---------------------------------------------------------------------------------- proposals
 
 
 def coarse(count: float, *, up: bool = False) -> int:
-    """A round number near `count`: 1, 2 or 5 times a power of ten, the next one if `up`.
+    """Rounds `count` to 1, 2 or 5 times a power of ten: the nearest, or the next higher if `up`.
 
     >>> coarse(570), coarse(640, up=True), coarse(3)
     (500, 1000, 2)
@@ -186,13 +187,13 @@ def proposal(
     images: int,
     users: int,
 ) -> str:
-    """A declaration to be checked, as TOML text.
+    """Returns a proposed declaration as TOML text, for a person to check.
 
     Args:
-        spec: of the images as they were found.
-        sites: their names.
-        images: how many there are: only round numbers are written.
-        users: how many people they are of (0: nobody says), likewise.
+        spec: the specification read from the images.
+        sites: the sites' names.
+        images: the number of images; it is rounded before it is written.
+        users: the number of people in the images (0: unknown); also rounded.
     """
 
     def listed(values: Sequence[Any]) -> str:
@@ -240,10 +241,10 @@ date = ""  # such as 2026-11-23
 
 
 def require_signed(declaration: Declaration) -> None:
-    """Refuses a declaration that nobody has signed.
+    """Raises an error if the declaration is unsigned.
 
     Raises:
-        DataError: says what to do.
+        DataError: the declaration is unsigned; the message explains how to sign it.
     """
     if not declaration.signed:
         raise DataError(

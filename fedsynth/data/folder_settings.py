@@ -1,4 +1,4 @@
-"""The settings that name a folder of one's own images (section `data` of a config file)."""
+"""The settings that name a folder of the user's images (section `data` of a config file)."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _SIZE = re.compile(r"([0-9]{1,4})(?:[x×]([0-9]{1,4}))?")
 
 @dataclass(frozen=True)
 class FolderSettings:
-    """One's own images in a folder, as settings of a run.
+    """The settings of a run that trains on images in a folder.
 
     Args:
         folder: your own images: SITE/CLASS/files (each site is a client), CLASS/files (with a
             partition), or a folder with a manifest.csv of path, label, site, user. Also the
             manifest itself. JPEG, PNG, BMP and WebP.
-        test_folder: your own images to test on, laid out likewise; sites do not matter there.
+        test_folder: your own images to test on, in the same layouts; sites are ignored.
         test: the test images are "public", "private" (default) or "none" (not used). With
             differential privacy, what is measured on private ones is only in `simulation_only`.
         image_size: size of all images after resizing: 64, or 64x48 (height x width). Default: the
@@ -34,14 +34,14 @@ class FolderSettings:
         channels: 1 (grey) or 3 (colour). Default (0): the declaration's, or 1 if all images are
             grey.
         skip_corrupt: leave out the files that cannot be read, and name them.
-        declaration: the file that says what is public of the images, as `fedsynth data describe`
-            proposes it (default: fedsynth.toml in their folder). With differential privacy there
-            must be one, signed off.
-        skip_other: skip what is no image (other files, links to nothing, empty folders), and count
-            it.
+        declaration: the file that states what is public about the images, as `fedsynth data
+            describe` proposes it (default: fedsynth.toml in their folder). A run with differential
+            privacy requires a signed one.
+        skip_other: skip everything that is not an image (other files, broken links, empty folders)
+            and report the count.
 
     Raises:
-        SettingError: a value that none of these can have.
+        SettingError: a value is invalid.
 
     >>> from fedsynth import FedAvg, PartitionSettings, RunSettings
     >>> scans = FolderSettings("/data/scans", image_size="64x48")
@@ -85,7 +85,11 @@ class FolderSettings:
         self.size()
 
     def size(self) -> tuple[int, int] | None:
-        """Height and width; None: not given."""
+        """Returns height and width, or None if `image_size` is not set.
+
+        Raises:
+            SettingError: `image_size` is invalid.
+        """
         if not self.image_size:
             return None
         match = _SIZE.fullmatch(self.image_size.strip())
@@ -100,10 +104,10 @@ class FolderSettings:
         return height, width
 
     def declared(self) -> Declaration | None:
-        """The declaration of these images; None: there is none.
+        """Returns the declaration of these images, or None if there is none.
 
         Raises:
-            DataFilesCorruptError: it is damaged, or was named and is not there.
+            DataFilesCorruptError: it is damaged, or the settings name one that does not exist.
         """
         if self.declaration:
             return read_declaration(Path(self.declaration))
@@ -112,16 +116,16 @@ class FolderSettings:
 
 
 def declaration_beside(folder: Path) -> Path:
-    """Where a declaration of these images stands if nobody says."""
+    """Returns the default path of the declaration for a folder or manifest."""
     return (folder.parent if folder.is_file() else folder) / DECLARATION
 
 
 def own_name(settings: FolderSettings) -> str:
-    """What the data set of these settings is called, where no declaration names it."""
+    """Returns the data set's name for use when no declaration gives one."""
     return name_of(Path(settings.folder))
 
 
 def name_of(folder: Path) -> str:
-    """What the images of a folder, or of a manifest, are called."""
+    """Returns the default data set name for a folder or a manifest."""
     name = one_line(folder.stem if folder.suffix == ".csv" else folder.name) or "images"
     return f"own {name}" if is_known(name) else name

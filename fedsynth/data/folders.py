@@ -1,5 +1,5 @@
-"""What the data sets that lie in folders of their own share: what a reader says and gives, and how
-image files become arrays."""
+"""Shared parts of the data sets that are read from folders: the reader interface, and decoding of
+image files into arrays."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from fedsynth.privacy.files import read_regular
 Bytes = npt.NDArray[np.uint8]
 ENDINGS = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
 FORMATS = ("JPEG", "PNG", "BMP", "WEBP")
-"""What Pillow may take an image file for, whatever its ending: it looks at the content, and would
-start Ghostscript for others."""
+"""The formats that Pillow may decode. Pillow detects the format from the content, whatever the
+file's extension, and would start Ghostscript for some others."""
 
 MOST_PIXELS = 2**25
-"""Of an image that is to be reduced: a photograph of 33 megapixels, 134 MB decoded."""
+"""The maximum size of an image to be resized: a photograph of 33 megapixels, 134 MB decoded."""
 
 MOST_IMAGE_BYTES = 3 * MOST_PIXELS
 MOST_SCANS = 100
-"""Of a JPEG file, each of which is one more pass over the whole image; cameras and editors write
-about ten."""
+"""The maximum number of scans in a JPEG file. Each scan is one more pass over the whole image;
+cameras and editors write about ten."""
 
 _LARGE_PIXELS = 2**20
 _ONE_LARGE_AT_A_TIME = Lock()
@@ -41,8 +41,8 @@ _ONE_LARGE_AT_A_TIME = Lock()
 
 @dataclass(frozen=True)
 class Split:
-    """Images [N, C, H, W] and labels [N] of one split; `domains` and `groups` [N] where the data
-    set says where examples come from."""
+    """Images [N, C, H, W] and labels [N] of one split; `domains` and `groups` [N] if the data set
+    records where examples come from."""
 
     images: Bytes
     labels: IntArray
@@ -52,12 +52,12 @@ class Split:
 
 @dataclass(frozen=True)
 class Reader:
-    """How a data set in a folder is read.
+    """The reader of a data set in a folder.
 
     Attributes:
-        needs: files and folders below the data folder that must be there.
-        where: what a user has to put there, and where it comes from.
-        read: the training and the test split, from the specification and the data folder.
+        needs: the required files and folders in the data folder.
+        where: tells the user what to put there and where to get it.
+        read: returns the training and test splits, given the specification and the data folder.
     """
 
     needs: tuple[str, ...]
@@ -66,11 +66,11 @@ class Reader:
 
 
 def read_lines(path: Path, name: str, where: str) -> list[str]:
-    """The lines of a text file of the data set `name`.
+    """Returns the lines of a text file of the data set `name`.
 
     Raises:
-        DataFilesMissingError: no such file; says `where` to get it. DataFilesCorruptError: not a
-            text file.
+        DataFilesMissingError: no such file; the message includes `where` to get it.
+        DataFilesCorruptError: not a text file.
     """
     try:
         return read_regular(path, MAX_LIST_BYTES).decode("utf-8").splitlines()
@@ -83,11 +83,11 @@ def read_lines(path: Path, name: str, where: str) -> list[str]:
 
 
 def images_in(folder: Path) -> list[Path]:
-    """Returns the image files of a folder, by name; hidden files are none. Empty if there is no
-    such folder.
+    """Returns the image files of a folder, sorted by name and without hidden files. Returns an
+    empty list if the folder does not exist.
 
     Raises:
-        DataFilesCorruptError: a folder that cannot be listed.
+        DataFilesCorruptError: the folder cannot be listed.
     """
     if not folder.is_dir():
         return []
@@ -99,12 +99,13 @@ def images_in(folder: Path) -> list[Path]:
 
 
 def read_images(paths: Sequence[Path], spec: DatasetSpec, *, resize: bool = False) -> Bytes:
-    """The images of these files in RGB, [N, 3, H, W]; those of another size are resized (Lanczos)
-    if `resize`, else refused.
+    """Reads image files as RGB, [N, 3, H, W].
+
+    Images of another size are resized (Lanczos) if `resize`, else refused.
 
     Raises:
-        DataFilesMissingError: a file is not there. DataFilesCorruptError: a file is no image, or
-            not of the data set's size.
+        DataFilesMissingError: a file does not exist.
+        DataFilesCorruptError: a file is not an image, or does not have the data set's size.
     """
     images = np.empty((len(paths), *spec.image_shape), np.uint8)
 
@@ -112,7 +113,7 @@ def read_images(paths: Sequence[Path], spec: DatasetSpec, *, resize: bool = Fals
         images[position] = _pixels(paths[position], spec, resize)
 
     with ThreadPoolExecutor() as pool:  # decoding releases the interpreter's lock
-        # asked for one by one, so that the first error ends the reading
+        # results are consumed one by one, so that the first error stops the reading
         for _ in pool.map(read, range(len(paths))):
             pass
     return images
@@ -134,21 +135,21 @@ def _pixels(path: Path, spec: DatasetSpec, resize: bool) -> Bytes:
 
 @contextmanager
 def opened_image(path: Path, check: Callable[[tuple[int, int]], None]) -> Iterator[Image.Image]:
-    """An image file whose header has been read; large ones are decoded one at a time.
+    """Opens an image file and reads its header; large images are decoded one at a time.
 
     Args:
-        check: told width and height, before anything is decoded.
+        check: called with (width, height) before anything is decoded.
 
     Raises:
-        OSError: it cannot be read, or is no image. A damaged file may raise anything, here and when
-            it is decoded.
+        OSError: the file cannot be read, or is not an image. A damaged file may raise any
+            exception, both here and when it is decoded.
     """
     content = read_regular(path, MOST_IMAGE_BYTES)
     if not content:
         raise ValueError("it is empty: 0 bytes")
     if content.count(b"\xff\xda") > MOST_SCANS and content.startswith(b"\xff\xd8"):
         raise ValueError(f"it is a JPEG file of more than {MOST_SCANS} scans")
-    with Image.open(BytesIO(content), formats=FORMATS) as image:  # reads the header alone
+    with Image.open(BytesIO(content), formats=FORMATS) as image:  # reads only the header
         check(image.size)
         large = image.width * image.height > _LARGE_PIXELS
         with _ONE_LARGE_AT_A_TIME if large else nullcontext():
@@ -156,7 +157,7 @@ def opened_image(path: Path, check: Callable[[tuple[int, int]], None]) -> Iterat
 
 
 def _check_size(path: Path, size: tuple[int, int], spec: DatasetSpec, resize: bool) -> None:
-    """Refuses an image by its header, before anything is decoded."""
+    """Checks an image's size from its header, before anything is decoded."""
     width, height = size
     if resize and width * height > MOST_PIXELS:
         raise DataFilesCorruptError(
@@ -171,7 +172,7 @@ def _check_size(path: Path, size: tuple[int, int], spec: DatasetSpec, resize: bo
 
 
 def _colour(image: Image.Image, spec: DatasetSpec) -> Bytes:
-    """Decoded, in RGB and of the data set's size: [3, H, W]."""
+    """Decodes an image to RGB at the data set's size, [3, H, W]."""
     colour = image if image.mode == "RGB" else image.convert("RGB")
     size = (spec.width, spec.height)
     if colour.size != size:

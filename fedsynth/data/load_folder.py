@@ -1,4 +1,4 @@
-"""Folders of one's own images as data for a run: `load_folder`."""
+"""Loading a folder of images as data for a run: `load_folder`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import DataError, DataFilesCorruptError, SettingError
 
 NAMED = 5
-"""Files that a message names."""
+"""The maximum number of files that an error message names."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,15 +42,15 @@ class FolderData:
     """A folder of images as `simulate(settings, data=...)` takes it.
 
     Attributes:
-        train: the images, with whose they are where that is known.
-        test: the images to test on; None: there are none.
+        train: the training images, with their users if known.
+        test: the test images, or None.
         test_kind: "public", "private" or "none".
-        sites: of each site the positions of its images; None: the folder has no sites, and the
-            run's partition divides the images.
-        names: the sites' names, as they name ledgers.
+        sites: for each site, the positions of its images; None if the folder has no sites. The
+            run's partition then divides the images.
+        names: the sites' names as used in ledger names.
         skipped: image files that could not be read.
-        not_read: counts of what the folders have beside images.
-        declaration: what is public of the images; None: nobody has said.
+        not_read: counts of folder entries that are not images.
+        declaration: the public facts about the images, or None.
 
     >>> from fedsynth import FolderData, load_dataset
     >>> train, test = load_dataset("digits")
@@ -69,7 +69,7 @@ class FolderData:
 
     @property
     def left_out(self) -> str:
-        """What the folders have and the data have not, as text; empty for nothing."""
+        """Describes what was left out of the data; empty if nothing was."""
         parts = [f"{len(self.skipped)} images that cannot be read"] if self.skipped else []
         return ", ".join([*parts, *map(str, self.not_read)])
 
@@ -89,29 +89,28 @@ def load_folder(
     skip_other: bool = False,
     declaration: str | Path | None = None,
 ) -> FolderData:
-    """A folder of one's own images, ready for `simulate(settings, data=...)`.
+    """Loads a folder of images for `simulate(settings, data=...)`.
 
     Args:
-        folder: SITE/CLASS/files (each site is a client), CLASS/files, or with a manifest.csv of the
-            columns path, label, and where known site and user; also that file itself. JPEG, PNG,
-            BMP and WebP of any size, grey or colour.
-        image_size: every image is resized to it: 64, or "64x48" (height x width). None: the
-            declaration's, or that of all images, where it is one.
-        channels: 1 or 3. None: the declaration's, or 1 where all images are grey.
-        test_folder: images to test on, likewise.
-        test: what these are: "public" or "private" (if not given).
-        skip_corrupt: leave image files out that cannot be read; a warning names them.
-        skip_other: skip what is no image (other files, links to nothing, empty folders); a warning
-            counts it.
-        declaration: the file that says what is public of the images (`fedsynth data describe`
-            proposes it). None: fedsynth.toml in the folder, if it is there. A private run needs
-            one.
+        folder: SITE/CLASS/files (each site is a client), CLASS/files, or a folder with a
+            manifest.csv of the columns path, label and, optionally, site and user; also the
+            manifest itself. JPEG, PNG, BMP and WebP of any size, grey or colour.
+        image_size: the size that every image is resized to: 64, or "64x48" (height x width). None:
+            the declared size, or that of the images if all have the same.
+        channels: 1 or 3. None: the declared number, or 1 if all images are grey.
+        test_folder: the test images, in the same layouts.
+        test: "public" or "private" (default) test images.
+        skip_corrupt: skip image files that cannot be read; a warning names them.
+        skip_other: skip everything that is not an image (other files, broken links, empty folders);
+            a warning gives the count.
+        declaration: the file that states what is public about the images (`fedsynth data describe`
+            proposes it). None: fedsynth.toml in the folder, if it exists. A private run needs one.
 
     Raises:
-        DataFilesMissingError: no folder, or no image in it.
-        DataFilesCorruptError: a file or list that cannot be read, another layout.
-        DataError: something that is no image, sizes that differ where none is given, classes, sites
-            or counts that are not as declared, a file that would train and test.
+        DataFilesMissingError: the folder does not exist or contains no image.
+        DataFilesCorruptError: a file or list cannot be read, or the layout is unknown.
+        DataError: a file is not an image; sizes differ and `image_size` is not set; classes, sites
+            or counts differ from the declaration; or a file is in both the training and test set.
 
     >>> import tempfile
     >>> from pathlib import Path
@@ -139,13 +138,13 @@ def load_folder(
 def read_folder(
     settings: FolderSettings, note: Note, name: str = "", *, declared: bool = True
 ) -> FolderData:
-    """Reads the images that settings name; errors as `load_folder`.
+    """Reads the images that the settings name; raises the same errors as `load_folder`.
 
     Args:
-        settings: the folder's.
-        note: receives what is left out, and what is doubtful.
-        name: of the data set, where no declaration names it; empty: the folder's.
-        declared: False does not look for a declaration.
+        settings: the folder's settings.
+        note: receives warnings about skipped files and other problems.
+        name: the data set's name if no declaration gives one; empty: the folder's name.
+        declared: whether to look for a declaration.
     """
     declaration = settings.declared() if declared else None
     skip = Skip.of(settings)
@@ -163,7 +162,7 @@ def read_folder(
         spec = replace(spec, train_size=len(train))
         train = replace(train, spec=spec)
     else:
-        require_declared(files, declaration)  # without those that were skipped
+        require_declared(files, declaration)  # now without the skipped files
         require_declared_counts(train, declaration)
     test = None
     not_read = files.not_read
@@ -176,13 +175,13 @@ def read_folder(
     return FolderData(train, test, kind, sites, names, skipped, not_read, declaration)
 
 
-# ------------------------------------------------------------------------------ what images are
+# ------------------------------------------------------------------------------ specification
 
 
 def _specification(
     settings: FolderSettings, files: OwnFiles, declaration: Declaration | None, name: str
 ) -> DatasetSpec:
-    """The declared specification, or one that follows from the files."""
+    """Returns the declared specification, or else one derived from the files."""
     if declaration is not None:
         spec = declaration.spec
         for key, given, said in (
@@ -216,10 +215,10 @@ def _specification(
 
 
 def _looks(files: OwnFiles, skip: Skip) -> list[Look]:
-    """Returns what the headers of the files say that can be read.
+    """Returns the header information of all readable files.
 
     Raises:
-        DataFilesCorruptError: one cannot be read and may not be skipped, or none can.
+        DataFilesCorruptError: a file cannot be read and may not be skipped, or no file can be read.
     """
     found = look_at(files.places)
     failed = {row: one for row, one in enumerate(found) if isinstance(one, str)}
@@ -244,12 +243,12 @@ def _one_size(looks: Sequence[Look], folder: str) -> tuple[int, int]:
 def _read(
     files: OwnFiles, spec: DatasetSpec, skip: Skip, note: Note
 ) -> tuple[ImageData, OwnFiles, tuple[str, ...]]:
-    """Returns the images, the files that they are of, and those that were skipped."""
+    """Returns the images, the files they were read from, and the skipped files."""
     images, failed = read_pixels(files.places, spec.channels, spec.height, spec.width)
     skipped = tuple(files.paths[row] for row in failed)
     if failed:
         _refuse_failed(files, failed, skip)
-        # all of them, a line each: who skips files wants to know which
+        # Lists every skipped file, one a line, because a user who skips files wants to know which.
         head = f"{_how_many(files, failed)} and are left out:"
         note("\n".join([head, *(f"  {line}" for line in _reasons(files, failed))]))
         kept = np.setdiff1d(np.arange(len(files.paths)), list(failed))
@@ -264,7 +263,7 @@ def _read(
 
 
 def _refuse_failed(files: OwnFiles, failed: Mapping[int, str], skip: Skip) -> None:
-    """Refuses files that cannot be read, unless they may be skipped and others can."""
+    """Raises an error for unreadable files, unless they may be skipped and others are readable."""
     if not failed or skip.all or (skip.corrupt and len(failed) < len(files.paths)):
         return
     reasons = _reasons(files, failed)
@@ -289,21 +288,22 @@ def _reasons(files: OwnFiles, failed: Mapping[int, str]) -> list[str]:
 def read_as(
     folder: Path, spec: DatasetSpec, note: Note, skip: Skip | None = None
 ) -> tuple[ImageData, tuple[str, ...]]:
-    """Reads the images of a folder by a specification that is known, in its size and channels; a
-    class of it that the folder does not have has no images.
+    """Reads a folder's images with the size and channels of a given specification.
+
+    A class of the specification that the folder lacks has no images.
 
     Args:
-        folder: as `load_folder` takes it.
-        spec: the specification; its classes' names are compared with the folder's, and never
-            followed.
+        folder: as for `load_folder`.
+        spec: the specification; its class names are only compared with the folder's, never used as
+            paths.
         note: see `read_folder`.
-        skip: what may be left out; None: nothing.
+        skip: what may be skipped; None: nothing.
 
     Returns:
-        The images, and the files that were skipped as they cannot be read.
+        The images, and the unreadable files that were skipped.
 
     Raises:
-        DataError: a class that the specification does not have, or as `load_folder`.
+        DataError: the folder has a class that the specification lacks, or as for `load_folder`.
     """
     if spec.channels not in (1, 3):
         raise DataError(f"{spec.name} has {spec.channels} channels: image files have 1 or 3")
@@ -312,17 +312,17 @@ def read_as(
 
 
 def read_records(folder: Path, spec: DatasetSpec, note: Note, *, by_user: bool) -> ImageData:
-    """Reads an owner's images for a private run; there may be none.
+    """Reads a data owner's images for a private run; the result may be empty.
 
-    Each file is a record or none by itself: one that cannot be read, or is of no declared class, is
-    left out, and does not make the others be refused. A refusal would show that it is there.
+    Each file is accepted or skipped independently: one that cannot be read, or has no declared
+    class, is skipped without an error, because an error would reveal that the file exists.
 
     Args:
         folder, spec, note: see `read_as`.
-        by_user: images of no known user are left out.
+        by_user: skip images without a known user.
 
     Raises:
-        DataFilesCorruptError: a list or a folder that cannot be read.
+        DataFilesCorruptError: a list or a folder cannot be read.
     """
     if spec.channels not in (1, 3):
         raise DataError(f"{spec.name} has {spec.channels} channels: image files have 1 or 3")
@@ -350,7 +350,7 @@ def _read_as(
 def _by_site(
     files: OwnFiles, declaration: Declaration | None
 ) -> tuple[tuple[IntArray, ...] | None, tuple[str, ...] | None]:
-    """Of each site the positions of its images, and its name as ledgers have it."""
+    """Returns each site's image positions, and its name as used in ledger names."""
     if files.sites is None:
         return None, None
     if declaration is not None and not declaration.sites:
@@ -361,10 +361,10 @@ def _by_site(
 
 
 def site_names(names: Sequence[str]) -> tuple[str, ...]:
-    """Sites' names as they name clients and ledgers: what neither may have is written as `_`.
+    """Returns sites' names for clients and ledgers, with `_` for each character not allowed there.
 
-    A name that is changed so ends with a hash of its own: sites that are added later change no
-    other's, and a ledger stays its site's.
+    A changed name ends with a hash of the original name. Sites added later therefore do not change
+    it, and each ledger stays with its site.
 
     >>> site_names(["Nord", "Süd"])
     ('Nord', 'S_d-be833b')
