@@ -1,4 +1,4 @@
-"""Charging clients for a method's step outside a run: for benchmarks, tests and own pipelines.
+"""Charges clients for a method's step outside a run: for benchmarks, tests and custom pipelines.
 
 In a run each client's budget does this (`fedsynth.federation.exchange.client_budget`), from the
 run's plan.
@@ -31,13 +31,13 @@ def charge_for(
     Args:
         method: plans the releases.
         context: the round's, with privacy settings that have a noise multiplier.
-        clients: their numbers.
+        clients: their indices.
         guards: their ledgers and caps.
         secrets: their secret generators.
         phase: the exchange.
 
     Raises:
-        SettingError: no privacy settings, or no noise multiplier.
+        SettingError: no privacy settings, no noise multiplier, or a mechanism without a guarantee.
         BudgetExceededError: a client's cap would be exceeded; clients before it stay charged.
     """
     privacy = context.privacy

@@ -1,8 +1,8 @@
-"""A group of clients as a method may see it: exact statistics with DP off, charged releases and
-nothing else with DP on.
+"""A group of clients as a method may see it: exact statistics with DP off, only charged releases
+with DP on.
 
 Images of all clients stay on the device as uint8, in one tensor; a client is a vector of indices
-into it. A group is what goes through one `client_step` together.
+into it. The clients of a group go through one `client_step` together.
 """
 
 from __future__ import annotations
@@ -31,24 +31,27 @@ CPU_CHUNK, GPU_CHUNK = 512, 4096
 FEATURE_PASS = 512
 """Examples whose features are multiplied at a time."""
 FEATURE_START = 64.0
-"""What such a pass costs by itself, in examples: the sum of a matrix product is written out."""
+"""Fixed cost of such a pass, in examples: the sum of a matrix product is written out."""
 
 FeatureRows = Callable[[Tensor, Tensor], Products]
-"""(features or z [N, d], labels [N]) -> each example's vector, which depends on it alone."""
+"""(features or z [N, d], labels [N]) -> each example's vector, a function of that example only."""
 
 
 def chunk(device: torch.device) -> int:
-    """Real images that are held as floats at a time: a memory bound. Features are per example, so
-    it moves results by rounding only."""
+    """Returns how many real images are held as floats at a time: a memory bound. Features are per
+    example, so it changes results by rounding only."""
     return GPU_CHUNK if device.type == "cuda" else CPU_CHUNK
 
 
 def _inputs(
     network: nn.Module | None, data: ImageData, parts: Sequence[Tensor], note: Note | None = None
 ) -> Callable[[Tensor, int], Tensor] | None:
-    """Where the network stands on a feature map, what gives its inputs z [length, d] for records
-    [N] of these parts, whose features are made now, once for all, and filled up with zeros before z
-    is made of them. None: it takes images."""
+    """Returns a function that gives the inputs z [length, d] of a network on a feature map for
+    records [N] of these parts; None: the network takes images.
+
+    The features of all parts are computed now, once, and padded with zeros before z is computed
+    from them.
+    """
     if not isinstance(network, OnFeatures):
         return None
     on = network
@@ -58,10 +61,10 @@ def _inputs(
 
 @dataclass(frozen=True)
 class Segments:
-    """Which (client, class) pairs a group's tensors speak of.
+    """The (client, class) pairs that a group's tensors describe.
 
     Args:
-        position: the client's in the group, int64 [S] on the CPU.
+        position: the client's position in the group, int64 [S] on the CPU.
         label: the class, int64 [S] on the CPU.
     """
 
@@ -72,19 +75,19 @@ class Segments:
         return len(self.label)
 
     def of(self, position: int) -> Tensor:
-        """Indices of the segments of one client of the group."""
+        """Returns the indices of one client's segments."""
         return torch.nonzero(self.position == position).flatten()
 
 
 class OpenClients:
-    """No guarantee: a method may look at everything.
+    """Clients without a privacy guarantee: a method may read everything.
 
     Args:
-        ids: the clients' numbers.
-        data: resident; all clients' images.
-        parts: of each client the positions of its records.
-        allowances: of each client its noise, with a mechanism that guarantees nothing; else none.
-        network: that is trained. Where it stands on a feature map, `images` gives its inputs.
+        ids: the clients' indices.
+        data: all clients' images, resident on the device.
+        parts: for each client, the positions of its records.
+        allowances: each client's noise, for a mechanism that guarantees nothing; otherwise empty.
+        network: the network that is trained. If it uses a feature map, `images` gives its inputs.
     """
 
     def __init__(
@@ -105,20 +108,21 @@ class OpenClients:
         self._inputs = _inputs(network, data, self._parts)
 
     def noise(self, name: str) -> list[UnaccountedNoise]:
-        """Each client's noise for the plan with this name, where the run's mechanism adds noise
-        though it guarantees nothing.
+        """Returns each client's noise for the plan with this name, for mechanisms that add noise
+        but guarantee nothing.
 
         Raises:
-            UnplannedReleaseError: as `PrivateClients.series`; the run has no such mechanism.
+            UnplannedReleaseError: as `PrivateClients.series`, or the run has no such mechanism.
         """
         return self._allowance.take(name)
 
     def sizes(self) -> list[int]:
-        """n_k of each client."""
+        """Returns n_k of each client."""
         return [len(part) for part in self._parts]
 
     def segments(self, min_examples: int) -> Segments:
-        """The (client, class) pairs with at least `min_examples` examples (and at least one)."""
+        """Returns the (client, class) pairs with at least `min_examples` examples (and at least
+        one)."""
         pairs = [
             (position, label)
             for position, labels in enumerate(self._labels)
@@ -131,17 +135,17 @@ class OpenClients:
         return Segments(table[:, 0], table[:, 1])
 
     def examples(self, position: int, label: int | None = None) -> Tensor:
-        """Indices into the resident data of one client's examples, of one class or of all."""
+        """Returns indices into the resident data of one client's examples, of one class or all."""
         part = self._parts[position]
         if label is None:
             return part
-        # found on the CPU: a mask on a GPU would make the host wait for how many there are
+        # on the CPU: with a mask on a GPU, the host would wait for the number of matches
         where = torch.nonzero(self._labels[position] == label).flatten()
         return part[where.to(part.device, non_blocking=True)]
 
     def images(self, indices: Tensor) -> Tensor:
-        """Normalised images [N, C, H, W], float32; for a network on a feature map vectors z
-        [N, d]."""
+        """Returns normalised images [N, C, H, W], float32; for a network on a feature map, vectors
+        z [N, d]."""
         if self._inputs is not None:
             return self._inputs(indices, len(indices))
         return normalise(self.data.images[indices], self.spec)
@@ -152,8 +156,8 @@ class OpenClients:
     def feature_sums(
         self, features: FeatureMap, rows: FeatureRows, embedding: Embedding | None = None
     ) -> Tensor:
-        """The exact sum over each client's examples of what `PrivateClients.feature_sums` releases
-        with noise, [clients, D], float64: clipped in the same way."""
+        """Returns the sums that `PrivateClients.feature_sums` releases, over all examples of each
+        client and without noise, [clients, D], float64: clipped in the same way."""
         sums = []
         for part in self._parts:
             total: Tensor | None = None
@@ -182,30 +186,29 @@ def _once(note: Note) -> Note:
 
 
 class PrivateClients:
-    """DP on: a method gets noisy sums and privately trained models; no data, no counts.
+    """Clients with DP on: a method gets noisy sums and privately trained models, no data or counts.
 
-    What it may release was charged to each client's ledger before: `series` hands it out by the
-    name of its plan, and there is no other way to noise or to a client's ledger from here.
+    Every release was charged to each client's ledger in advance. `series` returns it by the name of
+    its plan; this class gives no other access to noise or to a client's ledger.
 
     The one function of data that a method passes in, `rows` of `class_sums`, is called with images,
-    and its result goes into a charged sum and nowhere else. That it keeps nothing for itself is the
-    method author's promise, which Python cannot enforce.
+    and its result is used only in a charged sum. The method's author promises that it keeps nothing
+    for itself, which Python cannot enforce.
 
     Args:
-        ids: the clients' numbers.
-        data: resident; all clients' images.
-        parts: of each client the positions of its records.
-        allowances: of each client what was charged for this exchange (`ClientBudget.charge`).
-        nominal_size: the public number of records that each client is supposed to have; decides how
-            long passes are, and nothing else (`fedsynth.privacy.passes`). None: as long as memory
-            allows.
-        users: whose each of `data`'s records is [len(data)], where users are protected and not
+        ids: the clients' indices.
+        data: all clients' images, resident on the device.
+        parts: for each client, the positions of its records.
+        allowances: each client's charged releases of this exchange (`ClientBudget.charge`).
+        nominal_size: the public number of records that each client is supposed to have; it decides
+            only the length of passes (`fedsynth.privacy.passes`). None: as long as memory allows.
+        users: the user of each of `data`'s records [len(data)], if users are protected instead of
             records (`fedsynth.privacy.units`); `nominal_size`, and all public sizes, then count
             users.
-        network: that is trained. Where it stands on a feature map, its inputs, each of one record
-            alone, take the place of images.
-        note: receives why some records contribute nothing, if the code of a feature map, model or
-            method raises on them: a step that failed would tell the server of these records.
+        network: the network that is trained. If it uses a feature map, its inputs, each a function
+            of one record, replace the images.
+        note: receives the reason why some records contribute nothing, if the code of a feature map,
+            model or method raises on them: a failed step would reveal these records to the server.
     """
 
     def __init__(
@@ -237,7 +240,7 @@ class PrivateClients:
         ]
 
     def segments(self) -> Segments:
-        """All classes of all clients: which classes a client has is private."""
+        """Returns all classes of all clients: a client's set of classes is private."""
         count = len(self.ids)
         classes = self.spec.classes
         return Segments(
@@ -245,7 +248,8 @@ class PrivateClients:
         )
 
     def alone(self, position: int) -> PrivateClients:
-        """A group of this client only: a series that either hands out is gone for both."""
+        """Returns a group of this client only; it shares the client's series, each of which can be
+        taken only once."""
         only = copy.copy(self)
         only.ids = (self.ids[position],)
         only._allowance = self._allowance.alone(position)
@@ -255,18 +259,18 @@ class PrivateClients:
         return only
 
     def plan(self, name: str) -> PrivatePlan:
-        """What the clients were charged for under this name: clip, rate, steps, ….
+        """Returns the plan that the clients were charged for under this name: clip, rate, steps, ….
 
         Raises:
-            UnplannedReleaseError: nothing in this exchange, or not the same for all of them.
+            UnplannedReleaseError: this exchange has no such plan, or the clients' plans differ.
         """
         return self._allowance.plan(name)
 
     def series(self, name: str) -> list[GaussianSums]:
-        """The charged series of each client of the group for the plan with this name.
+        """Returns each client's charged series for the plan with this name.
 
         Raises:
-            UnplannedReleaseError: no such plan in this exchange, or it was handed out before.
+            UnplannedReleaseError: no such plan in this exchange, or its series was already taken.
         """
         taken = self._allowance.take(name)
         for number, one in zip(self.ids, taken, strict=True):
@@ -274,10 +278,10 @@ class PrivateClients:
         return taken
 
     def _check_owners(self, series: Sequence[GaussianSums]) -> None:
-        """Each client's records go into its own series, and no other's.
+        """Checks that each client's records go only into that client's series.
 
         Raises:
-            UnplannedReleaseError: a series that was handed out for another client.
+            UnplannedReleaseError: a series belongs to another client.
         """
         owners = [
             number if one.owner is None else one.owner
@@ -295,17 +299,18 @@ class PrivateClients:
         *,
         start_over_row: float = 4.0,
     ) -> Released:
-        """One step of every client: noisy sums by class of a vector of each sampled record.
+        """Takes one step of every client: releases noisy sums by class of a vector of each sampled
+        record.
 
         Args:
-            series: charged, one for each client of the group.
-            rows: (images [N, C, H, W], segment [N] on the CPU) -> [N, D]. It must be a function of
-                each example alone (and of released values). N is the same at every call; what fills
-                the last one up are black images in segment −1, and what is made of them is thrown
-                away. Clients' examples share its calls, and meet again only in their own client's
+            series: charged series, one for each client of the group.
+            rows: (images [N, C, H, W], segment [N] on the CPU) -> [N, D]. Each output row must be a
+                function of its example only (and of released values). N is the same at every call;
+                the last call is padded with black images in segment −1, whose outputs are
+                discarded. Clients' examples share calls, but each is added only to its own client's
                 sum.
-            start_over_row: what a call of `rows` costs by itself, in rows; with the public expected
-                size of the sample it decides N (`fedsynth.privacy.passes`).
+            start_over_row: fixed cost of a call of `rows`, in rows; with the public expected size
+                of the sample it decides N (`fedsynth.privacy.passes`).
 
         Returns:
             [clients · classes, D]
@@ -343,14 +348,15 @@ class PrivateClients:
         rows: FeatureRows,
         embedding: Embedding | None = None,
     ) -> Released:
-        """One step of every client: the noisy sum of a vector of each sampled record's features.
+        """Takes one step of every client: releases the noisy sum of a vector of each sampled
+        record's features.
 
         Args:
-            series: charged, of one group, one for each client.
-            features: public; each record's vector is made once, and kept beside the data.
-            rows: (features [N, d], labels [N]) -> the records' vectors, as `class_sums` has them;
-                what fills up the last pass are rows of zeros with label 0.
-            embedding: public; where there is one, `rows` gets z in place of features.
+            series: charged series of one group, one for each client.
+            features: public; each record's vector is computed once and cached with the data.
+            rows: (features [N, d], labels [N]) -> the records' vectors, with the conditions of
+                `class_sums`; the last pass is padded with rows of zeros and label 0.
+            embedding: public; if given, `rows` gets z in place of features.
 
         Returns:
             [clients, D]
@@ -372,14 +378,15 @@ class PrivateClients:
         return Released(torch.cat(released))
 
     def _expected(self, series: Sequence[GaussianSums]) -> float | None:
-        """The public expected number of a step's records, of all clients of the group."""
+        """Returns the public expected number of records in a step, over all clients of the
+        group."""
         if self._nominal_size is None:
             return None
         return self._nominal_size * sum(s.sample_rate for s in series)
 
     def _images(self, records: Tensor, length: int) -> Tensor:
-        """Normalised images [length, C, H, W] of these records, filled up with black ones; for a
-        network on a feature map z [length, d], filled up with zeros."""
+        """Returns normalised images [length, C, H, W] of these records, padded with black ones;
+        for a network on a feature map, z [length, d], padded with zeros."""
         there = records.to(self._data.labels.device, non_blocking=True)
         if self._inputs is not None:
             return self._inputs(there, length)
@@ -395,8 +402,8 @@ class PrivateClients:
         penalty: Penalty | None = None,
         loss: ExampleLoss | None = None,
     ) -> None:
-        """Trains the model of the group's only client, in place, by DP-SGD with a series charged for
-        `steps` releases; `penalty` sees no data, `loss` is of each example (`dp_sgd`)."""
+        """Trains the model of the group's only client in place, by DP-SGD with a series charged for
+        `steps` releases; `penalty` sees no data, `loss` is per example (`dp_sgd`)."""
         self._check_owners(series)
         (one,), (part,), (units,) = series, self._parts, self._units
         labels = self._data.labels[part]

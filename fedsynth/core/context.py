@@ -1,4 +1,4 @@
-"""What every step of a round knows beside its inputs; all of it is public, and all of it pickles."""
+"""The context of a round's steps besides their inputs; all of it is public and picklable."""
 
 from __future__ import annotations
 
@@ -17,27 +17,28 @@ from fedsynth.privacy.settings import PrivacySettings
 
 
 class Reporter(Protocol):
-    """Told of progress inside a step, and of what people should know."""
+    """Receives the progress of a step, and notes for users."""
 
     def report(self, phase: str, done: int, total: int) -> None:
-        """`done` of `total` steps of a phase; must not synchronise with the device."""
+        """Receives that `done` of `total` steps of a phase are done; must not synchronise with the
+        device."""
 
     def note(self, text: str) -> None:
-        """A line for people."""
+        """Receives a line for users."""
 
 
 class Silent:
-    """A reporter that tells nobody."""
+    """A reporter that reports nothing."""
 
     def report(self, phase: str, done: int, total: int) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def note(self, text: str) -> None:
-        """Nothing."""
+        """Does nothing."""
 
 
 class Notes(Silent):
-    """A reporter that keeps what people should know.
+    """A reporter that keeps the notes for users.
 
     Attributes:
         lines: the notes, oldest first.
@@ -57,18 +58,18 @@ class PublicImages(Protocol):
     def __len__(self) -> int: ...
 
     def __call__(self, indices: torch.Tensor) -> torch.Tensor:
-        """Normalised images [N, C, H, W] at these positions."""
+        """Returns normalised images [N, C, H, W] at these positions."""
 
 
 @dataclass(frozen=True)
 class RoundContext:
-    """What a step of a round knows beside its inputs. Only `round`, `participants`, `reporter` and
-    `keeper` differ between the rounds of a run.
+    """The context of a round's steps, in addition to their inputs. Only `round`, `participants`,
+    `reporter` and `keeper` differ between the rounds of a run.
 
     Args:
         round: 1, 2, …
-        seed: of everything that is reproducible.
-        device: of all tensors.
+        seed: seed of all reproducible randomness.
+        device: device of all tensors.
         spec: the data set's specification.
         architecture: an untrained network.
         nominal_size: the public number of records that a client is supposed to have.
@@ -76,22 +77,21 @@ class RoundContext:
         clients: K.
         client_architectures: an untrained network for each client, where they differ; None: all
             have `architecture`.
-        noise: the standard deviation of the noise in each coordinate of a release, by the name of
-            its plan; {} with DP off.
-        grids: the grids that releases are rounded to before secure aggregation, by the name of the
-            plan.
-        sizes: n_k of all clients, as they declare when they join; None with DP on: private.
-        proxy: public images, for methods that name a data set of them (`Method.public_images`).
+        noise: the standard deviation of the noise in each coordinate of a release, by plan name;
+            {} with DP off.
+        grids: the grids that releases are rounded to before secure aggregation, by plan name.
+        sizes: n_k of all clients, as declared when they join; None with DP on: private.
+        proxy: public images, for methods that name a public data set (`Method.public_images`).
         robust: the rule of robust aggregation, or "none".
         robust_share: β of "trimmed".
-        rounds: how many the run is planned to have.
-        participants: numbers of this round's clients, ascending; None: all.
+        rounds: the planned number of rounds.
+        participants: indices of this round's clients, ascending; None: all.
         reporter: receives progress.
-        keeper: saves where long loops are.
-        precision: of condensation's passes over real images, plain training and distillation. It
-            changes results by rounding only, as do the two that follow.
+        keeper: saves checkpoints of long loops.
+        precision: precision of condensation's passes over real images, plain training and
+            distillation. It changes results by rounding only, as do the next two.
         memory_bytes: the memory bound of a round's steps.
-        compiled: lets torch.compile make the passes that take the most time.
+        compiled: whether torch.compile compiles the slowest passes.
 
     >>> from fedsynth.data.registry import dataset_spec
     >>> network, cpu = nn.Linear(64, 10), torch.device("cpu")
@@ -127,34 +127,34 @@ class RoundContext:
 
     @property
     def active(self) -> tuple[int, ...]:
-        """Numbers of this round's clients, ascending."""
+        """Indices of this round's clients, ascending."""
         if self.participants is None:
             return tuple(range(self.clients))
         return self.participants
 
     @property
     def server_keeper(self) -> StepKeeper:
-        """For the server's loops. With differential privacy a round that is repeated has other
-        uploads, so that its loops begin anew."""
+        """Keeper of the server's loops. With differential privacy a repeated round has other
+        uploads, so its loops start from scratch."""
         return self.keeper if self.privacy is None else KeepsNothing()
 
     def architecture_of(self, client: int) -> nn.Module:
-        """The untrained network of this client."""
+        """Returns the untrained network of this client."""
         if self.client_architectures is None:
             return self.architecture
         return self.client_architectures[client]
 
     def report(self, phase: str, done: int, total: int) -> None:
-        """Tells the reporter of progress."""
+        """Passes progress to the reporter."""
         self.reporter.report(phase, done, total)
 
     def note(self, text: str) -> None:
-        """Tells the reporter what people should know."""
+        """Passes a line for users to the reporter."""
         self.reporter.note(text)
 
     def load(self, parameters: Mapping[str, torch.Tensor], client: int | None = None) -> nn.Module:
-        """A network of the run's (or this client's) architecture with these parameters and buffers,
-        on the run's device."""
+        """Returns a network of the run's (or this client's) architecture with these parameters and
+        buffers, on the run's device."""
         architecture = self.architecture if client is None else self.architecture_of(client)
         model = copied(architecture).to(self.device)
         model.load_state_dict(dict(parameters))

@@ -1,8 +1,8 @@
-"""Features of resident images, made once and kept beside them.
+"""A cache of resident images' features.
 
-A method that sums fixed features over its clients' examples again and again would spend its time on
-the map. The vectors are as private as the images: they are kept in this process, as long as the
-data set is, and nothing writes them down.
+A method that repeatedly sums fixed features over its clients' examples would otherwise spend most
+of its time on the map. The vectors are as private as the images: they stay in this process, as long
+as the data set does, and are never written to disk.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from fedsynth.models.feature_linear import Embedding
 from fedsynth.privacy.passes import Note, padded, values_of_each
 
 MOST_BYTES = 3 * 2**30
-"""Of one data set's φ, and as much again of its z; a larger one's are made anew each time."""
+"""Largest cache of one data set's φ, and again of its z; larger ones are recomputed each time."""
 PASS = 64
-"""Images that are mapped at a time, always as many: kernels then do not go by how many records
-there are (`fedsynth.privacy.passes`)."""
+"""Fixed number of images mapped at a time, so that the choice of kernels does not depend on the
+number of records (`fedsynth.privacy.passes`)."""
 EMBEDDING_PASS = 512
-"""Vectors that are embedded at a time, for the same reason."""
+"""Fixed number of vectors embedded at a time, for the same reason."""
 AT_ONCE = 16 * EMBEDDING_PASS
-"""Vectors that are made before they are put away: a bound on memory beside what is kept."""
+"""Vectors computed before they are cached: a bound on memory besides the cache's."""
 
 
 Look = Callable[[Tensor], Tensor]
-"""Positions [M] in a data set to vectors [M, d]."""
+"""Positions [M] in a data set -> vectors [M, d]."""
 
 
 class _Table:
-    """Vectors of a data set's images, as far as they were asked for."""
+    """The vectors of a data set's images that have been requested so far."""
 
     def __init__(self, data: ImageData, features: FeatureMap) -> None:
         self.vectors = torch.zeros(len(data), features.dimension, device=data.images.device)
         self.there = torch.zeros(len(data), dtype=torch.bool)
 
     def look(self, where: Tensor, make: Look) -> Look:
-        """What looks up vectors among those of positions on the CPU, of which it makes what is
-        missing."""
+        """Returns a function that looks up vectors of the positions `where` (on the CPU); computes
+        the missing ones first."""
         missing = where[~self.there[where]]
         for some in missing.split(AT_ONCE) if len(missing) else ():
             made = make(some)
@@ -52,7 +52,7 @@ class _Table:
 
 
 class _Kept:
-    """Of one data set and one map: φ, and z of the last embedding that was asked for."""
+    """The cache of one data set and one map: φ, and z of the last requested embedding."""
 
     def __init__(self, features: _Table) -> None:
         self.features = features
@@ -60,7 +60,7 @@ class _Kept:
 
 
 _KEPT: WeakKeyDictionary[ImageData, WeakKeyDictionary[FeatureMap, _Kept]] = WeakKeyDictionary()
-"""By the map itself: two maps can share a name, a dimension and all constants."""
+"""Keyed by the map object: two maps can share a name, a dimension and all constants."""
 
 
 def feature_table(
@@ -70,17 +70,17 @@ def feature_table(
     embedding: Embedding | None = None,
     note: Note | None = None,
 ) -> Look:
-    """What looks up vectors [M, d] of positions [M] among `records` [N], which it has made where
-    they were missing; a look-up waits for nothing on the device.
+    """Returns a function that looks up vectors [M, d] of positions [M] among `records` [N];
+    computes the missing ones first. A look-up does not wait for the device.
 
     Args:
-        data: whose images.
+        data: the images.
         features: φ.
         records: positions, int64.
-        embedding: what z is made of φ with. z is kept too, until another embedding is asked for:
-            fedstats' is the same from its first step to its last.
-        note: where the records are private, receives why φ is missing: of a record on which the
-            map raises, φ is NaN. None: the map's error is raised.
+        embedding: maps φ to z. z is cached until another embedding is requested: that of fedstats
+            is the same from its first step to its last.
+        note: if the records are private, receives the reason for a missing φ: it is NaN for a
+            record on which the map raises. None: the map's error is raised.
 
     Returns:
         A function of positions, to φ or z.
@@ -105,17 +105,17 @@ def feature_table(
         return phi.look(where, make)
     last = kept.embedded
     if last is None or not last[0].same(embedding):
-        kept.embedded = last = None  # frees the other one's first
+        kept.embedded = last = None  # frees the previous one first
         last = kept.embedded = (embedding.copy(), _Table(data, features))
     return last[1].look(where, embed)
 
 
 def keep_features(data: ImageData, features: FeatureMap, vectors_Nd: Tensor) -> None:
-    """Takes vectors of all of a data set's images that were made before, as benchmarks keep them.
+    """Caches precomputed vectors of all of a data set's images, such as those that benchmarks keep.
 
     Args:
-        data: whose.
-        features: what made them.
+        data: the images.
+        features: the map that computed the vectors.
         vectors_Nd: float32, on the data's device, in the data's order.
     """
     table = _Table.__new__(_Table)
@@ -137,7 +137,7 @@ def _made(data: ImageData, features: FeatureMap, records: Tensor, note: Note | N
 
 
 def _turned(features_Nd: Tensor, embedding: Embedding | None) -> Tensor:
-    """z of these features, or they themselves."""
+    """Returns z of these features; without an embedding, the features."""
     if embedding is None:
         return features_Nd
     parts = [features_Nd[:0]]

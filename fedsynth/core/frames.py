@@ -1,8 +1,8 @@
-"""Frames: what passes between a server and a client that are apart.
+"""Frames: the wire format between a server and a remote client.
 
 A frame is a JSON header (its length first, 8 bytes little-endian) and, for requests, replies and
-models, one packed message (`fedsynth.core.messages`). Nothing in it is executed, and what comes is
-a stranger's.
+models, one packed message (`fedsynth.core.messages`). Received frames are untrusted: nothing in
+them is executed.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from fedsynth.core.messages import LENGTH_BYTES
 from fedsynth.errors import MessageError
 
 LONGEST_HEADER = 64 * 2**20
-"""Bytes; a ledger's history is in a header."""
+"""Largest header in bytes; a header may hold a ledger's history."""
 
 
 @dataclass(frozen=True)
 class Frame:
-    """What is sent at once.
+    """One request or reply.
 
     Args:
-        kind: what is asked, or "answer", "refusal" or "error".
+        kind: the kind of request, or "answer", "refusal" or "error".
         facts: JSON values.
         payload: a packed message, or none.
     """
@@ -39,10 +39,10 @@ class Frame:
 
     @classmethod
     def from_bytes(cls, sent: bytes) -> Frame:
-        """The frame that was sent.
+        """Returns the frame that was sent.
 
         Raises:
-            MessageError: the bytes are none.
+            MessageError: the bytes are not a frame.
         """
         length = int.from_bytes(sent[:LENGTH_BYTES], "little")
         if len(sent) < LENGTH_BYTES or length > min(LONGEST_HEADER, len(sent) - LENGTH_BYTES):
@@ -60,10 +60,10 @@ class Frame:
 
 
 def parse_nonnegative_int(value: Any, what: str) -> int:
-    """A whole number of at least 0, of a frame's facts.
+    """Returns a value of a frame's facts that must be an integer of at least 0.
 
     Raises:
-        MessageError: it is none.
+        MessageError: it is not.
     """
     if type(value) is not int or value < 0:
         raise MessageError(f"a {what} must be a whole number of at least 0, got {value!r:.80}")

@@ -1,13 +1,13 @@
 """Messages between server and clients: frozen dataclasses of named tensors and plain numbers.
 
-Every field of an upload says what it is under differential privacy: `released()` for what came out
-of a charged mechanism (or is computed from such values alone), `public(reason)` for what does not
-depend on private data. A field that says neither cannot be uploaded with DP on.
+Every field of an upload declares its status under differential privacy: `released()` for the output
+of a charged mechanism (or values computed only from such outputs), `public(reason)` for values that
+do not depend on private data. A field that declares neither cannot be uploaded with DP on.
 
-`Packed` gives any such dataclass byte counts and a form on a wire: one safetensors file, with the
+`Packed` gives any such dataclass byte counts and a wire format: one safetensors file, with the
 tensors under their flat names, and a JSON header in its metadata with the type's name, the plain
-numbers, the keys of mappings (so that empty ones come back) and the fields that are None. Nothing
-in it is executed. A server's state (`fedsynth.core.state`) is packed in the same way.
+numbers, the keys of mappings (so that empty ones are restored) and the fields that are None.
+Nothing in it is executed. A server's state (`fedsynth.core.state`) is packed in the same way.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ from fedsynth.privacy.errors import shown
 from fedsynth.privacy.releases import is_real
 
 WIRE_FORMAT = "2"
-LARGEST = 2**63  # of whole numbers
-LENGTH_BYTES = 8  # of a safetensors header's length, little-endian
+LARGEST = 2**63  # bound on integers
+LENGTH_BYTES = 8  # size of a safetensors header's length field, little-endian
 DAMAGED = (safetensors.SafetensorError, LookupError, ValueError, RuntimeError, TypeError)
-"""What reading damaged tensors ends in: beside what safetensors finds, types that torch has not,
-and sizes beyond its own."""
-LONGEST_HEADER = 8 * 2**20  # bytes, as JSON takes many times its length: 50,000 tensors' names
+"""Errors that reading damaged tensors raises: those of safetensors, and those of torch for dtypes
+that it lacks and for sizes beyond its limits."""
+LONGEST_HEADER = 8 * 2**20  # bytes (50,000 tensors' names): parsed JSON takes many times its length
 
 
 def released() -> Any:
-    """A field made of released values only."""
+    """Returns a field for released values only."""
     return field(metadata={"dp": "released"})
 
 
 def public(reason: str) -> Any:
-    """A field that is the same whatever the private data are; `reason` goes into the privacy
-    report."""
+    """Returns a field that does not depend on the private data; the privacy report prints
+    `reason`."""
     return field(metadata={"dp": "public", "reason": reason})
 
 
 def unprotected() -> Any:
-    """A field that no mechanism protects: refused with DP on."""
+    """Returns a field that no mechanism protects: refused with DP on."""
     return field(metadata={"dp": "unprotected"})
 
 
@@ -60,7 +60,7 @@ class Packed:
     None."""
 
     def arrays(self) -> Iterator[tuple[str, Tensor]]:
-        """All tensors with their names, mappings flattened as `field.key`."""
+        """Yields all tensors with their names, mappings flattened as `field.key`."""
         for f in fields(self):
             value = getattr(self, f.name)
             if isinstance(value, Tensor):
@@ -69,7 +69,7 @@ class Packed:
                 yield from ((f"{f.name}.{key}", tensor) for key, tensor in value.items())
 
     def numbers(self) -> Iterator[tuple[str, Tensor]]:
-        """`arrays`, and the plain numbers as float64 scalars."""
+        """Yields `arrays`, then the plain numbers as float64 scalars."""
         yield from self.arrays()
         for f in fields(self):
             value = getattr(self, f.name)
@@ -78,7 +78,7 @@ class Packed:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensors as sent; 8 for each plain number."""
+        """Size in bytes of the tensors as sent, plus 8 for each plain number."""
         tensors = sum(t.numel() * t.element_size() for _, t in self.arrays())
         return tensors + 8 * sum(
             isinstance(getattr(self, f.name), int | float) for f in fields(self)
@@ -86,18 +86,18 @@ class Packed:
 
     @property
     def floats(self) -> int:
-        """Number of floating-point values, and of pixels that go as bytes: the unit of the papers'
+        """Number of floating-point values, and of pixels sent as bytes: the unit of the papers'
         communication tables."""
         return sum(
             t.numel() for _, t in self.arrays() if t.is_floating_point() or t.dtype == torch.uint8
         )
 
     def to_bytes(self) -> bytes:
-        """The dataclass as it goes over a wire, equal ones as equal bytes; tensors go through the
-        CPU, and arrive there.
+        """Returns the dataclass in its wire format; equal dataclasses give equal bytes. Tensors are
+        copied to the CPU, and are received there.
 
         Raises:
-            MessageError: a number that is not finite, or a field of another type.
+            MessageError: a number is not finite, or a field has another type.
 
         >>> import torch
         >>> sent = ModelParameters({"weight": torch.ones(2, 3)}, weight=5.0).to_bytes()
@@ -124,11 +124,11 @@ class Packed:
 
     @classmethod
     def from_bytes(cls, sent: bytes) -> Self:
-        """The dataclass of this type that was sent.
+        """Returns the dataclass of this type that was sent.
 
         Raises:
-            MessageError: the bytes are not that: damaged, of another type, with a field too many or
-                too few or of another type, or with a number that is none.
+            MessageError: the bytes are damaged or of another type, a field is missing, unexpected
+                or of another type, or a number is not finite.
         """
         header = _header(sent)
         if header.get("type") != cls.__name__:
@@ -159,7 +159,7 @@ class Packed:
         return cls(**values)
 
     def to(self, device: torch.device | str) -> Self:
-        """The same with all tensors on `device`."""
+        """Returns a copy with all tensors on `device`."""
         moved: dict[str, Any] = {}
         for f in fields(self):
             value = getattr(self, f.name)
@@ -188,7 +188,7 @@ class Message(Packed):
 
 
 def _in_one_order(saved: bytes) -> bytes:
-    """The same file with its header's keys in one order: safetensors leaves that to chance."""
+    """Returns the file with its header's keys sorted: safetensors writes them in random order."""
     end = LENGTH_BYTES + int.from_bytes(saved[:LENGTH_BYTES], "little")
     parsed = json.loads(saved[LENGTH_BYTES:end])
     header = json.dumps(parsed, sort_keys=True, separators=(",", ":")).encode()
@@ -197,7 +197,7 @@ def _in_one_order(saved: bytes) -> bytes:
 
 
 def _header(sent: bytes) -> dict[str, Any]:
-    """The JSON header in the metadata, before any tensor is read."""
+    """Returns the JSON header in the metadata, before any tensor is read."""
     try:
         length = int.from_bytes(sent[:LENGTH_BYTES], "little")
         if length > LONGEST_HEADER:
@@ -212,7 +212,7 @@ def _header(sent: bytes) -> dict[str, Any]:
 
 
 def _forms(kind: type[Packed]) -> dict[str, tuple[type, ...]]:
-    """What each field may be, by its annotation; a whole number is one of any kind."""
+    """Returns the types that each field may have, by its annotation; an int is also a float."""
     hints = get_type_hints(kind)
     forms: dict[str, tuple[type, ...]] = {}
     for f in fields(kind):
@@ -236,7 +236,7 @@ def _is_union(hint: Any) -> bool:
 def _taken(
     what: str, name: str, numbers: dict[str, Any], keys: dict[str, Any], tensors: dict[str, Tensor]
 ) -> Any:
-    """A field's value, taken out of what was sent."""
+    """Removes a field's value from the sent parts and returns it."""
     if name in numbers:
         number = numbers.pop(name)
         if not is_real(number) or (type(number) is int and abs(number) > LARGEST):
@@ -256,8 +256,8 @@ def _taken(
 
 
 def privacy_of_fields(message: type[Message]) -> dict[str, tuple[str, str]]:
-    """What each field of a message type declares: name -> ("released" | "public" | "unprotected" |
-    "undeclared", reason)."""
+    """Returns the declared privacy status of each field of a message type: name -> ("released" |
+    "public" | "unprotected" | "undeclared", reason)."""
     return {
         f.name: (f.metadata.get("dp", "undeclared"), f.metadata.get("reason", ""))
         for f in fields(message)
@@ -270,8 +270,8 @@ class ModelParameters(Message):
 
     Args:
         parameters: as in the model's `state_dict`.
-        weight: in the server's average: the number of the client's examples; with differential
-            privacy 1 (0 for a straggler that is dropped).
+        weight: weight in the server's average: the client's number of examples; with differential
+            privacy 1 (0 for a dropped straggler).
 
     >>> model = torch.nn.Linear(64, 10)
     >>> sent = ModelParameters(model.state_dict(), weight=480.0)

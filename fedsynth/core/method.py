@@ -1,16 +1,16 @@
-"""The seam for methods: frozen settings, declared messages, a declared state, pure steps.
+"""The interface of methods: frozen settings, declared messages, a declared state, pure steps.
 
-A round has one exchange with its clients, or two. The main one: `broadcast` makes the server's
-message from its state; `client_step` makes every client's upload (and its new memory) from the
-message and the client's view of its data; `server_step` makes the next state from the uploads. A
-method may have a first exchange before it: `first_request`, every client's `first_step`, and
+A round has one or two exchanges with its clients. In the main exchange, `broadcast` makes the
+server's message from its state; `client_step` makes each client's upload and its new memory from
+the message and the client's view of its data; `server_step` makes the next state from the uploads.
+A method may have a first exchange before it: `first_request`, each client's `first_step`, and
 `first_aggregate`, which makes the state that `broadcast` sees. The engine decides how many clients
-go into one `client_step`, so heavy steps are written with a leading client axis and a single client
-is a group of one.
+share one `client_step`, so heavy steps have a leading client axis, and a single client is a group
+of one.
 
-What each message and the state are is declared in class attributes (`downlink`, `upload`,
-`first_downlink`, `first_upload`, `state`). The engine checks the type of everything before a step
-sees it, so a step names the type that it declared in its signature, and asks no further.
+Class attributes declare the types of the messages and the state (`downlink`, `upload`,
+`first_downlink`, `first_upload`, `state`). The engine checks every type before a step runs, so a
+step names its declared type in its signature and needs no further check.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ Memory = Mapping[str, torch.Tensor]
 Results = list[tuple[Message, Memory]]
 """Message and new memory of each client of a group, in the group's order."""
 
-# What a method's own signatures narrow: its `downlink`, `upload` and so on, and its `state`.
+# Methods narrow these in their signatures to their own `downlink`, `upload`, `state` and so on.
 Down = Any
 Up = Any
 State = Any
 
 Presets = Mapping[str, Mapping[str, Any]]
-"""A data set: the settings' values that are a method's defaults there, beside those of its
-bases."""
+"""By data set, the settings whose defaults a method changes for it, in addition to those of its
+base classes."""
 
 
 @dataclass(frozen=True)
 class ExchangeTypes:
-    """The messages of an exchange, down and up; None: the method has no such exchange."""
+    """The message types of an exchange, down and up; None: the method has no such exchange."""
 
     downlink: type[Message] | None
     upload: type[Message] | None
@@ -61,38 +61,38 @@ class ExchangeTypes:
 
 @dataclass(frozen=True)
 class Method:
-    """Base of all methods; a subclass is a frozen dataclass of validated settings.
+    """Base class of all methods; a subclass is a frozen dataclass of validated settings.
 
     Class attributes:
-        name: for people, and for config files and the command line.
+        name: name in reports, config files and on the command line.
         summary: one line.
         reference: the paper.
         downlink: type of the server's message in a round's main exchange.
-        upload: type of a client's.
-        first_downlink: type of the server's message in a first exchange; None: the method never has
-            one.
-        first_upload: type of a client's, likewise.
+        upload: type of a client's message in it.
+        first_downlink: type of the server's message in a first exchange; None: the method has no
+            first exchange.
+        first_upload: type of a client's message in it; None as above.
         state: type of the server's state.
-        heterogeneous: whether clients may have other architectures than the server.
-        personal: whether clients end with models of their own.
+        heterogeneous: whether clients may use other architectures than the server.
+        personal: whether each client ends with a personal model.
         protects: the mechanisms that can protect it; empty: it cannot run with differential
-            privacy, and `refusal` says why.
-        robust_refusal: why robust aggregation (`RunSettings.robust`) is refused; empty: the uploads
-            that its step gets are then made by the rule.
-        features_refusal: why its network cannot stand on a fixed feature map
+            privacy, and `refusal` gives the reason.
+        robust_refusal: why robust aggregation (`RunSettings.robust`) is refused; empty: it is
+            allowed, and `server_step` then gets the uploads that the rule makes.
+        features_refusal: why its network cannot use a fixed feature map
             (`ModelSettings.features`); empty: it can, and clients' "images" are then vectors.
-        presets: by data set, what it changes of these settings' defaults.
-        even_rounds: whether every round releases all of `private_plans`; False: `round_plans` says
-            which, and all clients take part in every round.
-        discloses: of each key of its facts what it is with differential privacy; a key that is not
-            declared ends a private run.
-        model_sees_data: whether clients compute on private data with the network: one of the user's
-            own is then refused where it mixes the examples of a batch.
-        takes_model: whether the run's model settings decide its network; False: it has one of its
-            own, and a run that sets a model says that this changes nothing.
-        variant_names: of the models that `variants` may return.
+        presets: by data set, the changed defaults of these settings.
+        even_rounds: whether every round releases all of `private_plans`; False: `round_plans`
+            selects them, and all clients take part in every round.
+        discloses: for each key of its facts, its status under differential privacy; an undeclared
+            key ends a private run.
+        model_sees_data: whether clients run the network on private data: a custom network is then
+            refused if it mixes the examples of a batch.
+        takes_model: whether the run's model settings decide its network; False: the method has its
+            own network, and a run that sets a model reports that the setting has no effect.
+        variant_names: names of the models that `variants` may return.
         images_from: in words, what a run's synthetic images need; empty: the method makes none.
-        learns_from_images: whether the run's model was trained on the images that it hands over.
+        learns_from_images: whether the run's model was trained on the images that the run exports.
 
     >>> from fedsynth import ModelParameters, RunSettings, simulate
     >>> class Untrained(Method):
@@ -132,24 +132,25 @@ class Method:
     learns_from_images: ClassVar[bool] = True
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the settings, by name, as configs, reports and summaries state them."""
+        """Returns the settings by name, as written to configs, reports and summaries."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @classmethod
     def exchange_types(cls, phase: str) -> ExchangeTypes:
-        """The declared messages of one of a round's exchanges ("first" or "main")."""
+        """Returns the declared message types of an exchange ("first" or "main")."""
         if phase == FIRST:
             return ExchangeTypes(cls.first_downlink, cls.first_upload)
         return ExchangeTypes(cls.downlink, cls.upload)
 
     @property
     def sums_alone(self) -> bool:
-        """Whether the server is to see the sum of its clients' uploads, and none of them: it then
-        makes its state by `from_sum`."""
+        """Returns whether the server sees only the sum of its clients' uploads; it then makes its
+        state by `from_sum`."""
         return False
 
     def noise_shares(self, clients: int) -> int:
-        """H: the noise that is charged is that of so many clients together; 1: each one's own.
+        """Returns H, the number of clients whose summed noise is charged; 1: each client is
+        charged for its own noise.
 
         Args:
             clients: K.
@@ -157,29 +158,30 @@ class Method:
         return 1
 
     def sum_releases(self, phase: str, context: RoundContext) -> Mapping[str, str]:
-        """Of each field of an upload whose sum alone is seen the name of its plan."""
+        """Returns the name of its plan for each field of an upload that is seen only as a sum."""
         raise NotImplementedError  # abstract
 
     def from_sum(
         self, phase: str, state: State, total: Up, clients: int, context: RoundContext
     ) -> ServerState:
-        """The state after an exchange of which the server has the sum of the uploads.
+        """Returns the state after an exchange in which the server received only the sum of the
+        uploads.
 
         Args:
             phase: "first" or "main".
-            state: before it.
+            state: the state before the exchange.
             total: a message whose fields are the uploads' sums, float64.
-            clients: of how many.
+            clients: number of summed uploads.
             context: the round's.
         """
         raise NotImplementedError  # abstract
 
     def initial_state(self, parameters: Mapping[str, torch.Tensor]) -> ServerState:
-        """The state before the first round, from the initial model."""
+        """Returns the state before the first round, from the initial model."""
         return self.state(parameters)
 
     def first_request(self, state: State, context: RoundContext) -> Message | None:
-        """The server's message of a first exchange; None: this round has none."""
+        """Returns the server's message of a first exchange; None: this round has none."""
         return None
 
     def first_step(
@@ -189,35 +191,37 @@ class Method:
         memories: Sequence[Memory],
         context: RoundContext,
     ) -> Results:
-        """Reply of each client of the group, and its memory for this round's `client_step`."""
+        """Returns each client's reply, and its memory for this round's `client_step`."""
         raise NotImplementedError  # abstract
 
     def first_aggregate(
         self, state: State, replies: Mapping[int, Up], context: RoundContext
     ) -> ServerState:
-        """The state after the first exchange, from all replies by client number, ascending."""
+        """Returns the state after the first exchange, from all replies by client index,
+        ascending."""
         raise NotImplementedError  # abstract
 
     def check_request(self, message: Down, context: RoundContext) -> None:
-        """Refuses a request whose tensors are not what a step expects, before any charge.
+        """Checks, before any charge, that a request's tensors are those that a step expects.
 
-        The model itself is checked by the engine. A method whose requests have other tensors
-        checks their shapes: one that is odd could mix the examples of a private step.
+        The engine checks the model itself. A method whose requests have other tensors checks their
+        shapes: an unexpected shape could mix the examples of a private step.
 
         Raises:
-            RequestRefusedError: names the field.
+            RequestRefusedError: they are not; names the field.
         """
 
     def upload_rules(self, phase: str, client: int, context: RoundContext) -> dict[str, Rule]:
-        """What the server expects of each field of this client's upload in an exchange.
+        """Returns the server's rule for each field of this client's upload in an exchange.
 
-        A field without a rule may be anything finite. Every tensor is looked at once, before any
-        step sees it; the most bytes of an upload on a wire follow from the rules, too.
+        A field without a rule may hold any finite values. The engine checks every tensor once,
+        before any step sees it. The largest size of an upload on the wire also follows from the
+        rules.
 
         Args:
             phase: "first" or "main".
-            client: its number.
-            context: the round's; all that is read of it is public.
+            client: the client's index.
+            context: the round's; only public values of it are read.
         """
         declared = self.exchange_types(phase).upload
         if declared is not None and issubclass(declared, ModelParameters):
@@ -225,14 +229,14 @@ class Method:
         return {}
 
     def check_upload(self, phase: str, upload: Up, client: int, context: RoundContext) -> None:
-        """Refuses an upload whose fields do not fit each other; each of them keeps to its rule.
+        """Checks that an upload's fields, each of which already passes its rule, fit each other.
 
         Raises:
-            UploadRejectedError: names the field.
+            UploadRejectedError: they do not; names the field.
         """
 
     def broadcast(self, state: State, context: RoundContext) -> Message:
-        """The server's message to the clients of this round."""
+        """Returns the server's message to the clients of this round."""
         raise NotImplementedError  # abstract
 
     def client_step(
@@ -242,80 +246,82 @@ class Method:
         memories: Sequence[Memory],
         context: RoundContext,
     ) -> Results:
-        """Upload and new memory of each client of the group, in the group's order."""
+        """Returns each client's upload and new memory, in the group's order."""
         raise NotImplementedError  # abstract
 
     def server_step(
         self, state: State, uploads: Mapping[int, Up], context: RoundContext
     ) -> ServerState:
-        """The next state from all uploads of the round, by client number, ascending."""
+        """Returns the next state from all uploads of the round, by client index, ascending."""
         raise NotImplementedError  # abstract
 
     def at_end(self, state: State, context: RoundContext) -> ServerState:
-        """What the server makes of its state after the last round, which a run may reach before
-        all rounds are played (a budget that is spent): images, say. With differential privacy it
-        has released values alone, and so costs nothing.
+        """Returns the server's state after final work, such as making images.
+
+        It is called after the last round, which may come before the planned number of rounds
+        (exhausted budget). With differential privacy it uses only released values, so it costs
+        nothing.
 
         Args:
-            state: after that round.
-            context: that round's.
+            state: the state after the last round.
+            context: the last round's.
         """
         return state  # type: ignore[no-any-return]
 
     def final_parameters(self, state: State) -> Mapping[str, torch.Tensor]:
-        """The model that a run ends with, where it is not the one that clients start from."""
+        """Returns the model that a run ends with, where clients start from another model."""
         found: Mapping[str, torch.Tensor] = state.parameters
         return found
 
     def personal_parameters(
         self, parameters: Mapping[str, torch.Tensor], memory: Memory
     ) -> Mapping[str, torch.Tensor]:
-        """The model that a client with this memory uses itself in place of the global one; asked
+        """Returns the model that a client with this memory uses in place of the global one; called
         where `personal` is set."""
         return parameters
 
     def facts(self, state: State, context: RoundContext) -> Mapping[str, Any]:
-        """Returns what else a round's row of metrics states, by name; with differential privacy
-        only released values, which `discloses` declares."""
+        """Returns additional metrics of a round, by name; with differential privacy only released
+        values, which `discloses` declares."""
         return {}
 
     def planned_facts(self, context: RoundContext) -> Mapping[str, Any]:
-        """Returns what a round's row states that follows only from the settings and the round:
-        the public values of `discloses`. Verification computes them again."""
+        """Returns the metrics of a round that follow only from the settings and the round: the
+        public values of `discloses`. Verification recomputes them."""
         return {}
 
     def client_facts(self, memory: Memory, context: RoundContext) -> Mapping[str, Any]:
-        """What a client of the round says of what it now keeps, for the round's row.
+        """Returns a client's metrics of its memory, for the round's metrics.
 
-        With differential privacy on only values may be read that were computed from the server's
+        With differential privacy it may read only values that were computed from the server's
         messages and public noise (post-processing).
         """
         return {}
 
     def merge_facts(self, facts: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-        """What the round's row says, from the `client_facts` of its clients."""
+        """Returns the round's metrics, combined from the `client_facts` of its clients."""
         return {}
 
     def variants(self, state: State) -> Mapping[str, Mapping[str, torch.Tensor]]:
-        """Returns other models of the same training, by a name of `variant_names`, which are
-        evaluated, too."""
+        """Returns other models of the same training, by a name of `variant_names`; they are also
+        evaluated."""
         return {}
 
     def artefacts(self, state: State) -> Mapping[str, torch.Tensor]:
-        """Matrices of the server, [classes, clients], that belong into the run folder."""
+        """Returns the server's matrices [classes, clients] for the run folder."""
         return {}
 
     def synthetic(
         self, state: State, context: RoundContext
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Images that the server made itself, [N, C, H, W], normalised, and their labels [N], for
-        the run folder; None: it makes none. With differential privacy they come from released
-        values alone."""
+        """Returns images that the server made, [N, C, H, W], normalised, and their labels [N], for
+        the run folder; None: it makes none. With differential privacy they come only from released
+        values."""
         return None
 
     def synthetic_soft_labels(self, state: State, context: RoundContext) -> torch.Tensor | None:
-        """Soft labels [N, classes] of the images of `synthetic`, rows of sum 1; None: it has
-        none."""
+        """Returns soft labels [N, classes] of the images of `synthetic`, each row summing to 1;
+        None: there are none."""
         return None
 
     @property
@@ -324,8 +330,8 @@ class Method:
         return False
 
     def makes_images(self, counted: Sequence[int]) -> bool:
-        """Returns whether `synthetic` surely has images at the end, for verification: a run folder
-        without them lacks something.
+        """Returns whether `synthetic` is certain to return images at the end; verification then
+        requires them in the run folder.
 
         Args:
             counted: the rounds that counted.
@@ -333,35 +339,35 @@ class Method:
         return False
 
     def client_bytes(self, context: RoundContext) -> int | None:
-        """Memory that one more client in a `client_step` takes, about; None: clients go one at a
-        time, as nothing is gained by a group.
+        """Returns about how many bytes one more client in a `client_step` takes; None: clients run
+        one at a time, because a group gains nothing.
 
-        The engine divides the run's memory bound by it. It has no influence on what is computed.
+        The engine divides the run's memory bound by it. It does not change results.
         """
         return None
 
     def network(self, model: ModelSettings, spec: DatasetSpec, seed: int) -> nn.Module:
-        """An untrained network of the architecture that server and clients share.
+        """Returns an untrained network of the architecture that server and clients share.
 
         Args:
-            model: the run's settings of it.
-            spec: the data set's.
-            seed: of the initial weights.
+            model: the run's model settings.
+            spec: the data set's specification.
+            seed: seed of the initial weights.
         """
         return build_network(model, spec, seed)
 
     def public_facts(self, spec: DatasetSpec) -> Mapping[str, str]:
-        """What else the privacy report lists as public: an item, and why it is."""
+        """Returns further items that the privacy report lists as public, each with the reason."""
         return {}
 
     def public_images(self) -> str:
-        """The data set whose training images the server computes with, declared public, or "noise"
-        (random pixels); "": none. A step finds them in `RoundContext.proxy`."""
+        """Returns the data set, declared public, whose training images the server uses; or "noise"
+        (random pixels); "": none. Steps read the images from `RoundContext.proxy`."""
         return ""
 
     def printed_epsilon(self, delta: float, sigma: float) -> Mapping[str, str]:
-        """What the method's paper prints as ε for these settings and why it differs, for the
-        privacy report: "source", "published" and "why it differs"; empty: nothing."""
+        """Returns the ε that the method's paper prints for these settings, for the privacy report:
+        "source", "published" and "why it differs"; empty: the paper prints none."""
         return {}
 
     def check_model(self, model: nn.Module) -> None:
@@ -370,18 +376,18 @@ class Method:
     def private_plans(
         self, privacy: PrivacySettings, context: RoundContext
     ) -> tuple[PrivatePlan, ...]:
-        """What a round releases of each client under `privacy`, the chief release first; asked
-        before any data are read.
+        """Returns the plans of a round's releases of each client under `privacy`, the main release
+        first; called before any data are read.
 
-        Each client is charged for each of them, and a step gets the charged series by name
+        Each client is charged for every plan, and a step gets the charged series by name
         (`PrivateClients.series`).
         """
         raise NotImplementedError  # abstract
 
     def round_plans(self, plans: tuple[PrivatePlan, ...], round: int) -> tuple[PrivatePlan, ...]:
-        """Those of `plans` that the round with this number (1, 2, …) releases, in their order.
+        """Returns the plans of `plans` that this round (1, 2, …) releases, in their order.
 
-        All of them, unless `even_rounds` is False; the answer is public, and fixed before any data
+        All of them, unless `even_rounds` is False. The result is public, and fixed before any data
         are read.
         """
         return plans
@@ -389,17 +395,17 @@ class Method:
     def client_plans(
         self, plans: tuple[PrivatePlan, ...], client: int, context: RoundContext
     ) -> tuple[PrivatePlan, ...]:
-        """What this client releases in this round, where public values make it another than
-        `plans`, which are those of the round.
+        """Returns this client's plans in this round, where public values make them differ from the
+        round's `plans`.
 
-        It may take fewer steps, and have another dimension; it is charged for that.
+        A plan may have fewer steps or another dimension; the client is charged for that plan.
         """
         return plans
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> Self:
-        """Settings from names and values as TOML or text gives them; text is converted to the
-        field's type.
+        """Returns settings from names and values as read from TOML or text; text is converted to
+        the field's type.
 
         Raises:
             UnknownNameError: no such setting (with the near matches).

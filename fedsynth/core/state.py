@@ -1,4 +1,4 @@
-"""What a method's server keeps between rounds: frozen dataclasses that pack as messages do."""
+"""A method's server state between rounds: frozen dataclasses that are packed like messages."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from fedsynth.core.messages import Packed
 
 @dataclass(frozen=True)
 class ServerState(Packed):
-    """The global model, and in a method's own subclass what else its server keeps.
+    """The global model and, in a method's subclass, the rest of its server's state.
 
-    A subclass gives each further field a default, which is its value before the first round: {}, a
-    number, or None.
+    A subclass gives each further field a default, its value before the first round: {}, a number,
+    or None.
 
     Args:
         parameters: the model's parameters and buffers by name, on the run's device.

@@ -1,9 +1,9 @@
-"""What a server expects of an upload, and how it finds out: rules for each field of a message.
+"""Validation of uploads: a rule for each field of a message.
 
-A method says once what its clients may send (`Method.upload_rules`); the check of an upload, and
-the most bytes that one may have on a wire, both follow from it. All rules are public: they come
-from settings, the architecture, and what clients declared when they joined. A rule sees one value
-and no other client's, so a fault is that of the client whose upload breaks it.
+A method declares once what its clients may send (`Method.upload_rules`); the check of an upload and
+its largest size on the wire both follow from that. All rules are public: they come from settings,
+the architecture, and the clients' declarations at joining. A rule sees one value of one client, so
+the client whose upload breaks a rule is at fault.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from fedsynth.core.messages import Message
 from fedsynth.errors import UploadRejectedError
 
 LARGEST = 1e6
-"""Largest magnitude of what is trained, or summed over a client's examples. Weights of a network
-that learns are below 1e3; with 1e6 no sum or square of float32 over clients overflows."""
+"""Largest magnitude of trained values and of sums over a client's examples. A learning network's
+weights are below 1e3; with 1e6 no float32 sum or square over clients overflows."""
 WHOLE = 2.0**53
-"""Largest whole number: counters, which float64 still tells apart."""
+"""Largest counter: float64 represents all integers up to it exactly."""
 HEADER_BYTES = 64 * 2**10
 NAME_BYTES = 512
-"""What a packed message's header may take, and in it each tensor."""
+"""Largest size of a packed message's header, and of each tensor's entry in it."""
 FREE_BYTES = 64 * 2**20
-"""Of a field that its method has no rule for."""
+"""Largest size of a field for which its method has no rule."""
 
 
 class Rule(Protocol):
-    """What one field of an upload may be."""
+    """The rule for one field of an upload."""
 
     @property
     def nbytes(self) -> int:
-        """The most bytes that it may take as sent."""
+        """Largest size of the field as sent, in bytes."""
 
     def check(self, name: str, value: Any) -> None:
-        """Raises UploadRejectedError, which names the field."""
+        """Raises UploadRejectedError, which names the field, if the value breaks the rule."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Number:
     """A plain number.
 
     Args:
-        least, most: of its closed range.
+        least, most: bounds of its closed range.
     """
 
     least: float = 0.0
@@ -59,7 +59,7 @@ class Number:
     def check(self, name: str, value: Any) -> None:
         if type(value) not in (int, float):
             raise UploadRejectedError(name, f"is no number, but a {type(value).__name__}")
-        if not abs(value) <= sys.float_info.max:  # a whole number may be longer than any float
+        if not abs(value) <= sys.float_info.max:  # an int may exceed every float
             raise UploadRejectedError(name, "is not finite", diverged=True)
         if not self.least <= value <= self.most:
             raise UploadRejectedError(
@@ -72,11 +72,11 @@ class Array:
     """A tensor.
 
     Args:
-        shape: its sizes; None for the first one: at most `rows`.
+        shape: its sizes; if the first is None, it is at most `rows`.
         dtype: its type.
-        least, most: of the closed range of its values.
+        least, most: bounds of the closed range of its values.
         rows: see `shape`.
-        sums_to_one: rows are probabilities, but for rounding.
+        sums_to_one: whether rows are probabilities, up to rounding.
     """
 
     shape: tuple[int | None, ...]
@@ -88,7 +88,7 @@ class Array:
 
     @classmethod
     def like(cls, tensor: Tensor) -> Array:
-        """A trained tensor of this one's shape and type; integers are counters."""
+        """Returns the rule for a trained tensor of this shape and type; integers are counters."""
         if tensor.is_floating_point():
             return cls(tuple(tensor.shape), tensor.dtype)
         return cls(tuple(tensor.shape), tensor.dtype, least=0, most=WHOLE)
@@ -131,12 +131,13 @@ class Array:
 
 
 TOLERANCE = 1e-3
-"""Of a sum of probabilities: float32's rounding is below 1e-5, half precision's at 1e-3."""
+"""Tolerance of a sum of probabilities: float32's rounding is below 1e-5, half precision's at
+1e-3."""
 
 
 @dataclass(frozen=True)
 class Named:
-    """Tensors by name.
+    """Named tensors.
 
     Args:
         arrays: each name's rule.
@@ -148,7 +149,7 @@ class Named:
 
     @classmethod
     def like(cls, tensors: Mapping[str, Tensor]) -> Named:
-        """Trained tensors of these names, shapes and types."""
+        """Returns the rule for trained tensors of these names, shapes and types."""
         return cls({name: Array.like(tensor) for name, tensor in tensors.items()})
 
     @property
@@ -170,7 +171,7 @@ class Named:
 
 @dataclass(frozen=True)
 class Free:
-    """Anything finite: a field of a method of one's own that says no more."""
+    """Any finite values: the rule for a custom method's field that declares no other."""
 
     nbytes: int = FREE_BYTES
 
@@ -191,15 +192,15 @@ class Free:
 
 
 def most_examples(client: int, context: RoundContext) -> float:
-    """The most examples that this client can say it has trained on: n_k as it declared when it
-    joined; 1 with differential privacy, where clients count alike."""
+    """Returns the largest number of training examples that this client may report: n_k as declared
+    when it joined; 1 with differential privacy, where all clients have equal weight."""
     if context.privacy is not None:
         return 1.0
     return WHOLE if context.sizes is None else float(context.sizes[client])
 
 
 def model_rules(client: int, context: RoundContext) -> dict[str, Rule]:
-    """Of `ModelParameters`: the client's own architecture, and a weight."""
+    """Returns the rules of `ModelParameters`: this client's architecture, and a weight."""
     own = context.architecture_of(client).state_dict()
     return {
         "parameters": Named.like(own),
@@ -208,10 +209,10 @@ def model_rules(client: int, context: RoundContext) -> dict[str, Rule]:
 
 
 def check_values(name: str, value: Tensor, least: float, most: float) -> None:
-    """Refuses values that are not finite or outside a closed range, in one pass.
+    """Checks in one pass that all values are finite and in a closed range.
 
     Raises:
-        UploadRejectedError: names the tensor.
+        UploadRejectedError: they are not; names the tensor.
     """
     if value.is_complex():
         raise UploadRejectedError(name, "is complex")
@@ -228,7 +229,7 @@ def check_values(name: str, value: Tensor, least: float, most: float) -> None:
 
 
 def check_fields(upload: Message, rules: Mapping[str, Rule]) -> None:
-    """Checks each field by its rule, and that no two entries share memory.
+    """Checks each field against its rule, and that no two entries share memory.
 
     Raises:
         UploadRejectedError: names the field.
@@ -244,7 +245,7 @@ FREE = Free()
 
 
 def most_bytes(kind: type[Message], rules: Mapping[str, Rule]) -> int:
-    """The most bytes that a packed upload of this type can have, header included."""
+    """Returns the largest size of a packed upload of this type in bytes, header included."""
     sizes = [rules.get(f.name, FREE).nbytes + NAME_BYTES for f in fields(kind)]
     return HEADER_BYTES + sum(sizes)
 
@@ -252,13 +253,13 @@ def most_bytes(kind: type[Message], rules: Mapping[str, Rule]) -> int:
 def overlap(
     tensors: Iterable[tuple[str, Tensor]], others: Iterable[tuple[str, Tensor]] | None = None
 ) -> tuple[str, str] | None:
-    """Two tensors with bytes of memory in common, by name; None: there are none.
+    """Returns the names of two tensors that share memory; None: no two do.
 
-    Slices of one storage that lie side by side have none in common.
+    Adjacent slices of one storage share none.
 
     Args:
-        tensors: with names.
-        others: with names: one of the two is of these; None: both are of `tensors`.
+        tensors: named tensors.
+        others: named tensors that one of the two must come from; None: both come from `tensors`.
     """
     groups = (tensors,) if others is None else (tensors, others)
     spans = sorted(
@@ -267,7 +268,7 @@ def overlap(
         for name, tensor in group
         if tensor.numel()
     )
-    furthest: dict[int, tuple[_Span, str]] = {}  # of each group, what reaches furthest so far
+    furthest: dict[int, tuple[_Span, str]] = {}  # the furthest-reaching span of each group so far
     for span, number, name in spans:
         before = furthest.get(number if others is None else 1 - number)
         if before is not None and span.device == before[0].device and span.start < before[0].end:
@@ -280,7 +281,7 @@ def overlap(
 
 
 class _Span(NamedTuple):
-    """A tensor's memory, from its first byte to that after its last one."""
+    """A tensor's memory, from its first byte to the byte after its last."""
 
     device: str
     start: int
@@ -295,7 +296,7 @@ def _span(tensor: Tensor) -> _Span:
 
 
 def _plain(tensor: Tensor) -> bool:
-    """Whether there are values, each in its place: no sparse tensor, and none without data."""
+    """Returns whether the tensor is strided and has data: neither sparse nor meta."""
     return tensor.layout == torch.strided and not tensor.is_meta
 
 
