@@ -1,8 +1,8 @@
 """Synthetic data: condensation of clients' images, data-free generators, and stratified aggregation
 of several models' logits.
 
-The names below are for pipelines of your own (`examples/custom_pipeline.py`); a name is imported
-when it is first used.
+The names below are for custom pipelines (`examples/custom_pipeline.py`). Each name is imported on
+first use.
 """
 
 from __future__ import annotations

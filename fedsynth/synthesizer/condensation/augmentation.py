@@ -1,12 +1,12 @@
 """Random transformations of images: siamese augmentation, warped and mixed copies, random views.
 
-Siamese augmentation (Zhao & Bilen 2021, "Differentiable Siamese Augmentation") transforms real and
-synthetic images of a (client, class) segment alike, at each step by another draw: shift, scale,
-rotation and flip are one affine resampling; brightness, saturation and contrast are pointwise;
-cutout is a mask. Strengths are the DSA paper's defaults. Warped and mixed copies are labelled by a
-teacher, so they need not keep their image's class; they are bent by a smooth random field (after
-Simard, Steinkraus & Platt 2003). Views are flips and crops of single images, as DENSE's public code
-has them.
+Siamese augmentation (Zhao & Bilen 2021, "Differentiable Siamese Augmentation") applies the same
+transformation to the real and the synthetic images of a (client, class) segment and draws a new one
+at each step. Shift, scale, rotation and flip are one affine resampling; brightness, saturation and
+contrast are pointwise; cutout is a mask. Strengths are the DSA paper's defaults. Warped and mixed
+copies are labelled by a teacher, so they need not keep their image's class; a smooth random field
+deforms them (after Simard, Steinkraus & Platt 2003). Views are flips and crops of single images, as
+in DENSE's public code.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ SHIFT, SCALE, ROTATE_DEGREES, CUTOUT = 0.125, 1.2, 15.0, 0.5
 
 
 class SiameseAugmentation:
-    """One step's transformations for all segments.
+    """The transformations of one step for all segments.
 
     Args:
-        segments: how many; `generator`: on the images' device; `flip`: False for digits and
-            letters, whose mirror image is another sign.
+        segments: number of segments.
+        generator: on the images' device.
+        flip: False for digits and letters, whose mirror image is a different character.
     """
 
     def __init__(self, segments: int, generator: torch.Generator, *, flip: bool) -> None:
@@ -57,7 +58,7 @@ class SiameseAugmentation:
         self._hole = torch.where(on[2], 2 * draw[8:10] - 1, 9.0)
 
     def __call__(self, x_NCHW: Tensor, segment_N: Tensor) -> Tensor:
-        """The transformed images; differentiable."""
+        """Returns the transformed images; differentiable."""
         x = x_NCHW + self._brightness[segment_N].view(-1, 1, 1, 1)
         grey = x.mean(dim=1, keepdim=True)
         x = (x - grey) * self._saturation[segment_N].view(-1, 1, 1, 1) + grey
@@ -83,9 +84,9 @@ class SiameseDraws:
 
     Args:
         label_S: class of each segment, on the images' device.
-        classes: how many there are.
+        classes: number of classes.
         flip: see `SiameseAugmentation`.
-        period: after so many steps the same ones come again; None: never.
+        period: number of steps after which the draws repeat; None: never.
     """
 
     def __init__(
@@ -111,7 +112,8 @@ class SiameseDraws:
         return torch_generator(seed, "siamese augmentation", round, device=self._label.device)
 
     def draw(self) -> Callable[[Tensor, Tensor], Tensor]:
-        """The next step's: (images, segment of each) -> transformed images."""
+        """Returns the next step's transformation: (images, segment of each) -> transformed
+        images."""
         if self._period is not None and self._drawn % self._period == 0:
             self._generator = self._stream()
         self._drawn += 1
@@ -119,20 +121,20 @@ class SiameseDraws:
         return lambda x_NCHW, segment_N: transform(x_NCHW, self._label[segment_N])
 
 
-TURN = 0.15  # radians; this and the next four are the most
+TURN = 0.15  # radians; this and the next four are maxima
 WARP_SCALE = 0.15  # of the size
 SHEAR = 0.1  # of a side
 WARP_SHIFT = 0.16  # of half a side
 BEND = 0.12  # of half a side, at the knots of a grid
-KNOTS = 5  # of this grid, a side
+KNOTS = 5  # of this grid, per side
 
 
 def warped(x_NCHW: Tensor, generator: torch.Generator) -> Tensor:
-    """Each image turned, scaled, sheared, moved and bent by draws of its own; what comes in from
-    outside is the border's.
+    """Returns each image rotated, scaled, sheared, shifted and deformed by its own random draws.
+    Pixels from outside the image take the value of the nearest border pixel.
 
     Args:
-        x_NCHW: of any scale.
+        x_NCHW: images of any scale.
         generator: on the images' device.
     """
     count = len(x_NCHW)
@@ -156,7 +158,7 @@ def warped(x_NCHW: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def blended(x_NCHW: Tensor, generator: torch.Generator) -> Tensor:
-    """Each image mixed with another one of them, in a share uniform on [0, 1]."""
+    """Returns each image mixed with another one of the batch, with a weight uniform on [0, 1]."""
     count = len(x_NCHW)
     share = torch.rand(count, 1, 1, 1, generator=generator, device=x_NCHW.device)
     other = torch.randperm(count, generator=generator, device=x_NCHW.device)
@@ -181,7 +183,7 @@ class Views:
         return self.flips or self.crop > 0
 
     def __call__(self, x_NCHW: Tensor, spec: DatasetSpec, draws: torch.Generator) -> Tensor:
-        """The views [N, C, H, W] of images that are normalised as `spec` says.
+        """Returns random views [N, C, H, W] of images normalised with the constants of `spec`.
 
         Args:
             draws: on the images' device.
@@ -195,12 +197,13 @@ class Views:
         return x_NCHW
 
     def edge(self, spec: DatasetSpec) -> int:
-        """Pixels that a crop adds at each edge: 4 of 28 and of 32 at an eighth."""
+        """Returns the number of pixels that a crop adds at each edge: 4 for sides of 28 or 32
+        pixels and a crop of 1/8."""
         return int(self.crop * max(spec.height, spec.width) + 0.5)
 
 
 def _black(x_NCHW: Tensor, spec: DatasetSpec) -> Tensor:
-    """What a pixel of value 0 is after normalisation, [1, C, 1, 1]."""
+    """Returns the normalised value of a black pixel (0), [1, C, 1, 1]."""
     mean, std = pixel_constants(spec, x_NCHW.device)
     return -mean / std
 

@@ -1,13 +1,14 @@
-"""Matching whole distributions of features in place of their means: geomloss' Gaussian-kernel,
+"""Matching whole distributions of features instead of their means, with geomloss' Gaussian-kernel,
 energy and Sinkhorn losses.
 
 FedDM and FedAF match class means of u_w (Eqs. 9 and 4). Here the loss of a class is a divergence
-between the clouds {u_w(x): x ∈ B_c} and {u_w(s): s ∈ S_c}, in units of √D (D coordinates), so that
-`blur` means the same for every network. It is scaled such that for wide blur the Gaussian and the
-Sinkhorn loss become the squared distance of the means: the learning rate keeps its meaning.
+between the point clouds {u_w(x): x ∈ B_c} and {u_w(s): s ∈ S_c}, in units of √D (D coordinates), so
+that `blur` means the same for every network. The scale is chosen such that for wide blur the
+Gaussian and the Sinkhorn loss become the squared distance of the means, so that learning rates
+carry over.
 
-It needs every example's features and not only their sum, so no mechanism here protects it: refused
-with differential privacy.
+The loss needs the features of every example and not only their sum, so no mechanism here protects
+it: it is refused with differential privacy.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ def refuse_private(matching: str) -> None:
 
 
 class DistributionMatcher:
-    """∇_S Σ_c divergence(u(B_c), u(S_c)); DP off.
+    """∇_S Σ_c divergence(u(B_c), u(S_c)), without differential privacy.
 
     Args:
         exact: draws the real batches.
-        columns: match only so many of the first coordinates of u.
+        columns: match only this many leading coordinates of u.
         matching: "gaussian", "energy" or "sinkhorn" (debiased, with squared distances).
-        blur: the kernel's deviation, or the root of the entropic regularisation, in units of √D;
-            "energy" has none.
+        blur: the kernel's standard deviation, or the root of the entropic regularisation, in units
+            of √D; unused by "energy".
     """
 
     def __init__(
@@ -52,8 +53,8 @@ class DistributionMatcher:
 
         self._exact = exact
         self._columns = columns
-        # A fixed scale to begin with: geomloss would else take one of all segments, so that a
-        # client's images depended on its neighbours.
+        # A fixed initial scale: by default geomloss derives one from all segments, which would
+        # make a client's images depend on other clients of its group.
         self._loss = SamplesLoss(matching, p=2, blur=blur, diameter=SCALE, backend="tensorized")
         self._factor = 2 * (blur**2 if matching == "gaussian" else 1.0)
 
@@ -73,7 +74,8 @@ class DistributionMatcher:
         return out
 
     def _cotangents(self, u_GID: Tensor, real_GBD: Tensor, weights_GB: Tensor) -> Tensor:
-        """The loss's gradient with respect to the synthetic images' features, [G, ipc, D]."""
+        """Returns the loss's gradient with respect to the synthetic images' features, [G, ipc,
+        D]."""
         width = real_GBD.shape[2]
         leaf = u_GID.detach().requires_grad_()
         even = leaf.new_full(leaf.shape[:2], 1 / leaf.shape[1])
@@ -86,12 +88,13 @@ class DistributionMatcher:
 
 
 def _padded(rows_ND: Tensor, segment_N: Tensor, sizes_S: Tensor) -> tuple[Tensor, Tensor]:
-    """Each segment's rows [S, B, D], the shorter ones filled up, and weights [S, B] that sum to 1
-    and leave the filling out.
+    """Returns each segment's rows [S, B, D], padded to the longest segment, and weights [S, B] that
+    sum to 1 and are 0 for the padding.
 
     Args:
-        segment_N, sizes_S: ascending, and how many of each; as `BatchIndices` has them, sizes on
-            the CPU, so that a GPU need not be asked.
+        segment_N: segment of each row, ascending.
+        sizes_S: number of rows of each segment, as in `BatchIndices`; on the CPU, so that the host
+            need not wait for the GPU.
     """
     segments = len(sizes_S)
     most = int(sizes_S.max())
@@ -99,7 +102,7 @@ def _padded(rows_ND: Tensor, segment_N: Tensor, sizes_S: Tensor) -> tuple[Tensor
     place = (
         torch.arange(len(segment_N), device=segment_N.device) - (sizes.cumsum(0) - sizes)[segment_N]
     )
-    # Filled with the segment's first row, and not with zeros: a far point without weight would
+    # Padded with the segment's first row and not with zeros: a distant point of weight zero would
     # still widen Sinkhorn's first blur.
     first = (sizes.cumsum(0) - sizes).clamp_max(len(segment_N) - 1)
     rows = rows_ND[first][:, None].repeat(1, most, 1)

@@ -1,28 +1,28 @@
-"""Condensation towards class means of features over M networks that come in turn.
+"""Condensation towards class means of features, with M networks that are used in turn.
 
-Step t pulls the images of a class c through network m = t mod M towards one target:
+Step t moves the images of a class c through network m = t mod M towards a fixed target:
 
     L_c = ‖ target_{m,c} − mean_{S_c} u_m ‖²,      u_m = [h_m; b·z_m].
 
-`NetworkMeansMatcher` has the exact class means of a client's data, without differential privacy:
-FedDM's Eq. 9 over a sample of M networks, without the noise of minibatches. Real images go forward
-M·n times a round and not T·C·batch times.
+`NetworkMeansMatcher` uses the exact class means of a client's data, without differential privacy:
+FedDM's Eq. 9 over a sample of M networks, without minibatch noise. Real images take M·n forward
+passes a round instead of T·C·batch.
 
 Mechanism `features` (`FeatureSumMatcher`) releases for each network and class
 
     R_{m,c} = Σ_{x ∈ c} clip_𝒞(u_m(x) − s_{m,c}) + N(0, σ²𝒞²I),      s_{m,c} = mean_{S_c} u_m
 
-of the images as they are then, and once the counts n̂_c = n_c + N(0, σ_count²). The target is
-s_{m,c} + R_{m,c} / max(n̂_c, floor). After that no step sees data: any number of steps over the M
-networks is post-processing.
+with the synthetic images at the time of the release, and once the counts n̂_c = n_c + N(0,
+σ_count²). The target is s_{m,c} + R_{m,c} / max(n̂_c, floor). Later steps do not access the data:
+any number of steps over the M networks is post-processing.
 
-Sensitivity: s is public noise or made of earlier releases, so u_m(x) − s is a function of x alone;
-an example is in one class's sum, which it moves by at most 𝒞, and in one class's count, which it
-moves by 1. The M + 1 releases compose adaptively.
+Sensitivity: s is public noise or computed from earlier releases, so u_m(x) − s is a function of x
+only. An example is in the sum of one class, which it changes by at most 𝒞, and in the count of one
+class, which it changes by 1. The M + 1 releases compose adaptively.
 
-FedSum's clients send such sums about images that all parties have (`open_sums`, `private_sums`):
-with pooled counts n_c, s_{m,c} + Σ_k R_{k,m,c} / n_c is the class mean of all clients' data
-together, whichever client has which example. The server condenses by a `TargetMatcher`.
+FedSum's clients send such sums, centred with images that all parties have (`open_sums`,
+`private_sums`). With pooled counts n_c, s_{m,c} + Σ_k R_{k,m,c} / n_c is the class mean over all
+clients' data, however the examples are partitioned. The server condenses with a `TargetMatcher`.
 """
 
 from __future__ import annotations
@@ -46,14 +46,15 @@ from fedsynth.synthesizer.condensation.matchers import (
 
 
 class FeatureSumMatcher:
-    """A `Matcher` whose first M steps each release one network's sums; step t uses network t mod M,
-    whoever draws the networks.
+    """A `Matcher` whose first M steps each release one network's sums. Step t uses network t mod M;
+    the caller draws the networks.
 
     Args:
         series: charged for M releases for each client.
         count_series: charged for one release of sensitivity 1.
         networks: M.
-        floor: public least divisor; a class whose noisy count is below it is not `kept`.
+        floor: public lower bound of the divisor; a class whose noisy count is below it is not
+            `kept`.
 
     Attributes:
         counts: released noisy counts [S].
@@ -86,7 +87,8 @@ class FeatureSumMatcher:
         return pull_back(features, synthetic, lambda means, numbers: 2 * (means - target[numbers]))
 
     def _release(self, features: FeatureMap, synthetic: Tensor) -> Tensor:
-        """The network's estimated class means, [S, D], from one noisy sum for each class."""
+        """Returns the network's estimated class means, [S, D], from one noisy sum for each
+        class."""
         centre = frozen_means(features, synthetic)
 
         def rows(x_NCHW: Tensor, segment_N: Tensor) -> Tensor:
@@ -98,11 +100,11 @@ class FeatureSumMatcher:
 
 
 class NetworkMeansMatcher:
-    """A `Matcher`; step t uses network t mod M, whoever draws the networks, which have to come
-    again after M steps.
+    """A `Matcher` whose step t uses network t mod M; the caller draws the networks and must repeat
+    them every M steps.
 
     Args:
-        clients: whose examples are averaged.
+        clients: the clients whose examples are averaged.
         segments: the (client, class) pairs that are condensed.
         networks: M.
     """
@@ -120,13 +122,13 @@ class NetworkMeansMatcher:
 
     def gradient(self, step: int, features: FeatureMap, synthetic: Tensor) -> Tensor:
         number = step % self._networks
-        if number not in self._targets:  # the first turn, or the first after a run was cut off
+        if number not in self._targets:  # in the first pass, or the first one after a resume
             self._targets[number] = self._means(features)
         target = self._targets[number]
         return pull_back(features, synthetic, lambda means, numbers: 2 * (means - target[numbers]))
 
     def _means(self, features: FeatureMap) -> Tensor:
-        """mean_{D_c} u of every segment, [S, D], without graph."""
+        """Returns mean_{D_c} u of every segment, [S, D], without graph."""
         sums: Tensor | None = None
         size = chunk(self._examples.device)
         for start in range(0, len(self._examples), size):
@@ -145,11 +147,11 @@ class NetworkMeansMatcher:
 
 @dataclass(frozen=True)
 class SharedNetworks:
-    """M networks in a fixed order, drawn anew at each pass over them.
+    """M networks in a fixed order, drawn again for each pass over them.
 
     Args:
-        draws: starts a pass: gives what draws the next network, and the next augmentation by class
-            (or None).
+        draws: starts a pass: returns a function that draws the next network, and one that draws the
+            next augmentation by class (or None).
         count: M.
         logit_weight: b.
         precision, memory_bytes, compiled: see `NetworkFeatures`.
@@ -163,7 +165,7 @@ class SharedNetworks:
     compiled: bool = False
 
     def features(self) -> Iterator[NetworkFeatures]:
-        """u_m for m = 0 … M − 1: the same object each time, which has gone on to the next."""
+        """Yields u_m for m = 0 … M − 1: the same object each time, with the next network loaded."""
         draw_network, draw_augmentation = self.draws()
         features: NetworkFeatures | None = None
         for _ in range(self.count):
@@ -184,7 +186,7 @@ class SharedNetworks:
 
 
 def centres(networks: SharedNetworks, images_SICHW: Tensor) -> Tensor:
-    """s_{m,c} of images of each class, [M, classes, D]."""
+    """Returns s_{m,c} of images of each class, [M, classes, D]."""
     return torch.stack([frozen_means(u, images_SICHW) for u in networks.features()])
 
 
@@ -194,14 +196,14 @@ def open_sums(
     images_SICHW: Tensor,
     report: Callable[[int], None] = lambda done: None,
 ) -> tuple[Tensor, Tensor]:
-    """Exact sums of each client [K, M, classes, D], accumulated in float64, and its counts
-    [K, classes]; both float32.
+    """Returns exact sums of each client [K, M, classes, D], accumulated in float64, and its counts
+    [K, classes]; both are float32.
 
     Args:
         clients: the group.
         networks: the M networks.
         images_SICHW: S, by class.
-        report: told the number of networks done.
+        report: receives the number of finished networks.
     """
     classes = len(images_SICHW)
     made = []
@@ -215,13 +217,13 @@ def open_sums(
 
 
 def _counts(clients: OpenClients, position: int, classes: int) -> Tensor:
-    """How many examples of each class one client has, [classes], float32 on the device."""
+    """Returns one client's number of examples of each class, [classes], float32 on the device."""
     labels = clients.labels(clients.examples(position))
     return F.one_hot(labels, classes).sum(dim=0).float()
 
 
 def _open_sum(clients: OpenClients, position: int, u: FeatureMap, centre_CD: Tensor) -> Tensor:
-    """One client's sum about the centre, [classes, D], float64."""
+    """Returns one client's sum of u(x) − s, [classes, D], float64."""
     total = centre_CD.new_zeros(centre_CD.shape, dtype=torch.float64)
     for part in clients.examples(position).split(chunk(centre_CD.device)):
         if len(part):
@@ -239,8 +241,8 @@ def private_sums(
     images_SICHW: Tensor,
     report: Callable[[int], None] = lambda done: None,
 ) -> tuple[Tensor, Tensor]:
-    """Noisy sums of each client [K, M, classes, D], one release for each network, and noisy counts
-    [K, classes].
+    """Returns noisy sums of each client [K, M, classes, D], one release for each network, and noisy
+    counts [K, classes].
 
     Args:
         clients: the group.
@@ -261,10 +263,11 @@ def private_sums(
 
 
 def _about(u: FeatureMap, centre_CD: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
-    """What is summed of an example: u(x) − s of its class, a function of x alone."""
+    """Returns the function that is summed over examples: u(x) − s of the example's class, which
+    depends on x only."""
 
     def rows(x_NCHW: Tensor, segment_N: Tensor) -> Tensor:
-        # segments count (client, class) pairs; −1, which is thrown away, becomes some class
+        # segments number (client, class) pairs; −1, which is discarded, becomes some class
         label = (segment_N % len(centre_CD)).to(x_NCHW.device, non_blocking=True)
         return u.real(x_NCHW, label) - centre_CD[label]
 
@@ -278,8 +281,8 @@ def sums_of(
     images_SICHW: Tensor,
     report: Callable[[int], None] = lambda done: None,
 ) -> tuple[Tensor, Tensor]:
-    """`private_sums` of private clients, whose charged series of sums and of counts are given;
-    `open_sums` of others."""
+    """Returns `private_sums` for private clients, with the given charged series of sums and of
+    counts, and `open_sums` for others."""
     if isinstance(clients, PrivateClients):
         if series is None:
             raise ValueError("private clients release through charged series alone")
@@ -288,14 +291,14 @@ def sums_of(
 
 
 class TargetMatcher:
-    """A `Matcher` on given class means: step t pulls towards those of network t mod M.
+    """A `Matcher` with given class means as targets: step t uses those of network t mod M.
 
     Its gradient is that of Σ_c ‖mean_{S_c} u_m − target_{m,c}‖² (FedDM, Eq. 9, with the means of
-    all clients' data); classes without a target stay where they are.
+    all clients' data). Images of classes without a target do not move.
 
     Args:
         targets_MSD: class means.
-        kept_S: which classes have one.
+        kept_S: which classes have a target.
     """
 
     def __init__(self, targets_MSD: Tensor, kept_S: Tensor) -> None:

@@ -1,14 +1,15 @@
-"""Images from class statistics of fixed features: post-processing of what was released, no data.
+"""Images from class statistics of fixed features: post-processing of released values, without data.
 
-The released sum Σ (e_y − 1/C) ⊗ z over n examples, times C/n, is of classes that are about as
-frequent the class means of z about their common mean; and that is about 0, since z is of features
-about their released mean. Start images, public or of released pictures, are moved
-until theirs are the same, the released classifier gives each image its class, and neighbouring
-pixels are alike (total variation, as in Mahendran & Vedaldi 2015, arXiv 1412.0035):
+The released sum Σ (e_y − 1/C) ⊗ z over n examples, times C/n, is, if classes are about equally
+frequent, the class means of z minus their common mean. That common mean is about 0, since z is
+centred with the released mean of the features. Start images, which are public or derived from
+released images, are moved until their class means of z match, the released classifier assigns each
+image its class, and neighbouring pixels are similar (total variation, as in Mahendran & Vedaldi
+2015, arXiv 1412.0035):
 
     Σ_c ‖mean_c z − t_c‖² / Σ_c ‖t_c‖²  +  a·cross-entropy  +  b·total variation
 
-Nothing here has an argument that private data could be in.
+No function here takes private data as an argument.
 """
 
 from __future__ import annotations
@@ -23,19 +24,19 @@ from torch.nn import functional as F
 from fedsynth.features.random_images import random_images
 
 CANDIDATES = 10
-"""Random-process images that are drawn for each start image that is taken."""
+"""Random-process images that are drawn for each start image that is selected."""
 AT_ONCE = 48
 
 
 @dataclass(frozen=True, eq=False)
 class ReleasedStatistics:
-    """What images are made from: public and released values.
+    """The public and released values that images are made from.
 
     Attributes:
         embed: pixels in [0, 1] [N, C, H, W] -> z [N, d], differentiable.
         weight: of the released classifier on z, [classes, d].
-        class_means: t_c, of z by class about their common mean, which is about 0 where z is of
-            features about their released mean, [classes, d].
+        class_means: t_c, the class means of z minus their common mean, [classes, d]. The common
+            mean is about 0 if z is centred with the released mean of the features.
     """
 
     embed: Callable[[Tensor], Tensor]
@@ -43,8 +44,8 @@ class ReleasedStatistics:
     class_means: Tensor
 
     def distance(self, z_CId: Tensor) -> Tensor:
-        """Of the classes' means of [classes, I, d] from `class_means`, squared, relative to these;
-        a scalar."""
+        """Returns the squared distance of the class means of z [classes, I, d] from `class_means`,
+        relative to the squared norm of these; a scalar."""
         size = self.class_means.square().sum().clamp_min(1e-12)
         gap: Tensor = (z_CId.mean(dim=1) - self.class_means).square().sum() / size
         return gap
@@ -52,13 +53,13 @@ class ReleasedStatistics:
 
 @dataclass(frozen=True)
 class ImageSteps:
-    """How images are moved.
+    """Settings of the image optimisation.
 
     Args:
         steps: of Adam.
         learning_rate: in pixel units, where 1 is white.
         teacher_weight: a, of the classifier's cross-entropy.
-        smoothness: b, of the mean absolute difference of neighbours.
+        smoothness: b, of the mean absolute difference of neighbouring pixels.
     """
 
     steps: int = 12
@@ -68,11 +69,11 @@ class ImageSteps:
 
 
 def shrunk(class_means_Cd: Tensor, deviation: float) -> Tensor:
-    """Noisy means drawn towards 0 as their noise asks: the positive-part James-Stein estimate,
-    (1 − d·σ²/‖t_c‖²)₊ t_c of each class.
+    """Returns noisy means shrunk towards 0 according to their noise: the positive-part James-Stein
+    estimate (1 − d·σ²/‖t_c‖²)₊ t_c of each class.
 
     Args:
-        class_means_Cd: released, about their common mean.
+        class_means_Cd: released class means minus their common mean.
         deviation: σ of the noise in each coordinate, which is public.
 
     >>> shrunk(torch.tensor([[3.0, 4.0], [0.3, 0.4]]), deviation=1.0).norm(dim=1)
@@ -90,14 +91,15 @@ def public_start(
     generator: torch.Generator,
     candidates: int = CANDIDATES,
 ) -> Tensor:
-    """Random-process images that the classifier takes for a class most surely, each once.
+    """Returns, for each class, the random-process images that the classifier assigns to it with the
+    highest confidence; no image is used twice.
 
     Args:
         statistics: released.
-        ipc: of each class.
+        ipc: images per class.
         image_shape: C, H, W.
         generator: of the images.
-        candidates: how many times as many images are drawn.
+        candidates: images drawn for each one that is selected.
 
     Returns:
         Pixels [classes, ipc, C, H, W] in [0, 1], on the weight's device.
@@ -126,9 +128,9 @@ def images_from_statistics(
 
     Args:
         statistics: released.
-        start_CICHW: [classes, ipc, C, H, W] in [0, 1]; is left as it is.
-        settings: how.
-        report: told of steps that are done, and of how many there are.
+        start_CICHW: [classes, ipc, C, H, W] in [0, 1]; not modified.
+        settings: of the optimisation.
+        report: receives the number of finished steps and the total.
 
     Returns:
         Pixels [classes, ipc, C, H, W] in [0, 1].
@@ -153,7 +155,7 @@ def images_from_statistics(
 def _pull(
     statistics: ReleasedStatistics, z_Nd: Tensor, labels: Tensor, settings: ImageSteps
 ) -> Tensor:
-    """The loss's derivative by z, [N, d]."""
+    """Returns the loss's derivative with respect to z, [N, d]."""
     z = z_Nd.detach().requires_grad_(True)
     with torch.enable_grad():
         loss = statistics.distance(z.view(len(statistics.weight), -1, z.shape[1]))
@@ -165,9 +167,11 @@ def _pull(
 def _gradient(
     statistics: ReleasedStatistics, pixels: Tensor, pulled_Nd: Tensor, settings: ImageSteps
 ) -> tuple[Tensor, Tensor]:
-    """By the pixels, and the pixels' z, with the graph of `AT_ONCE` images in memory at a time.
+    """Returns the gradient with respect to the pixels, and the pixels' z. Only the graph of
+    `AT_ONCE` images is in memory at a time.
 
-    The pull on z is that of the step before, so that features are made once in a step.
+    The derivative with respect to z is that of the previous step, so that features are computed
+    once per step.
     """
     found = []
     made = []
@@ -182,7 +186,8 @@ def _gradient(
 
 
 def total_variation(x_NCHW: Tensor) -> Tensor:
-    """Mean absolute difference of neighbouring pixels, down and across, a scalar.
+    """Returns the mean absolute difference of neighbouring pixels, vertically and horizontally, a
+    scalar.
 
     >>> float(total_variation(torch.tensor([[[[0.0, 1.0], [0.0, 1.0]]]])))
     1.0

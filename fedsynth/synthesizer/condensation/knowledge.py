@@ -1,14 +1,14 @@
 """FedAF's knowledge in logit space (Wang et al. 2024, arXiv 2404.18962): what clients share, and
 the two losses that use it.
 
-A client's class-mean logits v_{k,c} (Eq. 5) go up; the server averages them to v_c (Eq. 8). While
-condensing, a client pulls its synthetic images' mean logits u_{k,c} towards v_c by a sliced
-Wasserstein distance (collaborative data condensation, Eq. 10). While training, the server pulls its
-own soft labels on the synthetic set towards the clients' (local-global knowledge matching, Eqs.
-12-15).
+A client sends its class-mean logits v_{k,c} (Eq. 5); the server averages them to v_c (Eq. 8).
+During condensation, a client pulls its synthetic images' mean logits u_{k,c} towards v_c by a
+sliced Wasserstein distance (collaborative data condensation, Eq. 10). During training, the server
+pulls its own soft labels on the synthetic set towards the clients' (local-global knowledge
+matching, Eqs. 12-15).
 
-Every function here is differentiable in the network's side and has no NaN gradient where the two
-sides are equal.
+Every function here is differentiable with respect to the network's side, and its gradient is not
+NaN where the two sides are equal.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ REDUCTIONS = ("mean", "sum")
 def average_over_holders(
     values_KCC: Sequence[Tensor], present_KC: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Eqs. 8 and 12: (the mean of each class's row over the clients that have the class [C, C],
-    which classes anybody has [C]).
+    """Returns (the mean of each class's row over the clients that have the class [C, C], a mask of
+    the classes that at least one client has [C]) (Eqs. 8 and 12).
 
-    The paper divides by K even where a client has no example of a class, whose v_{k,c} is then
-    undefined; here only holders count. The row of a class that nobody has is zero, and must not be
-    used.
+    The paper divides by K even if a client has no example of a class, so that its v_{k,c} is
+    undefined; here only clients that have the class count. The row of a class that no client has is
+    zero and must not be used.
     """
     values = torch.stack(list(values_KCC))
     present = torch.stack(list(present_KC)).to(torch.bool)
@@ -52,19 +52,19 @@ def average_over_holders(
 def sliced_wasserstein(
     u_SC: Tensor, v_SC: Tensor, client_S: Tensor, *, distance: str, directions_PC: Tensor
 ) -> Tensor:
-    """The collaborative loss Σ_c SWD(u_{k,c}, v_c) of each client of a group (Eq. 10), summed over
-    clients: a scalar.
+    """Returns the collaborative loss Σ_c SWD(u_{k,c}, v_c) of each client of a group (Eq. 10),
+    summed over clients: a scalar.
 
     Args:
         u_SC: mean logits of the synthetic images of each segment.
         v_SC: the global knowledge of the segment's class.
-        client_S: which client a segment belongs to.
+        client_S: the client of each segment.
         distance: "point": each u and v is one point, and the distance E_θ|θ·(u − v)| over unit
             vectors θ is exactly κ_C·‖u − v‖ with κ_C = Γ(C/2) / (√π·Γ((C + 1)/2)). "rows": a
-            client's rows u against its rows v as two clouds of points, along the random
+            client's rows u against its rows v as two point clouds, along the random
             `directions_PC`, times the number of rows (so that it is a sum over classes too).
-            "sorted": the Wasserstein distance between the coordinates of u and of v, which does not
-            see which class is which; for comparison only.
+            "sorted": the Wasserstein distance between the coordinates of u and of v, which ignores
+            which class is which; for comparison only.
         directions_PC: unit vectors, for "rows".
     """
     if distance == "point":
@@ -78,32 +78,32 @@ def sliced_wasserstein(
 
 
 def _sorted_by_client(values_SP: Tensor, client_S: Tensor) -> Tensor:
-    """Each column sorted among the rows of each client, clients one after another; how many rows a
-    client has need not be known, so that the host waits for nothing."""
+    """Returns each column sorted within the rows of each client, one client after another. The
+    numbers of rows per client need not be known, so the host does not wait for the device."""
     order = values_SP.argsort(dim=0)
     grouped = client_S[order].argsort(dim=0, stable=True)
     return values_SP.gather(0, order.gather(0, grouped))
 
 
 def point_factor(dimension: int) -> float:
-    """E|θ₁| for a uniform unit vector θ in this dimension."""
+    """Returns E|θ₁| for a uniform unit vector θ in this dimension."""
     return math.exp(math.lgamma(dimension / 2) - math.lgamma((dimension + 1) / 2)) / math.sqrt(
         math.pi
     )
 
 
 class KnowledgeMatcher:
-    """λ_loc·∇_S Σ_c SWD(u_c, v_c) on top of another matcher's gradient (Eqs. 4 and 10 together);
-    touches no data.
+    """Adds λ_loc·∇_S Σ_c SWD(u_c, v_c) to another matcher's gradient (Eqs. 4 and 10 together);
+    accesses no data.
 
     Args:
         inner: distribution matching.
         global_SC: v_c of each segment's class.
-        client_S: whose segment it is.
-        known_S: whether anybody's v_c exists; others pull nothing.
+        client_S: the client of each segment.
+        known_S: whether a v_c exists for the segment's class; the term ignores other segments.
         weight: λ_loc.
         logit_weight: b of the features' logits (the last C coordinates), above 0.
-        directions: draws the step's unit vectors; used by "rows" alone.
+        directions: draws the step's unit vectors; only "rows" uses them.
     """
 
     def __init__(
@@ -122,13 +122,13 @@ class KnowledgeMatcher:
         self._weight = weight
         self._logit_weight = logit_weight
         self._distance = distance
-        self._known = known_S.nonzero().flatten()  # read here, and not in each step
+        self._known = known_S.nonzero().flatten()  # once: this waits for the device
         self._global = global_SC[self._known]
         self._client = client_S[self._known]
         self._directions = directions
 
     def skip(self, steps: int) -> None:
-        """Draws what so many steps draw, where a loop goes on after them."""
+        """Consumes the random draws of `steps` steps, so that a resumed loop uses the same ones."""
         for _ in range(steps):
             self._directions()
 
@@ -153,21 +153,22 @@ class KnowledgeMatcher:
 
 
 def unit_directions(count: int, dimension: int, generator: torch.Generator) -> Tensor:
-    """Uniform unit vectors [count, dimension] on the generator's device."""
+    """Returns uniform unit vectors [count, dimension] on the generator's device."""
     drawn = torch.randn(count, dimension, generator=generator, device=generator.device)
     unit: Tensor = drawn / torch.linalg.vector_norm(drawn, dim=1, keepdim=True)
     return unit
 
 
 def class_means(logits_NC: Tensor, labels_N: Tensor, classes: int) -> tuple[Tensor, Tensor]:
-    """(mean logits of each class [classes, C], which classes are there [classes])."""
+    """Returns (mean logits of each class [classes, C], a mask of the classes that occur
+    [classes])."""
     members = F.one_hot(labels_N, classes).to(logits_NC.dtype)
     count = members.sum(dim=0)
     return (members.T @ logits_NC) / count.clamp_min(1)[:, None], count > 0
 
 
 def soft_labels(mean_logits_CC: Tensor, temperature: float) -> Tensor:
-    """softmax(v/τ) by row."""
+    """Returns softmax(v/τ) by row."""
     return torch.softmax(mean_logits_CC / temperature, dim=1)
 
 
@@ -178,16 +179,15 @@ def knowledge_matching(
     temperature: float,
     reduction: str = "mean",
 ) -> Tensor:
-    """L_LGKM = ½(KL(R‖T) + KL(T‖R)), Eq. 15, of the usable classes' rows; the gradient goes through
-    T alone.
+    """Returns L_LGKM = ½(KL(R‖T) + KL(T‖R)), Eq. 15, over the usable classes' rows.
 
     Args:
         mean_logits_CC: t_c before its softmax; T = softmax(mean_logits/τ) (Eq. 13).
         soft_CC: R.
         usable_C: which rows exist on both sides; without any the loss is 0.
         reduction: "mean" over the usable rows, or their "sum". Eq. 15 gives no normaliser, and a
-            distribution for each class. A sum is C times as strong, and grows with the classes
-            beside a cross-entropy that does not.
+            distribution for each class. A sum is C times as strong and grows with the number of
+            classes, while the cross-entropy does not.
     """
     log_t = torch.log_softmax(mean_logits_CC / temperature, dim=1)
     log_r = soft_CC.clamp_min(torch.finfo(soft_CC.dtype).tiny).log()
@@ -198,7 +198,7 @@ def knowledge_matching(
 
 @dataclass(frozen=True)
 class KnowledgeTerm:
-    """λ_glob·L_LGKM beside the cross-entropy, while the server trains (Eqs. 13-15).
+    """λ_glob·L_LGKM, which is added to the cross-entropy while the server trains (Eqs. 13-15).
 
     Args:
         soft: R [C, C].
@@ -206,8 +206,8 @@ class KnowledgeTerm:
         weight: λ_glob.
         temperature: τ of T.
         reduction: see `knowledge_matching`.
-        running: batch norm of the pass that T comes from goes by running statistics, as in the pass
-            that R came from, and not by the batch's, as in training.
+        running: in the pass that computes T, batch norm uses running statistics, as in the pass
+            that computed R, instead of the batch's, as in training.
         precision: of the network's passes (`fedsynth.mixed_precision`); losses are float32.
     """
 
@@ -220,7 +220,7 @@ class KnowledgeTerm:
     precision: torch.dtype = torch.float32
 
     def with_cross_entropy(self, network: nn.Module, images: Tensor, labels_N: Tensor) -> Tensor:
-        """The loss of a minibatch, with t_c over its own images."""
+        """Returns the loss of a minibatch, with t_c over the minibatch's images."""
         logits = self._says(network, images)
         plain = F.cross_entropy(logits, labels_N)
         if self.running:
@@ -228,7 +228,8 @@ class KnowledgeTerm:
         return plain + self._of_logits(logits, labels_N)
 
     def __call__(self, network: nn.Module, images: Tensor, labels_N: Tensor) -> Tensor:
-        """The term alone, with t_c over these images; they need not be those of the step."""
+        """Returns only the term, with t_c over these images, which may differ from those of the
+        step."""
         network.train(not self.running)
         logits = self._says(network, images)
         network.train()
@@ -248,7 +249,7 @@ class KnowledgeTerm:
 
 
 def _norms(rows: Tensor) -> Tensor:
-    """L2 norms by row, with gradient zero (and not NaN) at zero."""
+    """Returns L2 norms by row, with gradient zero (and not NaN) at zero."""
     squares = rows.square().sum(dim=1)
     positive = squares > 0
     return torch.where(positive, torch.where(positive, squares, 1.0).sqrt(), 0.0)

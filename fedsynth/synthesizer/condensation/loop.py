@@ -32,21 +32,21 @@ class NetworkFeatures:
     """u_w(x) = [h_w(x); b·z_w(x)]: embedding and logits from one forward pass, after the siamese
     augmentation if there is one.
 
-    One object serves all steps of a condensation; `use` gives it the step's network.
+    One object serves all steps of a condensation; `use` sets the step's network.
 
     Args:
         network: has `embed` and `classifier`; its weights are frozen.
-        precision: of the real images' embedding, and of what is pulled back for each private
-            example; synthetic images' features, and the classifier, are always float32.
+        precision: of the real images' embedding, and of the backward passes for single private
+            examples; synthetic images' features and the classifier are always float32.
         statistics_S: for networks with batch norm (`fedsynth.models.batch_norm`): segments with the
             same number share statistics.
-        memory_bytes: a pass should not take more.
-        compiled: torch.compile makes the real pass, and what stands between the convolutions of
-            `vjp`. Smaller passes than whole ones do without: shapes are those of the run's
-            settings, never those of a client's data. Not for private clients: one record more
-            would move others of its piece to another kernel, which in bf16 shows in the sums.
-        ipc: images of a segment, of which whole passes of `vjp` hold as many as fit; 0: unknown, so
-            that no pass is a whole one.
+        memory_bytes: the most that a pass should take.
+        compiled: use torch.compile for the real pass, and for the operations between the
+            convolutions of `vjp`. Only passes of full size are compiled, so that shapes depend on
+            the run's settings and never on a client's data. Not for private clients: one more
+            record would move others of its pass to another kernel, which in bf16 changes the sums.
+        ipc: images of a segment; a full pass of `vjp` holds as many whole segments as fit. 0:
+            unknown, so that no pass counts as full.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class NetworkFeatures:
         self._real = self._reduced(network)
 
     def use(self, network: nn.Module, augment: Augmentation | None) -> None:
-        """Goes on with this network; if it is the same object as before, its new weights."""
+        """Switches to this network; if it is the same object as before, copies its new weights."""
         if network is self._network and self._real is not network:
             with torch.no_grad():
                 for mine, new in zip(self._real.parameters(), network.parameters(), strict=True):
@@ -91,14 +91,14 @@ class NetworkFeatures:
         )
 
     def __call__(self, x_NCHW: Tensor, segment_N: Tensor) -> Tensor:
-        """[N, D] with the graph to the images."""
+        """Returns u [N, D] with the graph to the images."""
         return self._with_logits(
             self._embed(self._network, self._augmented(x_NCHW, segment_N), segment_N)
         )
 
     def real(self, x_NCHW: Tensor, segment_N: Tensor) -> Tensor:
-        """[N, D] without graph: channels-last, in small batches that stay in the cache on a CPU,
-        and in the reduced precision."""
+        """Returns u [N, D] without graph, computed channels-last, in the reduced precision, and on
+        a CPU in batches that are small enough for the cache."""
         rows = []
         with torch.no_grad():
             at_once = len(x_NCHW) if self.mixes else self.images_at_once(x_NCHW, self._precision)
@@ -117,8 +117,8 @@ class NetworkFeatures:
     def vjp(
         self, x_NCHW: Tensor, segment_N: Tensor, *, exact: bool = True
     ) -> tuple[Tensor, VectorJacobian]:
-        """u [N, D], and what pulls vectors [V, N, D] back to the images: the network's own
-        `embed_vjp` if it has one, else autograd."""
+        """Returns u [N, D], and a function that pulls vectors [V, N, D] back to the images: the
+        network's own `embed_vjp` if it has one, else autograd."""
         leaf = x_NCHW.detach().requires_grad_()
         with torch.enable_grad():
             x = self._augmented(leaf, segment_N)
@@ -142,15 +142,15 @@ class NetworkFeatures:
             return self._with_logits(h), through
 
     def _is_whole(self, x_NCHW: Tensor) -> bool:
-        """Whether `matchers.pull_back` would make a full pass of so many images."""
+        """Returns whether this is the number of images in a full pass of `matchers.pull_back`."""
         return self._ipc > 0 and len(x_NCHW) == self._ipc * segments_at_once(
             self, x_NCHW, self._ipc
         )
 
     def images_at_once(self, x_NCHW: Tensor, precision: torch.dtype = torch.float32) -> int:
-        """Images in one pass, a power of two: on a CPU as many as keep the largest activation
-        within 8 MB, where caches and the allocator reuse it. (The passes that private records come
-        in are powers of two as well, so that these cut them into equal parts.)"""
+        """Returns the number of images in one pass, a power of two. On a CPU it keeps the largest
+        activation within 8 MB, where caches and the allocator reuse it. (Passes of private records
+        are powers of two as well, so that this size divides them evenly.)"""
         scalars = getattr(self._network, "largest_activation", x_NCHW[0].numel())
         most = min(
             chunk(x_NCHW.device), self._memory_bytes // (ACTIVATIONS * scalars * precision.itemsize)
@@ -165,7 +165,7 @@ class NetworkFeatures:
         if self._statistics is not None:
             SharedStatistics.of(network).assign(self._statistics[segment_N], len(self._statistics))
         if not torch.is_grad_enabled():
-            # `to`, not `contiguous`: that leaves one channel as it is, and convolutions go NCHW
+            # `to`, not `contiguous`, which skips images of one channel, whose convolutions then run NCHW
             x_NCHW = x_NCHW.to(memory_format=torch.channels_last)
         h: Tensor = network.embed(x_NCHW)  # type: ignore[operator]
         return h
@@ -176,9 +176,9 @@ class NetworkFeatures:
 
 
 def client_bytes(context: RoundContext, ipc: int, iterations: int, batch: int) -> int:
-    """Memory that one more client in a condensation takes, about: the round's block of batch
-    indices, the set with its gradient and velocity, and class sums of features; with batch norm a
-    whole batch's activations."""
+    """Returns roughly the memory that one more client in a condensation takes: the round's block of
+    batch indices, the set with its gradient and velocity, and class sums of features; with batch
+    norm a whole batch's activations."""
     pixels = (
         ipc
         * context.spec.image_shape[0]
@@ -194,7 +194,7 @@ def client_bytes(context: RoundContext, ipc: int, iterations: int, batch: int) -
 
 
 def _gradients(outputs: Tensor, leaf: Tensor, vectors: Tensor) -> Tensor:
-    """Vectors [V, …] of the outputs pulled back to the leaf by autograd, [V, …]."""
+    """Returns vectors [V, …] of the outputs pulled back to the leaf by autograd, [V, …]."""
     if len(vectors) == 1:
         (one,) = torch.autograd.grad(outputs, leaf, vectors[0], retain_graph=True)
         return one[None]
@@ -223,16 +223,17 @@ def condense(
 
     Args:
         synthetic_SICHW: start images, in normalised pixel units; not changed.
-        draw_network: a network with `embed` and `classifier` and frozen weights, drawn anew for
-            each step.
-        matcher: makes the gradient; with DP on it is the only thing that touches private data.
-        optimiser: moves the images by it; leading axes, which stay apart, are segments and images.
+        draw_network: draws each step's network, which has `embed` and `classifier` and frozen
+            weights.
+        matcher: computes the gradient; with differential privacy it is the only part that accesses
+            private data.
+        optimiser: updates the images; the leading axes, segments and images, are independent.
         precision, statistics_S, memory_bytes, compiled: see `NetworkFeatures`; sums and updates are
             float32.
-        report: told the number of steps done; the loop itself never waits for the device, but for
-            copies of a private matcher's noise, which the host draws.
-        keeper: keeps images and optimiser under `name` between steps, and has them if this loop
-            was cut off before: then it goes on from there, with the same draws.
+        report: receives the number of finished steps. The loop itself never waits for the device,
+            except for copies of a private matcher's noise, which the host draws.
+        keeper: checkpoints images and optimiser under `name` between steps. If this loop was
+            interrupted before, it resumes from the checkpoint, with the same draws.
         name: of this loop among all of a round.
     """
     synthetic = synthetic_SICHW.detach().clone()

@@ -1,4 +1,4 @@
-"""Distribution matching: what pulls the synthetic images, with DP off and under each private
+"""Distribution matching: the gradients that move the synthetic images, exact and under each private
 mechanism.
 
 FedDM (arXiv 2207.09653), Eq. 9. For a class c, network w and feature map u_w(x) = [h_w(x);
@@ -7,12 +7,13 @@ b·z_w(x)] (embedding and logits),
     L_c = ‖ mean_{B_c} u_w − mean_{S_c} u_w ‖²,      L = Σ_c L_c,
 
 and one step needs ∇_S L. All (client, class) pairs of a group are segments of one pass: `synthetic`
-is [S, ipc, C, H, W], the real batch has a segment number for each image. Real images go through
-without graph; the network's weights are frozen; what is pulled back to the synthetic images is a
-vector-Jacobian product (`fedsynth.models.frozen`, or autograd for other networks).
+is [S, ipc, C, H, W], and each image of the real batch has a segment number. Real images are
+embedded without graph; the network's weights are frozen; a vector-Jacobian product
+(`fedsynth.models.frozen`, or autograd for other networks) pulls gradients back to the synthetic
+images.
 
-Every class here is a `Matcher`: it turns (step, features, synthetic) into ∇_S L, or into a private
-stand-in for it.
+Every class here is a `Matcher`: it maps (step, features, synthetic) to ∇_S L, or to a private
+estimate of it.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from fedsynth.privacy.plans import UnaccountedNoise
 from fedsynth.synthesizer.condensation.sets import BatchIndices
 
 PASSES, PULLED = 4, 8
-"""`per_example_gradients` pulls a segment's vectors back in about so many passes, each within so
-many times the images of a pass forward."""
+"""Limits of `per_example_gradients`: it pulls a segment's vectors back in about PASSES passes, each
+with at most PULLED times the images of a forward pass."""
 
 
 class FeatureMap(Protocol):
@@ -40,30 +41,30 @@ class FeatureMap(Protocol):
     siamese augmentation.
 
     Attributes:
-        mixes: an image's features depend on the others of its pass (batch norm), so that a pass
-            must hold all of a group's images.
+        mixes: an image's features depend on the other images of its pass (batch norm), so that a
+            pass must hold all of a group's images.
     """
 
     mixes: bool
 
     def __call__(self, x_NCHW: Tensor, segment_N: Tensor) -> Tensor:
-        """With the graph to the images."""
+        """Returns u with the graph to the images."""
 
     def real(self, x_NCHW: Tensor, segment_N: Tensor) -> Tensor:
-        """Without graph, and possibly in a reduced precision: for real images."""
+        """Returns u without graph, and possibly in a reduced precision: for real images."""
 
     def vjp(
         self, x_NCHW: Tensor, segment_N: Tensor, *, exact: bool = True
     ) -> tuple[Tensor, VectorJacobian]:
-        """u [N, D], and what pulls vectors [V, N, D] back to images [V, N, C, H, W]; `exact` False
-        allows a reduced precision in that."""
+        """Returns u [N, D], and a function that pulls vectors [V, N, D] back to images [V, N, C, H,
+        W]; with `exact` False this function may use a reduced precision."""
 
     def images_at_once(self, x_NCHW: Tensor, precision: torch.dtype = torch.float32) -> int:
-        """How many such images one pass should hold."""
+        """Returns the number of images of this shape that one pass should hold."""
 
 
 class Matcher(Protocol):
-    """Makes the gradient [S, ipc, C, H, W] for one condensation step."""
+    """Computes the gradient [S, ipc, C, H, W] for one condensation step."""
 
     def gradient(self, step: int, features: FeatureMap, synthetic: Tensor) -> Tensor: ...
 
@@ -90,7 +91,7 @@ class SyntheticPass:
         self.means = u.view(groups, self._ipc, -1).mean(dim=1)
 
     def pull(self, v_VGD: Tensor) -> Tensor:
-        """J_cᵀ v_c for each of the V rows, [V, G, ipc, C, H, W]."""
+        """Returns J_cᵀ v_c for each of the V rows, [V, G, ipc, C, H, W]."""
         pulled = self._vjp((v_VGD / self._ipc).repeat_interleave(self._ipc, dim=1))
         return pulled.view(len(v_VGD), *self._shape)
 
@@ -98,10 +99,10 @@ class SyntheticPass:
 def pull_back(
     features: FeatureMap, synthetic_SICHW: Tensor, cotangents: Callable[[Tensor, Tensor], Tensor]
 ) -> Tensor:
-    """J_cᵀ v_c for every segment, [S, ipc, C, H, W].
+    """Returns J_cᵀ v_c for every segment, [S, ipc, C, H, W].
 
-    A segment's images meet only their own mean, so segments can go few at a time, which keeps a
-    pass in the cache on a CPU; with batch norm they go together.
+    A segment's images affect only their own mean, so a pass can hold a few segments, which keeps it
+    in a CPU's cache; with batch norm one pass holds all segments.
 
     Args:
         cotangents: (means [G, D] of some segments, their numbers [G]) -> v [G, D].
@@ -114,7 +115,8 @@ def pull_back(
 
 
 def frozen_means(features: FeatureMap, synthetic_SICHW: Tensor) -> Tensor:
-    """mean_{S_c} u_w for every segment, [S, D], without graph, in the passes of `pull_back`."""
+    """Returns mean_{S_c} u_w for every segment, [S, D], without graph, in the passes of
+    `pull_back`."""
     ipc = synthetic_SICHW.shape[1]
     with torch.no_grad():
         rows = [
@@ -127,7 +129,7 @@ def frozen_means(features: FeatureMap, synthetic_SICHW: Tensor) -> Tensor:
 
 
 def passes(features: FeatureMap, synthetic_SICHW: Tensor) -> tuple[Tensor, ...]:
-    """The segments' numbers, cut into what goes through the network together."""
+    """Returns the segments' numbers, split into passes through the network."""
     segments, ipc = synthetic_SICHW.shape[:2]
     at_once = segments if features.mixes else segments_at_once(features, synthetic_SICHW[0], ipc)
     pieces: tuple[Tensor, ...] = torch.arange(segments, device=synthetic_SICHW.device).split(
@@ -137,19 +139,20 @@ def passes(features: FeatureMap, synthetic_SICHW: Tensor) -> tuple[Tensor, ...]:
 
 
 def segments_at_once(features: FeatureMap, some_NCHW: Tensor, ipc: int) -> int:
-    """How many segments of `ipc` such images a whole pass holds, however many there are."""
+    """Returns how many segments of `ipc` images of this shape a full pass holds, independent of the
+    number of segments."""
     return max(1, features.images_at_once(some_NCHW) // ipc)
 
 
 def segment_sums(values_ND: Tensor, segment_N: Tensor, segments: int) -> Tensor:
-    """Sum of the rows of each segment, [segments, D], as a matrix product (deterministic on
-    CUDA)."""
+    """Returns the sum of the rows of each segment, [segments, D], as a matrix product
+    (deterministic on CUDA)."""
     return torch.nn.functional.one_hot(segment_N, segments).to(values_ND.dtype).T @ values_ND
 
 
 def first_columns(rows_ND: Tensor, columns: int | None) -> Tensor:
-    """The rows with everything beyond the first `columns` set to zero (None: as they are): matching
-    those alone."""
+    """Returns the rows with everything after the first `columns` set to zero, so that only these
+    are matched. None: all rows unchanged."""
     return (
         rows_ND
         if columns is None
@@ -158,10 +161,10 @@ def first_columns(rows_ND: Tensor, columns: int | None) -> Tensor:
 
 
 class ExactMatcher:
-    """∇_S L with real means from minibatches; DP off.
+    """∇_S L with real means from minibatches, without differential privacy.
 
     Args:
-        columns: match only so many of the first coordinates of u: embeddings without logits (FedAF,
+        columns: match only this many leading coordinates of u: embeddings without logits (FedAF,
             Eq. 4). None: all.
     """
 
@@ -173,7 +176,8 @@ class ExactMatcher:
         self._columns = columns
 
     def real_means(self, step: int, features: FeatureMap, segments: int) -> Tensor:
-        """mean_{B_c} u_w of this step's batch for every segment, [segments, D], without graph."""
+        """Returns mean_{B_c} u_w of this step's batch for every segment, [segments, D], without
+        graph."""
         indices = self._batches.at(step)
         sums: Tensor | None = None
         for piece in self._batches.pieces(
@@ -191,8 +195,8 @@ class ExactMatcher:
         return sums / self._batches.divisors.to(sums.dtype)
 
     def real_rows(self, step: int, features: FeatureMap) -> tuple[Tensor, Tensor, Tensor]:
-        """u_w of every image of this step's batch [N, D], without graph, its segment [N],
-        ascending, and on the CPU how many images each segment has [S]."""
+        """Returns u_w of every image of this step's batch [N, D], without graph; its segment [N],
+        ascending; and the number of images of each segment [S], on the CPU."""
         indices = self._batches.at(step)
         rows = [
             features.real(
@@ -220,14 +224,14 @@ class ResidualMatcher:
     ∇_S L_c = 2·J_cᵀ (mean_{S_c} u − mean_{B_c} u) is linear in the mean of the per-example
     residuals r(x) = mean_{S_c} u − u(x). Each r(x) is clipped to 𝒞 (embedding and logits jointly),
     summed over the Poisson batch by class, noised by N(0, σ²𝒞²I), divided by the public constant
-    `divisor` = q · nominal examples of a class, and sent through J_cᵀ once.
+    `divisor` = q · nominal examples of a class, and multiplied by J_cᵀ once.
 
-    Sensitivity: r(x) depends on x and on released images and public weights alone, so an example
-    moves one class's sum by at most 𝒞.
+    Sensitivity: r(x) depends only on x, released images and public weights, so an example changes
+    one class's sum by at most 𝒞.
 
     Args:
-        columns: take only so many of the first coordinates of u, as in `ExactMatcher`; the others
-            are then not in the release.
+        columns: release only this many leading coordinates of u, which are matched as in
+            `ExactMatcher`.
     """
 
     def __init__(
@@ -263,9 +267,9 @@ class GradientMatcher:
     """Mechanism `gradient`: FedDM's Eq. 15 (App. B) with per-example clipping, sum, noise and a
     public divisor.
 
-    g̃(x) = 2·J_cᵀ (mean_{S_c} u − u(x)): the gradient of the squared-norm loss with x alone as the
-    real mean; the mean of g̃ over a batch is the batch's gradient. S_c goes forward once for all
-    examples of its class, and many vectors are pulled back at a time.
+    g̃(x) = 2·J_cᵀ (mean_{S_c} u − u(x)) is the gradient of the squared-norm loss with x as the only
+    real image; the mean of g̃ over a batch is the batch's gradient. One forward pass of S_c serves
+    all examples of its class, and many vectors are pulled back at a time.
     """
 
     def __init__(
@@ -279,8 +283,8 @@ class GradientMatcher:
         def rows(x_NCHW: Tensor, segment_N: Tensor) -> Tensor:
             return per_example_gradients(features, synthetic, x_NCHW, segment_N)
 
-        # Each call takes the synthetic images forward again; an image that is thrown away is cheap
-        # beside that.
+        # Each call repeats the forward pass of the synthetic images; a discarded image is cheap in
+        # comparison.
         noisy = self._clients.class_sums(self._series, rows, start_over_row=64.0) / self._divisor
         return noisy.view_as(synthetic)
 
@@ -288,17 +292,17 @@ class GradientMatcher:
 def per_example_gradients(
     features: FeatureMap, synthetic_SICHW: Tensor, x_NCHW: Tensor, segment_N: Tensor
 ) -> Tensor:
-    """g̃(x) of FedDM's Eq. 15 for every example, [N, ipc·C·H·W]: the gradient for the synthetic
-    images of the example's own segment.
+    """Returns g̃(x) of FedDM's Eq. 15 for every example, [N, ipc·C·H·W]: the gradient for the
+    synthetic images of the example's own segment.
 
-    Each segment's images go forward once, and the vectors of its examples go back a fixed number at
-    a time, the last ones filled up with zeros: how many examples a segment has must not choose a
-    kernel (`fedsynth.privacy.passes`). A reduced precision of the way back moves the rows, not
-    their bound: rows are clipped as they are summed.
+    Each segment's images have one forward pass. The vectors of its examples are pulled back a fixed
+    number at a time, the last ones padded with zeros, because the number of a segment's examples
+    must not select a kernel (`fedsynth.privacy.passes`). A reduced precision of the backward pass
+    changes the rows, but not their bound: rows are clipped when they are summed.
 
     Args:
-        x_NCHW, segment_N: N is public, and so is the number of segments; −1 marks images that count
-            for nothing. Segments are best on the CPU, where the passes are planned.
+        x_NCHW, segment_N: N is public, and so is the number of segments; −1 marks images that are
+            ignored. `segment_N` should be on the CPU, where the passes are planned.
     """
     segment_N = segment_N.cpu()
     device = x_NCHW.device
@@ -318,18 +322,18 @@ def per_example_gradients(
 
 
 def vectors_at_once(features: FeatureMap, synthetic_SICHW: Tensor, expected: float) -> int:
-    """How many vectors of a segment, of about `expected` (public), go back together: a power of
-    two; half of the last ones are wasted."""
+    """Returns how many vectors of a segment that has about `expected` of them (a public number) are
+    pulled back together: a power of two. On average half of the last pass is padding."""
     images = PULLED * features.images_at_once(synthetic_SICHW[0])
     return min(power_of_two(images / synthetic_SICHW.shape[1]), power_of_two(expected / PASSES))
 
 
 class ClippedMatcher:
-    """Another matcher's gradient with the norm of each client's part, all its images together,
-    clipped; for stability, not for privacy.
+    """Another matcher's gradient, with each client's part (all its images jointly) clipped in norm;
+    for stability, not for privacy.
 
     Args:
-        client_S: whose segment it is, on the images' device.
+        client_S: the client of each segment, on the images' device.
         bound: the largest norm.
     """
 

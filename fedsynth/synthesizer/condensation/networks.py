@@ -2,9 +2,10 @@
 clients of a round share them.
 
 FedDM's P_w(w_r) (App. D.3, Eq. 24) is w_r + ε with ε ~ N(0, I) rescaled so that ‖ε‖₂ ≤ ρ. With
-300,000 parameters ‖N(0, I)‖ ≈ 550, so for ρ = 5 w lies on the sphere: reading "sphere", the literal
-one and the default. Reading "ball" draws the distance to w_r uniformly from [0, ρ]. FedAF (Eq. 17)
-uses γ·w + (1 − γ)·w̃ with w̃ newly initialised by the architecture's own rule.
+300,000 parameters ‖N(0, I)‖ ≈ 550, so for ρ = 5 w lies on the sphere: this is interpretation
+"sphere", the literal one and the default. Interpretation "ball" draws the distance to w_r uniformly
+from [0, ρ]. FedAF (Eq. 17) uses γ·w + (1 − γ)·w̃ with w̃ newly initialised by the architecture's
+own rule.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Perturbations:
     Args:
         model: w_r. Copied; the copy's weights are frozen.
         radius: ρ; 0 matches at w_r itself.
-        period: after so many networks the same ones come again, in the same order; None: never.
+        period: number of networks after which they repeat, in the same order; None: never.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class Perturbations:
         return torch_generator(seed, "parameter perturbation", round, device=device)
 
     def draw(self) -> nn.Module:
-        """The next network; it is the same object each time, with other weights."""
+        """Returns the next network: the same object each time, with other weights."""
         if self._period is not None and self._drawn % self._period == 0:
             self._generator = self._stream()
         self._drawn += 1
@@ -82,14 +83,14 @@ class Perturbations:
 
 
 class ResampledNetworks:
-    """Draws the network of each step.
+    """Draws FedAF's network of each step, γ·w + (1 − γ)·w̃.
 
     Args:
         model: w, the global model. Copied; the copy's weights are frozen.
         architecture: a network with the same parameters in the same order, whose layers have
             `reset_parameters`.
         gamma: γ in [0, 1]; 1 is the global model itself at every step.
-        period: after so many networks the same ones come again; None: never.
+        period: number of networks after which they repeat; None: never.
     """
 
     def __init__(
@@ -114,7 +115,7 @@ class ResampledNetworks:
         self._drawn = 0
 
     def draw(self) -> nn.Module:
-        """The next network; it is the same object each time, with other weights."""
+        """Returns the next network: the same object each time, with other weights."""
         if self._gamma < 1:
             step = self._drawn if self._period is None else self._drawn % self._period
             with forked_rng(self._seed, "model re-sampling", self._round, step):
@@ -130,11 +131,11 @@ class ResampledNetworks:
 
 @dataclass(frozen=True)
 class FeatureMaps:
-    """What each step looks at images through: u = [h; b·z], after an augmentation.
+    """Draws each step's feature map u = [h; b·z] and the augmentation before it.
 
     Args:
-        draw_network: the next step's network, with weights frozen.
-        draw_augmentation: the next step's, of real and synthetic images alike; None: none.
+        draw_network: draws the step's network, with frozen weights.
+        draw_augmentation: draws the step's augmentation of real and synthetic images; None: none.
         logit_weight: b.
     """
 
@@ -145,7 +146,7 @@ class FeatureMaps:
 
 AUGMENTATIONS = ("none", "siamese")
 FRESH = "fresh"
-"""Networks that are newly initialised, beside the readings of `READINGS`."""
+"""Newly initialised networks, a value of `reading` next to those of `READINGS`."""
 
 
 def maps_around(
@@ -160,7 +161,7 @@ def maps_around(
     logit_weight: float,
     period: int | None,
 ) -> FeatureMaps:
-    """What the steps of a round look through, from its public seed.
+    """Returns the feature maps of a round's steps, drawn from the round's public seed.
 
     Args:
         model: w_r, frozen.
@@ -169,9 +170,9 @@ def maps_around(
         radius: ρ of the ball around w_r.
         reading: one of `READINGS`, or `FRESH`.
         augment: one of `AUGMENTATIONS`.
-        flip: whether "siamese" may mirror.
+        flip: whether "siamese" may mirror images.
         logit_weight: b.
-        period: after so many steps the same draws come again; None: never.
+        period: number of steps after which the draws repeat; None: never.
     """
     draw = _networks(model, context, radius, reading, period)
     if augment == "none":

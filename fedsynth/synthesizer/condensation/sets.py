@@ -1,6 +1,5 @@
-"""Images of clients and of synthetic sets: real minibatches, start images, uploads, and the server's
-training on the union of all sets.
-"""
+"""Images of clients and of synthetic sets: real minibatches, start images, uploads, and the
+server's training on the union of all sets."""
 
 from __future__ import annotations
 
@@ -24,14 +23,15 @@ from fedsynth.training.sgd import Objective, SgdSettings, train_on
 from fedsynth.validation import check_choice
 
 MOST_IPC = 100_000
-"""Images of a class that a client may be asked for: more than any data set here has."""
+"""Upper bound of the images per class that a client is asked for: more than any data set here
+has."""
 
 
 @dataclass(frozen=True)
 class SyntheticSet(Message):
     """A client's upload: images [N, C, H, W] (float32, normalised) and their labels [N] (int64)."""
 
-    # a subclass may send uint8 pixels: `normalised` gives what a network takes
+    # a subclass may send uint8 pixels: `normalised` returns a network's inputs
     images: Tensor = released()
     labels: Tensor = public(
         "with DP on every class is sent, or those whose released noisy count is large, each with "
@@ -39,26 +39,28 @@ class SyntheticSet(Message):
     )
 
     def normalised(self, spec: DatasetSpec) -> Tensor:
-        """The images as a network takes them, float32."""
+        """Returns the images as network inputs: normalised, float32."""
         return normalise(self.images, spec) if self.images.dtype == torch.uint8 else self.images
 
     def soft_labels(self) -> Tensor | None:
-        """The images' soft labels [N, C], where clients send any; each row sums to 1."""
+        """Returns the images' soft labels [N, C], each row of which sums to 1, or None if clients
+        send none."""
         return None
 
 
 def synthetic_sets(uploads: Mapping[int, Message]) -> dict[int, SyntheticSet]:
-    """Those of the uploads that are sets, by client."""
+    """Returns the uploads that are synthetic sets, by client."""
     return {k: upload for k, upload in uploads.items() if isinstance(upload, SyntheticSet)}
 
 
 FARTHEST = 1e4
-"""Largest magnitude of a normalised pixel, in standard deviations: real ones are within 10 or so,
+"""Largest magnitude of a normalised pixel, in standard deviations: real pixels are within about 10,
 images that differential privacy's noise moves within some hundreds."""
 
 
 def set_rules(spec: DatasetSpec, ipc: int, dtype: torch.dtype = torch.float32) -> dict[str, Rule]:
-    """Of `SyntheticSet`: at most `ipc` images of each class, normalised or as uint8 pixels."""
+    """Returns the upload rules of a `SyntheticSet`: at most `ipc` images of each class, normalised
+    or as uint8 pixels."""
     rows = ipc * spec.classes
     shape = (None, *spec.image_shape)
     least, most = (0, 255) if dtype == torch.uint8 else (-FARTHEST, FARTHEST)
@@ -69,11 +71,11 @@ def set_rules(spec: DatasetSpec, ipc: int, dtype: torch.dtype = torch.float32) -
 
 
 def check_set(upload: SyntheticSet, ipc: int) -> None:
-    """Refuses a set whose labels are not those of its images one by one, or with more images of a
-    class than agreed.
+    """Rejects a set that does not have one label for each image, or that has more images of a class
+    than agreed.
 
-    Sets are joined for the server's training, images and labels apart: one label too few would
-    give every later client's images the labels of others.
+    The server joins sets for training, images and labels separately: one missing label would shift
+    the labels of every later client's images.
 
     Raises:
         UploadRejectedError: names the field.
@@ -89,10 +91,11 @@ def check_set(upload: SyntheticSet, ipc: int) -> None:
 def real_start(
     clients: OpenClients, segments: Segments, ipc: int, seed: int, draw: int = 0
 ) -> Tensor:
-    """`ipc` random real images of each segment, [S, ipc, C, H, W]; a class with fewer repeats some.
+    """Returns `ipc` random real images of each segment, [S, ipc, C, H, W]; smaller classes repeat
+    some images.
 
-    What is drawn depends on (seed, client, draw) alone, so REAL and FedDM with one seed start from
-    the same images.
+    The draw depends only on (seed, client, draw), so REAL and FedDM with one seed start from the
+    same images.
     """
     chosen: list[Tensor] = []
     for position, client in enumerate(clients.ids):
@@ -108,8 +111,8 @@ def real_start(
 def averaged_start(
     clients: OpenClients, segments: Segments, ipc: int, average: int, seed: int
 ) -> Tensor:
-    """`ipc` images of each segment, each the mean of `average` random real ones of its class (with
-    repetition), [S, ipc, C, H, W]."""
+    """Returns `ipc` images of each segment, each the mean of `average` random real images of its
+    class (drawn with replacement), [S, ipc, C, H, W]."""
     images: list[Tensor] = []
     for position, client in enumerate(clients.ids):
         generator = torch_generator(seed, "averaged start images", client)
@@ -127,8 +130,8 @@ def averaged_start(
 def noise_start(
     ids: Sequence[int], segments: Segments, ipc: int, image_shape: tuple[int, int, int], seed: int
 ) -> Tensor:
-    """Standard normal images [S, ipc, C, H, W] on the CPU: public, from (seed, client), so that
-    nothing private is in the start."""
+    """Returns standard normal images [S, ipc, C, H, W] on the CPU. They are public and depend only
+    on (seed, client), so that the start contains nothing private."""
     rows = [
         torch.randn(
             len(segments.of(position)),
@@ -144,8 +147,8 @@ def noise_start(
 def with_kept_images(
     fresh: Callable[[], Tensor], segments: Segments, memories: Sequence[Memory]
 ) -> Tensor:
-    """Where a round's condensation starts, [S, ipc, C, H, W]: at a client's images of its last
-    round, if it remembers any, else afresh."""
+    """Returns the start images of a round's condensation, [S, ipc, C, H, W]: a client's images of
+    its last round if it remembers them, otherwise `fresh` ones."""
     new = [position for position, memory in enumerate(memories) if "images" not in memory]
     if not new and len(memories):
         kept = torch.cat([memory["images"] for memory in memories])
@@ -161,7 +164,8 @@ def with_kept_images(
 def split_uploads(
     images_SICHW: Tensor, segments: Segments, clients: int, kept_S: Tensor | None = None
 ) -> list[SyntheticSet]:
-    """One upload for each client of the group; `kept_S` leaves segments out."""
+    """Returns one upload for each client of the group, without the segments that `kept_S`
+    excludes."""
     uploads = []
     ipc = images_SICHW.shape[1]
     for position in range(clients):
@@ -187,15 +191,15 @@ def train_on_union(
     """Trains `model` in place on all uploaded images together (FedDM's server, Eq. 10).
 
     Args:
-        objective: (the network in training, a minibatch's images, labels) -> its loss, in place of
+        objective: (the network in training, a minibatch's images, labels) -> its loss, instead of
             the cross-entropy.
-        on_all: the same of the whole union, added to each step's loss, or, `once_an_epoch`, to that
-            of every epoch's first step.
+        on_all: the same for the whole union, added to the loss of each step or, with
+            `once_an_epoch`, of every epoch's first step.
     """
     sets = list(uploads.values())
     if not any(len(u.labels) for u in sets):
-        # No released count was large enough, or a round's few clients have little: no mistake, go
-        # on with w_r.
+        # No released count was large enough, or the few clients of this round have little data:
+        # not an error, w_r is kept.
         if context.privacy is not None or len(uploads) < context.clients:
             return
         raise SettingError(
@@ -234,8 +238,8 @@ class BatchIndices:
     """B_c for every step and segment: `batch` examples without replacement.
 
     Classes smaller than the batch: "all" takes every example at every step (the exact mean, at less
-    cost); "resample" draws `batch` examples with replacement. A client's draws depend on (seed,
-    round, client) alone, not on who shares its group.
+    cost); "resample" draws `batch` examples with replacement. A client's draws depend only on
+    (seed, round, client), not on the other clients of its group.
 
     Args:
         clients, segments: the group and its (client, class) pairs.
@@ -244,7 +248,7 @@ class BatchIndices:
     Attributes:
         sizes: examples of each segment in a step, on the CPU.
         segment: of each row, on the data's device.
-        divisors: `sizes` there, [S, 1].
+        divisors: `sizes` on the data's device, [S, 1].
     """
 
     def __init__(
@@ -276,12 +280,12 @@ class BatchIndices:
         self.divisors = self.sizes.to(self._block.device, torch.float32)[:, None]
 
     def at(self, step: int) -> Tensor:
-        """Indices into the resident data [N] of one step; their segments are `segment` [N] at every
-        step, ascending."""
+        """Returns one step's indices into the resident data [N]; their segments are `segment` [N]
+        at every step, ascending."""
         return self._block[step].to(torch.int64)
 
     def pieces(self, size: int) -> list[Piece]:
-        """A step's batch cut into runs of at most `size` images."""
+        """Returns a step's batch cut into pieces of at most `size` images."""
         starts = range(0, len(self._where), size)
         stops = [min(start + size, len(self._where)) for start in starts]
         return [
@@ -294,7 +298,7 @@ class BatchIndices:
 
 @dataclass(frozen=True)
 class Piece:
-    """Some rows of a step's batch, and the segments that they belong to."""
+    """Consecutive rows of a step's batch, and their segments."""
 
     rows: slice
     segments: slice
@@ -303,8 +307,8 @@ class Piece:
 def _draw(
     pool: int, batch: int, steps: int, small_class: str, generator: torch.Generator
 ) -> Tensor:
-    """Positions in a class's pool, [steps, min(batch, pool)] ("resample": [steps, batch] where the
-    pool is small)."""
+    """Returns positions in a class's pool, [steps, min(batch, pool)] ("resample": [steps, batch] if
+    the pool is small)."""
     if pool <= batch:
         if small_class == "resample" and pool < batch:
             return torch.randint(pool, (steps, batch), generator=generator)

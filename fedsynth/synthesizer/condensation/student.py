@@ -1,10 +1,11 @@
-"""A network trained on a synthetic set alone: mixup, and augmented images that a teacher relabels.
+"""Training of a network on a synthetic set only: mixup, and augmented images that a teacher
+relabels.
 
-The set and the teacher are released or public, and so is all that comes of them. With few images a
-student sees little variety; the teacher labels any image, so copies that are moved, turned and
-bent, or mixed in pairs, get labels of their own (after Asano & Saeed 2023, arXiv 2112.00725).
-Without a teacher copies keep their image's label, and labels are mixed as images are (mixup: Zhang
-et al. 2018, arXiv 1710.09412).
+The set and the teacher are released or public, so everything derived from them is post-processing.
+With few images a student sees little variety. A teacher can label any image, so copies that are
+shifted, rotated and deformed, or mixed in pairs, get their own labels (after Asano & Saeed 2023,
+arXiv 2112.00725). Without a teacher, copies keep their image's label, and labels are mixed in the
+same shares as images (mixup: Zhang et al. 2018, arXiv 1710.09412).
 """
 
 from __future__ import annotations
@@ -25,18 +26,18 @@ AT_ONCE = 48
 
 @dataclass(frozen=True)
 class StudentSettings:
-    """How a student is trained.
+    """The settings of a student's training.
 
     Args:
         steps: of AdamW; the learning rate falls to 0 by a cosine.
         batch: images of a step.
-        learning_rate: the first.
+        learning_rate: the initial one.
         weight_decay: AdamW's.
         mixup: whether pairs are mixed, in shares uniform on [0, 1]: with a teacher every second
-            copy is such a mixture, which it labels; without one, or without copies, batches and
-            their labels are mixed.
-        views: copies of each image beside it.
-        flip: whether copies may be mirrored: not where left and right are told apart.
+            copy is such a mixture, which the teacher labels; without a teacher, or without copies,
+            batches and their labels are mixed.
+        views: augmented copies of each image.
+        flip: whether copies may be mirrored; not for classes that differ by left and right.
         seed: of copies, batches and mixing.
 
     >>> StudentSettings(views=0).mixup
@@ -66,15 +67,15 @@ def train_student(
     teacher: nn.Module | None = None,
     report: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
-    """Trains a network in place on synthetic images and nothing else.
+    """Trains a network in place on synthetic images only.
 
     Args:
         student: any network from normalised images to logits.
-        images_NCHW: normalised; `SharedSet.normalised()`, say.
+        images_NCHW: normalised, for example `SharedSet.normalised()`.
         labels: classes [N], or soft labels [N, classes].
-        settings: how; None: `StudentSettings()`.
+        settings: None: `StudentSettings()`.
         teacher: relabels augmented copies by its softmax; None: they keep their image's label.
-        report: told of steps that are done, and of how many there are.
+        report: receives the number of finished steps and the total.
 
     >>> from fedsynth import ModelSettings
     >>> from fedsynth.models.registry import build_model
@@ -107,7 +108,8 @@ def train_student(
 
 
 def as_shares(labels: Tensor, student: nn.Module, images_NCHW: Tensor) -> Tensor:
-    """Labels [N] as one-hot rows of as many classes as the student has; rows [N, C] as they are."""
+    """Returns labels [N] as one-hot rows with the student's number of classes; rows [N, C]
+    unchanged."""
     if labels.dim() == 2:
         return labels.float()
     mode = student.training
@@ -120,7 +122,7 @@ def as_shares(labels: Tensor, student: nn.Module, images_NCHW: Tensor) -> Tensor
 def augmented(
     images_NCHW: Tensor, shares_NC: Tensor, settings: StudentSettings, teacher: nn.Module | None
 ) -> tuple[Tensor, Tensor]:
-    """The images with their copies [(1 + views)·N, C, H, W], and rows of labels."""
+    """Returns the images with their copies [(1 + views)·N, C, H, W], and rows of labels."""
     draws = torch_generator(settings.seed, "student's copies", device=images_NCHW.device)
     kept = [images_NCHW]
     rows = [shares_NC]
@@ -142,7 +144,7 @@ def augmented(
 
 
 def soft_labels(teacher: nn.Module, images_NCHW: Tensor) -> Tensor:
-    """The teacher's softmax [N, classes]; its mode is restored."""
+    """Returns the teacher's softmax [N, classes] and restores the teacher's mode."""
     mode = teacher.training
     teacher.eval()
     with torch.no_grad():
@@ -152,7 +154,7 @@ def soft_labels(teacher: nn.Module, images_NCHW: Tensor) -> Tensor:
 
 
 def mixed(values: Tensor, rows_2B: Tensor, share_B: Tensor | None) -> Tensor:
-    """share·values[first] + (1 − share)·values[second]; without shares the first alone.
+    """Returns share·values[first] + (1 − share)·values[second]; without shares only values[first].
 
     >>> mixed(torch.tensor([0.0, 4.0]), torch.tensor([[1], [0]]), torch.tensor([0.25]))
     tensor([1.])

@@ -1,9 +1,9 @@
 """Ensembles of client models as a teacher: FedHydra's stratification and aggregation (arXiv, Eqs. 2
 to 11), averages, batch-norm statistics.
 
-u_{k,j} says how well client k's model can teach class j: how far the loss of a fresh generator that
-is to please it falls. U is [C, m] (classes by clients); Ū_r weighs clients for each class (rows sum
-to 1), Ū_c classes for each client (columns sum to 1).
+u_{k,j} measures how well client k's model can teach class j: the relative decrease of its loss
+while a new generator is trained on it. U is [C, m] (classes by clients); Ū_r weights clients for
+each class (rows sum to 1), Ū_c weights classes for each client (columns sum to 1).
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from fedsynth.synthesizer.generation.generators import make_generator
 
 PAIRS = 64  # generators whose weights, gradients and images are held at a time
 Aggregate = Callable[[Tensor, Tensor], Tensor]
-"""(logits of all models [m, N, C], labels that were asked for [N]) -> logits of the ensemble [N,
-C]."""
+"""(logits of all models [m, N, C], target labels [N]) -> logits of the ensemble [N, C]."""
 
 
 def guidance(losses_TCM: Tensor, floor: float) -> Tensor:
-    """U [C, m] = (max_t − min_t)/min_t of each pair's loss series (Eqs. 2 and 3).
+    """Returns U [C, m] = (max_t − min_t)/min_t of each pair's loss series (Eqs. 2 and 3).
 
     Args:
         losses_TCM: loss of every step, class and client.
-        floor: least denominator, as a minimum near zero would outweigh all others.
+        floor: lower bound of the denominator, because a minimum near zero would outweigh all
+            others.
     """
     least = losses_TCM.amin(dim=0)
     most = losses_TCM.amax(dim=0)
@@ -41,7 +41,7 @@ def guidance(losses_TCM: Tensor, floor: float) -> Tensor:
 
 
 def share_of_clients(u_CM: Tensor) -> Tensor:
-    """Ū_r: each row over its sum (Eqs. 4 and 5); a row of zeros becomes uniform."""
+    """Returns Ū_r: each row divided by its sum (Eqs. 4 and 5); a row of zeros becomes uniform."""
     total = u_CM.sum(dim=1, keepdim=True)
     return torch.where(
         total > 0, u_CM / total.clamp_min(torch.finfo(u_CM.dtype).tiny), 1 / u_CM.shape[1]
@@ -49,17 +49,17 @@ def share_of_clients(u_CM: Tensor) -> Tensor:
 
 
 def share_of_classes(u_CM: Tensor) -> Tensor:
-    """Each column over its sum (Eqs. 6 and 7); a column of zeros becomes uniform."""
+    """Returns each column divided by its sum (Eqs. 6 and 7); a column of zeros becomes uniform."""
     return share_of_clients(u_CM.T).T
 
 
 def stratified_weights(u_CM: Tensor, *, in_place: bool = True) -> tuple[Tensor, Tensor]:
-    """Ū_r and Ū_c, each [C, m].
+    """Returns Ū_r and Ū_c, each [C, m].
 
     "We first normalize each row of U … Then, we normalize each column of U" (Sec. 3.2): in place,
-    the columns are those of the rows' shares. A class that no model teaches easily then counts as
-    much as one that all do, and u, which has no bound where a loss falls near zero, cannot leave a
-    client with a few classes alone.
+    so columns are normalised after rows. A class that no model teaches easily then counts as much
+    as one that all teach easily. It also prevents that a client's weights concentrate on a few
+    classes where a loss falls to near zero, so that u, which is unbounded, is very large.
 
     Args:
         in_place: False: columns of the raw U, as Eq. 6 is printed.
@@ -71,7 +71,7 @@ def stratified_weights(u_CM: Tensor, *, in_place: bool = True) -> tuple[Tensor, 
 def stratified_aggregation(
     logits_MNC: Tensor, labels_N: Tensor, by_class_CM: Tensor, by_client_CM: Tensor
 ) -> Tensor:
-    """P = Σ_k Ū_r[y, k]·(F_k(x) ⊙ Ū_c[:, k]) (Eqs. 8 to 11), [N, C].
+    """Returns P = Σ_k Ū_r[y, k]·(F_k(x) ⊙ Ū_c[:, k]) (Eqs. 8 to 11), [N, C].
 
     Args:
         by_class_CM: Ū_r.
@@ -83,31 +83,31 @@ def stratified_aggregation(
 def stratified_probabilities(
     logits_MNC: Tensor, labels_N: Tensor, by_class_CM: Tensor, by_client_CM: Tensor
 ) -> Tensor:
-    """SA of what the models say, softmax F_k(x), in place of their logits: log of that P, whose
-    softmax is P over its sum, [N, C].
+    """Returns log P, [N, C], with P the stratified aggregation of the models' probabilities softmax
+    F_k(x) instead of their logits. The softmax of log P is P divided by its sum.
 
-    A weight then scales how much a client's vote for a class counts; on logits it scales the logit,
-    so that a class of small weight cannot win however sure the client is.
+    A weight then scales how much a client's vote for a class counts. With logits it scales the
+    logit, so that a class of small weight cannot win, however confident the client is.
     """
     mixed = stratified_aggregation(logits_MNC.softmax(dim=2), labels_N, by_class_CM, by_client_CM)
     return mixed.clamp_min(torch.finfo(mixed.dtype).tiny).log()
 
 
 def average_of_logits(logits_MNC: Tensor, labels_N: Tensor) -> Tensor:
-    """The averaging ensemble of DENSE and FedDF, [N, C]."""
+    """Returns the averaging ensemble of DENSE and FedDF, [N, C]."""
     return logits_MNC.mean(dim=0)
 
 
 @dataclass(frozen=True)
 class Stratification:
-    """How model stratification measures U.
+    """The settings of model stratification, which measures U.
 
     Args:
         steps: T_G of Algorithm 2.
-        batch, latent, width: of the generators; the paper names none.
+        batch, latent, width: of the generators; the paper gives none.
         learning_rate: Adam's. The paper has one rate for all generators, 1e-3; at ten times that,
-            losses fall far enough within 30 steps to tell clients apart (docs/results.md).
-        floor: see `guidance`; the paper has no guard.
+            losses fall far enough within 30 steps to distinguish clients (docs/results.md).
+        floor: see `guidance`; the paper has no lower bound.
     """
 
     steps: int = 30
@@ -126,16 +126,16 @@ class Stratification:
         *,
         batched: bool | None = None,
     ) -> Tensor:
-        """U [C, m] (Algorithm 2).
+        """Returns U [C, m] (Algorithm 2).
 
-        The generators of up to PAIRS pairs step together, from the same weights and the same noise,
-        so that their series can be compared; each model sees the images of its own C generators in
-        one pass.
+        The generators of up to PAIRS pairs are trained together, from the same weights and the same
+        noise, so that their loss series are comparable; each model processes the images of its own
+        C generators in one pass.
 
         Args:
-            models: in evaluation mode; their weights are not touched.
-            batched: the generators' passes as one; None: on a GPU. (A CPU's grouped convolutions
-                take several times as long as a loop.)
+            models: in evaluation mode; their weights are not changed.
+            batched: run the generators' passes as one; None: on a GPU. (A CPU's grouped
+                convolutions take several times as long as a loop.)
         """
         batched = device.type == "cuda" if batched is None else batched
         at_once = max(1, PAIRS // spec.classes)
@@ -153,7 +153,7 @@ class Stratification:
         device: torch.device,
         batched: bool,
     ) -> Tensor:
-        """Losses of every step, [T_G, C, m], of some clients."""
+        """Returns losses of every step, [T_G, C, m], of some clients."""
         classes = spec.classes
         m = len(models)
         generator = make_generator(
@@ -196,7 +196,7 @@ class Stratification:
 def _all_images(
     normalised: nn.Module, stacked: dict[str, Tensor], z: Tensor, batched: bool
 ) -> Tensor:
-    """Images of all generators whose parameters are stacked, [P, N, C, H, W]."""
+    """Returns the images of all generators, whose parameters are stacked, [P, N, C, H, W]."""
 
     def one(parameters: dict[str, Tensor]) -> Tensor:
         images: Tensor = functional_call(
@@ -224,7 +224,7 @@ class _Normalised(nn.Module):
 
 
 def has_statistics(model: nn.Module) -> bool:
-    """Whether a model has batch-norm layers with running statistics."""
+    """Returns whether a model has batch-norm layers with running statistics."""
     return any(_with_statistics(layer) for layer in model.modules())
 
 
@@ -234,14 +234,14 @@ def _with_statistics(layer: nn.Module) -> bool:
 
 @contextmanager
 def batch_norm_matching(models: Sequence[nn.Module]) -> Iterator[Callable[[], Tensor]]:
-    """Hooks on all batch-norm layers, registered once and removed at the end; the value, called
-    after the models' passes, is
+    """Registers hooks on all batch-norm layers and removes them at the end. Yields a function to
+    call after the models' passes, which returns
 
     L_BN = 1/m Σ_k Σ_l ‖μ_l(x) − μ_{k,l}‖ + ‖σ²_l(x) − σ²_{k,l}‖ (DENSE, Eq. 3; FedHydra, Eq. 14)
 
     with μ_l(x), σ²_l(x) the batch's statistics at the layer's input and μ_{k,l}, σ²_{k,l} its
-    running ones. Zero without such layers. (FedHydra's text puts the layers into the generator;
-    they are the client models', as in DENSE.)
+    running ones; zero without such layers. (FedHydra's text describes the layers as the
+    generator's; they are the client models', as in DENSE.)
     """
     terms: list[Tensor] = []
 

@@ -1,12 +1,13 @@
-"""Generators of images for distillation without data (and FedGen's, of embeddings), and the losses
-that they are trained by.
+"""Generators of images for distillation without data (and FedGen's, of embeddings), and their
+training losses.
 
 The generator is DCGAN-like (Radford et al. 2016, in the form that DAFL, Chen et al. 2019, trains
 without data): a linear layer to a small feature map, two doublings by upsampling with convolution,
-batch norm and leaky ReLU, one more convolution, a sigmoid. It gives pixels in [0, 1]; `normalised`
-gives what a network takes. With `classes` it is conditional: a one-hot label is part of its input.
+batch norm and leaky ReLU, one more convolution, a sigmoid. It outputs pixels in [0, 1];
+`normalised` returns network inputs. With `classes` it is conditional: a one-hot label is part of
+its input.
 
-It never sees data: everything that it learns from is a released model.
+It never accesses data: it learns only from released models.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from fedsynth.seeding import forked_rng
 
 
 class DoublingConv2d(nn.Conv2d):
-    """`Upsample(2)`, each pixel four times, and a 3×3 convolution with padding 1, as one operation.
+    """`Upsample(2)` (nearest neighbour) and a 3×3 convolution with padding 1, as one operation.
 
-    Pixels that are alike share a product: 4 for each weight's channels at an output pixel in place
-    of 9, and the enlarged image is never made. Weights, their initialisation and, up to rounding,
+    Equal pixels share a product: 4 products per pair of channels at an output pixel instead of 9,
+    and the enlarged image is never computed. Weights, their initialisation and, up to rounding,
     results are those of the two layers.
 
     >>> x, layer = torch.rand(2, 4, 7, 7), DoublingConv2d(4, 3)
@@ -43,15 +44,15 @@ class DoublingConv2d(nn.Conv2d):
         super().__init__(channels, out, 3, padding=1)
 
     def forward(self, x_NCHW: Tensor) -> Tensor:
-        # Doubling is a transposed convolution with 2×2 ones and stride 2. Followed by a 3×3 one it
-        # is a single 4×4: the weight, summed over neighbouring rows and columns, and mirrored, as a
-        # transposed convolution mirrors.
+        # Doubling is a transposed convolution with 2×2 ones and stride 2. Together with the 3×3 one
+        # it is a single 4×4 transposed convolution: the weight, summed over neighbouring rows and
+        # columns, and mirrored, as a transposed convolution mirrors.
         wide = F.pad(self.weight, (1, 1, 1, 1))
         rows = wide[..., :-1, :] + wide[..., 1:, :]
         kernel = (rows[..., :-1] + rows[..., 1:]).flip(2, 3).transpose(0, 1)
         doubled = F.conv_transpose2d(x_NCHW, kernel, stride=2, padding=1)
-        # the bias apart: a CPU's transposed convolution sums its gradient in a plain loop
-        bias: Tensor = self.bias  # type: ignore[assignment]  # `Conv2d` was told to have one
+        # bias added separately: a CPU's transposed convolution sums its gradient in a slow loop
+        bias: Tensor = self.bias  # type: ignore[assignment]  # `Conv2d` has bias=True
         return doubled + bias.to(doubled.dtype)[:, None, None]
 
 
@@ -99,11 +100,11 @@ class Generator(nn.Module):
             z_NL = torch.cat([z_NL, F.one_hot(labels_N, self.classes).to(z_NL.dtype)], dim=1)
         h = self.start(z_NL).view(len(z_NL), self._wide, self._rows, self._columns)
         h = self.body(channels_last(h))
-        # in float32: in bfloat16 a bright pixel is 1 from 6.5 on, and has no gradient
+        # in float32: in bfloat16 the sigmoid is 1 from 6.5 on, so bright pixels have no gradient
         return torch.sigmoid(widened(h[..., : self._spec.height, : self._spec.width]))
 
     def normalised(self, z_NL: Tensor, labels_N: Tensor | None = None) -> Tensor:
-        """Images as networks take them: (pixels − mean)/std."""
+        """Returns images as network inputs: (pixels − mean)/std."""
         pixels = self(z_NL, labels_N)
         mean, std = pixel_constants(self._spec, pixels.device)
         images: Tensor = (pixels - mean) / std
@@ -111,7 +112,7 @@ class Generator(nn.Module):
 
 
 class LatentGenerator(nn.Module):
-    """FedGen's G(y, ε): labels [N] and noise [N, noise] to embeddings [N, size], by one hidden
+    """FedGen's G(y, ε): labels [N] and noise [N, noise] to embeddings [N, size], with one hidden
     layer (arXiv 2105.10056, and its public code)."""
 
     def __init__(self, classes: int, size: int, noise: int = 32, hidden: int = 256) -> None:
@@ -132,15 +133,15 @@ class LatentGenerator(nn.Module):
 def make_latent_generator(
     classes: int, size: int, seed: int, *, noise: int = 32, hidden: int = 256
 ) -> LatentGenerator:
-    """A generator of embeddings whose weights depend on the seed alone; the global RNG is left as
-    it was."""
+    """Returns a generator of embeddings whose weights depend only on the seed; the global RNG is
+    not changed."""
     with forked_rng(seed, "latent generator initialisation"):
         return LatentGenerator(classes, size, noise, hidden)
 
 
 def diversity_loss(noise_NE: Tensor, made_ND: Tensor) -> Tensor:
-    """exp(−mean over all pairs of ‖ε_i − ε_j‖²/E · ‖G_i − G_j‖₁/D) (FedGen's public code): small
-    where other noise makes other embeddings."""
+    """Returns exp(−mean over all pairs of ‖ε_i − ε_j‖²/E · ‖G_i − G_j‖₁/D) (FedGen's public code):
+    small if different noise yields different embeddings."""
     apart = (noise_NE[:, None] - noise_NE[None]).square().mean(dim=2) * (
         made_ND[:, None] - made_ND[None]
     ).abs().mean(dim=2)
@@ -156,18 +157,18 @@ def make_generator(
     classes: int = 0,
     running: bool = True,
 ) -> Generator:
-    """A generator whose weights depend on (seed, numbers) alone; the global RNG is left as it
-    was."""
+    """Returns a generator whose weights depend only on (seed, numbers); the global RNG is not
+    changed."""
     with forked_rng(seed, "generator initialisation", *numbers):
         return Generator(spec, latent, width, classes, running)
 
 
 def information_entropy_loss(logits_NC: Tensor) -> Tensor:
-    """−IE/log C of the batch-mean prediction p̄, in [−1, 0]: −1 where all classes are predicted
-    equally often.
+    """Returns −IE/log C of the batch-mean prediction p̄, in [−1, 0]: −1 if all classes are
+    predicted equally often.
 
-    FedKF, Eq. 3, which has −IE; the division by log C is the official code's, so that the term
-    weighs the same against the two others whatever the number of classes.
+    FedKF, Eq. 3, has −IE. The official code divides by log C, so that the term's weight relative to
+    the two others does not depend on the number of classes.
     """
     mean = torch.softmax(logits_NC, dim=1).mean(dim=0)
     negative = (mean * mean.clamp_min(torch.finfo(mean.dtype).tiny).log()).sum()
@@ -175,17 +176,18 @@ def information_entropy_loss(logits_NC: Tensor) -> Tensor:
 
 
 def one_hot_loss(logits_NC: Tensor) -> Tensor:
-    """CE(p̂, argmax p̂), averaged over the batch (FedKF, Eq. 2): least where each prediction is
-    certain."""
+    """Returns CE(p̂, argmax p̂), averaged over the batch (FedKF, Eq. 2): minimal if each prediction
+    is certain."""
     return F.cross_entropy(logits_NC, logits_NC.argmax(dim=1))
 
 
 def activation_loss(features_ND: Tensor) -> Tensor:
-    """−mean|f| over the batch and the D features (FedKF, Eq. 4): least where features are strong.
+    """Returns −mean|f| over the batch and the D features (FedKF, Eq. 4): minimal if features are
+    strong.
 
     Eq. 4 prints −‖f‖₁; the official code takes the mean over the features. A sum is D times as
     strong (84 times for LeNet-5): it outweighs L_IE, and the generator collapses to the few classes
-    whose features are the strongest.
+    with the strongest features.
     """
     return -features_ND.abs().mean()
 
@@ -193,8 +195,8 @@ def activation_loss(features_ND: Tensor) -> Tensor:
 def generator_loss(
     features_ND: Tensor, logits_NC: Tensor, one_hot_weight: float, activation_weight: float
 ) -> Tensor:
-    """L_G = L_IE + λ1·L_OH + λ2·L_A of a teacher's features and logits on generated images (FedKF,
-    Eq. 5)."""
+    """Returns L_G = L_IE + λ1·L_OH + λ2·L_A of a teacher's features and logits on generated images
+    (FedKF, Eq. 5)."""
     return (
         information_entropy_loss(logits_NC)
         + one_hot_weight * one_hot_loss(logits_NC)
@@ -203,7 +205,8 @@ def generator_loss(
 
 
 def distillation_loss(teacher_NC: Tensor, student_NC: Tensor) -> Tensor:
-    """KL(teacher ‖ student) of the softmax of logits, averaged over the batch (FedKF, Eq. 6)."""
+    """Returns KL(teacher ‖ student) of the softmax of logits, averaged over the batch (FedKF, Eq.
+    6)."""
     return F.kl_div(
         student_NC.log_softmax(dim=1),
         teacher_NC.log_softmax(dim=1),

@@ -1,9 +1,9 @@
-"""A server's distillation of several models into one, without data: DENSE (Zhang et al. 2022) and
-FedHydra, Algorithm 1.
+"""Distillation of several models into one on the server, without data: DENSE (Zhang et al. 2022)
+and FedHydra, Algorithm 1.
 
-Each epoch draws noise and labels once, takes some generator steps on them (CE(P, y) + λ1·L_BN +
-λ2·L_AD), and then teaches the student the ensemble's answer P on the generated images. Everything
-here is computed from the models alone.
+Each epoch draws noise and labels once, takes several generator steps on them (CE(P, y) + λ1·L_BN +
+λ2·L_AD), and then trains the student on the ensemble's predictions P for the generated images.
+Everything here is computed only from the models.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ IMAGES = ("all", "last", "best")
 
 
 class Batch(NamedTuple):
-    """Generated images [N, C, H, W], the ensemble's logits on them [N, classes], the classes that
-    they were asked for [N], and the generator's loss on them."""
+    """Generated images [N, C, H, W], the ensemble's logits on them [N, classes], their target
+    labels [N], and the generator's loss on them."""
 
     images: Tensor
     answer: Tensor
@@ -42,8 +42,8 @@ class Batch(NamedTuple):
 
 
 def adversarial_loss(ensemble_NC: Tensor, student_NC: Tensor, *, only_disagreement: bool) -> Tensor:
-    """−KL(P ‖ F_g), averaged over the batch (FedHydra, Eq. 15); DENSE (Eq. 4) counts only images on
-    which the two disagree."""
+    """Returns −KL(P ‖ F_g), averaged over the batch (FedHydra, Eq. 15); DENSE (Eq. 4) counts only
+    images on which the two disagree."""
     log_p = ensemble_NC.log_softmax(dim=1)
     log_q = student_NC.log_softmax(dim=1)
     each = (log_p.exp() * (log_p - log_q)).sum(dim=1)
@@ -53,7 +53,7 @@ def adversarial_loss(ensemble_NC: Tensor, student_NC: Tensor, *, only_disagreeme
 
 
 def student_loss(ensemble_NC: Tensor, student_NC: Tensor, hard_weight: float) -> Tensor:
-    """KL(P ‖ F_g) + β·CE(F_g, argmax P) (FedHydra, Eqs. 17 to 19)."""
+    """Returns KL(P ‖ F_g) + β·CE(F_g, argmax P) (FedHydra, Eqs. 17 to 19)."""
     return distillation_loss(ensemble_NC, student_NC) + hard_weight * F.cross_entropy(
         student_NC, ensemble_NC.argmax(dim=1)
     )
@@ -61,12 +61,12 @@ def student_loss(ensemble_NC: Tensor, student_NC: Tensor, hard_weight: float) ->
 
 @dataclass(frozen=True)
 class Distilled:
-    """What a distillation leaves beside the student.
+    """The results of a distillation other than the student.
 
     Attributes:
         tallies: of each epoch's images for the student, int64 [epochs, 3, classes], see
-            `evaluation.generated`: of the student after the epoch.
-        notes: for people, such as models without batch norm.
+            `evaluation.generated`; the student's predictions are those after the epoch.
+        notes: messages for users, for example about models without batch norm.
     """
 
     tallies: Tensor
@@ -75,7 +75,7 @@ class Distilled:
 
 @dataclass(frozen=True)
 class OneShotDistillation:
-    """Settings, with FedHydra's values; where papers are silent, the reason.
+    """Settings, with FedHydra's values; where the papers give none, with the reason.
 
     Args:
         epochs: T_g.
@@ -83,27 +83,31 @@ class OneShotDistillation:
         generator_lr, generator_beta1: Adam's; β₁ is 0.5 in DENSE's public code.
         batch: images of an epoch's draw (DENSE's public default is 256).
         latent, width: of the generator: DENSE's public code has 256, and 64.
-        conditional: the label is an input of the generator; the papers' generators take noise alone
+        conditional: the label is an input of the generator; the papers' generators take only noise
             and learn an epoch's labels with it.
-        reset: a fresh generator in each epoch, as DENSE's public code has it.
-        learn_noise: Adam moves the epoch's noise along with the generator (DENSE's public code).
+        reset: train a new generator in each epoch, as in DENSE's public code.
+        learn_noise: Adam optimises the epoch's noise together with the generator (DENSE's public
+            code).
         bn_weight, ad_weight: λ1, λ2.
         only_disagreement: DENSE's L_AD.
-        images: which of an epoch's images teach the student. "all": those of every generator step,
-            a student step for each batch ("leverages all generated intermediate images", FedHydra,
-            Sec. 2); "last": one batch, made after the last step (Algorithm 1 alone, which names one
-            student step); "best": the batch of the step with the lowest loss (DENSE's public code).
-        replay: pass over the images of all epochs so far (DENSE's public code), and not of this
-            alone.
-        flips, crop: random views, see `Views`. The ensemble sees views while the generator learns;
-            the student and its teacher see others in each pass, crops of colour images alone
-            (DENSE's public code, which crops CIFAR for the student, and flips digits, too).
+        images: which of an epoch's images the student is trained on. "all": those of every
+            generator step, a student step for each batch ("leverages all generated intermediate
+            images", FedHydra, Sec. 2); "last": one batch, generated after the last step (only
+            Algorithm 1, which has one student step); "best": the batch of the step with the lowest
+            loss (DENSE's public code).
+        replay: train on the images of all epochs so far (DENSE's public code) instead of this
+            epoch's.
+        flips, crop: random views, see `Views`. The ensemble receives views while the generator is
+            trained; the student and its teacher receive new ones in each pass, with crops only of
+            colour images (DENSE's public code, which crops CIFAR for the student, and flips digits,
+            too).
         hard_weight: β; the paper gives none: 1.
         learning_rate: of the student's SGD.
-        momentum: of the same: 0, as FedHydra's paper names none (Sec. 4.1.4). With a student step
-            for every generator step, on images that hardly differ, momentum adds the steps up: at
-            0.9 students learn less at most skews, and may die (docs/results.md). DENSE's public
-            code, which shows each image among many others, has 0.9.
+        momentum: of the student's SGD: 0, as FedHydra's paper gives none (Sec. 4.1.4). With a
+            student step for every generator step, on images that hardly differ, momentum adds up
+            the steps: at 0.9 students learn less at most skews, and may collapse
+            (docs/results.md). DENSE's public code, which trains on each image among many others
+            (`replay`), has 0.9.
     """
 
     epochs: int = 200
@@ -157,16 +161,16 @@ class OneShotDistillation:
         keeper: StepKeeper | None = None,
         precision: torch.dtype = torch.float32,
     ) -> Distilled:
-        """Trains `student` in place from its present weights.
+        """Trains `student` in place, starting from its current weights.
 
         Args:
-            models: the clients', on the student's device; frozen and set to evaluation for the
-                time.
-            aggregate: makes the ensemble's logits.
-            lessons: what makes the logits that the student learns, where they are others than those
-                that the generator is to please.
-            keeper: keeps student, generator and images between epochs, and has them if this
-                distillation was cut off before: then it goes on from there, with the same draws.
+            models: the clients', on the student's device; they are frozen and set to evaluation
+                mode.
+            aggregate: computes the ensemble's logits.
+            lessons: computes the logits that the student learns, if they differ from those that the
+                generator is trained on.
+            keeper: checkpoints student, generator and images between epochs. If this distillation
+                was interrupted before, it resumes from the checkpoint, with the same draws.
             precision: of the networks' passes (`fedsynth.mixed_precision`).
         """
         device = next(student.parameters()).device
@@ -247,7 +251,7 @@ class _Ensemble:
     @torch.no_grad()
     def answer(self, images: Tensor, labels: Tensor) -> Tensor:
         logits = self.logits(images, labels)
-        self.statistics()  # of a pass that no generator learns from: forgotten
+        self.statistics()  # discarded: no generator learns from this pass
         return logits
 
 
@@ -255,7 +259,7 @@ class _Images:
     """The generator in training, and its images for the student.
 
     Attributes:
-        state: what an epoch changes and the next one needs (`fedsynth.training.loop`).
+        state: the objects that an epoch changes and the next one needs (`fedsynth.training.loop`).
     """
 
     def __init__(
@@ -286,14 +290,16 @@ class _Images:
             self.state |= {"generator": self._generator, "adam": self._adam}
 
     def lesson(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Images and the answers to them for one student step: of new views, if there are any."""
+        """Returns images and the ensemble's predictions on them for one student step: of new views,
+        if there are any."""
         if not self._lesson_views and self._lessons is None:
             return batch.images, batch.answer
         images = self._lesson_views(batch.images, self._spec, self._chance)
         return images, (self._lessons or self._teacher).answer(images, batch.labels)
 
     def train_generator(self, epoch: int) -> list[Batch]:
-        """One epoch of the generator; the images of it that the student learns from."""
+        """Trains the generator for one epoch and returns the batches that the student learns
+        from."""
         settings = self._settings
         shape = (settings.batch, settings.latent)
         z = torch.randn(shape, generator=self._draws, device=self._device)
@@ -322,7 +328,8 @@ class _Images:
     def _step(
         self, optimisers: Sequence[torch.optim.Optimizer], z: Tensor, labels: Tensor
     ) -> Batch:
-        """One step down CE(P, y) + λ1·L_BN + λ2·L_AD (FedHydra, Eq. 16); the images before it."""
+        """Takes one step down CE(P, y) + λ1·L_BN + λ2·L_AD (FedHydra, Eq. 16); returns the images
+        before it."""
         settings = self._settings
         learning = [p for one in optimisers for group in one.param_groups for p in group["params"]]
         with torch.enable_grad():
@@ -355,11 +362,12 @@ class _Images:
 
     @torch.no_grad()
     def tally(self, batch: Batch) -> Tensor:
-        """What ensemble and student say of a batch, as `evaluation.generated` counts it."""
+        """Returns the counts of the ensemble's and the student's predictions on a batch, see
+        `evaluation.generated`."""
         return tally(batch.answer, batch.labels, self._said(batch.images))
 
     def _restart(self, epoch: int) -> None:
-        """Makes the epoch's fresh generator, and its Adam."""
+        """Creates the epoch's new generator, and its Adam."""
         settings = self._settings
         numbers = (*self._where, epoch) if epoch else self._where
         generator = make_generator(
@@ -380,7 +388,7 @@ class _Images:
 
 
 def _better(one: Batch, other: Batch) -> Batch:
-    """The batch of the lower loss, chosen on the device; the first of two equal ones."""
+    """Returns the batch with the lower loss, compared on the device; the first one on a tie."""
     lower = other.loss < one.loss
     return Batch(
         torch.where(lower, other.images, one.images),

@@ -1,9 +1,10 @@
-"""Distillation of a teacher into a student without data: FedKF's T2 at one place (arXiv 2207.10447,
-Sec. IV-B to IV-E).
+"""Distillation of a teacher into a student without data: FedKF's T2 at a single party (arXiv
+2207.10447, Sec. IV-B to IV-E).
 
-Each step, the generator descends L_G (Eq. 5) of the frozen teacher, and its images carry the
+In each step, the generator descends L_G (Eq. 5) of the frozen teacher, and its images transfer the
 teacher's knowledge to the student by KL(teacher ‖ student) (Eq. 6). `Distillation` is the pair of
-them as a client or server keeps it; `DataFreeDistiller` is the whole experiment of Table IV.
+teacher and generator that a client or server holds; `DataFreeDistiller` is the whole experiment of
+Table IV.
 """
 
 from __future__ import annotations
@@ -32,15 +33,15 @@ from fedsynth.synthesizer.generation.generators import (
 from fedsynth.synthesizer.generation.many_teachers import adversarial_loss
 from fedsynth.validation import check_ranges
 
-TALLIED = 256  # images of a tally: enough that 26 classes, all alike, are 3.2 and not 3.1 nats
+TALLIED = 256  # images of a tally: enough that 26 equal classes are 3.2 and not 3.1 nats
 
 
 def generated_tally(teacher: nn.Module, generator: Generator, images: int = TALLIED) -> Tensor:
-    """How the teacher classifies a batch of so many images of this generator
+    """Returns the counts of the teacher's predictions on a batch of `images` generated images
     (`evaluation.generated`), [1, C].
 
-    It is a batch as in training, with batch norm by the batch. Neither network is changed, nor any
-    draw.
+    The batch is generated as in training, with batch statistics in batch norm. Neither network
+    changes, nor any random stream.
     """
     device = next(generator.parameters()).device
     draws = torch_generator(0, "tally of generated images", device=device)
@@ -57,13 +58,14 @@ class Distillation:
     """A frozen teacher and a generator in training.
 
     Args:
-        teacher: has `embed` and `classifier`; its weights are not touched.
+        teacher: has `embed` and `classifier`; its weights are not changed.
         draws: of the noise z, on the teacher's device.
-        kl_weight: of −KL(teacher ‖ student) in the generator's loss, the teacher's side held fixed:
-            images on which the student still errs. The official code's `g_use_kl`, with γ as the
-            weight.
-        bn_weight, ad_weight: DENSE's terms.
-        precision: of the networks' passes (`fedsynth.mixed_precision`), `loss`'s student's too.
+        kl_weight: of −KL(teacher ‖ student) in the generator's loss, without a gradient through the
+            teacher: it favours images on which the student still errs. The official code's
+            `g_use_kl`, with γ as the weight.
+        bn_weight, ad_weight: of DENSE's terms.
+        precision: of the networks' passes (`fedsynth.mixed_precision`), including the student's in
+            `loss`.
 
     Attributes:
         state: generator and optimiser, which change (`fedsynth.training.loop`).
@@ -93,8 +95,8 @@ class Distillation:
         self._kl_weight = kl_weight
         self._bn_weight = bn_weight
         self._ad_weight = ad_weight
-        # hooks on this object's own copy of the teacher: they go with it, and the stack, which
-        # would take them off when collected, stays
+        # The hooks are on this object's own copy of the teacher and are freed with it. The stack
+        # is stored because it would remove them when collected.
         self._hooks = ExitStack()
         self._statistics = self._hooks.enter_context(
             batch_norm_matching([self._teacher] if bn_weight else [])
@@ -103,12 +105,12 @@ class Distillation:
         self.state = {"generator": self.generator, "adam": self._adam}
 
     def step(self, student: nn.Module | None = None) -> tuple[Tensor, Tensor]:
-        """One step of the generator; then images of the same z from the new generator, and the
-        teacher's logits on them, without graph.
+        """Takes one step of the generator; returns images of the same z from the updated generator,
+        and the teacher's logits on them, without graph.
 
         Args:
-            student: who should disagree with the teacher, with a `kl_weight` or an `ad_weight`; its
-                weights and their gradients are not touched.
+            student: the network that should disagree with the teacher, for a `kl_weight` or an
+                `ad_weight`; its weights and their gradients are not changed.
         """
         z = torch.randn(
             self._batch, self.generator.latent, generator=self._draws, device=self._draws.device
@@ -133,7 +135,8 @@ class Distillation:
             return images, answer
 
     def _against(self, student: nn.Module | None, images: Tensor, logits: Tensor) -> Tensor:
-        """What the generator gains where the student disagrees with the teacher, as a loss."""
+        """Returns the generator's loss terms that reward disagreement between student and
+        teacher."""
         loss = images.new_zeros(())
         if student is None or not (self._kl_weight or self._ad_weight):
             return loss
@@ -146,8 +149,8 @@ class Distillation:
         return loss
 
     def loss(self, student: nn.Module) -> Tensor:
-        """`step`, and KL(teacher ‖ student) on its images (Eq. 6), with the graph to the
-        student."""
+        """Takes a `step` and returns KL(teacher ‖ student) on its images (Eq. 6), with the graph to
+        the student."""
         images, logits = self.step(student)
         return distillation_loss(logits, self._says(student, images))
 
@@ -157,14 +160,14 @@ class Distillation:
         return widened(answer)
 
     def tally(self) -> Tensor:
-        """How the teacher classifies a batch of the generator as it now is
+        """Returns the counts of the teacher's predictions on a batch of the current generator
         (`evaluation.generated`), [1, C].
 
-        The batch's noise is always the same and takes nothing from the draws: training goes on as
-        if nobody had looked.
+        The batch's noise is always the same and does not advance the random stream, so training is
+        not affected.
         """
         counts = generated_tally(self._teacher, self.generator)
-        self._statistics()  # of this batch: not the next step's
+        self._statistics()  # discards this batch's, which the next step must not use
         return counts
 
 
@@ -174,26 +177,26 @@ class DataFreeDistiller:
 
     Args:
         teacher: a trained network with `embed` and `classifier`.
-        spec: what its images are; only public facts of it are used.
+        spec: describes its images; only public facts of it are used.
         steps: of generator and student.
         batch: images of a step; the paper gives none.
         learning_rate: of the student's SGD (0.01 for LeNet-5, 0.1 for ResNet-8); it decays to zero
             by a cosine.
         momentum: of the student's SGD.
-        generator_lr: Adam's, 0.2 on EMNIST and 0.02 on CIFAR; 0.001 to 0.2 do alike
-            (docs/results.md).
+        generator_lr: Adam's, 0.2 on EMNIST and 0.02 on CIFAR; values from 0.001 to 0.2 perform
+            similarly (docs/results.md).
         one_hot_weight: λ1: 0.2 on EMNIST, 0.01 on CIFAR.
         activation_weight: λ2: 0.02 on EMNIST, 0.002 on CIFAR.
         kl_weight: of −KL(teacher ‖ student) in the generator's loss (the official code's
-            `g_use_kl`, which it sets to γ = 1 on CIFAR and leaves out on EMNIST).
-        bn_weight: of DENSE's term on the teacher's batch-norm statistics, if it has any; 0 leaves
-            it out, as FedKF does.
-        ad_weight: of DENSE's term on disagreement with the student; 0 leaves it out, likewise.
+            `g_use_kl`, which it sets to γ = 1 on CIFAR and omits on EMNIST).
+        bn_weight: of DENSE's term on the teacher's batch-norm statistics, if it has any; 0 omits
+            it, as FedKF does.
+        ad_weight: of DENSE's term on disagreement with the student; 0 omits it, as FedKF does.
         latent: length of the generator's noise.
         width: of the generator.
-        replay: student steps, in each step, on random earlier batches; 0 is the paper's. A
-            student's step costs little beside a generator's, and old images are still a teacher's
-            answers.
+        replay: additional student steps, in each step, on random earlier batches; the paper has 0.
+            A student's step costs little compared with a generator's, and old images with the
+            teacher's logits remain valid training data.
         kept: number of the last batches that `replay` draws from.
         seed: of the generator's weights and noise.
 
@@ -253,7 +256,7 @@ class DataFreeDistiller:
 
         Args:
             student: any classifier of the same classes.
-            report: told of (steps done, steps).
+            report: receives (finished steps, total steps).
         """
         device = next(self.teacher.parameters()).device
         generator = make_generator(self.spec, self.seed, latent=self.latent, width=self.width).to(
@@ -290,8 +293,8 @@ class DataFreeDistiller:
         return generator
 
     def facts(self, generator: Generator) -> dict[str, float]:
-        """What the teacher says of a batch of a generator that `fit` returned: its class entropy
-        tells a collapse.
+        """Returns metrics of the teacher's predictions on a batch from a generator that `fit`
+        returned; a low class entropy indicates a collapse.
 
         The names are those of `evaluation.generated.describe`.
         """
