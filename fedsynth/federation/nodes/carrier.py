@@ -1,4 +1,4 @@
-"""What carries a server's messages to nodes, and how long the server waits."""
+"""Transports a server's messages to nodes, and sets how long the server waits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fedsynth.validation import MAX_SECONDS, check_number
 
 
 class Carrier(Protocol):
-    """Carries messages to nodes and back. It knows nodes by numbers of its own.
+    """Carries messages to nodes and back. It identifies nodes by its own numbers.
 
     Attributes:
         run: the run of the messages; set before anything is sent.
@@ -22,18 +22,18 @@ class Carrier(Protocol):
         """Returns the nodes that are connected."""
 
     def ask(self, messages: Mapping[int, bytes], seconds: float) -> Mapping[int, bytes | str]:
-        """Returns the nodes' answers. A node that does not answer in time has a reason instead,
-        or nothing."""
+        """Returns the nodes' answers. A node that does not answer in time has a reason instead
+        of an answer, or no entry."""
 
 
 @dataclass(frozen=True)
 class Timeouts:
-    """How long a server waits, in seconds.
+    """The timeouts of a server, in seconds.
 
     Args:
-        join: for all clients to join.
-        answer: for the answer to a message, the client's step included.
-        look: between two looks for nodes.
+        join: until all clients have joined.
+        answer: until a message is answered, including the client's step.
+        look: between two polls for connected nodes.
 
     Raises:
         SettingError: a number that is negative, not finite or more than three years.

@@ -1,8 +1,9 @@
-"""The clients of a run over nodes: which nodes join as which of them, and the server's file of them,
-which outlives its process.
+"""The clients of a networked run: the mapping of nodes to clients, and the server's file of
+clients, which persists across restarts.
 
-A client that does not come back after a restart cannot state its ledger. So the server writes down,
-before it asks a client for a step, what that client last stated and that it is asked."""
+A client that does not come back after a restart cannot state its ledger. So before the server asks
+a client for a step, it records the client's last stated ledger and the request.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +33,8 @@ class JoinedClient:
 
     Attributes:
         size: n_k; None with differential privacy.
-        history: its ledger, as it was last stated; None: it has none.
-        unstated: (round, exchange) of each step that it was asked for since that statement.
+        history: its last stated ledger; None: it has none.
+        unstated: (round, exchange) of each step that was requested since that statement.
         node: the carrier's number of its node; None: it has not joined this process.
         facts: its facts for the round's metrics.
         started: whether it has received the terms.
@@ -47,7 +48,7 @@ class JoinedClient:
     started: bool = False
 
     def state(self, history: History | None) -> None:
-        """Takes a new statement of its ledger, to which rows are only ever added.
+        """Accepts a new statement of its ledger, which may only add rows to the previous one.
 
         Raises:
             MessageError: it does not continue the ledger that the client stated before.
@@ -75,7 +76,7 @@ class ClientRecords:
     """The file of a run's clients.
 
     Args:
-        folder: of the run's checkpoint; made when the file is.
+        folder: the folder of the run's checkpoint; created with the file.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -83,7 +84,7 @@ class ClientRecords:
 
     @property
     def exists(self) -> bool:
-        """Whether the file was written."""
+        """Returns whether the file exists."""
         return self._file.exists()
 
     def read(self) -> dict[int, JoinedClient]:
@@ -103,7 +104,7 @@ class ClientRecords:
             raise CheckpointError(f"{self._file} is damaged: {error!r:.120}") from None
 
     def write(self, clients: Mapping[int, JoinedClient]) -> None:
-        """Replaces the file; it is on the disk when this returns.
+        """Replaces the file and flushes it to the disk.
 
         Raises:
             OutputError: it cannot be written.
@@ -142,14 +143,14 @@ def _digest(clients: Mapping[str, Any]) -> str:
 
 
 class Admission:
-    """Takes nodes' answers to a server that asks them to join.
+    """Processes nodes' answers to the request to join.
 
     Args:
         settings: the run's.
-        clients: those that have joined; they are added here.
-        out: client -> why it declines; added here, too.
-        numbers: node -> client, where the server knows it; else empty.
-        names: the clients' names when a private run began, in their order; else empty.
+        clients: the clients that have joined; new ones are added here.
+        out: client -> its reason for declining; new ones are added here, too.
+        numbers: node -> client, where the server knows it; otherwise empty.
+        names: the clients' names when a private run began, in their order; otherwise empty.
     """
 
     def __init__(
@@ -174,14 +175,16 @@ class Admission:
         return sorted(k for k, one in self._clients.items() if one.node is not None)
 
     def joined(self, client: int) -> Joined:
-        """Returns what a client has stated of itself; one that never joined has no records."""
+        """Returns what a client has stated about itself; a client that never joined has no
+        records.
+        """
         if client not in self._clients:
             return Joined(client, 0, History(self._names[client]))
         one = self._clients[client]
         return Joined(client, one.size, one.history)
 
     def admit(self, node: int, answer: bytes | str) -> None:
-        """Takes a node's answer.
+        """Processes a node's answer.
 
         Raises:
             MessageError: it is not the answer of a client that may join.
@@ -208,10 +211,10 @@ class Admission:
         self._out.pop(client, None)
 
     def _client(self, node: int, frame: Frame) -> int:
-        """Returns which client answers.
+        """Returns the index of the client that answers.
 
         Raises:
-            MessageError: none of this run, or one that is connected already.
+            MessageError: it is not a client of this run, or is connected already.
         """
         client = parse_nonnegative_int(frame.facts.get("client"), "client")
         if client not in self._everybody:
@@ -223,10 +226,10 @@ class Admission:
         return client
 
     def _check_history(self, client: int, history: History | None) -> None:
-        """Checks that a client states a ledger under a name of its own.
+        """Checks that a client states a ledger, under its own name.
 
         Raises:
-            MessageError: it states none, or under another name.
+            MessageError: it states none, or one under another name.
         """
         if history is None:
             if self._private:

@@ -1,8 +1,8 @@
-"""A node's last answers, as files: a server that asks for exactly the same again, as it lost the
-answer or went on from its checkpoint, gets the same bytes.
+"""A node's last answers, as files: a server that repeats exactly the same question, because it lost
+the answer or resumed from its checkpoint, gets the same bytes.
 
-Nothing is computed, drawn or charged then, and nothing leaves the node that has not left it before.
-Any other question is a new one, and costs what it costs.
+A repeated answer computes, draws and charges nothing, and releases nothing new. Any other question
+is a new one and is charged as such.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from fedsynth.privacy.plans import PHASES
 
 HASH_BYTES = 32
 KEPT_ROUNDS = 2
-"""Of so many rounds answers stay: a server that goes on lacks the last one."""
-MOST_ROUNDS = 10**9  # a number of a server's, which goes into a file's name
+"""The number of rounds whose answers are kept: a resumed server lacks only the last one."""
+MOST_ROUNDS = 10**9  # a round number from a server, which becomes part of a file name
 _NAME = re.compile(r"answer-([0-9]+)-([a-z]+)-([a-z]+)")
 
 
 class KeptAnswers:
-    """Of one client of a run.
+    """The stored answers of one client of a run.
 
     Args:
-        folder: the run's, of the client.
+        folder: the client's folder of the run.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def of(self, asked: Frame) -> Frame | None:
-        """The answer to this question; None: it was not asked before.
+        """Returns the stored answer to this question; None: it was not asked before.
 
         Raises:
-            CheckpointError: the file is damaged: an answer that cannot be repeated is none.
+            CheckpointError: the file is damaged, so that the answer cannot be repeated.
         """
         file = self._file(asked)
         if file is None or not file.is_file():
@@ -58,7 +58,7 @@ class KeptAnswers:
             raise CheckpointError(f"{file} is damaged: {error}") from None
 
     def keep(self, asked: Frame, answer: Frame) -> None:
-        """Keeps an answer; what was no answer is not kept.
+        """Stores an answer; refusals and errors are not stored.
 
         Raises:
             OSError: it cannot be written.
@@ -72,14 +72,14 @@ class KeptAnswers:
         write_whole(file, content, secret=True)
 
     def has(self, number: Any, *phases: str) -> bool:
-        """Whether the step of one of these exchanges of a round is kept."""
+        """Returns whether the step of one of these exchanges of a round is stored."""
         if type(number) is not int or not 0 < number < MOST_ROUNDS:
             return False
         names = [f"answer-{number}-{phase}-step" for phase in phases]
         return any((self._folder / name).is_file() for name in names)
 
     def prune(self) -> None:
-        """Leaves those of the last rounds."""
+        """Removes the answers of all but the last rounds."""
         found = [_NAME.fullmatch(path.name) for path in self._folder.glob("answer-*")]
         rounds = {int(one[1]) for one in found if one is not None}
         old = set(sorted(rounds)[:-KEPT_ROUNDS])
@@ -88,7 +88,7 @@ class KeptAnswers:
                 (self._folder / one[0]).unlink(missing_ok=True)
 
     def _file(self, asked: Frame) -> Path | None:
-        """Where the answer to such a question is; None: it is none that is kept."""
+        """Returns the path of the answer to such a question; None: such answers are not stored."""
         number = asked.facts.get("round")
         phase = asked.facts.get("phase")
         if asked.kind not in QUESTIONS or phase not in PHASES:
@@ -99,7 +99,7 @@ class KeptAnswers:
 
 
 def _question(asked: Frame) -> bytes:
-    """A hash of all that was asked, but for the question's number."""
+    """Returns a hash of the whole question except its number."""
     facts = {name: value for name, value in asked.facts.items() if name != "number"}
     text = json.dumps([asked.kind, facts], sort_keys=True)
     return hashlib.sha256(text.encode() + b"\0" + asked.payload).digest()

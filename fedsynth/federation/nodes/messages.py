@@ -1,10 +1,11 @@
-"""Messages between a server and nodes: several frames each way, and the parsing of what nodes answer,
-which is untrusted.
+"""Messages between a server and nodes: several frames each way, and the parsing of nodes' answers,
+which are untrusted.
 
-A message to a node costs seconds, whatever is in it, so that a round is one message an exchange:
-the client receives the terms if it has not yet, prepares, begins, takes its step, and states what
-the round's metrics and the report need. It answers frames in order, up to the first that it does
-not answer (`fedsynth.core.frames`)."""
+Each message to a node takes seconds, regardless of its size. So each exchange of a round is one
+message: the client receives the terms if it has not yet, prepares, begins, takes its step, and
+states what the round's metrics and the report need. It answers the frames in order and stops at the
+first one that it cannot answer (`fedsynth.core.frames`).
+"""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ MOST_FRAMES = 16
 
 
 def pack(frames: Sequence[bytes]) -> bytes:
-    """Frames as one message.
+    """Returns the frames packed into one message.
 
     >>> unpack(pack([b"one", b""]))
     [b'one', b'']
@@ -40,10 +41,10 @@ def pack(frames: Sequence[bytes]) -> bytes:
 
 
 def unpack(sent: bytes) -> list[bytes]:
-    """The frames of a message.
+    """Returns the frames of a message.
 
     Raises:
-        MessageError: the bytes are none.
+        MessageError: the bytes are not a message.
     """
     count = int.from_bytes(sent[:LENGTH_BYTES], "little")
     if len(sent) < LENGTH_BYTES or not 1 <= count <= MOST_FRAMES:
@@ -63,7 +64,7 @@ def unpack(sent: bytes) -> list[bytes]:
 
 
 def parse_reply(frame: Frame) -> Frame:
-    """Returns an answer or a refusal as it is.
+    """Returns an answer or a refusal unchanged.
 
     Raises:
         MessageError: it is an error.
@@ -90,10 +91,10 @@ def parse_history(stated: Any) -> History | None:
 def parse_evaluation(
     client: int, models: Mapping[str, Any], answers: Sequence[Mapping[str, Any]]
 ) -> Evaluated:
-    """Returns how models do on a client's test split, by its answers for each.
+    """Returns models' results on a client's test split, from its answer for each model.
 
     Raises:
-        MessageError, LookupError, TypeError: they are damaged.
+        MessageError, LookupError, TypeError: the answers are damaged.
     """
     size = parse_nonnegative_int(answers[0]["size"], "size")
     tested = parse_nonnegative_int(answers[0]["tested"], "count")
@@ -106,7 +107,7 @@ def parse_evaluation(
 
 
 def majority_schema(stated: Sequence[Any]) -> list[Mapping[str, Any]]:
-    """Returns the facts that a method can merge: those with the names that most clients have.
+    """Returns the facts that a method can merge: those with the schema of most clients.
 
     Facts are finite numbers by name, or mappings of such by name.
     """
@@ -116,7 +117,7 @@ def majority_schema(stated: Sequence[Any]) -> list[Mapping[str, Any]]:
 
 
 def _schema(value: Any, depth: int = 2) -> str:
-    """Returns the names in a client's facts; empty: there are none, or they are unsound."""
+    """Returns the schema of a client's facts; empty: there are none, or they are invalid."""
     if not isinstance(value, dict) or not depth:
         return ""
     parts = []
@@ -130,7 +131,7 @@ def _schema(value: Any, depth: int = 2) -> str:
 
 
 MAX_FRAMES = 6
-"""In one message: start, prepare, begin, the question, facts and history."""
+"""The limit of frames in a message: start, prepare, begin, the question, facts and history."""
 
 
 @dataclass(frozen=True)
@@ -138,10 +139,10 @@ class Request:
     """A message to one client.
 
     Args:
-        client: its number.
+        client: its index.
         question: the frame whose answer is wanted.
         before: frames that the client answers first.
-        first: the number of the message's first frame; those that follow count on.
+        first: the number of the message's first frame; later frames count up from it.
     """
 
     client: int
@@ -151,7 +152,7 @@ class Request:
 
     @property
     def is_step(self) -> bool:
-        """Whether it asks for a step, for which the client may be charged."""
+        """Returns whether it asks for a step, for which the client may be charged."""
         return self.question.kind == "step"
 
     def to_bytes(self) -> bytes:
@@ -168,8 +169,8 @@ class Request:
         """Returns the answer to the question.
 
         Args:
-            sent: what came, or why nothing did.
-            known: the client, which takes the statements that came with it.
+            sent: the received bytes, or the reason why there are none.
+            known: the client, whose statements are updated from the message.
             max_bytes: the size limit.
 
         Raises:
@@ -188,7 +189,7 @@ class Request:
         question = len(self.before)
         if len(frames) <= question:
             if self.is_step:
-                known.unstated.pop()  # it has refused what comes before the step
+                known.unstated.pop()  # the client refused a frame before the step
             reply = parse_reply(frames[-1])
             if reply.kind == "answer":
                 raise MessageError("does not answer all that it was asked")
@@ -200,7 +201,7 @@ class Request:
 
 
 def _following(frame: Frame) -> list[Frame]:
-    """Returns what follows a question: after a round's step, what the round's metrics need."""
+    """Returns the frames that follow a question: after a round's step, those for its metrics."""
     if frame.kind != "step" or frame.facts["phase"] != MAIN:
         return []
     header = {key: frame.facts[key] for key in ("round", "participants")}
@@ -208,7 +209,7 @@ def _following(frame: Frame) -> list[Frame]:
 
 
 def _take_statements(client: JoinedClient, frame: Frame) -> None:
-    """Takes the facts and the ledger that came with an answer.
+    """Stores the facts and the ledger that came with an answer.
 
     Raises:
         MessageError: the ledger is damaged, or does not continue the one that was stated before.

@@ -1,9 +1,9 @@
-"""A data owner's node: it answers a server's messages, by its owner's policy and its own ledger.
+"""A data owner's node: it answers a server's messages under its owner's policy and its own ledger.
 
-A server proposes a run when it asks the client to join. The node shows its owner what would be
-released and what that costs, and joins if the owner allows it. From then on the client goes by the
-settings that were proposed then, whatever the server says later, and charges its ledger before each
-release; what leaves the node are public parameters, released values, and the ledger's rows.
+A server proposes a run when it asks the client to join. The node shows its owner the planned
+releases and their cost, and joins if the owner allows it. From then on the client uses the proposed
+settings, whatever the server sends later, and charges its ledger before each release. Only public
+parameters, released values, and the ledger's rows leave the node.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from fedsynth.privacy.randomness import SecretGenerator
 RUNS = "runs"
 LOCK = ".answering"
 CANNOT = "this client cannot take part; its owner is told why"
-"""All that a server is told of what goes wrong with an owner's files."""
+"""The only text that a server receives about errors in an owner's files."""
 
 
 class OwnRecordsError(FedsynthError):
@@ -56,25 +56,25 @@ class Node:
     """A data owner's node.
 
     Args:
-        number: the client's in the federation, from 0.
-        home: the owner's folder of ledgers, kept over all runs; the node's runs are in it, too.
-        source: of its records.
-        owner: who decides on proposals.
-        name: the client's, by which its ledger and reports know it; "": its number's.
+        number: the client's index in the federation, from 0.
+        home: the owner's folder of ledgers, shared by all runs; it also holds the node's runs.
+        source: the source of its records.
+        owner: decides on proposals.
+        name: the client's name in its ledger and reports; "": derived from its index.
         device: as in a run's settings.
-        say: told what is for the owner to read.
-        secret: makes the generator of a run's noise, for tests of the owner's own: a report over
-            noise that can be repeated says "not private". Nothing that a server sends, no setting
-            and no environment leads here. None: each has a fresh key.
-        identities: of all clients by their numbers, exchanged without the server, for secure sums;
-            None: the server is trusted to pass on keys as they are.
-        ended: how many runs have ended.
+        say: receives messages for the owner.
+        secret: makes the generator of a run's noise, for the owner's own tests: a report over
+            repeatable noise states "not private". Nothing that a server sends, no setting
+            and no environment variable sets it. None: each run has a fresh key.
+        identities: of all clients by index, exchanged without the server, for secure sums;
+            None: the server is trusted to relay keys unchanged.
+        ended: the number of runs that have ended.
 
     Attributes:
-        refused: why the server of a run does not accept this client; "": none has refused it.
+        refused: the reason why a run's server rejected this client; "": none has.
 
     Raises:
-        LedgerError: a ledger was there, and is gone.
+        LedgerError: a ledger that existed is gone.
     """
 
     number: int
@@ -96,10 +96,10 @@ class Node:
             LedgerFolder(self.home).check_whole()
 
     def answer(self, run: str, sent: bytes) -> bytes:
-        """The answers to a message's frames; what goes wrong is an answer, too.
+        """Returns the answers to a message's frames; errors are returned as answers, too.
 
         Args:
-            run: which run it says that it is of.
+            run: the run that the message claims to belong to.
             sent: the frames.
         """
         try:
@@ -117,9 +117,11 @@ class Node:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """One process at a time answers for this owner, and the next one finds what it has left:
-        what may be answered once is so among all of them."""
-        if not self.home.is_dir():  # nothing is made before the owner has joined a run
+        """Locks the owner's folder, so that one process at a time answers and sees the state that
+        the last one left: a question that may be answered once is answered once by all of them
+        together.
+        """
+        if not self.home.is_dir():  # nothing is created before the owner has joined a run
             yield
             return
         with open_regular(self.home / LOCK, writing=True, create=True) as file:
@@ -151,8 +153,9 @@ class Node:
             return session.answer(frame, sent)
         except Exception as error:
             self.say(f"run {run:.16}: {error}")
-            # what a file, a folder or a ledger of the owner's says stays here, and also its kind:
-            # a server could ask on with other classes and sizes until it knew the owner's images
+            # Text from an owner's file, folder or ledger stays here, and so does the type of the
+            # error: a server could otherwise probe classes and sizes until it knew the owner's
+            # images.
             told = str(error) if type(error) is MessageError else CANNOT
             return self._named(_error(told), number)
 
@@ -161,7 +164,9 @@ class Node:
         return replace(answer, facts=facts).to_bytes()
 
     def _join(self, run: str, frame: Frame, sent: bytes) -> bytes:
-        """Joins a run if the owner allows it, anew or again after its server was restarted."""
+        """Joins a run if the owner allows it, for the first time or after its server was
+        restarted.
+        """
         number = parse_nonnegative_int(frame.facts.get("number"), "request's number")
         proposal = Proposal.from_json(frame.facts.get("proposal"))
         if proposal.run != run:
@@ -187,7 +192,7 @@ class Node:
         if kept is None and not objections:
             try:
                 warnings = self._tried(proposal)
-            except SettingError as error:  # of public settings and code: the server may know
+            except SettingError as error:  # of public settings and code, so the server may know
                 objections.append(str(error))
         if kept is None or objections:
             self._show(proposal, objections)
@@ -207,17 +212,19 @@ class Node:
         return answer
 
     def _tried(self, proposal: Proposal) -> list[str]:
-        """Returns what a trial of the client's step on public images finds on its device.
+        """Returns the warnings of a trial of the client's step on public images, on its device.
 
         Raises:
-            SettingError: user code whose value of an example depends on more than the example.
+            SettingError: user code whose result for an example depends on other examples.
         """
         run = proposal.settings
         context = public_context(run, proposal.spec, resolve_device(self.device))
         return check_private_steps(run, context, self.number)
 
     def _used_up(self, proposal: Proposal) -> list[str]:
-        """An approval by hand is of one run, where no ε bounds how many there may be."""
+        """Returns an objection if a manual approval was already used: it is valid for one run
+        unless an ε bounds their number.
+        """
         privacy = proposal.settings.privacy
         if privacy is None and not proposal.settings.method.sums_alone:
             return []
@@ -232,14 +239,14 @@ class Node:
         return []
 
     def _show(self, proposal: Proposal, objections: list[str]) -> None:
-        """What the owner reads before the client joins."""
+        """Shows the owner the proposal and the decision before the client joins."""
         held = self._ledgers_rows()
         lines = request_words(proposal, self.number, held)
         decision = f"declined: {'; '.join(objections)}" if objections else "joins"
         self.say("\n".join([*lines, f"  {decision}"]))
 
     def _ledgers_rows(self) -> Ledger | None:
-        """The ledger as it stands, if there is one; nothing is made."""
+        """Returns the current ledger, or None if there is none; creates nothing."""
         if not self.home.is_dir():
             return None
         return LedgerFolder(self.home).ledgers().get(self.name)
@@ -248,7 +255,7 @@ class Node:
         return self.home / RUNS / run
 
     def _session(self, run: str) -> Session:
-        """The run's, as this process has it or another one has left it.
+        """Returns the run's session, from this process or restored from another one's files.
 
         Raises:
             MessageError: the client has not joined it.
@@ -268,7 +275,7 @@ class Node:
         """Reads the owner's records for a run.
 
         Raises:
-            OwnRecordsError: whatever went wrong with them; the owner alone is told what.
+            OwnRecordsError: any error in them; only the owner sees the cause.
         """
         try:
             return self._opened(proposal)
@@ -291,7 +298,7 @@ class Node:
         )
 
     def _ledger(self, proposal: Proposal, data: ImageData) -> Ledger:
-        """Kept, for these records.
+        """Opens the persistent ledger of these records.
 
         Raises:
             LedgerError: it is for other records.
@@ -301,7 +308,7 @@ class Node:
         return folder.open((self.name,), own.digests, self.source.identifier(proposal))[0]
 
     def _end(self, session: Session, frame: Frame) -> Frame:
-        """The run is over: its owner gets a report."""
+        """Ends the run and writes its owner's report."""
         rounds = parse_nonnegative_int(frame.facts.get("rounds"), "number of rounds")
         folder = session.folder
         written = write_owner_report(session, rounds, folder)
@@ -312,7 +319,7 @@ class Node:
 
 
 def _unexecuted(proposal: Proposal) -> list[str]:
-    """Why nobody can take part, whatever the owner allows: asked of public values alone."""
+    """Returns why no client can take part, whatever the owner allows; uses only public values."""
     run = proposal.settings
     try:
         if run.method.sums_alone:
@@ -329,10 +336,10 @@ def _unexecuted(proposal: Proposal) -> list[str]:
 
 
 class Teller(Silent):
-    """Tells the owner what goes wrong in a step.
+    """Reports errors in a step to the owner.
 
     Args:
-        say: told the lines.
+        say: receives the lines.
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:

@@ -1,8 +1,8 @@
 """A server's exchange with data owners' nodes: one message to each node for each question.
 
-A node that does not come, or whose owner declines, is out for the run. A client that is silent,
-answers with nonsense or whose budget is spent is lost for the round. The round goes on with the
-others while they are a quorum.
+A node that does not connect, or whose owner declines, is excluded from the run. A client that does
+not answer, answers with invalid bytes or has exhausted its budget is lost for the round. The round
+continues with the others while they are a quorum.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ from fedsynth.federation.nodes.proposal import Proposal
 from fedsynth.privacy.history import History
 
 REFUSAL_SECONDS = 10.0
-"""How long the server waits until a node has received that it is refused."""
+"""How long the server waits for a refused node to receive the refusal."""
 
 
 class TooFewClientsError(FedsynthError):
-    """Fewer clients have joined than a quorum."""
+    """Fewer clients have joined than the quorum."""
 
 
 class NodeExchange:
@@ -59,19 +59,19 @@ class NodeExchange:
 
     Args:
         proposal: the run's.
-        carrier: to the nodes.
-        device: where uploads are put.
+        carrier: transports messages to the nodes.
+        device: the device of uploads.
         timeouts: how long the server waits.
         records: the file of the run's clients.
         numbers: node -> client, by the keys that nodes authenticate with; empty: each node states
             its client's number.
-        after: the last round that has ended, where a run is resumed; 0: it begins.
+        after: the last completed round of a resumed run; 0: the run begins.
         names: the clients' names when a private run began, in their order; empty: it begins now.
         note: receives lines for the server's operator.
 
     Attributes:
         clients: those that have joined the run, in this process or in an earlier one.
-        out: client -> why it takes no part now.
+        out: client -> why it does not take part.
     """
 
     def __init__(
@@ -111,11 +111,11 @@ class NodeExchange:
     # ------------------------------------------------------------------------------ joining
 
     def join(self) -> list[Joined]:
-        """Waits until every client has joined or declined, or the time is over.
+        """Waits until every client has joined or declined, or the timeout has passed.
 
         Raises:
-            TooFewClientsError: fewer have joined than a quorum.
-            OutputError: the clients cannot be written down.
+            TooFewClientsError: fewer clients have joined than the quorum.
+            OutputError: the clients' file cannot be written.
         """
         asked: set[int] = set()
         ends = time.monotonic() + self._timeouts.join
@@ -165,18 +165,18 @@ class NodeExchange:
 
     @property
     def never_joined(self) -> dict[int, str]:
-        """Clients that have no part in the run's releases, and why."""
+        """Clients that take no part in the run's releases, with the reasons."""
         return {k: why for k, why in self.out.items() if k not in self.clients}
 
     # ------------------------------------------------------------------------------ a round
 
     def start(self, terms: Terms) -> None:
-        """Each client receives the terms with the first message of a round."""
+        """Stores the terms, which each client receives with its first message of a round."""
         facts = {"sizes": terms.sizes, "noise_multiplier": terms.noise_multiplier}
         self._start = Frame("start", facts)
 
     def prepare(self, context: RoundContext) -> list[Refusal]:
-        """Nobody is asked before the step: a client that cannot take part declines it."""
+        """Asks no client before the step: a client that cannot take part declines the step."""
         self._lost = dict(self.out)
         for client in self.clients.values():
             client.facts = {}
@@ -193,8 +193,11 @@ class NodeExchange:
         context: RoundContext,
         asked: Sequence[int],
     ) -> Replies:
-        """See `Exchange.step`. Where nobody answers and some decline, the run ends in order. Where
-        all that answer refuse the request as unsound, it is the server's mistake."""
+        """Sends a step; see `Exchange.step`.
+
+        If no client answers and some decline, the run ends regularly. If all that answer refuse the
+        request as invalid, it is the server's error.
+        """
         self._declined, self._unsound = {}, {}
         answers = self._sum if self._method.sums_alone else self._uploads
         replies = answers(phase, message, context, asked)
@@ -226,7 +229,7 @@ class NodeExchange:
     def _sum(
         self, phase: str, message: Message, context: RoundContext, clients: Sequence[int]
     ) -> Replies:
-        """The sum of the uploads, none of which the server sees."""
+        """Returns the sum of the uploads; the server sees none of them."""
 
         def ask(questions: Mapping[int, Frame], max_bytes: int) -> dict[int, bytes]:
             answers = self._ask(questions, dict.fromkeys(questions, max_bytes))
@@ -242,7 +245,7 @@ class NodeExchange:
         return Replies(lost=lost, rejected=rejected, total=total)
 
     def facts(self, context: RoundContext, asked: Sequence[int]) -> list[Mapping[str, Any]]:
-        """As they came with the step."""
+        """Returns the facts that came with the step."""
         stated = [self.clients[k].facts.get("facts") for k in asked if k in self.clients]
         return majority_schema(stated)
 
@@ -270,8 +273,9 @@ class NodeExchange:
         return evaluated
 
     def end(self, rounds: int) -> None:
-        """Tells the clients that the run is over, and takes their ledgers' statements: they are
-        charged also for what never arrived."""
+        """Tells the clients that the run is over, and receives their final ledgers: they were
+        charged also for uploads that never arrived.
+        """
         self._lost = dict(self.out)
         self._waiting = [Frame("history", {})]
         self._ask(dict.fromkeys(sorted(self.clients), Frame("end", {"rounds": rounds})))
@@ -281,11 +285,11 @@ class NodeExchange:
     def _ask(
         self, questions: Mapping[int, Frame], max_bytes: Mapping[int, int] | None = None
     ) -> dict[int, Frame]:
-        """Returns the answers of those clients that are not lost. The others are lost from now on.
+        """Returns the answers of the clients that are not lost. The others are lost from now on.
 
         Args:
             questions: one for each client.
-            max_bytes: the size limit of each client's payload; None: it has none.
+            max_bytes: the size limit of each client's payload; None: no limit.
         """
         asked = {k: frame for k, frame in questions.items() if k not in self._lost}
         requests = self._requests_to(asked)
@@ -319,9 +323,9 @@ class NodeExchange:
             self._lost[client] = f"refuses: {reason}"
 
     def _requests_to(self, questions: Mapping[int, Frame]) -> dict[int, Request]:
-        """Returns each client's message, with the frames that wait for the next one.
+        """Returns each client's message, which includes the frames waiting for the next one.
 
-        That a client is asked for a step is written down first: from then on it may be charged.
+        The request of a step is written to the file first: from then on the client may be charged.
         """
         first = self._sent + 1
         self._sent += MAX_FRAMES
@@ -339,5 +343,5 @@ class NodeExchange:
 
 
 def round_header(context: RoundContext) -> dict[str, Any]:
-    """Returns the facts that name a round to its clients."""
+    """Returns the facts that identify a round to its clients."""
     return {"round": context.round, "participants": list(context.active)}

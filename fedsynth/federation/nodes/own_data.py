@@ -1,4 +1,4 @@
-"""A data owner's records: a folder of images by class, or for trials a part of a data set."""
+"""A data owner's records: a folder of images by class, or, for trials, a part of a data set."""
 
 from __future__ import annotations
 
@@ -23,32 +23,32 @@ from fedsynth.privacy.releases import USER
 
 
 class Source(Protocol):
-    """Where a node's records come from."""
+    """The source of a node's records."""
 
     def read(self, proposal: Proposal, number: int) -> ImageData:
-        """The records that the client with this number has, in a run.
+        """Returns the records of the client with this index, in a run.
 
         Raises:
-            DataError: they are not there, or do not fit the run's specification.
+            DataError: they do not exist, or do not fit the run's specification.
         """
 
     def objections(self, proposal: Proposal, said: bool) -> list[str]:
-        """Why these records are not read for a run, whatever they are; empty: they may be.
+        """Returns why these records may not be read for a run, whatever they are; empty: they may.
 
         Args:
             proposal: the server's.
-            said: whether the owner's policy says which images fit.
+            said: whether the owner's policy states which images fit.
         """
 
     def identifier(self, proposal: Proposal) -> str:
-        """Names the records for their ledger, in all runs on them alike."""
+        """Returns the name of the records for their ledger, the same in all runs on them."""
 
 
 @dataclass(frozen=True)
 class ClassFolders:
-    """An owner's images, as `fedsynth.load_folder` takes them (CLASS/files, or a manifest; sites in
-    it make no difference here), in the run's size; a class that the owner has not may be missing.
-    Names that a server has said are compared with the folders', and never followed.
+    """An owner's images, in the layout of `fedsynth.load_folder` (CLASS/files, or a manifest, whose
+    sites are ignored here), at the run's size. Classes that the owner does not have may be missing.
+    Names from a server are compared with the folders' names, and never used as paths.
 
     Args:
         folder: the owner's.
@@ -57,8 +57,10 @@ class ClassFolders:
     folder: Path
 
     def objections(self, proposal: Proposal, said: bool) -> list[str]:
-        """A server that could name classes and sizes at will would learn from who joins which
-        folders and images there are: they are the owner's to say."""
+        """Returns an objection unless the owner has stated the classes and image size. A server
+        that could choose them freely would learn from the clients that join which folders and
+        images exist.
+        """
         declared: Declaration | None = None
         if (self.folder / DECLARATION).is_file():
             declared = read_declaration(self.folder / DECLARATION)
@@ -85,7 +87,7 @@ class ClassFolders:
 
 @dataclass(frozen=True)
 class PartOf:
-    """A part of a published data set, as a simulation divides it: for trials.
+    """A part of a published data set, partitioned as in a simulation: for trials.
 
     Args:
         data_root: the folder of data sets; None: FEDSYNTH_DATA.
@@ -94,7 +96,7 @@ class PartOf:
     data_root: Path | None = None
 
     def objections(self, proposal: Proposal, said: bool) -> list[str]:
-        """None: the data set is published."""
+        """Returns no objection, because the data set is published."""
         return []
 
     def read(self, proposal: Proposal, number: int) -> ImageData:
@@ -115,7 +117,7 @@ class PartOf:
 
 
 def _images(spec: DatasetSpec) -> tuple[object, ...]:
-    """What decides on whether images can be read for a specification."""
+    """Returns the facts that determine whether images can be read for a specification."""
     return (spec.class_names, *spec.image_shape)
 
 

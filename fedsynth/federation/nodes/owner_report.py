@@ -1,5 +1,6 @@
-"""What a data owner reads: before its client joins a run, what is released and what that costs; after
-it, a privacy report over its own ledger, with what `fedsynth privacy verify` needs."""
+"""Texts for a data owner: before its client joins a run, the planned releases and their cost; after
+the run, a privacy report over its own ledger, with the files that `fedsynth privacy verify` needs.
+"""
 
 from __future__ import annotations
 
@@ -34,12 +35,12 @@ if TYPE_CHECKING:
 
 
 def request_words(proposal: Proposal, number: int, ledger: Ledger | None) -> list[str]:
-    """Lines for the owner.
+    """Returns the lines that describe a proposal to the owner.
 
     Args:
         proposal: the server's.
-        number: the client's.
-        ledger: as it stands; None: there is none yet.
+        number: the client's index.
+        ledger: the current one; None: there is none yet.
     """
     run = proposal.settings
     method = run.method
@@ -63,7 +64,7 @@ def request_words(proposal: Proposal, number: int, ledger: Ledger | None) -> lis
 
 
 def _cost(proposal: Proposal, ledger: Ledger | None) -> list[str]:
-    """What it costs by the client's own ledger; the server tells σ when all have joined."""
+    """Returns the cost by the client's own ledger; the server sends σ when all have joined."""
     run = proposal.settings
     if run.privacy is None:
         return [
@@ -85,11 +86,11 @@ def write_owner_report(session: Session, rounds: int, folder: Path) -> str:
 
     Args:
         session: the client's.
-        rounds: that have ended, as the server says; charges are the ledger's.
-        folder: that it goes into.
+        rounds: the completed rounds, as the server states them; charges are from the ledger.
+        folder: receives the report.
 
     Returns:
-        What the owner reads of it.
+        A summary for the owner.
 
     Raises:
         PrivacyError: the ledger cannot be read.
@@ -127,7 +128,7 @@ def write_owner_report(session: Session, rounds: int, folder: Path) -> str:
 
 
 def _as_it_was(history: History, ledger: Path | None) -> History:
-    """What the ledger held when the client joined, with the chain hash of that time."""
+    """Returns the ledger as it was when the client joined, with its chain hash at that time."""
     if ledger is None:
         return history
     chain = read_ledger(ledger).chains[len(history.releases)]

@@ -1,25 +1,26 @@
-"""What a data owner allows: a file that the owner writes, and the decision on a proposal.
+"""A data owner's policy: a file that the owner writes, and the decision on a proposal.
 
-A policy is TOML. What it does not name, it does not bound, but for runs without differential
-privacy, which it allows only by `open = true`:
+A policy is TOML. It does not limit what it does not name, except for runs without differential
+privacy, which it allows only with `open = true`:
 
     methods = ["feddm", "fedaf"]     # names of methods
-    epsilon = 8.0                    # what all runs on these records may spend together ...
-    delta = 1e-5                     # ... at this δ, which is also the largest of a run
-    rounds = 20                      # the most rounds of a run
+    epsilon = 8.0                    # the budget of all runs on these records together ...
+    delta = 1e-5                     # ... at this δ, which is also a run's largest δ
+    rounds = 20                      # a run's largest number of rounds
     open = false                     # whether runs without differential privacy are allowed
 
-    classes = ["healthy", "ill"]     # what may be known of the images: a run that says otherwise
+    classes = ["healthy", "ill"]     # what a run may know of the images: a run that differs
     height = 64                      # is refused before any is read
     width = 64
     channels = 1
 
-    [settings]                       # any other setting: what it may be, or [least, most]
+    [settings]                       # any other setting: allowed values, or [least, most]
     "model.name" = ["convnet", "linear"]
     "model.width" = [1, 128]
 
-Noise that clients share, each a part, it allows where the other owners' keys are known, or where it
-names `"method.aggregation"`: a server that makes clients up sees an upload with this part alone.
+Noise that clients share, each adding a part, is allowed if the other owners' keys are known, or if
+the policy names `"method.aggregation"`: a server that invents clients sees an upload with only this
+part of the noise.
 """
 
 from __future__ import annotations
@@ -47,18 +48,18 @@ class Policy:
 
     Args:
         methods: names; None: all.
-        epsilon: of all runs on the owner's records together, whatever a run's own cap is. It is
-            enforced at each charge, too. None: runs' own caps alone.
-        delta: at which that ε is, and the largest δ of a run. An ε alone says nothing: with a
-            larger δ, which the server sets, the same releases have a smaller one.
+        epsilon: the budget of all runs on the owner's records together, whatever a run's own cap
+            is. It is enforced at each charge, too. None: only the runs' own caps apply.
+        delta: the δ of that ε, and the largest δ of a run. An ε without its δ is meaningless:
+            with a larger δ, which the server sets, the same releases have a smaller ε.
         rounds: the most rounds of a run.
         open: whether runs without a guarantee are allowed.
-        classes: the images' classes, in a run's order; None: not said.
-        height: the images', in pixels; None: not said.
-        width: likewise.
-        channels: 1 or 3; None: not said.
-        settings: by "section.key" what a setting may be: a list of values, or of two numbers, the
-            least and the most.
+        classes: the images' classes, in a run's order; None: not stated.
+        height: of the images, in pixels; None: not stated.
+        width: of the images, in pixels; None: not stated.
+        channels: 1 or 3; None: not stated.
+        settings: by "section.key" the allowed values of a setting: a list of values, or two
+            numbers, the least and the most.
 
     >>> Policy(methods=("feddm",), epsilon=8.0, delta=1e-5).open
     False
@@ -92,10 +93,10 @@ class Policy:
 
     @classmethod
     def from_mapping(cls, given: Mapping[str, Any]) -> Policy:
-        """The policy that a file says.
+        """Returns the policy of a parsed file.
 
         Raises:
-            SettingError: an unknown name, or a value of another type: nobody's slip allows more.
+            SettingError: an unknown name, or a value of another type: a typo must not allow more.
         """
         known = {one.name for one in fields(cls)}
         for name in given:
@@ -116,10 +117,10 @@ class Policy:
 
     @classmethod
     def read(cls, path: Path) -> Policy:
-        """The policy in a file.
+        """Returns the policy in a file.
 
         Raises:
-            SettingError: it cannot be read, is no TOML, or as `from_mapping`.
+            SettingError: it cannot be read, is not TOML, or as `from_mapping`.
         """
         try:
             given = load_toml(path)
@@ -129,7 +130,7 @@ class Policy:
 
     @property
     def says_images(self) -> bool:
-        """Whether it says all that decides on whether images fit a run."""
+        """Returns whether the policy states everything that determines if images fit a run."""
         return None not in (self.classes, self.height, self.width, self.channels)
 
     def _other_images(self, proposal: Proposal) -> list[str]:
@@ -148,13 +149,13 @@ class Policy:
         ]
 
     def objections(self, proposal: Proposal, *, identified: bool = False) -> list[str]:
-        """Why the owner does not take part; empty: the owner does.
+        """Returns why the owner does not take part; empty: the owner does.
 
-        It asks nothing of the ledger, which is asked at each charge.
+        The ledger is not considered here; it is checked at each charge.
 
         Args:
             proposal: the run's.
-            identified: the other owners' keys are known, so that a server cannot make clients up.
+            identified: the other owners' keys are known, so that a server cannot invent clients.
         """
         run = proposal.settings
         privacy = run.privacy
@@ -196,7 +197,7 @@ def _list(name: str, given: Any) -> tuple[Any, ...]:
 
 
 def _allows(allowed: tuple[Any, ...], value: Any) -> bool:
-    """Whether a setting's value is one of a list, or between two numbers."""
+    """Returns whether a setting's value is in a list, or between two numbers."""
     if len(allowed) == 2 and all(_is_number(one) for one in allowed):
         return _is_number(value) and allowed[0] <= value <= allowed[1]
     return any(type(one) is type(value) and one == value for one in allowed)
@@ -208,10 +209,10 @@ def _is_number(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Owner:
-    """Who decides on a proposal: a policy, an approval of one agreement, or both.
+    """Decides on a proposal: by a policy, an approval of one agreement, or both.
 
     Args:
-        policy: the owner's; None: only what is approved takes place.
+        policy: the owner's; None: only approved runs are accepted.
         approved: agreements that were approved by hand; `ANY` in it approves all.
     """
 
@@ -220,13 +221,13 @@ class Owner:
 
     @property
     def cap(self) -> Cap | None:
-        """What all runs may spend together, beside each run's own cap."""
+        """The budget of all runs together, in addition to each run's own cap."""
         if self.policy is None or self.policy.epsilon is None or self.policy.delta is None:
             return None
         return Cap(self.policy.epsilon, self.policy.delta)
 
     def objections(self, proposal: Proposal, *, identified: bool = False) -> list[str]:
-        """Why the owner does not take part; empty: the owner does."""
+        """Returns why the owner does not take part; empty: the owner does."""
         if self.policy is not None:
             objections = self.policy.objections(proposal, identified=identified)
             if objections or not self.approved:

@@ -1,7 +1,7 @@
-"""What a server proposes to data owners: a run's settings and the public facts of its data.
+"""A server's proposal to data owners: a run's settings and the public facts of its data.
 
-It comes from a stranger: nothing in it names a file, a device or a ledger of the owner's machine,
-and nothing is made of it before it was checked (`fedsynth.federation.nodes.policy`).
+It is untrusted input: nothing in it names a file, a device or a ledger of the owner's machine, and
+nothing is built from it before it was checked (`fedsynth.federation.nodes.policy`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ OWN = {
     "data": ("data_root",),
     "privacy": ("ledger",),
 }
-"""Settings that say where a party computes and what it keeps: each party's own."""
+"""Settings of where a party computes and what it stores: each party has its own values."""
 _NAME = re.compile(r"[0-9a-f]{16}")
 
 
@@ -44,8 +44,8 @@ class Proposal:
     """A run as a server proposes it.
 
     Args:
-        run: names the run, also where its server is restarted: 16 hexadecimal digits.
-        settings: without anything of `OWN`.
+        run: the run's name, which a restarted server keeps: 16 hexadecimal digits.
+        settings: without the settings in `OWN`.
         spec: the data set's specification, public.
     """
 
@@ -55,12 +55,12 @@ class Proposal:
 
     @property
     def agreement(self) -> str:
-        """A hash of all that an owner agrees to; another run of the same settings has the same."""
+        """A hash of all that an owner agrees to; runs of the same settings have the same hash."""
         text = json.dumps([agreement(self.settings), asdict(self.spec)], sort_keys=True)
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
     def to_json(self) -> dict[str, Any]:
-        """As a JSON-able mapping; `from_json` is its inverse."""
+        """Returns a JSON-able mapping; `from_json` is its inverse."""
         return {
             "run": self.run,
             "settings": shared_sections(self.settings.to_mapping()),
@@ -69,10 +69,10 @@ class Proposal:
 
     @classmethod
     def from_json(cls, stated: Any) -> Proposal:
-        """The proposal that a server states.
+        """Returns the proposal that a server sent.
 
         Raises:
-            MessageError: it is none.
+            MessageError: it is not a valid proposal.
         """
         try:
             run = stated["run"]
@@ -91,15 +91,15 @@ class Proposal:
 
 
 def own_proposal(sections: Mapping[str, Mapping[str, Any]], spec: Path | None = None) -> Proposal:
-    """The proposal of a server that has these settings; for a new run.
+    """Returns the proposal of a server for a new run with these settings.
 
     Args:
         sections: as `resolve` takes them.
-        spec: a TOML file with the specification of own data; None: that of the data set which
-            `sections` name.
+        spec: a TOML file with the specification of custom data; None: that of the data set in
+            `sections`.
 
     Raises:
-        FedsynthError: unsound settings, or a file that says no specification.
+        FedsynthError: invalid settings, or a file without a specification.
     """
     if spec is None:
         found = dataset_spec(str(sections.get("data", {}).get("dataset", DEFAULT_DATASET)))
@@ -117,18 +117,18 @@ def own_proposal(sections: Mapping[str, Mapping[str, Any]], spec: Path | None = 
 
 
 def new_run() -> str:
-    """A name for a run; nobody else's."""
+    """Returns a unique name for a run."""
     return secrets.token_hex(8)
 
 
 def own_name(spec: DatasetSpec) -> str | None:
-    """The data set's name where it is none of the package's; None: it is one of these."""
+    """Returns the name of a data set that is not in the package; None: it is in the package."""
     known = DATASETS.get(spec.name) == spec or spec.name.startswith("synthetic(")
     return None if known else spec.name
 
 
 def shared_sections(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Sections of settings without what is each party's own.
+    """Returns sections of settings without the settings in `OWN`.
 
     >>> shared_sections({"run": {"rounds": 2, "device": "cuda"}, "privacy": {"ledger": "/x"}})
     {'run': {'rounds': 2}}

@@ -1,8 +1,8 @@
-"""A run over data owners' nodes: the rounds, their checkpoint, and what the run leaves.
+"""A networked run over data owners' nodes: the rounds, their checkpoint, and the run's outputs.
 
-It does what `simulated_run` does, without what only a simulation may show: nobody here sees a
-partition, a record, or anybody's test split. What the server restarts from has the server's state
-and its rows; what clients keep stays with them.
+It does what `simulated_run` does, without what only a simulation may show: the server sees no
+partition, no record, and no client's test split. The server's checkpoint holds its own state and
+its metrics; the clients' state stays with them.
 """
 
 from __future__ import annotations
@@ -53,15 +53,15 @@ from fedsynth.synthesizer.condensation.sets import synthetic_sets
 
 @dataclass(frozen=True)
 class Served:
-    """What a run over nodes ends with.
+    """The result of a networked run.
 
     Args:
         folder: the run's.
         metrics: a row for each round.
         parameters: the final model's.
         report: the server's privacy report, over released values; None without privacy.
-        histories: what the clients' ledgers held at the end, as they say.
-        deviations: what went otherwise than planned.
+        histories: the clients' final ledgers, as they state them.
+        deviations: the deviations from the plan.
     """
 
     folder: Path
@@ -74,12 +74,12 @@ class Served:
 
 @dataclass(frozen=True)
 class Post:
-    """Who a server reaches, and how.
+    """The server's connection to nodes.
 
     Args:
-        carrier: to the nodes.
-        timeouts: how long it waits for them.
-        numbers: which client each node is, where the server knows; empty: each says so itself.
+        carrier: transports messages to the nodes.
+        timeouts: how long the server waits for them.
+        numbers: node -> client, where the server knows it; empty: each node states its client.
     """
 
     carrier: Carrier
@@ -98,10 +98,10 @@ def serve(
     """Runs a federation over nodes.
 
     Args:
-        proposal: the run; its name is a new one, unless it is resumed.
+        proposal: the run; its name is replaced by a new one, or that of the resumed run.
         post: to the nodes.
-        output: the folder that run folders go into.
-        observer: told of progress.
+        output: the parent folder of run folders.
+        observer: receives the progress.
         resume: the folder of a run of the same settings that did not finish.
 
     Raises:
@@ -182,7 +182,7 @@ class _Run:
         self._begin(checkpoint, resumed=resume is not None)
 
     def _begin(self, checkpoint: Checkpoint | None, *, resumed: bool) -> None:
-        """Writes what a private run begins with, and goes to where a checkpoint stands."""
+        """Writes a private run's initial state, and restores the checkpoint."""
         plan = self.agreed.plan
         if plan is not None:
             for line in privacy_words.headline(plan, simulated=False):
@@ -198,7 +198,7 @@ class _Run:
             self.record.go_on(self.folder, [] if checkpoint is None else checkpoint.rows)
 
     def run(self) -> Served:
-        """All rounds that are left, and the result."""
+        """Runs all remaining rounds, and returns the result."""
         try:
             for number in range(len(self.record.rows) + 1, self.settings.rounds + 1):
                 started = time.perf_counter()
@@ -213,18 +213,18 @@ class _Run:
             self.folder.release()
 
     def _context_of(self, number: int) -> RoundContext:
-        """What the server's steps of this round know."""
+        """Returns the context of the server's steps in this round."""
         taking = self.participation.in_round(number)
         return replace(self.context, round=number, participants=taking)
 
     def _keep(self, context: RoundContext, played: Played, started: float) -> None:
-        """The round's row, and the checkpoint."""
+        """Records the round's metrics, and writes the checkpoint."""
         if played.no_quorum is None:
             self.uploads = dict(played.uploads)
         state = self.server.state
         row = self.record.row(state, context, played, started)
         kept = Checkpoint(tuple(self.record.rows), state, {}, synthetic_sets(self.uploads))
-        self.records.write(self.exchange.clients)  # first: the checkpoint is not to be ahead of it
+        self.records.write(self.exchange.clients)  # first: the checkpoint must not be ahead of it
         self.checkpoints.write(kept, frozenset())
         self.record.tell(row)
 
@@ -248,10 +248,10 @@ class _Run:
         )
 
     def _charged(self) -> list[History]:
-        """Returns the clients' ledgers, with the rows of steps that they did not state since.
+        """Returns the clients' ledgers, with rows added for steps whose charge was never stated.
 
         A client that was asked for a step and never answered again may have been charged for it,
-        and its upload may have been seen: the report must not be below that.
+        and its upload may have been seen: the report must include it.
         """
         plan = self.agreed.plan
         if plan is None:
@@ -278,7 +278,9 @@ class _Run:
 
 
 def _test_set(proposal: Proposal) -> ImageData | None:
-    """The test images of a published data set, which are public; None: the server has none."""
+    """Returns the public test images of a published data set; None: the server does not have
+    them.
+    """
     if not is_published(proposal.spec):
         return None
     try:
@@ -289,10 +291,10 @@ def _test_set(proposal: Proposal) -> ImageData | None:
 
 
 def _opened(proposal: Proposal, output: Path, resume: Path | None) -> RunFolder:
-    """The run's folder, with its settings.
+    """Returns the run's folder, which holds its settings.
 
     Raises:
-        CheckpointError: the one to go on with is of other settings.
+        CheckpointError: the run to resume has other settings.
     """
     config = to_toml(proposal.settings.to_mapping())
     if resume is None:
@@ -303,10 +305,10 @@ def _opened(proposal: Proposal, output: Path, resume: Path | None) -> RunFolder:
 
 
 def _name(folder: RunFolder, proposal: Proposal, resume: Path | None) -> str:
-    """The run's name: a new one, or that of the run that goes on.
+    """Returns the run's name: a new one, or that of the resumed run.
 
     Raises:
-        CheckpointError: that run is of other settings, or its file is damaged.
+        CheckpointError: that run has other settings, or its file is damaged.
     """
     file = folder.path / SERVED
     if resume is None:
@@ -325,8 +327,8 @@ def _name(folder: RunFolder, proposal: Proposal, resume: Path | None) -> str:
 
 
 def _start(folder: Path) -> tuple[float, dict[str, int]]:
-    """Reads what the private run in a folder began with: σ, and how many rows each client's ledger
-    held, by name, in the clients' order.
+    """Reads a private run's initial state: σ, and the number of rows in each client's ledger, by
+    name, in the clients' order.
 
     Raises:
         CheckpointError: the file is damaged.
@@ -345,10 +347,10 @@ def _plan_when_it_began(
     context: RoundContext,
     histories: Sequence[History],
 ) -> PrivacyPlan:
-    """Returns the plan that the run had: with its σ, and what the ledgers held then.
+    """Returns the run's original plan: with its σ, and the ledgers' rows at that time.
 
     Raises:
-        LedgerError: a ledger has lost rows that it had.
+        LedgerError: a ledger has lost rows.
     """
     sigma, held = start
     before: list[History] = []

@@ -1,15 +1,15 @@
 """One run at a data owner's node, from one message to the next.
 
-Where a node stands is in files of the owner's folder, and not in what carries the messages: it
-outlives the process, whichever it is, and never leaves the machine. Of the memory there is that of
-the last rounds, so that a server that goes on from its checkpoint finds the one it had.
+A node's state is in files of the owner's folder, and not in the transport: it persists across
+processes, and never leaves the machine. The client memory of the last rounds is kept, so that a
+server that resumes from its checkpoint finds the memory of that round.
 
-    HOME/runs/RUN/session.json           the proposal, the terms, and which steps were done
-    HOME/runs/RUN/memory-ROUND           what the client keeps after that round
-    HOME/runs/RUN/first-ROUND            what it keeps of that round's first exchange
-    HOME/runs/RUN/answer-ROUND-EXCHANGE-QUESTION    what it has answered, for a server that asks for
-                                         the same again: it costs nothing then, and says no more
-    HOME/runs/RUN/sum.json               where a secure sum stands, with its secrets, while it lasts
+    HOME/runs/RUN/session.json           the proposal, the terms, and the completed steps
+    HOME/runs/RUN/memory-ROUND           the client's memory after that round
+    HOME/runs/RUN/first-ROUND            its memory of that round's first exchange
+    HOME/runs/RUN/answer-ROUND-EXCHANGE-QUESTION    its answer, for a server that repeats the
+                                         question: that costs nothing and releases nothing new
+    HOME/runs/RUN/sum.json               the state of an unfinished secure sum, with its secrets
 """
 
 from __future__ import annotations
@@ -48,10 +48,11 @@ from fedsynth.privacy.randomness import SecretGenerator
 STATE = "session.json"
 SUM_FILE = "sum.json"
 MOST_ANSWERS = 3
-"""So often an exchange of a private run is answered, over all joins: a server that was killed goes
-on from its checkpoint and repeats a round. Each answer is charged; without a cap there is one."""
+"""How often an exchange of a private run is answered, over all joins: a server that was killed
+resumes from its checkpoint and repeats a round. Each answer is charged; without a cap, only one is
+given."""
 KEPT_ROUNDS = 3
-"""Of so many rounds the memory stays: a server that goes on lacks at most the last of them."""
+"""The number of rounds whose memory is kept: a resumed server lacks at most the last one."""
 _MEMORY = re.compile(r"memory-([0-9]+)")
 
 
@@ -60,21 +61,21 @@ class Session:
 
     Args:
         folder: of this run.
-        proposal: what the owner has agreed to.
-        number: the client's, from 0.
+        proposal: the proposal that the owner has accepted.
+        number: the client's index, from 0.
         data: its records.
         ledger: its own.
-        cap: what its owner allows.
+        cap: its owner's budget.
         device: as in a run's settings.
-        secret: of its noise; None: one with a fresh key.
-        reporter: told what goes wrong.
+        secret: the generator of its noise; None: one with a fresh key.
+        reporter: receives errors.
         identities: of all clients, for secure sums; None: see `SumDesk`.
 
     Attributes:
         remote: answers the server's frames.
         context: of the run.
-        history: what the ledger held when the client first joined the run.
-        warnings: what a trial of the client's step found when it joined.
+        history: the ledger when the client first joined the run.
+        warnings: the warnings of the trial of the client's step when it joined.
     """
 
     def __init__(
@@ -107,7 +108,7 @@ class Session:
         self._answers = KeptAnswers(folder)
         self._saved = 0
         self._stamp = _stamp(folder)
-        privacy = settings.privacy  # without it a second sum of the same uploads tells one of them
+        privacy = settings.privacy  # without it, a second sum of the same uploads reveals one
         capped = privacy is not None and (cap is not None or privacy.epsilon is not None)
         self._most = MOST_ANSWERS if capped else 1
         self._answered = answered(folder)
@@ -121,12 +122,12 @@ class Session:
             self.history = replace(history, releases=history.releases[: state["held"]])
 
     def _spend(self) -> None:
-        """What was answered as often as it may be is answered no more."""
+        """Blocks the exchanges that have reached their limit of answers."""
         over = {asked for asked, times in self._answered.items() if times >= self._most}
         self.remote.spent = over
 
     def _count(self) -> None:
-        """Counts what was asked for since it was last written."""
+        """Counts the answers since the last write."""
         for asked in self.remote.done - self._counted:
             self._answered[asked] = self._answered.get(asked, 0) + 1
         self._counted = set(self.remote.done)
@@ -134,21 +135,21 @@ class Session:
 
     @property
     def current(self) -> bool:
-        """Whether no other process has answered for this client since this one did."""
+        """Returns whether no other process has answered for this client since this one did."""
         return self._stamp == _stamp(self.folder)
 
     @property
     def round(self) -> int:
-        """The last round that it has answered whole; 0: none."""
+        """The last round that the client has completed; 0: none."""
         return max((number for number, phase in self.remote.done if phase == MAIN), default=0)
 
     def told(self, facts: Mapping[str, Any]) -> bool:
-        """Whether these are the terms that it was told before."""
+        """Returns whether these are the terms that the client has already received."""
         terms = self._terms()
         return terms is not None and terms == {name: facts.get(name) for name in terms}
 
     def _terms(self) -> dict[str, Any] | None:
-        """Returns the terms as JSON has them; None: it has not received them yet."""
+        """Returns the terms in JSON form; None: it has not received them yet."""
         terms = self.remote.terms
         if terms is None:
             return None
@@ -156,18 +157,20 @@ class Session:
         return {"sizes": sizes, "noise_multiplier": terms.noise_multiplier}
 
     def check_terms(self, facts: Mapping[str, Any]) -> None:
-        """Refuses another σ than the run was begun with: it is found once, and a server that goes
-        on has it written down. (Each charge is at the σ that is drawn with, so that the ledger
-        would be right with another, too; but it would be no run that its owner has agreed to.)
+        """Refuses a σ that differs from the run's: σ is calibrated once, and a resumed server has
+        it on file.
+
+        Each charge uses the σ that noise is drawn with, so the ledger would be right with another
+        σ, too; but the owner has not agreed to such a run.
 
         Raises:
-            MessageError: σ is another one.
+            MessageError: σ differs.
         """
         if self._sigma is not None and facts.get("noise_multiplier") != self._sigma:
             raise MessageError("the run was begun with another noise multiplier")
 
     def begin(self, after: int) -> None:
-        """Begins after a round: 0, or the one that a restarted server resumes after.
+        """Begins after a round: 0, or the one after which a restarted server resumes.
 
         The client continues with the memory of its last round until then. That may be an earlier
         one: it takes part in some rounds only, and may have been lost in others.
@@ -186,12 +189,12 @@ class Session:
                 f"after round {after}"
             )
         for later in rounds:
-            # of rounds that the server plays again, unless what was answered then is kept, too
+            # rounds that the server repeats, unless their answers are stored, too
             if later > after and not self._answers.has(later, MAIN):
                 (self.folder / f"memory-{later}").unlink(missing_ok=True)
 
     def resume(self) -> None:
-        """Goes on where another process has left it.
+        """Restores the state that another process has left.
 
         Raises:
             CheckpointError: the folder is damaged.
@@ -216,18 +219,18 @@ class Session:
                 self.remote.sums.standing = load_json(self.folder / SUM_FILE)
 
     def again(self, asked: Frame) -> Frame | None:
-        """What was answered to the same question before; the client is then where that left it.
+        """Returns the stored answer to a repeated question and restores the client's state after
+        it.
 
-        The ledger is not asked: nothing leaves that has not left before. None: it is a new
-        question.
+        The ledger is not consulted, because nothing new is released. None: it is a new question.
 
         Raises:
-            CheckpointError: what is kept is damaged.
+            CheckpointError: the stored answer is damaged.
         """
         if asked.kind in ("prepare", "begin") and self._answers.has(
             asked.facts.get("round"), FIRST, MAIN
         ):
-            return Frame("answer", {})  # what is asked then may be kept; else its charge is asked
+            return Frame("answer", {})  # its step may be stored; if not, its charge is checked
         found = self._answers.of(asked)
         if found is None or asked.kind != STEP:
             return found
@@ -243,18 +246,18 @@ class Session:
         return found
 
     def answer(self, asked: Frame, sent: bytes) -> bytes:
-        """The client's answer to a frame; it is kept, and where the client stands, too.
+        """Returns the client's answer to a frame, after storing the answer and the client's state.
 
         Args:
             asked: the frame.
-            sent: the same as it came.
+            sent: the frame's bytes as received.
 
         Raises:
-            OutputError: nothing can be kept.
+            OutputError: they cannot be stored.
         """
         answer = self.remote.answer(sent)
         try:
-            self._keep_sum()  # first: what was masked is never masked again in the same way
+            self._keep_sum()  # first: an upload is never masked twice with the same masks
             self._answers.keep(asked, Frame.from_bytes(answer))
         except OSError as error:
             raise OutputError(f"cannot write {self.folder}: {error.strerror or error}") from None
@@ -262,7 +265,7 @@ class Session:
         return answer
 
     def keep(self) -> None:
-        """Writes where it stands; what it answers leaves the node only afterwards.
+        """Writes the client's state; an answer leaves the node only afterwards.
 
         Raises:
             OutputError: it cannot be written.
@@ -298,7 +301,7 @@ class Session:
             raise OutputError(f"cannot write {self.folder}: {error.strerror or error}") from None
 
     def _keep_sum(self) -> None:
-        """Where a secure sum stands; of one that is over nothing stays."""
+        """Stores the state of a secure sum, and removes that of a completed one."""
         stated = self.remote.sums.standing
         if stated is not None:
             self._write(SUM_FILE, json.dumps(stated).encode())
@@ -307,7 +310,9 @@ class Session:
                 (self.folder / left).unlink(missing_ok=True)
 
     def _prune(self, standing: Standing) -> None:
-        """Leaves the last rounds' memories, the pending one, and those of answers that are kept."""
+        """Removes all memories but the last rounds', the pending one, and those of stored
+        answers.
+        """
         self._answers.prune()
         for number in sorted(self._rounds())[:-KEPT_ROUNDS]:
             (self.folder / f"memory-{number}").unlink(missing_ok=True)
@@ -319,7 +324,7 @@ class Session:
                 path.unlink(missing_ok=True)
 
     def _rounds(self) -> set[int]:
-        """Of which rounds a memory is kept."""
+        """Returns the rounds whose memory is kept."""
         if not self.folder.is_dir():
             return set()
         found = (_MEMORY.fullmatch(path.name) for path in self.folder.iterdir())
@@ -330,7 +335,7 @@ class Session:
         write_whole(self.folder / name, content, secret=True)
 
     def _read(self, name: str) -> Memory:
-        """What the client kept, on its device."""
+        """Returns a stored memory, on the client's device."""
         device = self.remote.runtime.context.device
         kept = Kept.from_bytes(read_regular(self.folder / name, MAX_TENSORS_BYTES)).memory
         return {key: tensor.to(device) for key, tensor in kept.items()}
@@ -338,7 +343,7 @@ class Session:
 
 @contextmanager
 def damage_is_named(folder: Path) -> Iterator[None]:
-    """Raises CheckpointError in place of what reading a damaged folder raises."""
+    """Converts errors from reading a damaged folder to CheckpointError."""
     try:
         yield
     except (OSError, ValueError, KeyError, TypeError, MessageError) as error:
@@ -354,7 +359,7 @@ def answered(folder: Path) -> dict[tuple[int, str], int]:
     """Returns how often each exchange of a folder's run was answered, over all joins.
 
     Raises:
-        CheckpointError: the folder is damaged: it does not count as one without answers.
+        CheckpointError: the folder is damaged; that does not count as having no answers.
     """
     with damage_is_named(folder):
         state = read_state(folder) or {"answered": []}
@@ -362,7 +367,7 @@ def answered(folder: Path) -> dict[tuple[int, str], int]:
 
 
 def kept_proposal(folder: Path) -> Proposal | None:
-    """Returns what the owner has agreed to in a folder's run; None: nothing yet.
+    """Returns the accepted proposal of a folder's run; None: there is none yet.
 
     Raises:
         CheckpointError: the folder is damaged.
@@ -373,7 +378,7 @@ def kept_proposal(folder: Path) -> Proposal | None:
 
 
 def _stamp(folder: Path) -> tuple[int, int, int] | None:
-    """Returns another value whenever the state was written; None: it was not yet."""
+    """Returns a stamp that changes with each write of the state; None: it was not written yet."""
     try:
         found = (folder / STATE).stat()
     except FileNotFoundError:
