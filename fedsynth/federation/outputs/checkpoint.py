@@ -1,19 +1,19 @@
-"""Checkpoints of a simulation: what a run that was killed goes on from, after its last whole round.
+"""Checkpoints of a simulation, from which a killed run resumes after its last complete round.
 
     simulation_only/checkpoint/
         checkpoint.json              the round, the rows so far, and which files belong to it
         state-ROUND.safetensors      the server's state
-        memory-CLIENT-ROUND.…        what a client keeps, of the round that it was last in
+        memory-CLIENT-ROUND.…        a client's memory, from the last round it took part in
         upload-CLIENT-ROUND.…        the synthetic sets of the last round
-        steps-ROUND-NAME             inside a round: where a long loop stands (`kept_steps.py`)
+        steps-ROUND-NAME             the checkpoint of a long loop within a round (`kept_steps.py`)
 
-`checkpoint.json` is replaced last, in one step, so that there is always one whole checkpoint,
-whenever a run is killed and whatever a full disk cuts off; files that it does not name are removed
-afterwards. Everything is safetensors and JSON, and nothing in it is executed.
+`checkpoint.json` is replaced last, atomically, so that there is always one complete checkpoint,
+even if a run is killed or the disk is full. Files that it does not name are removed afterwards.
+Everything is safetensors and JSON, and nothing in it is executed.
 
-Clients' memories and exact accuracies are in it, so it stands in `simulation_only`, and goes when
-the run ends. It has no key of anybody's noise or masks, and no ledger: a ledger is never rewound,
-and a round that is repeated after its noise was drawn is charged again.
+A checkpoint has clients' memories and exact accuracies, so it is in `simulation_only`, and is
+deleted when the run ends. It has no keys of noise or masks, and no ledger: a ledger is never
+rewound, and a round that is repeated after its noise was drawn is charged again.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _WORN = re.compile(r"(state|memory|upload|steps)-.*|.*\.partial")
 
 @dataclass(frozen=True)
 class Kept(Packed):
-    """What a client keeps between rounds.
+    """A client's memory between rounds.
 
     Args:
         memory: its tensors by name.
@@ -64,13 +64,13 @@ class Kept(Packed):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a run goes on from.
+    """The state from which a run resumes.
 
     Args:
-        rows: of metrics, one for each round that has ended, with what only a simulation may show.
-        state: the server's, after the last of them.
-        memories: what clients keep, by client; of one that is read, in the files alone
-            (`CheckpointFolder.memory`).
+        rows: the metrics rows of the finished rounds, with what only a simulation may show.
+        state: the server's state after the last of these rounds.
+        memories: the clients' memories, by client; for a checkpoint that was read, only in the
+            files (`CheckpointFolder.memory`).
         uploads: the synthetic sets of the last round, by client.
     """
 
@@ -81,7 +81,7 @@ class Checkpoint:
 
     @property
     def round(self) -> int:
-        """The last whole round."""
+        """The number of the last complete round."""
         return len(self.rows)
 
 
@@ -89,14 +89,14 @@ class CheckpointFolder:
     """The checkpoint of one run.
 
     Args:
-        path: the folder; made when the first checkpoint is.
-        identity: names the run's settings and data: a checkpoint of others is refused.
+        path: the folder; created with the first checkpoint.
+        identity: identifies the run's settings and data; other runs' checkpoints are refused.
     """
 
     def __init__(self, path: Path, identity: str) -> None:
         self.path = path
         self.identity = identity
-        self._files: dict[str, str] = {}  # what the checkpoint names: file, and its SHA-256
+        self._files: dict[str, str] = {}  # the checkpoint's files, with their SHA-256
 
     def write(
         self, checkpoint: Checkpoint, changed: frozenset[int], stored: frozenset[int] = frozenset()
@@ -104,12 +104,12 @@ class CheckpointFolder:
         """Replaces the checkpoint.
 
         Args:
-            checkpoint: after a round.
-            changed: clients whose memories are others than in the checkpoint before.
-            stored: clients whose memories are in their files, and as they were.
+            checkpoint: the state after a round.
+            changed: the clients whose memories differ from the previous checkpoint.
+            stored: the clients whose memories are unchanged in their files.
 
         Raises:
-            OutputError: it cannot be written; the checkpoint before is whole.
+            OutputError: it cannot be written; the previous checkpoint is intact.
         """
         number = checkpoint.round
         with self.writing():
@@ -130,7 +130,7 @@ class CheckpointFolder:
                 content = packed.to_bytes()
                 write_whole(self.path / name, content, lasting=False)
                 files[name] = hashlib.sha256(content).hexdigest()
-            sync_folder(self.path)  # of all files at once, before one of them is named
+            sync_folder(self.path)  # all files at once, before the pointer names them
             pointer: dict[str, Any] = {
                 "format": FORMAT,
                 "identity": self.identity,
@@ -144,10 +144,10 @@ class CheckpointFolder:
             self._prune()
 
     def read(self, method: Method) -> Checkpoint | None:
-        """The checkpoint; None: the run was killed before its first round ended.
+        """Returns the checkpoint, or None if the run was killed before its first round ended.
 
         Raises:
-            CheckpointError: it is damaged, or another run's.
+            CheckpointError: it is damaged, or of another run.
         """
         if not (self.path / POINTER).exists():
             return None
@@ -204,14 +204,14 @@ class CheckpointFolder:
 
     @property
     def clients(self) -> list[int]:
-        """Who keeps anything."""
+        """The indices of the clients that have a memory."""
         return sorted(self._memories())
 
     def memory(self, client: int) -> Memory:
-        """What a client keeps, as in the checkpoint.
+        """Returns a client's memory from the checkpoint.
 
         Raises:
-            CheckpointError: its file is damaged, or there is none.
+            CheckpointError: its file is damaged or missing.
         """
         name = self._memories().get(client)
         if name is None:
@@ -222,18 +222,18 @@ class CheckpointFolder:
             raise self._damaged(str(error)) from None
 
     def _memories(self) -> dict[int, str]:
-        """Each client's file."""
+        """Returns the memory file of each client."""
         return {_client(name): name for name in self._files if name.startswith("memory-")}
 
     def _prune(self) -> None:
-        """Removes what belongs to no checkpoint; what cannot be removed does no harm."""
+        """Removes files that belong to no checkpoint; those that cannot be removed do no harm."""
         for path in self.path.iterdir():
             if path.name not in self._files and _WORN.fullmatch(path.name):
                 with suppress(OSError):
                     path.unlink()
 
     def discard(self) -> None:
-        """Removes the checkpoint: the run has ended."""
+        """Removes the checkpoint, because the run has ended."""
         self._files = {}
         with suppress(OSError):
             (self.path / POINTER).unlink(missing_ok=True)
@@ -255,12 +255,14 @@ class CheckpointFolder:
 
 
 PLACE = {"run": ("device", "memory_gb", "compile"), "data": ("data_root",)}
-"""Settings that say where a run computes, and not what."""
+"""Settings that determine where a run computes, but not its result."""
 
 
 def without_place(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings by section, as in config.toml, but for those that say where a run computes."""
-    # as they come out of TOML: tuples as lists
+    """Returns the settings by section, as in config.toml, except those that determine where a run
+    computes.
+    """
+    # lists in place of tuples, as TOML gives them
     plain = json.loads(json.dumps(settings))
     return {
         section: {k: v for k, v in values.items() if k not in PLACE.get(section, ())}
@@ -271,9 +273,10 @@ def without_place(settings: Mapping[str, Any]) -> dict[str, Any]:
 def run_identity(
     settings: RunSettings, train: ImageData, test: ImageData | None, parts: Sequence[Tensor]
 ) -> str:
-    """A hash of a run's settings, data and parts: a checkpoint is gone on with by the same alone.
+    """Returns a hash of a run's settings, data and parts: only the same run may resume a
+    checkpoint.
 
-    It is an exact function of private data, and stands in the checkpoint alone.
+    It is an exact function of private data, and is only in the checkpoint.
     """
     found = hashlib.blake2b(digest_size=16)
     text = json.dumps(without_place(settings.to_mapping()), sort_keys=True)
@@ -287,20 +290,20 @@ def run_identity(
 
 
 def write_whole(path: Path, content: bytes, *, lasting: bool = True, secret: bool = False) -> None:
-    """Replaces a file in one step: it is the old one or the new one, and never a part.
+    """Replaces a file atomically: it is always the old file or the complete new one.
 
     Args:
-        path: of the file.
-        content: of the new one; on the disk when this returns.
-        lasting: the name is on the disk, too; else `sync_folder` follows.
-        secret: nobody but the user may read it.
+        path: the file's path.
+        content: the new content; it is on the disk when this returns.
+        lasting: flush the folder entry, too; otherwise call `sync_folder` afterwards.
+        secret: only the user may read the file.
 
     Raises:
-        OSError: it cannot be written; the old one is still there.
+        OSError: it cannot be written; the old file still exists.
     """
     partial = path.with_name(f"{path.name}.partial")
     if secret:
-        partial.unlink(missing_ok=True)  # one that was left has the rights that it was made with
+        partial.unlink(missing_ok=True)  # a leftover file would keep its old permissions
     rights = 0o600 if secret else 0o666
     with open(partial, "wb", opener=lambda name, flags: os.open(name, flags, rights)) as file:
         file.write(content)
@@ -317,5 +320,5 @@ def _hash_of(pointer: Mapping[str, Any]) -> str:
 
 
 def _client(name: str) -> int:
-    """Whose file it is."""
+    """Returns the client index in a file's name."""
     return int(name.split("-")[1].split(".")[0])

@@ -1,7 +1,7 @@
-"""What a private run's rows of metrics, and its summary, may say: what is declared, and no more.
+"""Filters the metrics rows and the summary of a private run: only declared keys may be shown.
 
-The engine declares its own keys here, a method those of its facts (`Method.discloses`). A key that
-nobody declared is refused; one that only a simulation may show goes into `simulation_only` alone.
+The engine declares its keys here, a method declares those of its facts (`Method.discloses`). An
+undeclared key is refused; one that only a simulation may show goes only into `simulation_only`.
 """
 
 from __future__ import annotations
@@ -25,23 +25,25 @@ from fedsynth.privacy.disclosure import (
 from fedsynth.privacy.errors import UnaccountedReleaseError
 
 LOCAL = "local"
-"""What a row says of the clients' own test splits."""
+"""Key of a row: metrics on the clients' local test splits."""
 PRIVATE_TEST = "private_test"
-"""What it says of a test set that is private."""
+"""Key of a row: metrics on a private test set."""
 COMMON = "common_model_accuracy"
-"""The test accuracy of the common model, where clients end with models of their own."""
+"""Key of a row: the test accuracy of the common model, if clients end with personal models."""
 ON_TEST = ("test_accuracy", COMMON, "domain_accuracy", "domain_average")
-"""What is measured on the test set."""
+"""Keys of metrics that are measured on the test set."""
 SOURCES = "sources"
-"""What a summary says of files of one's own: a model's, a method's."""
+"""Key of a summary: the custom code files of model and method."""
 MODELS = "models"
-"""A row for each of the method's variants, by name."""
+"""Key of a row: a row for each of the method's variants, by name."""
 LOST = "lost"
-"""Clients that did not answer, and why."""
+"""Key of a row: the clients that did not answer, with the reasons."""
 REJECTED = "rejected"
-"""Clients whose upload could not be used, and what is wrong with it."""
+"""Key of a row: the clients whose uploads could not be used, with the reasons."""
 NOT_COUNTED = "not_counted"
-"""A round below the quorum: the exchange, the uploads that could be used, and those needed."""
+"""Key of a row of a round below the quorum: the exchange, the number of usable uploads, and the
+number needed.
+"""
 
 Declared = Mapping[str, Disclosure]
 
@@ -69,7 +71,7 @@ ROW: Declared = {
     LOCAL: simulation_only("accuracies on the clients' own records"),
     PRIVATE_TEST: simulation_only("accuracies on private test images"),
 }
-"""Keys of a round's row, beside those that the method declares."""
+"""Keys of a round's row, in addition to those that the method declares."""
 MEASURED: Declared = {key: ROW[key] for key in (*ON_TEST, LOCAL, PRIVATE_TEST)}
 """Keys of the row of one of a method's variants."""
 SUMMARY: Declared = {
@@ -82,31 +84,31 @@ SUMMARY: Declared = {
     "device": public("the machine that ran it", str),
     "folder": public("where the run's files are", str),
 }
-"""Keys of summary.json, beside those that the method declares."""
+"""Keys of summary.json, in addition to those that the method declares."""
 SUMMARISED = (GENERATOR,)
-"""The methods' facts that a summary has, too."""
+"""The methods' facts that are also in a summary."""
 
 
 def declared_row(method: type[Method]) -> Declared:
-    """What may stand in a round's row of this method."""
+    """Returns the keys that a round's row of this method may have."""
     return {**method.discloses, **ROW}
 
 
 def declared_summary(method: type[Method]) -> Declared:
-    """What may stand in its summary."""
+    """Returns the keys that this method's summary may have."""
     facts = {key: one for key, one in method.discloses.items() if key in SUMMARISED}
     return {**facts, **SUMMARY}
 
 
 def check_facts(facts: Mapping[str, Any], declared: Declared | None) -> Mapping[str, Any]:
-    """A method's facts, which may not stand under keys of the engine's own.
+    """Returns a method's facts, after checking that their keys are declared and not the engine's.
 
     Args:
         facts: by name.
-        declared: by the method (`Method.discloses`); None: the run has no differential privacy.
+        declared: by the method (`Method.discloses`); None without differential privacy.
 
     Raises:
-        UnaccountedReleaseError: a key that is the engine's, or that the method did not declare.
+        UnaccountedReleaseError: a key is the engine's, or the method did not declare it.
     """
     taken = sorted(ROW.keys() & facts.keys())
     undeclared = [] if declared is None else sorted(facts.keys() - declared.keys())
@@ -117,8 +119,7 @@ def check_facts(facts: Mapping[str, Any], declared: Declared | None) -> Mapping[
 
 
 def finite(value: Any) -> Any:
-    """Returns a value of JSON with None in place of numbers that are not finite, which JSON does
-    not have."""
+    """Returns a JSON value with None in place of non-finite numbers, which JSON does not have."""
     if isinstance(value, Mapping):
         return {key: finite(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
@@ -133,8 +134,8 @@ class Disclosed:
     """A row of metrics, or a summary, as a run may write it.
 
     Attributes:
-        shown: what may be shown to anybody.
-        hidden: what only a simulation may show; empty without privacy, where all may be shown.
+        shown: what may be public.
+        hidden: what only a simulation may show; empty without privacy, when all may be shown.
     """
 
     shown: Mapping[str, Any]
@@ -142,17 +143,17 @@ class Disclosed:
 
 
 def disclosed(values: Mapping[str, Any], declared: Declared | None) -> Disclosed:
-    """What may be shown of a row, and what only a simulation may show.
+    """Splits a row into what may be shown and what only a simulation may show.
 
-    The rows of variants are split likewise: what may be shown has what may be shown of each, and
-    the other has them whole.
+    The rows of variants are split in the same way: `shown` has the part of each row that may be
+    shown, `hidden` has the full rows.
 
     Args:
         values: the row.
-        declared: of each key what it is; None: the run has no differential privacy.
+        declared: the disclosure of each key; None without differential privacy.
 
     Raises:
-        UnaccountedReleaseError: a key that nothing declares, or a value of another shape.
+        UnaccountedReleaseError: a key is undeclared, or a value has another shape than declared.
     """
     if declared is None:
         return Disclosed(dict(values))
@@ -196,7 +197,9 @@ def lost_clients(played: Played) -> dict[str, Any]:
 
 
 def lost_in_words(row: Mapping[str, Any]) -> list[str]:
-    """Returns the same as text: "lost 0 (crashed)", "rejected 3 (weight is -1, …)"."""
+    """Returns what `lost_clients` states, as text: "lost 0 (crashed)", "rejected 3 (weight is -1,
+    …)".
+    """
     texts = []
     for key in (LOST, REJECTED):
         if key in row:

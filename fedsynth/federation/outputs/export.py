@@ -1,5 +1,6 @@
-"""Exports the synthetic images of a run with their report and a README, in a folder of their own, and
-nothing else (`fedsynth.data.shared_set` has the list)."""
+"""Exports the synthetic images of a run with their report and a README into a separate folder, and
+nothing else (`fedsynth.data.shared_set` has the list).
+"""
 
 from __future__ import annotations
 
@@ -60,16 +61,16 @@ _TEMPLATES.filters["escaped"] = lambda text: re.sub(r"([\\`*_\[\]<>|])", r"\\\1"
 
 @dataclass(frozen=True)
 class Share:
-    """A run's synthetic images, and what goes with them.
+    """A run's synthetic images, and what is exported with them.
 
     Attributes:
         found: the images, with their guarantee.
         made_by: the package's version and the method.
-        report: the privacy report; None: the run had no differential privacy.
-        accuracy: of the run's model on test images; None: not measured.
+        report: the privacy report; None without differential privacy.
+        accuracy: the accuracy of the run's model on test images; None: not measured.
         learned: whether that model was trained on these images.
-        model: the model and its architecture, to go with them; None: it stays.
-        test: what the test images are: "public", "private", or "" where the run does not say.
+        model: the model and its architecture; None: the model is not exported.
+        test: the kind of test images: "public", "private", or "" if the run does not state it.
     """
 
     found: SharedSet
@@ -89,18 +90,19 @@ def export_run(
     with_model: bool = False,
     method: type[Method] | None = None,
 ) -> Path:
-    """Writes what may leave the house of a finished run: synthetic images, their report, hashes.
+    """Writes the part of a finished run that may be released: synthetic images, their report,
+    hashes.
 
-    No settings (but with the model its own and its method's), ledgers, paths or names of the run go
-    with it, and of the private data no number that the report does not state.
+    The folder has no settings (except the model's and its method's, with the model), ledgers, paths
+    or names of the run, and no number about the private data that the report does not state.
 
     Args:
         run: the run's folder.
-        out: the folder to be made.
-        unprotected: also of a run that guarantees nothing, whose images may show real ones.
-        with_model: also the run's model, with its architecture's settings (`load_model(out)`). It
-            is made of what clients released, as the images are, and has the same guarantee.
-            FedStats' can label changed copies of the images for whoever trains on them.
+        out: the folder to create.
+        unprotected: also export a run without a guarantee, whose images may show real ones.
+        with_model: also export the model, with its architecture's settings (`load_model(out)`). It
+            is computed from the clients' releases, like the images, and has the same guarantee.
+            FedStats' model can label augmented copies of the images for training on them.
         method: the class of a method that fedsynth does not know by name.
 
     Returns:
@@ -108,7 +110,7 @@ def export_run(
 
     Raises:
         OutputError: the run made no synthetic images, did not finish, or guarantees nothing
-            (without `unprotected`); `out` is there, or cannot be written.
+            (without `unprotected`); `out` exists, or cannot be written.
         PrivacyError: the run's report does not follow from its ledgers.
 
     >>> export_run("/no/such/run", "share")
@@ -121,7 +123,7 @@ def export_run(
     require_new(target)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        # whole or not at all: nobody shall hand half of it over
+        # all or nothing: an incomplete folder must never be released
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=".export-") as place:
             whole = Path(place) / "share"
             whole.mkdir()
@@ -135,10 +137,10 @@ def export_run(
 
 
 def require_new(target: Path) -> None:
-    """Refuses a folder that has something in it.
+    """Raises an error if a folder is not empty.
 
     Raises:
-        OutputError: names it.
+        OutputError: names the folder.
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise OutputError(f"{target} is there already: name a folder that is not, or is empty")
@@ -190,7 +192,7 @@ def _read(folder: Path, unprotected: bool, with_model: bool, method: type[Method
 
 
 def _sound_report(folder: Path, method: type[Method] | None) -> dict[str, Any]:
-    """Returns the run's report, which must follow from its ledgers."""
+    """Returns the run's report; it must follow from its ledgers."""
     problems = verify_run(folder, method=method).problems
     if problems:
         raise PrivacyError(
@@ -233,7 +235,7 @@ def _write(made: Share, out: Path) -> None:
 
 
 def readme(made: Share) -> str:
-    """Returns what the recipient reads first."""
+    """Returns the README, which the recipient reads first."""
     found, spec = made.found, made.found.spec
     count = len(found.labels)
     report = made.report or {}
@@ -277,7 +279,7 @@ def folder_names(class_names: Sequence[str]) -> list[str]:
 
 
 def _draw(found: SharedSet, folder: Path) -> None:
-    """Writes each image as a PNG into its class's folder; none of more channels than colours."""
+    """Writes each image as a PNG into its class's folder, if the images have 1 or 3 channels."""
     if found.spec.channels not in (1, 3):
         return
     pixels = (found.images * 255).round().clamp(0, 255).to(torch.uint8).numpy()

@@ -1,8 +1,8 @@
-"""Files that say where a round's long loops stand, beside the checkpoint of the round before; and
-those of loops that other runs have as well, in a folder that they share.
+"""Checkpoints of the long loops within a round, next to the checkpoint of the previous round; and
+finished loops that several runs share, in a common folder.
 
-A file is a `StepsDone` behind its hash, in which the run's settings and data are, too: one that is
-damaged, or of another run, is none, and the loop begins anew.
+A file is a `StepsDone` preceded by its hash, which also covers the run's settings and data. A file
+that is damaged or of another run is ignored, and the loop starts from scratch.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from fedsynth.keeping import StepKeeper
 from fedsynth.privacy.files import MAX_TENSORS_BYTES, read_regular
 
 FORMAT = 1
-"""Of what loops keep; another one is not gone on with."""
+"""Version of the files; files of another version are ignored."""
 HASH_BYTES = 32
 LONG = 0.1
-"""A loop that took this share of the time between two writings is worth sharing."""
+"""A loop that took at least this share of the time between two writes is worth sharing."""
 SPARING = 20
-"""The time between two writings is at least so many times what the last one took, …"""
+"""The time between two writes is at least this many times the duration of the last write, …"""
 SELDOM = 10
-"""… but no more than so many times the usual."""
+"""… but at most this many times the usual time between writes."""
 Tensors = Callable[[], Mapping[str, Tensor]]
 
 
 @dataclass(frozen=True)
 class StepsDone(Packed):
-    """Where a loop stands.
+    """The checkpoint of a loop.
 
     Args:
-        tensors: its own, by name.
-        step: how many steps are done.
-        seconds: that they have taken.
+        tensors: the loop's state, by name.
+        step: the number of finished steps.
+        seconds: the time that these steps have taken.
     """
 
     tensors: Mapping[str, Tensor]
@@ -52,7 +52,9 @@ class StepsDone(Packed):
 
 @dataclass(frozen=True)
 class _Loop:
-    """A loop of this process: its file, and when it would have begun without a break."""
+    """A loop of this process: its file, and the time at which it would have begun without
+    interruption.
+    """
 
     path: Path
     began: float
@@ -63,17 +65,17 @@ class _Loop:
 
 
 class KeptSteps:
-    """Those of one round.
+    """The loop checkpoints of one round.
 
     Args:
-        folder: the run's checkpoints.
-        number: the round.
-        seconds: at least so many between two writings.
-        shared: where trainings go that other runs have as well; None: nowhere.
+        folder: the run's checkpoint folder.
+        number: the round number.
+        seconds: the minimum time between two writes.
+        shared: the folder of training results that several runs share; None: no sharing.
 
     Attributes:
-        shared: keeps loops whose names say all that they depend on, for other runs as well.
-        earlier: seconds that other processes have spent on what was found: the round's own, too.
+        shared: keeps loops whose names determine their results, also for other runs.
+        earlier: seconds that other processes have spent on the loops found, also for this run.
     """
 
     def __init__(
@@ -91,7 +93,9 @@ class KeptSteps:
         self._ended: list[tuple[Path, StepsDone]] = []
 
     def found(self, name: str) -> tuple[int, Mapping[str, Tensor]] | None:
-        """Where the loop stood; its time begins. A second loop of the name is another one."""
+        """Returns the saved step and tensors of a loop, or None, and starts its clock. A second
+        loop with the same name is a different one.
+        """
         count = self._begun[name] = self._begun.get(name, 0) + 1
         again = f"-{count}" if count > 1 else ""
         path = self._folder.path / f"steps-{self._number}-{name}{again}"
@@ -100,8 +104,7 @@ class KeptSteps:
         return None if kept is None else self.taken(kept)
 
     def offer(self, name: str, step: int, tensors: Tensors) -> None:
-        """Writes the tensors, and those of loops that have ended, if the last writing was long
-        enough ago.
+        """Writes the tensors, and those of finished loops, if the last write was long enough ago.
 
         Raises:
             OutputError: they cannot be written.
@@ -111,7 +114,7 @@ class KeptSteps:
             self._write([*self._ended, (loop.path, StepsDone(tensors(), step, loop.seconds))])
 
     def ended(self, name: str, steps: int, tensors: Tensors) -> None:
-        """Writes the tensors with the next ones that are written.
+        """Queues a finished loop's tensors for the next write.
 
         Raises:
             OutputError: they cannot be written.
@@ -122,11 +125,11 @@ class KeptSteps:
             self._write(self._ended)
 
     def seconds_of(self, name: str) -> float:
-        """What a loop has taken so far."""
+        """Returns the time in seconds that a loop has taken so far."""
         return self._loops[name].seconds
 
     def taken(self, kept: StepsDone) -> tuple[int, Mapping[str, Tensor]]:
-        """What a loop goes on from; its seconds count."""
+        """Returns the step and tensors from which a loop resumes, and counts their seconds."""
         self.earlier += kept.seconds
         return int(kept.step), kept.tensors
 
@@ -143,13 +146,13 @@ class KeptSteps:
 
 
 class _SharedLoops:
-    """Loops whose names say all that they depend on: whole ones are looked for in the shared
-    folder first, and go there.
+    """Loops whose names determine their results: finished ones are read from, and written to, the
+    shared folder.
 
     Args:
-        own: keeps where those stand that are not whole.
-        folder: the shared one.
-        least: seconds of a loop that is worth it.
+        own: keeps the checkpoints of unfinished loops.
+        folder: the shared folder.
+        least: the minimum seconds of a loop that is shared.
     """
 
     shared: StepKeeper | None = None
@@ -161,7 +164,7 @@ class _SharedLoops:
         self._whole: set[str] = set()
 
     def found(self, name: str) -> tuple[int, Mapping[str, Tensor]] | None:
-        """The whole loop, or where this run's stood."""
+        """Returns the finished loop, or else this run's checkpoint of it."""
         kept = read_steps(self._folder / name, "")
         if kept is None:
             return self._own.found(name)
@@ -169,17 +172,19 @@ class _SharedLoops:
         return self._own.taken(kept)
 
     def offer(self, name: str, step: int, tensors: Tensors) -> None:
-        """For this run alone."""
+        """Writes the checkpoint for this run only."""
         self._own.offer(name, step, tensors)
 
     def ended(self, name: str, steps: int, tensors: Tensors) -> None:
-        """For all runs, if it was long; a folder that cannot be written shares nothing."""
+        """Shares the finished loop with all runs if it was long; if the folder cannot be written,
+        keeps it for this run only.
+        """
         if name in self._whole:
             return
         seconds = self._own.seconds_of(name)
         if seconds >= self._least:
             content = _with_hash(StepsDone(tensors(), steps, seconds), "")
-            mine = self._folder / f"{name}.{os.getpid()}"  # another process may write the same
+            mine = self._folder / f"{name}.{os.getpid()}"  # another process may write the same file
             try:
                 self._folder.mkdir(parents=True, exist_ok=True)
                 write_whole(mine, content)
@@ -192,7 +197,7 @@ class _SharedLoops:
 
 
 def read_steps(path: Path, identity: str) -> StepsDone | None:
-    """What a file says; None: it is not there, damaged, or of another run."""
+    """Returns the content of a file, or None if it is missing, damaged, or of another run."""
     try:
         content = read_regular(path, MAX_TENSORS_BYTES)
         if _hash_of(content[HASH_BYTES:], identity) != content[:HASH_BYTES]:

@@ -1,7 +1,7 @@
-"""What is measured of a federation's models: on the test set, and on the clients' own test splits.
+"""Measures a federation's models on the test set and on the clients' local test splits.
 
-Accuracies on the clients' own splits, and on a test set that is private, are exact functions of
-private data: with differential privacy they go into `simulation_only` and nowhere else.
+Accuracies on the clients' splits and on a private test set are exact functions of private data:
+with differential privacy they go only into `simulation_only`.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class Measure:
     """Measures the models of one run.
 
     Args:
-        method: decides which models there are.
-        exchange: to the clients.
-        test: on the run's device; None: there is none.
-        hidden: whether the test set is one that privacy protects.
-        local: whether clients have test splits of their own.
+        method: determines the models.
+        exchange: the exchange with the clients.
+        test: the test set, on the run's device; None: there is none.
+        hidden: whether differential privacy protects the test set.
+        local: whether clients have local test splits.
     """
 
     method: Method
@@ -51,11 +51,11 @@ class Measure:
 
     @property
     def accuracy_name(self) -> str:
-        """What the accuracy on the test set is called in a row."""
+        """The key of the accuracy on the test set in a row."""
         return COMMON if self.method.personal else "test_accuracy"
 
     def row(self, state: ServerState, context: RoundContext, figures: Figures) -> dict[str, Any]:
-        """Returns what a round's row says of the model, and under `models` of each variant."""
+        """Returns the metrics of a round's model, and of each variant under `models`."""
         final = self.method.final_parameters(state)
         models = dict(self.method.variants(state))
         same = [name for name, one in models.items() if _is(one, final)]
@@ -74,7 +74,9 @@ class Measure:
         context: RoundContext,
         figures: Figures,
     ) -> float | None:
-        """Returns the last round's accuracy, measured now if it was not; None if it cannot be."""
+        """Returns the last round's accuracy, measured now if it was not yet, or None if it cannot
+        be measured.
+        """
         if not metrics or self.test is None:
             return None
         last: Mapping[str, Any] = metrics[-1]
@@ -89,7 +91,7 @@ class Measure:
         context: RoundContext,
         figures: Figures,
     ) -> dict[str, dict[str, Any]]:
-        """Returns what is measured of each model on the test set and on the clients' splits."""
+        """Returns the metrics of each model on the test set and on the clients' splits."""
         rows: dict[str, dict[str, Any]] = {name: {} for name in models}
         if self.test is not None:
             for name, parameters in models.items():
@@ -119,11 +121,11 @@ class Measure:
     def _on_test(
         self, context: RoundContext, parameters: Mapping[str, Tensor], test: ImageData
     ) -> dict[str, Any]:
-        """Returns the accuracy on the test set; where it has domains also each one's, and their
-        plain average, as papers on feature skew report.
+        """Returns the accuracy on the test set; if it has domains, also the accuracy of each and
+        their unweighted mean, as reported in papers on feature skew.
 
-        Where clients have models of their own, the common one is no result, and its accuracy has
-        another name.
+        If clients have personal models, the common model is not the result, and its accuracy has
+        another key.
         """
         right = correct(context.load(parameters), test)
         row: dict[str, Any] = {self.accuracy_name: int(right.sum()) / len(right)}
@@ -135,5 +137,5 @@ class Measure:
 
 
 def _is(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
-    """Whether the two are the same tensors."""
+    """Returns whether the two mappings have the same tensor objects."""
     return all(one[key] is value for key, value in other.items())

@@ -1,6 +1,6 @@
-"""What a private run states about its privacy when it begins, and in its summary.
+"""The statements of a private run about its privacy, at its start and in its summary.
 
-All of it follows from the public plan and from what clients' ledgers hold; nothing here sees data.
+They follow from the public plan and the contents of the clients' ledgers; nothing here sees data.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ NEIGHBOURS = {
     "replace-one": "replaced by any other",
 }
 WEAK = 10.0
-"""ε above which the headline warns."""
+"""The headline warns if ε is above this value."""
 
 
 def headline(plan: PrivacyPlan, *, simulated: bool = True) -> list[str]:
-    """What the run is about to do, ε first.
+    """Returns the headline that describes the planned run, ε first.
 
     Args:
-        plan: the run's.
-        simulated: all clients are in one process; else each is where its data are.
+        plan: the run's plan.
+        simulated: all clients are in one process; otherwise each is where its data are.
     """
     facts = plan.facts
     delta = plan.privacy.delta
@@ -78,19 +78,24 @@ def headline(plan: PrivacyPlan, *, simulated: bool = True) -> list[str]:
 
 
 def _noise(plan: PrivacyPlan) -> str:
-    """σ with the clip; of several kinds of release, each with its own, what they come to."""
+    """Returns σ and the clip; for several kinds of release with different σ, the σ of one
+    equivalent release.
+    """
     if plan.run.method.even_rounds:
         return f"σ = {plan.sigma:.4g}, clip {plan.chief.clip:.4g}"
     return f"σ = {plan.sigma:.4g} if all were one release; each has more"
 
 
 MUCH_NOISE, MANY_RELEASES = 20, 1000
-"""σ, and releases of a client, from which on a schedule is questioned: a rule of thumb, from no
-measurement."""
+"""Thresholds of σ and of a client's number of releases above which the headline questions the
+schedule: a rule of thumb, not measured.
+"""
 
 
 def _of_the_noise(plan: PrivacyPlan) -> list[str]:
-    """That noise is larger than what releases say, even in the case that is good for them."""
+    """Returns the warning if the noise exceeds the signal of the releases, even in the best case
+    for them.
+    """
     told = [(plan.signal_to_noise(one), one.quantity) for one in plan.plans]
     untold = all(ratio is None for ratio, _ in told)
     if untold and plan.sigma >= MUCH_NOISE and plan.all_releases >= MANY_RELEASES:
@@ -110,14 +115,14 @@ def _of_the_noise(plan: PrivacyPlan) -> list[str]:
 
 
 def schedule(plan: PrivacyPlan) -> str:
-    """How many noisy releases there are."""
+    """Returns the number of noisy releases, in words."""
     if plan.run.method.even_rounds:
         return f"{how_many(plan.releases, 'release')} a round"
     return f"{how_many(plan.all_releases, 'release')} in all"
 
 
 def _of_the_cap(plan: PrivacyPlan, planned: float) -> list[str]:
-    """That the run will end early, or that nothing bounds a weak guarantee."""
+    """Returns a warning if the run will end early, or if no cap bounds a weak guarantee."""
     cap = plan.privacy.epsilon
     if cap is None:
         if planned <= WEAK:
@@ -144,16 +149,16 @@ def start(
     *,
     simulated: bool,
 ) -> Start:
-    """What is public and fixed when the run begins: written down then, so that a run that is
-    killed can still be reported.
+    """Returns what is public and fixed when the run begins. It is written at the start, so that a
+    killed run can still be reported.
 
     Args:
-        plan: the run's.
-        histories: of the ledgers that the run charges, as they stand when it begins.
-        test: what the test images are: "public", "private" or "none".
-        began: which run it is, and on which day it began.
-        warnings: what the run wants its report to warn of.
-        simulated: all clients are in one process; else each is where its data are.
+        plan: the run's plan.
+        histories: of the ledgers that the run charges, when it begins.
+        test: the kind of test images: "public", "private" or "none".
+        began: the run's identity and start date.
+        warnings: the warnings to include in the report.
+        simulated: all clients are in one process; otherwise each is where its data are.
     """
     return Start(
         schema_version=SCHEMA_VERSION,
@@ -170,12 +175,12 @@ def start(
 
 
 def summary(plan: PrivacyPlan, histories: Sequence[History], *, simulated: bool = True) -> Promise:
-    """What summary.json says of the run's privacy.
+    """Returns the privacy section of summary.json.
 
     Args:
-        plan: the run's.
-        histories: what the ledgers hold now.
-        simulated: all clients were in one process; else each was where its data are.
+        plan: the run's plan.
+        histories: the current contents of the ledgers.
+        simulated: all clients were in one process; otherwise each was where its data are.
     """
     shared = {}
     if plan.chief.shares > 1:
@@ -195,11 +200,11 @@ def summary(plan: PrivacyPlan, histories: Sequence[History], *, simulated: bool 
 
 
 def as_lists(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the mapping as JSON has it: with lists in place of tuples."""
+    """Returns the mapping as it is in JSON: with lists in place of tuples."""
     found: dict[str, Any] = json.loads(json.dumps(dict(facts)))
     return found
 
 
 def how_many(number: int, noun: str) -> str:
-    """The number with its noun: "1 round", "3 rounds"."""
+    """Returns the number with its noun: "1 round", "3 rounds"."""
     return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -1,6 +1,6 @@
-"""What a private run's report states beside the ledgers: public items, accesses, versions.
+"""The facts in a private run's report besides the ledgers: public items, accesses, versions.
 
-All of it follows from the public plan; nothing here sees data.
+They follow from the public plan; nothing here sees data.
 """
 
 from __future__ import annotations
@@ -62,20 +62,20 @@ def report_facts(
     simulated: bool = True,
     first: int = 0,
 ) -> ReportFacts:
-    """Returns what the report states beside the ledgers.
+    """Returns the facts that the report states besides the ledgers.
 
     Args:
-        plan: the run's.
-        rounds_done: how many rounds have ended.
-        events: what did not go as planned.
-        test: what the test images are: "public", "private" or "none".
-        began: which run it is, and when it began.
-        warnings: what the run wants its report to warn of.
+        plan: the run's plan.
+        rounds_done: the number of finished rounds.
+        events: deviations from the plan.
+        test: the kind of test images: "public", "private" or "none".
+        began: the run's identity and start date.
+        warnings: the warnings to include in the report.
         secret: whether all clients' noise came from the operating system's keys.
         abandoned: the run did not finish.
-        files: file → SHA-256, of those that the report is about.
-        simulated: all clients were in one process; else each was where its data are.
-        first: the number of the plan's first client.
+        files: the files that the report covers, with their SHA-256.
+        simulated: all clients were in one process; otherwise each was where its data are.
+        first: the index of the plan's first client.
     """
     privacy = plan.privacy
     facts = plan.facts
@@ -129,7 +129,9 @@ def rows_before(plan: PrivacyPlan) -> dict[str, int]:
 
 
 def min_clients_of_a_sum(plan: PrivacyPlan) -> int:
-    """Returns the fewest clients in a sum that the server sees; 0: it sees each upload."""
+    """Returns the smallest number of clients in a sum that the server sees, or 0 if it sees each
+    upload.
+    """
     run = plan.run
     if not run.method.sums_alone:
         return 0
@@ -147,17 +149,17 @@ def owner_facts(
     began: Began,
     warnings: Sequence[str],
 ) -> tuple[ReportFacts, dict[str, int]]:
-    """Returns what a data owner's own report states beside its ledger, and the ledger's rows from
-    before the run.
+    """Returns the facts that a data owner's report states besides its ledger, and the number of the
+    ledger's rows from before the run.
 
     Args:
-        plan: the run's.
-        number: the client's.
-        history: what the owner's ledger held when the client joined.
-        rounds: that have ended, as the server states; charges are the ledger's.
+        plan: the run's plan.
+        number: the client index.
+        history: the contents of the owner's ledger when the client joined.
+        rounds: the number of finished rounds, stated by the server; charges are the ledger's.
         secret: whether the noise came from the operating system's keys.
-        began: which run it is, and when it began.
-        warnings: what the run wants its report to warn of.
+        began: the run's identity and start date.
+        warnings: the warnings to include in the report.
     """
     own = replace(plan, histories=(history,))
     facts = report_facts(
@@ -175,17 +177,17 @@ def owner_facts(
 
 
 def handed_over(folder: Path) -> dict[str, str]:
-    """Returns the files of a run folder that its report vouches for, with their SHA-256.
+    """Returns the files of a run folder that its report covers, with their SHA-256.
 
     Raises:
-        OSError: one cannot be read.
+        OSError: a file cannot be read.
     """
     there = [name for name in FILES if (folder / name).is_file()]
     return {name: file_hash(folder / name) for name in there}
 
 
 def public_items(plan: PrivacyPlan, *, simulated: bool = True) -> dict[str, str]:
-    """Returns what was fixed before any data were read, and why it is public."""
+    """Returns what was fixed before any data were read, with the reason why it is public."""
     spec = plan.spec
     run = plan.run
     items = {
@@ -235,7 +237,7 @@ def _architecture(run: RunSettings) -> str:
 
 
 def _rounds(plan: PrivacyPlan) -> str:
-    """The rounds and their releases."""
+    """Returns the number of rounds and their releases, in words."""
     rounds = how_many(plan.run.rounds, "round")
     if plan.run.method.even_rounds:
         return f"{rounds} of {how_many(plan.releases, 'release')}"
@@ -243,7 +245,7 @@ def _rounds(plan: PrivacyPlan) -> str:
 
 
 def _items_of_a_guarantee(plan: PrivacyPlan) -> dict[str, str]:
-    """Returns what is public about the releases that are accounted for."""
+    """Returns the public facts about the releases that are accounted for."""
     counted = f"{plan.run.report.person or 'person'}s" if plan.privacy.unit == USER else "records"
     items = {
         "sample rate q": f"{plan.chief.sample_rate:.6g}, from public sizes",
@@ -259,7 +261,7 @@ def _items_of_a_guarantee(plan: PrivacyPlan) -> dict[str, str]:
 
 
 def _nominal_size(plan: PrivacyPlan) -> str:
-    """Where the nominal size of a client comes from."""
+    """Returns the source of a client's nominal size, in words."""
     if plan.privacy.nominal_size:
         return "declared"
     split = plan.run.partition
@@ -275,7 +277,7 @@ def _nominal_size(plan: PrivacyPlan) -> str:
 
 
 def _data_set(plan: PrivacyPlan, *, simulated: bool) -> str:
-    """Returns which data set it is, and what of it is public."""
+    """Returns the name of the data set, and which part of it is public."""
     spec = plan.spec
     if is_published(spec):
         return f"{spec.name}, published: {spec.source}"
@@ -287,11 +289,11 @@ def _data_set(plan: PrivacyPlan, *, simulated: bool) -> str:
 
 
 def accesses(plan: PrivacyPlan, test: str, *, simulated: bool = True) -> list[Access]:
-    """Returns everything that touches private data.
+    """Returns all accesses to private data.
 
     Args:
-        plan: the run's.
-        test: what the test images are: "public", "private" or "none".
+        plan: the run's plan.
+        test: the kind of test images: "public", "private" or "none".
         simulated: all clients were in one process, which sees more.
     """
     facts = plan.facts
@@ -332,7 +334,7 @@ def _access(what: str, status: str, note: str) -> Access:
 
 
 def _how_often(plan: PrivacyPlan, one: PrivatePlan) -> str:
-    """In how many releases a quantity leaves a client."""
+    """Returns the number of releases of a quantity by a client, in words."""
     if plan.run.method.even_rounds:
         return f"{how_many(one.steps, 'release')} a round"
     rounds = [n for n in range(1, plan.run.rounds + 1) if one in plan.round_plans(n)]
@@ -362,7 +364,9 @@ def _simulated(what: str) -> Access:
 
 
 def _without_paths(run: RunSettings) -> dict[str, dict[str, Any]]:
-    """The settings; of one's own images without the folders, whose names a hash would let guess."""
+    """Returns the settings; for custom images without the folders, whose names could be guessed
+    from a hash.
+    """
     sections = run.to_mapping()
     if run.folder is None:
         return sections
@@ -376,13 +380,13 @@ def _without_paths(run: RunSettings) -> dict[str, dict[str, Any]]:
 
 
 def provenance(run: RunSettings) -> dict[str, str]:
-    """Versions, and a hash of the resolved settings."""
+    """Returns the versions of packages, and a hash of the resolved settings."""
     config: Any = json.dumps(_without_paths(run), sort_keys=True)
     packages = ("torch", "opacus", "dp-accounting", "numpy", "randomgen")
     return {
         "config": hashlib.blake2b(config.encode(), digest_size=16).hexdigest(),
         "python": platform.python_version(),
-        "fedsynth": __version__,  # also where it runs from a folder, without being installed
+        "fedsynth": __version__,  # also if it runs from a folder, without being installed
         **{name: version(name) for name in packages},
         **renderer_versions(),
     }

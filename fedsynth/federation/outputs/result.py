@@ -1,4 +1,4 @@
-"""What a run ends with, and what its summary.json says."""
+"""The result of a run, and the content of its summary.json."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from fedsynth.own_code import OwnCode
 
 @dataclass(frozen=True)
 class RunResult:
-    """What a run ends with.
+    """The result of a run.
 
     Args:
-        settings: the run's, with the data set's name and the kind of partition that it really had.
-        accuracy: of the global model on the test set, in [0, 1]; None without a test set, or
-            without any round; no result of a method whose clients have models of their own (FedBN,
-            SOLO): theirs is AMP, in the last row's `local`. On a private test set it is an exact
-            function of private data: here for whoever runs the simulation, and in no file outside
-            `simulation_only`.
+        settings: the run's, with the actual data set name and kind of partition.
+        accuracy: of the global model on the test set, in [0, 1]; None without a test set or
+            without any round. For a method with personal models (FedBN, SOLO) it is not the
+            result: use AMP, in the last row's `local`. On a private test set it is an exact
+            function of private data: available here to whoever runs the simulation, but in no
+            file outside `simulation_only`.
         metrics: a row for each round.
-        model: the final one, on the run's device.
-        uploads: the last round's, by client.
+        model: the final model, on the run's device.
+        uploads: the last round's uploads, by client.
         privacy: the privacy report; None without differential privacy.
-        folder: None if nothing was written.
-        summary: what summary.json says.
+        folder: the run folder; None if nothing was written.
+        summary: the content of summary.json.
         artefacts: matrices [classes, clients] that the server measured, such as FedHydra's
             stratification.
-        deviations: what went otherwise than planned: why the run ended early.
+        deviations: the deviations from the plan, such as the reason of an early end.
 
     >>> from fedsynth import FedAvg, ModelSettings, RunSettings, simulate
     >>> settings = RunSettings(FedAvg(local_steps=1), rounds=2, model=ModelSettings("linear"))
@@ -63,7 +63,7 @@ class RunResult:
 
 
 def own_sources(settings: RunSettings) -> dict[str, OwnCode]:
-    """The files of one's own that a run's method, model and features were loaded from."""
+    """Returns the custom code files from which a run's method, model and features were loaded."""
     found = {"method": own_source(settings.method.name), "model": model_source(settings.model)}
     for name in settings.feature_names:
         found["features"] = features_source(name) or found.get("features")
@@ -79,15 +79,15 @@ def summarise(
     test: str,
     privacy: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    """What summary.json says, but for the folder; of a private run with what only a simulation may
-    show (`federation.outputs.disclosed`).
+    """Returns the content of summary.json, except the folder; for a private run including what only
+    a simulation may show (`federation.outputs.disclosed`).
 
     Args:
-        metrics: the rows.
-        accuracy: of the last model.
-        device: as torch names it.
-        test: what the test images are: "public", "private" or "none".
-        privacy: what the summary says of the run's privacy; None: there is none.
+        metrics: the rounds' rows.
+        accuracy: the accuracy of the last model.
+        device: torch's name of the device.
+        test: the kind of test images: "public", "private" or "none".
+        privacy: the privacy section; None without differential privacy.
     """
     method = settings.method
     personal = method.personal

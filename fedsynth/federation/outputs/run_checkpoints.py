@@ -1,5 +1,6 @@
-"""When a simulation writes its checkpoint, what it goes on from, and which clients' memories are in
-files: those of clients that take no part in the next round."""
+"""The checkpoints of a simulation: when they are written, how a run resumes from them, and which
+clients' memories are in files, namely those of clients that do not take part in the next round.
+"""
 
 from __future__ import annotations
 
@@ -25,17 +26,17 @@ from fedsynth.federation.outputs.run_folder import RunFolder
 from fedsynth.federation.terms.settings import RunSettings
 
 STEP_SECONDS = 60.0
-"""Inside a round, where long loops stand is written so often."""
+"""Seconds between two writes of the checkpoints of long loops within a round."""
 
 
 class RunCheckpoints:
-    """Those of one run; a run without a folder has none.
+    """The checkpoints of one run; a run without a folder has none.
 
     Args:
-        settings: the run's.
-        identity: gives the hash of its settings and data (`run_identity`), which takes a while.
-        shared: where a one-shot run keeps what its clients have trained, for other runs; None:
-            nowhere.
+        settings: the run's settings.
+        identity: returns the hash of its settings and data (`run_identity`), which is slow.
+        shared: the folder in which a one-shot run shares its clients' training results; None:
+            no sharing.
     """
 
     def __init__(
@@ -47,11 +48,11 @@ class RunCheckpoints:
         self._folder: CheckpointFolder | None = None
 
     def begin(self, run: RunFolder) -> None:
-        """Of a new run."""
+        """Opens the checkpoint folder of a new run."""
         self._folder = CheckpointFolder(run.checkpoints, self._identity())
 
     def read(self, run: RunFolder) -> Checkpoint | None:
-        """What a run goes on from; None: from its beginning.
+        """Returns the checkpoint from which a run resumes, or None if it starts from the beginning.
 
         Raises:
             CheckpointError: it is damaged, or of other settings or data.
@@ -71,7 +72,9 @@ class RunCheckpoints:
         return found
 
     def give_memories(self, clients: Sequence[ClientRuntime], device: torch.device) -> None:
-        """Clients keep what the checkpoint has of them, which stays in its files until needed."""
+        """Registers with the clients their memories in the checkpoint, which stay in its files
+        until needed.
+        """
         for number in [] if self._folder is None else self._folder.clients:
             self._store(clients[number], device)
 
@@ -82,13 +85,13 @@ class RunCheckpoints:
         context: RoundContext,
         following: Sequence[int],
     ) -> None:
-        """Writes one after a round.
+        """Writes a checkpoint after a round.
 
         Args:
-            checkpoint: of the round, without clients' memories.
-            clients: all, by number.
-            context: of the round.
-            following: who takes part in the next one; nobody after the last.
+            checkpoint: the checkpoint of the round, without clients' memories.
+            clients: all clients, by index.
+            context: the context of the round.
+            following: the clients that take part in the next round; empty after the last.
         """
         if self._folder is None:
             return
@@ -102,18 +105,20 @@ class RunCheckpoints:
                 self._store(clients[number], context.device)
 
     def steps_of(self, number: int) -> KeptSteps | None:
-        """Keeps where the loops inside a round stand; None: nothing does."""
+        """Returns the keeper of checkpoints of the loops within a round, or None
+        without a folder.
+        """
         if self._folder is None:
             return None
         return KeptSteps(self._folder, number, STEP_SECONDS, self._shared)
 
     @staticmethod
     def discard(run: RunFolder) -> None:
-        """Of a run that has ended, and whose folder has its final name."""
+        """Removes the checkpoint of a run that has ended and whose folder has its final name."""
         CheckpointFolder(run.checkpoints, "").discard()
 
     def _store(self, client: ClientRuntime, device: torch.device) -> None:
-        """Leaves a client's memory to its file."""
+        """Removes a client's memory from RAM; it stays in its file."""
         if self._folder is not None:
             load = partial(self._folder.memory, client.number)
             client.store(partial(_on_device, load, device))

@@ -1,5 +1,6 @@
-"""Reads the folder of a private run: settings, what the run began with, rows, summary, and where
-its ledgers are. The folder may come from anybody."""
+"""Reads the folder of a private run: its settings, its initial state, its rows, its summary and the
+location of its ledgers. The folder is untrusted input.
+"""
 
 from __future__ import annotations
 
@@ -37,12 +38,12 @@ class MismatchError(PrivacyError):
 
 @dataclass(frozen=True)
 class RunStart:
-    """What a run began with.
+    """The initial state of a run.
 
     Attributes:
-        settings: of config.toml.
+        settings: read from config.toml.
         spec: the data set's.
-        stated: privacy_start.json, of a sound shape.
+        stated: the content of privacy_start.json; its schema is valid.
     """
 
     settings: RunSettings
@@ -56,23 +57,23 @@ class RunStart:
 
     @property
     def began(self) -> Began:
-        """Which run it is, and on which day it began."""
+        """The run's identity and the date of its start."""
         return Began(**self.stated["run"])
 
     @property
     def served(self) -> bool:
-        """Whether the run was over nodes."""
+        """Returns whether the run was over nodes."""
         return not self.stated["simulated"]
 
 
 @dataclass(frozen=True)
 class RunFiles(RunStart):
-    """What a run folder states about its run.
+    """The content of a run folder.
 
     Attributes:
-        rows: of metrics.jsonl.
-        summary: None, where there is none.
-        resumed: after which rounds the run was resumed.
+        rows: read from metrics.jsonl.
+        summary: None if there is none.
+        resumed: the rounds after which the run was resumed.
     """
 
     rows: list[dict[str, Any]]
@@ -117,7 +118,7 @@ def read_run(folder: Path, method: type[Method] | None = None) -> RunFiles:
 
 
 def read_start(folder: Path, method: type[Method] | None) -> RunStart:
-    """Reads what a private run began with.
+    """Reads the initial state of a private run.
 
     Raises:
         PrivacyError: a file is missing, damaged, or does not fit another.
@@ -149,8 +150,9 @@ def read_start(folder: Path, method: type[Method] | None) -> RunStart:
 
 
 def _specification(stated: Mapping[str, Any]) -> tuple[DatasetSpec, bool]:
-    """Returns the data set's specification, and whether it is the operator's own and not one that
-    fedsynth publishes."""
+    """Returns the data set's specification, and whether it is the operator's, not one that fedsynth
+    publishes.
+    """
     try:
         spec = spec_from_json(stated)
     except (FedsynthError, *HOSTILE) as error:
@@ -168,7 +170,7 @@ def _specification(stated: Mapping[str, Any]) -> tuple[DatasetSpec, bool]:
 
 
 def _metrics(file: Path) -> list[dict[str, Any]]:
-    """Returns the rows; a last line that was cut off when the run was killed is none."""
+    """Returns the rows; skips a last line that was cut off when the run was killed."""
     try:
         text = read_text(file) if file.exists() else ""
     except (OSError, ValueError) as error:
@@ -182,9 +184,11 @@ def _metrics(file: Path) -> list[dict[str, Any]]:
 
 
 def ledger_files(folder: Path, run: RunFiles, ledger: Path | None) -> tuple[Path | None, bool]:
-    """Returns the folder of the ledger files (None: out of reach), and whether they hold only this
-    run's rows: files beside the report are the run's own, a kept ledger may have grown since."""
-    if run.served:  # its clients' ledgers are theirs
+    """Returns the folder of the ledger files (None: not accessible), and whether they hold only
+    this run's rows: files in the run folder belong only to this run, a kept ledger may have grown
+    since.
+    """
+    if run.served:  # its clients keep their ledgers
         return ledger, False
     privacy = run.settings.privacy
     beside = folder / "ledger"

@@ -1,23 +1,23 @@
-"""The run folder: everything a run leaves behind.
+"""The run folder: all files that a run writes.
 
 While the run lasts, the folder's name ends in `.incomplete`; the last step renames it, once all
-files are on the disk. A folder without that ending is finished, also after a power cut.
+files are on the disk. A folder without that suffix is complete, even after a power cut.
 
-    config.toml          the resolved settings; feed back with --config
+    config.toml          the resolved settings; reuse them with --config
     metrics.jsonl        a line for each round
     summary.json         what `--json` prints
     model.safetensors    the global model
-    synthetic.safetensors, synthetic.png    the last round's uploads, where the method has images,
-                         or those that the server made (client −1)
-    synthetic_by_round/  a picture of each round's
+    synthetic.safetensors, synthetic.png    the last round's uploads, if the method has images,
+                         or the images that the server made (client −1)
+    synthetic_by_round/  a picture of each round's images
     artefacts.json, NAME.png    what the server measured, for methods that do (FedHydra's
                          stratification)
     privacy_report.json, .md, .html, ledger/    with differential privacy
-    privacy_start.json   then too: what was public and fixed when the run began, which the report
-                         of a run that was killed needs
-    sources/             the files of one's own that method and model were loaded from
+    privacy_start.json   with differential privacy, too: the public facts fixed at the start, from
+                         which the report of a killed run is built
+    sources/             the custom code files of the method and the model
     run.json             of a run over nodes: its name, which it keeps when it is resumed
-    resumed.json         after which rounds a run was resumed, where it was
+    resumed.json         the rounds after which the run was resumed, if it was
     simulation_only/     what only a simulation may show: exact functions of private data, outside
                          the guarantee; until the run ends also its checkpoint
 """
@@ -67,15 +67,15 @@ SIMULATION_ONLY_NOTE = (
 PRIVATE_START = "privacy_start.json"
 RESUMED = "resumed.json"
 SERVED = "run.json"
-"""The name and the agreement of a run over nodes."""
+"""The file with the name and the agreed terms of a run over nodes."""
 MODEL = "model.safetensors"
 CONFIG = "config.toml"
 INCOMPLETE = ".incomplete"
 LOCK = ".lock"
 NAME_LIMIT = 60  # with two bytes a letter, far below the 255 that file systems take
 SERVER = -1
-"""In place of a client's number, of images that the server made."""
-GRID_LIMIT = 400  # images of the picture; all are in synthetic.safetensors
+"""Client index of images that the server made."""
+GRID_LIMIT = 400  # images in the picture; all are in synthetic.safetensors
 GRID_COLUMNS = 20
 COUNTS = "partition.json"
 ROUNDS = "synthetic_by_round"
@@ -84,13 +84,13 @@ HIDDEN = "simulation_only/rounds.jsonl"
 
 
 class RunFolder:
-    """A folder being written; `finish` gives it its name.
+    """A folder being written; `finish` renames it to its final name.
 
     Args:
-        base: the folder that it goes into.
-        name: of method and data set; what no file's name may have is written as `_`.
+        base: the parent folder.
+        name: of method and data set; characters that file names cannot have are replaced by `_`.
 
-    What of a row may stand outside `simulation_only`, `federation.outputs.disclosed` decides.
+    `federation.outputs.disclosed` decides which part of a row may be outside `simulation_only`.
 
     Raises:
         OutputError: the folder cannot be made or written.
@@ -105,10 +105,11 @@ class RunFolder:
 
     @classmethod
     def reopen(cls, path: Path) -> RunFolder:
-        """The folder of a run that did not finish, to go on with.
+        """Opens the folder of an unfinished run, to resume it.
 
         Raises:
-            OutputError: there is none, the run has finished, or a process still writes it.
+            OutputError: there is no such folder, the run has finished, or a process is still
+                writing it.
         """
         path = path.resolve()
         if not (path / CONFIG).is_file():
@@ -126,7 +127,9 @@ class RunFolder:
         return folder
 
     def _claim(self) -> None:
-        """Holds the folder until this process ends or `finish`: two never write one run."""
+        """Locks the folder until this process ends or calls `finish`, so that two processes never
+        write one run.
+        """
         with _writing(self.path):
             self._lock = open_regular(self.path / LOCK, writing=True, create=True)
             try:
@@ -136,36 +139,36 @@ class RunFolder:
                 raise OutputError(f"another process is still writing {self.path}") from None
 
     def release(self) -> None:
-        """Lets go of the folder: nothing more is written."""
+        """Unlocks the folder; nothing more is written."""
         self._lock.close()
 
     @property
     def final(self) -> Path:
-        """What the folder is called once the run has ended."""
+        """The path of the folder once the run has ended."""
         return self._final
 
     @property
     def checkpoints(self) -> Path:
-        """Where the run's checkpoint goes, while it lasts."""
+        """The path of the run's checkpoint, while the run lasts."""
         return self.path / "simulation_only" / "checkpoint"
 
     def _replace(self, name: str, text: str) -> None:
-        """Replaces a file in one step."""
+        """Replaces a file atomically."""
         with _writing(self.path):
             write_whole(self.path / name, text.encode())
 
     def resumed(self, after: int) -> list[int]:
-        """Writes down that the run is resumed after this round; all such rounds so far.
+        """Records that the run is resumed after this round, and returns all such rounds so far.
 
         Raises:
-            OutputError: it cannot be written, or what is there is damaged.
+            OutputError: the file cannot be written, or is damaged.
         """
         rounds = [*self.resumptions(), after]
         self._replace(RESUMED, json.dumps({"after_rounds": rounds}))
         return rounds
 
     def resumptions(self) -> list[int]:
-        """After which rounds the run was resumed so far.
+        """Returns the rounds after which the run was resumed so far.
 
         Raises:
             OutputError: the file is damaged.
@@ -178,10 +181,11 @@ class RunFolder:
                 raise OutputError(f"{file} is damaged: {error}") from None
 
     def require_ledgers(self, names: Sequence[str]) -> None:
-        """Refuses a run whose ledgers are gone: fresh ones would forget what was spent.
+        """Refuses a run whose ledgers are missing: fresh ones would lose the record of the spent
+        budget.
 
         Raises:
-            OutputError: names the first that is not there.
+            OutputError: names the first missing ledger.
         """
         for name in names:
             file = self.path / "ledger" / f"{name}.jsonl"
@@ -190,12 +194,14 @@ class RunFolder:
 
     @property
     def has_rounds(self) -> bool:
-        """Whether a round has ended, by what is written after its checkpoint."""
+        """Returns whether a round has ended, according to files that are written after its
+        checkpoint.
+        """
         file = self.path / METRICS
         return (file.exists() and file.stat().st_size > 0) or any(self.resumptions())
 
     def rewrite_metrics(self, rows: Sequence[Disclosed]) -> None:
-        """Replaces all rows by these: those of a round that did not end are dropped."""
+        """Replaces all rows with these; rows of an unfinished round are dropped."""
         for name, lines in ((METRICS, map(_shown, rows)), (HIDDEN, map(_hidden, rows))):
             text = "".join(lines)
             if text or (self.path / name).exists():
@@ -205,7 +211,7 @@ class RunFolder:
         self._replace(CONFIG, toml)
 
     def write_sources(self, files: Sequence[tuple[str, str]]) -> None:
-        """Writes the texts of the user's own files, by name, as they were executed."""
+        """Writes the texts of custom code files, by name, as they were executed."""
         for name, text in files:
             with _writing(self.path):
                 (self.path / "sources").mkdir(exist_ok=True)
@@ -217,11 +223,11 @@ class RunFolder:
 
     @property
     def name(self) -> str:
-        """What the folder is called once the run has finished."""
+        """The name of the folder once the run has finished."""
         return self._final.name
 
     def private_start(self) -> dict[str, Any]:
-        """Returns what the run wrote down when it began (`Start`).
+        """Returns the record that the run wrote when it began (`Start`).
 
         Raises:
             PrivacyError: privacy_start.json is missing or damaged.
@@ -234,7 +240,7 @@ class RunFolder:
 
     @property
     def has_begun(self) -> bool:
-        """Whether it says what a private run began with."""
+        """Returns whether the folder records the initial state of a private run."""
         return (self.path / PRIVATE_START).exists()
 
     def append_metrics(self, row: Disclosed) -> None:
@@ -247,7 +253,9 @@ class RunFolder:
     def write_partition(
         self, counts_KC: npt.NDArray[np.int64], class_names: Sequence[str] = ()
     ) -> None:
-        """Who has what, once: true counts, so `simulation_only`."""
+        """Writes the class distribution of each client, once: true counts, so into
+        `simulation_only`.
+        """
         folder = self.path / "simulation_only"
         if (folder / "partition.png").exists():
             return
@@ -270,9 +278,10 @@ class RunFolder:
         spec: DatasetSpec,
         soft: Sequence[Tensor | None] = (),
     ) -> None:
-        """(client, images [N, C, H, W], normalised or uint8 pixels, labels [N]) of the last round:
-        exactly what was sent, or what the server (`SERVER`) made; and where all have them, soft
-        labels [N, classes]."""
+        """Writes (client, images [N, C, H, W], normalised or uint8 pixels, labels [N]) of the last
+        round: exactly what was sent, or what the server (`SERVER`) made; and soft labels [N,
+        classes] if all have them.
+        """
         images, labels = _joined(sets)
         rows = [one.cpu() for one in soft if one is not None]
         with _writing(self.path):
@@ -292,8 +301,9 @@ class RunFolder:
         spec: DatasetSpec,
         name: str = "synthetic.png",
     ) -> None:
-        """A picture of what `write_synthetic` wrote, a row for each class, where the images have
-        colours or greys."""
+        """Draws what `write_synthetic` wrote, a row for each class, if the images are in colour or
+        grey.
+        """
         images, labels = _joined(sets)
         if not len(images) or spec.channels not in (1, 3):
             return
@@ -308,11 +318,11 @@ class RunFolder:
     def draw_round(
         self, number: int, sets: Sequence[tuple[int, Tensor, Tensor]], spec: DatasetSpec
     ) -> None:
-        """The same of one round."""
+        """Draws the images of one round, like `draw_synthetic`."""
         self.draw_synthetic(sets, spec, f"{ROUNDS}/round-{number:05d}.png")
 
     def write_artefacts(self, matrices: Mapping[str, Tensor]) -> None:
-        """What a server made of [classes, clients], as artefacts.json."""
+        """Writes the matrices [classes, clients] that a server computed, as artefacts.json."""
         if not matrices:
             return
         values = {name: finite(matrix.cpu().tolist()) for name, matrix in matrices.items()}
@@ -321,7 +331,7 @@ class RunFolder:
     def draw_artefacts(
         self, matrices: Mapping[str, Tensor], class_names: Sequence[str] = ()
     ) -> None:
-        """A picture of each of them."""
+        """Draws each of these matrices."""
         with _writing(self.path):
             for name, matrix in matrices.items():
                 values = matrix.cpu().double().numpy()
@@ -352,18 +362,21 @@ def _shown(row: Disclosed) -> str:
 
 
 def _hidden(row: Disclosed) -> str:
-    """Returns the line of what only a simulation may show; empty: there is nothing."""
+    """Returns the line of what only a simulation may show, or an empty string if there
+    is nothing.
+    """
     if not row.hidden:
         return ""
     return json.dumps({"round": row.shown["round"], **row.hidden}, allow_nan=False) + "\n"
 
 
 def resumed_rounds(file: Path) -> list[int]:
-    """After which rounds a run was resumed, by its resumed.json; none without the file.
+    """Returns the rounds after which a run was resumed, from its resumed.json; none without the
+    file.
 
     Raises:
         ValueError: the file is damaged.
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     if not file.exists():
         return []
@@ -379,15 +392,16 @@ def resumed_rounds(file: Path) -> list[int]:
 
 
 def _fresh(base: Path, name: str) -> tuple[Path, Path]:
-    """The folder's final path, which nobody has, and its `.incomplete` one, which is made; runs of
-    the same second are numbered."""
+    """Creates the `.incomplete` folder, and returns the unused final path and the `.incomplete`
+    one; runs of the same second are numbered.
+    """
     number = 1
     while True:
         final = base / (name if number == 1 else f"{name}-{number}")
         path = final.with_name(f"{final.name}{INCOMPLETE}")
         with suppress(FileExistsError):
             path.mkdir()
-            # asked afterwards, as a run of the same second may have ended just before
+            # checked only now, because a run of the same second may have ended just before
             if not final.exists():
                 return final, path
             path.rmdir()
@@ -395,7 +409,7 @@ def _fresh(base: Path, name: str) -> tuple[Path, Path]:
 
 
 def _sync_all(folder: Path) -> None:
-    """Everything below a folder onto the disk: files, then the names that they have."""
+    """Flushes everything in a folder to the disk: first the files, then the folder entries."""
     for where, _, names in os.walk(folder, topdown=False):
         for name in names:
             with open_regular(Path(where) / name) as file:
@@ -405,7 +419,9 @@ def _sync_all(folder: Path) -> None:
 
 @contextmanager
 def _writing(path: Path) -> Iterator[None]:
-    """An operating system's refusal (no right, no place, no folder) as an OutputError."""
+    """Raises an error of the operating system (no rights, no space, no folder) as an
+    OutputError.
+    """
     try:
         yield
     except (OSError, SafetensorError) as error:

@@ -1,5 +1,6 @@
-"""What is written down of a run, from its private start to its results; of a simulation and of a
-run over nodes alike."""
+"""The record of a run, from its private start to its results; used by simulations and by runs over
+nodes.
+"""
 
 from __future__ import annotations
 
@@ -47,13 +48,13 @@ from fedsynth.synthesizer.condensation.sets import synthetic_sets
 
 @dataclass(frozen=True)
 class Ended:
-    """What a run has come to.
+    """The outcome of a run.
 
     Attributes:
-        accuracy: the final model's; None: it was not tested.
+        accuracy: the final model's accuracy; None: it was not tested.
         report: the privacy report; None without privacy.
-        summary: what may be shown of it all.
-        folder: the run's; None: nothing was written.
+        summary: the summary that may be shown.
+        folder: the run folder; None: nothing was written.
     """
 
     accuracy: float | None
@@ -67,19 +68,19 @@ class RunRecord:
     """The record of one run.
 
     Args:
-        settings: the run's.
-        plan: of a private run; None without differential privacy.
-        folder: the run's; None: nothing is written.
-        observer: receives what is new.
-        measure: of the run's models.
-        test: what the test images are: "public", "private" or "none".
-        simulated: all clients are in one process; else each is where its data are, and what only a
-            simulation may show is shown nowhere.
+        settings: the run's settings.
+        plan: the plan of a private run; None without differential privacy.
+        folder: the run folder; None: nothing is written.
+        observer: receives notes and rows.
+        measure: measures the run's models.
+        test: the kind of test images: "public", "private" or "none".
+        simulated: all clients are in one process; otherwise each is where its data are, and what
+            only a simulation may show is not recorded.
 
     Attributes:
-        warnings: what the run's report is to warn of; complete before `begin`.
-        rows: of the rounds so far.
-        events: what did not go as planned.
+        warnings: the warnings to include in the report; complete before `begin`.
+        rows: the rows of the rounds so far.
+        events: the deviations from the plan.
     """
 
     settings: RunSettings
@@ -95,8 +96,9 @@ class RunRecord:
     _missing: set[str] = field(default_factory=set)
 
     def begin(self, histories: Sequence[History]) -> None:
-        """Writes what a private run begins with, if it is not there: what its clients' ledgers hold
-        now. A run that is resumed adds its own warnings."""
+        """Writes the initial state of a private run, with the current contents of its clients'
+        ledgers, unless it exists. A resumed run adds its warnings.
+        """
         if self.plan is None or self.folder is None:
             return
         if not self.folder.has_begun:
@@ -110,7 +112,7 @@ class RunRecord:
         self.folder.write_private_start(start)
 
     def go_on(self, folder: RunFolder, rows: Sequence[dict[str, Any]]) -> None:
-        """Continues after these rounds, in the folder that has them."""
+        """Resumes after these rounds, in the folder that has them."""
         self.rows = list(rows)
         done = len(rows)
         rounds = self.settings.rounds
@@ -122,16 +124,17 @@ class RunRecord:
     def row(
         self, state: ServerState, context: RoundContext, played: Played, started: float
     ) -> Disclosed:
-        """Takes the row of a round that has been played, and returns what may be shown of it.
+        """Records the row of a finished round, and returns it split into what may be shown and what
+        may not.
 
         Args:
-            state: the server's, after the round.
-            context: the round's.
-            played: what the round was.
-            started: when it began, by `time.perf_counter`.
+            state: the server's state after the round.
+            context: the round's context.
+            played: the result of the round.
+            started: the start of the round, by `time.perf_counter`.
 
         Raises:
-            UnaccountedReleaseError: a fact of the method's that may not be in a row.
+            UnaccountedReleaseError: a fact of the method may not be in a row.
         """
         number = context.round
         method, exchange = self.settings.method, self.measure.exchange
@@ -172,14 +175,14 @@ class RunRecord:
         self.observer.round_ended(row.shown)
 
     def ended_early(self, refusal: Refusal) -> str:
-        """Notes that a client's refusal has ended the run; returns that in words."""
+        """Records that a client's refusal has ended the run, and returns that in words."""
         done = len(self.rows)
         self.events.append(Event.ended(done, refusal.spent, refusal.reason))
         return self.deviations[-1]
 
     @property
     def deviations(self) -> tuple[str, ...]:
-        """What did not go as planned, in words."""
+        """The deviations from the plan, in words."""
         rounds = self.settings.rounds
         cap = None if self.settings.privacy is None else self.settings.privacy.epsilon
         return tuple(
@@ -187,20 +190,20 @@ class RunRecord:
         )
 
     def figures(self, name: str, make: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
-        """Computes figures about the run, without any that are not finite.
+        """Computes figures about the run, with None in place of non-finite numbers.
 
-        They never end a run: its rounds may be charged, and a resumed run is charged again for the
-        round that has not ended. What cannot be computed is noted once.
+        A failure here never ends a run, because its rounds may be charged, and a resumed run is
+        charged again for the unfinished round. Figures that cannot be computed are noted once.
 
         Args:
-            name: of the figures, for the note.
+            name: the name of the figures, for the note.
             make: computes them.
 
         Returns:
-            Empty if they cannot be computed.
+            The figures; empty if they cannot be computed.
 
         Raises:
-            PrivacyError: figures that may not be shown, or a ledger that cannot be written.
+            PrivacyError: the figures may not be shown, or a ledger cannot be written.
         """
         try:
             return dict(finite(make()))
@@ -211,7 +214,9 @@ class RunRecord:
             return {}
 
     def missing(self, name: str, error: Exception) -> None:
-        """Notes once that something about the run is missing: a full disk stays full."""
+        """Notes once that something about the run is missing; once, because a full disk
+        stays full.
+        """
         if name not in self._missing:
             self._missing.add(name)
             kind = "" if isinstance(error, FedsynthError) else f"{type(error).__name__}: "
@@ -226,13 +231,13 @@ class RunRecord:
         *,
         secret: bool = True,
     ) -> Ended:
-        """Makes report, results and summary; the folder gets its final name.
+        """Writes report, results and summary, and gives the folder its final name.
 
         Args:
-            server: after its last step.
-            context: of a round of the run.
-            uploads: of the last round that counted.
-            histories: what the clients' ledgers hold.
+            server: the server after its last step.
+            context: the context of a round of the run.
+            uploads: the uploads of the last round that counted.
+            histories: the contents of the clients' ledgers.
             secret: whether all clients' noise came from the operating system's keys.
         """
         accuracy = self.measure.final_accuracy(self.rows, server.state, context, self.figures)
@@ -265,9 +270,10 @@ class RunRecord:
         uploads: Mapping[int, Message],
         report: dict[str, Any] | None,
     ) -> dict[str, Any] | None:
-        """Writes the report first, and pictures last: none of them may cost a result.
+        """Writes the report first and the pictures last, so that a failed picture never costs a
+        result.
 
-        Returns the report with the hashes of the files that are there then.
+        Returns the report with the hashes of the files that exist by then.
         """
         method = self.settings.method
         if report is not None:
@@ -299,7 +305,7 @@ class RunRecord:
         self, plan: PrivacyPlan, histories: Sequence[History], *, secret: bool
     ) -> dict[str, Any]:
         began, warnings = Began.today(None), self.warnings
-        if self.folder is not None:  # a run that is resumed was begun by another process
+        if self.folder is not None:  # a resumed run was begun by another process
             start = self.folder.private_start()
             began, warnings = Began(**start["run"]), start["warnings"]
         facts = report_facts(
@@ -319,6 +325,8 @@ class RunRecord:
         return self._allowed(row, declared)
 
     def _allowed(self, values: Mapping[str, Any], declared: Declared | None) -> Disclosed:
-        """Over nodes without what goes by the records, which nobody keeps there."""
+        """Splits a row or a summary; over nodes, drops what depends on the records, which is not
+        kept there.
+        """
         found = disclosed(values, declared)
         return found if self.simulated else Disclosed(found.shown)

@@ -1,7 +1,7 @@
-"""Models in safetensors files: a run's, one that goes with a synthetic set, and a student's.
+"""Models in safetensors files: of a run, of an exported synthetic set, or of a student.
 
-A file of its own states the architecture in its metadata. Such files may come from anybody: nothing
-in them is executed, and whoever reads one has to register custom models and feature maps.
+A standalone file states the architecture in its metadata. Such files are untrusted input: nothing
+in them is executed, and the reader has to register custom models and feature maps.
 """
 
 from __future__ import annotations
@@ -47,11 +47,13 @@ from fedsynth.seeding import torch_generator
 FORMAT = "fedsynth model 1"
 PROBES = 4
 TOLERANCE = 0.02
-"""Of the largest log-probability: devices and versions of torch round, other weights do more."""
+"""Relative to the largest log-probability: larger than the rounding differences between devices and
+versions of torch, smaller than the effect of other weights.
+"""
 MAX_REASON = 400
 TRUE = json.dumps(True)
 UNUSABLE = (FedsynthError, PrivacyError, RuntimeError, *HOSTILE)
-"""What the metadata of a damaged file may raise."""
+"""Errors that the metadata of a damaged file may raise."""
 
 
 @dataclass(frozen=True)
@@ -59,10 +61,10 @@ class Architecture:
     """A network without its weights.
 
     Args:
-        spec: the specification of the images that it takes.
-        model: its settings.
+        spec: the specification of its input images.
+        model: the model settings.
         run: the settings of a run whose method makes the network, for example on a feature map;
-            None: `model` is all.
+            None: `model` determines the network.
     """
 
     spec: DatasetSpec
@@ -76,7 +78,9 @@ class Architecture:
 
     @property
     def teaches(self) -> bool:
-        """Whether it learned from more than synthetic images, and so can label others."""
+        """Returns whether the model learned from more than synthetic images, and so can label
+        others.
+        """
         return self.run is not None and not self.run.method.learns_from_images
 
     def network(self, seed: int = 0) -> nn.Module:
@@ -94,7 +98,7 @@ class Architecture:
 
     @property
     def own(self) -> dict[str, str]:
-        """Its custom parts: names by "model", "features" and "method"."""
+        """Custom parts: their names by "model", "features" and "method"."""
         found = {}
         takes_model = self.run is None or self.run.method.takes_model
         if takes_model and is_own_model(self.model):
@@ -107,7 +111,7 @@ class Architecture:
         return found
 
     def sections(self) -> dict[str, dict[str, Any]]:
-        """Returns the settings that determine it: no paths, no privacy, no partition."""
+        """Returns the settings that determine the network: no paths, no privacy, no partition."""
         if self.run is None:
             return {"model": asdict(self.model)}
         sections = self.run.to_mapping()
@@ -119,15 +123,16 @@ class Architecture:
         }
 
     def count(self) -> int | None:
-        """Returns the number of parameters without making the network, or None if only making it
-        tells."""
+        """Returns the number of parameters without building the network, or None if it has to be
+        built for that.
+        """
         takes_model = self.run is None or self.run.method.takes_model
         if self.own or self.features or not takes_model:
             return None
         return counted(self.model, self.spec.image_shape, self.spec.classes)
 
     def to_metadata(self) -> dict[str, str]:
-        """Returns it as a file's metadata; `from_metadata` is the inverse."""
+        """Returns the architecture as a file's metadata; `from_metadata` is the inverse."""
         return {
             "settings": json.dumps(self.sections(), sort_keys=True),
             "spec": json.dumps(asdict(replace(self.spec, source="")), sort_keys=True),
@@ -140,13 +145,13 @@ class Architecture:
         """Returns the architecture that a file states.
 
         Args:
-            metadata: the file's.
+            metadata: the file's metadata.
             method: the class of a custom method.
-            parameters: numbers in the file, so that no larger network is made.
+            parameters: the count of numbers in the file; a larger network is refused.
 
         Raises:
-            OutputError: it is far larger than the file.
-            UNUSABLE: the settings are unsound, or name something unknown.
+            OutputError: the network is larger than the file.
+            UNUSABLE: the settings are invalid, or name something unknown.
         """
         sections = decode_json(metadata["settings"])
         spec = spec_from_json(decode_json(metadata["spec"]))
@@ -171,13 +176,13 @@ class Architecture:
 def write_model(
     file: Path, network: nn.Module, of: Architecture, facts: Mapping[str, str] | None = None
 ) -> None:
-    """Writes weights and architecture, and logits of public images to recognise the network by.
+    """Writes weights, architecture, and logits on public images that identify the network.
 
     Args:
-        file: to be written.
-        network: with its weights.
+        file: the file to write.
+        network: the network with its weights.
         of: its architecture.
-        facts: more metadata.
+        facts: additional metadata.
 
     Raises:
         OutputError: the file cannot be written.
@@ -197,7 +202,7 @@ def write_model(
 
 
 def teaches(file: Path) -> bool:
-    """Returns whether a file says that its model teaches (`Architecture.teaches`).
+    """Returns whether a file states that its model can teach (`Architecture.teaches`).
 
     Raises:
         OutputError: the file is damaged.
@@ -248,7 +253,7 @@ def _read(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def _probe(network: nn.Module, spec: DatasetSpec) -> list[list[float]]:
-    """Log-probabilities of public images, rounded, to recognise a network by."""
+    """Returns rounded log-probabilities of public images, which identify a network."""
     images = torch.rand(PROBES, *spec.image_shape, generator=torch_generator(0, "model's probe"))
     mode = network.training
     network.eval()
@@ -272,25 +277,25 @@ def load_model(
     model: str = "",
     features: str = "",
 ) -> nn.Module:
-    """A model that was left or handed over, in evaluation mode, on the CPU: from normalised images
-    to logits. FedStats' has its feature map, and can teach (`train_student(…, teacher=…)`).
+    """Loads a saved or exported model, in evaluation mode, on the CPU: from normalised images to
+    logits. FedStats' model includes its feature map, and can teach (`train_student(…, teacher=…)`).
 
     Args:
-        source: the folder of a finished run; a folder that was handed over with the run's model
-            (`export_run(…, with_model=True)`), whose hashes are compared; or a file that
+        source: the folder of a finished run; a folder exported with the run's model
+            (`export_run(…, with_model=True)`), whose hashes are checked; or a file that
             `fedsynth student` wrote.
-        spec: of the data set; needed of a run on your own images without differential privacy,
-            whose folder does not say it (`ImageData.spec`).
+        spec: of the data set; needed for a run on custom images without differential privacy,
+            whose folder does not state it (`ImageData.spec`).
         method: the class of a method that fedsynth does not know by name.
-        model, features: `FILE.py:NAME` of an architecture or a feature map of somebody's own,
-            which the model was made with; the files are executed.
+        model, features: `FILE.py:NAME` of a custom architecture or feature map
+            with which the model was made; the files are executed.
 
     Raises:
         OutputError: there is no model, it is damaged or of another architecture, or `spec` is
             missing.
-        DataFilesCorruptError: a file of the set is another than when it was written.
+        DataFilesCorruptError: a file of the set has changed since it was written.
         FedsynthError, PrivacyError: its settings name something that this process does not know,
-            and neither `model` nor `features` says.
+            and neither `model` nor `features` gives it.
 
     >>> import tempfile
     >>> from fedsynth import FedStats, RunSettings, simulate
@@ -318,7 +323,7 @@ def load_model(
 
 
 def images_of_model(source: Path) -> DatasetSpec | None:
-    """Returns the specification of a model's images, or None for a run on your own images without
+    """Returns the specification of a model's images, or None for a run on custom images without
     differential privacy, which does not state it.
 
     Args:

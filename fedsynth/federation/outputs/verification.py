@@ -1,9 +1,8 @@
-"""Verifies the report of a private run's folder: its figures are computed again from config.toml,
-privacy_start.json and the ledgers, and every other file is compared with the run's plan.
+"""Verifies the report of a private run's folder: recomputes its figures from config.toml,
+privacy_start.json and the ledgers, and compares every other file with the run's plan.
 
-The plan, and which rows of the ledgers are the run's, are computed by `verified_charges`; what
-metrics, summary and tensors may contain by `verified_contents`. What rebuilds a report also makes
-the report of a run that was killed.
+`verified_charges` computes the plan and finds the run's rows in the ledgers; `verified_contents`
+checks metrics, summary and tensors. The same code builds the report of a run that was killed.
 """
 
 from __future__ import annotations
@@ -51,8 +50,9 @@ from fedsynth.privacy.verify import (
 from fedsynth.version import __version__
 
 OWNER = "owner.json"
-"""In the folder of an owner's report: which client it was, and after how many rounds the run
-ended."""
+"""A file in the folder of an owner's report: the client index, and the number of rounds after which
+the run ended.
+"""
 _REASON = re.compile(r".{1,1000}")
 NOT_COMPARED = {
     True: "the ledgers are the data owners', so no ledger file was compared here: each owner can "
@@ -70,7 +70,7 @@ def verify_run(
     Args:
         run: the folder, or the privacy_report.json in it.
         ledger: folder of the ledger files; None takes `ledger/` in the run folder, or where
-            config.toml says that ledgers are kept.
+            config.toml states that ledgers are kept.
         method: the class of a method that fedsynth does not know by name.
 
     Raises:
@@ -138,7 +138,9 @@ def _run_problems(
     *,
     abandoned: bool,
 ) -> tuple[list[str], str]:
-    """Returns everything in which a run's files and its report differ, and what was compared."""
+    """Returns all differences between a run's files and its report, and a note on what was
+    compared.
+    """
     run = read_run(folder, method)
     files, exact = ledger_files(folder, run, ledger)
     held = held_rows(report, files, exact=exact)
@@ -176,9 +178,9 @@ def _run_problems(
 def _events(charges: Charges, report: Mapping[str, Any], *, abandoned: bool) -> list[Event]:
     """Returns the events that the report must state.
 
-    Over nodes the reasons are in other parties' words, and taken as stated. In a simulation the cap
-    explains an early end; where another run has charged the ledgers since, or releases of a round
-    under way are charged, the figures of that moment are not known, and taken as stated.
+    Over nodes the reasons are texts of other parties, and are taken as stated. In a simulation the
+    cap explains an early end. If another run has charged the ledgers since, or releases of a round
+    under way are charged, the figures of that moment are unknown, and are taken as stated.
     """
     run = charges.run
     stated = [Event.model_validate(one) for one in report["events"]]
@@ -202,8 +204,9 @@ def _events(charges: Charges, report: Mapping[str, Any], *, abandoned: bool) -> 
 
 
 def _may_be_silent(event: Event, charges: Charges) -> bool:
-    """Returns whether a client may have stated nothing since the rounds that an event names: rounds
-    in which it was lost, or that were cut off."""
+    """Returns whether a client may have made no statement in the rounds that an event names,
+    because it was lost in them or they were cut off.
+    """
     if event != Event(kind="unstated", client=event.client, rounds=event.rounds):
         return False
     run, client = charges.run, event.client
@@ -218,7 +221,7 @@ def _may_be_silent(event: Event, charges: Charges) -> bool:
 
 
 def _with_reason(expected: Event, stated: Sequence[Event]) -> Event:
-    """Returns an event with the reason of the stated event that is like it."""
+    """Returns an event with the reason of the matching stated event, if there is one."""
     for event in stated:
         same = event.model_copy(update={"why": None}) == expected
         if same and event.why is not None and _REASON.fullmatch(event.why):
@@ -232,7 +235,8 @@ def _with_reason(expected: Event, stated: Sequence[Event]) -> Event:
 def _owner_problems(
     folder: Path, report: dict[str, Any], ledger: Path | None, method: type[Method] | None
 ) -> tuple[list[str], str]:
-    """Returns everything in which an owner's folder and its report differ, and what was compared.
+    """Returns all differences between an owner's folder and its report, and a note on what was
+    compared.
 
     An owner knows only its own ledger: σ and the number of rounds are as the server stated them.
 
@@ -270,7 +274,9 @@ def _owner_problems(
 
 
 def _owners_plan(run: RunStart, number: int) -> PrivacyPlan:
-    """Returns what the client was charged by; σ is the run's, or as the server stated it."""
+    """Returns the plan by which the client was charged; σ is the run's, or as the
+    server stated it.
+    """
     plan = PrivacyPlan.checked(run.settings, run.context)
     stated, own = run.stated["noise_multiplier"], plan.privacy.noise_multiplier
     if not run.settings.partition.clients > number >= 0:
@@ -281,7 +287,7 @@ def _owners_plan(run: RunStart, number: int) -> PrivacyPlan:
 
 
 def _owners_numbers(file: Path, rounds: int) -> tuple[int, int]:
-    """Returns which client an owner was, and after how many rounds the run ended.
+    """Returns the owner's client index, and the number of rounds after which the run ended.
 
     Raises:
         PrivacyError: the file is damaged.
@@ -299,8 +305,9 @@ def _owners_numbers(file: Path, rounds: int) -> tuple[int, int]:
 
 
 def is_unfinished(path: Path) -> bool:
-    """Returns whether this is the folder of a run that was killed, or is still going: its report
-    has to be built from what is there."""
+    """Returns whether a folder is of a run that was killed or is still running, so that its report
+    has to be built from its files.
+    """
     if not (path / "config.toml").is_file() or (path / "summary.json").exists():
         return False
     return path.resolve().suffix == INCOMPLETE or not (path / f"{NAME}.json").exists()

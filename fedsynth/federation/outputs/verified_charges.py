@@ -1,8 +1,8 @@
-"""What a private run has charged, computed again from its folder: its plan, and which rows of its
-clients' ledgers are the plan's, are not, or are missing.
+"""The charges of a private run, recomputed from its folder: its plan, and the rows of its clients'
+ledgers that belong to the plan, do not, or are missing.
 
-The plan is made as the run made it (`PrivacyPlan`), from what the ledgers held when it began. A run
-that is resumed takes its plan from here, too.
+The plan is made as the run made it (`PrivacyPlan`), from the contents of the ledgers when the run
+began. A resumed run takes its plan from here, too.
 """
 
 from __future__ import annotations
@@ -34,14 +34,16 @@ from fedsynth.privacy.report_file import HeldRows
 from fedsynth.privacy.verify import differences
 
 CALIBRATED = 2e-3
-"""σ is found to 0.1 %: another version of the libraries may end elsewhere within that."""
+"""Relative tolerance of σ. Calibration finds it to 0.1 %, and another version of the libraries may
+return another value within that.
+"""
 MAX_REASON = 1000
-"""Characters of a reason that another party gave."""
+"""Maximum number of characters of a reason that another party gave."""
 Rows = Mapping[str, Sequence[Release]]
 
 
 def rebuilt(run: RunFiles, before: Rows) -> PrivacyPlan:
-    """Returns the run's plan, as when it began with these rows in its clients' ledgers.
+    """Returns the run's plan for the case that its clients' ledgers held these rows when it began.
 
     Raises:
         MismatchError: σ is not what the plan gives.
@@ -60,7 +62,7 @@ def rebuilt(run: RunFiles, before: Rows) -> PrivacyPlan:
 
 
 def _histories(run: RunFiles, rows: Rows) -> list[History]:
-    """Returns the clients' histories with these rows, in the clients' order."""
+    """Returns the clients' histories with these rows, in client order."""
     return [History(client, tuple(rows[client])) for client in run.stated["ledgers"]]
 
 
@@ -71,13 +73,13 @@ def plan_when_it_began(
     method: type[Method],
     rows: Sequence[dict[str, Any]],
 ) -> PrivacyPlan:
-    """Returns the plan of a run that is to be resumed, as when it began.
+    """Returns the plan with which a run that is to be resumed began.
 
     Args:
-        folder: the run's.
-        histories: what the clients' ledgers hold now, in the clients' order.
-        method: the run's.
-        rows: of the rounds that have ended, as its checkpoint has them.
+        folder: the run folder.
+        histories: the current contents of the clients' ledgers, in client order.
+        method: the run's method.
+        rows: the rows of the finished rounds, from the checkpoint.
 
     Raises:
         PrivacyError: a file is damaged, a ledger is not the one that the run began with, or it
@@ -105,20 +107,20 @@ def plan_when_it_began(
 
 
 class Charges:
-    """A run's plan, and the rows that its clients' ledgers got since it began.
+    """A run's plan, and the rows added to its clients' ledgers since it began.
 
     Args:
-        run: its files.
-        held: the rows that its report is about.
+        run: the run's files.
+        held: the ledger rows that the report covers.
 
     Attributes:
-        absent: numbers of the clients that the report has nothing of; only over nodes.
-        done: the rounds that have ended.
-        plan: as when the run began.
-        now: what its clients' ledgers hold.
-        own: by client, the rows that this run has charged, in the order of rounds.
-        foreign: by client, further rows since the run began.
-        lacking: by client, what the plan charges and the ledger does not have.
+        absent: indices of the clients that are missing from the report; only over nodes.
+        done: the number of finished rounds.
+        plan: the plan with which the run began.
+        now: the current contents of its clients' ledgers.
+        own: by client, the rows that this run has charged, in round order.
+        foreign: by client, the other rows since the run began.
+        lacking: by client, the rows that the plan charges but the ledger lacks.
 
     Raises:
         MismatchError: the report's clients are not the run's, or σ is not what the plan gives.
@@ -144,12 +146,13 @@ class Charges:
 
     @property
     def alone(self) -> bool:
-        """Whether no other run has charged the ledgers since this one began."""
+        """Returns whether no other run has charged the ledgers since this one began."""
         return not any(self.foreign.values())
 
     def _sort_rows(self, number: int, client: str, since: Sequence[Release]) -> None:
-        """Sorts a client's rows since the start into those that the plan charges, also for a
-        round under way, or once more for a round in which the run was resumed, and others."""
+        """Sorts a client's rows since the start into those that the plan charges and others. The
+        plan also charges a round under way, and charges a round again if the run was resumed in it.
+        """
         left = list(since)
         own: list[Release] = []
         self.lacking[client] = []
@@ -171,11 +174,12 @@ class Charges:
         return replace(self.run.context, round=number, participants=active)
 
     def _charged(self, client: int, context: RoundContext) -> list[tuple[Release, bool]]:
-        """Returns the rows that a client's ledger gets for a round, and whether it must have each.
+        """Returns the rows that a round may add to a client's ledger, each with whether it must be
+        there.
 
-        A client whose first upload was rejected is not asked for another, and no client is where
-        the first exchange missed the quorum. Over nodes it is not known whether a client that was
-        lost was charged before.
+        A client whose first upload was rejected gets no second request, and no client does if the
+        first exchange missed the quorum. Over nodes it is unknown whether a lost client was
+        charged.
         """
         number = context.round
         row = self.run.rows[number - 1] if number <= self.done else {}
@@ -201,7 +205,9 @@ class Charges:
         return any(one.phase == FIRST for one in self.plan.round_plans(number))
 
     def problems(self) -> list[str]:
-        """Returns what a ledger lacks, and what a ledger of only this run has beyond the plan."""
+        """Returns the rows that a ledger lacks, and, for a ledger of only this run, the rows beyond
+        the plan.
+        """
         privacy = self.run.settings.privacy
         kept = self.run.served or (privacy is not None and privacy.ledger_folder is not None)
         problems = []
@@ -228,7 +234,7 @@ class Charges:
         return problems
 
     def refusal(self) -> Event | None:
-        """Returns the event that the cap allows no further round; None if it allows one."""
+        """Returns the event that the cap allows no further round, or None if it allows one."""
         try:
             self.plan.check_round(self.done + 1, self.now)
         except BudgetExceededError as error:
@@ -236,8 +242,9 @@ class Charges:
         return None
 
     def epsilon_by_round(self) -> dict[int, float]:
-        """Returns the worst client's ε after each round, and as round 0 from before the run; of
-        this run's own rows."""
+        """Returns the worst client's ε after each round from this run's own rows; round 0 is the ε
+        from before the run.
+        """
         privacy = self.plan.privacy
         histories = {}
         for client, before in self._before.items():
@@ -247,10 +254,11 @@ class Charges:
         return {point.round: point.worst for point in over_clients(histories)}
 
     def expected_losses(self, number: int) -> dict[str, Any]:
-        """Returns what the row of a round must state about clients whose uploads were not used.
+        """Returns the fields that a round's row must have about clients whose uploads were not
+        used.
 
-        In a simulation they follow from the run's seed; over nodes, and where an upload was
-        rejected, the row's own reasons are taken.
+        In a simulation they follow from the run's seed. Over nodes, and for a rejected upload, the
+        row's own reasons are used.
         """
         row = self.run.rows[number - 1]
         active = self.plan.participation.in_round(number)
@@ -281,7 +289,7 @@ class Charges:
 
 
 def _take(planned: Release, left: list[Release], own: list[Release]) -> bool:
-    """Moves the first row that is what was planned, but for rounding, from `left` to `own`."""
+    """Moves the first row that equals the planned one, up to rounding, from `left` to `own`."""
     for row in left:
         if not differences("", asdict(planned), asdict(row)):
             left.remove(row)
@@ -291,7 +299,7 @@ def _take(planned: Release, left: list[Release], own: list[Release]) -> bool:
 
 
 def _of_clients(reasons: Mapping[str, Any], active: Sequence[int]) -> dict[str, str]:
-    """Returns the reasons that are texts of a line, of clients that take part."""
+    """Returns the reasons of participating clients that are short enough strings."""
     return {
         str(client): reasons[str(client)]
         for client in active

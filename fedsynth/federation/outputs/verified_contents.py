@@ -1,5 +1,6 @@
-"""What the files of a private run may contain: metrics, summary and tensors, compared with what
-the run's plan, its charges and its method's declarations say."""
+"""Checks the contents of a private run's files: compares metrics, summary and tensors with the
+run's plan, its charges and its method's declarations.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +40,9 @@ from fedsynth.synthesizer.condensation.sets import SyntheticSet
 
 
 def contents_problems(charges: Charges) -> list[str]:
-    """Returns where metrics.jsonl and summary.json differ from what the method declares, or, if
-    all values are declared, from what the plan and the charges say."""
+    """Returns the deviations of metrics.jsonl and summary.json from what the method declares, or,
+    if all values are declared, from what the plan and the charges give.
+    """
     rows = charges.run.rows
     for check in (_shape_problems, _planned_problems):
         problems = []
@@ -55,7 +57,9 @@ def contents_problems(charges: Charges) -> list[str]:
 
 
 def _shape_problems(row: Mapping[str, Any], charges: Charges) -> list[str]:
-    """Returns the keys of a row that no private run may show, and values of another shape."""
+    """Returns the keys of a row that no private run may show, and the values of an undeclared
+    shape.
+    """
     run = charges.run
     problems = _undeclared(row, declared_row(type(run.settings.method)))
     if problems:
@@ -90,7 +94,7 @@ def _undeclared(row: Mapping[str, Any], declared: Declared) -> list[str]:
 
 
 def _planned_problems(row: Mapping[str, Any], charges: Charges) -> list[str]:
-    """Returns where a row differs from what the plan and the run's seed say."""
+    """Returns the differences between a row and what the plan and the run's seed give."""
     number = row["round"]
     run, plan = charges.run, charges.plan
     active = plan.participation.in_round(number)
@@ -105,13 +109,15 @@ def _planned_problems(row: Mapping[str, Any], charges: Charges) -> list[str]:
 
 
 def _epsilon_problems(charges: Charges) -> list[str]:
-    """Returns rounds whose ε is not that of the rows that were charged until their end."""
+    """Returns the rounds whose ε does not follow from the ledger rows charged up to the end of the
+    round.
+    """
     rows, plan = charges.run.rows, charges.plan
     if not plan.guaranteed(plan.histories):
         stated = [row["round"] for row in rows if "epsilon" in row]
         where = f"{METRICS} gives an epsilon in round"
         return [f"{where} {number}, where no figure would be true" for number in stated]
-    # over nodes it is not known what a lost client was charged
+    # over nodes, what a lost client was charged is unknown
     lost = charges.run.served and any(LOST in row or REJECTED in row for row in rows)
     table = {} if lost else charges.epsilon_by_round()
     problems = []
@@ -126,7 +132,7 @@ def _epsilon_problems(charges: Charges) -> list[str]:
         if charges.alone and not lost:
             problems += differences(where, spent, epsilon)
         elif type(epsilon) is not float or not spent * 0.999999 <= epsilon <= most * 1.000001:
-            # when exactly another run charged the ledger is not known
+            # the time at which another run charged the ledger is unknown
             problems.append(f"{where} must be between {spent:.6g} and {most:.6g}")
     return problems
 
@@ -135,13 +141,13 @@ def _epsilon_problems(charges: Charges) -> list[str]:
 
 
 def _summary_problems(charges: Charges) -> list[str]:
-    """Returns where summary.json, if there is one, is not the summary of the rows."""
+    """Returns the differences between summary.json, if present, and the summary of the rows."""
     run, summary = charges.run, charges.run.summary
     if summary is None:
         return []
     settings = run.settings
     test = run.stated["test_images"]
-    accuracy = None  # as the last row has it, or as stated where that round was not measured
+    accuracy = None  # from the last row, or as stated if that round was not measured
     if run.rows and test == PUBLIC_TEST:
         name = COMMON if settings.method.personal else "test_accuracy"
         stated = run.rows[-1].get(name, summary.get(name))
@@ -164,8 +170,9 @@ def _summary_problems(charges: Charges) -> list[str]:
 
 
 def file_problems(charges: Charges, folder: Path) -> list[str]:
-    """Returns files that the run must leave and that are missing, files that it cannot leave, and
-    tensors of another shape than the run's."""
+    """Returns the files that the run must leave but that are missing, the files that it cannot
+    leave, and the tensors whose shapes do not fit the run.
+    """
     run = charges.run
     method = run.settings.method
     counted = [row["round"] for row in run.rows if NOT_COUNTED not in row]
@@ -194,7 +201,7 @@ def file_problems(charges: Charges, folder: Path) -> list[str]:
 
 
 def _model_problems(charges: Charges, file: Path) -> list[str]:
-    """Returns how a model's tensors differ from the run's architecture."""
+    """Returns the differences between a model's tensors and the run's architecture."""
     if not file.is_file():
         return []
     try:
@@ -210,8 +217,9 @@ def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:
 
 
 def _images_problems(charges: Charges, file: Path, counted: list[int]) -> list[str]:
-    """Returns how synthetic images differ from images of the data set, made by the run's clients
-    or its server."""
+    """Returns the differences between the synthetic images and images of the data set, made by the
+    run's clients or its server.
+    """
     if not file.is_file():
         return []
     spec = charges.run.spec
