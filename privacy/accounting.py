@@ -1,10 +1,11 @@
-"""What releases cost: ε and δ(ε), for a chosen adjacency (one example added or removed by default).
+"""The privacy accountant: ε and δ(ε) of releases, for a chosen adjacency (default: add/remove one
+example).
 
 Adaptively composed Gaussian mechanisms without subsampling are exactly one Gaussian mechanism with
 μ² = Σ steps/σ² (Dong, Roth & Su, "Gaussian differential privacy", 2022, Cor. 3.3), so they are
-folded exactly. Poisson-subsampled rows go through dp-accounting's privacy loss distributions (PLD),
-rounded so that ε comes out too large, never too small. dp_accounting and scipy are imported where
-they are used: they are slow to load.
+merged exactly. Poisson-subsampled releases go through dp-accounting's privacy loss distributions
+(PLD), rounded so that ε is overestimated, never underestimated. dp_accounting and scipy are slow to
+load, so they are imported where they are used.
 """
 
 from __future__ import annotations
@@ -37,13 +38,14 @@ _LADDER = tuple(m * 10.0**k for k in range(-6, 0) for m in (1, 2, 5) if m * 10.0
 
 @dataclass(frozen=True)
 class Merged:
-    """Rows folded: all unsubsampled ones into one Gaussian, equal subsampled ones into (σ, q,
+    """Merged releases: all unsubsampled ones as one Gaussian, equal subsampled ones as (σ, q,
     steps)."""
 
     mu: float = 0.0
     sampled: tuple[tuple[float, float, int], ...] = ()
     replace: bool = False
-    """Replace-one; μ is then doubled already, σ is not: dp-accounting's REPLACE_ONE doubles."""
+    """Replace-one adjacency: μ is already doubled; σ is not, as dp-accounting's REPLACE_ONE
+    doubles."""
 
     @property
     def nothing(self) -> bool:
@@ -51,23 +53,24 @@ class Merged:
 
     @property
     def slack(self) -> float:
-        """What is added to every δ of an FFT, whose rounding has either sign. Measured against the
-        exact Gaussian curve: at most 1e-12 below it with 1e5 steps, 2e-11 with 1e6."""
+        """The margin added to every δ that an FFT computed, because its rounding error has either
+        sign. Measured against the exact Gaussian curve, δ was at most 1e-12 too small with 1e5
+        steps, and 2e-11 with 1e6."""
         return max(FFT_SLACK, SLACK_PER_STEP * sum(steps for _, _, steps in self.sampled))
 
     @property
     def smallest_delta(self) -> float:
-        """Below it the slack is no longer small beside δ."""
+        """The smallest δ next to which the slack is still small."""
         return max(SMALLEST_DELTA, 10 * self.slack)
 
     @property
     def interval(self) -> float | None:
-        """PLD grid step; None where `without_sampling` is used: exact without subsampled rows, else
-        a (huge) bound.
+        """The PLD's grid step. None: `without_sampling` is used, which is exact without subsampled
+        releases and otherwise a very loose bound.
 
-        Fine enough to resolve one step's loss (its standard deviation is about q·√(e^{1/σ²} − 1)),
-        and coarse enough that one step has ≤ 6e4 and the composition ≤ 1.5e6 points (well under a
-        second). Coarser only makes ε larger.
+        It resolves one step's privacy loss (of standard deviation about q·√(e^{1/σ²} − 1)), with at
+        most 6e4 points for one step and 1.5e6 for the composition (well under a second). A coarser
+        grid only increases ε.
         """
         if not self.sampled or any(steps > MOST_STEPS for _, _, steps in self.sampled):
             return None
@@ -92,8 +95,8 @@ class Merged:
 
     @property
     def without_sampling(self) -> float:
-        """μ if every subsampled row used all data: an upper bound, as subsampling never increases
-        δ(ε)."""
+        """μ if every subsampled release used all data: an upper bound, as subsampling never
+        increases δ(ε)."""
         influence = 2 if self.replace else 1
         return math.hypot(
             self.mu, *(influence * math.sqrt(steps) / σ for σ, _, steps in self.sampled)
@@ -102,23 +105,22 @@ class Merged:
 
 @dataclass(frozen=True)
 class Totals:
-    """What of some rows decides their ε: for each (σ, q) the steps. Equal rows are one entry,
-    however many they are.
+    """The figures of some releases on which their ε depends: the number of steps for each (σ, q).
 
     Attributes:
         steps: (σ, q, number of steps), ascending.
-        unbounded: whether a row has no finite ε.
+        unbounded: whether a release has no finite ε.
     """
 
     steps: tuple[tuple[float, float, int], ...] = ()
     unbounded: bool = False
 
     def __add__(self, other: Totals) -> Totals:
-        """Of the rows of both."""
+        """Returns the totals of both together."""
         return _folded((*self.steps, *other.steps), self.unbounded or other.unbounded)
 
     def times(self, number: int) -> Totals:
-        """Of the same rows in each of `number` rounds."""
+        """Returns the totals of `number` rounds that each have these releases."""
         if number == 0:
             return Totals()
         return Totals(tuple((σ, q, number * each) for σ, q, each in self.steps), self.unbounded)
@@ -132,7 +134,7 @@ def _folded(rows: Iterable[tuple[float, float, int]], unbounded: bool) -> Totals
 
 
 def totals(releases: Iterable[Release]) -> Totals:
-    """Returns the rows folded: σ, q and steps are all that ε depends on."""
+    """Returns the steps of the releases for each (σ, q)."""
     rows = []
     unbounded = False
     for r in releases:
@@ -144,7 +146,7 @@ def totals(releases: Iterable[Release]) -> Totals:
 
 
 def merge(releases: Sequence[Release] | Totals, adjacency: str) -> Merged | None:
-    """Fold the rows; None if no finite ε holds."""
+    """Merges the releases; returns None if they have no finite ε."""
     check_adjacency(adjacency)
     replace = adjacency == "replace-one"
     rows = releases if isinstance(releases, Totals) else totals(releases)
@@ -167,8 +169,8 @@ def _one_step(σ: float, q: float, interval: float, replace: bool = False) -> An
 
 
 def _dense(one: Any, steps: int) -> Any:
-    """What dp-accounting makes of one step before it composes many; it decides that by points to
-    the power of steps, a number of a million digits and more."""
+    """Returns one step's loss distribution in dense form. dp-accounting converts it itself, but
+    decides by computing points ** steps, a number of a million digits or more."""
     from dp_accounting.pld import privacy_loss_distribution as pld
 
     if steps < 10_000:  # then the number is small
@@ -193,8 +195,8 @@ def _composed(merged: Merged) -> Any:
 
 
 def gaussian_delta(mu: float, epsilon: float) -> float:
-    """δ(ε) = Φ(μ/2 − ε/μ) − e^ε Φ(−μ/2 − ε/μ), exact for a Gaussian with sensitivity/noise μ (Balle
-    & Wang 2018)."""
+    """Returns δ(ε) = Φ(μ/2 − ε/μ) − e^ε Φ(−μ/2 − ε/μ), exact for a Gaussian with sensitivity/noise
+    μ (Balle & Wang 2018)."""
     from scipy.special import log_ndtr
 
     if mu == 0:
@@ -204,7 +206,7 @@ def gaussian_delta(mu: float, epsilon: float) -> float:
 
 
 def delta_of(merged: Merged, epsilon: float) -> float:
-    """δ(ε) of folded rows."""
+    """Returns δ(ε) of merged releases."""
     if merged.interval is None:
         return gaussian_delta(merged.without_sampling, epsilon)
     return min(1.0, float(_composed(merged).get_delta_for_epsilon(epsilon)) + merged.slack)
@@ -212,7 +214,7 @@ def delta_of(merged: Merged, epsilon: float) -> float:
 
 @lru_cache(maxsize=4096)
 def epsilon_of(merged: Merged, delta: float) -> float:
-    """ε(δ) of folded rows."""
+    """Returns ε(δ) of merged releases."""
     if merged.interval is not None:
         require(
             delta >= merged.smallest_delta,
@@ -240,12 +242,15 @@ def epsilon_of(merged: Merged, delta: float) -> float:
 def epsilon(
     releases: Sequence[Release] | Totals, delta: float, adjacency: str = ADD_REMOVE
 ) -> float:
-    """The ε that holds with δ = `delta` for all `releases` (or their `totals`) on one data set,
-    adaptively composed.
+    """Returns ε at δ = `delta` of all `releases` (or their `totals`) on one data set, adaptively
+    composed.
 
-    Rows hold sensitivities under add-remove; `adjacency` is one of `ADJACENCIES`.
+    It is 0 without a release, and infinite with an unaccounted release or one without noise.
 
-    No release: 0. An unaccounted row or one without noise: infinity.
+    Args:
+        releases: ledger rows, whose sensitivities are for add/remove adjacency.
+        delta: δ.
+        adjacency: one of `ADJACENCIES`.
 
     Raises:
         PrivacySettingError: δ outside (0, 1), or below 1e-10 with subsampled rows (beyond the
@@ -259,9 +264,10 @@ def epsilon(
 def epsilon_rdp(
     releases: Sequence[Release], delta: float, adjacency: str = ADD_REMOVE
 ) -> float | None:
-    """The looser ε by Rényi DP: an independent cross-check of `epsilon`, same conventions.
+    """Returns the looser ε by Rényi DP: an independent cross-check of `epsilon`, with the same
+    conventions.
 
-    None where the library has none: replace-one with subsampling.
+    It is None for replace-one adjacency with subsampling, which the library does not support.
     """
     from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
     from dp_accounting.rdp import rdp_privacy_accountant as rdp
@@ -280,7 +286,7 @@ def epsilon_rdp(
     )
     logger = logging.getLogger("absl")
     level = logger.level
-    # The library logs every order whose series does not converge. It leaves it out, which is safe.
+    # The library logs and skips every order whose series does not converge; skipping it is safe.
     logger.setLevel(logging.ERROR)
     try:
         if merged.mu > 0:
@@ -295,7 +301,7 @@ def epsilon_rdp(
 def epsilon_by_round(
     releases: Sequence[Release], delta: float, adjacency: str = ADD_REMOVE
 ) -> dict[int, float]:
-    """Cumulative ε after each round that has a release, in order of the round's number."""
+    """Returns the cumulative ε after each round that has a release, in order of rounds."""
     table = {}
     so_far = Totals()
     for number, rows in groupby(sorted(releases, key=_round), key=_round):
@@ -309,8 +315,8 @@ def _round(release: Release) -> int:
 
 
 def describe_accountant(releases: Sequence[Release], adjacency: str = ADD_REMOVE) -> dict[str, Any]:
-    """Returns name, library version, computation and discretisation interval (None: exact), for
-    the report."""
+    """Returns the accountant's name, library version, computation and discretisation interval
+    (None: exact) for the report."""
     from importlib.metadata import version
 
     merged = merge(releases, adjacency)
@@ -339,10 +345,11 @@ def calibrate_noise_multiplier(
     plan: Callable[[float], Sequence[Release] | Totals],
     adjacency: str = ADD_REMOVE,
 ) -> float:
-    """Smallest σ (to 0.1 %, on the safe side) with epsilon(plan(σ), delta) ≤ `target_epsilon`.
+    """Returns the smallest σ (to 0.1 %, rounded to the safe side) with epsilon(plan(σ), delta) ≤
+    `target_epsilon`.
 
-    `plan` must give the releases of the *whole* run for a σ, or their `totals`, with an ε that does
-    not grow with σ.
+    `plan` must return the releases of the *whole* run for a σ, or their `totals`. Their ε must not
+    increase with σ.
 
     Raises:
         PrivacySettingError: target not finite and positive, bad δ, or no σ up to 1e6 reaches the
@@ -379,8 +386,8 @@ def calibrate_noise_multiplier(
     for turn in count():
         if high <= 1.001 * low:
             break
-        # log ε is nearly linear in log σ: interpolate, a little to the safe side so that both ends
-        # close in; every third turn halves the bracket, in case it is not
+        # log ε is nearly linear in log σ: interpolate, a little to the safe side, so that both ends
+        # of the bracket move; every third iteration bisects, in case it is not linear
         share = 0.5 if turn % 3 == 2 or math.isinf(at_low) else at_low / (at_low - at_high)
         aim = math.exp(math.log(low) + share * math.log(high / low)) * 1.0004
         σ = min(max(aim, low * 1.0009), high / 1.0009)

@@ -1,4 +1,4 @@
-"""What an attacker can gain: a bound on the power of any membership test."""
+"""Bounds on what an attacker can learn: the power of any membership inference test."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ def attack_success(
     false_positive_rates: Sequence[float] = (0.001, 0.01),
     adjacency: str = ADD_REMOVE,
 ) -> dict[float, float]:
-    """Upper bound on the true-positive rate of *any* membership test at each false-positive rate α.
+    """Returns an upper bound on the true-positive rate of *any* membership test at each
+    false-positive rate α.
 
     If (ε, δ(ε)) holds for the pair (without, with) and for its reverse, a test's rates obey, for
     every ε ≥ 0, TPR ≤ e^ε·α + δ(ε), and, with the complements' rates, 1 − α ≤ e^ε·(1 − TPR) + δ(ε),
     that is TPR ≤ 1 − e^{−ε}·(1 − α − δ(ε)). The smallest of these over ε is 1 − f(α), f the
     trade-off function (f-DP: Dong, Roth & Su 2022, Prop. 2.12). Each bound is convex, the first in
-    e^ε and the second in e^{−ε}, hence the golden- section search; wherever it stops the bound is
-    valid. For Gaussians it is Φ(Φ⁻¹(α) + μ), used directly.
+    e^ε and the second in e^{−ε}, so a golden-section search finds the minimum; the bound is valid
+    wherever the search stops. For Gaussians, the closed form Φ(Φ⁻¹(α) + μ) is used.
     """
     from scipy.special import ndtr, ndtri
 
@@ -39,10 +40,12 @@ def attack_success(
 
 
 def best_guess(releases: Sequence[Release], adjacency: str = ADD_REMOVE) -> float:
-    """Upper bound on the share of right answers to "in or not?", both cases equally likely.
+    """Returns an upper bound on the accuracy of guessing membership when both cases are equally
+    likely.
 
-    A test is right with (1 + TPR − FPR)/2, and TPR − FPR is at most the total variation distance of
-    what is released with and without, which is δ at ε = 0: so (1 + δ(0))/2, for Gaussians Φ(μ/2).
+    A test's accuracy is (1 + TPR − FPR)/2. TPR − FPR is at most the total variation distance
+    between the releases with and without the example, which is δ at ε = 0. The bound is therefore
+    (1 + δ(0))/2, for Gaussians Φ(μ/2).
     """
     merged = merge(releases, adjacency)
     return 1.0 if merged is None else (1.0 + delta_of(merged, 0.0)) / 2
@@ -55,7 +58,8 @@ def _largest_power(curve: Callable[[float], float], alpha: float, furthest: floa
 
 
 def _golden(bound: Callable[[float], float], high: float, iterations: int = 16) -> float:
-    """Smallest value met in a golden-section search of a unimodal function on [0, high]."""
+    """Returns the smallest value found by a golden-section search of a unimodal function on [0,
+    high]."""
     ratio = (math.sqrt(5) - 1) / 2
     low = 0.0
     left = high - ratio * high

@@ -1,10 +1,10 @@
 """A canary audit: a lower bound on ε from one run with many canaries. It can find a fault; it
 cannot prove privacy.
 
-Each of m canaries is in the data or not by a fair coin. An auditor who sees the release guesses for
-r of them (the highest scores "in", the lowest "out"). If the mechanism is (ε, δ)-DP, v or more
-right guesses are improbable (Steinke, Nasr & Jagielski, "Privacy auditing with one (1) training
-run", 2023, Theorem 5.2): with p = e^ε/(1 + e^ε) and W ~ Binomial(r, p),
+A fair coin decides whether each of m canaries is in the data. An auditor who sees the release
+guesses for r of them (the highest scores "in", the lowest "out"). If the mechanism is (ε, δ)-DP, v
+or more correct guesses are improbable (Steinke, Nasr & Jagielski, "Privacy auditing with one (1)
+training run", 2023, Theorem 5.2): with p = e^ε/(1 + e^ε) and W ~ Binomial(r, p),
 
     P[V ≥ v] ≤ P[W ≥ v] + 2·m·δ·max_{1 ≤ i ≤ m} P[v − i ≤ W < v] / i.
 
@@ -25,7 +25,8 @@ CAVEAT = "an audit can find a fault, but cannot prove privacy"
 
 
 def p_value(correct: int, guesses: int, canaries: int, epsilon: float, delta: float) -> float:
-    """The bound above: how probable `correct` or more right guesses at most are under (ε, δ)-DP."""
+    """Returns the bound above on the probability of `correct` or more correct guesses under (ε,
+    δ)-DP."""
     from scipy.stats import binom
 
     rule = "must be from 0 to guesses, and these at most canaries"
@@ -43,7 +44,8 @@ def p_value(correct: int, guesses: int, canaries: int, epsilon: float, delta: fl
 def epsilon_lower_bound(
     correct: int, guesses: int, canaries: int, delta: float, confidence: float
 ) -> float:
-    """The largest ε (to 1e-4) that `correct` right guesses refute at this confidence; 0 if none."""
+    """Returns the largest ε (to 1e-4) that `correct` correct guesses refute at this confidence, or
+    0."""
     low = 0.0
     high = 1.0
     if p_value(correct, guesses, canaries, 0.0, delta) > 1 - confidence:
@@ -61,17 +63,19 @@ def epsilon_lower_bound(
 def right_guesses(
     scores: npt.NDArray[np.float64], included: npt.NDArray[np.bool_], guesses: int
 ) -> int:
-    """How many of `guesses` (even) guesses are right: "in" for the highest half, else "out"."""
+    """Returns the number of correct guesses among `guesses` (even): "in" for the highest half of
+    the scores, "out" for the lowest."""
     order = np.argsort(scores)
     half = guesses // 2
     return int(included[order[len(order) - half :]].sum() + (~included[order[:half]]).sum())
 
 
 def guesses_for(canaries: int) -> int:
-    """The number of guesses for so many canaries that nobody has to choose: even, at least 2."""
+    """Returns the default number of guesses for this number of canaries: even, at least 2."""
     return max(2, 2 * (GUESSES * canaries // 2000))
 
 
 def down(value: float) -> str:
-    """`value` rounded down to 2 decimals: a printed lower bound is never too high."""
+    """Returns `value` rounded down to 2 decimals, so that a printed lower bound is never too
+    high."""
     return f"{floor(value * 100) / 100:.2f}"

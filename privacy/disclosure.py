@@ -1,7 +1,8 @@
-"""How what a private run gives out is covered: by the ledger, because it is public, or not at all.
+"""The classes of values that a private run outputs: accounted for by the ledger, public, or
+unprotected.
 
-The code that makes a value declares it, with the reason and its shape. A value that nobody
-declared, or of another shape, does not leave a private run.
+The code that computes a value declares its class, the reason and its shape. A private run does not
+output a value that is undeclared or has another shape.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ ACCOUNTED = "accounted"
 RELEASED = "released"
 """Computed only from such releases and public values."""
 PUBLIC = "public"
-"""The same whatever the private data are."""
+"""Independent of the private data."""
 SIMULATION_ONLY = "simulation-only"
-"""A function of private data, which only a simulation can show; outside every guarantee."""
+"""A function of private data that only a simulation can show; no guarantee covers it."""
 UNACCOUNTED = "unaccounted"
-"""A release that nothing accounts for."""
+"""A release that the ledger does not account for."""
 
 NUMBER = bool | int | float
 COUNT = Annotated[int, Field(ge=0)]
@@ -30,12 +31,12 @@ SHARE = Annotated[float, Field(ge=0, le=1)]
 
 @dataclass(frozen=True)
 class Disclosure:
-    """What a value is.
+    """The declared class and shape of a value.
 
     Args:
         kind: `RELEASED`, `PUBLIC` or `SIMULATION_ONLY`.
-        reason: why.
-        shape: the value's type, as pydantic checks it strictly.
+        reason: why it is of this kind.
+        shape: the value's type, which pydantic checks strictly.
     """
 
     kind: str
@@ -44,7 +45,7 @@ class Disclosure:
 
     @property
     def shown(self) -> bool:
-        """Whether it may be shown to anybody."""
+        """True if the value may be shown publicly."""
         return self.kind in (RELEASED, PUBLIC)
 
     def fits(self, value: object) -> bool:
@@ -70,7 +71,7 @@ def released(reason: str, shape: Any = NUMBER) -> Disclosure:
     """Returns the disclosure of a value that is computed only from released and public values.
 
     Args:
-        reason: why it is.
+        reason: why it depends on nothing else.
         shape: its type.
 
     >>> released("the accuracy of a released model").shown
@@ -80,9 +81,9 @@ def released(reason: str, shape: Any = NUMBER) -> Disclosure:
 
 
 def public(reason: str, shape: Any = NUMBER) -> Disclosure:
-    """Returns the disclosure of a value that is the same whatever the private data are.
+    """Returns the disclosure of a value that does not depend on the private data.
 
-    A method gives such facts in `Method.planned_facts`, where verification computes them again.
+    A method returns such values in `Method.planned_facts`; verification recomputes them.
     """
     return Disclosure(PUBLIC, reason, shape)
 

@@ -15,17 +15,17 @@ from fedsynth.privacy.releases import ADD_REMOVE, RECORD, Release, check_adjacen
 
 @dataclass(frozen=True)
 class Cap:
-    """An owner's: so much ε at this δ, whatever a run's δ is."""
+    """A data owner's cap: the largest ε at this δ, independent of a run's δ."""
 
     epsilon: float
     delta: float
 
 
 class Guard:
-    """Refuses, before it happens, a release with which ε at `delta` would exceed `cap` (None: no
-    cap), or ε at the owner's δ the owner's cap.
+    """Refuses a release in advance if ε at `delta` would exceed `cap` (None: no cap), or if ε at
+    the owner's δ would exceed the owner's cap.
 
-    It also knows the unit that is protected, which it writes into every row.
+    It also writes the protected unit into every row.
 
     Raises:
         PrivacySettingError: δ, the cap or the adjacency is out of range.
@@ -59,16 +59,16 @@ class Guard:
         self.check_unit(ledger.releases)
 
     def check(self, planned: Sequence[Release]) -> None:
-        """Raise BudgetExceededError if `planned`, on top of the ledger, exceeds the cap. Charges
-        nothing."""
+        """Raises BudgetExceededError if the ledger's rows and `planned` together exceed the cap.
+        Charges nothing."""
         self.refuse_beyond(self.ledger.releases, planned)
 
     def charge(self, release: Release) -> None:
-        """Check and charge in one step (under one lock, where the ledger is a file)."""
+        """Checks and charges a release in one step (under one lock if the ledger is a file)."""
         self.ledger.charge(replace(release, unit=self.unit), self.refuse_beyond)
 
     def refuse_beyond(self, rows: Sequence[Release], planned: Sequence[Release]) -> None:
-        """`check`, against `rows` in place of the ledger's own."""
+        """Does the same as `check`, with `rows` instead of the ledger's rows."""
         self.check_unit(rows)
         for cap in self._caps:
             after = epsilon([*rows, *planned], cap.delta, self.adjacency)
@@ -82,8 +82,8 @@ class Guard:
                 )
 
     def check_unit(self, rows: Sequence[Release]) -> None:
-        """Refuse rows of another unit: a clip bounds one record's influence or one user's, and rows
-        of both do not compose into one ε."""
+        """Refuses rows of another unit: a clip bounds either one record's influence or one user's,
+        and rows of both kinds do not compose into one ε."""
         protecting = (row.unit for row in rows if row.unaccounted is None)
         other = next((unit for unit in protecting if unit != self.unit), None)
         if other is not None:

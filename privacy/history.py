@@ -1,4 +1,4 @@
-"""What a client says of its ledger: to the server when it joins, and for the report."""
+"""The ledger contents that a client sends to the server when it joins, and that reports use."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from fedsynth.privacy.releases import Release
 
 @dataclass(frozen=True)
 class History:
-    """The releases that a client's ledger holds. They are public, as is all that a ledger says.
+    """The releases in a client's ledger. They are public, like everything in a ledger.
 
     Attributes:
-        client: its name.
+        client: the client's name.
         releases: the rows, oldest first.
-        chain: the hash over them in the ledger's file, which names exactly these rows, also where
-            the file has grown since; None where the ledger is in memory.
+        chain: the chain hash over them in the ledger's file, which identifies exactly these rows
+            even if the file has grown since; None if the ledger is in memory.
     """
 
     client: str
@@ -25,16 +25,16 @@ class History:
     chain: str | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """As a JSON-able mapping; `from_json` is its inverse."""
+        """Returns a JSON-able mapping; `from_json` is the inverse."""
         rows = [row.to_json() for row in self.releases]
         return {"client": self.client, "releases": rows, "chain": self.chain}
 
     @classmethod
     def from_json(cls, stated: Mapping[str, Any]) -> History:
-        """The history that `to_json` gave.
+        """Returns the history that `to_json` encoded.
 
         Raises:
-            PrivacySettingError: a row that is none.
+            PrivacySettingError: a row is invalid.
         """
         rows = tuple(Release.from_json(row) for row in stated["releases"])
         chain = stated["chain"]

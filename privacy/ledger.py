@@ -1,16 +1,15 @@
 """The append-only record of every release from one client's data set.
 
-The ledger is a file of JSON lines: a header, then one line a release. It lives outside checkpoints
-and run folders, since a data set's budget is spent over all runs on it. A row is on the disk before
-`charge` returns, and noise is drawn only afterwards: a crash can charge for a release that never
-left, but never release what was not charged.
+The ledger is a file of JSON lines: a header, then one line per release. It is kept outside
+checkpoints and run folders, since all runs on a data set share its budget. A row is on the disk
+before `charge` returns, and noise is drawn only afterwards: after a crash, a charged release may be
+missing, but no release is uncharged.
 
-The ledger of a folder that is kept over runs also says whose records it is for: its header holds a
-keyed fingerprint of them (`fedsynth.privacy.ledger_folder`), and lines with an `entry` say where
-they changed.
+A ledger in a folder that is kept across runs also identifies its records: its header holds a keyed
+fingerprint of them (`fedsynth.privacy.ledger_folder`), and lines with an `entry` record changes.
 
-What its lines say, and how an edit is noticed: `fedsynth.privacy.ledger_lines`. What refuses a
-release that would cost too much: `fedsynth.privacy.guard`.
+`fedsynth.privacy.ledger_lines` defines the lines and detects edits. `fedsynth.privacy.guard`
+refuses a release that would exceed the budget.
 """
 
 from __future__ import annotations
@@ -49,21 +48,22 @@ def _allow(_rows: Sequence[Release], _planned: Sequence[Release]) -> None:
 class Ledger:
     """All releases from one client's data set, in order; rows are only ever added.
 
-    An existing file is read and continued. The file is locked (`flock`) during each operation and
-    not between them: two processes, or threads, may hold the same ledger; each first reads what the
-    other has appended, and rows never interleave. On a network file system the lock is only as good
-    as that system's `flock`.
+    An existing file is read and continued. The file is locked (`flock`) only during each operation.
+    Several processes or threads may use the same ledger: each first reads what the others appended,
+    and rows never interleave. On a network file system the lock is only as reliable as that
+    system's `flock`.
 
     Args:
-        client: the client's name, which the header has, like `dataset`. None: the file exists, and
-            may be anyone's.
+        client: the client's name, which is in the header, like `dataset`. None: the file must
+            exist, and may belong to any client.
         path: the file; None keeps the ledger in memory (tests, simulations on published data).
         dataset: an identifier of the data set, so that one data set's budget is not charged to
-            another; None takes an existing file as it is.
+            another; None: an existing file is not checked.
         records: the fingerprint that the header of a new file gets.
 
     Attributes:
-        confirm: entered around the first charge; it may refuse (`fedsynth.privacy.ledger_folder`).
+        confirm: a context that is entered around the first charge; it may refuse
+            (`fedsynth.privacy.ledger_folder`).
 
     Raises:
         LedgerError: the file cannot be read or written, belongs to another client or data set, has
@@ -97,7 +97,7 @@ class Ledger:
         self.dataset = self._read.dataset
 
     def check_dataset(self, dataset: str) -> None:
-        """Refuse, where something was spent, another data set or another partition of it."""
+        """Refuses another data set, or another partition of it, if some budget was spent."""
         if self.bound and self._read.dataset != dataset:
             raise LedgerError(
                 f"ledger {self.path} belongs to dataset {shown(self._read.dataset)}, not "
@@ -107,43 +107,43 @@ class Ledger:
 
     @property
     def records(self) -> tuple[str, ...]:
-        """Fingerprints of the records that the ledger was and is for, the present ones last."""
+        """Fingerprints of all record sets that the ledger was kept for, the current one last."""
         return self._read.records
 
     @property
     def charged_records(self) -> tuple[str, ...]:
-        """`records` without those that were replaced before anything was spent."""
+        """`records` without those that were replaced before any budget was spent."""
         return self._read.charged if self._read.releases else ()
 
     @property
     def bound(self) -> bool:
-        """Whether something was spent, and nobody has declared that it counts for others too."""
+        """True if budget was spent and the owner has not declared that it counts for other records
+        too."""
         return bool(self._read.releases) and not self.may_change
 
     @property
     def may_change(self) -> bool:
-        """Whether somebody has declared that the next run brings other records of the client."""
+        """True if the owner has declared that the next run uses other records of the client."""
         return self._read.may_change
 
     @property
     def releases(self) -> tuple[Release, ...]:
-        """The rows, oldest first, with those that other processes have added to the file
-        meanwhile."""
+        """The rows, oldest first, including those that other processes have appended since."""
         if self.path is not None:
             with self._locked(self.path, writing=False) as file:
                 self._catch_up(file, self.client)
         return self._read.releases
 
     def history(self) -> History:
-        """Returns what the ledger holds now, with the chain hash over it."""
+        """Returns the rows that the ledger holds now, with their chain hash."""
         releases = self.releases
         return History(self.client, releases, self.chains[-1] if self.chains else None)
 
     @property
     def chains(self) -> tuple[str, ...]:
-        """The chain hashes on the header's line, and on each release's, as far as they were read.
+        """The chain hashes of the header and of each release that was read.
 
-        Lines are only ever appended, so the n-th names the first n releases.
+        Lines are only appended, so the n-th hash identifies the first n releases.
         """
         return self._read.chains
 
@@ -152,13 +152,13 @@ class Ledger:
         release: Release,
         check: Callable[[Sequence[Release], Sequence[Release]], None] = _allow,
     ) -> None:
-        """Append one row; it is written and fsync'ed when this returns. Draw the noise only
+        """Appends one row; it is written and fsync'ed when this returns. Draw the noise only
         afterwards.
 
         Args:
             release: the row.
-            check: told of the rows and the new one under the same lock, so that two processes
-                cannot both use the same last bit of budget; it raises where the row is refused.
+            check: called with the existing rows and the new one under the same lock, so that two
+                processes cannot both spend the same remaining budget; it raises to refuse the row.
         """
         if self.path is None:
             if self._process != os.getpid():
@@ -177,8 +177,8 @@ class Ledger:
         self.confirm = nullcontext
 
     def check_writable(self) -> None:
-        """Refuse where a row could not be charged now; before a round, so that no other client is
-        charged in vain.
+        """Refuses if a row could not be charged now. It is called before a round, so that no other
+        client is charged in vain.
 
         Raises:
             LedgerError: the file cannot be opened for writing.
@@ -191,25 +191,25 @@ class Ledger:
             raise LedgerError(f"cannot write to ledger {self.path}: {error}") from error
 
     def carry_over(self) -> None:
-        """Declare that the next run may bring other records of this client.
+        """Declares that the next run may use other records of this client.
 
-        What was spent counts for them too.
+        The spent budget counts for them too.
         """
         self._note({"entry": MAY_CHANGE})
 
     def note_resumption(self, after: int) -> None:
-        """Notes that a run is resumed after so many rounds, so that its folder cannot claim a
-        resumption that never was."""
+        """Records that a run was resumed after this many rounds, so that its folder cannot claim a
+        resumption that did not happen."""
         self._note({"entry": RESUMED, "after": after})
 
     @property
     def resumptions(self) -> tuple[tuple[int, int], ...]:
-        """Of each resumption of a run the number of rows before it, and the rounds that had
-        ended."""
+        """For each resumption of a run, the number of rows before it and the number of finished
+        rounds."""
         return self._read.resumptions
 
     def take_records(self, records: str, dataset: str) -> None:
-        """From here on the ledger is for the records with this fingerprint, of this data set."""
+        """Binds the ledger to the records with this fingerprint, of this data set, from now on."""
         self._note({"entry": RECORDS, "records": records, "dataset": dataset})
         self.dataset = dataset
 
@@ -221,7 +221,7 @@ class Ledger:
             self._append(file, entry)
 
     def _append(self, file: FileIO, entry: dict[str, Any]) -> None:
-        """Write a line and make it durable; the file must be locked and caught up with."""
+        """Writes a line durably; the file must be locked, and all its lines read."""
         line, _ = encode(entry, self._read.chain)
         whole = False
         try:
@@ -230,14 +230,13 @@ class Ledger:
                 raise OSError("the disk took only part of the line")
             os.fsync(file.fileno())
         except OSError as error:
-            if not whole:  # else the line is in the file, and counts
+            if not whole:  # otherwise the line is in the file, and counts
                 self._take_back(file)
             raise LedgerError(f"cannot write to ledger {self.path}: {error}") from error
         self._catch_up(file, self.client)
 
     def _take_back(self, file: FileIO) -> None:
-        """Cut off what was written of a line, which would block the ledger; the lock is still
-        held."""
+        """Removes a partly written line, which would block the ledger; the lock is still held."""
         try:
             os.ftruncate(file.fileno(), self._read.size)
             os.fsync(file.fileno())
@@ -248,8 +247,8 @@ class Ledger:
             ) from error
 
     def _start(self, path: Path, records: str | None) -> None:
-        """Make the file with its header in one step: nobody ever sees it empty, so an empty file
-        means damage."""
+        """Creates the file with its header atomically: it is never empty, so an empty file means
+        damage."""
         created = datetime.now(UTC).isoformat(timespec="seconds")
         header = {
             "fedsynth_ledger": LEDGER_SCHEMA,
@@ -265,7 +264,7 @@ class Ledger:
                 file.write(encode(header, "")[0])
                 file.flush()
                 os.fsync(file.fileno())
-                with suppress(FileExistsError):  # another process was faster: continue its file
+                with suppress(FileExistsError):  # another process was faster: use its file
                     os.link(file.name, path)
             sync_folder(path.parent)
         except OSError as error:
@@ -273,8 +272,8 @@ class Ledger:
 
     @contextmanager
     def _locked(self, path: Path, *, writing: bool = True) -> Iterator[FileIO]:
-        """The existing file, for reading, or for appending too; one that vanished must not start
-        again from nothing."""
+        """Opens and locks the existing file for reading, or also for appending. A file that has
+        vanished is an error, not a new ledger."""
         try:
             file = open_regular(path, writing=writing, max_bytes=MAX_TEXT_BYTES)
         except OSError as error:
@@ -284,7 +283,7 @@ class Ledger:
             yield file
 
     def _catch_up(self, file: FileIO, client: str | None) -> None:
-        """Reads and checks the lines that were appended since the last look."""
+        """Reads and checks the lines that were appended since the last read."""
         if file.seek(0, os.SEEK_END) < self._read.size:
             raise LedgerError(f"ledger {self.path} has lost lines: an append-only file was edited")
         file.seek(self._read.size)
@@ -292,7 +291,7 @@ class Ledger:
 
 
 def read_ledger(path: Path) -> Ledger:
-    """Returns an existing ledger file, whoever it belongs to.
+    """Returns the ledger in an existing file of any client.
 
     Raises:
         LedgerError: it cannot be read, or is damaged.

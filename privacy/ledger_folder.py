@@ -1,20 +1,20 @@
-"""A folder of ledgers that is kept over runs, and the check that each is charged for its records.
+"""A folder of ledgers that is kept across runs, and the check that each is charged for its records.
 
-A budget belongs to records, not to a name or to a place in a list. For each client the folder keeps
-a keyed hash of every record that its ledger was kept for, so that it is noticed when the records
-come under another name, when a client's data set has changed, and when a record has moved from one
-client to another:
+A budget belongs to records, not to a name or a position in a list. For each client the folder keeps
+a keyed hash of every record that its ledger was kept for. It thus detects that the records come
+under another name, that a client's data set has changed, and that a record has moved to another
+client:
 
-    NAME.jsonl              a ledger, with a fingerprint of its records: nothing without the key
+    NAME.jsonl              a ledger, with a fingerprint of its records: useless without the key
     private/records.key     the key, 32 bytes from the operating system
     private/FINGERPRINT     the hashes of the records with that fingerprint, sorted
 
-With the key, guesses of records could be tested, and a file of hashes says how many there are:
-`private` is readable by its owner alone (0700, its files 0600), and is never published, copied or
+The key would allow testing guesses of records, and a file of hashes reveals their number. Therefore
+only the owner can read `private` (0700, its files 0600), and it is never published, copied or
 printed.
 
-What is compared is an image's bytes, whatever its label. The same picture prepared otherwise
-(cropped, scaled) is another record here.
+Records are compared by the image's bytes, whatever the label. The same picture with other
+preprocessing (cropped, scaled) is another record here.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ PRIVATE, KEY = "private", "records.key"
 DIGEST_BYTES, KEY_BYTES = 16, 32
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 MAX_RECORDS_BYTES = 2**34
-"""Size limit of a list of records, 32 bytes or fewer each."""
+"""The size limit of a list of records, with at most 32 bytes each."""
 
 
 def default_names(clients: int) -> tuple[str, ...]:
-    """client-000, client-001, …"""
+    """Returns the names client-000, client-001, …"""
     return tuple(f"client-{k:03d}" for k in range(clients))
 
 
 def check_names(names: Sequence[str], clients: int) -> tuple[str, ...]:
-    """Clients' declared names, if there is one for each, and each can name a file of its own.
+    """Returns the clients' declared names, if each client has one that can name a separate file.
 
     Raises:
         PrivacySettingError: names the first that cannot.
@@ -65,7 +65,7 @@ def check_names(names: Sequence[str], clients: int) -> tuple[str, ...]:
     letters = (
         "must be of 1 to 64 letters, digits, dots, hyphens or underscores, a letter or digit first"
     )
-    folded: set[str] = set()  # some file systems do not tell A from a
+    folded: set[str] = set()  # some file systems do not distinguish A from a
     for name in names:
         require(isinstance(name, str) and _NAME.fullmatch(name) is not None, "names", letters, name)
         require(name.casefold() not in folded, "names", "must differ for two clients", name)
@@ -77,7 +77,7 @@ class LedgerFolder:
     """The ledgers in a folder, for runs on given records.
 
     Args:
-        path: the folder; made when the first ledger is.
+        path: the folder; created with the first ledger.
     """
 
     def __init__(self, path: Path) -> None:
@@ -89,18 +89,19 @@ class LedgerFolder:
         records: Callable[[bytes], Sequence[Digests]],
         dataset: str,
     ) -> list[Ledger]:
-        """The ledger of each client of a run; a new one for a client without.
+        """Returns the ledger of each client of a run; creates missing ones.
 
         Args:
-            names: the clients' declared names. None: a client goes by the name of the ledger that
-                was kept for its records, wherever the client stands in the list, and without such a
-                ledger by `default_names`.
-            records: from the folder's key to each client's hashes, uint8 [N, `DIGEST_BYTES`].
+            names: the clients' declared names. None: a client gets the name of the ledger that was
+                kept for its records, whatever its position in the list; without such a ledger, its
+                name is one of `default_names`.
+            records: maps the folder's key to each client's hashes, uint8 [N, `DIGEST_BYTES`].
             dataset: an identifier of the data set and its partition.
 
         Raises:
             LedgerError: a client has other records than its ledger was charged for, or records that
-                another ledger was charged for; the text says what to do. No ledger is touched then.
+                another ledger was charged for; the message explains what to do. No ledger is
+                changed then.
         """
         with self._locked() as known:
             digests = records(known.key)
@@ -119,9 +120,9 @@ class LedgerFolder:
 
     @contextmanager
     def _confirmed(self, name: str, here: Mapping[str, Records]) -> Iterator[None]:
-        """Checks again before a ledger's first charge, as another run may have begun meanwhile.
+        """Checks again before a ledger's first charge, as another run may have started meanwhile.
 
-        Nothing was spent when both were opened, so that neither saw the other.
+        Neither run noticed the other when it opened its ledgers, as no budget had been spent yet.
         """
         with self._locked() as known:
             if name not in known.ledgers or not known.is_current(name, here[name]):
@@ -133,13 +134,14 @@ class LedgerFolder:
             yield
 
     def ledgers(self) -> dict[str, Ledger]:
-        """All ledgers in the folder, by name."""
+        """Returns all ledgers in the folder, by name."""
         return {path.stem: read_ledger(path) for path in sorted(self.path.glob("*.jsonl"))}
 
     def check_whole(self) -> None:
-        """Refuse where a ledger is gone: its list of records is there, and no ledger names it.
+        """Refuses if a ledger is missing: its list of records exists, but no ledger names it.
 
-        Needs neither key nor records. What is left would be charged as if that had never been.
+        This needs neither key nor records. Otherwise the remaining ledgers would be charged as if
+        the missing one had never existed.
 
         Raises:
             LedgerError: names the list.
@@ -153,10 +155,10 @@ class LedgerFolder:
             )
 
     def carry_over(self, client: str) -> int:
-        """Declare that `client`'s data set has changed.
+        """Declares that `client`'s data set has changed.
 
-        What its ledger holds counts for all records of the next run: an upper bound for each of
-        them, and exact for those that were there before.
+        The ledger's releases count for all records of the next run: an upper bound for new records,
+        and exact for those that it was charged for.
 
         Returns:
             The number of releases that the ledger holds.
@@ -186,7 +188,7 @@ class LedgerFolder:
         return f"fedsynth privacy carry-over {shlex.quote(str(self.path))} {name}"
 
     def _check(self, name: str, known: _Known, here: Mapping[str, Records]) -> None:
-        """Refuses records that are not the ledger's, and those of another ledger."""
+        """Refuses records that differ from the ledger's, or that belong to another ledger."""
         ledger = known.ledgers.get(name)
         bound = ledger is not None and ledger.bound
         present = here[name]
@@ -219,14 +221,14 @@ class LedgerFolder:
         for record in new:
             for other in known.owners.get(record, set()) - {name}:
                 now = known.current(other)[record]
-                # One that the other client still has, as often as before, is a second one that
-                # looks the same.
+                # A record that the other client still has, as often as before, is a different
+                # record with the same bytes.
                 if not 0 < now <= here.get(other, Counter())[record]:
                     moved[other] += 1
         for other, ledger in known.ledgers.items():
             if new and not (other in here and known.is_current(other, here[other])):
                 self._refuse_unknown(other, ledger)
-                known.current(other)  # refuses a list that is gone: it cannot be compared with
+                known.current(other)  # refuses a missing list, which cannot be compared
             if moved[other]:
                 raise LedgerError(
                     f"client {name!r} has {moved[other]} records that {self._file(other)} was "
@@ -247,7 +249,7 @@ class LedgerFolder:
 
     @contextmanager
     def _locked(self) -> Iterator[_Known]:
-        """Yields what the folder knows, with a new key if there is none.
+        """Yields the folder's knowledge of records; creates a key if there is none.
 
         Meanwhile no other process opens ledgers here.
         """
@@ -272,7 +274,8 @@ class LedgerFolder:
             raise LedgerError(f"cannot use ledger folder {self.path}: {error}") from error
 
     def _refuse_a_second_key(self, path: Path) -> None:
-        """Without its key nobody can tell whose records a ledger is for."""
+        """Refuses to create a second key if a ledger needs the missing one to identify its
+        records."""
         for name, ledger in self.ledgers().items():
             self._refuse_unknown(name, ledger)
             if ledger.bound:
@@ -284,7 +287,7 @@ class LedgerFolder:
 
 
 class _Known:
-    """What a folder knows of records: those of each ledger, now and ever."""
+    """A folder's knowledge of records: those of each ledger, current and former."""
 
     def __init__(self, folder: Path, key: bytes, ledgers: Mapping[str, Ledger]) -> None:
         self._folder = folder
@@ -292,33 +295,35 @@ class _Known:
         self.ledgers = ledgers
         self._current: dict[str, Records] = {}
         self.orphans: dict[bytes, Path] = {}
-        """Records in lists of no ledger, with the list: a ledger was deleted."""
+        """Records in lists that no ledger names, with the list: a ledger was deleted."""
         for path in _unnamed(folder, ledgers):
             self.orphans.update(dict.fromkeys(self._list(path.name) or (), path))
         self.owners: dict[bytes, set[str]] = {}
-        """Records that something was spent on, with the ledgers that say so, as far as their lists
-        are there."""
+        """Records that budget was spent on, with the ledgers that recorded it, if their lists
+        exist."""
         for name, ledger in ledgers.items():
             for fingerprint in ledger.charged_records:
                 for record in self._list(fingerprint) or ():
                     self.owners.setdefault(record, set()).add(name)
 
     def fingerprint(self, name: str, records: Records) -> str:
-        """A keyed hash of a client's name and of its records, whatever their order.
+        """Returns a keyed hash of a client's name and of its records, independent of their order.
 
-        The name is in it so that clients with the same records, such as none, do not show it.
+        It includes the name, so that it does not reveal that two clients have the same records,
+        such as none.
         """
         hashed = name.encode() + b"\0" + _packed(records)
         made = hashlib.blake2b(hashed, key=self.key, digest_size=32, person=b"fedsynth ledger")
         return made.hexdigest()
 
     def is_current(self, name: str, records: Records) -> bool:
-        """Whether these are exactly the records that the ledger is for."""
+        """Returns whether these are exactly the records that the ledger is for."""
         stated = self.ledgers[name].records
         return bool(stated) and stated[-1] == self.fingerprint(name, records)
 
     def current(self, name: str) -> Records:
-        """The records that a ledger is for, each as often as its client has it."""
+        """Returns the records that a ledger is for, each with the number of times its client has
+        it."""
         if name not in self._current:
             ledger = self.ledgers[name]
             found = self._list(ledger.records[-1]) if ledger.records else None
@@ -331,7 +336,8 @@ class _Known:
         return self._current[name]
 
     def names(self, present: Sequence[Records]) -> tuple[str, ...]:
-        """Names for clients that declared none: their records' ledger's, else a default one."""
+        """Returns names for clients that declared none: that of their records' ledger, else a
+        default one."""
         own = default_names(len(present))
         found: dict[int, str] = {}
         for k, name in enumerate(own):
@@ -364,7 +370,7 @@ class _Known:
 
 
 def _unnamed(folder: Path, ledgers: Mapping[str, Ledger]) -> list[Path]:
-    """Lists of records in a folder's private part that no ledger names."""
+    """Returns the lists of records in a folder's private part that no ledger names."""
     if not folder.is_dir():
         return []
     stated = {KEY, *(f for ledger in ledgers.values() for f in ledger.records)}
@@ -387,7 +393,7 @@ def _unpacked(packed: bytes) -> Records:
 
 
 def _write_once(path: Path, content: bytes) -> None:
-    """Make a file, readable by its owner alone, in one step, unless it is there."""
+    """Creates a file that only its owner can read, atomically, unless it exists."""
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".new-") as file:
         file.write(content)
         file.flush()

@@ -1,9 +1,9 @@
-"""Reads the lines of a ledger's file; damaged ones are refused, and a torn last one is repaired.
+"""The lines of a ledger file: reading, checking, and repairing a torn last line.
 
-The first line is a header; each further one is a release, or an entry that says whose records the
-ledger is for. Each carries a hash over itself and all lines before it, so that an edit is noticed.
-This guards against accidents and hasty repairs: who owns the file can still rebuild it, or cut
-whole lines off its end.
+The first line is a header. Each further line is a release, or an entry about the records that the
+ledger is for. Each line carries a hash over itself and all lines before it, so that an edit is
+detected. This guards against accidents and hasty repairs; the owner of the file can still rebuild
+it, or cut whole lines off its end.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from fedsynth.privacy.files import MAX_TEXT_BYTES, decode_json, lock, open_regul
 from fedsynth.privacy.releases import Release
 
 LEDGER_SCHEMA = 2
-RECORDS, MAY_CHANGE, RESUMED = "records", "carry-over", "resumed"  # entries that are no release
+RECORDS, MAY_CHANGE, RESUMED = "records", "carry-over", "resumed"  # entries that are not releases
 
 
 @dataclass(frozen=True)
 class Lines:
-    """What has been read of a ledger.
+    """The content of a ledger that has been read so far.
 
     Attributes:
-        client: whose ledger it is; empty before the header is read.
+        client: the client's name; empty before the header is read.
         releases: the rows, oldest first.
-        dataset: whose rows they are.
-        records: fingerprints of the records that it was and is for, the present ones last.
-        charged: those without what was replaced before anything was spent.
-        may_change: whether what was spent counts for other records of the client, too.
-        resumptions: of each resumption of a run the number of rows before it, and the rounds that
-            had ended.
-        size: bytes that have been read.
-        chain: the hash over their lines.
-        chains: the hashes on the header's line and on each release's: the n-th names the first n
+        dataset: the identifier of the data set.
+        records: fingerprints of all record sets that it was kept for, the current one last.
+        charged: `records` without those that were replaced before any budget was spent.
+        may_change: whether the spent budget also counts for other records of the client.
+        resumptions: for each resumption of a run, the number of rows before it and the number of
+            finished rounds.
+        size: the number of bytes that have been read.
+        chain: the chain hash over the lines that were read.
+        chains: the chain hashes of the header and of each release: the n-th identifies the first n
             releases, whatever has been added since.
     """
 
@@ -57,17 +57,19 @@ class Lines:
 
 
 def encode(entry: dict[str, Any], chain: str) -> tuple[bytes, str]:
-    """One line, and the hash over it and all lines before it."""
+    """Returns one line, and the hash over it and all lines before it."""
     digest = hashlib.sha256((chain + json.dumps(entry, sort_keys=True)).encode()).hexdigest()[:32]
     return json.dumps({**entry, "chain": digest}, allow_nan=False).encode() + b"\n", digest
 
 
 def read_on(known: Lines, data: bytes, client: str | None, path: Path | None) -> Lines:
-    """What is known with `data`, the bytes of the file after those that were read.
+    """Returns the content after `data`, the bytes of the file that follow those already read.
 
     Args:
-        client: whose ledger it must be; None: anyone's.
-        path: of the file, for errors.
+        known: the content so far.
+        data: the new bytes.
+        client: the client that the ledger must belong to; None: any.
+        path: the file's path, for errors.
 
     Raises:
         LedgerError: a line is torn, damaged or unknown, or the header is another client's.
@@ -97,12 +99,12 @@ def read_on(known: Lines, data: bytes, client: str | None, path: Path | None) ->
 
 
 def repair_command(path: Path | None) -> str:
-    """What a person may type to take a torn line out."""
+    """Returns the command that removes a torn line."""
     return f"fedsynth privacy repair {shlex.quote(str(path))}"
 
 
 def _decode(line: bytes, chain: str, path: Path | None) -> tuple[dict[str, Any], str]:
-    """A line's entry, and the hash that it has and must have."""
+    """Returns a line's entry and its hash, which is checked."""
     try:
         entry = decode_json(line)
     except ValueError as error:
@@ -130,7 +132,7 @@ def _header(header: dict[str, Any], client: str | None, path: Path | None) -> Li
 
 
 def _noted(known: Lines, entry: dict[str, Any], rows: int, path: Path | None) -> Lines:
-    """What is known after a line that is no release, and comes after so many releases."""
+    """Returns the content after a line that is not a release and that follows `rows` releases."""
     if entry["entry"] == RESUMED and type(entry.get("after")) is int:
         return replace(known, resumptions=(*known.resumptions, (rows, entry["after"])))
     if entry["entry"] == MAY_CHANGE:
@@ -158,12 +160,12 @@ def _release(entry: dict[str, Any], number: int, path: Path | None) -> Release:
 
 @dataclass(frozen=True)
 class Repair:
-    """What `repair_ledger` did.
+    """The result of `repair_ledger`.
 
     Attributes:
-        line: the torn one.
-        counts: it lacked only its line break.
-        copy: the file as it was.
+        line: the torn line.
+        counts: whether it lacked only its line break, and was kept.
+        copy: a copy of the file before the repair.
     """
 
     line: str
@@ -172,14 +174,14 @@ class Repair:
 
 
 def repair_ledger(path: Path) -> Repair | None:
-    """Take a torn last line out of a ledger; the file as it was is kept beside it.
+    """Removes a torn last line from a ledger; a copy of the original is kept in the same folder.
 
-    No release belongs to a torn line: noise is drawn only after the line is whole and durable. One
-    that lacks nothing but its line break may have been read as whole: it counts, and gets its
-    break.
+    No release belongs to a torn line: noise is drawn only after the line is complete and durable.
+    A line that lacks only its line break may have been read as complete, so it counts and gets its
+    line break.
 
     Returns:
-        None where no line is torn.
+        The repair; None if no line is torn.
 
     Raises:
         LedgerError: the file cannot be read or written, or has other damage, which is not repaired.
@@ -210,7 +212,7 @@ def repair_ledger(path: Path) -> Repair | None:
 
 
 def _keep_copy(path: Path, content: bytes) -> Path:
-    """A durable copy of a ledger, under a name that no ledger has."""
+    """Writes a durable copy of a ledger under a name that no ledger has, and returns its path."""
     copy = path.with_name(f"{path.name}.torn-{datetime.now(UTC).strftime('%Y%m%dT%H%M%S%f')}")
     with open(os.open(copy, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(content)

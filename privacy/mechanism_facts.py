@@ -1,9 +1,8 @@
-"""What each mechanism guarantees, or why it guarantees nothing: the one place that says so.
+"""The guarantee of each mechanism, or the reasons why it has none; defined only here.
 
-Whatever a private step releases goes through `GaussianSums`, and has its guarantee by the theorem
-there, whatever per-example vector a mechanism's name stands for. So a name that is not listed here
-(of a method of your own) is a mechanism with a guarantee; one without has to be listed, with the
-reasons.
+Every private step releases through `GaussianSums`, whose theorem gives the guarantee for any
+per-example vector. A mechanism that is not listed here (such as a custom method's) therefore has a
+guarantee; one without a guarantee must be listed, with the reasons.
 """
 
 from __future__ import annotations
@@ -15,15 +14,14 @@ from fedsynth.privacy.disclosure import ACCOUNTED, UNACCOUNTED
 
 @dataclass(frozen=True)
 class MechanismFacts:
-    """What reports, ledgers and refusals say of a mechanism.
+    """The facts about a mechanism that reports, ledgers and refusals state.
 
     Attributes:
         name: as in `PrivacySettings.mechanism`.
-        reasons: why it guarantees nothing; none: it guarantees what its ledger's rows say.
-        unaccounted: the short reason in those rows; None where it guarantees.
-        accesses: what else of private data its clients use, and how; no mechanism protects that.
-        randomness: where its noise and samples come from, where that is not as in
-            `fedsynth.privacy.randomness`.
+        reasons: why it has no guarantee; empty: its guarantee follows from its ledger rows.
+        unaccounted: the short reason in those rows; None if it has a guarantee.
+        accesses: other private data that its clients use, and how; no mechanism protects them.
+        randomness: the source of its noise and samples, if it is not `fedsynth.privacy.randomness`.
     """
 
     name: str
@@ -34,12 +32,12 @@ class MechanismFacts:
 
     @property
     def guaranteed(self) -> bool:
-        """Whether its releases have an ε."""
+        """True if its releases have an ε."""
         return not self.reasons
 
     @property
     def status(self) -> str:
-        """How its releases are covered, for the report."""
+        """The status of its releases in the report: accounted or unaccounted."""
         return ACCOUNTED if self.guaranteed else UNACCOUNTED
 
 
@@ -68,7 +66,7 @@ _LISTED = {facts.name: facts for facts in (PAPER,)}
 
 
 def mechanism_facts(name: str) -> MechanismFacts:
-    """The facts of the mechanism with this name.
+    """Returns the facts of the mechanism with this name.
 
     >>> mechanism_facts("residual").guaranteed, mechanism_facts("paper").guaranteed
     (True, False)

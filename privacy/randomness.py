@@ -1,19 +1,18 @@
 """The client's secret randomness: a ChaCha20 generator keyed with 256 bits from the operating
 system.
 
-Noise and sampling masks must be unpredictable to everybody who sees a release. torch's CPU
-generator takes 32 bits of seed: a class that a client lacks is released as pure noise, so such a
-seed could be found by search and all noise subtracted. Keys therefore come from `secrets`, are
-never derived from the run's seed, and are never logged or saved: a generator refuses to be pickled
-or copied.
+Noise and sampling masks must be unpredictable to anyone who sees a release. torch's CPU generator
+is seeded with only 32 bits. A class that a client lacks is released as pure noise, so an attacker
+could find such a seed by exhaustive search and subtract all noise. Keys therefore come from
+`secrets`, are never derived from the run's seed, and are never logged or saved: a generator refuses
+to be pickled or copied.
 
-A forked process would go on with a copy of its parent's generator and repeat its noise, so a
-generator takes a new key in every process that it is used in. What copies a whole machine (a
-snapshot that is started twice, a checkpoint of the process) cannot be seen from inside:
-docs/privacy.md says what to do.
+A forked process would continue with a copy of its parent's generator and repeat its noise, so a
+generator takes a new key in every process that uses it. A process cannot detect that its whole
+machine was copied (a snapshot that is started twice, a checkpoint of the process); docs/privacy.md
+explains what to do then.
 
-Tests may pass their own generator; `is_secret` is then False, and reports made with it say "not
-private".
+Tests may pass their own generator; `is_secret` is then False, and reports state "not private".
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ DESCRIPTION = (
     "operating system, never derived from the run's seed, logged or saved"
 )
 
-_forks = [0]  # forks between the program's start and this process: process numbers alone come back
+_forks = [0]  # forks since the program started: process numbers are reused, so they do not suffice
 
 
 def _after_fork() -> None:
@@ -43,7 +42,8 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def this_process() -> tuple[int, int]:
-    """What no other process has, its forks included."""
+    """Returns an identifier of this process that differs from every other's, including its
+    forks'."""
     return os.getpid(), _forks[0]
 
 
@@ -55,14 +55,14 @@ def _fresh_generator() -> np.random.Generator:
 
 
 class SecretGenerator:
-    """Gaussian noise and Bernoulli masks that nobody but the client can repeat.
+    """A source of Gaussian noise and Bernoulli masks that only the client can reproduce.
 
     Args:
-        four_sums: every Gaussian is the sum of four independent ones, halved: a mitigation (no
-            proof) of the attack that reads which floating-point numbers a generator can produce
+        four_sums: draw every Gaussian as half the sum of four independent ones. This mitigates
+            (without proof) an attack on the floating-point values that a generator can produce
             (Haney et al. 2022; Opacus' "secure mode" does the same), at four times the cost.
         test_only: a seeded NumPy generator, for tests. Never use it on real data: the report then
-            says "not private".
+            states "not private".
     """
 
     def __init__(
@@ -74,7 +74,8 @@ class SecretGenerator:
         self._generator = _fresh_generator() if test_only is None else test_only
 
     def _own(self) -> np.random.Generator:
-        """The generator of this process; test-only ones are left as they are."""
+        """Returns the generator of this process, with a new key after a fork; a test-only one is
+        unchanged."""
         if self.is_secret and self._process != this_process():
             self._process = this_process()
             self._generator = _fresh_generator()
@@ -83,7 +84,8 @@ class SecretGenerator:
     def normal(
         self, shape: tuple[int, ...], standard_deviation: float, device: torch.device | str = "cpu"
     ) -> Tensor:
-        """Independent N(0, standard_deviation²), float64, drawn on the CPU and then moved."""
+        """Returns independent N(0, standard_deviation²) noise, float64, drawn on the CPU and then
+        moved."""
         generator = self._own()
         noise = generator.standard_normal(shape)
         if self.four_sums:
@@ -94,10 +96,10 @@ class SecretGenerator:
         return torch.from_numpy(noise).to(device)
 
     def poisson_sample(self, records: int, sample_rate: float) -> Tensor:
-        """Indices (int64, ascending) of a Poisson sample: each record is in it independently with
-        probability `sample_rate`.
+        """Returns the indices (int64, ascending) of a Poisson sample.
 
-        At rate 1 every record is in the sample, exactly.
+        Each record is included independently with probability `sample_rate`; at rate 1 every record
+        is included.
         """
         return torch.from_numpy(np.flatnonzero(self._own().random(records) < sample_rate))
 

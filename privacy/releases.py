@@ -1,4 +1,4 @@
-"""What a client gave out, as rows of a ledger, and the terms of a guarantee: adjacency and δ."""
+"""A client's releases as ledger rows, and the terms of a guarantee: adjacency and δ."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 from fedsynth.privacy.errors import PrivacySettingError, shown
 
 ADJACENCIES = ("add-remove", "zero-out", "replace-one")
-"""Neighbouring data sets: one unit is added or removed, replaced by a null record that contributes
-nothing (how many units a client has is then public), or replaced by any other. Zero-out costs what
-add-remove costs; replace-one doubles every sensitivity."""
+"""The definitions of neighbouring data sets: one unit is added or removed, replaced by a null
+record that contributes nothing (the number of a client's units is then public), or replaced by any
+other unit. Zero-out costs the same as add-remove; replace-one doubles every sensitivity."""
 ADD_REMOVE = "add-remove"
 RECORD = "record"
 USER = "user"
 UNITS = (RECORD, USER)
-"""Who is added or removed under adjacency: one example, or one user with all examples of theirs."""
+"""The unit that adjacency adds or removes: one example, or one user with all their examples."""
 SAMPLERS = ("poisson", "full")
 
 
@@ -29,23 +29,23 @@ class Release:
 
     Attributes:
         round: the round, from 0.
-        quantity: what leaves the client.
-        mechanism: its name.
-        clipped: what is clipped.
+        quantity: the name of the released quantity.
+        mechanism: the mechanism's name.
+        clipped: the description of the vector that is clipped.
         noise_multiplier: σ, the noise's standard deviation divided by `sensitivity`; 0 means no
             noise (ε infinite).
-        sensitivity: L2 bound on one example's influence (the clip), in the units of what is
-            released.
+        sensitivity: L2 bound on one example's influence (the clip), in the units of the release.
         sample_rate: q, the public inclusion probability of each example in each step; 1 with the
             sampler "full".
         sampler: "poisson" | "full"; fixed-size batches have no valid accounting under add/remove
             and are refused.
         steps: number of uses.
-        dimension: coordinates released at each step.
-        unaccounted: the reason, where no guarantee holds for this row; it makes ε infinite.
-        unit: one of `UNITS`: whose influence `sensitivity` bounds, and whom `sample_rate` samples.
-        shares: H, where the noise that is charged is that of H clients together, each of whom adds
-            1/√H of it; 1: the noise is the client's own.
+        dimension: number of coordinates released at each step.
+        unaccounted: the reason why this row has no guarantee, or None; a reason makes ε infinite.
+        unit: one of `UNITS`: the unit whose influence `sensitivity` bounds and that `sample_rate`
+            samples.
+        shares: H: the charged noise is that of H clients together, each of which adds 1/√H of it;
+            1: the client adds all of it.
 
     Raises:
         PrivacySettingError: a value outside its range.
@@ -89,17 +89,17 @@ class Release:
         require(self.sampler != "full" or q == 1, "sample_rate", full, q)
 
     def to_json(self) -> dict[str, Any]:
-        """The row as a flat, JSON-able dict; `from_json` is its inverse."""
+        """Returns the row as a flat, JSON-able dict; `from_json` is the inverse."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> Release:
-        """Rebuild a row. Raises PrivacySettingError on missing or unknown fields and on values out
+        """Rebuilds a row. Raises PrivacySettingError on missing or unknown fields and on values out
         of range."""
         names = {f.name for f in fields(cls)}
         rule = f"must have exactly the fields {sorted(names)}"
         require(set(row) == names, "row", rule, sorted(row))
-        # A ledger's rows share their text, which makes most of what they take.
+        # The rows of a ledger share their strings, which take most of their memory.
         shared: dict[str, Any] = {
             key: sys.intern(one) if type(one) is str else one for key, one in row.items()
         }
@@ -107,7 +107,7 @@ class Release:
 
 
 def is_real(value: object) -> bool:
-    """Whether it is a number that a float can hold, and no truth value."""
+    """Returns whether it is a number that a float can hold, and not a bool."""
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         return False
     try:
@@ -117,20 +117,20 @@ def is_real(value: object) -> bool:
 
 
 def require(ok: bool, key: str, rule: str, value: object, section: str | None = None) -> None:
-    """Refuses the value of what is called `key` (in `section` of a config file, if it has one)."""
+    """Refuses the value of `key` (in `section` of a config file, if any) unless `ok`."""
     if not ok:
         raise PrivacySettingError(section, key, f"{rule}, got {shown(value)}")
 
 
 def check_adjacency(adjacency: str) -> None:
-    """Refuse what is not one of `ADJACENCIES`."""
+    """Refuses an adjacency that is not in `ADJACENCIES`."""
     known = ", ".join(ADJACENCIES)
     require(adjacency in ADJACENCIES, "adjacency", f"must be one of {known}", adjacency, "privacy")
 
 
 def check_delta(delta: float, max_records: int | None) -> None:
-    """Refuse a δ outside (0, 1), or above 1/max_records (it would allow publishing one record
-    outright).
+    """Refuses a δ outside (0, 1) or above 1/max_records, which would allow publishing one record
+    outright.
 
     `max_records` is a declared public bound on the federation's records, never the true number;
     None skips that check.

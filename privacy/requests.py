@@ -1,8 +1,8 @@
-"""What a client checks of a server's message before it answers with private data.
+"""The checks that a client makes on a server's message before it answers with private data.
 
-A guarantee that holds for every message needs no such check. It is a second line: weights that are
-not finite, or larger than any trained network's, serve nobody but a server that wants to amplify
-what rounding leaves over (docs/privacy.md, "Active servers").
+The guarantee holds for every message, so these checks are a second line of defence: weights that
+are not finite, or larger than any trained network's, only serve a malicious server that amplifies
+rounding residue (docs/privacy.md, "Active servers").
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from fedsynth.privacy.errors import RequestRefusedError
 
 
 def check_numbers(arrays: Iterable[tuple[str, Tensor]], max_norm: float | None) -> None:
-    """Refuses a message with a number that is not finite, or of a larger norm than declared.
+    """Refuses a message with a non-finite number or with a norm above the declared one.
 
     Args:
         arrays: the message's tensors and numbers with their names (`Message.numbers`).
-        max_norm: the public bound on the L2 norm of all of them together; None bounds nothing.
+        max_norm: the public bound on the L2 norm of all of them together; None: no bound.
 
     Raises:
         RequestRefusedError: names the tensor, or the norm.
@@ -54,12 +54,12 @@ def check_numbers(arrays: Iterable[tuple[str, Tensor]], max_norm: float | None) 
 
 
 def check_tensor(name: str, value: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Refuses a tensor of a server's message that has another shape or type.
+    """Refuses a tensor of a server's message that has the wrong shape or type.
 
     Args:
-        name: of the field.
-        value: as it was sent.
-        shape, dtype: as they should be.
+        name: the field's name.
+        value: the tensor that was sent.
+        shape, dtype: the expected ones.
 
     Raises:
         RequestRefusedError: names the field.
@@ -78,12 +78,12 @@ def check_tensor(name: str, value: Tensor, shape: tuple[int, ...], dtype: torch.
 
 
 def check_named(name: str, sent: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    """Refuses tensors by name that are not of the names, shapes and types of `expected`.
+    """Refuses named tensors whose names, shapes or types differ from those of `expected`.
 
     Args:
-        name: of the field.
-        sent: as it was sent; an empty one is let through: nothing was sent.
-        expected: tensors as they should be; their values are not looked at.
+        name: the field's name.
+        sent: the tensors that were sent; an empty mapping is accepted: nothing was sent.
+        expected: tensors of the expected names, shapes and types; their values are ignored.
 
     Raises:
         RequestRefusedError: names the field and the tensor.

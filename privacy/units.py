@@ -1,15 +1,14 @@
-"""Who is protected: one record, or one user with all records of theirs.
+"""The privacy unit: one record, or one user with all their records.
 
-A unit is what is added or removed under adjacency, so it is also what is sampled and what is
-clipped. With records as units nothing is to be done. With users as units, a step's Poisson sample
-is one of users; a sampled user contributes the *mean* of their records' vectors, by group, and that
-is clipped with all its groups together (`GaussianSums.add`). A user's influence is then at most the
-clip however many records they have, and of however many classes. The mean rather than the sum, so
-that public constants keep their meaning: a divisor counts users, and a clip that suits one record's
-vector suits their mean.
+A unit is what adjacency adds or removes, so units are also sampled and clipped. If records are the
+units, this needs no extra work. If users are the units, each step Poisson-samples users. A sampled
+user contributes the *mean* of their records' vectors in each group, clipped over all groups
+together (`GaussianSums.add`). A user's influence is then at most the clip, however many records and
+classes they have. The mean is used instead of the sum so that public constants keep their meaning:
+a divisor counts users, and a clip that suits one record's vector also suits the mean.
 
-Contributions can be bounded before that: at most m records of a user are kept, chosen by a keyed
-hash of each record's own bytes, so that the choice depends on that user's records alone.
+Contributions can also be bounded first: at most m records of a user are kept, chosen by a keyed
+hash of each record's bytes, so that the choice depends only on that user's records.
 """
 
 from __future__ import annotations
@@ -24,12 +23,13 @@ from fedsynth.privacy.mechanisms import GaussianSums
 
 @dataclass(frozen=True)
 class Sample:
-    """A step's sample of one client.
+    """A step's Poisson sample of one client.
 
     Attributes:
-        records: positions [N] in the client's data set, a user's next to each other.
-        users: whose they are [N], ascending; None where records are the units.
-        shares: what each counts [N], one over its user's records; None where records are the units.
+        records: indices [N] into the client's data set; a user's records are contiguous.
+        users: the user of each record [N], ascending; None if records are the units.
+        shares: the weight of each record [N], 1 / (number of its user's records); None if records
+            are the units.
     """
 
     records: Tensor
@@ -40,8 +40,8 @@ class Sample:
         return len(self.records)
 
     def split(self, size: int) -> list[Sample]:
-        """The sample in pieces of at most `size` records, none of them empty; a user may be cut in
-        two."""
+        """Returns the sample in non-empty pieces of at most `size` records; a piece may end within
+        a user."""
         return [self.part(first, first + size) for first in range(0, len(self), size)]
 
     def part(self, first: int, stop: int) -> Sample:
@@ -49,7 +49,7 @@ class Sample:
         return self.where(slice(first, stop))
 
     def where(self, taken_N: Tensor | slice) -> Sample:
-        """Returns the records at which `taken_N` (bool) is set, or of a slice."""
+        """Returns the records that `taken_N`, a mask (bool) or a slice, selects."""
         if self.users is None or self.shares is None:
             return Sample(self.records[taken_N])
         return Sample(self.records[taken_N], self.users[taken_N], self.shares[taken_N])
@@ -59,8 +59,8 @@ class Units:
     """One client's records, divided into units; on the CPU.
 
     Args:
-        records: how many the client has.
-        users: whose each record is [records], any integers; None: records are the units.
+        records: the number of the client's records.
+        users: the user of each record [records], any integers; None: records are the units.
 
     >>> import torch
     >>> len(Units(5)), len(Units(5, torch.tensor([7, 3, 7, 7, 3])))
@@ -79,15 +79,15 @@ class Units:
 
     @property
     def grouped(self) -> bool:
-        """Whether users are the units."""
+        """True if users are the units."""
         return self._order is not None
 
     def __len__(self) -> int:
-        """How many units there are: private."""
+        """Returns the number of units, which is private."""
         return self._records if self._order is None else len(self._sizes)
 
     def sample(self, series: GaussianSums) -> Sample:
-        """Starts a step of `series`: all records of the units in its Poisson sample."""
+        """Starts a step of `series` and returns all records of the units in its Poisson sample."""
         chosen = series.sample(len(self))
         if self._order is None:
             return Sample(chosen)
