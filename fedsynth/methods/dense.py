@@ -1,9 +1,9 @@
 """DENSE: one-shot federated learning by distillation without data (Zhang et al. 2022, arXiv
 2112.12371).
 
-Server: a generator makes images on which the average of the clients' logits answers the labels that
-were asked for, looks to their batch norms like data, and disagrees with the student; the student
-learns that average on all images made so far.
+Server: a generator produces images that the average of the clients' logits classifies as the
+requested labels, that match the clients' batch-norm statistics, and on which the student disagrees
+with that average. The student learns the average on all images generated so far.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _OWN_NAMES = {
     "learning_rate": "server_lr",
     "momentum": "server_momentum",
 }
-"""A field of `OneShotDistillation`: its name among the method's settings, where that is another."""
+"""The method's setting for each field of `OneShotDistillation` that has another name there."""
 
 
 @dataclass(frozen=True)
@@ -91,10 +91,10 @@ class DistilsWithoutData(DistilsEnsemble):
         self.distillation()
 
     def distillation(self) -> OneShotDistillation:
-        """The server's distillation, checked.
+        """Returns the server's distillation, checked.
 
         Raises:
-            SettingError: names the method's own setting.
+            SettingError: names the method's setting.
         """
         names = {f.name: _OWN_NAMES.get(f.name, f.name) for f in fields(OneShotDistillation)}
         try:
@@ -110,10 +110,10 @@ class DistilsWithoutData(DistilsEnsemble):
         context: RoundContext,
         lessons: Aggregate | None = None,
     ) -> Tensor:
-        """Trains the student; the tallies of the round's images, to be kept in the state.
+        """Trains the student, and returns the tallies of the round's images, for the state.
 
         Args:
-            lessons: see `OneShotDistillation.fit`.
+            lessons: as in `OneShotDistillation.fit`.
         """
         done = self.distillation().fit(
             models,
@@ -132,16 +132,16 @@ class DistilsWithoutData(DistilsEnsemble):
         return done.tallies
 
     def facts(self, state: EnsembleState, context: RoundContext) -> Mapping[str, Any]:
-        """Under `GENERATOR`, see `generated_facts`: post-processing of uploads."""
+        """Returns the facts, with `generated_facts` under `GENERATOR`: post-processing of uploads."""
         found = generated_facts(state)
         return {**super().facts(state, context), **({GENERATOR: found} if found else {})}
 
 
 def generated_facts(state: EnsembleState) -> dict[str, float]:
-    """How far the ensemble gives the student's images the class that was asked for, and of how many
-    classes an epoch's images are (`evaluation.generated`): means over the round's epochs; how far
-    the student gives them the ensemble's class: in the last tenth of them. Empty where no image was
-    made."""
+    """Returns how often the ensemble assigns the requested class to generated images, and how many
+    classes an epoch's images have (`evaluation.generated`), averaged over the round's epochs. The
+    student's agreement with the ensemble is averaged over the last tenth of the epochs. Empty if no
+    image was generated."""
     tallies = () if state.tallies is None else state.tallies
     epochs = [describe(epoch) for epoch in tallies]
     found = average(epochs)

@@ -1,14 +1,14 @@
 """FedAF: aggregation-free learning by condensation and knowledge matching (arXiv 2404.18962).
 
-Client, every round: make class-mean logits V_k and soft labels R_k of its data under w_r (Eqs. 5,
-12), and condense: distribution matching in feature space alone (Eq. 4) plus λ_loc times the sliced
-Wasserstein distance of the synthetic images' mean logits to the global V (Eq. 10), each step with a
-re-sampled network (Eq. 17). It sends pixels as uint8, V_k and R_k. Server: average V and R over the
+Client, every round: compute class-mean logits V_k and soft labels R_k of its data under w_r (Eqs.
+5, 12), and condense: distribution matching only in feature space (Eq. 4) plus λ_loc times the
+sliced Wasserstein distance of the synthetic images' mean logits to the global V (Eq. 10), each step
+with a re-sampled network (Eq. 17). It sends pixels as uint8, V_k and R_k. Server: average V and R over the
 clients that have a class (Eqs. 8, 12), and train on the union of all sets with cross-entropy plus
 λ_glob times the knowledge-matching loss (Eqs. 13-15).
 
 V is averaged from a round's uploads and used in the next (App. C counts one upload of S, V and R a
-round): round 1 has no collaborative term. `knowledge_from="first-phase"` exchanges V before.
+round): round 1 has no collaborative term. `knowledge_from="first-phase"` exchanges V first.
 
 With differential privacy the images go through mechanism `residual`, and V comes from one noisy sum
 of clipped logits and noisy counts; R is computed from the released V. Batch norm is refused.
@@ -62,7 +62,8 @@ LOGITS = "logit sums"  # the name of the plan of V_k's sums
 
 @dataclass(frozen=True)
 class GlobalKnowledge(ModelParameters):
-    """Down: w_r, and the averaged logits V [C, C] with the classes that they exist for [C]."""
+    """Sent to clients: w_r, the averaged logits V [C, C], and a mask [C] of the classes that have
+    logits."""
 
     logits: Tensor = released()
     known: Tensor = released()
@@ -70,15 +71,16 @@ class GlobalKnowledge(ModelParameters):
 
 @dataclass(frozen=True)
 class CondensedSet(SyntheticSet):
-    """Up: uint8 pixels and labels, V_k and R_k [C, C] (float32), and which of their rows exist [C]
-    (bool); those are empty where V went up in a first phase, as R follows from it."""
+    """The upload: uint8 pixels and labels, V_k and R_k [C, C] (float32), and which of their rows
+    exist [C] (bool). The last three are empty if V was sent in a first phase, as R follows from
+    it."""
 
     logits: Tensor = released()
     soft: Tensor = released()
     present: Tensor = released()
 
     def soft_labels(self) -> Tensor | None:
-        """R's row of each image's class, or the class itself [N, C]; None where R is not sent."""
+        """Returns R's row of each image's class, or the class itself [N, C]; None where R is not sent."""
         if not len(self.soft):
             return None
         hard = torch.eye(len(self.soft), device=self.soft.device)
@@ -88,7 +90,7 @@ class CondensedSet(SyntheticSet):
 
 @dataclass(frozen=True)
 class LocalKnowledge(Message):
-    """Up, in a first phase: V_k [C, C] and which of its rows exist [C] (bool)."""
+    """The upload of a first phase: V_k [C, C] and which of its rows exist [C] (bool)."""
 
     logits: Tensor = released()
     present: Tensor = released()
@@ -119,9 +121,9 @@ class FedAF(Condenses):
         server_weight_decay: none (not mentioned).
         image_lr: 1.0 on CIFAR-10, 0.1 on CIFAR-100, 0.2 on Fashion-MNIST.
         matching: "mean" is Eq. 4.
-        min_examples: the paper names no such rule, so every class that is there.
-        start_average: the paper says "average", and no number.
-        restart: False, as no initialisation is said to recur.
+        min_examples: the paper names no such rule, so every class that a client has.
+        start_average: the paper writes "average", without a number.
+        restart: False, as the paper describes no repeated initialisation.
         gamma: γ of model re-sampling (Eq. 17).
         local_weight: λ_loc; 0 leaves the collaborative term out (an ablation). 1e-4 on CIFAR, 1e-3
             on Fashion-MNIST, 0.01 on DomainNet.
@@ -130,8 +132,8 @@ class FedAF(Condenses):
         distance: of Eq. 10, see `sliced_wasserstein`; "point", as u and v are one vector each.
         directions: of distance "rows".
         server_matching: the t_c of Eq. 13 over the "minibatch"'s images of the class, or over the
-            "union" of all sets, which is literal and costs a pass over S in every step, or that in
-            the first step of each "epoch" alone.
+            "union" of all sets, which is literal and costs a pass over S in every step, or the
+            union only in the first step of each "epoch".
         matching_reduction: "mean" or "sum" of Eq. 15 over classes, see `knowledge_matching`.
         matching_norm: batch norm in the pass that t_c comes from: by the "batch", as in training,
             or by the "running" statistics, as in the pass that R came from.
@@ -216,7 +218,7 @@ class FedAF(Condenses):
         return GlobalKnowledge(state.parameters, 1.0, logits, known)
 
     def check_request(self, message: ModelParameters, context: RoundContext) -> None:
-        if isinstance(message, GlobalKnowledge):  # and not the first exchange's model alone
+        if isinstance(message, GlobalKnowledge):  # not the plain model of the first exchange
             classes = context.spec.classes
             check_tensor("logits", message.logits, (classes, classes), torch.float32)
             check_tensor("known", message.known, (classes,), torch.bool)
@@ -236,7 +238,7 @@ class FedAF(Condenses):
     def private_plans(
         self, privacy: PrivacySettings, context: RoundContext
     ) -> tuple[PrivatePlan, ...]:
-        """The images' T releases, the sums of logits, and the counts."""
+        """Returns the plans of the images' T releases, of the sums of logits, and of the counts."""
         images = super().private_plans(privacy, context)
         return *images, *sums_plans(
             LOGITS,
@@ -277,7 +279,7 @@ class FedAF(Condenses):
         memories: Sequence[Memory],
         context: RoundContext,
     ) -> Sequence[Mapping[str, Tensor]]:
-        """V_k [C, C] as "logits" (Eq. 5), and which of its rows exist [C] as "present"."""
+        """Returns V_k [C, C] as "logits" (Eq. 5), and which of its rows exist [C] as "present"."""
         if all("logits" in memory for memory in memories):  # released in the first phase
             return memories
         classes = context.spec.classes
@@ -304,7 +306,7 @@ class FedAF(Condenses):
     def objective(
         self, matcher: Matcher, message: GlobalKnowledge, segments: Segments, context: RoundContext
     ) -> Matcher:
-        """Distribution matching of embeddings (Eq. 4), and the collaborative term (Eq. 10)."""
+        """Returns distribution matching of embeddings (Eq. 4) plus the collaborative term (Eq. 10)."""
         if self.local_weight == 0 or not bool(message.known.any()):
             return matcher
         label = segments.label.to(context.device)
@@ -326,7 +328,7 @@ class FedAF(Condenses):
         self, images: SyntheticSet, statistics: Mapping[str, Tensor], context: RoundContext
     ) -> Message:
         logits, present = statistics["logits"], statistics["present"]
-        if self.knowledge_from == "first-phase":  # the server has V, and makes R of it
+        if self.knowledge_from == "first-phase":  # the server has V, and computes R from it
             logits, present = logits[:0], present[:0]
         pixels = denormalise(images.images, context.spec)
         soft = soft_labels(logits, self.temperature)
@@ -363,7 +365,7 @@ class FedAF(Condenses):
         known: Tensor,
         context: RoundContext,
     ) -> None:
-        """Eqs. 13 to 15: trains the model in place, with R as `soft` for the classes `known`."""
+        """Trains the model in place (Eqs. 13 to 15), with R as `soft` for the classes `known`."""
         sgd = self.union_sgd()
         term = KnowledgeTerm(
             soft,

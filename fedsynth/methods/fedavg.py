@@ -1,9 +1,9 @@
 """FedAvg (McMahan et al. 2017): clients train the global model on their data, the server averages
 the results.
 
-With DP off the average is weighted by n_k. With DP on each client trains by DP-SGD
-(`fedsynth.privacy.dpsgd`), the steps of a round are ceil(local_epochs / q) whatever the client's
-true size, and the average is uniform: n_k is private.
+Without DP the average is weighted by n_k. With DP each client trains by DP-SGD
+(`fedsynth.privacy.dpsgd`) for ceil(local_epochs / q) steps a round, independent of its true size,
+and the average is uniform, as n_k is private.
 """
 
 from __future__ import annotations

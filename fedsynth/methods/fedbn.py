@@ -1,9 +1,9 @@
 """FedBN: batch-norm layers stay with their clients (Li et al. 2021, arXiv 2102.07623).
 
-Client: trains the global model with its own batch norms, and sends all else. Server: averages what
-is sent, each client with weight 1/K (Algorithm 1). On clients' own test splits each is tested with
-its own batch norms, and that is the result (AMP); the global model has the batch norms that it
-started with, and its accuracy is none.
+Client: trains the global model with its own batch norms, and sends all other parameters. Server:
+averages these, each client with weight 1/K (Algorithm 1). The result (AMP) is the accuracy of each
+client, with its own batch norms, on its own test split. The global model keeps its initial batch
+norms, so its accuracy is meaningless.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fedsynth.methods.shared.local import TrainsLocally
 
 
 def local_names(model: nn.Module) -> set[str]:
-    """Names of all parameters and buffers of batch-norm layers."""
+    """Returns the names of all parameters and buffers of batch-norm layers."""
     return {
         f"{layer}.{name}" if layer else name
         for layer, module in model.named_modules()
@@ -99,7 +99,7 @@ class FedBN(TrainsLocally):
     def combine(
         self, state: AveragingState, uploads: Mapping[int, ModelParameters], context: RoundContext
     ) -> AveragingState:
-        """Every client counts alike, 1/K (Algorithm 1); batch norms stay what they were."""
+        """Averages the uploads with weights 1/K (Algorithm 1); batch norms stay unchanged."""
         made = {**state.parameters, **average(uploads, even=True)}
         return replace(state, parameters=made)
 

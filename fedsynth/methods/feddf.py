@@ -3,7 +3,7 @@ al. 2020, arXiv 2006.07242).
 
 The student starts from the parameters' average (heterogeneous clients: from a fresh network) and
 learns KL(ensemble ‖ student) by Adam with a cosine schedule. The proxy images are a named data
-set's training images, brought to the run's shape; their labels are not looked at.
+set's training images, brought to the run's shape; their labels are not used.
 """
 
 from __future__ import annotations

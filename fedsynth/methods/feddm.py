@@ -5,10 +5,11 @@ the synthetic images down ∇ Σ_c L_c (Eq. 9). Server: train w from w_r on the 
 projected onto ‖w − w_r‖ ≤ ρ (Eqs. 3, 10, 23).
 
 With differential privacy the images start from noise, and the matching gradient comes from a
-mechanism: `residual` or `gradient` (`fedsynth.synthesizer.condensation.matchers`), charged for T
-releases a round, send all classes; `features` (`fedsynth.synthesizer.condensation.feature_sums`),
-charged for M releases and the counts, those whose released count is large enough. `paper` is
-Algorithm 1's own noise, which guarantees nothing.
+mechanism. `residual` and `gradient` (`fedsynth.synthesizer.condensation.matchers`) are charged for
+T releases a round and send all classes. `features`
+(`fedsynth.synthesizer.condensation.feature_sums`) is charged for M releases and the counts, and
+sends classes whose released count is large enough. `paper` is the noise of Algorithm 1 as printed,
+which guarantees nothing.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class FedDM(Condenses, TrainsInBall):
             sphere) or "ball" (uniform radius).
         augment: "none" (the paper mentions none) or "siamese".
         flip: whether "siamese" may mirror; off, as digits and letters are not symmetric.
-        logit_weight: weight b of the logits beside the embedding; 1 is Eq. 9.
+        logit_weight: weight b of the logits relative to the embedding; 1 is Eq. 9.
         image_clip: clip the norm of each client's image gradient, for stability (FedAF's paper runs
             FedDM with 2, momentum 0.9 and averaged start images); 0: no clipping. Not a privacy
             mechanism.
@@ -173,9 +174,9 @@ class FedDM(Condenses, TrainsInBall):
     def private_plans(
         self, privacy: PrivacySettings, context: RoundContext
     ) -> tuple[PrivatePlan, ...]:
-        """T releases a round; of mechanism `features` M, and one of the counts.
+        """Returns the plans of T releases a round; for mechanism `features`, of M and of the counts.
 
-        M is less where there are fewer steps to use the networks.
+        M is at most the number of steps.
         """
         if self.networks_per_round:
             raise SettingError(

@@ -1,19 +1,19 @@
 """FedFA+: federated feature augmentation and alignment (Zhou, Yuan, Wang and Konukoglu, TPAMI
 2024). Not "FedFA" of feature anchors (TMC 2023).
 
-FedFA-l: an augmentation layer after each stage resamples channel statistics, as wide as the batch
-and the disagreement of the clients say (`training/feature_statistics.py`). FedFA-h: the histogram
+FedFA-l: an augmentation layer after each stage resamples channel statistics, with a spread set by
+the batch and by the clients' disagreement (`training/feature_statistics.py`). FedFA-h: the histogram
 of each feature in a batch is pulled to the clients' average by λ times a symmetric KL. FedFA+ is
 both. Clients send their accumulated channel statistics and their histograms with the model; the
 server sends back γ and π, so the first round has γ = 1 and no alignment. Models are averaged
 uniformly.
 
-Read from the overview slides, whose formulas are garbled in part, and the public code of FedFA-l:
-momentum 0.99, an augmentation in every second batch. Ours where neither says: what features are
-transformed by before binning, the bins, λ.
+Implemented after the overview slides, whose formulas are partly garbled, and the public code of
+FedFA-l: momentum 0.99, an augmentation in every second batch. Neither defines the transformation of
+features before binning, the bins and λ: these are ours.
 
 No differential privacy: Σ² and the batch's histogram mix the examples of a batch, and the
-statistics are sent as they are.
+statistics are sent without noise.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ HISTOGRAM = "histogram"
 
 @dataclass(frozen=True)
 class StatisticsDown(ModelParameters):
-    """Down: w_t; γ of each stage's means and deviations, and π (all empty in round 1)."""
+    """Sent to clients: w_t; γ of each stage's means and deviations, and π (all empty in round 1)."""
 
     statistics: Mapping[str, Tensor] = public("goes down, not up")
 
 
 @dataclass(frozen=True)
 class StatisticsUp(ModelParameters):
-    """Up: the model; accumulated channel means and deviations of each stage [C], and the histogram
+    """The upload: the model; accumulated channel means and deviations of each stage [C], and the histogram
     π_k [D, bins]."""
 
     statistics: Mapping[str, Tensor] = unprotected()
@@ -193,7 +193,7 @@ class FedFAPlus(TrainsLocally):
         )
 
     def upload_rules(self, phase: str, client: int, context: RoundContext) -> dict[str, Rule]:
-        """A client without an example has no statistics."""
+        """Adds the rules of the statistics, which a client without examples does not have."""
         statistics = Named(self._forms(context), partial=True)
         return {**super().upload_rules(phase, client, context), "statistics": statistics}
 
@@ -204,7 +204,7 @@ class FedFAPlus(TrainsLocally):
             Named(self._forms(context)).check("statistics", upload.statistics)
 
     def _forms(self, context: RoundContext) -> dict[str, Array]:
-        """Of the statistics of a client with examples."""
+        """Returns the array rules of the statistics of a client with examples."""
         network = context.architecture
         found: dict[str, Array] = {}
         if self.parts != "alignment":
@@ -253,7 +253,7 @@ class FedFAPlus(TrainsLocally):
         }
 
     def _histogram(self, model: nn.Module, clients: OpenClients, position: int) -> Tensor:
-        """π_k of all examples of a client, by its own trained model, without augmentation."""
+        """Returns π_k of all examples of a client, by its own trained model, without augmentation."""
         mine = clients.examples(position)
         total = torch.zeros((), device=mine.device)
         embed: Callable[[Tensor], Tensor] = model.embed  # type: ignore[assignment]

@@ -1,14 +1,14 @@
-"""FedFM: features pulled to anchors that all clients share, the class means of their features (Ye
-et al. 2023, arXiv 2210.07615).
+"""FedFM: features are pulled to shared anchors, the class means of all clients' features (Ye et al.
+2023, arXiv 2210.07615).
 
-First phase: each client sends the sums of its features by class under w_t, and the numbers of its
-examples; the server makes the anchors a_c = Σ_k n_{k,c} a_{k,c} / Σ_k n_{k,c}. Then local training
+First phase: each client sends its per-class sums of features under w_t, and its class counts; the
+server computes the anchors a_c = Σ_k n_{k,c} a_{k,c} / Σ_k n_{k,c}. Then local training
 on CE + λ·q(f(x), a), and averaging weighted by n_k. q is contrastive guiding, CE(softmax(⟨a_n,
-f⟩/α), c), or ‖f − a_c‖²/D. FedFM-Lite makes its anchors after local training, by each client's own
-model, and sends them with it.
+f⟩/α), c), or ‖f − a_c‖²/D. In FedFM-Lite each client computes its sums after local training, under its
+own model, and sends them with it.
 
-With differential privacy the sums are of clipped features, and charged with the counts beside
-DP-SGD; the loss of an example depends on that example and on released anchors alone.
+With differential privacy the features are clipped; sums and counts are charged in addition to
+DP-SGD. The loss of an example depends only on that example and on released anchors.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from fedsynth.validation import check_choices, check_embedding, check_ranges
 
 @dataclass(frozen=True)
 class AnchorsDown(ModelParameters):
-    """Down: w_t, the anchors [C, D], and which of them exist [C] (bool)."""
+    """Sent to clients: w_t, the anchors [C, D], and which of them exist [C] (bool)."""
 
     anchors: Tensor = public("goes down, not up")
     known: Tensor = public("goes down, not up")
@@ -50,7 +50,7 @@ class AnchorsDown(ModelParameters):
 
 @dataclass(frozen=True)
 class FeatureSums(Message):
-    """Up: the sums of features by class [C, D], and the numbers of examples [C]."""
+    """The upload: per-class sums of features [C, D], and class counts [C]."""
 
     sums: Tensor = released()
     counts: Tensor = released()
@@ -58,7 +58,7 @@ class FeatureSums(Message):
 
 @dataclass(frozen=True)
 class ModelAndSums(ModelParameters):
-    """Up, in FedFM-Lite: the model, and the sums under it."""
+    """The upload of FedFM-Lite: the model, and the sums under it."""
 
     sums: Tensor = released()
     counts: Tensor = released()
@@ -67,13 +67,13 @@ class ModelAndSums(ModelParameters):
 SUMS = "feature sums"
 """The name of the sums' plan."""
 
-# A weight above which noisy anchors are warned of. The warning's figures: `fedsynth train --method
+# A larger weight with noisy anchors causes a warning. The warning's figures: `fedsynth train --method
 # fedfm --rounds 5 --set local_epochs=2 --set lr=0.05 --set weight=… --dp-epsilon 8`, and the same
 # with fedavg.
 HEAVY = 1.0
 CLEAR = 4
-"""Deviations of noise above which a noisy count is one. An anchor stays, so that a class that
-nobody has gets one in 3 of 100,000 rounds."""
+"""A noisy count above this many standard deviations counts as present. Anchors persist; a class
+that no client has gets one with probability 3e-5 per round."""
 
 
 def anchor_losses(
@@ -85,7 +85,7 @@ def anchor_losses(
     temperature: float | None,
     normalise: bool,
 ) -> Tensor:
-    """q of each example [N]; 0 for a class without anchor.
+    """Returns q of each example [N]; 0 for a class without anchor.
 
     Args:
         temperature: α of contrastive guiding, over the classes with anchors; None: the squared
@@ -173,7 +173,7 @@ class FedFM(TrainsLocally):
         check_learned_embedding(self.name, model)
 
     def check_request(self, message: ModelParameters, context: RoundContext) -> None:
-        if isinstance(message, AnchorsDown):  # and not the first exchange's model alone
+        if isinstance(message, AnchorsDown):  # not the plain model of the first exchange
             classes = context.spec.classes
             check_tensor("anchors", message.anchors, (classes, _width(context)), torch.float32)
             check_tensor("known", message.known, (classes,), torch.bool)
@@ -253,7 +253,7 @@ class FedFM(TrainsLocally):
     def private_plans(
         self, privacy: PrivacySettings, context: RoundContext
     ) -> tuple[PrivatePlan, ...]:
-        """DP-SGD, the sums of features, and the counts."""
+        """Returns the plans of DP-SGD, of the sums of features, and of the counts."""
         if self.start_round > 1 or self.weight == 0:
             raise SettingError(
                 "method",
@@ -278,18 +278,18 @@ class FedFM(TrainsLocally):
     def feature_sums(
         self, model: nn.Module, clients: ClientGroup, position: int, context: RoundContext
     ) -> ClassSums:
-        """Of one client of the group under `model`."""
+        """Returns the class sums of features of one client of the group under `model`."""
         embed: Callable[[Tensor], Tensor] = model.embed  # type: ignore[assignment]
         return class_sums(clients, position, embed, _width(context), SUMS, context)
 
     def _with_anchors(
         self, state: AnchorState, sent: Sequence[FeatureSums | ModelAndSums], context: RoundContext
     ) -> AnchorState:
-        """The state with this round's anchors; a class that none of its clients has keeps the last
-        one."""
+        """Returns the state with this round's anchors; a class that no client of the round has keeps
+        its last anchor."""
         counts = torch.stack([a.counts for a in sent]).sum(dim=0)
         sums = torch.stack([a.sums for a in sent]).sum(dim=0)
-        # below so many deviations of the sum of the clients' noise a class counts as absent
+        # below CLEAR standard deviations of the clients' summed noise a class counts as absent
         floor = max(1.0, CLEAR * context.noise.get(COUNTS, 0.0) * sqrt(len(sent)))
         known = counts >= floor
         anchors = sums / counts.clamp_min(floor)[:, None]
@@ -342,7 +342,7 @@ class FedFMLite(FedFM):
 
 
 def _width(context: RoundContext) -> int:
-    """D of the embedding."""
+    """Returns D of the embedding."""
     classifier: Any = context.architecture.classifier
     width: int = classifier.in_features
     return width

@@ -8,15 +8,15 @@ the form of its public code), and sends G with the averaged model. Client:
     CE on its batch  +  α·CE(classifier(G(y', ε)), y')
                      +  β·KL(softmax classifier(G(y, ε)) ‖ p(x)),
 
-y' drawn evenly from the classes that any client has had; (x, y) its own examples, the target held
-fixed;
-α and β times 0.98 each round; from round 2 on, when there is a G.
+where y' is drawn uniformly from the classes that any client has had, and (x, y) are its own
+examples; the target is constant. α and β decay by 0.98 each round. The terms start in round 2, when
+G exists.
 
 For the last term the noise is a fixed pool for each class and round, and the target is averaged
-over it: the gradient of the expectation over ε, and a function of y alone. With differential
-privacy that matters: noise that went by an example's place in the batch would let one example more
-change others' gradients. The middle term sees no data. Label counts are private: with DP on all
-clients weigh the same.
+over it: this gives the gradient of the expectation over ε, and a target that depends only on y. It
+matters with differential privacy: if the noise depended on an example's position in the batch, one
+more example could change the gradients of others. The middle term sees no data. Label counts are
+private: with DP all clients have equal weight.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ from fedsynth.training.loop import load_tensors, named_tensors
 from fedsynth.validation import check_embedding, check_ranges
 
 DECAY = 0.98
-POOL = 16  # noise vectors of a class
-ASKED = 32  # embeddings of a class that a round's facts look at
+POOL = 16  # noise vectors per class
+ASKED = 32  # embeddings per class for a round's facts
 
 
 @dataclass(frozen=True)
 class GeneratorDown(ModelParameters):
-    """Down: w_t, the generator (empty in round 1), and which classes any client has had [C]
+    """Sent to clients: w_t, the generator (empty in round 1), and which classes any client has had [C]
     (bool)."""
 
     generator: Mapping[str, Tensor] = public("goes down, not up")
@@ -69,7 +69,7 @@ class GeneratorDown(ModelParameters):
 
 @dataclass(frozen=True)
 class ModelAndCounts(ModelParameters):
-    """Up: the model, and the numbers of the client's examples of each class [C]."""
+    """The upload: the model, and the client's class counts [C]."""
 
     counts: Tensor = public("ones with DP on, the numbers of examples of each class with DP off")
 
@@ -77,8 +77,8 @@ class ModelAndCounts(ModelParameters):
 def ensemble_loss(
     made_ND: Tensor, labels_N: Tensor, weights_KCD: Tensor, biases_KC: Tensor, shares_CK: Tensor
 ) -> Tensor:
-    """Σ_k mean_n share[y_n, k]·CE(W_k G_n + b_k, y_n): how well the clients' classifiers, each
-    where it knows a class, name the embeddings."""
+    """Returns Σ_k mean_n share[y_n, k]·CE(W_k G_n + b_k, y_n): the classification loss of the
+    embeddings, in which each client's classifier is weighted by its share of the class."""
     logits = torch.einsum("nd,kcd->nkc", made_ND, weights_KCD) + biases_KC
     n, k, c = logits.shape
     each = F.cross_entropy(
@@ -229,7 +229,7 @@ class FedGen(TrainsLocally):
             target = F.linear(pool, last.weight.detach(), last.bias.detach()).softmax(dim=1)
             target = target.view(classes, POOL, classes).mean(dim=1)[y]
             apart = F.kl_div(logits.log_softmax(dim=1), target, reduction="none").sum(dim=1)
-            known = message.known[y]  # of a class that nobody had, the generator knows nothing
+            known = message.known[y]  # the generator knows nothing of a class that no client had
             return F.cross_entropy(logits, y, reduction="none") + self.beta * faded * torch.where(
                 known, apart, 0.0
             )
@@ -260,10 +260,9 @@ class FedGen(TrainsLocally):
         return replace(state, parameters=average(uploads), learner=learner, known=known)
 
     def facts(self, state: GeneratorState, context: RoundContext) -> Mapping[str, Any]:
-        """What the new model's classifier makes of the generator's embeddings, as clients will have
-        them.
+        """Returns how the new model classifies the generator's embeddings, as clients will see them.
 
-        The same number is asked for of each class that any client has had. Post-processing: the
+        Each class that any client has had gets the same number of embeddings. Post-processing: the
         generator comes from the uploaded models.
         """
         facts = super().facts(state, context)
@@ -294,8 +293,8 @@ class FedGen(TrainsLocally):
     def _train_generator(
         self, state: GeneratorState, sent: Sequence[ModelAndCounts], context: RoundContext
     ) -> tuple[dict[str, Tensor], Tensor]:
-        """The generator and its Adam after this round, and which classes any client has had so
-        far."""
+        """Returns the generator and its Adam after this round, and which classes any client has had
+        so far."""
         generator = self._generator(context).train()
         device = context.device
         rate = self.generator_lr * DECAY ** (context.round - 1)

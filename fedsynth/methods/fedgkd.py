@@ -4,8 +4,8 @@ arXiv 2107.00051).
 Server: keeps the last M global models and sends w_t with their average w̄. Client: CE + γ/2·KL(p(x;
 w̄) ‖ p(x; w)) on its own examples.
 
-The loss of an example depends on that example and on released models alone, so DP-SGD clips and
-charges it as any other.
+The loss of an example depends only on that example and on released models, so DP-SGD clips and
+charges it like any other.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from fedsynth.validation import check_ranges
 
 @dataclass(frozen=True)
 class TeacherDown(ModelParameters):
-    """Down: w_t, and the average of the last M global models."""
+    """Sent to clients: w_t, and the average of the last M global models."""
 
     teacher: Mapping[str, Tensor] = public("goes down, not up")
 

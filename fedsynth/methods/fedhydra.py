@@ -1,5 +1,5 @@
-"""FedHydra: one-shot distillation in which each client's model is asked about what it knows
-(stratified aggregation).
+"""FedHydra: one-shot distillation in which each client's model is weighted by the classes that it
+knows (stratified aggregation).
 
 Server: model stratification measures how well each client's model can teach each class, U [C, m]
 (Eqs. 2 and 3); its rows and columns, normalised, weigh clients for a class and classes within a
@@ -34,7 +34,7 @@ from fedsynth.synthesizer.generation.ensembles import (
 from fedsynth.validation import check_choices, check_ranges
 
 STRATIFICATION = "stratification"
-"""The name of a kept one."""
+"""The name of its checkpoint."""
 ARTEFACTS = ("stratification", "clients_for_class", "classes_of_client")
 
 
@@ -106,7 +106,7 @@ class FedHydra(DistilsWithoutData):
         check_ranges(self, stratification_floor=(1e-12, inf))
 
     def stratify(self, models: Sequence[nn.Module], context: RoundContext) -> Tensor:
-        """U [C, m] of frozen models in evaluation mode (Algorithm 2)."""
+        """Returns U [C, m] of frozen models in evaluation mode (Algorithm 2)."""
         stratification = Stratification(
             self.stratification_steps,
             self.stratification_batch,
@@ -118,7 +118,7 @@ class FedHydra(DistilsWithoutData):
         return stratification.measure(models, context.spec, context.seed, context.device)
 
     def aggregate(self, u: Tensor) -> Aggregate:
-        """What makes P of the models' logits, by U [C, m]."""
+        """Returns the function that computes P from the models' logits, with weights from U [C, m]."""
         if self.aggregation == "average":
             return average_of_logits
         by_class, by_client = stratified_weights(u, in_place=self.columns == "in-place")
@@ -144,7 +144,7 @@ class FedHydra(DistilsWithoutData):
         return EnsembleState({}, tallies=tallies, matrices=matrices)
 
     def _stratified(self, models: Sequence[nn.Module], context: RoundContext) -> Tensor:
-        """`stratify`, or what a round that was cut off has of it."""
+        """Returns the result of `stratify`, or its checkpoint if the round was interrupted."""
         keeper = context.server_keeper
         kept = keeper.found(STRATIFICATION)
         u = self.stratify(models, context) if kept is None else kept[1]["u"].to(context.device)

@@ -7,14 +7,14 @@ teacher. Client (T2), for each local batch: one step of its generator on L_G of 
 then one step of the model on CE + γ·KL(teacher ‖ model) on generated images (Eq. 8). The generator,
 with its optimiser's state, is the client's memory.
 
-With differential privacy the model is trained by DP-SGD. Teacher and generator come from the
-server's message and public noise alone, so the distillation term is post-processing; n_k weights
-become uniform.
+With differential privacy the model is trained by DP-SGD. Teacher and generator come only from the
+server's message and public noise, so the distillation term is post-processing; n_k weights become
+uniform.
 
-A round's row has the facts of its clients' generators (`fedsynth.evaluation.generated`), averaged:
-how the teacher classifies what they make. They are computed from teacher, generator and public
-noise, so they are post-processing too. A simulation reads them in the clients' memories; no message
-carries them.
+A round's metrics include the average facts of its clients' generators
+(`fedsynth.evaluation.generated`): how the teacher classifies generated images. They are computed
+from teacher, generator and public noise, so they are post-processing too. A simulation reads them
+from the clients' memories; no message carries them.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from fedsynth.training.loop import load_tensors, named_tensors
 from fedsynth.validation import check_choices, check_embedding, check_ranges
 
 TALLY = "tally"
-"""A memory's tally of images of the client's generator, as of its last training."""
+"""The memory's key for the tally of generated images, from the client's last training."""
 
 
 @dataclass(frozen=True)
 class TwoModels(ModelParameters):
-    """Down: ACA, and OCA as the teacher (empty in FedKF⁻, whose teacher is ACA)."""
+    """Sent to clients: ACA, and OCA as the teacher (empty in FedKF⁻, whose teacher is ACA)."""
 
     teacher: Mapping[str, Tensor] = public("goes down, not up")
 
@@ -66,7 +66,7 @@ class FedKF(TrainsLocally):
         distillation: γ.
         one_hot_weight: λ1, of a loss scaled as in the official code
             (`synthesizer/generation/generators.py`).
-        activation_weight: λ2, likewise; features are the classifier's inputs (that code's LeNet-5
+        activation_weight: λ2, scaled the same way; features are the classifier's inputs (that code's LeNet-5
             has them one layer earlier).
         use_kl: the generator also seeks images on which the local model differs from the teacher:
             its loss less γ·KL. Not in the paper; the official code does so on CIFAR, not on EMNIST.
@@ -152,7 +152,7 @@ class FedKF(TrainsLocally):
         if context.round <= self.plain_rounds or self.distillation == 0:
             return Task(finish=lambda model, trained: (plain_upload(model, trained)[0], memory))
         device = context.device
-        # the same θ for all clients at first, as in Algorithm 1
+        # the same initial θ for all clients, as in Algorithm 1
         generator = make_generator(
             context.spec, context.seed, latent=self.latent, width=self.generator_width
         ).to(device)
@@ -180,10 +180,10 @@ class FedKF(TrainsLocally):
         )
 
     def client_facts(self, memory: Memory, context: RoundContext) -> Mapping[str, Any]:
-        """The facts of the client's generator, if it has one."""
+        """Returns the facts of the client's generator, if it has one."""
         return {GENERATOR: describe(memory[TALLY])} if TALLY in memory else {}
 
     def merge_facts(self, facts: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-        """Averaged over the round's clients that have a generator."""
+        """Averages the facts over the round's clients that have a generator."""
         merged = average([one[GENERATOR] for one in facts if GENERATOR in one])
         return {GENERATOR: merged} if merged else {}

@@ -1,5 +1,5 @@
-"""FedNova: updates are normalised by how far each client's steps can take it (Wang et al. 2020,
-arXiv 2007.07481).
+"""FedNova: updates are normalised by each client's accumulated step length (Wang et al. 2020, arXiv
+2007.07481).
 
 Client: τ_k steps of SGD with momentum ρ make w_k; ‖a_k‖₁ = (τ_k − ρ(1 − ρ^τ_k)/(1 − ρ))/(1 − ρ).
 Server: w_{t+1} = w_t − τ_eff Σ_k p_k (w_t − w_k)/‖a_k‖₁ with τ_eff = Σ_k p_k ‖a_k‖₁ and p_k = n_k/n
@@ -26,7 +26,7 @@ from fedsynth.methods.shared.local import TrainsLocally
 
 @dataclass(frozen=True)
 class NormalisedModel(ModelParameters):
-    """Up: the model, and ‖a_k‖₁."""
+    """The upload: the model, and ‖a_k‖₁."""
 
     norm: float = public("with DP on the number of steps comes from public sizes")
 
@@ -93,7 +93,7 @@ class FedNova(TrainsLocally):
 
 
 def reach(steps: int, momentum: float) -> float:
-    """‖a_k‖₁ of so many steps of SGD with momentum.
+    """Returns ‖a_k‖₁ of `steps` steps of SGD with momentum.
 
     >>> reach(3, 0.0), reach(2, 0.5)
     (3.0, 2.5)

@@ -1,4 +1,4 @@
-"""FedProx: local training is held near the global model, and partial work is kept (Li et al. 2020,
+"""FedProx: local training is kept near the global model, and partial work is kept (Li et al. 2020,
 arXiv 1812.06127).
 
 Client: min F_k(w) + μ/2·‖w − w_t‖² (Eq. 2). Server: the average, weighted by n_k where clients are
@@ -33,26 +33,26 @@ from fedsynth.training.sgd import Pull
 from fedsynth.validation import check_ranges
 
 CHANGE = 0.1  # of an adaptive μ: up when the loss rises,
-PATIENCE = 5  # down when it fell so many times in a row
+PATIENCE = 5  # down when it fell this many times in a row
 
 
 @dataclass(frozen=True)
 class ProxMessage(ModelParameters):
-    """Down: w_t and the μ of this round."""
+    """Sent to clients: w_t and the μ of this round."""
 
     mu: float = public("goes down, not up")
 
 
 @dataclass(frozen=True)
 class LossModel(ModelParameters):
-    """Up: the model, and the mean loss of w_t on the client's data, for adaptive μ."""
+    """The upload: the model, and the mean loss of w_t on the client's data, for adaptive μ."""
 
     loss: float = public("0 with DP on: adaptive μ is refused then")
 
 
 @dataclass(frozen=True)
 class ProxState(AveragingState):
-    """The state, with what adaptive μ goes by.
+    """The state, with the values that adaptive μ depends on.
 
     Args:
         mu: the next round's μ; None: the setting's.
@@ -146,7 +146,7 @@ class FedProx(TrainsLocally):
         return Task(penalty=pull if message.mu else None, finish=finish)
 
     def facts(self, state: ProxState, context: RoundContext) -> Mapping[str, Any]:
-        """Also the μ that the next round has, where it adapts."""
+        """Returns the facts, with the next round's μ if it is adaptive."""
         facts = super().facts(state, context)
         return facts if state.mu is None else {**facts, "mu": state.mu}
 

@@ -1,12 +1,12 @@
 """FedSum: FedDM's objective from class sums of M shared networks, pooled before one condensation.
 
-FedDM (arXiv 2207.09653) lets each client condense its own data, and trains on the union. Its loss,
-Σ_c ‖mean_{D_c} u_w − mean_{S_c} u_w‖² (Eq. 9), needs of the data the class means of features alone,
-and class means of all clients' data are pooled sums over pooled counts. So here clients send the
-sums of M networks around the global model, which all draw from the round's public seed, with their
-counts; the server adds them up, condenses one set S towards the pooled means, and trains on it. A
-client makes M passes over its data in place of T steps, and which client has which example makes no
-difference: sums are the same for any partition.
+In FedDM (arXiv 2207.09653) each client condenses its own data, and the server trains on the union.
+Its loss, Σ_c ‖mean_{D_c} u_w − mean_{S_c} u_w‖² (Eq. 9), depends on the data only through the class
+means of features, and class means of all clients' data are pooled sums over pooled counts. So here
+clients send class sums under M networks around the global model, drawn from the round's public
+seed, with their counts. The server adds them up, condenses one set S towards the pooled means, and
+trains on it. A client makes M passes over its data in place of T steps, and the partition makes no
+difference to the sums.
 
 With differential privacy each network's sums are one release of mechanism `features`
 (`fedsynth.synthesizer.condensation.feature_sums`), and the counts one more; what the server does
@@ -59,19 +59,21 @@ from fedsynth.training.optimisers import MomentumSgd
 from fedsynth.validation import check_choices, check_embedding, check_ranges
 
 STARTS = ("noise", "random-process")
-"""What images start from: normal noise, or random-process images. Both are public."""
+"""Initial images: normal noise, or random-process images. Both are public."""
 
 
 @dataclass(frozen=True)
 class SumsRequest(ModelParameters):
-    """Down: w_r, and the images S [classes · ipc, C, H, W] that sums are about."""
+    """Sent to clients: w_r, and the images S [classes · ipc, C, H, W], whose feature means the sums
+    are centred on."""
 
     images: Tensor = public("goes down, not up")
 
 
 @dataclass(frozen=True)
 class NetworkSums(Message):
-    """Up: sums of features about S by network and class [M, classes, D], and counts [classes]."""
+    """The upload: sums of features, centred on S, by network and class [M, classes, D], and counts
+    [classes]."""
 
     sums: Tensor = released()
     counts: Tensor = released()
@@ -79,8 +81,8 @@ class NetworkSums(Message):
 
 @dataclass(frozen=True)
 class CondensedState(ServerState):
-    """The state, with S [classes · ipc, C, H, W], normalised, and the classes that data were found
-    of, bool [classes]; None before the first round."""
+    """The state, with S [classes · ipc, C, H, W], normalised, and the classes with enough data, bool
+    [classes]; None before the first round."""
 
     images: Tensor | None = None
     kept: Tensor | None = None
@@ -97,15 +99,15 @@ class FedSum(TrainsInBall, SharesNoise):
             mod M.
         image_lr: η_c, of the images.
         image_momentum: of the images' gradient steps.
-        min_examples: images of a class are trained on if clients together have so many examples of
-            it. With differential privacy their released count must also be above twice its noise.
+        min_examples: images of a class are trained on if clients together have this many examples
+            of it. With differential privacy their released count must also reach twice its noise.
         start: what images start from, "noise" or "random-process" images; both are public.
         restart: False keeps S over the rounds; True goes back to the start images each round.
         perturbation: networks on the "sphere" of radius ρ around w_r, inside the "ball", or "fresh"
             ones, newly initialised; with those the server trains outside any ball.
         augment: "none" or "siamese".
         flip: whether "siamese" may mirror.
-        logit_weight: weight b of the logits beside the embedding.
+        logit_weight: weight b of the logits relative to the embedding.
         count_noise: with differential privacy: the counts' noise multiplier over that of the M
             networks' sums together, σ/√M.
 
@@ -197,7 +199,7 @@ class FedSum(TrainsInBall, SharesNoise):
     def private_plans(
         self, privacy: PrivacySettings, context: RoundContext
     ) -> tuple[PrivatePlan, ...]:
-        """M releases a round, and one of the counts."""
+        """Returns the plans of M releases a round, and of one of the counts."""
         refuse_batch_norm(context.architecture)
         plans = feature_plans(
             privacy, context, networks=self.networks, count_noise=self.count_noise
@@ -267,7 +269,7 @@ class FedSum(TrainsInBall, SharesNoise):
             draw_augmentation=draw_augmentation,
             report=lambda done: context.report("condense", done, self.iterations),
             memory_bytes=context.memory_bytes // 2,
-            # released sums are all that it sees; as documented, all the same: not with DP
+            # it sees only released sums; still not compiled with DP, as documented
             compiled=context.compiled and context.privacy is None,
         ).flatten(0, 1)
         made = replace(state, images=images, kept=kept)
@@ -293,7 +295,7 @@ class FedSum(TrainsInBall, SharesNoise):
         return bool(counted)
 
     def _floor(self, clients: int, context: RoundContext) -> float:
-        """The least pooled count that a class counts with."""
+        """Returns the least pooled count with which a class is used."""
         noise = 2 * self.pooled_deviation(COUNTS, clients, context)
         rate = 1.0
         if context.privacy is not None:
@@ -303,7 +305,7 @@ class FedSum(TrainsInBall, SharesNoise):
     def _networks(
         self, model: nn.Module, context: RoundContext, compiled: bool = False
     ) -> SharedNetworks:
-        """The round's M networks, which all parties draw alike."""
+        """Returns the round's M networks, which are the same for all parties."""
         labels = torch.arange(context.spec.classes)
 
         def draws() -> tuple[Callable[[], nn.Module], Callable[[], Any] | None]:
@@ -330,7 +332,7 @@ class FedSum(TrainsInBall, SharesNoise):
         )
 
     def _images(self, state: CondensedState, context: RoundContext) -> Tensor:
-        """S as a round begins, [classes · ipc, C, H, W], normalised."""
+        """Returns S at the start of a round, [classes · ipc, C, H, W], normalised."""
         if state.images is not None and not self.restart:
             return state.images
         generator = torch_generator(context.seed, "fedsum's start images")
@@ -343,11 +345,11 @@ class FedSum(TrainsInBall, SharesNoise):
         return images.to(context.device)
 
     def _by_class(self, images_NCHW: Tensor, context: RoundContext) -> Tensor:
-        """[classes, ipc, C, H, W]."""
+        """Returns the images as [classes, ipc, C, H, W]."""
         return images_NCHW.view(context.spec.classes, self.ipc, *context.spec.image_shape)
 
     def _set(self, state: CondensedState, context: RoundContext) -> SyntheticSet:
-        """The images of the classes that data were found of."""
+        """Returns the images of the classes with enough data."""
         if state.images is None or state.kept is None:
             raise ValueError("no round has made images yet")
         labels = torch.arange(context.spec.classes, device=context.device)

@@ -1,4 +1,4 @@
-"""MOON: each client's representation is pulled to the global model's and away from its own last one
+"""MOON: each client's representation is pulled to the global model's, and away from its last one
 (Li, He and Song 2021, arXiv 2103.16257).
 
 Client: CE + μ·ℓ_con, ℓ_con = −log(exp(sim(z, z_glob)/τ)/(exp(sim(z, z_glob)/τ) + exp(sim(z,
@@ -6,8 +6,8 @@ z_prev)/τ))) with cosine similarity (Eq. 3), z the representation of the networ
 of the global model, z_prev of the client's model of its last round (its first: the global model,
 where ℓ_con is log 2, without a gradient).
 
-The loss of an example depends on that example and on released models alone, so DP-SGD clips and
-charges it as any other.
+The loss of an example depends only on that example and on released models, so DP-SGD clips and
+charges it like any other.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from fedsynth.validation import check_embedding, check_ranges
 
 
 def contrastive(z: Tensor, z_global: Tensor, z_previous: Tensor, temperature: float) -> Tensor:
-    """ℓ_con of each example [N] (Eq. 3), from representations [N, D]."""
+    """Returns ℓ_con of each example [N] (Eq. 3), from representations [N, D]."""
     near, far = (
         F.cosine_similarity(z, other, dim=1) / temperature for other in (z_global, z_previous)
     )

@@ -1,4 +1,4 @@
-"""q-FFL by q-FedAvg: clients with larger losses count more (Li et al. 2020, arXiv 1905.10497,
+"""q-FFL by q-FedAvg: clients with larger losses weigh more (Li et al. 2020, arXiv 1905.10497,
 Algorithm 2).
 
 Client: F_k = its loss at w_t; w_k by local training; Δw_k = L(w_t − w_k) with L = 1/η. Server:
@@ -26,7 +26,7 @@ TINY = 1e-10  # the public code's guard of F_k
 
 @dataclass(frozen=True)
 class FairModel(ModelParameters):
-    """Up: w_k and F_k(w_t)."""
+    """The upload: w_k and F_k(w_t)."""
 
     loss: float = unprotected()
 
@@ -97,7 +97,7 @@ class QFFL(TrainsLocally):
             for u in sent
         ]
         losses = [u.loss + TINY for u in sent]
-        # the largest's own cancels, and could overflow
+        # dividing by the largest loss cancels out, and avoids overflow
         powers = [(loss / max(losses)) ** self.q for loss in losses]
         norms = [float(sum(value.square().sum() for value in step.values())) for step in steps]
         total = sum(

@@ -30,7 +30,7 @@ from fedsynth.validation import check_ranges
 
 @dataclass(frozen=True)
 class RealImages(SyntheticSet):
-    """A client's own images, as they are."""
+    """A client's own images, unprotected."""
 
     images: Tensor = unprotected()
     labels: Tensor = unprotected()
@@ -42,7 +42,7 @@ class Real(TrainsInBall):
 
     Args:
         ipc: images of each class that a client sends.
-        min_examples: a client sends a class if it has at least so many examples of it. The images
+        min_examples: a client sends a class if it has at least this many examples of it. The images
             are FedDM's start images of the same seed.
         resample: False sends the same images every round; True draws others.
 

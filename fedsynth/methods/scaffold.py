@@ -4,7 +4,7 @@ Algorithm 1 with option II).
 Client: y ← y − η(g_k(y) − c_k + c) for K steps; c_k⁺ = c_k − c + (x − y)/(K·η). It sends y and Δc =
 c_k⁺ − c_k. Server: x ← x + η_g·mean(y − x), c ← c + |S|/N·mean(Δc).
 
-With differential privacy y's iterates are releases, and c_k is computed from them alone: sending it
+With differential privacy y's iterates are releases, and c_k is computed only from them: sending it
 costs nothing.
 """
 
@@ -34,14 +34,14 @@ from fedsynth.validation import check_ranges
 
 @dataclass(frozen=True)
 class ControlDown(ModelParameters):
-    """Down: x and c (empty at first: zero)."""
+    """Sent to clients: x and c (empty at first: zero)."""
 
     control: Mapping[str, Tensor] = public("goes down, not up")
 
 
 @dataclass(frozen=True)
 class ControlUp(ModelParameters):
-    """Up: y and Δc."""
+    """The upload: y and Δc."""
 
     control: Mapping[str, Tensor] = released()
 

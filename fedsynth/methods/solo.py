@@ -1,8 +1,7 @@
-"""SOLO: no federation; every client trains a model of its own, and nothing is sent.
+"""SOLO: no federation; every client trains its own model, and nothing is sent.
 
-A client goes on with its own model in each round. The run's model is the one that all started from;
-what counts are the clients' own test splits (`--local-test`), on which each is tested with its own
-model.
+A client continues with its own model in each round. The run's model is the common initial model;
+the result is each client's accuracy with its own model on its own test split (`--local-test`).
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from fedsynth.methods.shared.local import TrainsLocally
 
 @dataclass(frozen=True)
 class Nothing(Message):
-    """Up: nothing."""
+    """The upload: empty."""
 
 
 @dataclass(frozen=True)

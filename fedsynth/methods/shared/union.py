@@ -81,7 +81,7 @@ class TrainsOnUnion(Method):
 
 @dataclass(frozen=True)
 class TrainsInBall(TrainsOnUnion):
-    """Its server stays in ‖w − w_r‖₂ ≤ ρ (FedDM, Eqs. 3 and 23).
+    """A method whose server stays in ‖w − w_r‖₂ ≤ ρ (FedDM, Eqs. 3 and 23).
 
     Args:
         radius: ρ.
