@@ -1,5 +1,5 @@
-"""Who has which classes, and how many examples of each: the count matrices of the partitions
-`classes`, `missing`, `dominant` and `dirichlet-dominant`."""
+"""Label skew: the matrices of class counts per client for the partitions `classes`, `missing`,
+`dominant` and `dirichlet-dominant`."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ Floats = npt.NDArray[np.float64]
 Rng = np.random.Generator
 
 _FITTING_STEPS = 3_000
-_FITTED = 1e-6  # examples by which fitted sums may miss; below 1, the rounding has a solution
-_WHOLE = 1e-6  # a number as near as this to a whole one is one
+_FITTED = 1e-6  # tolerance of fitted sums, in examples; below 1, the rounding has a solution
+_WHOLE = 1e-6  # a number this close to an integer counts as one
 
 
 def held_classes(sizes: IntArray, clients: int, each: int, rng: Rng, advice: str) -> IntArray:
-    """Counts [K, C] in which every client has `each` classes, and a class's examples are split
-    evenly (±1) among its holders.
+    """Returns counts [K, C] in which every client has `each` classes, and a class's examples are
+    split evenly (±1) among its holders.
 
     Every class with examples has ⌊Kc/C⌋ or ⌈Kc/C⌉ holders.
 
@@ -27,7 +27,7 @@ def held_classes(sizes: IntArray, clients: int, each: int, rng: Rng, advice: str
         sizes: examples of each class [C]; only classes with examples count.
         clients: K, with K·each at least the number of those classes.
         each: c, at most the number of those classes.
-        advice: what a user may change, for the error.
+        advice: what the user can change, for the error message.
 
     Raises:
         PartitionError: a class has fewer examples than holders.
@@ -51,18 +51,17 @@ def held_classes(sizes: IntArray, clients: int, each: int, rng: Rng, advice: str
 
 
 def dominant_classes(sizes: IntArray, clients: int, each: int, share: float, rng: Rng) -> IntArray:
-    """Counts [K, C] of clients of one size, of which `share` is of a client's `each` dominant
-    classes: FedFM's NIID-2.
+    """Returns counts [K, C] of clients of equal size, with the fraction `share` of each client's
+    examples in its `each` dominant classes: FedFM's NIID-2.
 
-    A client has N/K examples, share·N/(K·m) of them of each of its m dominant classes. The rest is
+    A client has N/K examples, share·N/(K·m) of them in each of its m dominant classes. The rest is
     spread over the other classes as evenly as the classes' totals allow: equal numbers, fitted to
-    the sums by iterative proportional fitting (Deming and Stephan, 1940). Then everything is
-    rounded down or up, also the clients' sizes, such that every example is somewhere. Where classes
-    are of one size and each dominates equally often, the fit changes nothing.
+    the sums by iterative proportional fitting (Deming and Stephan, 1940). All numbers, including
+    the clients' sizes, are then rounded up or down such that every example is assigned. If classes
+    have equal sizes and each dominates equally often, the fit changes nothing.
 
     Raises:
-        PartitionError: a share that is not above the even one, or class totals with which it cannot
-            be had.
+        PartitionError: the share is not above the even one, or the class totals do not allow it.
     """
     present = np.flatnonzero(sizes)
     C = len(present)
@@ -95,19 +94,19 @@ def dominant_classes(sizes: IntArray, clients: int, each: int, share: float, rng
 
 
 def dominated_dirichlet(sizes: IntArray, clients: int, alpha: float, rng: Rng) -> IntArray:
-    """Counts [K, C] of FedKF's public code: Dirichlet shares of each class, its largest for a
-    client of its own.
+    """Returns counts [K, C] as in FedKF's public code: Dirichlet shares of each class, with the
+    largest share for a client that dominates no class yet.
 
-    For each class p ~ Dir(α·1) over the clients. Its largest share goes to a client that no earlier
-    class has as its largest holder; once every client is one, all may be again. So with K ≤ C every
-    client dominates a class, or several, where plain Dirichlet leaves some with next to nothing.
-    With K > C clients come in groups of C (the last has the rest), each with its share of every
-    class, and that rule holds in a group. A client gets ⌊p·n_c⌋ examples, and one client, drawn,
-    the few that rounding leaves.
+    For each class, p ~ Dir(α·1) over the clients. The largest share goes to a client that is not
+    yet the largest holder of a class; once every client is one, all are eligible again. So with
+    K ≤ C every client dominates at least one class, whereas plain Dirichlet leaves some clients
+    with almost nothing. With K > C, clients form groups of C (the last has the rest). Each group
+    gets its share of every class, and the rule holds within the group. A client gets ⌊p·n_c⌋
+    examples, and one random client gets the few left over by rounding.
 
-    The public code draws p again until its largest entry is where it may be. As the entries are
-    exchangeable, one draw, whose largest entry changes places with that of a client drawn from
-    those allowed, has the same distribution.
+    The public code redraws p until its largest entry belongs to an eligible client. As the entries
+    are exchangeable, a single draw has the same distribution if its largest entry is swapped with
+    that of a random eligible client.
     """
     present = np.flatnonzero(sizes)
     full, rest = divmod(clients, len(present))
@@ -133,32 +132,32 @@ def dominated_dirichlet(sizes: IntArray, clients: int, alpha: float, rng: Rng) -
 
 
 def _floored(shares: Floats, total: int, rng: Rng) -> IntArray:
-    """⌊share·total⌋ of each; one that is drawn gets what is left."""
+    """Returns ⌊share·total⌋ for each share; a random entry gets the remainder."""
     numbers: IntArray = np.floor(shares * total).astype(np.int64)
     numbers[rng.integers(len(numbers))] += total - numbers.sum()
     return numbers
 
 
 def _even(total: int, pieces: int) -> IntArray:
-    """`total` as whole numbers that differ by at most one, the larger ones first."""
+    """Splits `total` into integers that differ by at most one, the larger ones first."""
     each, over = divmod(total, pieces)
     return np.where(np.arange(pieces) < over, each + 1, each)
 
 
 def _places(clients: int, each: int, classes: int, rng: Rng) -> IntArray:
-    """How many clients take each class: as equal as whole numbers allow; which classes get one more
-    is drawn."""
+    """Returns the number of holders of each class: equal up to one, with the larger ones drawn at
+    random."""
     places = np.full(classes, clients * each // classes)
     places[rng.permutation(classes)[: clients * each % classes]] += 1
     return places
 
 
 def _take(places: IntArray, clients: int, each: int, rng: Rng) -> npt.NDArray[np.bool_]:
-    """Who takes which class, [K, C].
+    """Assigns classes to clients, bool [K, C].
 
-    Clients, in random order, take the classes with the most places left, ties drawn: that keeps the
-    places left within one of each other, so nobody lacks `each` different classes. With K·c = C the
-    clients' classes are disjoint.
+    Clients, in random order, take the classes with the most places left; ties are broken at random.
+    This keeps the numbers of places left within one of each other, so every client gets `each`
+    different classes. With K·c = C the clients' classes are disjoint.
     """
     left = places.copy()
     classes = len(places)
@@ -171,7 +170,8 @@ def _take(places: IntArray, clients: int, each: int, rng: Rng) -> npt.NDArray[np
 
 
 def _spread(rows: Floats, columns: Floats, allowed: npt.NDArray[np.bool_]) -> Floats:
-    """Numbers ≥ 0 [K, C] with these sums, as even as they allow, and zero where not `allowed`."""
+    """Returns numbers ≥ 0 [K, C] with these sums, as even as possible, and zero where not
+    `allowed`."""
     x = allowed.astype(np.float64)
     for _ in range(_FITTING_STEPS):
         x *= _ratio(columns, x.sum(axis=0))
@@ -189,17 +189,17 @@ def _spread(rows: Floats, columns: Floats, allowed: npt.NDArray[np.bool_]) -> Fl
 
 
 def _ratio(wanted: Floats, got: Floats) -> Floats:
-    """`wanted` / `got`, and 0 where there is nothing to scale."""
+    """Returns `wanted` / `got`, and 0 where `got` is 0."""
     return np.divide(wanted, got, out=np.zeros_like(got), where=got > 0)
 
 
 def _rounded(x: Floats, columns: IntArray) -> IntArray:
-    """`x` [K, C], whose rows have one sum, rounded down or up such that `columns` are its sums and
-    rows differ by at most one.
+    """Rounds `x` [K, C] up or down, such that its column sums are `columns` and its row sums differ
+    by at most one. All rows of `x` have the same sum.
 
-    What numbers rounded down lack is a flow through clients to classes, of at most one unit a cell;
-    every client passes ⌊N/K⌋ in all and N mod K of them one more. The fractions of `x` are such a
-    flow, of full size; a largest flow is whole numbers of that size.
+    The units lost by rounding down are a flow from clients to classes, of at most one unit per
+    cell. Every client has ⌊N/K⌋ examples in total, and N mod K of them have one more. The
+    fractional parts of `x` are such a flow of full size, so an integral maximum flow has that size.
     """
     from scipy.sparse import csr_array
     from scipy.sparse.csgraph import maximum_flow
@@ -217,7 +217,8 @@ def _rounded(x: Floats, columns: IntArray) -> IntArray:
     capacity[source, extra] = total % K
     capacity[extra, clients] = 1
     capacity[classes, sink] = columns - down.sum(axis=0)
-    # what is whole stays so; many such cells could hide a unit, then it may move
+    # Integers stay unchanged at first. Many almost integral cells together can hide a unit; then
+    # they may be rounded up, too.
     for cells in (
         x - down > _WHOLE,
         x > 0,

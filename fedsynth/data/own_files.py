@@ -1,8 +1,8 @@
-"""Which files a folder of a user's own images has: SITE/CLASS/files, CLASS/files, or a manifest.
+"""The image files in a user's folder: SITE/CLASS/files, CLASS/files, or a manifest.
 
 A manifest is a CSV file (`fedsynth.data.record_table`) with the columns `path` and `label`, and
-where they are known `site` (the hospital, the client) and `user` (the patient). Without one, a file
-users.csv may say whose each image is. Every file that is not read is counted.
+optionally `site` (the hospital, the client) and `user` (the patient). Without a manifest, a file
+users.csv may give each image's user. Every file that is not read is counted.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fedsynth.errors import DataError, DataFilesCorruptError, DataFilesMissingEr
 
 MANIFEST = "manifest.csv"
 LEDGERS = "fedsynth-ledger"
-"""The folder of ledgers that may be among the images."""
+"""The ledger folder, which may be inside the images' folder."""
 DECLARATION = "fedsynth.toml"
 NOT_LISTED = "images that are not listed"
 NOT_DECLARED = "images of no declared class"
@@ -37,13 +37,13 @@ class OwnFiles:
 
     Attributes:
         root: the folder.
-        paths: of the images, relative to it, with `/`.
+        paths: the images' paths, relative to the folder, with `/`.
         labels: the class name of each image.
-        sites: the site name of each image; None: not known.
-        users: the user name of each image; None: not known.
-        not_read: what else the folder has; a run refuses it unless it is told to skip it.
-        ignored: what it has that is always skipped: hidden files, and at a site the empty folder of
-            a class that other sites have.
+        sites: the site name of each image, or None if unknown.
+        users: the user name of each image, or None if unknown.
+        not_read: the other contents of the folder; a run refuses them unless a setting skips them.
+        ignored: contents that are always skipped: hidden files, empty folders of classes that other
+            sites have, and images that the manifest does not list.
     """
 
     root: Path
@@ -56,21 +56,21 @@ class OwnFiles:
 
     @property
     def class_names(self) -> tuple[str, ...]:
-        """The classes that there are, in order."""
+        """Returns the class names, in order."""
         return in_order(self.labels)
 
     @property
     def site_names(self) -> tuple[str, ...]:
-        """The sites that there are, in order; empty where they are not known."""
+        """Returns the site names, in order; empty if unknown."""
         return in_order(self.sites or ())
 
     @property
     def places(self) -> list[Path]:
-        """The files' whole paths."""
+        """Returns the files' full paths."""
         return [self.root / path for path in self.paths]
 
     def without(self, rows: Iterable[int]) -> OwnFiles:
-        """Returns all images but those of these rows."""
+        """Returns all images except those at the given positions."""
         gone = set(rows)
         kept = [row for row in range(len(self.paths)) if row not in gone]
 
@@ -90,14 +90,13 @@ def find_files(place: Path, ledger: Path | None = None) -> OwnFiles:
     """Finds the images of a folder, or of a manifest.
 
     Args:
-        place: the folder (with manifest.csv in it or not), or the manifest itself.
-        ledger: a folder that may be below it and holds no images.
+        place: the folder (with or without a manifest.csv), or the manifest itself.
+        ledger: a folder that may be inside it and contains no images.
 
     Raises:
-        DataFilesMissingError: nothing is there.
-        DataFilesCorruptError: a list that cannot be read, or folders of another layout.
-        DataError: two classes or sites whose names are nearly the same, or sites that are called
-            like splits.
+        DataFilesMissingError: there is no folder, or no image in it.
+        DataFilesCorruptError: a list cannot be read, or the folder layout is unknown.
+        DataError: two classes or sites have almost the same name, or sites are named like splits.
     """
     if place.is_file():
         found = _listed(place)
@@ -115,18 +114,18 @@ def find_files(place: Path, ledger: Path | None = None) -> OwnFiles:
 
 
 def find_declared(place: Path, classes: Collection[str], *, by_user: bool) -> OwnFiles:
-    """Finds the images of declared classes; there may be none, and sites do not matter.
+    """Finds the images of declared classes for a private run; ignores sites, and may find none.
 
-    For a private run: whether a file is among them depends on this file only, and no file makes the
-    others be refused. What is left out is in `not_read`.
+    Whether a file is included depends only on that file, and no file causes an error for the
+    others. Skipped files are counted in `not_read`.
 
     Args:
         place: see `find_files`.
         classes: the names of the declared classes.
-        by_user: only images whose user is known; else users are left out.
+        by_user: keep only images with a known user; otherwise user names are dropped.
 
     Raises:
-        DataFilesCorruptError: a list or a folder that cannot be read.
+        DataFilesCorruptError: a list or a folder cannot be read.
     """
     manifest = place if place.is_file() else place / MANIFEST
     if manifest.exists():
@@ -153,13 +152,13 @@ def find_declared(place: Path, classes: Collection[str], *, by_user: bool) -> Ow
 
 
 def _users_or_none(file: Path, paths: Sequence[str]) -> tuple[str, ...]:
-    """Returns the name of each image's user; "" where it is not known."""
+    """Returns the name of each image's user, or "" if unknown."""
     owner = read_owners(file) if file.exists() else {}
     return tuple(owner.get(same_name(path), "") for path in paths)
 
 
 def in_order(names: Iterable[str]) -> tuple[str, ...]:
-    """Returns the different names: by number where all are numbers, else by name."""
+    """Returns the distinct names, sorted as numbers if all are numbers, else by name."""
     different = set(names)
     numbers = all(name.isascii() and name.isdigit() and len(name) < 10 for name in different)
     return tuple(sorted(different, key=lambda name: (int(name) if numbers else 0, name)))
@@ -177,8 +176,8 @@ def _refuse_near_names(kind: str, names: Sequence[str]) -> None:
 
 
 def _rough(name: str) -> str:
-    """Returns what two spellings of one name have in common: "T-shirt" and "t_shirt", "0" and
-    "0.0"."""
+    """Returns a canonical form that is equal for two spellings of a name, such as "T-shirt" and
+    "t_shirt", or "0" and "0.0"."""
     plain = unicodedata.normalize("NFKC", name).casefold()
     if _NUMBER.fullmatch(plain):
         return repr(float(plain.replace(",", ".")))
@@ -223,7 +222,7 @@ def _is_harmless(entry: Entry, labels: Collection[str]) -> bool:
 
 
 def _refuse_splits(root: Path, sites: Sequence[str]) -> None:
-    """Refuses splits in place of sites: one of them would train with the other's test images."""
+    """Raises an error if the sites look like splits: a run would then train on test images."""
     if sites and {site.casefold() for site in sites} <= _SPLITS:
         raise DataError(
             f"{one_line(root)} has the folders {', '.join(in_order(sites))}, which would be sites: "
@@ -232,7 +231,7 @@ def _refuse_splits(root: Path, sites: Sequence[str]) -> None:
 
 
 def _depth(root: Path, images: Sequence[tuple[str, ...]]) -> int:
-    """Returns how deep the images are: 2 (CLASS/file) or 3 (SITE/CLASS/file)."""
+    """Returns the depth of the images: 2 (CLASS/file) or 3 (SITE/CLASS/file)."""
     first = images[0]
     for parts in images:
         if len(parts) not in (2, 3) or len(parts) != len(first):
@@ -266,7 +265,7 @@ def _listed(file: Path) -> OwnFiles:
 
 
 def _on_disk(root: Path, path: str) -> str:
-    """Returns a path as the file system spells its accents; as it is, where no file has it."""
+    """Returns a path with its accents encoded as on disk; unchanged if no such file exists."""
     if (root / path).exists():
         return path
     place = PurePosixPath()
@@ -278,7 +277,7 @@ def _on_disk(root: Path, path: str) -> str:
 
 
 def _unlisted(root: Path, paths: Sequence[str]) -> tuple[Unread, ...]:
-    """Counts images that lie beside listed ones and are not listed."""
+    """Counts unlisted images in the folders of listed ones."""
     listed = set(paths)
     unlisted = []
     for folder in sorted({PurePosixPath(path).parent for path in paths}):

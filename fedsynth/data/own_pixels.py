@@ -1,5 +1,5 @@
-"""One's own image files as arrays of one size: whatever size and mode they have, and which of them
-cannot be read."""
+"""Decoding of a user's image files, of any size and mode, to arrays of one size; reports the files
+that cannot be read."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from fedsynth.data.folders import FORMATS, MOST_PIXELS, Bytes, opened_image
 
 T = TypeVar("T")
 SIXTEEN_BITS = 65535 / 255
-"""A level of 8 bits, in levels of 16."""
+"""One 8-bit level in 16-bit levels."""
 
 
 class Look(NamedTuple):
-    """The header of an image file: its size in pixels, upright, and whether it has no colours."""
+    """The header of an image file: its upright size in pixels, and whether it is grey."""
 
     height: int
     width: int
@@ -30,19 +30,19 @@ class Look(NamedTuple):
 
 
 def look_at(paths: Sequence[Path]) -> list[Look | str]:
-    """Returns the header of each file, or why it cannot be read."""
+    """Returns the header of each file, or the reason why it cannot be read."""
     return _each(paths, _look)
 
 
 def read_pixels(
     paths: Sequence[Path], channels: int, height: int, width: int
 ) -> tuple[Bytes, dict[int, str]]:
-    """These images, [N, channels, height, width], and those that cannot be read by their position
-    (whose rows are black).
+    """Reads images as [N, channels, height, width]; also returns why files cannot be read, by
+    position. Unreadable images are black.
 
-    Images of another size are resized (Lanczos), whatever their proportions. Grey images become
-    colour ones with three equal channels, and colour ones grey by their luma. Of 16 bits the upper
-    8 are kept; transparency is dropped; a photograph is turned upright as its EXIF data say.
+    Images of another size are resized (Lanczos), without keeping their aspect ratio. Grey images
+    are converted to colour with three equal channels, colour images to grey by luma, and 16-bit
+    levels to 8 bits. Transparency is dropped; photographs are turned upright by their EXIF data.
     """
     images = np.zeros((len(paths), channels, height, width), np.uint8)
 
@@ -55,14 +55,15 @@ def read_pixels(
 
 
 def _each(of: Iterable[T], read: Callable[[T], Any]) -> list[Any]:
-    """What `read` gives of each file, or why it fails; decoding releases the interpreter's lock."""
+    """Returns the results of `read`, or the reasons why it failed. Uses threads, because decoding
+    releases the interpreter's lock."""
 
     def one(which: T) -> Any:
         try:
             return read(which)
         except FileNotFoundError:
             return "there is no such file"
-        except UnidentifiedImageError:  # whose text is an address in memory
+        except UnidentifiedImageError:  # its text contains a memory address
             return f"it is no {', '.join(FORMATS)} file"
         except Exception as error:  # a damaged image may raise anything
             return one_line(error)
@@ -74,7 +75,7 @@ def _each(of: Iterable[T], read: Callable[[T], Any]) -> list[Any]:
 def _look(path: Path) -> Look:
     with opened_image(path, _refuse_huge) as image:
         width, height = image.size
-        if image.getexif().get(0x0112) in (5, 6, 7, 8):  # orientation: lies on its side
+        if image.getexif().get(0x0112) in (5, 6, 7, 8):  # EXIF orientation: rotated by 90°
             width, height = height, width
         return Look(height, width, _is_grey(image))
 
@@ -90,7 +91,7 @@ def _refuse_huge(size: tuple[int, int]) -> None:
 
 
 def _scaled(image: Image.Image, channels: int, height: int, width: int) -> Bytes:
-    """Decoded, upright, in the asked-for mode and size: [channels, height, width]."""
+    """Decodes an image, upright, in the requested mode and size: [channels, height, width]."""
     upright = ImageOps.exif_transpose(image)
     if upright.mode == "I" or upright.mode.startswith("I;16"):
         upright = _eight_bits(upright)
@@ -103,6 +104,6 @@ def _scaled(image: Image.Image, channels: int, height: int, width: int) -> Bytes
 
 
 def _eight_bits(image: Image.Image) -> Image.Image:
-    """16-bit levels as 8-bit ones: Pillow's own conversion would cut all above 255 off."""
+    """Scales 16-bit levels to 8 bits: Pillow's own conversion would clip all above 255."""
     levels: npt.NDArray[Any] = np.asarray(image).astype(np.float64)
     return Image.fromarray(np.rint(levels.clip(0, 65535) / SIXTEEN_BITS).astype(np.uint8))

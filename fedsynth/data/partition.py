@@ -1,9 +1,8 @@
-"""Partitions of a label array over clients, as the field makes them. Every rule is seeded.
+"""Partitions of a label array over clients, by the field's common rules. Every rule is seeded.
 
-`dirichlet` and `quantity` are rules of NIID-Bench (Li et al., ICDE 2022, arXiv 2102.02079), the
-former behind FedDM's tables and many others; `dominant` and `missing` are FedFM's (Ye et al., 2023,
-arXiv 2210.07615). Matrices of how many examples of each class each client has are made in
-`label_skew.py`.
+`dirichlet` and `quantity` are rules of NIID-Bench (Li et al., ICDE 2022, arXiv 2102.02079); the
+former is used for FedDM's tables and many others. `dominant` and `missing` are FedFM's (Ye et al.,
+2023, arXiv 2210.07615). `label_skew.py` computes matrices of class counts per client.
 """
 
 from __future__ import annotations
@@ -23,10 +22,9 @@ from fedsynth.seeding import numpy_generator
 
 Rng = np.random.Generator
 
-# How often the whole partition is drawn again before giving up: 1.5 s for 10 classes, some 15 s for
-# 100.
+# The maximum number of draws of the whole partition: 1.5 s for 10 classes, about 15 s for 100.
 MAX_TRIES = 5_000
-# Beyond this the draws are 1/K to six digits, and NumPy's gamma sampler would overflow.
+# Above this the draws are 1/K to six digits, and NumPy's gamma sampler would overflow.
 _ALPHA_CAP = 1e12
 
 
@@ -37,8 +35,8 @@ def partition(
     domains: npt.NDArray[np.integer] | None = None,
     groups: npt.NDArray[np.integer] | None = None,
 ) -> list[IntArray]:
-    """Sorted index arrays, one per client; every example is assigned exactly once, but by `natural`
-    with fewer clients than groups.
+    """Returns sorted index arrays, one per client. Every example is assigned exactly once, except
+    by `natural` with fewer clients than groups, and with `subset` below 1.
 
     With `dirichlet-plain` and `dirichlet-dominant`, and with `dirichlet` and `quantity` at
     `min_size` 0, a client's array may be empty.
@@ -46,16 +44,16 @@ def partition(
     Args:
         labels: integers [N] in [0, classes).
         settings: the rule and its numbers.
-        classes: number of classes C, also of those without an example here.
+        classes: number of classes C, including those without examples.
         domains: integers [N], for `domain`; client k has domain k mod D of the D that occur.
-        groups: integers [N], for `natural`, which takes `domains` where this is None; clients are
-            in the order of their groups' numbers.
+        groups: integers [N], for `natural`, which uses `domains` if this is None; clients are in
+            the order of their groups' numbers.
 
     Raises:
-        DataError: labels that are not integers [N] in [0, classes), domains or groups that are not
+        DataError: labels are not integers [N] in [0, classes), or domains or groups are not
             integers [N].
-        PartitionError: more clients than examples, or a rule that cannot be kept; the message says
-            what to change.
+        PartitionError: there are more clients than examples, or the rule cannot be satisfied; the
+            message names what to change.
     """
     y = _checked_labels(labels, classes)
     _check_origins("domains", domains, len(y))
@@ -90,18 +88,18 @@ def partition(
 
 
 def _subset(y: IntArray, settings: PartitionSettings) -> IntArray:
-    """The positions, ascending, of round(subset · n_c) random examples of each class."""
+    """Returns the sorted positions of round(subset · n_c) random examples of each class, at least
+    one."""
     rng = numpy_generator(settings.seed or 0, "subset")
     chosen = [rng.permutation(np.flatnonzero(y == c)) for c in np.unique(y)]
     return np.sort(np.concatenate([c[: max(1, round(settings.subset * len(c)))] for c in chosen]))
 
 
 def check_parts(parts: Sequence[npt.ArrayLike], examples: int) -> None:
-    """Refuses clients' index arrays that are not whole numbers in [0, examples), or give an example
-    to two clients.
+    """Checks that clients' index arrays are disjoint integers in [0, examples), without duplicates.
 
     Raises:
-        PartitionError: names the client.
+        PartitionError: they are not; the message names the client.
     """
     if not len(parts):
         raise PartitionError("parts must name at least one client")
@@ -126,7 +124,7 @@ def check_parts(parts: Sequence[npt.ArrayLike], examples: int) -> None:
 def count_matrix(
     labels: npt.NDArray[np.integer], parts: Sequence[npt.NDArray[np.integer]], classes: int
 ) -> IntArray:
-    """How many examples of each class each client has: int64 [K, C]."""
+    """Returns the number of examples by client and class: int64 [K, C]."""
     y = _checked_labels(labels, classes)
     rows = [np.bincount(y[part], minlength=classes) for part in parts]
     return np.array(rows, dtype=np.int64).reshape(len(parts), classes)
@@ -150,12 +148,12 @@ def _check_origins(what: str, array: npt.NDArray[np.integer] | None, examples: i
         )
 
 
-# ---------------------------------------------------------------------------- who gets how many
+# ---------------------------------------------------------------------------- client counts
 
 
 def _dirichlet(sizes: IntArray, settings: PartitionSettings, rng: Rng) -> IntArray:
-    """NIID-Bench: Dirichlet shares of each class, none for clients with ≥ N/K examples; redrawn if
-    one has few."""
+    """NIID-Bench's label skew: Dirichlet shares of each class, none for clients with ≥ N/K
+    examples; redrawn while a client has fewer than `min_size` examples."""
     return _redrawn(
         lambda: _dirichlet_counts(sizes, settings, rng, masked=True),
         int(sizes.sum()),
@@ -165,8 +163,8 @@ def _dirichlet(sizes: IntArray, settings: PartitionSettings, rng: Rng) -> IntArr
 
 
 def _quantity_sizes(total: int, settings: PartitionSettings, rng: Rng) -> IntArray:
-    """NIID-Bench's quantity skew: sizes cut at ⌊cumsum(p)·N⌋ with p ~ Dir(α·1_K), redrawn if one is
-    small."""
+    """NIID-Bench's quantity skew: sizes cut at ⌊cumsum(p)·N⌋ with p ~ Dir(α·1_K), redrawn while one
+    is below `min_size`."""
     everything = np.array([total])
     return _redrawn(
         lambda: _dirichlet_counts(everything, settings, rng, masked=False)[:, 0], total, settings
@@ -176,7 +174,7 @@ def _quantity_sizes(total: int, settings: PartitionSettings, rng: Rng) -> IntArr
 def _redrawn(
     draw: Callable[[], IntArray], total: int, settings: PartitionSettings, instead: str = ""
 ) -> IntArray:
-    """The first counts [K, ...] of `draw` that give every client at least `min_size` examples."""
+    """Returns the first counts [K, ...] of `draw` with at least `min_size` examples per client."""
     K = settings.clients
     least = settings.min_size
     if K * least > total:
@@ -198,8 +196,8 @@ def _redrawn(
 def _dirichlet_counts(
     sizes: npt.NDArray[np.integer], settings: PartitionSettings, rng: Rng, *, masked: bool
 ) -> IntArray:
-    """[K, C]: for each class p ~ Dir(α·1_K), cut at ⌊cumsum(p)·n_c⌋. `masked`: p = 0 for those with
-    ≥ N/K examples."""
+    """Draws counts [K, C]: for each class p ~ Dir(α·1_K), cut at ⌊cumsum(p)·n_c⌋. If `masked`,
+    p = 0 for clients with ≥ N/K examples."""
     K = settings.clients
     total = int(sizes.sum())
     counts = np.zeros((K, len(sizes)), dtype=np.int64)
@@ -209,15 +207,15 @@ def _dirichlet_counts(
         if size == 0:
             continue
         p = rng.dirichlet(concentration)
-        # Compared in whole numbers: N/K itself would be rounded.
+        # Compared as integers, because N/K would be rounded.
         open_ = held * K < total if masked else np.ones(K, dtype=bool)
         reached = np.cumsum(np.where(open_, p, 0.0))
         if not reached[-1] > 0:
-            # All of p went, to the last bit, to clients that take no more. One open client at
-            # random is the limit of Dir(α) for α → 0.
+            # All of p, to the last bit, went to closed clients. A random open client is the limit
+            # of Dir(α) for α → 0.
             reached = np.cumsum(np.arange(K) == rng.choice(np.flatnonzero(open_)))
-        # Divided by its own last entry, so that it is exactly 1 from the last open client on: a
-        # rounded sum would leave an example for the closed clients after it.
+        # Divided by its last entry, so that it is exactly 1 from the last open client on. A
+        # rounded sum would leave an example to the closed clients after it.
         cuts = (reached[:-1] / reached[-1] * size).astype(np.int64)
         counts[:, c] = np.diff(cuts, prepend=0, append=size)
         held += counts[:, c]
@@ -225,7 +223,7 @@ def _dirichlet_counts(
 
 
 def _classes(sizes: IntArray, settings: PartitionSettings, rng: Rng) -> IntArray:
-    """Exactly c classes per client (`held_classes`)."""
+    """Returns counts [K, C] with exactly c classes per client (`held_classes`)."""
     K = settings.clients
     c = settings.classes_per_client
     C = int(np.count_nonzero(sizes))
@@ -242,8 +240,8 @@ def _classes(sizes: IntArray, settings: PartitionSettings, rng: Rng) -> IntArray
 
 
 def _missing(sizes: IntArray, settings: PartitionSettings, rng: Rng) -> IntArray:
-    """No example of m classes: a client has C − m, so that a class is missing at ⌊Km/C⌋ or ⌈Km/C⌉
-    clients and never at all of them."""
+    """Returns counts [K, C] in which each client lacks m classes. A class is missing at ⌊Km/C⌋ or
+    ⌈Km/C⌉ clients, and never at all of them."""
     K = settings.clients
     m = settings.missing_classes
     C = int(np.count_nonzero(sizes))
@@ -262,8 +260,8 @@ def _missing(sizes: IntArray, settings: PartitionSettings, rng: Rng) -> IntArray
 def _of_domains(
     domains: npt.NDArray[np.integer] | None, settings: PartitionSettings, rng: Rng
 ) -> list[IntArray]:
-    """Client k has domain k mod D; the examples of a domain are split evenly (±1) among its
-    clients."""
+    """Gives client k examples of domain k mod D; a domain's examples are split evenly (±1) among
+    its clients."""
     if domains is None:
         raise PartitionError(
             "this data set does not say which domain an example comes from: partition domain needs "
@@ -287,7 +285,7 @@ def _of_domains(
 def _of_groups(
     groups: npt.NDArray[np.integer] | None, settings: PartitionSettings, rng: Rng
 ) -> list[IntArray]:
-    """Client k is the k-th of the groups that occur, or of K that are drawn, by their numbers."""
+    """Gives client k the k-th group, in order of number, of K random groups."""
     if groups is None:
         raise PartitionError(
             "this data set does not say whose an example is: partition natural needs one that "
@@ -301,14 +299,13 @@ def _of_groups(
             f"{len(present)}"
         )
     chosen = np.sort(rng.permutation(present)[: settings.clients])
-    order = np.argsort(groups, kind="stable")  # within a group, positions stay ascending
+    order = np.argsort(groups, kind="stable")  # stable: positions stay ascending within a group
     first, last = (np.searchsorted(groups[order], chosen, side=side) for side in ("left", "right"))
     return [order[a:b].astype(np.int64) for a, b in zip(first, last, strict=True)]
 
 
 def _deal(y: IntArray, counts: IntArray, rng: Rng) -> list[IntArray]:
-    """Deals each class's examples, shuffled, to the clients: `counts` [K, C] says how many each
-    gets."""
+    """Deals each class's examples, shuffled, to the clients, as many as `counts` [K, C] gives."""
     pieces: list[list[IntArray]] = [[] for _ in counts]
     for c in range(counts.shape[1]):
         index = rng.permutation(np.flatnonzero(y == c))
@@ -329,4 +326,4 @@ COUNTS: dict[str, Callable[[IntArray, PartitionSettings, Rng], IntArray]] = {
         sizes, s.clients, s.dominant_classes, s.dominant_share, rng
     ),
 }
-"""From the classes' sizes [C] to counts [K, C], by kind."""
+"""The functions from class sizes [C] to counts [K, C], by kind."""

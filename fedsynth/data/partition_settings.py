@@ -1,4 +1,4 @@
-"""How a data set is to be divided over clients: the kinds of a partition and their numbers."""
+"""The settings of a partition of a data set over clients: its kind and parameters."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import ClassVar
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import SettingError, unknown_value
 
-GIVEN = "given"  # the kind of a partition that the caller of `simulate` brings along
+GIVEN = "given"  # the kind of a partition that the caller passes to `simulate`
 DOMAIN, NATURAL = "domain", "natural"
 BY_LABELS = (
     "iid",
@@ -21,13 +21,13 @@ BY_LABELS = (
     "dominant",
     "quantity",
 )
-"""The kinds that need nothing but labels."""
+"""The kinds that need only labels."""
 MOST_CLIENTS = 200_000
 
 
 @dataclass(frozen=True)
 class PartitionSettings:
-    """How to divide the examples.
+    """The settings of a partition of examples over clients.
 
     Args:
         kind: the rule.
@@ -39,12 +39,12 @@ class PartitionSettings:
             `classes`: c classes per client, each class split evenly among those that have it.
             `missing`: the complement: m classes are missing at each client, every class at about
             equally many clients.
-            `dominant`: clients of one size, a share of it of the client's few dominant classes and
-            the rest of all others.
-            `quantity`: quantity skew: Dirichlet sizes, classes mixed alike.
+            `dominant`: clients of equal size; a fixed share of each client's examples is of its few
+            dominant classes, the rest of all others.
+            `quantity`: quantity skew: Dirichlet sizes, the same class mix for all.
             `domain`: feature skew: each client has examples of one domain; several clients of a
             domain share its examples evenly.
-            `natural`: clients come with the data (writers, devices; domains where the data set has
+            `natural`: clients come with the data (writers, devices; domains if the data set has
             no such groups): each is one group. With fewer clients than groups, groups are drawn by
             the seed and the others are left out, as LEAF subsamples writers.
         clients: number of clients K ≥ 1.
@@ -55,17 +55,17 @@ class PartitionSettings:
         dominant_share: share in (0, 1) of a client's examples that is of its dominant classes.
             FedFM's public code, for 10 clients: 0.46 of 1, 10 and 20 classes on CIFAR-10, CIFAR-100
             and Tiny-ImageNet, 0.5 of 1 class on CINIC-10.
-        min_size: fewest examples ≥ 0 of a client, in `dirichlet` and `quantity`.
+        min_size: minimum number of examples ≥ 0 of a client, in `dirichlet` and `quantity`.
         subset: share of each class's examples that is used at all, drawn at random. FedKF takes
             10 % of EMNIST.
-        local_test: share of each client's examples that is its own test split (for AMP, FM, WLP).
-            They are drawn one by one; FedKF: 0.2. The data set's test set stays as it is (the paper
-            does not say whether it pools the two).
+        local_test: share of each client's examples in its own test split (for AMP, FM, WLP).
+            They are drawn one by one; FedKF: 0.2. The data set's test set is unchanged (the paper
+            does not state whether it pools the two).
         seed: None takes the run's seed (0 outside a run).
 
     Raises:
-        UnknownNameError: for `kind`.
-        SettingError: a number outside its range.
+        UnknownNameError: `kind` is unknown.
+        SettingError: a number is outside its range.
 
     >>> import numpy as np
     >>> from fedsynth.data.partition import partition
@@ -117,8 +117,8 @@ class PartitionSettings:
 
 
 def clients_or_groups(settings: PartitionSettings, spec: DatasetSpec) -> int:
-    """How many pieces the data set falls into: K, or the published number of groups where clients
-    are some of them (`natural`)."""
+    """Returns the number of pieces of the data set: K, or the published number of groups if the
+    clients are a subset of them (`natural`)."""
     return max(
         settings.clients, (spec.groups or len(spec.domains)) if settings.kind == NATURAL else 0
     )

@@ -1,8 +1,8 @@
-"""Users: the people (writers, patients, card holders) whose records a data set holds, where they
-are to be protected as a whole.
+"""Users: the people (writers, patients, card holders) whose records a data set holds, for runs with
+user-level protection.
 
-A data set says whose each record is in `ImageData.groups`. For folders of images a file `users.csv`
-says it, with the columns `path` and `user`; LEAF's files name their writers.
+`ImageData.groups` gives the user of each record. For folders of images it is read from a file
+`users.csv` with the columns `path` and `user`; LEAF's files name their writers.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from fedsynth.errors import DataError, PartitionError
 
 
 def users_of(data: ImageData) -> IntArray:
-    """Whose each record is, int64 [N].
+    """Returns the user of each record, int64 [N].
 
     Raises:
-        DataError: the data do not say.
+        DataError: the data have no users.
     """
     if data.groups is None:
         raise DataError(
@@ -37,12 +37,11 @@ def users_of(data: ImageData) -> IntArray:
 
 
 def check_one_client_each(parts: Sequence[IntArray], data: ImageData) -> None:
-    """Refuses a partition that gives records of one user to two clients: the guarantee is for a
-    user of one client.
+    """Checks that no user has records at two clients: the guarantee holds for users of one client.
 
     Raises:
-        PartitionError: names the two clients.
-        DataError: the data do not say whose their records are.
+        PartitionError: a user has records at two clients; the message names both.
+        DataError: the data have no users.
     """
     users = users_of(data)
     home: dict[int, int] = {}
@@ -58,10 +57,10 @@ def check_one_client_each(parts: Sequence[IntArray], data: ImageData) -> None:
 
 
 def bounded(part: IntArray, data: ImageData, most: int, seed: int) -> IntArray:
-    """At most `most` records of each user, sorted; those with the smallest keyed hashes.
+    """Returns at most `most` records of each user, sorted: those with the smallest keyed hashes.
 
-    The choice depends on a user's own records and the public seed alone, so that a user more moves
-    no other's; of equal records the first ones are kept.
+    The choice depends only on a user's own records and the public seed, so an additional user does
+    not change it for others. Of equal records the first ones are kept.
     """
     part = np.asarray(part, np.int64)
     users = users_of(data)[part]
@@ -77,11 +76,12 @@ def bounded(part: IntArray, data: ImageData, most: int, seed: int) -> IntArray:
 def user_digests(
     data: ImageData, positions: IntArray, key: bytes, size: int = 16
 ) -> npt.NDArray[np.uint8]:
-    """The keyed hash of all that a user has among some records, for each of these: uint8 [N, size],
-    equal for all records of a user.
+    """Returns a keyed hash for each record at `positions`, computed from all of those records that
+    belong to the same user: uint8 [N, size].
 
-    It is of the hashes of the user's own records, in no order, and not of the user's number:
-    numbers go by the sorted names of all users, so that a user more would renumber others.
+    The hash depends on the hashes of the user's records, in any order, and not on the user's
+    number. Numbers follow the sorted names of all users, so an additional user would renumber
+    others.
     """
     chosen = np.asarray(positions, np.int64)
     users = users_of(data)[chosen]
@@ -98,19 +98,18 @@ def user_digests(
 def hold_out(
     parts: Sequence[IntArray], share: float, seed: int, data: ImageData, by_user: bool = False
 ) -> tuple[list[IntArray], list[IntArray]]:
-    """(training split, test split) of each client, sorted: each record tests with probability
-    `share`.
+    """Returns (training split, test split) of each client, sorted; each record is in the test split
+    with probability `share`.
 
-    On which side a record stands follows from the seed and from its own bytes, not from its place:
-    with differential privacy one record more, anywhere in the data, must not move others from one
-    split to the other. Equal records stand on the same side, so none of a test split is also
-    trained on.
+    A record's split depends on the seed and the record's bytes, not on its position: with
+    differential privacy, one additional record anywhere in the data must not move others between
+    splits. Equal records are in the same split, so no test record is also trained on.
 
     Args:
         parts: for each client the positions of its records in `data`.
         seed: public; another one gives another split.
-        by_user: all records of a user (`data.groups`) stand on the same side, by a hash of all of
-            them: users are protected.
+        by_user: keep all records of a user (`data.groups`) in one split, chosen by a hash of all of
+            them: for user-level protection.
     """
     positions = [np.asarray(part, np.int64) for part in parts]
     key = hashlib.blake2b(f"local test split {seed}".encode(), digest_size=32).digest()
