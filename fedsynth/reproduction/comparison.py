@@ -2,7 +2,7 @@
 
 A reproduced mean m is "within" the published mean p if |m − p| ≤ 2·√(s_m² + s_p²), where s_m and
 s_p are the standard deviations over runs, not of means: the authors and we draw different
-partitions and initial points, and a few seeds say little about their mean. An unknown deviation (a
+partitions and initial points, and the mean of a few seeds is uncertain. An unknown deviation (a
 paper that prints none, a single seed here) is replaced by the other one; without either there is no
 verdict.
 """
@@ -56,7 +56,7 @@ class Line:
 
     @property
     def mean(self) -> float | None:
-        """Over seeds; None without any."""
+        """The mean over seeds; None without any."""
         return statistics.mean(self.values) if self.values else None
 
     @property
@@ -107,7 +107,7 @@ class Line:
 def verdict(published: float | None, published_std: float | None, values: Sequence[float]) -> str:
     """Returns `WITHIN`, `ABOVE`, `BELOW` or `NONE`, by the rule of the module.
 
-    Above and below say which number is larger, not which one is better.
+    Above and below mean larger and smaller numbers, not better and worse ones.
 
     >>> verdict(70.0, 0.3, [69.6, 70.2]), verdict(70.0, 0.3, [60.1, 60.3])
     ('within', 'below')
@@ -178,7 +178,7 @@ def _values(
     runs: Mapping[int, Mapping[str, Any]],
     fedavg: Mapping[int, Mapping[str, Any]],
 ) -> dict[int, float]:
-    """Returns what each seed's run, if it has not diverged, states of a published number."""
+    """Returns the value of a published number in each seed's run, except for diverged runs."""
     variant, dataset = table.variant(cell), dataset_of(cell.dataset)
     found = {}
     for seed, row in runs.items():

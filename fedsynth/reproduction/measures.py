@@ -1,7 +1,7 @@
-"""A published metric, from the curve of a run.
+"""Computes a published metric from the curve of a run.
 
-A curve has a list for each figure of a run's rounds, under its dotted path in metrics.jsonl
-("models.oca.local.amp"), and the list "round"; None where a round was not evaluated.
+A curve has a list for each metric of a run's rounds, under its dotted path in metrics.jsonl
+("models.oca.local.amp"), and the list "round"; None marks a round that was not evaluated.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ FIGURES = ("test_accuracy", "amp", "fm", "wlp")
 
 
 def curve_of(rows: Sequence[Mapping[str, Any]], domains: bool) -> dict[str, list[float | None]]:
-    """The curve of a run's rows.
+    """Returns the curve of a run's rows.
 
     Args:
         rows: of metrics.jsonl.
-        domains: whether clients are domains, so that each one's accuracy is kept.
+        domains: whether clients are domains, so that each client's accuracy is kept.
     """
     flat = [dict(_figures("", row, domains)) for row in rows]
     names = list(dict.fromkeys(name for row in flat for name in row))
@@ -59,14 +59,14 @@ def measured(
     dataset: str,
     fedavg: Mapping[str, Any] | None = None,
 ) -> float | None:
-    """What a finished run says of a published number, in its unit; None: nothing.
+    """Returns a finished run's value of a published number, in its unit, or None.
 
     Args:
         number: the published one.
         row: the run's.
-        variant: the one of several final models that counts; empty: the run's.
-        dataset: its name here.
-        fedavg: FedAvg's row of the same seed, which the rounds to its accuracy are counted by.
+        variant: which of several final models is measured; empty: the run's.
+        dataset: its name in this package.
+        fedavg: FedAvg's row of the same seed, for the number of rounds to FedAvg's accuracy.
     """
     curve = row["curve"]
     if number.metric == "upload_floats_per_round":
@@ -88,7 +88,7 @@ def measured(
 
 
 def _column(curve: Curve, variant: str, name: str) -> Sequence[float | None]:
-    """A figure of the variant where there are several models; else of the model."""
+    """Returns a metric of the variant if there are several models, otherwise of the model."""
     return curve.get(f"models.{variant}.{name}", curve.get(name, ()))
 
 
@@ -98,8 +98,8 @@ def _last(curve: Curve, variant: str, name: str) -> float | None:
 
 
 def _of_domain(curve: Curve, domain: str, dataset: str) -> float | None:
-    """Accuracy on a domain: of its client's own test split where there is one, which is then all
-    that clients with models of their own are tested on; else of the test set's part."""
+    """Returns the accuracy on a domain: on its client's own test split if there is one (clients
+    with personalised models have only these), otherwise on the domain's part of the test set."""
     domains = dataset_spec(dataset).domains
     own = {name: _last(curve, "", f"local.client.{k}") for k, name in enumerate(domains)}
     common = {name: _last(curve, "", f"domain_accuracy.{name}") for name in domains}
@@ -111,7 +111,8 @@ def _of_domain(curve: Curve, domain: str, dataset: str) -> float | None:
 
 
 def _rounds_to(fedavg: Mapping[str, Any], curve: Curve, variant: str) -> float | None:
-    """Rounds until AMP is FedAvg's last one; one more than there are, where it never is."""
+    """Returns the number of rounds until AMP reaches FedAvg's last one; if it never does, the
+    number of rounds plus one."""
     level = _last(fedavg["curve"], "aca", "local.amp")
     reached = list(_column(curve, variant, "local.amp"))
     if level is None or not reached:

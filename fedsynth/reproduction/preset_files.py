@@ -12,7 +12,7 @@ A file of `tables/` is a table's preset. `feddm-table2.toml` is "feddm:table2":
     [[not_runnable]] `when`, and the `reason`
     [[cells]]        cells without a published number, column = value or list of values
 
-`presets.py` states which of several values wins.
+`presets.py` defines which setting takes precedence.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _BLOCK_KEYS = {"source", "why", "when", "variant", *SECTIONS}
 
 @dataclass(frozen=True)
 class Published:
-    """One published number; text fields are empty where the paper does not say.
+    """One published number; text fields are empty if the paper gives no value.
 
     Args:
         source: the paper, or the overview of papers.

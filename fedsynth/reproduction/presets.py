@@ -1,12 +1,13 @@
 """Presets: the cells of each published table, and the settings of their runs.
 
-A later block of settings overrides an earlier one, and every block overrides what the row's own
-words say (`sections_of_words`). What no block sets is the data set's preset (`terms.resolve`) or the
-method's default. A cell holds the rows of published_results.csv that one run answers: rows of other
-metrics or other domains are numbers of the same cell.
+A later block of settings overrides an earlier one, and every block overrides the settings that the
+cell's columns imply (`sections_of_words`). Settings that no block sets come from the data set's
+preset (`terms.resolve`) or are the method's defaults. A cell holds the rows of
+published_results.csv that one run reproduces: rows of other metrics or other domains are numbers of
+the same cell.
 
-The words are the file's own ("dirichlet(0.1)", "fedkf- (oca)"). What a word means for every table
-is defined here; what a paper's own words mean ("cnn (not specified in the paper)") is in the
+The words are the file's own ("dirichlet(0.1)", "fedkf- (oca)"). Words with one meaning in every
+table are defined here; a paper's own words ("cnn (not specified in the paper)") are defined in the
 table's preset.
 """
 
@@ -31,7 +32,7 @@ SELECTORS: Mapping[str, tuple[str, str]] = {
     "clients": ("partition", "clients"),
     "rounds": ("run", "rounds"),
 }
-"""Settings that select a cell, by the filter of `Preset.select` that they are."""
+"""Settings that select a cell, by the corresponding filter of `Preset.select`."""
 Changes = Mapping[str, Mapping[str, Any]]
 When = Mapping[str, tuple[str, ...]]
 DATASETS: Mapping[str, str] = {
@@ -83,7 +84,8 @@ class Number:
 
 @dataclass(frozen=True)
 class Cell:
-    """What one run with one seed answers of a table; columns are published_results.csv's words.
+    """The part of a table that one run with one seed reproduces; columns are
+    published_results.csv's words.
 
     Args:
         preset: the table's name.
@@ -120,7 +122,7 @@ class Block:
 
     Args:
         sections: the settings.
-        source: where the paper states them, or that they are chosen.
+        source: where the paper states them, or a statement that we chose them.
         why: the reason for a choice; may be empty.
         when: the cells that the block applies to, as column: values; empty: all cells.
         variant: which of several final models is measured; empty: the run's model.
@@ -312,10 +314,10 @@ def main_cell(table: Preset, **filters: Any) -> Cell:
 
 
 def preset_sections(table: Preset, given: Changes) -> tuple[Sections, Cell]:
-    """Returns a preset's settings, overridden by the given ones, and the cell they are of.
+    """Returns a preset's settings, overridden by the given ones, and the cell that they belong to.
 
-    The given settings select the cell as far as they can: data set and method must be in the table;
-    alpha and the numbers of clients and rounds select a cell if one has them.
+    The given settings select the cell if they match one: data set and method must be in the table;
+    alpha and the numbers of clients and rounds select a cell only if the table has such a cell.
 
     Args:
         table: the preset.

@@ -1,12 +1,13 @@
-"""Finished runs as JSON lines, a file for each table, and the folders of runs that are under way.
+"""Finished runs as JSON lines, a file for each table, and the folders of unfinished runs.
 
     OUTPUT/feddm-table2.jsonl          a line for each finished run of the table
     OUTPUT/runs/HASH/…                 run folders, the unfinished ones with their checkpoints
-    OUTPUT/scaled-0.05/…               the same of scaled runs: they never stand beside whole ones
+    OUTPUT/scaled-0.05/…               the same for scaled runs, which are kept separate
 
-A run is known by a hash of the settings that decide its result, so that tables which ask for the
-same run share it (FedKF's Tables V and VIII; both final models of one training). Precision is
-not in the hash: it moves results by rounding alone, and stands in the row and beside its numbers.
+A run is identified by a hash of the settings that decide its result, so that tables which need the
+same run share it (FedKF's Tables V and VIII; both final models of one training). Precision is not
+in the hash, because it changes results only by rounding; it is recorded in the row and shown with
+its numbers.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ NEEDED = frozenset(
         *("curve", "upload_floats", "client_upload_bytes", "commit", "version"),
     }
 )
-"""What a row has at least."""
+"""The keys that every row has."""
 PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def run_hash(settings: RunSettings) -> str:
-    """What a run is known by."""
+    """Returns the hash that identifies a run."""
     return fingerprint(settings, without=("precision",))
 
 
@@ -59,10 +60,10 @@ class Rows:
         self.scale = scale
 
     def all(self) -> dict[str, dict[str, Any]]:
-        """Rows by their runs' hashes.
+        """Returns all rows by their runs' hashes.
 
         Raises:
-            OutputError: a file that cannot be read, or has lines that are no rows.
+            OutputError: a file cannot be read, or has lines that are not rows.
         """
         found: dict[str, dict[str, Any]] = {}
         for path in sorted(self.folder.glob("*.jsonl")):
@@ -78,10 +79,10 @@ class Rows:
         return found
 
     def append(self, preset: str, row: Mapping[str, Any]) -> None:
-        """A finished run's row, into its table's file.
+        """Appends a finished run's row to its table's file.
 
         Raises:
-            OutputError: it cannot be written.
+            OutputError: the file cannot be written.
         """
         path = self.folder / f"{preset.replace(':', '-', 1)}.jsonl"
         try:
@@ -92,13 +93,14 @@ class Rows:
             raise OutputError(f"cannot write {path}: {error.strerror}") from None
 
     def run_folder(self, settings: RunSettings) -> Path:
-        """Where the run's own folder goes; another precision is another run until it is done."""
+        """Returns the parent of the run's own folder. Until it is finished, a run with another
+        precision is a different run."""
         return self.folder / "runs" / f"{run_hash(settings)}-{settings.precision}"
 
     @property
     def trained(self) -> Path | None:
-        """Where clients' models of one-shot runs go, which methods of a table share; None: nowhere,
-        as it is not known that the same code made them."""
+        """The folder in which methods of a table share the clients' models of one-shot runs. None:
+        no sharing, because the exact version of the code is not known."""
         made_by = commit()
         known = made_by is not None and not made_by.endswith("+")
         return self.folder / "runs" / f"trained-{made_by}" if known else None
@@ -106,10 +108,10 @@ class Rows:
 
 @contextmanager
 def claimed(folder: Path) -> Iterator[bool]:
-    """Whether this process has the folder for itself, as long as the block lasts.
+    """Yields whether this process has exclusive use of the folder until the block ends.
 
     Raises:
-        OutputError: it cannot be made.
+        OutputError: the folder cannot be created.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -126,20 +128,20 @@ def claimed(folder: Path) -> Iterator[bool]:
 
 
 def finished(folder: Path) -> Path | None:
-    """The folder of a finished run in this one; None: there is none."""
+    """Returns the folder of a finished run below this one, or None."""
     found = [path.parent for path in folder.glob("*/summary.json")]
     done = sorted(path for path in found if path.suffix != INCOMPLETE)
     return done[-1] if done else None
 
 
 def unfinished(folder: Path) -> Path | None:
-    """The folder of a run that can be gone on with; None: there is none."""
+    """Returns the folder of a run that can be resumed, or None."""
     found = sorted(path.parent for path in folder.glob(f"*{INCOMPLETE}/config.toml"))
     return found[-1] if found else None
 
 
 def metrics_of(folder: Path) -> list[dict[str, Any]]:
-    """The rounds' rows that a run folder has; none before the first."""
+    """Returns the metrics of a run folder's rounds; empty before the first."""
     path = folder / "metrics.jsonl"
     if not path.exists():
         return []
@@ -147,7 +149,7 @@ def metrics_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def facts_of(rows: Sequence[Mapping[str, Any]], domains: bool) -> dict[str, Any]:
-    """What a finished run's row says of its rounds."""
+    """Returns the fields of a finished run's row that summarise its rounds."""
     uploads = [size for row in rows[-1:] for size in row["client_upload_bytes"]]
     return {
         "rounds": len(rows),
@@ -159,7 +161,7 @@ def facts_of(rows: Sequence[Mapping[str, Any]], domains: bool) -> dict[str, Any]
 
 
 def made_with() -> dict[str, Any]:
-    """Where, when and with what a row is made."""
+    """Returns the code version, date and machine to record in a row."""
     cuda = torch.cuda.is_available()
     device = torch.cuda.get_device_name() if cuda else f"CPU, {torch.get_num_threads()} threads"
     return {
@@ -173,8 +175,8 @@ def made_with() -> dict[str, Any]:
 
 @cache
 def commit() -> str | None:
-    """The commit of the package's files when this process first asked, with "+" where they differ
-    from it; None: they are in no git checkout."""
+    """Returns the commit of the package's files when this process first asked, with "+" if they
+    have uncommitted changes, or None outside a git checkout."""
     root = PACKAGE.parent
     if not (root / ".git").exists():
         return None

@@ -1,21 +1,22 @@
-"""Runs cells of tables in sequence, within a time budget, and resumes where a call ended.
+"""Runs cells of tables in sequence, within a time budget, and resumes interrupted ones.
 
 A call that is stopped by its budget, a signal or a kill leaves run folders with checkpoints
-(docs/decisions/resuming.md). The next call resumes them and ends with the same numbers as a call
-that was not stopped. Several processes may share a folder: each skips the runs that another one has
+(docs/decisions/resuming.md). The next call resumes them and yields the same numbers as an
+uninterrupted one. Several processes may share a folder: each skips the runs that another one has
 claimed.
 
-The budget ends a run at the end of a round: no round begins that would end too late if it takes as
-long as the last one. Condensation without privacy, plain local training of one client after
-another and a server's distillation are checkpointed inside a round, every minute, so the budget
-also stops them there.
+The budget stops a run at the end of a round: a round begins only if there is time for one as long
+as the last. Condensation without privacy, plain local training of one client after another and a
+server's distillation are also checkpointed inside a round, every minute, so the budget can stop
+them there.
 
-A cell may be run with a part s in (0, 1) of its work, to see that it runs; this is never a result.
-Rounds, and every length of a method (settings that count epochs, steps or iterations), are s times
-as many, at least 1 and 2, and what begins in a later round begins s times as early; s of each
-class's examples are used, but not fewer than 50 a client on average, of the published size; the
-fewest examples of a client, and of a class that is condensed, shrink alike. Networks, batches,
-rates, images per class, clients and the test set stay as they are.
+A cell may be scaled to a fraction s in (0, 1) of its work, to check that it runs; this is never a
+result. Rounds, and every length of a method (settings that count epochs, steps or iterations), are
+multiplied by s, with minimum 1 and 2, as is the round in which a part of a method starts. A
+fraction s of each class's examples is used, but at least 50 per client on average, relative to the
+published size; the minimum numbers of examples of a client, and of a class to be condensed, shrink
+by the same factor. Networks, batches, rates, images per class, clients and the test set are
+unchanged.
 """
 
 from __future__ import annotations
@@ -53,17 +54,17 @@ from fedsynth.reproduction.rows import (
 from fedsynth.training.many_clients import trains_together
 
 EXAMPLES = 50
-"""Examples of a client, on average, that scaling leaves."""
+"""Average number of examples per client that scaling keeps at least."""
 LENGTHS = ("epochs", "steps", "iterations")
 NO_RESULT = "a part of the work, to see that it runs: no result of the published setting"
-"""What a scaled run is."""
+"""Describes a scaled run."""
 CHECKPOINTED = ("condense", "local training", "distillation")
 """The phases that are checkpointed inside a round."""
 Watch = Callable[[RunSettings], AbstractContextManager[Observer]]
 
 
 class OutOfTimeError(KeyboardInterrupt):
-    """The time budget is exhausted: the run ends in order, as after Ctrl-C."""
+    """The time budget is exhausted: the run stops cleanly, as after Ctrl-C."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ class Job:
 
     @property
     def words(self) -> str:
-        """Which run it is, in one line."""
+        """A description of the run, in one line."""
         name = f"{self.table.name} {cell_words(self.cell, self.table)} seed {self.seed}"
         changed = changed_settings(self.changes)
         return f"{name}, changed: {changed}" if changed else name
@@ -176,7 +177,8 @@ def scale_words(scale: float | None) -> str:
 
 
 def checkpointed_inside(settings: RunSettings, spec: DatasetSpec) -> bool:
-    """Returns True if the round's long loops are checkpointed, so that a stop loses little.
+    """Returns True if the round's long loops are checkpointed, so that an interruption loses
+    little.
 
     Private rounds and clients that train in one pass are not checkpointed inside a round.
     """
@@ -192,7 +194,7 @@ class Clock:
     """A time budget.
 
     Args:
-        seconds: after which no round is begun.
+        seconds: the time after which no round begins.
     """
 
     def __init__(self, seconds: float = math.inf) -> None:
@@ -292,7 +294,7 @@ class Runner:
         self._data: tuple[str, tuple[ImageData, ImageData]] | None = None
 
     def run(self, jobs: Iterable[Job]) -> Iterator[Outcome]:
-        """Yields the outcome of each job in turn; once the budget is exhausted none begins."""
+        """Yields the outcome of each job in turn; no job begins once the budget is exhausted."""
         for job in jobs:
             try:
                 outcome = self._run_unless_existing(job)
@@ -318,7 +320,7 @@ class Runner:
     def _resume_or_begin(self, job: Job) -> Outcome:
         folder = self._rows.run_folder(job.settings)
         done = finished(folder)
-        if done is not None:  # a call was killed after the run and before its row was written
+        if done is not None:  # a call was killed between the run's end and writing its row
             return self._append(job, metrics_of(done))
         left = unfinished(folder)
         rounds = [] if left is None else metrics_of(left)
@@ -376,7 +378,7 @@ class Runner:
         return Outcome(job, "finished", f"{row['seconds']:.0f} s, {settings.rounds} rounds")
 
     def _loaded(self, settings: RunSettings) -> tuple[ImageData, ImageData]:
-        """The run's data; the last data set stays in memory."""
+        """Returns the run's data; the last data set stays in memory."""
         if self._data is None or self._data[0] != settings.dataset:
             self._data = None
             loaded = load_dataset(settings.dataset, settings.data_root, download=self._download)

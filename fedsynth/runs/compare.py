@@ -1,4 +1,4 @@
-"""In what runs differ, and what each is called beside the others."""
+"""The settings in which runs differ, and short names that distinguish them."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ QUIET = (
     "report.purpose",
     "report.sites",
 )
-"""Settings that are said elsewhere, or are no matter for a result."""
+"""Settings that are shown elsewhere or do not affect a result."""
 SEEDS = ("run.seed", "partition.seed")
 MAX_LABEL = 40
-"""Letters of a run's name in a legend or a heading."""
+"""Maximum length of a run's name in a legend or a heading, in characters."""
 
 
 def differing(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Of each run the settings that differ: the method's between runs of the same method, all
-    others between all runs. Their names are as short as the command line has them."""
+    """Returns each run's settings that differ: the method's settings between runs of the same
+    method, all others between all runs. Their names are as short as on the command line."""
     found = []
     for run in runs:
         differ = {}
         for key, value in run.settings.items():
             others = [other for other in runs if _comparable(key, run, other)]
-            # a ε or σ that only one of two private runs names is a difference, too
+            # an ε or σ that only one of two private runs sets is a difference, too
             unset = None if key.startswith("privacy.") else value
             if key not in QUIET and any(o.settings.get(key, unset) != value for o in others):
                 differ[key.removeprefix("method.").removeprefix("run.")] = value
@@ -48,9 +48,9 @@ def _comparable(key: str, run: Run, other: Run) -> bool:
 def labels(runs: Sequence[Run]) -> list[str]:
     """Returns a short name for each run, for legends and headings.
 
-    It has the method, "private" where other runs are not, and as few of the settings that differ
-    as distinguish the runs; "…" stands for the others. Runs that these do not distinguish, and
-    long names, get a number.
+    It consists of the method, "private" if other runs are not, and the fewest differing settings
+    that distinguish the runs; "…" replaces the rest. If a name is longer than `MAX_LABEL`, only
+    methods are used. Names that coincide are numbered.
     """
     mixed = len({run.private for run in runs}) > 1
     words = [_method(run) + (" private" if mixed and run.private else "") for run in runs]
@@ -78,7 +78,8 @@ def _with(key: str, word: str, settings: Mapping[str, Any]) -> str:
 
 
 def by_seed(runs: Sequence[Run]) -> list[list[Run]]:
-    """Runs that differ in seeds alone, together, in the order of their first ones."""
+    """Returns the runs in groups that differ only in seeds, in the order of each group's first
+    run."""
     groups: dict[str, list[Run]] = {}
     for run in runs:
         same = {key: value for key, value in run.settings.items() if key not in (*SEEDS, *QUIET)}

@@ -1,4 +1,4 @@
-"""Learning curves of finished runs: a figure of their rounds over rounds, bytes, seconds or ε."""
+"""Learning curves of finished runs: a metric per round against rounds, bytes, seconds or ε."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ AXES: Mapping[str, str] = {
     "seconds": "seconds so far",
     "eps": "ε spent",
 }
-"""What a curve may be over, and what the axis is called."""
+"""The possible x axes of a curve, and their labels."""
 NEEDS_MATPLOTLIB = "a PNG needs matplotlib: pip install 'fedsynth[plots]' (SVG and HTML do not)"
 
 
 def curve(run: Run, metric: str, axis: str) -> list[tuple[float, float]]:
-    """(x, y) of each round that has both.
+    """Returns (x, y) of each round that has both.
 
     Args:
-        run: a finished one.
-        metric: a number of a round's row, by its dotted path: "test_accuracy", "local.amp".
+        run: a finished run.
+        metric: a number in the round's metrics, by its dotted path: "test_accuracy", "local.amp".
         axis: one of `AXES`.
 
     Raises:
-        RunFolderError: no round has them.
+        RunFolderError: no round has both.
     """
     points = []
     total = 0.0
@@ -70,13 +70,13 @@ def curves(
     mean: bool = False,
     note: Callable[[str], None] = lambda _: None,
 ) -> list[Line]:
-    """A line for each run; or, with `mean`, for runs that differ in seeds alone their mean, with a
-    band of one sample standard deviation on both sides.
+    """Returns a line for each run or, with `mean`, one for each group of runs that differ only in
+    seeds: their mean, with a band of one sample standard deviation on both sides.
 
-    Runs without such points are left out, of which `note` is told.
+    Runs without such points are left out and reported to `note`.
 
     Raises:
-        RunFolderError: no run has any.
+        RunFolderError: no run has any points.
     """
     found = []
     for number, run in enumerate(runs):
@@ -104,7 +104,7 @@ def curves(
 
 
 def _mean_line(name: str, lines: Sequence[Sequence[tuple[float, float]]]) -> Line:
-    """By position: the n-th points of all runs, as far as all have one."""
+    """Averages by position: the n-th points of all runs, until the shortest run ends."""
     points, band = [], []
     for there in zip(*lines, strict=False):
         across = statistics.fmean(a for a, _ in there)
@@ -119,13 +119,13 @@ def _mean_line(name: str, lines: Sequence[Sequence[tuple[float, float]]]) -> Lin
 
 
 def curves_svg(lines: Sequence[Line], metric: str, axis: str) -> str:
-    """The picture, for a page."""
+    """Returns the plot as SVG, for a page."""
     share = is_share(metric)
     return line_plot(lines, x=AXES[axis], y=words_of(metric), from_zero=False, percent=share)
 
 
 def write_png(path: Path, lines: Sequence[Line], metric: str, axis: str) -> None:
-    """The same as PNG, by matplotlib.
+    """Writes the plot as a PNG file, with matplotlib.
 
     Raises:
         OutputError: matplotlib is not installed, or the file cannot be written.

@@ -1,6 +1,6 @@
-"""What finished runs left, as they are shown beside each other: summaries, settings, rounds.
+"""Reads the folders of finished runs for comparison: summaries, settings, rounds.
 
-Whatever stands in a run folder may come from anybody: it is read with its types checked.
+The content of a run folder is untrusted input, so its types are checked.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ Count = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 class RunFolderError(FedsynthError):
-    """A folder that is no finished run's, or whose files are damaged."""
+    """The folder is not that of a finished run, or its files are damaged."""
 
 
 class _Part(BaseModel):
-    """What else stands there is left out; a key may be missing."""
+    """A part of a summary. Unknown keys are ignored; a key may be missing."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
 
 class Local(_Part):
-    """Of the clients' own test splits."""
+    """Metrics on the clients' own test splits."""
 
     amp: float
     wlp: float
@@ -43,7 +43,7 @@ class Promise(_Part):
 
 
 class Summary(_Part):
-    """The part of a run's summary.json that is shown, with types and ranges."""
+    """The fields of a run's summary.json that are shown, with types and ranges."""
 
     method: str | None = None
     dataset: str | None = None
@@ -62,10 +62,10 @@ class Run:
 
     Attributes:
         folder: its folder.
-        summary: what summary.json says, as far as it is shown.
-        settings: "section.key" → value, of config.toml.
-        rows: of metrics.jsonl, a round each.
-        hidden: what simulation_only says of each round, of a private run.
+        summary: the fields of summary.json that are shown.
+        settings: "section.key" → value, from config.toml.
+        rows: metrics of each round, from metrics.jsonl.
+        hidden: metrics of each round from simulation_only, for a private run.
     """
 
     folder: Path
@@ -76,7 +76,7 @@ class Run:
 
     @classmethod
     def read(cls, folder: Path) -> Run:
-        """Reads all of it.
+        """Reads a run's folder.
 
         Raises:
             RunFolderError, ConfigFileError: a file is missing or damaged.
@@ -95,14 +95,14 @@ class Run:
 
     @property
     def private(self) -> bool:
-        """Whether the run had differential privacy."""
+        """True if the run had differential privacy."""
         return "differential_privacy" in self.summary
 
 
 def run_folders(folder: Path) -> list[Path]:
-    """A finished run's folder itself, or those right below it, by time: the stamp in the name, and
-    within a second the summary's file.
-    """
+    """Returns the folder itself if it is a finished run's, otherwise the finished runs directly
+    below it, ordered by time: the time stamp in the name, and within a second the modification time
+    of summary.json."""
     if (folder / "summary.json").is_file():
         return [folder]
     found = [path for path in folder.glob("*/summary.json") if path.parent.suffix != INCOMPLETE]
@@ -113,8 +113,8 @@ def run_folders(folder: Path) -> list[Path]:
 
 
 def finished_runs(given: Sequence[Path]) -> list[Path]:
-    """The finished runs in these folders, which may be runs, folders of such, or sweeps, whose runs
-    stand a level deeper.
+    """Returns the finished runs in these folders. Each may be a run, a folder of runs, or a sweep,
+    whose runs are one level deeper.
 
     Raises:
         RunFolderError: there is none.
@@ -132,10 +132,10 @@ def finished_runs(given: Sequence[Path]) -> list[Path]:
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
-    """What a run's summary.json says.
+    """Returns the content of a run's summary.json.
 
     Raises:
-        RunFolderError: it cannot be read, or is none.
+        RunFolderError: the file cannot be read, or is no summary.
     """
     path = folder / "summary.json"
     try:
@@ -152,7 +152,7 @@ def read_summary(folder: Path) -> dict[str, Any]:
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """ "section.key" → value of a run's config.toml; empty without one."""
+    """Returns "section.key" → value of a run's config.toml; empty without one."""
     path = folder / "config.toml"
     sections = read_sections(path) if path.is_file() else {}
     return {
@@ -163,7 +163,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
 
 def value_at(values: Mapping[str, Any], path: str) -> float | None:
-    """The number under a dotted path such as "local.amp"; None where there is none."""
+    """Returns the number at a dotted path such as "local.amp", or None if there is none."""
     found: Any = values
     for key in path.split("."):
         found = found.get(key) if isinstance(found, Mapping) else None

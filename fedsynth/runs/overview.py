@@ -1,5 +1,5 @@
-"""What finished runs came to, a row each, for the terminal and for a page; and how figures are
-named and printed."""
+"""The results of finished runs as table rows, for the terminal and for a page, and the names and
+formats of metrics."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _COLUMNS = {
     "MB up": "upload_bytes",
     "s": "seconds",
 }
-"""Headings, and where the figure is in a summary."""
+"""Headings, and the path of each value in a summary."""
 
 
 def is_share(metric: str) -> bool:
@@ -30,18 +30,18 @@ def is_share(metric: str) -> bool:
 
 
 def words_of(metric: str) -> str:
-    """Returns a metric as an axis or a heading names it: "local.amp" is "local amp"."""
+    """Returns a metric's name for an axis or a heading: "local.amp" becomes "local amp"."""
     return metric.replace("_", " ").replace(".", " ")
 
 
 def percent(value: float | None) -> str:
-    """Returns a share in percent; a dash where there is none."""
+    """Returns a share in percent; a dash for None."""
     return NONE if value is None else f"{100 * value:.2f} %"
 
 
 def overview(runs: Sequence[Run]) -> list[list[str]]:
-    """Returns the headings, then a row of figures for each run; without the columns in which no run
-    has anything."""
+    """Returns the headings, then a row of values for each run, without columns in which no run has
+    a value."""
     columns = []
     for heading, path in _COLUMNS.items():
         cells = [_shown(path, value_at(run.summary, path)) for run in runs]
@@ -64,7 +64,8 @@ def _shown(path: str, value: float | None) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Returns rows as lines of columns that are as wide as they need to be: nothing is cut."""
+    """Returns rows as lines of aligned columns, each as wide as its longest cell; nothing is
+    cut."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:

@@ -1,11 +1,11 @@
-"""One self-contained page about several runs: curves, who has what, synthetic images, fairness,
-generators, privacy, settings. No script, nothing loaded from elsewhere.
+"""One self-contained page about several runs: learning curves, class distributions per client,
+synthetic images, fairness, generators, privacy, settings. It has no script and loads nothing.
 
-Of private runs it shows what may be shown. What is in `simulation_only` comes in on request only,
-and the page then says at its top that it must not be handed on.
+For private runs it shows only what may be shared. It includes `simulation_only` only on request,
+and then warns at its top that it must not be shared.
 
-A section is a list of parts, which `templates/page.html.j2` knows by their kind; every text is
-escaped there.
+A section is a list of parts, which `templates/page.html.j2` distinguishes by their kind; the
+template escapes every text.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from fedsynth.runs.folders import Run, RunFolderError, value_at
 from fedsynth.runs.overview import NONE, is_share, overview, percent, words_of
 
 PICTURES = 5
-"""Rounds of a run whose images are shown."""
+"""Number of rounds of a run whose images are shown."""
 MAX_CELLS = 2000
-"""Cells of a partition that is shown as a table; a larger one is a picture."""
+"""Number of cells up to which a partition is shown as a table; a larger one is an image."""
 MAX_PICTURE_BYTES = 2**24
 Part = dict[str, Any]
 Section = Callable[[Sequence[Run], Sequence[str], bool], Iterator[Part]]
 
 
 def _breakable(text: object) -> Markup:
-    """Returns a text that may be broken after dots and underscores, and within no word."""
+    """Returns a text in which lines may break after dots and underscores, but not within words."""
     return Markup(re.sub(r"([._=])(?=\w)", r"\1<wbr>", str(escape(printable(str(text))))))
 
 
@@ -55,8 +55,8 @@ def runs_page(runs: Sequence[Run], *, simulation_only: bool = False) -> str:
     """Returns the page.
 
     Args:
-        runs: finished ones.
-        simulation_only: also show what only a simulation may show of private runs.
+        runs: finished runs.
+        simulation_only: also show data of private runs that only a simulation may show.
     """
     names = [printable(one) for one in labels(runs)]
     if simulation_only:
@@ -78,7 +78,7 @@ def runs_page(runs: Sequence[Run], *, simulation_only: bool = False) -> str:
 
 
 def curves_page(lines: Sequence[Line], metric: str, axis: str) -> str:
-    """Returns a page of one picture of curves, with their last values as a table."""
+    """Returns a page with one plot of curves, and their last values as a table."""
     title = f"{words_of(metric)} by {AXES[axis]}"
     head = ("run", AXES[axis], f"{words_of(metric)} there")
     rows = []
@@ -120,7 +120,7 @@ def _curves(runs: Sequence[Run], names: Sequence[str], simulation_only: bool) ->
 
 
 def _curve(runs: Sequence[Run], names: Sequence[str], metric: str, axis: str) -> Iterator[Part]:
-    """Yields the plot of the runs that have the metric; nothing where none has."""
+    """Yields the plot of the runs that have the metric; nothing if none has it."""
     lines = []
     for number, (run, name) in enumerate(zip(runs, names, strict=True)):
         try:
@@ -157,7 +157,8 @@ def _partitions(runs: Sequence[Run], names: Sequence[str], simulation_only: bool
 
 
 def _partition(folder: Path) -> Part | None:
-    """Returns who has what in one run: a table, or the picture that the run left."""
+    """Returns the class distribution of one run's clients: a table, or the image that the run
+    stored."""
     try:
         stated = load_json(folder / "simulation_only" / COUNTS)
         counts = [[int(n) for n in row] for row in stated["counts"]]
@@ -167,14 +168,14 @@ def _partition(folder: Path) -> Part | None:
     if not counts or sum(map(len, counts)) > MAX_CELLS:
         return _image(folder / "simulation_only" / "partition.png", "who has what: heat map", "")
     most = max((n for row in counts for n in row), default=0) or 1
-    # the square root keeps small counts visible beside large ones
+    # the square root keeps small counts visible next to large ones
     shaded = [[(n, f"{0.7 * math.sqrt(max(0, n) / most):.2f}") for n in row] for row in counts]
     caption = "who has what: examples of each class at each client"
     return {"kind": "heat", "caption": caption, "columns": classes, "rows": shaded}
 
 
 def _images(runs: Sequence[Run], names: Sequence[str], simulation_only: bool) -> Iterator[Part]:
-    """Yields pictures of some rounds of each run: the first, the last and some between."""
+    """Yields images of some rounds of each run: the first, the last and some between."""
     for run, name in zip(runs, names, strict=True):
         found = sorted((run.folder / ROUNDS).glob("round-*.png"))
         if len(found) > PICTURES:
@@ -195,8 +196,7 @@ def _round_picture(path: Path, name: str) -> Part | None:
 
 
 def _fairness(runs: Sequence[Run], names: Sequence[str], simulation_only: bool) -> Iterator[Part]:
-    """Yields AMP, WLP and FM of the clients' own test splits, and each client's accuracy at the
-    end."""
+    """Yields AMP, WLP and FM on the clients' own test splits, and each client's final accuracy."""
     for key in ("amp", "wlp", "fm"):
         yield from _curve(runs, names, f"local.{key}", "rounds")
     rows = []
@@ -213,8 +213,8 @@ def _fairness(runs: Sequence[Run], names: Sequence[str], simulation_only: bool) 
 
 
 def _generators(runs: Sequence[Run], names: Sequence[str], simulation_only: bool) -> Iterator[Part]:
-    """Yields whether teachers give generated images the class that was asked for, and the student
-    theirs."""
+    """Yields how often the teachers' and the student's predictions on generated images match the
+    requested class."""
     for key in ("agreement", "class_entropy_share", "student"):
         yield from _curve(runs, names, f"generator.{key}", "rounds")
     for run, name in zip(runs, names, strict=True):
@@ -282,8 +282,8 @@ def _promise(run: Run) -> tuple[list[str], list[tuple[float, float]]]:
 
 
 def _settings(runs: Sequence[Run], names: Sequence[str], simulation_only: bool) -> Iterator[Part]:
-    """Yields all settings of all runs, those that differ first. A method's are compared between its
-    own runs only."""
+    """Yields all settings of all runs, those that differ first. A method's settings are compared
+    only between runs of this method."""
     titles = ("Settings that differ", "All other settings")
     tables: dict[str, list[list[str]]] = {title: [] for title in titles}
     apart = {key for some in differing(runs) for key in some}
@@ -303,8 +303,7 @@ def _settings(runs: Sequence[Run], names: Sequence[str], simulation_only: bool) 
 
 
 def _table(label: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> Part:
-    """Returns a table without the columns in which no row has anything; a row's first cell is its
-    heading."""
+    """Returns a table without empty columns; a row's first cell is its heading."""
     kept = [0]
     kept += [i for i in range(1, len(head)) if any(row[i] not in (NONE, "") for row in rows)]
     return {
@@ -320,7 +319,7 @@ def _plot(svg: str, caption: str) -> Part:
 
 
 def _image(path: Path, alt: str, caption: str) -> Part | None:
-    """Returns a PNG file as a part of the page; None where there is none."""
+    """Returns a PNG file as a part of the page, or None if there is none."""
     try:
         content = read_regular(path, MAX_PICTURE_BYTES)
     except OSError:

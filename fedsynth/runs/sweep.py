@@ -1,9 +1,8 @@
-"""Makes a sweep's runs, several at once within a memory bound, each in a process of its own; goes
-on where it was stopped.
+"""Executes a sweep's runs, several at once within a memory limit, each in its own process; resumes
+an interrupted sweep.
 
-A run's folder stands below OUTPUT/KEY, where KEY follows from its settings. One that has finished
-is not made again, one that was stopped is resumed, and one whose settings were changed is another
-run.
+A run's folder is below OUTPUT/KEY, where KEY is derived from its settings. A finished run is not
+repeated, an interrupted one is resumed, and one with changed settings is a different run.
 """
 
 from __future__ import annotations
@@ -25,26 +24,26 @@ from fedsynth.runs.folders import run_folders
 from fedsynth.runs.sweep_file import Cell, Sweep, SweepError
 
 OVERHEAD_GB = 1.0
-"""Of a process, beside what its steps take: the interpreter, torch and the data set."""
+"""Memory of a process in addition to its steps: the interpreter, torch and the data set."""
 DEFAULT_GB = 4.0
-"""What steps stay within where run.memory_gb is not set."""
+"""Limit for a run's steps if run.memory_gb is not set."""
 PAUSE = 0.1
-"""Seconds between looks at whether a run has ended."""
+"""Seconds between checks whether a run has ended."""
 PATIENCE = 60.0
-"""Seconds that runs which are told to stop have for it."""
+"""Seconds that a run has to stop after SIGTERM."""
 NEWS_SECONDS = 30.0
 LOG = "log.txt"
 Command = Callable[[Path, Path, Path | None], Sequence[str]]
-"""What makes a run: (config, folder that the run's folder goes into, the folder of a run that was
-stopped and is to go on) → a command line."""
+"""Returns a run's command line: (config, parent of the run's folder, folder of the interrupted run
+to resume, or None) → arguments."""
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a sweep ended.
+    """The outcome of a sweep.
 
     Attributes:
-        made: runs that were made now.
+        made: runs that finished in this call.
         before: runs that had finished before.
         failed: runs that failed, with the last line that each printed.
     """
@@ -55,28 +54,28 @@ class Ended:
 
 
 def finished(sweep: Sweep, cell: Cell) -> Path | None:
-    """The folder of a cell's finished run; None: it has none."""
+    """Returns the folder of a cell's finished run, or None."""
     found = run_folders(sweep.output / cell.key)
     return found[-1] if found else None
 
 
 def memory_of(settings: RunSettings) -> float:
-    """What a run is counted with, in 2^30 bytes."""
+    """Returns the memory that is reserved for a run, in 2^30 bytes."""
     return (settings.memory_gb or DEFAULT_GB) + OVERHEAD_GB
 
 
 def run_sweep(sweep: Sweep, command: Command, tell: Callable[[str], None]) -> Ended:
-    """Makes all runs that have not finished.
+    """Executes all runs that have not finished.
 
     Args:
         sweep: the runs.
-        command: makes one of them.
-        tell: receives each run's beginning and end, and every half minute how far it is.
+        command: returns the command line of a run.
+        tell: receives a line when a run begins or ends, and the progress every half minute.
 
     Raises:
-        SweepError: a run needs more memory than there is for all.
-        KeyboardInterrupt: as it came; the runs under way were stopped in order, and a sweep of the
-            same file goes on with them.
+        SweepError: a run needs more memory than the sweep may use.
+        KeyboardInterrupt: re-raised after the active runs were stopped cleanly; a sweep of the same
+            file resumes them.
     """
     _check_memory(sweep)
     ended = Ended()
@@ -119,8 +118,8 @@ def _check_memory(sweep: Sweep) -> None:
 
 
 def _next(sweep: Sweep, waiting: Sequence[Cell], going: Mapping[Cell, object]) -> list[Cell]:
-    """The runs that may begin now, in the file's order: there is a place and memory for them, and
-    none goes that charges the same ledgers."""
+    """Returns the runs that may begin now, in the file's order: a job and memory are free for them,
+    and no active run charges the same ledgers."""
     bound = sweep.settings.memory_gb
     now = list(going)
     chosen: list[Cell] = []
@@ -138,13 +137,13 @@ def _next(sweep: Sweep, waiting: Sequence[Cell], going: Mapping[Cell, object]) -
 
 
 def _ledger(cell: Cell) -> Path | None:
-    """The folder of ledgers that a run charges."""
+    """Returns the folder of ledgers that a run charges."""
     privacy = cell.settings.privacy
     return privacy.ledger_folder if privacy is not None else cell.settings.ledger
 
 
 def _begin(sweep: Sweep, cell: Cell, command: Command) -> subprocess.Popen[bytes]:
-    """Starts a run, or goes on with one that was stopped."""
+    """Starts a run, or resumes an interrupted one."""
     place = sweep.output / cell.key
     config = place / "config.toml"
     try:
@@ -161,12 +160,13 @@ def _begin(sweep: Sweep, cell: Cell, command: Command) -> subprocess.Popen[bytes
             stdout=log,
             stderr=log,
             env=_environment(sweep.settings.jobs),
-            start_new_session=True,  # Ctrl-C comes to the sweep, which stops its runs in order
+            start_new_session=True,  # only the sweep receives Ctrl-C, and stops its runs cleanly
         )
 
 
 def _environment(jobs: int) -> dict[str, str]:
-    """The runs share the cores, unless the user has said how many threads each has."""
+    """Returns the runs' environment: they share the cores, unless the user has set the threads of
+    each."""
     threads = str(max(1, (os.cpu_count() or 1) // jobs))
     return {"OMP_NUM_THREADS": threads, **os.environ} if jobs > 1 else dict(os.environ)
 
@@ -186,7 +186,8 @@ def _note_end(
 
 
 def _stop(processes: object) -> None:
-    """Tells runs to stop, as SIGTERM does in order, and waits for it."""
+    """Sends SIGTERM to runs, which then stop cleanly, and kills those that have not stopped after
+    `PATIENCE` seconds."""
     going = [one for one in list(processes) if one.poll() is None]  # type: ignore[call-overload]
     for process in going:
         process.send_signal(signal.SIGTERM)

@@ -44,23 +44,24 @@ from fedsynth.validation import check_ranges, from_mapping
 MOST_RUNS = 10_000
 SEED = "seed"
 PLACES = ("device", "data_root", "memory_gb", "threads")
-"""Settings that say where a run is made: no other run for another one."""
+"""Settings of a run's execution; changing them does not make it a different run."""
 Values = Mapping[str, Any]
 Sections = dict[str, dict[str, Any]]
 
 
 class SweepError(FedsynthError):
-    """A sweep's file that says something else than a sweep."""
+    """A sweep's file is invalid."""
 
 
 @dataclass(frozen=True)
 class SweepSettings:
-    """How a sweep is made.
+    """The settings of a sweep.
 
     Args:
         output: the folder of its runs; "" takes sweeps/NAME, with the file's name.
         jobs: runs at once.
-        memory_gb: what all runs at once may take, 2^30 bytes each; 0: no bound but `jobs`.
+        memory_gb: memory limit of all concurrent runs together, in 2^30 bytes; 0: limited only by
+            `jobs`.
         metrics: of summary.json, by dotted paths, comma-separated; the first is the first column.
     """
 
@@ -77,10 +78,10 @@ class SweepSettings:
 
 @dataclass(frozen=True, eq=False)
 class Cell:
-    """One run of a sweep; two are the same if they are one object.
+    """One run of a sweep; compared by identity.
 
     Attributes:
-        values: axis → its value here.
+        values: axis → its value in this run.
         settings: the run's.
         key: the name of its folder.
     """
@@ -99,7 +100,7 @@ class Sweep:
     """A sweep's runs.
 
     Attributes:
-        settings: how it is made.
+        settings: of the sweep.
         output: the folder of its runs.
         axes: their names, in the file's order.
         cells: its runs.
@@ -119,8 +120,8 @@ def read_sweep(file: Path) -> Sweep:
     """Reads a sweep's file and checks the settings of every run.
 
     Raises:
-        SweepError, SettingError, UnknownNameError, PrivacyError: what is wrong, with the run's
-        axes.
+        SweepError, SettingError, UnknownNameError, PrivacyError: a setting is invalid; the message
+            names the run's axes.
     """
     given = read_sections(file)
     own = given.pop("sweep", {})
@@ -155,7 +156,7 @@ def _cells(shared: Sections, grid: Values, methods: Values, file: Path) -> list[
             raise SweepError(
                 f"{file}: no run of the sweep has method {name!r}; there are {', '.join(named)}"
             )
-    # counted before any run's settings are resolved, of which ten thousand take half a minute
+    # counted before settings are resolved, which takes half a minute for ten thousand runs
     points = list(itertools.islice(_points(common, own, alone), MOST_RUNS + 1))
     if len(points) > MOST_RUNS:
         raise SweepError(f"{file}: the grid has more than {MOST_RUNS:,} runs")
@@ -170,8 +171,8 @@ def _cells(shared: Sections, grid: Values, methods: Values, file: Path) -> list[
 def _points(
     common: Mapping[str, list[Any]], own: Values, alone: str
 ) -> Iterator[tuple[str, Values, Values]]:
-    """Of each run its method (`alone` where no axis names any), the common axes' values and those
-    of the method's own."""
+    """Yields each run's method (the sweep's own if no axis sets one), the values of the common
+    axes, and those of the method's own axes."""
     for values in _product(common):
         method = str(values.get("method", alone))
         axes = {name: _axis(name, some) for name, some in own.get(method, {}).items()}
@@ -180,10 +181,10 @@ def _points(
 
 
 def _common_axes(grid: Values, file: Path) -> dict[str, list[Any]]:
-    """The axes of all methods; "run.seed" is "seed", as tables and methods' sections look for
-    it."""
+    """Returns the axes of all methods; "run.seed" becomes "seed", the name that tables and methods'
+    sections use."""
     axes: dict[str, list[Any]] = {}
-    names: dict[tuple[str, str], str] = {}  # by the setting that an axis moves
+    names: dict[tuple[str, str], str] = {}  # by the setting that an axis varies
     for name, values in grid.items():
         if isinstance(values, Mapping):
             continue
@@ -196,7 +197,7 @@ def _common_axes(grid: Values, file: Path) -> dict[str, list[Any]]:
 
 
 def _cell(shared: Sections, of_method: Values, values: Values, own: Values) -> Cell:
-    """One run: shared settings, then its method's, then the grid's."""
+    """Returns one run: shared settings, overridden by its method's, then by the grid's."""
     sections: Sections = {name: dict(some) for name, some in shared.items()}
     sections.setdefault("method", {}).update(of_method)
     for name, value in values.items():
@@ -213,8 +214,8 @@ def _cell(shared: Sections, of_method: Values, values: Values, own: Values) -> C
 
 
 def home_of(name: str) -> tuple[str, str]:
-    """Section and key of a setting; without a section that of the first which has it, and of none
-    the method's.
+    """Returns the section and key of a setting. A name without a section belongs to the first
+    section that has this key, otherwise to the method.
 
     >>> home_of("alpha"), home_of("model.width"), home_of("seed")
     (('partition', 'alpha'), ('model', 'width'), ('run', 'seed'))
@@ -248,7 +249,7 @@ def _product(axes: Mapping[str, list[Any]]) -> Iterator[dict[str, Any]]:
 
 
 def _key(values: Values, settings: RunSettings) -> str:
-    """Readable, and another one for other settings."""
+    """Returns a readable folder name that is different for different settings."""
     sections = settings.to_mapping()
     plain = {
         name: {key: value for key, value in some.items() if key not in PLACES}

@@ -1,4 +1,4 @@
-"""A sweep's results as a table: mean ± standard deviation over seeds, for people, CSV, LaTeX and
+"""A sweep's results as a table: mean ± standard deviation over seeds, as plain text, CSV, LaTeX and
 Markdown."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FORMATS = ("table", "csv", "latex", "markdown")
 
 @dataclass(frozen=True)
 class Spread:
-    """Values over seeds; `std` is the sample standard deviation, None of fewer than two."""
+    """Values over seeds; `std` is the sample standard deviation, None for fewer than two."""
 
     values: tuple[float, ...]
 
@@ -35,7 +35,8 @@ class Spread:
 
 @dataclass(frozen=True)
 class Line:
-    """A row: the axes' values, the seeds that have finished of all, and what came out."""
+    """A table row: the axes' values, how many of the planned seeds have finished, and the
+    results."""
 
     values: Mapping[str, Any]
     finished: int
@@ -44,7 +45,7 @@ class Line:
 
 
 def sweep_lines(sweep: Sweep) -> list[Line]:
-    """A line for each point of the grid but for the seed."""
+    """Returns a line for each point of the grid, over all its seeds."""
     groups: dict[tuple[tuple[str, Any], ...], list[Mapping[str, Any] | None]] = {}
     for cell in sweep.cells:
         values = tuple((name, value) for name, value in cell.values.items() if name != SEED)
@@ -71,7 +72,7 @@ def _line(
 
 
 def render(sweep: Sweep, lines: Sequence[Line], form: str) -> str:
-    """The lines in one of `FORMATS`."""
+    """Returns the lines in one of `FORMATS`."""
     if form == "csv":
         return _csv(sweep, lines)
     rows = _cells(sweep, lines, r" \pm " if form == "latex" else " ± ")
@@ -81,7 +82,7 @@ def render(sweep: Sweep, lines: Sequence[Line], form: str) -> str:
 
 
 def _cells(sweep: Sweep, lines: Sequence[Line], between: str) -> list[list[str]]:
-    """Head and rows as texts; a column in which no line has anything is left out."""
+    """Returns head and rows as texts, without columns in which no line has a value."""
     axes = [name for name in sweep.axes if name != SEED]
     columns: list[list[str]] = [
         [name, *(str(line.values.get(name, NONE)) for line in lines)] for name in axes
@@ -100,7 +101,7 @@ def _cells(sweep: Sweep, lines: Sequence[Line], between: str) -> list[list[str]]
 
 
 def _shown_as(name: str) -> tuple[str, float, int]:
-    """Head, factor and digits of a column."""
+    """Returns the heading, factor and digits of a column."""
     known = {"epsilon": ("ε", 1.0, 2), "upload_bytes": ("MB up", 1e-6, 2), "seconds": ("s", 1.0, 1)}
     if name in known:
         return known[name]
