@@ -132,7 +132,7 @@ class DistilsWithoutData(DistilsEnsemble):
         return done.tallies
 
     def facts(self, state: EnsembleState, context: RoundContext) -> Mapping[str, Any]:
-        """Returns the facts, with `generated_facts` under `GENERATOR`: post-processing of uploads."""
+        """Returns the facts, with `generated_facts` under `GENERATOR`: post-processing."""
         found = generated_facts(state)
         return {**super().facts(state, context), **({GENERATOR: found} if found else {})}
 

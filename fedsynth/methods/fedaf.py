@@ -3,9 +3,9 @@
 Client, every round: compute class-mean logits V_k and soft labels R_k of its data under w_r (Eqs.
 5, 12), and condense: distribution matching only in feature space (Eq. 4) plus λ_loc times the
 sliced Wasserstein distance of the synthetic images' mean logits to the global V (Eq. 10), each step
-with a re-sampled network (Eq. 17). It sends pixels as uint8, V_k and R_k. Server: average V and R over the
-clients that have a class (Eqs. 8, 12), and train on the union of all sets with cross-entropy plus
-λ_glob times the knowledge-matching loss (Eqs. 13-15).
+with a re-sampled network (Eq. 17). It sends pixels as uint8, V_k and R_k. Server: average V and R
+over the clients that have a class (Eqs. 8, 12), and train on the union of all sets with
+cross-entropy plus λ_glob times the knowledge-matching loss (Eqs. 13-15).
 
 V is averaged from a round's uploads and used in the next (App. C counts one upload of S, V and R a
 round): round 1 has no collaborative term. `knowledge_from="first-phase"` exchanges V first.
@@ -80,7 +80,7 @@ class CondensedSet(SyntheticSet):
     present: Tensor = released()
 
     def soft_labels(self) -> Tensor | None:
-        """Returns R's row of each image's class, or the class itself [N, C]; None where R is not sent."""
+        """Returns R's row of each image's class, or its one-hot class, [N, C]; None without R."""
         if not len(self.soft):
             return None
         hard = torch.eye(len(self.soft), device=self.soft.device)
@@ -306,7 +306,7 @@ class FedAF(Condenses):
     def objective(
         self, matcher: Matcher, message: GlobalKnowledge, segments: Segments, context: RoundContext
     ) -> Matcher:
-        """Returns distribution matching of embeddings (Eq. 4) plus the collaborative term (Eq. 10)."""
+        """Returns distribution matching of embeddings (Eq. 4) plus the term of Eq. 10."""
         if self.local_weight == 0 or not bool(message.known.any()):
             return matcher
         label = segments.label.to(context.device)

@@ -174,7 +174,7 @@ class FedDM(Condenses, TrainsInBall):
     def private_plans(
         self, privacy: PrivacySettings, context: RoundContext
     ) -> tuple[PrivatePlan, ...]:
-        """Returns the plans of T releases a round; for mechanism `features`, of M and of the counts.
+        """Returns the plans of T releases a round; for `features`, of M and of the counts.
 
         M is at most the number of steps.
         """

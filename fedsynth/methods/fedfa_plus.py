@@ -2,11 +2,11 @@
 2024). Not "FedFA" of feature anchors (TMC 2023).
 
 FedFA-l: an augmentation layer after each stage resamples channel statistics, with a spread set by
-the batch and by the clients' disagreement (`training/feature_statistics.py`). FedFA-h: the histogram
-of each feature in a batch is pulled to the clients' average by λ times a symmetric KL. FedFA+ is
-both. Clients send their accumulated channel statistics and their histograms with the model; the
-server sends back γ and π, so the first round has γ = 1 and no alignment. Models are averaged
-uniformly.
+the batch and by the clients' disagreement (`training/feature_statistics.py`). FedFA-h: the
+histogram of each feature in a batch is pulled to the clients' average by λ times a symmetric KL.
+FedFA+ is both. Clients send their accumulated channel statistics and their histograms with the
+model; the server sends back γ and π, so the first round has γ = 1 and no alignment. Models are
+averaged uniformly.
 
 Implemented after the overview slides, whose formulas are partly garbled, and the public code of
 FedFA-l: momentum 0.99, an augmentation in every second batch. Neither defines the transformation of
@@ -53,15 +53,15 @@ HISTOGRAM = "histogram"
 
 @dataclass(frozen=True)
 class StatisticsDown(ModelParameters):
-    """Sent to clients: w_t; γ of each stage's means and deviations, and π (all empty in round 1)."""
+    """Sent to clients: w_t; γ of each stage's means and deviations, and π (empty in round 1)."""
 
     statistics: Mapping[str, Tensor] = public("goes down, not up")
 
 
 @dataclass(frozen=True)
 class StatisticsUp(ModelParameters):
-    """The upload: the model; accumulated channel means and deviations of each stage [C], and the histogram
-    π_k [D, bins]."""
+    """The upload: the model; accumulated channel means and deviations of each stage [C], and the
+    histogram π_k [D, bins]."""
 
     statistics: Mapping[str, Tensor] = unprotected()
 
@@ -253,7 +253,7 @@ class FedFAPlus(TrainsLocally):
         }
 
     def _histogram(self, model: nn.Module, clients: OpenClients, position: int) -> Tensor:
-        """Returns π_k of all examples of a client, by its own trained model, without augmentation."""
+        """Returns π_k of all examples of a client, by its trained model, without augmentation."""
         mine = clients.examples(position)
         total = torch.zeros((), device=mine.device)
         embed: Callable[[Tensor], Tensor] = model.embed  # type: ignore[assignment]

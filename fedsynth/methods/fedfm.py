@@ -4,8 +4,8 @@
 First phase: each client sends its per-class sums of features under w_t, and its class counts; the
 server computes the anchors a_c = Σ_k n_{k,c} a_{k,c} / Σ_k n_{k,c}. Then local training
 on CE + λ·q(f(x), a), and averaging weighted by n_k. q is contrastive guiding, CE(softmax(⟨a_n,
-f⟩/α), c), or ‖f − a_c‖²/D. In FedFM-Lite each client computes its sums after local training, under its
-own model, and sends them with it.
+f⟩/α), c), or ‖f − a_c‖²/D. In FedFM-Lite each client computes its sums after local training, under
+its own model, and sends them with it.
 
 With differential privacy the features are clipped; sums and counts are charged in addition to
 DP-SGD. The loss of an example depends only on that example and on released anchors.
@@ -67,9 +67,9 @@ class ModelAndSums(ModelParameters):
 SUMS = "feature sums"
 """The name of the sums' plan."""
 
-# A larger weight with noisy anchors causes a warning. The warning's figures: `fedsynth train --method
-# fedfm --rounds 5 --set local_epochs=2 --set lr=0.05 --set weight=… --dp-epsilon 8`, and the same
-# with fedavg.
+# A larger weight with noisy anchors causes a warning. Its figures: `fedsynth train --method fedfm
+# --rounds 5 --set local_epochs=2 --set lr=0.05 --set weight=… --dp-epsilon 8`, and the same with
+# fedavg.
 HEAVY = 1.0
 CLEAR = 4
 """A noisy count above this many standard deviations counts as present. Anchors persist; a class
@@ -285,8 +285,8 @@ class FedFM(TrainsLocally):
     def _with_anchors(
         self, state: AnchorState, sent: Sequence[FeatureSums | ModelAndSums], context: RoundContext
     ) -> AnchorState:
-        """Returns the state with this round's anchors; a class that no client of the round has keeps
-        its last anchor."""
+        """Returns the state with this round's anchors; a class that no client of the round has
+        keeps its last anchor."""
         counts = torch.stack([a.counts for a in sent]).sum(dim=0)
         sums = torch.stack([a.sums for a in sent]).sum(dim=0)
         # below CLEAR standard deviations of the clients' summed noise a class counts as absent

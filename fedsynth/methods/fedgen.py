@@ -60,8 +60,8 @@ ASKED = 32  # embeddings per class for a round's facts
 
 @dataclass(frozen=True)
 class GeneratorDown(ModelParameters):
-    """Sent to clients: w_t, the generator (empty in round 1), and which classes any client has had [C]
-    (bool)."""
+    """Sent to clients: w_t, the generator (empty in round 1), and which classes any client has had
+    [C] (bool)."""
 
     generator: Mapping[str, Tensor] = public("goes down, not up")
     known: Tensor = public("goes down, not up")
@@ -260,7 +260,7 @@ class FedGen(TrainsLocally):
         return replace(state, parameters=average(uploads), learner=learner, known=known)
 
     def facts(self, state: GeneratorState, context: RoundContext) -> Mapping[str, Any]:
-        """Returns how the new model classifies the generator's embeddings, as clients will see them.
+        """Returns how the new model classifies embeddings of the generator sent to clients.
 
         Each class that any client has had gets the same number of embeddings. Post-processing: the
         generator comes from the uploaded models.

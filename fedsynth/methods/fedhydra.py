@@ -118,7 +118,7 @@ class FedHydra(DistilsWithoutData):
         return stratification.measure(models, context.spec, context.seed, context.device)
 
     def aggregate(self, u: Tensor) -> Aggregate:
-        """Returns the function that computes P from the models' logits, with weights from U [C, m]."""
+        """Returns the function that computes P from the models' logits, weighted by U [C, m]."""
         if self.aggregation == "average":
             return average_of_logits
         by_class, by_client = stratified_weights(u, in_place=self.columns == "in-place")

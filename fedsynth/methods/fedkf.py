@@ -66,8 +66,8 @@ class FedKF(TrainsLocally):
         distillation: γ.
         one_hot_weight: λ1, of a loss scaled as in the official code
             (`synthesizer/generation/generators.py`).
-        activation_weight: λ2, scaled the same way; features are the classifier's inputs (that code's LeNet-5
-            has them one layer earlier).
+        activation_weight: λ2, scaled the same way; features are the classifier's inputs (that
+            code's LeNet-5 has them one layer earlier).
         use_kl: the generator also seeks images on which the local model differs from the teacher:
             its loss less γ·KL. Not in the paper; the official code does so on CIFAR, not on EMNIST.
         generator_lr: Adam's.

@@ -81,8 +81,8 @@ class NetworkSums(Message):
 
 @dataclass(frozen=True)
 class CondensedState(ServerState):
-    """The state, with S [classes · ipc, C, H, W], normalised, and the classes with enough data, bool
-    [classes]; None before the first round."""
+    """The state, with S [classes · ipc, C, H, W], normalised, and the classes with enough data,
+    bool [classes]; None before the first round."""
 
     images: Tensor | None = None
     kept: Tensor | None = None

@@ -36,8 +36,8 @@ Averaging = TypeVar("Averaging", bound=AveragingState)
 
 
 def average(uploads: Mapping[int, ModelParameters], *, even: bool = False) -> dict[str, Tensor]:
-    """Returns Σ_k weight_k · parameters_k / Σ_k weight_k, summed in float64, one upload at a time, by
-    client index; counters (integer buffers) are taken from the first upload.
+    """Returns Σ_k weight_k · parameters_k / Σ_k weight_k, summed in float64, one upload at a time,
+    by client index; counters (integer buffers) are taken from the first upload.
 
     Args:
         uploads: by client index, with a total weight above zero.
@@ -106,7 +106,7 @@ def cached(
 def overall_average(
     cache: Mapping[str, Tensor], seen: Tensor, context: RoundContext, *, everybody: bool = False
 ) -> dict[str, Tensor]:
-    """Returns OCA: the average, weighted by n_k, of the slots of all clients that have sent a model.
+    """Returns OCA: the average, weighted by n_k, of all clients that have sent a model.
 
     Args:
         cache, seen: see `AveragingState`; at least one client has sent a model.

@@ -183,8 +183,8 @@ def _train_alone(
 def training_digest(
     learner: Learner, clients: OpenClients, device: torch.device, precision: torch.dtype
 ) -> str:
-    """Returns a digest of a plain training: initial model, data, order, optimiser, penalty, hardware
-    and versions.
+    """Returns a digest of a plain training: initial model, data, order, optimiser, penalty,
+    hardware and versions.
 
     Equal digests have equal results for networks of this package, which `repr` and values define
     fully, and for one version of it.

@@ -146,7 +146,7 @@ class Condenses(TrainsOnUnion):
     def objective(
         self, matcher: Matcher, message: Down, segments: Segments, context: RoundContext
     ) -> Matcher:
-        """Returns the images' loss: the matcher, which is the only part that sees data, plus any terms.
+        """Returns the images' loss: the matcher, the only part that sees data, and any other terms.
 
         Args:
             matcher: of the setting `matching`, or of the mechanism.

@@ -210,7 +210,7 @@ class TrainsLocally(Method):
         message: Down,
         context: RoundContext,
     ) -> Message:
-        """Returns a client's upload, completed with what is computed from its data after training."""
+        """Returns a client's upload with fields computed from its data after training."""
         sent: Message = upload
         return sent
 
@@ -302,7 +302,7 @@ class TrainsLocally(Method):
         return tuple(own(plan) for plan in plans)
 
     def _sgd(self, epochs: int, context: RoundContext) -> SgdSettings:
-        """Returns SGD settings for `epochs` passes, or for the number of steps common to all clients."""
+        """Returns SGD settings for `epochs` passes, or for the steps common to all clients."""
         steps = self.local_steps or None
         if self.equal_steps:
             sizes = context.sizes

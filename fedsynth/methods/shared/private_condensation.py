@@ -1,8 +1,8 @@
 """Condensation with differential privacy: the releases of a round, and the matchers that use them.
 
-A mechanism is a tuple of plans and a matcher on them: `residual` and `gradient` release noisy sums by
-class at each of T steps (`synthesizer.condensation.matchers`), `features` those of M networks and
-the counts, once (`synthesizer.condensation.feature_sums`). `paper` is FedDM's Algorithm 1 as
+A mechanism is a tuple of plans and a matcher on them: `residual` and `gradient` release noisy sums
+by class at each of T steps (`synthesizer.condensation.matchers`), `features` those of M networks
+and the counts, once (`synthesizer.condensation.feature_sums`). `paper` is FedDM's Algorithm 1 as
 printed: it works on open clients, and guarantees nothing.
 """
 

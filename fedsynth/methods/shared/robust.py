@@ -10,8 +10,8 @@ The rules use each coordinate's values x_1 … x_m, one per upload of the round:
               with the median of the ‖x_k − w‖ as τ, which is ours
 
 All uploads have equal weight: clients report n_k themselves, so a malicious one could choose its
-weight. A method gets m copies of the result in place of the uploads, so its own step (server momentum,
-control variates) stays as it is. With differential privacy this is post-processing.
+weight. A method gets m copies of the result in place of the uploads, so its own step (server
+momentum, control variates) stays as it is. With differential privacy this is post-processing.
 
 Under `clip` all trainable parameters are one vector; buffers (batch norm's means and variances,
 which an update of norm τ could turn negative) take their median. Counters are integers and take
@@ -43,8 +43,8 @@ Sent = TypeVar("Sent", bound=Message)
 def robust_uploads(
     uploads: Mapping[int, Sent], before: Mapping[str, Tensor], context: RoundContext
 ) -> dict[int, Sent]:
-    """Returns, for each client, the run's robust aggregate of all uploads with weight 1; the tensors
-    are shared.
+    """Returns, for each client, the run's robust aggregate of all uploads with weight 1; the
+    tensors are shared.
 
     Args:
         uploads: those that count, at least one, finite and of the same names and shapes.
@@ -112,7 +112,7 @@ def _sorted_rule(count: int, context: RoundContext) -> Callable[[Rows], Tensor]:
 
 
 def middle_mean(rows: Rows, cut: int) -> Tensor:
-    """Returns the mean of each coordinate without its `cut` smallest and largest values, in float64.
+    """Returns each coordinate's mean without its `cut` smallest and largest values, in float64.
 
     >>> middle_mean([torch.tensor([x, -x]) for x in (1.0, 2.0, 3.0, 99.0)], cut=1)
     tensor([ 2.5000, -2.5000])

@@ -1,4 +1,5 @@
-"""Post-processing of summed class statistics: a closed-form classifier, and steps on noisy gradients.
+"""Post-processing of summed class statistics: a closed-form classifier, and steps on noisy
+gradients.
 
 With z = clip₁(T(φ(x) − m)/R) and e = e_y − 1/C, clients release noisy sums of
 √½·[svec(z zᵀ); z ⊗ e/b] with b = ‖e‖ = √(1 − 1/C) (`fedsynth.privacy.products.Moments`), and in

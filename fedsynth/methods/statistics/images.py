@@ -164,13 +164,14 @@ class MakesImages(Method):
         return self.images_each > 0
 
     def makes_images(self, counted: Sequence[int]) -> bool:
-        """Moments are released in round 1 only, and never from a sum without noise."""
+        """Returns whether images are made; moments are released only in round 1, never from a sum
+        without noise."""
         return self.plans_images and not self.sums_alone and 1 in counted
 
 
 def class_means_of(pool: Pool, shape: tuple[int, int], *, second: bool) -> Tensor:
-    """Returns class means of z about their common mean, shrunk towards 0 by their noise, [C, d]: C/n
-    times the sums of (e_y − 1/C) ⊗ z, exact if classes are equally frequent.
+    """Returns class means of z about their common mean, shrunk towards 0 by their noise, [C, d]:
+    C/n times the sums of (e_y − 1/C) ⊗ z, exact if classes are equally frequent.
 
     Args:
         pool: the release of moments.

@@ -70,8 +70,8 @@ class PixelMoments:
 
     Attributes:
         means: of each class, [C, D].
-        roots: columns that span the variation within classes, [D, k]: roots·rootsᵀ is the covariance
-            that all classes share, along its eigenvectors above the noise.
+        roots: columns that span the variation within classes, [D, k]: roots·rootsᵀ is the
+            covariance that all classes share, along its eigenvectors above the noise.
     """
 
     means: Tensor
@@ -126,7 +126,8 @@ def enlarged(pictures_ND: Tensor, shape: Shape) -> Tensor:
 
 def sharpened(x_NCHW: Tensor, steepness_N: Tensor, middle_N: Tensor) -> Tensor:
     """Applies a steeper curve from black to white, since averages of many images are blurred and
-    images are not: (s(x) − s(0))/(s(1) − s(0)) with s(x) the logistic function of steepness·(x − middle).
+    images are not: (s(x) − s(0))/(s(1) − s(0)) with s(x) the logistic function
+    of steepness·(x − middle).
 
     >>> x = torch.tensor([0.0, 0.4, 1.0]).view(1, 1, 1, 3)
     >>> sharpened(x, torch.tensor([10.0]), torch.tensor([0.4])).flatten()

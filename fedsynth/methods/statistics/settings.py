@@ -110,8 +110,8 @@ class PlansStatistics(SharesNoise, MakesImages):
         return feature_linear(self.map_of(spec), spec, whitens=self.whitens(spec))
 
     def whitens(self, spec: DatasetSpec) -> bool:
-        """Returns whether the model has a T, with which private runs whiten z. In an open run T stays
-        the identity.
+        """Returns whether the model has a T, with which private runs whiten z. In an open run T
+        stays the identity.
 
         Raises:
             SettingError: `whitening=yes` for features without channels and cells.

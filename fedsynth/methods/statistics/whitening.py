@@ -62,7 +62,7 @@ def whitens(choice: str, features: FeatureMap, shape: Shape) -> bool:
 
 
 def covariance_rows(features_Nd: Tensor, features: FeatureMap) -> Grams:
-    """Returns each example's contribution: [p·svec(U Uᵀ); q·svec(Uᵀ U)] of u's matrices, of norm at most 1."""
+    """Returns [p·svec(U Uᵀ); q·svec(Uᵀ U)] of u's matrices for each example, of norm at most 1."""
     return Grams(features_Nd / features.norm_bound, features.blocks, CELLS_PART)
 
 
