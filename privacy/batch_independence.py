@@ -1,8 +1,9 @@
-"""Tries whether a user's function of a batch computes each example's value from that example only,
-as every bound on one example's influence assumes: no mixing of examples, no random numbers, no
-arithmetic that depends on the position, no state between calls.
+"""A trial whether a user's function of a batch computes each example's value from that example
+only.
 
-A trial on public random images: what it finds is a fault; what it does not find is no proof.
+Every bound on one example's influence assumes this: no mixing of examples, no random numbers, no
+arithmetic that depends on the position, no state between calls. The trial uses public random
+images. It can find a fault, but cannot prove that there is none.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 ROWS = 8
 CPU_ROUNDING = 1e-4
 DEVICE_ROUNDING = 1e-2
-"""Relative to the largest value: another batch may use another kernel."""
+"""The tolerances relative to the largest value, as another batch may use another kernel."""
 SHARED_DRAWS = re.compile("attention|rnn|lstm|gru")
-"""Operations that draw only with dropout, which then shows in their values."""
+"""Operations that draw random numbers only with dropout, which then changes their values."""
 UNINITIALISED = re.compile("(new_)?empty(_like|_permuted|_strided)?")
 MIXES = "mixes the examples of a batch (an example's value changes with the other examples)"
 DRAWS = "draws random numbers"
@@ -34,11 +35,11 @@ ADVICE = "make each value from its own example only, without random numbers and 
 
 
 class GlobalGenerators:
-    """The process's global random generators: of torch, NumPy and Python. Inside the context a
-    trial may use them; afterwards they are as they were.
+    """The process's global random generators: those of torch, NumPy and Python. Leaving the context
+    restores their state.
 
     Args:
-        device: whose generator of torch is watched beside the CPU's.
+        device: the device whose torch generator is watched, in addition to the CPU's.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -51,13 +52,13 @@ class GlobalGenerators:
         return torch.get_rng_state(), on_device, legacy, random.getstate()
 
     def position(self) -> tuple[Any, ...]:
-        """Returns a value that changes when any of them is used."""
+        """Returns a value that changes when any of the generators is used."""
         cpu, on_device, legacy, python = self._states()
         torch_states = [one.numpy().tobytes() for one in (cpu, on_device) if one is not None]
         return *torch_states, repr(legacy[1:]), legacy[1].tobytes(), python
 
     def rewind(self) -> None:
-        """Sets them to where they were at first."""
+        """Restores the initial states of the generators."""
         cpu, on_device, legacy, python = self._saved
         torch.set_rng_state(cpu)
         if self._device is not None:
@@ -73,15 +74,16 @@ class GlobalGenerators:
 
 
 class OperationWatch(TorchDispatchMode):
-    """Watches torch's operations: which of them draw, and what values they make.
+    """Records torch's operations: which of them draw random numbers, and their results.
 
     Args:
-        fill: what uninitialised memory (`torch.empty`) holds, so that it cannot pass unnoticed.
-        keeps_values: whether to keep all values.
+        fill: the value written to uninitialised memory (`torch.empty`), so that its use is
+            detected.
+        keeps_values: whether to keep all results.
 
     Attributes:
         draws: the names of operations that drew random numbers.
-        values: the name and a copy of the value of each operation.
+        values: the name of each operation and a copy of its result.
     """
 
     def __init__(self, fill: float = 0.0, *, keeps_values: bool = False) -> None:
@@ -110,13 +112,13 @@ class OperationWatch(TorchDispatchMode):
 def dependence_on_batch(
     function: Callable[[Tensor], Tensor], shape: tuple[int, int, int], device: torch.device
 ) -> str:
-    """Returns how an example's value depends on more than the example, or "" if a trial shows
+    """Returns how an example's value depends on more than the example, or "" if a trial finds
     nothing.
 
     Args:
         function: images [N, C, H, W] -> values [N, …].
         shape: (C, H, W).
-        device: where it takes them.
+        device: the device of the images.
 
     >>> shape = (1, 4, 4)
     >>> dependence_on_batch(lambda x: x.flatten(1), shape, torch.device("cpu"))
@@ -136,19 +138,19 @@ class _Trial:
         shape: tuple[int, int, int],
         device: torch.device,
     ) -> None:
-        draws = np.random.default_rng(0)  # not torch's: another watch may look on
+        draws = np.random.default_rng(0)  # not torch's: another watch may be active
         both = torch.from_numpy(draws.random((2, ROWS, *shape), dtype=np.float32)).to(device)
         self._function = function
         self._generators = generators
         self._images = 0.25 + 0.5 * both[0]
         self._others = both[1]
-        # more extreme than the first ones, so that what takes a maximum takes these
+        # more extreme than the first ones, so that a maximum over the batch selects these
         extreme = self._others.clone()
         extreme[0], extreme[1], extreme[2] = 0.0, 1.0, extreme[2].round()
         try:
             self._run(extreme)
             self._others = extreme
-        except Exception:  # some code refuses blank images, which is no dependence on others
+        except Exception:  # some code refuses blank images, which is not mixing
             pass
 
     def _run(self, images: Tensor, watch: OperationWatch | None = None) -> Tensor:
@@ -178,14 +180,14 @@ class _Trial:
                 return finding
         if _state(owner) != state or _differ(first, self._run(images)):
             return KEEPS_STATE
-        # not one by one: normalisation layers of 1×1 maps refuse a single example
+        # in pairs, as normalisation layers of 1×1 maps refuse a single example
         pairs = torch.cat([self._run(some) for some in images.split(2)])
         shorter = self._run(images[:-1])
         return LENGTH if _differ(first, pairs) or _differ(first[:-1], shorter) else ""
 
     def _mixing(self, first: Tensor, base: OperationWatch, chosen: Tensor) -> str:
-        """Replaces the chosen examples, then the others: what changes both times, in a result or on
-        the way to it, was made of examples of both halves."""
+        """Replaces the chosen examples, then the others. A result or intermediate value that
+        changes both times was computed from examples of both halves."""
         both = []
         for replaced in (chosen, ~chosen):
             images = torch.where(replaced.view(-1, 1, 1, 1), self._others, self._images)
@@ -202,7 +204,7 @@ class _Trial:
 
 
 def _state(owner: object) -> dict[str, object]:
-    """Returns a module's parameters, buffers and attributes, as far as they can be compared."""
+    """Returns those of a module's parameters, buffers and attributes that can be compared."""
     found: dict[str, object] = {}
     if not isinstance(owner, nn.Module):
         return found
@@ -220,7 +222,7 @@ def _state(owner: object) -> dict[str, object]:
 
 
 def rounding(device: torch.device, precision: torch.dtype = torch.float32) -> float:
-    """Returns what kernels of another batch may change, relative to the largest value."""
+    """Returns the tolerance for kernels of another batch, relative to the largest value."""
     exact = device.type == "cpu" and precision == torch.float32
     return CPU_ROUNDING if exact else DEVICE_ROUNDING
 

@@ -3,12 +3,12 @@ and public divisor.
 
 Opacus' own optimiser and loader are not used, for four reasons: its loader takes the sampling rate
 and the divisor from len(dataset), both private; its noise comes from torch's generator; a
-non-finite gradient of one example would poison the batch's sum; and it clips in float32. Its
-`GradSampleModule` does what it does best, the per-example gradients of any architecture, and the
-sum goes through `GaussianSums` like every other private statistic.
+non-finite gradient of one example would poison the batch's sum; and it clips in float32. Only its
+`GradSampleModule` is used, for the per-example gradients of any architecture; the sum goes through
+`GaussianSums` like every other private statistic.
 
-Adjacency: add/remove one example. Sampling: Poisson at the public rate q, one mask a step.
-Composition: the ledger's row holds all steps of the round.
+Adjacency: add/remove one example. Sampling: Poisson at the public rate q, one mask per step.
+Composition: the ledger row holds all steps of the round.
 """
 
 from __future__ import annotations
@@ -34,51 +34,50 @@ Penalty = Callable[[nn.Module], Tensor]
 private data."""
 
 ExampleLoss = Callable[[nn.Module, Tensor, Tensor], Tensor]
-"""(network, images [N, C, H, W], labels [N]) -> the loss of each example [N], which depends on that
-example alone."""
+"""(network, images [N, C, H, W], labels [N]) -> the loss of each example [N], which depends only on
+that example."""
 
 Factors = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """(inputs [N, …], labels [N]) -> l [N, P] and r [N, Q]: the gradient of each example's
-cross-entropy is l ⊗ r, row by row of the model's only parameter [P, Q], and depends on that example
-alone."""
+cross-entropy is l ⊗ r, in row-major order of the model's only parameter [P, Q], and depends only on
+that example."""
 
 PHYSICAL_BATCH = 128
-"""Per-example gradients held at a time, at most."""
+"""The maximum number of per-example gradients held at a time."""
 PHYSICAL_BYTES = 2**30
-"""Bytes that they take, at most."""
+"""The maximum memory of these gradients, in bytes."""
 
 PASS_START = 2**18
-"""What a pass costs by itself, in units of a row's parameters (Opacus' hooks and bookkeeping,
-measured on a CPU for ConvNets)."""
+"""The fixed cost of a pass, in parameters of a row (Opacus' hooks and bookkeeping, measured on a
+CPU for ConvNets)."""
 
 FACTOR_BATCH = 512
-"""Rows held at a time in passes whose gradients come as factors."""
+"""The number of rows held at a time in passes whose gradients are given as factors."""
 FACTOR_START = 64.0
-"""What such a pass costs by itself, in rows (the product of the factors is written out once a
-pass)."""
+"""The fixed cost of such a pass, in rows (each pass writes out the product of the factors once)."""
 
 
 class Optimiser(Protocol):
-    """How a step moves weights [..., P] by a gradient of the same shape.
+    """An optimiser, which updates weights [..., P] with a gradient of the same shape.
 
-    Leading axes are networks trained side by side: what happens to one depends on itself alone.
-    DP-SGD shows it released gradients alone, so that whatever it does is post-processing.
+    Leading axes are networks that are trained in parallel; each depends only on itself. In DP-SGD
+    the optimiser receives only released gradients, so everything it does is post-processing.
     """
 
     def init(self, w: Tensor) -> tuple[Tensor, ...]:
-        """What is remembered between steps; all tensors have the leading axes of `w`."""
+        """Returns the initial state; all its tensors have the leading axes of `w`."""
 
     def update(self, w: Tensor, gradient: Tensor, state: tuple[Tensor, ...]) -> None:
-        """Moves `w` and `state` in place, and not `gradient`; waits for nothing on the device."""
+        """Updates `w` and `state` in place, but not `gradient`; never waits for the device."""
 
 
 @dataclass(frozen=True)
 class DpSgdSettings:
-    """Local training.
+    """The settings of local training with DP-SGD.
 
     Args:
-        optimiser: what is done with each step's noisy mean gradient.
-        expected_batch_size: q times the public nominal size, the divisor of every step.
+        optimiser: the optimiser, which receives each step's noisy mean gradient.
+        expected_batch_size: q times the public nominal size; every step divides by it.
     """
 
     optimiser: Optimiser
@@ -89,7 +88,7 @@ def refuse_batch_norm(model: nn.Module) -> None:
     """Refuses layers that mix the examples of a batch.
 
     Raises:
-        ForbiddenLayerError: names the layer, and what to use in its place.
+        ForbiddenLayerError: names the layer, and a replacement.
     """
     for name, layer in model.named_modules():
         if isinstance(layer, nn.modules.batchnorm._BatchNorm):
@@ -102,11 +101,11 @@ def refuse_batch_norm(model: nn.Module) -> None:
 
 
 def group_norm_twin(model: nn.Module) -> nn.Module:
-    """A copy whose batch norms are group norms (by Opacus' ModuleValidator); all other weights are
-    the model's.
+    """Returns a copy with group norms in place of batch norms (by Opacus' ModuleValidator) and
+    otherwise the model's weights.
 
     Raises:
-        ForbiddenLayerError: something else in it cannot be trained by DP-SGD.
+        ForbiddenLayerError: DP-SGD cannot train another part of the model.
     """
     from opacus.validators import ModuleValidator
     from opacus.validators.errors import UnsupportedModuleError
@@ -119,8 +118,8 @@ def group_norm_twin(model: nn.Module) -> nn.Module:
 
 
 def check_model(model: nn.Module) -> None:
-    """Refuses what DP-SGD cannot train: batch norm, dropout, and buffers, which would be sent
-    without noise.
+    """Refuses models that DP-SGD cannot train: with batch norm, dropout, or buffers, which would be
+    uploaded without noise.
 
     Raises:
         ForbiddenLayerError: names the layer or buffer.
@@ -157,23 +156,24 @@ def dp_sgd(
     """Trains `model` in place for `steps` private steps.
 
     Args:
-        images: normalised images [M, C, H, W] of the records with the given indices [M]. (All
-            passes through the network have one public length, `fedsynth.privacy.passes`: they are
-            filled up here.)
+        images: returns normalised images [M, C, H, W] of the records with the given indices [M].
+            (This function pads all passes through the network to one public length, see
+            `fedsynth.privacy.passes`.)
         labels_N: labels of all the client's records.
-        series: charged for `steps` releases of one group with as many coordinates as the model has
-            parameters.
-        penalty: its gradient at the iterate is added to the noisy mean gradient. The iterate is
-            computed from earlier releases, so this is post-processing and costs nothing, as long as
-            the penalty depends on released and public values alone.
-        loss: of each example, in place of its cross-entropy; clipped as that is. It may look at
-            released models, and at no other example.
-        units: of the client's records; None: each is one. Where users are the units, a user's mean
-            gradient is clipped, and `expected_batch_size` counts users.
-        factors: of a linear model's gradients, at the model's present weights: they are then
-            clipped and summed without being written out, to the same sums but for rounding; where
-            users are the units, they are. For its cross-entropy alone.
-        note: receives why records contribute nothing, if the model or the loss raises on them.
+        series: a series charged for `steps` releases of one group, with one coordinate per model
+            parameter.
+        penalty: its gradient at the current weights is added to the noisy mean gradient. The
+            weights are computed from earlier releases, so this is post-processing and costs no
+            budget if the penalty depends only on released and public values.
+        loss: the loss of each example, instead of cross-entropy; its gradient is clipped in the
+            same way. It may use released models, but no other example.
+        units: the units of the client's records; None: each record is a unit. If users are the
+            units, a user's mean gradient is clipped, and `expected_batch_size` counts users.
+        factors: the factors of a linear model's cross-entropy gradients at its current weights. The
+            gradients are then clipped and summed without being written out (unless users are the
+            units), to the same sums except for rounding. Ignored if `loss` is given.
+        note: receives the reason if records contribute nothing because the model or the loss raises
+            on them.
     """
     from opacus.grad_sample import GradSampleModule
 
@@ -230,7 +230,8 @@ def _write(flat_P: Tensor, parameters: list[nn.Parameter]) -> None:
 def _public_gradient(
     wrapped: Any, model: nn.Module, parameters: list[nn.Parameter], penalty: Penalty
 ) -> Tensor:
-    """The penalty's gradient [P], without Opacus' hooks, which would record it as an example's."""
+    """Returns the penalty's gradient [P]; disables Opacus' hooks, which would record it as an
+    example's."""
     wrapped.disable_hooks()
     try:
         with _quiet_hooks():
@@ -244,9 +245,9 @@ def _public_gradient(
 
 @contextmanager
 def _in_plain_order(model: nn.Module) -> Iterator[None]:
-    """Convolutions see inputs in the plain order of memory: Opacus unfolds them by the strides of
-    such ones, and is silently wrong with channels-last ones (a network's own, or those of
-    `models/layout.py`)."""
+    """Makes inputs of convolutions contiguous: Opacus unfolds them with the strides of contiguous
+    tensors, and gives wrong results without an error for channels-last ones (of a network itself or
+    of `models/layout.py`)."""
 
     def plain(layer: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return tuple(x.reshape(-1).view(x.shape) for x in inputs)
@@ -266,33 +267,34 @@ def _in_plain_order(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _quiet_hooks() -> Iterator[None]:
-    """Opacus' hooks warn that images need no gradient, which is so."""
+    """Silences the warning of Opacus' hooks that images need no gradient, which is intended."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Full backward hook is firing")
         yield
 
 
 def cross_entropies(network: nn.Module, x_NCHW: Tensor, labels_N: Tensor) -> Tensor:
-    """The cross-entropy of each example [N]."""
+    """Returns the cross-entropy of each example [N]."""
     return nn.functional.cross_entropy(network(x_NCHW), labels_N, reduction="none")
 
 
 def _written_out(factors: Factors, x: Tensor, labels_N: Tensor) -> Tensor:
-    """l ⊗ r of each example, [N, P·Q]."""
+    """Returns l ⊗ r of each example, [N, P·Q]."""
     with torch.no_grad():
         left, right = factors(x, labels_N)
         return (left[:, :, None] * right[:, None, :]).flatten(1)
 
 
 def rows_at_once(network: nn.Module) -> int:
-    """Examples whose gradients are held at a time, by layer and joined."""
+    """Returns the number of examples whose gradients are held at a time, both per layer and
+    concatenated."""
     size = sum(p.numel() for p in network.parameters())
     return max(1, min(PHYSICAL_BATCH, PHYSICAL_BYTES // (2 * 4 * max(1, size))))
 
 
 def example_gradients(network: nn.Module, x_NCHW: Tensor, labels_N: Tensor) -> Tensor:
-    """The gradient of each example's cross-entropy [N, P], as a step computes them, un-noised: for
-    audits and checks on public images. The network stays as it is."""
+    """Returns the gradient of each example's cross-entropy [N, P], as a step computes it, without
+    noise: for audits and checks on public images. The network is unchanged."""
     from opacus.grad_sample import GradSampleModule
 
     own = copy.deepcopy(network).train().requires_grad_(True)
@@ -306,16 +308,15 @@ def example_gradients(network: nn.Module, x_NCHW: Tensor, labels_N: Tensor) -> T
 
 
 def check_example_gradients(model: nn.Module, x_NCHW: Tensor) -> None:
-    """Refuses a model whose gradients of single examples cannot be computed, before anything is
-    charged for them.
+    """Refuses a model whose per-example gradients cannot be computed, before any budget is charged.
 
     Args:
-        model: any, for example a custom one.
+        model: any model, such as a custom one.
         x_NCHW: public images.
 
     Raises:
-        ForbiddenLayerError: it has parameters that are frozen or unused, or layers that Opacus does
-            not know.
+        ForbiddenLayerError: it has frozen or unused parameters, or layers that Opacus does not
+            support.
     """
     frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
     if frozen:
@@ -325,7 +326,7 @@ def check_example_gradients(model: nn.Module, x_NCHW: Tensor) -> None:
         example_gradients(model, x_NCHW, labels)
     except ForbiddenLayerError:
         raise
-    except Exception as error:  # of Opacus or of the model
+    except Exception as error:  # raised by Opacus or by the model
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise ForbiddenLayerError(
             f"the model's gradients of single examples cannot be computed: {lines[0]}"
@@ -339,12 +340,12 @@ def _per_example_gradients(
     labels_N: Tensor,
     loss: ExampleLoss,
 ) -> Tensor:
-    """[N, P]: the gradient of each example's loss; Opacus' hooks, which sit on the model's own
-    layers, fill `grad_sample`, which is emptied."""
+    """Returns the gradient of each example's loss [N, P]. Opacus' hooks on the model's layers fill
+    `grad_sample`, which is cleared afterwards."""
     _forget_passes(model)
     with _quiet_hooks(), _in_plain_order(model):
         each = loss(model, x_NCHW, labels_N)
-        if each.shape != (len(x_NCHW),):  # else a request of odd shapes could mix the examples
+        if each.shape != (len(x_NCHW),):  # otherwise unusual shapes could mix the examples
             raise PrivacyError(
                 f"a loss of each example must have shape [{len(x_NCHW)}], got {list(each.shape)}"
             )
@@ -363,7 +364,7 @@ def _per_example_gradients(
 
 
 def _forget_passes(model: nn.Module) -> None:
-    """Removes what Opacus' hooks keep of a pass, also of one that failed half-way."""
+    """Removes the state that Opacus' hooks keep of a pass, even of one that failed midway."""
     for layer in model.modules():
         for name in ("activations", "max_batch_len"):
             layer.__dict__.pop(name, None)

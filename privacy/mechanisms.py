@@ -2,16 +2,16 @@
 per-example vectors.
 
 Theorem. Let every example x of a client's data set contribute a vector u(x) to the sum of one group
-(its class), and let ū(x) = u(x)·min(1, 𝒞/‖u(x)‖₂), with ū(x) = 0 where u(x) is not finite. Adding
-or removing one example changes the vector of all groups' sums in one group only, by at most 𝒞 in L2
-norm; so the sums plus N(0, σ²𝒞²I) are the Gaussian mechanism with noise multiplier σ, and with
-Poisson sampling at a public rate q its subsampled form. u may depend on x and on anything released
-before (adaptive composition), but not on other examples of the data set. The groups compose in
-parallel: an example touches one of them. Dividing by a public constant afterwards is
+(its class), and let ū(x) = u(x)·min(1, 𝒞/‖u(x)‖₂), with ū(x) = 0 if u(x) is not finite. Adding or
+removing one example changes the vector of all groups' sums in one group only, by at most 𝒞 in L2
+norm. The sums plus N(0, σ²𝒞²I) are therefore the Gaussian mechanism with noise multiplier σ, and
+with Poisson sampling at a public rate q its subsampled form. u may depend on x and on earlier
+releases (adaptive composition), but not on other examples of the data set. The groups compose in
+parallel, as an example affects only one of them. Dividing by a public constant afterwards is
 post-processing.
 
-Order of events: the client's ledger is charged for the whole series, durably, before the first mask
-or noise is drawn; a series then gives out exactly as many releases as were charged.
+Order of events: the client's ledger is durably charged for the whole series before the first mask
+or noise is drawn. The series then makes exactly as many releases as were charged.
 """
 
 from __future__ import annotations
@@ -33,33 +33,34 @@ if TYPE_CHECKING:
     from fedsynth.privacy.units import Sample
 
 Released = NewType("Released", Tensor)
-"""A tensor that went through a charged mechanism: safe to optimise on, cache or upload."""
+"""A tensor released by a charged mechanism: safe to optimise on, cache or upload."""
 
 
 USER_ROW = 2.0**16
-"""Clips that one row of a user may have before their mean is taken, so that rounding stays far
+"""The norm bound, in clips, of each of a user's rows before averaging, which keeps rounding far
 below one clip."""
 
 CPU_BLOCK, GPU_BLOCK = 2**20, 2**26
-"""Coordinates that are held as float64 at a time: on a CPU, what stays in the cache."""
+"""Coordinates held as float64 at a time; on a CPU, as many as fit in the cache."""
 
 
 def clip_rows(rows_ND: Tensor, clip: float) -> Tensor:
-    """Returns rows scaled to L2 norm at most `clip`, as float64; one with a NaN or infinity is zero.
+    """Returns rows scaled to L2 norm at most `clip`, as float64; a row with a NaN or infinity
+    becomes zero.
 
-    float64 because the bound must hold for what is summed, not only for what was meant: bf16 sums
-    were seen to break it by 7 %.
+    float64 is used because the bound must hold for the values that are summed: with bf16, sums
+    exceeded it by 7 %.
     """
     rows = rows_ND.to(torch.float64)
-    norms = torch.linalg.vector_norm(rows, dim=1, keepdim=True)  # as bad as the worst coordinate
+    norms = torch.linalg.vector_norm(rows, dim=1, keepdim=True)  # not finite if a coordinate is not
     rows = torch.where(torch.isfinite(norms), rows, 0.0)
     clipped: Tensor = rows * (clip / norms.clamp_min(clip).nan_to_num(clip))
     return clipped
 
 
 def clipped_sums(rows_ND: Tensor, groups_N: Tensor, groups: int, clip: float) -> Tensor:
-    """Sums of clipped rows by group, [groups, D], float64: the un-noised statistic, of sensitivity
-    `clip` under add/remove.
+    """Returns the sums of clipped rows by group, [groups, D], float64: the statistic before noise,
+    of sensitivity `clip` under add/remove.
 
     Private: only `GaussianSums` and tests may call this.
     """
@@ -78,8 +79,8 @@ def _rows_at_once(rows: Tensor, width: int) -> int:
 def on_grid(sums: Tensor, noise: Tensor, grid: Grid) -> Tensor:
     """Returns the sums plus noise, rounded to the nearest multiple of the grid's spacing, float64.
 
-    The noise is added to what remains of the sums after whole steps, whose size does not depend on
-    the sums. In `sums + noise` large sums would round noise off, and ties go to even steps.
+    The noise is added to the remainder of the sums modulo the spacing, whose size does not depend
+    on the sums. In `sums + noise`, large sums would round off the noise. Ties go to even steps.
     """
     steps = sums / grid.spacing  # exact: the spacing is a power of two
     whole = torch.round(steps)
@@ -87,17 +88,17 @@ def on_grid(sums: Tensor, noise: Tensor, grid: Grid) -> Tensor:
 
 
 class UserSums:
-    """Means by user and group, clipped with all groups of a user together; rows may come in pieces
-    that cut a user in two.
+    """Means by user and group, clipped over all groups of a user together. Rows may arrive in
+    pieces that split a user.
 
-    Where a user is cut, and so in which order their rows are added, goes by how many records others
-    have. Huge rows that cancel would leave rounding residue, another one for another order, as
-    large as the clip; therefore each row is bounded by `USER_ROW` clips first: n rows then leave at
-    most n · 2⁻³⁷ clips.
+    The position of a split, and so the order in which a user's rows are added, depends on the
+    number of other users' records. Huge rows that cancel would leave a rounding residue as large as
+    the clip that depends on this order. Therefore each row is first clipped to `USER_ROW` clips: n
+    rows then leave at most n · 2⁻³⁷ clips.
 
     Args:
         groups, width: the shape [groups, width] of a user's contribution.
-        clip: L2 bound of it.
+        clip: the contribution's L2 bound.
     """
 
     def __init__(self, groups: int, width: int, clip: float) -> None:
@@ -109,8 +110,8 @@ class UserSums:
     def add(
         self, rows_ND: Tensor, groups_N: Tensor, users_N: Tensor, shares_N: Tensor, sums: Tensor
     ) -> None:
-        """Adds to `sums` [groups, width] in place. Users are numbered upwards, and on the CPU; the
-        last one stays open."""
+        """Adds rows to `sums` [groups, width] in place. User numbers are ascending, and on the CPU;
+        the last user stays open."""
         at_once = _rows_at_once(rows_ND, self._groups * self._width)
         pieces = [one.split(at_once) for one in (rows_ND, groups_N, users_N, shares_N)]
         for rows, group, user, share in zip(*pieces, strict=True):
@@ -126,7 +127,7 @@ class UserSums:
             self._open = (int(numbers[-1]), table[-1].clone())
 
     def close(self, sums: Tensor) -> None:
-        """Adds the user whose records may have gone on."""
+        """Adds the open user, whose last records may have been in another piece."""
         if self._open is not None:
             sums += clip_rows(self._open[1].flatten()[None], self._clip).view_as(sums)
         self._open = None
@@ -135,27 +136,27 @@ class UserSums:
 class GaussianSums:
     """A charged series of noisy clipped sums on one client's data set.
 
-    Each step is `sample` (which records take part), `add` (any number of times: a batch may come in
-    pieces), `release`.
+    Each step calls `sample` (draws the records), `add` (any number of times, as a batch may come in
+    pieces) and `release`.
 
     Args:
-        release: what is charged: σ, the clip (`sensitivity`), q, number of steps, dimension (=
+        release: the charged row: σ, the clip (`sensitivity`), q, number of steps, dimension (=
             groups · D).
         guard: the client's ledger and cap.
         secret: the client's secret generator.
 
     Attributes:
-        steps_left: releases that are still to be given out.
-        owner: the number of the client that it was handed out for; None: it was made by hand.
-        shares: H of securely aggregated noise: what is charged is the noise of H clients together,
-            and this one adds its part, the deviation over √H. 1: all of it is its own.
-        grid: what releases are rounded to after the noise, where they are added up before anybody
-            sees them (`fedsynth.privacy.grid`); None: to float32.
+        steps_left: the number of charged releases that remain.
+        owner: the index of the client that it was charged for; None: it was constructed directly.
+        shares: H of securely aggregated noise: the charged noise is that of H clients together, and
+            this client adds its share, with 1/√H of the standard deviation. 1: it adds all of it.
+        grid: the grid to which releases are rounded after the noise, if they are summed before
+            anyone sees them (`fedsynth.privacy.grid`); None: they are rounded to float32.
 
     Raises:
         BudgetExceededError: the series would exceed the client's cap; nothing was charged and
             nothing drawn.
-        PrivacyError: dimensions that do not fit, more steps than charged, steps out of order, or a
+        PrivacyError: dimensions that do not match, more steps than charged, calls out of order, or
             use in a forked process.
     """
 
@@ -191,7 +192,7 @@ class GaussianSums:
 
     @property
     def sensitivity(self) -> float:
-        """𝒞, as charged: what every unit's contribution is clipped to."""
+        """𝒞, as charged: the norm to which every unit's contribution is clipped."""
         return self._release.sensitivity
 
     @property
@@ -201,8 +202,8 @@ class GaussianSums:
         return self._release.noise_multiplier * self.sensitivity / math.sqrt(self.shares)
 
     def sample(self, units: int) -> Tensor:
-        """Starts a step; indices (int64) of the records (or users) in its Poisson sample, possibly
-        none."""
+        """Starts a step, and returns the indices (int64) of the records (or users) in its Poisson
+        sample, which may be empty."""
         self._refuse_forks()
         if self._sums is not None:
             raise PrivacyError(
@@ -217,12 +218,12 @@ class GaussianSums:
         """Adds sampled records' vectors [N, D] to the sums of their groups [N] (int64).
 
         Args:
-            sample: which part of the step's sample these rows are. Where users are the units, a
-                user's rows are averaged, group by group, and clipped with all groups together; else
-                (and with None) each row is clipped by itself.
+            sample: the part of the step's sample that these rows belong to. If users are the units,
+                a user's rows are averaged in each group and clipped over all groups together;
+                otherwise (and with None) each row is clipped separately.
         """
         sums = self._open_sums(sample)
-        # fewer noise coordinates would be shared by broadcasting
+        # with fewer coordinates, broadcasting would share noise
         if rows_ND.dim() != 2 or rows_ND.shape[1] != self._width:
             raise PrivacyError(
                 f"charged for rows of {self._width} coordinates, got a tensor of shape "
@@ -235,15 +236,16 @@ class GaussianSums:
             self._users.add(rows_ND.detach(), groups_N, sample.users, sample.shares, self._sums)
 
     def add_products(self, products: Products, sample: Sample | None = None) -> None:
-        """Adds sampled records' vectors that are given by factors to the sum of the one group.
+        """Adds sampled records' vectors, given by factors, to the sum of the only group.
 
         Args:
-            products: no example's vector is longer than their bound.
-            sample: see `add`. A user's vectors are averaged: the mean is no longer than its parts.
+            products: the vectors, whose norms are at most `products.bound`.
+            sample: see `add`. A user's vectors are averaged; the mean's norm is at most the largest
+                of theirs.
 
         Raises:
-            PrivacyError: as `add`; the bound is above the sensitivity that was charged, or there
-                are more groups than one.
+            PrivacyError: as `add`; the bound exceeds the charged sensitivity, or there is more than
+                one group.
         """
         before = self._open_sums(sample)
         if self._groups != 1 or products.width != self._width:
@@ -260,7 +262,8 @@ class GaussianSums:
         self._sums = before.to(sums.device, non_blocking=True) + sums
 
     def _open_sums(self, sample: Sample | None) -> Tensor:
-        """Returns the sums of the step that is open; refuses records of nobody."""
+        """Returns the sums of the open step; if users are the units, refuses records without
+        users."""
         if self._sums is None:
             raise PrivacyError("no step is open: records must be sampled before they are summed")
         if self._unit == USER and (sample is None or sample.shares is None):
@@ -271,12 +274,12 @@ class GaussianSums:
         return self._sums
 
     def release(self) -> Released:
-        """Ends the step: [groups, D] float32 sums with fresh noise on every group, also for an
-        empty sample; on a grid float64 ones.
+        """Ends the step and returns its noisy sums [groups, D], float32 (float64 on a grid).
 
-        The noise is added in float64. Rounding afterwards is post-processing; rounding before would
-        not be. The part of a sum goes to its grid, whose steps are equal, and not to float32, whose
-        steps depend on the sums.
+        Every group gets fresh noise, even if the sample is empty. The noise is added in float64.
+        Rounding afterwards is post-processing; rounding before would not be. A part of a sum is
+        rounded to its grid, whose steps are equal, and not to float32, whose steps depend on the
+        sums.
         """
         self._refuse_forks()
         if self._sums is None:

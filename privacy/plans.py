@@ -1,9 +1,9 @@
-"""What a method releases of each client in a round, and the charged series that its steps get.
+"""The planned releases of a method in a round, and the charged series that its steps receive.
 
 A method names its plans once (`Method.private_plans`), before any data are read. A client's ledger
-is charged for all plans of an exchange, and only then there is an `Allowance`: a step takes each
-series by its plan's name, once. An allowance holds no ledger and no guard, so that a release
-outside the plan cannot be charged in a step.
+is charged for all plans of an exchange; only then is there an `Allowance`, from which a step takes
+each series once, by its plan's name. An allowance holds neither ledger nor guard, so a step cannot
+charge a release outside the plan.
 """
 
 from __future__ import annotations
@@ -22,37 +22,39 @@ from fedsynth.privacy.releases import RECORD, Release, require
 
 S = TypeVar("S")
 MakeSeries = Callable[[Release, int, Guard, SecretGenerator], GaussianSums]
-"""(release, groups, a client's guard, its secret) -> a charged series, as of `GaussianSums`."""
+"""(release, groups, a client's guard, its secret generator) -> a charged series, like
+`GaussianSums`."""
 FIRST, MAIN = "first", "main"
 PHASES = (FIRST, MAIN)
-"""The exchanges of a round: some methods have one before the main one."""
+"""The exchanges of a round; some methods have one before the main one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrivatePlan:
-    """One kind of release of a round: a series of noisy sums.
+    """One planned kind of release in a round: a series of noisy sums.
 
     Args:
-        name: what a step asks for the series by, such as "images".
-        quantity: what leaves the client, in words for ledger and report.
-        mechanism: its name.
-        clipped: what is clipped, in words.
+        name: the name by which a step asks for the series, such as "images".
+        quantity: the released quantity, in words for ledger and report.
+        mechanism: the mechanism's name.
+        clipped: the vector that is clipped, in words.
         clip: L2 bound 𝒞 of one example's contribution.
         sample_rate: q of Poisson sampling.
         steps: releases in a round.
         dimension: coordinates of one release.
-        groups: the sums that these coordinates are: one for each class, or one.
+        groups: number of sums into which the coordinates divide: one per class, or one.
         noise_ratio: the release's noise multiplier over the run's σ.
-        phase: the exchange that it is made in, "main" or "first".
-        shares: H of secure aggregation: the noise that is charged is that of H clients together,
-            each of whom adds 1/√H of its deviation; 1: every client adds all of it.
-        addends: whose releases are added up before anybody sees them, and rounded for that; None:
-            each is seen by itself.
-        signal: norm of the sum over all clients' examples, over its bound (𝒞 for each example), in
-            a public case that the method's documentation describes; None: it names none.
+        phase: the exchange in which it is made, "main" or "first".
+        shares: H of secure aggregation: the charged noise is that of H clients together, each of
+            which adds noise of 1/√H of its standard deviation; 1: every client adds all of it.
+        addends: the clients whose releases are rounded and summed before anyone sees them; None:
+            each release is seen individually.
+        signal: norm of the sum over all clients' examples, divided by its bound (𝒞 per example), in
+            a public reference case that the method's documentation describes; None: no such case.
 
     Raises:
-        PrivacySettingError: an unknown phase, no share, or a dimension that is not of equal groups.
+        PrivacySettingError: an unknown phase, fewer than one share, or a dimension that `groups`
+            does not divide.
     """
 
     name: str
@@ -86,16 +88,16 @@ class PrivatePlan:
     def signal_to_noise(
         self, noise_multiplier: float, records: float, clients: int
     ) -> float | None:
-        """Norm of the pooled sum in the public case over the root mean square of its noise's norm:
-        signal·n·𝒞 / (σ·𝒞·√(K/H)·√D).
+        """Returns the norm of the pooled sum in the public reference case, divided by the root mean
+        square of its noise's norm: signal·n·𝒞 / (σ·𝒞·√(K/H)·√D).
 
         Args:
             noise_multiplier: the run's σ.
             records: n, the public number of examples (or users) of all clients.
-            clients: K, who each add noise.
+            clients: K, the number of clients, each of which adds noise.
 
         Returns:
-            The ratio; None where the plan names no signal.
+            The ratio; None if the plan names no signal.
         """
         if self.signal is None:
             return None
@@ -103,7 +105,8 @@ class PrivatePlan:
         return self.signal * records / (noise * math.sqrt(clients / self.shares * self.dimension))
 
     def grid(self, noise_multiplier: float) -> Grid | None:
-        """What a client rounds its noisy release to; None: to no grid, as each is seen by itself.
+        """Returns the grid to which a client rounds its noisy release, or None if it does not
+        round.
 
         Args:
             noise_multiplier: the run's σ.
@@ -124,13 +127,13 @@ class PrivatePlan:
         unit: str = RECORD,
         unaccounted: str | None = None,
     ) -> Release:
-        """The ledger's row.
+        """Returns the ledger row of this release.
 
         Args:
-            round: its number.
+            round: the round's number.
             noise_multiplier: the run's σ.
-            unit: who is protected, one of `releases.UNITS`.
-            unaccounted: why nothing is guaranteed, where nothing is.
+            unit: the privacy unit, one of `releases.UNITS`.
+            unaccounted: the reason why it has no guarantee, or None.
         """
         return Release(
             round=round,
@@ -162,10 +165,10 @@ def check_plans(plans: Sequence[PrivatePlan]) -> None:
 
 @dataclass(frozen=True)
 class UnaccountedNoise:
-    """Noise of a mechanism without any guarantee (`paper`), for a row that the ledger holds.
+    """The noise of a mechanism without a guarantee (`paper`), for a row in the ledger.
 
     Attributes:
-        release: the ledger's row, with σ and the clip.
+        release: the ledger row, with σ and the clip.
         secret: the client's secret generator.
     """
 
@@ -179,11 +182,11 @@ class UnaccountedNoise:
 
 
 class Allowance(Generic[S]):
-    """One client's, for one exchange of one round.
+    """One client's charged series, for one exchange of one round.
 
     Args:
         phase: the exchange.
-        granted: each plan of it, with what was charged for it.
+        granted: the exchange's plans, each with its charged series.
         elsewhere: the round's plans of other exchanges.
     """
 
@@ -199,10 +202,10 @@ class Allowance(Generic[S]):
         self._elsewhere = {plan.name: plan.phase for plan in elsewhere}
 
     def plan(self, name: str) -> PrivatePlan:
-        """Returns the plan with this name, as this client was charged for it.
+        """Returns the plan with this name that this client was charged for.
 
         Raises:
-            UnplannedReleaseError: there is none in this exchange.
+            UnplannedReleaseError: this exchange has no such plan.
         """
         if name in self._plans:
             return self._plans[name]
@@ -217,12 +220,12 @@ class Allowance(Generic[S]):
 
     @property
     def untouched(self) -> bool:
-        """Whether nothing of it was handed out: then nothing was drawn, and an attempt that failed
-        may be made again on the same charge."""
+        """True if no series was taken. Then no noise was drawn, and a failed attempt may be
+        repeated on the same charge."""
         return len(self._left) == len(self._plans)
 
     def check(self, name: str) -> None:
-        """Refuses a name that `take` would refuse, and takes nothing."""
+        """Refuses the names that `take` would refuse, without taking anything."""
         self.plan(name)
         if name not in self._left:
             raise UnplannedReleaseError(
@@ -230,10 +233,10 @@ class Allowance(Generic[S]):
             )
 
     def take(self, name: str) -> S:
-        """What was charged for the plan with this name, handed out once.
+        """Returns the charged series of the plan with this name, once.
 
         Raises:
-            UnplannedReleaseError: no such plan in this exchange, or it was handed out before.
+            UnplannedReleaseError: this exchange has no such plan, or its series was taken before.
         """
         self.check(name)
         return self._left.pop(name)
@@ -246,11 +249,11 @@ class GroupAllowance(Generic[S]):
         self._each = tuple(each)
 
     def plan(self, name: str) -> PrivatePlan:
-        """The plan with this name, the same for all clients of the group.
+        """Returns the plan with this name, if all clients of the group have the same.
 
         Raises:
-            UnplannedReleaseError: there is none, or it differs between clients (in steps, or in
-                dimension): each then has to be asked alone.
+            UnplannedReleaseError: there is none, or it differs between clients (in steps or
+                dimension), so that each must be asked separately.
         """
         self._refuse_nothing(name)
         first, *others = [one.plan(name) for one in self._each]
@@ -261,14 +264,15 @@ class GroupAllowance(Generic[S]):
         return first
 
     def take(self, name: str) -> list[S]:
-        """What was charged for the plan with this name, of each client; none where one refuses."""
+        """Returns each client's charged series of the plan with this name; takes none if one
+        refuses."""
         self._refuse_nothing(name)
         for one in self._each:
             one.check(name)
         return [one.take(name) for one in self._each]
 
     def alone(self, position: int) -> GroupAllowance[S]:
-        """Of one client of the group: what either hands out is gone for both."""
+        """Returns one client's group allowance; a series taken from either is taken from both."""
         return GroupAllowance(self._each[position : position + 1])
 
     def _refuse_nothing(self, name: str) -> None:
@@ -286,19 +290,19 @@ def authorise(
     phase: str = MAIN,
     make_series: MakeSeries = GaussianSums,
 ) -> Allowance[GaussianSums]:
-    """Charges a client for everything that an exchange releases; only then can noise be drawn.
+    """Charges a client for everything that an exchange releases, before any noise can be drawn.
 
     Args:
-        plans: of the round; those of other exchanges are not charged.
-        round: its number.
+        plans: the round's plans; those of other exchanges are not charged.
+        round: the round's number.
         noise_multiplier: the run's σ.
         guard: the client's ledger and cap.
         secret: the client's secret generator.
         phase: the exchange.
-        make_series: what charges and makes a series; an audit watches them.
+        make_series: charges and creates a series; an audit replaces it to observe the series.
 
     Raises:
-        BudgetExceededError: the cap would be exceeded; what was charged before it stays charged.
+        BudgetExceededError: the cap would be exceeded; earlier charges remain.
     """
     granted: list[tuple[PrivatePlan, GaussianSums]] = []
     elsewhere = []
