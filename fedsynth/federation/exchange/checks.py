@@ -1,4 +1,4 @@
-"""What both sides of an exchange check of what passes between them, before anybody computes with it.
+"""Checks of the messages of an exchange, made on both sides before anything is computed from them.
 
 An upload's fields are checked against the method's rules in `fedsynth.core.uploads`, which
 `Server.check` calls.
@@ -20,7 +20,7 @@ from fedsynth.privacy.requests import check_named
 
 
 def check_declared(method: Method, message: Message, declared: type[Message] | None) -> None:
-    """What was declared, and checked under differential privacy, is what is sent.
+    """Checks that a message has the declared type, which was checked for differential privacy.
 
     Raises:
         TypeError: `message` is of another type.
@@ -33,10 +33,10 @@ def check_declared(method: Method, message: Message, declared: type[Message] | N
 
 
 def check_finite(tensors: Mapping[str, Tensor], whose: str, number: int) -> None:
-    """One look at each result, outside the hot loops; a NaN would otherwise spread unseen.
+    """Checks each result once, outside the hot loops; a NaN would otherwise spread unnoticed.
 
     Raises:
-        DivergedError: names the round, the tensor and whose it is.
+        DivergedError: names the round, the tensor and its owner.
     """
     for name, tensor in tensors.items():
         if not bool(torch.isfinite(tensor).all()):
@@ -44,12 +44,12 @@ def check_finite(tensors: Mapping[str, Tensor], whose: str, number: int) -> None
 
 
 def diverged_error(what: str, number: int, found: str = "is not finite") -> DivergedError:
-    """What is said of an optimisation that left the finite numbers.
+    """Returns the error of a diverged optimisation.
 
     Args:
-        what: which tensor, and whose.
+        what: the tensor and its owner.
         number: of the round.
-        found: what was seen of it.
+        found: the symptom.
     """
     return DivergedError(
         f"round {number}: {what} {found}: its optimisation diverged; lower the learning rate "
@@ -58,7 +58,7 @@ def diverged_error(what: str, number: int, found: str = "is not finite") -> Dive
 
 
 def check_model_request(message: Message, context: RoundContext) -> None:
-    """A model that a server sends must be of the run's architecture, before anything is charged.
+    """Checks, before anything is charged, that a server's model has the run's architecture.
 
     Raises:
         RequestRefusedError: another name, shape or type of a parameter or buffer.

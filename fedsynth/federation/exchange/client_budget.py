@@ -1,7 +1,7 @@
 """One client's budget: its ledger, the guard of its cap, and its secret.
 
-It belongs to the client. It holds the public plan, its own ledger and its own secret, and knows
-nothing of other clients; whoever asks, it refuses what its cap does not allow.
+It belongs to the client. It holds the public plan, its own ledger and its own secret, and no data
+of other clients. It refuses every request that its cap does not allow.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from fedsynth.privacy.releases import Release
 
 
 class ClientBudget:
-    """What a client of a private run may still release, and what charges it.
+    """The budget of a client in a private run, which charges its releases.
 
     Args:
-        client: its number in the federation, which says what the plan has for it.
+        client: its index in the federation, which selects its part of the plan.
         ledger: its own.
         plan: the run's.
         secret: its own; None makes one with a fresh key.
-        cap: what the client's owner allows, beside the run's own cap; None: no other.
+        cap: its owner's cap, in addition to the run's own; None: no other.
 
     Attributes:
         plan: the run's.
-        make_series: what charges and makes its series; an audit watches them.
+        make_series: charges and makes its series; an audit observes them.
 
     Raises:
         LedgerError: the ledger holds releases of another unit.
@@ -54,16 +54,16 @@ class ClientBudget:
 
     @property
     def guaranteed(self) -> bool:
-        """Whether the run's mechanism guarantees anything."""
+        """Returns whether the run's mechanism has a privacy guarantee."""
         return self.plan.facts.guaranteed
 
     def history(self) -> History:
-        """What the ledger holds now."""
+        """Returns the current content of the ledger."""
         return self.ledger.history()
 
     def check(self, number: int) -> None:
-        """Asks whether the round with this number can be charged; before anybody is charged for
-        it, else some would pay for a round that releases nothing.
+        """Checks that the round with this number can be charged. This happens before any client is
+        charged; otherwise some would pay for a round that releases nothing.
 
         Raises:
             BudgetExceededError: it would exceed the cap.
@@ -76,12 +76,12 @@ class ClientBudget:
     def charge(self, context: RoundContext, phase: str) -> Allowance[Any]:
         """Charges the ledger for all that this client releases in one exchange of a round.
 
-        A mechanism without any guarantee is recorded as such: from then on the ledger's ε is
+        A mechanism without a guarantee is recorded as such: from then on the ledger's ε is
         infinite.
 
         Raises:
-            BudgetExceededError: the cap would be exceeded: another run has charged the ledger
-                since `check`. What was charged before it stays charged.
+            BudgetExceededError: the cap would be exceeded, because another run has charged the
+                ledger since `check`. Earlier charges remain.
         """
         plans = self.plan.client_plans(self.client, context)
         if self.guaranteed:
@@ -104,7 +104,7 @@ class ClientBudget:
 
 
 class OpenBudget:
-    """The kept ledger of a client in a run without differential privacy.
+    """The persistent ledger of a client in a run without differential privacy.
 
     Args:
         ledger: its own.
@@ -118,7 +118,7 @@ class OpenBudget:
     def record(self, number: int) -> None:
         """Records a round before it runs: from then on the ledger's ε is infinite.
 
-        Nothing is clipped or noised, so that sensitivity and dimension say nothing.
+        Nothing is clipped or noised, so the sensitivity and dimension are placeholders.
         """
         self.ledger.charge(
             Release(

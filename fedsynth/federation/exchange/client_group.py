@@ -1,6 +1,7 @@
-"""What clients answer. In a simulation the clients of a group take a step together, in one batched
-pass over the data that they share a device with; what each gets is what it would get alone, in a
-process of its own (`step_alone`)."""
+"""The steps of clients. In a simulation the clients of a group take a step together, in one batched
+pass over the data on their shared device. Each gets the same result as in a separate process
+(`step_alone`).
+"""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from fedsynth.privacy.requests import check_numbers
 
 
 class RefusedError(Exception):
-    """A client refuses what was asked of its group.
+    """A client of the group refuses the request.
 
     Attributes:
         refusal: its answer.
@@ -36,13 +37,14 @@ class RefusedError(Exception):
 
 
 def view(clients: Sequence[ClientRuntime], phase: str, context: RoundContext) -> ClientGroup:
-    """What a method may see of these clients in one exchange; with privacy each is charged for it.
+    """Returns the data of these clients that a method may access in one exchange; with privacy each
+    client is charged for it.
 
     Raises:
         RefusedError: a client's cap would be exceeded: another run has charged its ledger since
-            `prepare`. The clients before it stay charged.
-        RequestRefusedError: a client was not told the terms.
-        ValueError: clients whose data are not resident together, or some of them private.
+            `prepare`. The charges of the clients before it remain.
+        RequestRefusedError: a client has not received the terms.
+        ValueError: clients whose data are not resident together, or only some of which are private.
     """
     resident = clients[0].data.resident
     private = clients[0].private
@@ -77,7 +79,7 @@ def _guaranteed(client: ClientRuntime) -> bool:
 
 
 def _charged(client: ClientRuntime, phase: str, context: RoundContext) -> Allowance[Any]:
-    """What the client is charged for."""
+    """Charges the client and returns its allowance."""
     try:
         return client.granted(phase, context)
     except BudgetExceededError as error:
@@ -87,7 +89,7 @@ def _charged(client: ClientRuntime, phase: str, context: RoundContext) -> Allowa
 def step_together(
     clients: Sequence[ClientRuntime], phase: str, message: Message, context: RoundContext
 ) -> Replies:
-    """The replies of clients that share a device, in one pass.
+    """Returns the replies of clients that share a device, in one pass.
 
     Raises:
         TypeError: a message of another type than the method declares.
@@ -110,7 +112,7 @@ def step_together(
     except RefusedError as error:
         return Replies(refusals=(error.refusal,))
     replies: dict[int, Message] = {}
-    if method.personal:  # what is tested stays with the client; all before one of them moves on
+    if method.personal:  # check the models that stay with clients, all before any memory is updated
         for client, (_, memory) in zip(clients, results, strict=True):
             check_finite(memory, f"client {client.number}", context.round)
     for client, (reply, memory) in zip(clients, results, strict=True):
@@ -122,7 +124,7 @@ def step_together(
 def step_alone(
     client: ClientRuntime, phase: str, message: Message, context: RoundContext
 ) -> Message | Refusal:
-    """A client's reply to a request, alone."""
+    """Returns one client's reply to a request."""
     replies = step_together([client], phase, message, context)
     return replies.refusals[0] if replies.refusals else replies.messages[client.number]
 
@@ -132,7 +134,9 @@ def evaluate_together(
     models: Mapping[str, Mapping[str, Tensor]],
     context: RoundContext,
 ) -> list[Evaluated]:
-    """`ClientRuntime.evaluate` of clients that share a device: a common model in one pass."""
+    """Evaluates clients that share a device (`ClientRuntime.evaluate`): a common model in one
+    pass.
+    """
     tested = [len(client.data.held_out) for client in clients]
     if clients[0].method.personal or not any(tested):
         return [client.evaluate(models, context) for client in clients]

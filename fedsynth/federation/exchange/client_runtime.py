@@ -1,6 +1,6 @@
 """One client of a federation: its own records, its memory and its privacy budget.
 
-What it answers is in `client_group.py`: in a process of its own a client is a group of one.
+Its steps are in `client_group.py`: in a separate process a client is a group of one.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class OwnData:
     """A client's records.
 
     Args:
-        resident: the data that they are among, on the run's device: the client's own, or in a
-            simulation everybody's.
-        records: positions of those that it trains on, int64.
-        held_out: of its own test split.
+        resident: the data that contain them, on the run's device: the client's own or, in a
+            simulation, all clients'.
+        records: positions of its training records, int64.
+        held_out: positions of its test split.
     """
 
     resident: ImageData
@@ -46,17 +46,17 @@ class OwnData:
 
     @property
     def size(self) -> int:
-        """All its records, those that train and those that test."""
+        """The number of all its records, training and test."""
         return len(self.records) + len(self.held_out)
 
 
 @dataclass(frozen=True, eq=False)
 class Standing:
-    """Where a client stands inside a run, beside its memory.
+    """A client's state inside a run, in addition to its memory.
 
     Args:
         recorded: the last round that an open client's ledger has recorded; 0: none.
-        pending: the round of a first exchange, and what the client keeps of it for that round.
+        pending: the round of a first exchange, and the client's memory of it for that round.
     """
 
     recorded: int = 0
@@ -66,8 +66,8 @@ class Standing:
 class ClientRuntime:
     """One client.
 
-    It goes by its own copy of the run's settings. Until it was told the terms it answers nothing
-    but `join`; then it is private if its settings are, whatever a server says.
+    It uses its own copy of the run's settings. Before it has received the terms it answers only
+    `join`. After that it is private if its settings are, whatever a server sends.
 
     Args:
         number: k, from 0.
@@ -75,13 +75,13 @@ class ClientRuntime:
         context: public, of round 1, without the terms.
         data: its own.
         ledger: its own; None: nothing is charged.
-        secret: of its noise; None makes one with a fresh key when it is needed.
-        cap: what its owner allows, whatever the run's settings do; None: no other cap.
-        apart: it is on its owner's machine, where an upload that lacks a part of the noise leaves
-            in a secure sum alone.
+        secret: the generator of its noise; None makes one with a fresh key when it is needed.
+        cap: its owner's cap, whatever the run's settings do; None: no other cap.
+        apart: whether it is on its owner's machine, where an upload with only a part of the noise
+            may leave only in a secure sum.
 
     Attributes:
-        budget: from `start` on, with differential privacy.
+        budget: set from `start` on, with differential privacy.
     """
 
     def __init__(
@@ -115,12 +115,12 @@ class ClientRuntime:
 
     @property
     def context(self) -> RoundContext:
-        """Public, of round 1; from `start` on with the terms."""
+        """The public context of round 1; from `start` on with the terms."""
         return self._context
 
     @property
     def memory(self) -> Memory:
-        """What it keeps between rounds."""
+        """The client's state between rounds."""
         return self._memory if self._stored is None else self._stored()
 
     @memory.setter
@@ -130,31 +130,31 @@ class ClientRuntime:
 
     @property
     def stored(self) -> bool:
-        """Whether what it keeps is in a file."""
+        """Returns whether the memory is in a file."""
         return self._stored is not None
 
     def store(self, load: Callable[[], Memory]) -> None:
-        """Leaves what it keeps to a file, until it is needed."""
+        """Moves the memory to a file until it is needed."""
         self._memory = {}
         self._stored = load
 
     @property
     def private(self) -> bool:
-        """Whether it takes part with differential privacy."""
+        """Returns whether it takes part with differential privacy."""
         return self.settings.privacy is not None
 
     @property
     def sees_sums(self) -> bool:
-        """Whether its uploads leave it in secure sums alone."""
+        """Returns whether its uploads leave it only in secure sums."""
         return self._apart and self.method.sums_alone
 
     def join(self) -> Joined:
-        """What it says of itself; its size is its own where the run is private."""
+        """Returns its join message, which has no size if the run is private."""
         size = None if self.private else len(self.data.records)
         return Joined(self.number, size, self.history())
 
     def start(self, terms: Terms) -> RoundContext:
-        """Takes the terms, once: from now on it is charged by its settings and the σ in them.
+        """Accepts the terms, once: from now on it is charged by its settings and their σ.
 
         Returns:
             The public context with the terms.
@@ -177,7 +177,9 @@ class ClientRuntime:
         return self._context
 
     def _plan(self, terms: Terms) -> PrivacyPlan:
-        """What its own settings plan, with the σ that the server found for all clients."""
+        """Returns the plan of its own settings, with the σ that the server calibrated for all
+        clients.
+        """
         sigma = terms.noise_multiplier
         if type(sigma) is not float or not 0 < sigma < math.inf:
             raise RequestRefusedError(f"a noise multiplier must be above 0, got {sigma!r:.80}")
@@ -199,22 +201,22 @@ class ClientRuntime:
         return budget
 
     def move_ledger(self, ledger: Ledger) -> None:
-        """Goes on with another ledger, in place of its own, which is empty."""
+        """Replaces its own ledger, which is empty, by another one."""
         self.ledger = ledger
         if self.budget is not None:
             self.budget = self._new_budget(self.budget.plan)
 
     def history(self) -> History | None:
-        """What its ledger holds now."""
+        """Returns the current content of its ledger."""
         return None if self.ledger is None else self.ledger.history()
 
     def require_terms(self) -> None:
-        """Raises RequestRefusedError if it was not told the terms yet."""
+        """Raises RequestRefusedError if it has not received the terms yet."""
         if not self._told:
             raise RequestRefusedError(f"client {self.number} was not told the terms of the run")
 
     def prepare(self, context: RoundContext) -> Refusal | None:
-        """Whether it can take part in the round; nothing is charged.
+        """Returns a refusal if it cannot take part in the round; nothing is charged.
 
         Raises:
             LedgerError: its ledger cannot be written.
@@ -231,9 +233,10 @@ class ClientRuntime:
         return None
 
     def begin(self, context: RoundContext) -> None:
-        """The round begins: without privacy a ledger records it before anything is shown, once.
+        """Begins the round: without privacy a ledger records it once, before anything is released.
 
-        A client that was not told so records the round before its first step or evaluation.
+        A client that does not get this message records the round before its first step or
+        evaluation.
         """
         self.require_terms()
         if self.private or self.ledger is None or self._recorded == context.round:
@@ -242,12 +245,12 @@ class ClientRuntime:
         self._recorded = context.round
 
     def granted(self, phase: str, context: RoundContext) -> Allowance[Any]:
-        """What it is charged for in this exchange; for another attempt at a step, which has drawn
-        nothing, no second time.
+        """Charges this exchange and returns the allowance. Another attempt at a step that has drawn
+        nothing is not charged again.
 
         Raises:
             BudgetExceededError: see `ClientBudget.charge`.
-            RequestRefusedError: it was not told the terms.
+            RequestRefusedError: it has not received the terms.
         """
         if self.budget is None:
             raise RequestRefusedError(f"client {self.number} was not told the terms of the run")
@@ -258,21 +261,24 @@ class ClientRuntime:
         return made
 
     def may_try_again(self, phase: str, context: RoundContext) -> bool:
-        """Whether a step that failed may be taken again without a charge: it is not private, or
-        was charged for this exchange and nothing of that was handed out."""
+        """Returns whether a failed step may be repeated without a charge: it is not private, or it
+        was charged for this exchange and has used none of the allowance.
+        """
         if not self.private:
             return True
         made = self._granted
         return made is not None and made[:2] == (context.round, phase) and made[2].untouched
 
     def recall(self, phase: str, context: RoundContext) -> Memory:
-        """What it remembers in this exchange: of the round's first one, if there was one."""
+        """Returns its memory in this exchange: that of the round's first exchange, if there was
+        one.
+        """
         if phase != FIRST and self._pending is not None and self._pending[0] == context.round:
             return self._pending[1]
         return self.memory
 
     def remember(self, phase: str, memory: Memory, context: RoundContext) -> None:
-        """Takes a step's memory: of a first exchange for this round alone."""
+        """Stores a step's memory; that of a first exchange is for this round only."""
         if phase == FIRST:
             self._pending = (context.round, memory)
         else:
@@ -281,7 +287,7 @@ class ClientRuntime:
 
     @property
     def standing(self) -> Standing:
-        """What it must know beside its memory to go on in another process."""
+        """The state that, in addition to its memory, another process needs to resume."""
         return Standing(self._recorded, self._pending)
 
     @standing.setter
@@ -290,17 +296,17 @@ class ClientRuntime:
         self._pending = standing.pending
 
     def forget(self, memory: Memory) -> None:
-        """Goes back to what it kept before the round, as one that hung in its step."""
+        """Restores the memory from before the round, as if the client had hung in its step."""
         self._pending = None
         self.memory = memory
 
     def facts(self, context: RoundContext) -> Mapping[str, Any]:
-        """What it says of its memory, for the round's row."""
+        """Returns its facts about its memory, for the round's metrics."""
         self.require_terms()
         return self.method.client_facts(self.memory, context)
 
     def personal(self, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """The model that it uses itself, where the federation has `parameters`."""
+        """Returns its own personalized model, given the federation's `parameters`."""
         return self.method.personal_parameters(parameters, self.memory)
 
     def evaluate(

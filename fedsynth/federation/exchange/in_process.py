@@ -1,8 +1,8 @@
-"""An exchange without a wire: all clients in this process, those of a round in groups.
+"""An exchange within one process: all clients are in this process, those of a round in groups.
 
-How many clients share a group is decided by what one more of them takes in memory
-(`Method.client_bytes`) and the run's bound; it has no influence on what is computed. Where the
-device's memory runs out all the same, groups become half as large.
+The size of a group follows from the memory that one more client needs (`Method.client_bytes`) and
+the run's limit; it does not affect the results. If the device still runs out of memory, groups are
+halved.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ class InProcess:
     """The exchange of a simulation.
 
     Args:
-        clients: all, by number; with the same settings, and data that are resident together.
-            Those fail that the settings say (`client_failures`).
+        clients: all, by index; with the same settings, and data that are resident together. Some
+            fail as the settings state (`client_failures`).
     """
 
     def __init__(self, clients: Sequence[ClientRuntime]) -> None:
         self.clients = list(clients)
         self._settings = self.clients[0].settings
         self._failures = self._settings.failures
-        self._most = len(self.clients)  # in a group; less once the device's memory ran out
+        self._most = len(self.clients)  # per group; halved when the device's memory runs out
 
     def join(self) -> list[Joined]:
         return [client.join() for client in self.clients]
@@ -78,7 +78,7 @@ class InProcess:
                 replies = step_together(group, phase, message, told)
             except torch.OutOfMemoryError:
                 replies = None
-            if replies is None:  # after the error, which holds on to what the step has allocated
+            if replies is None:  # outside `except`: the error keeps the step's allocations alive
                 self._halve(group, phase, context)
                 continue
             if replies.refusals:
@@ -90,13 +90,13 @@ class InProcess:
         return Replies(arrived, lost=lost)
 
     def _halve(self, group: Sequence[ClientRuntime], phase: str, context: RoundContext) -> None:
-        """From now on groups of half as many as this one, whose step failed.
+        """Halves the size of groups, after a step of this one ran out of memory.
 
         No message has left a client. But noise may have been drawn, and whether a step fails may
-        depend on the data: a charge serves one attempt.
+        depend on the data: a charge is for one attempt.
 
         Raises:
-            DeviceMemoryError: it is one client alone, or some have used what they were charged for.
+            DeviceMemoryError: it is only one client, or some have used part of their allowance.
         """
         device = context.device
         if device.type == "cuda":
@@ -119,8 +119,9 @@ class InProcess:
         context.note(f"{whose}; from now on at most {fewer} share a pass, which moves no result")
 
     def _failing(self, phase: str, numbers: Sequence[int], context: RoundContext) -> dict[int, str]:
-        """Which of these clients fail in this exchange, and how: in the main one also those whose
-        time was in a first one that the round did not have."""
+        """Returns which of these clients fail in this exchange, and how. The main exchange also has
+        the failures of a first exchange that the round does not have.
+        """
         found = {number: self._failures.of(context.round, number) for number in numbers}
         return {
             number: failure.kind
@@ -139,7 +140,7 @@ class InProcess:
     def _group(
         self, numbers: Sequence[int], start: int, context: RoundContext
     ) -> list[ClientRuntime]:
-        """Those of these clients, from this position on, that share a pass."""
+        """Returns the clients, from this position on, that share a pass."""
         each = self.clients[0].method.client_bytes(context)
         at_once = 1 if each is None else max(1, context.memory_bytes // 2 // max(1, each))
         stop = start + min(at_once, self._most)
@@ -152,7 +153,9 @@ def _clients(count: int) -> str:
 
 @dataclass(frozen=True)
 class _GroupReporter:
-    """Turns one group's steps into the round's: `before` clients are done, `share` are in it."""
+    """Converts one group's progress to the round's: `before` clients are done, `share` are in
+    it.
+    """
 
     reporter: Reporter
     before: int

@@ -1,8 +1,8 @@
-"""Checks, before a private run, that what its clients sum of an example depends on that example
-only: refuses user code that shows otherwise, and warns where the last bits do.
+"""Checks, before a private run, that a client's sum depends on an example only through that
+example: refuses user code that violates this, and warns where the last bits do.
 
-A trial on public random images, at the run's first weights: what it finds is a fault; what it does
-not find is no proof.
+The check is a trial on public random images, at the run's first weights. A finding is a fault; no
+finding is not a proof.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ NOT_TRIED = "Whether an example's vector depends on other examples could not be 
 def check_private_steps(
     settings: RunSettings, context: RoundContext, client: int | None = None
 ) -> list[str]:
-    """Refuses user code whose value of an example depends on more than the example.
+    """Refuses user code whose result for an example depends on other examples.
 
     Args:
         settings: of the run; without a guarantee nothing is tried.
-        context: public, of round 1; its device is what is tried.
-        client: whose step; None: those of one client of each architecture.
+        context: public, of round 1; its device is tried.
+        client: the client whose step is tried; None: one client of each architecture.
 
     Returns:
         Warnings for the report, a sentence each.
@@ -100,7 +100,7 @@ def _trials(plan: PrivacyPlan, context: RoundContext, clients: list[int]) -> lis
 
 
 def _of_each_kind(context: RoundContext) -> list[int]:
-    """Returns the number of one client of each architecture."""
+    """Returns the index of one client of each architecture."""
     found: dict[str, int] = {}
     for number, network in enumerate(context.client_architectures or (context.architecture,)):
         found.setdefault(str(network), number)

@@ -1,12 +1,13 @@
-"""What passes between a server and its clients, whatever carries it.
+"""The protocol between a server and its clients, independent of the transport.
 
 A server asks all clients to `join`, sends them the `Terms`, asks the clients of each round whether
 they can take part (`prepare`), announces that it begins (`begin`), and asks for a step (`step`) in
 each exchange of the round. `evaluate` and `facts` are questions of a simulation. A client that
 cannot, or must not, answers with a `Refusal`.
 
-Both sides have the run's settings: a client takes part by its own copy, caps included, and refuses
-a server that has others (`agreement`)."""
+Both sides have the run's settings: a client uses its own copy, caps included, and refuses a server
+with other settings (`agreement`).
+"""
 
 from __future__ import annotations
 
@@ -26,17 +27,17 @@ from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.privacy.history import History
 
 BUDGET, REQUEST = "budget", "request"
-"""Why clients refuse: their privacy budget would be exceeded; the server's request is not sound."""
+"""Why clients refuse: their privacy budget would be exceeded; the server's request is invalid."""
 
 
 @dataclass(frozen=True)
 class Joined:
-    """What a client says when it joins.
+    """A client's join message.
 
     Args:
-        client: its number.
+        client: its index.
         size: n_k; None with differential privacy: private.
-        history: what its ledger holds, of earlier runs on the same records; None: it has no ledger.
+        history: its ledger's releases in earlier runs on the same records; None: it has no ledger.
     """
 
     client: int
@@ -46,12 +47,12 @@ class Joined:
 
 @dataclass(frozen=True)
 class Terms:
-    """What a server tells all clients before the first round; all of it is public.
+    """The terms that a server sends to all clients before the first round; all of them are public.
 
     Args:
         sizes: n_k of all clients; None with differential privacy.
-        noise_multiplier: σ, with differential privacy. What each client is charged for follows from
-            it and the client's own settings.
+        noise_multiplier: σ, with differential privacy. Each client's charges follow from it and the
+            client's own settings.
     """
 
     sizes: tuple[int, ...] | None = None
@@ -60,13 +61,13 @@ class Terms:
 
 @dataclass(frozen=True)
 class Refusal:
-    """A client's answer in place of what it was asked for.
+    """A client's answer that refuses a request.
 
     Args:
-        client: its number.
+        client: its index.
         reason: for people.
-        kind: BUDGET, with which a run ends in order, or REQUEST, which is an error.
-        spent: the client's name, its ε now, and its ε after one more round, where its budget would
+        kind: BUDGET, which ends a run regularly, or REQUEST, which is an error.
+        spent: the client's name, its current ε, and its ε after one more round, if its budget would
             be exceeded and it is in this process.
     """
 
@@ -78,12 +79,12 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Total:
-    """The sum of some clients' uploads, where nobody sees more.
+    """The sum of some clients' uploads, where no party sees the single uploads.
 
     Args:
-        message: whose fields are the sums.
-        clients: whose, ascending.
-        each: what stands for each one's upload, which nobody has seen.
+        message: its fields are the sums.
+        clients: whose uploads were summed, ascending.
+        each: a placeholder for each single upload.
     """
 
     message: Message
@@ -93,14 +94,14 @@ class Total:
 
 @dataclass(frozen=True)
 class Replies:
-    """Answers of a round's clients, by client number.
+    """The answers of a round's clients, by client index.
 
     Args:
         messages: uploads.
-        refusals: of clients that refuse.
-        lost: of clients that did not answer, or with an error, why.
-        rejected: of clients whose answer is no message of the declared type, what is wrong.
-        total: in place of messages, where the server sees their sum alone.
+        refusals: the answers of clients that refuse.
+        lost: client -> why it did not answer, or answered with an error.
+        rejected: client -> why its answer is not a message of the declared type.
+        total: in place of messages, where the server sees only their sum.
     """
 
     messages: Mapping[int, Message] = field(default_factory=dict)
@@ -112,13 +113,13 @@ class Replies:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """How models do on one client's own test split: exact functions of private data.
+    """The results of models on one client's own test split: exact functions of private data.
 
     Args:
-        client: its number.
-        size: all its records, those that train and those that test.
-        tested: examples of its test split.
-        right: of each model, how many of them it gets right.
+        client: its index.
+        size: the number of all its records, training and test.
+        tested: the number of examples of its test split.
+        right: for each model, the number of correct predictions.
     """
 
     client: int
@@ -128,8 +129,9 @@ class Evaluated:
 
 
 def shown(settings: RunSettings, context: RoundContext) -> tuple[int, ...]:
-    """The clients whose data are in what is shown of a round: those that take part; without privacy
-    everybody where all test splits are measured, or clients are drawn by their sizes."""
+    """Returns the clients whose data affect a round's outputs: those that take part; without
+    privacy all clients, if all test splits are measured or clients are sampled by their sizes.
+    """
     measured = settings.partition.local_test > 0 or settings.sampling == "size"
     if settings.privacy is None and measured:
         return tuple(range(context.clients))
@@ -137,20 +139,21 @@ def shown(settings: RunSettings, context: RoundContext) -> tuple[int, ...]:
 
 
 class Exchange(Protocol):
-    """Carries requests to clients and brings their answers."""
+    """Transports requests to clients and their answers back."""
 
     def join(self) -> Sequence[Joined]:
-        """All clients, by number, ascending."""
+        """Returns the join messages of all clients, by index, ascending."""
 
     def start(self, terms: Terms) -> None:
-        """Tells every client the terms."""
+        """Sends every client the terms."""
 
     def prepare(self, context: RoundContext) -> Sequence[Refusal]:
         """Asks the clients of a round whether they can take part, before any of them is charged."""
 
     def begin(self, context: RoundContext) -> None:
-        """Tells the clients whose data the round shows (`shown`) that it begins, as nobody has
-        refused."""
+        """Tells the clients whose data affect the round (`shown`) that it begins, as no client has
+        refused.
+        """
 
     def step(
         self,
@@ -159,26 +162,27 @@ class Exchange(Protocol):
         context: RoundContext,
         asked: Sequence[int],
     ) -> Replies:
-        """Sends a request to clients of a round, and brings their replies.
+        """Sends a request to clients of a round, and returns their replies.
 
         Args:
             phase: the exchange.
             message: the request.
             context: the round's, with all that take part by the schedule.
-            asked: those of them that are still there, ascending.
+            asked: the clients of the round that are still present, ascending.
         """
 
     def facts(self, context: RoundContext, asked: Sequence[int]) -> Sequence[Mapping[str, Any]]:
-        """Returns what these clients of a round state for its metrics (`Method.client_facts`); who
-        does not answer is left out."""
+        """Returns the facts of these clients for the round's metrics (`Method.client_facts`),
+        without those of clients that do not answer.
+        """
 
     def histories(self) -> Sequence[History]:
-        """What the clients' ledgers hold now, by client number; empty: they have none."""
+        """Returns the clients' current ledgers, by client index; empty: they have none."""
 
     def evaluate(
         self, models: Mapping[str, Mapping[str, Tensor]], context: RoundContext
     ) -> Sequence[Evaluated]:
-        """Tests models by name on all clients' own test splits; for simulations alone."""
+        """Tests models by name on all clients' own test splits; only for simulations."""
 
 
 Side = Literal["downlink", "upload"]
@@ -196,14 +200,14 @@ class Models(Packed):
 def agreement(settings: RunSettings) -> str:
     """Returns a hash of all settings that both sides share.
 
-    Where a party computes, and where a client keeps its ledgers, is its own.
+    It omits where a party computes, and where a client keeps its ledgers.
     """
     shared = settings.to_mapping()
     for own in ("device", "memory_gb", "compile"):
         shared["run"].pop(own, None)
     shared["data"].pop("data_root", None)
     shared.get("privacy", {}).pop("ledger", None)
-    if not shared.get("privacy", True):  # an open run in which one side keeps a ledger
+    if not shared.get("privacy", True):  # one side of an open run keeps a ledger
         del shared["privacy"]
     text = json.dumps(shared, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

@@ -1,7 +1,7 @@
-"""A client that is apart from its server: it answers frames (`fedsynth.core.frames`)
-with what its `ClientRuntime` replies.
+"""A client in another process than its server: it answers frames (`fedsynth.core.frames`) with the
+replies of its `ClientRuntime`.
 
-Whatever a frame asks, the client goes by its own settings, and charges its own ledger first.
+Whatever a frame asks, the client uses its own settings, and charges its own ledger first.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from fedsynth.privacy.plans import PHASES
 
 Answer = Callable[[Frame], Frame]
 FAILED = "the request failed; this client's owner is told why"
-"""All that a server is told of an error that is none of its own."""
+"""The only text that a server receives about errors that are not its own."""
 BROKEN = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-"""What a request that is not sound can raise in a step."""
+"""Exceptions that an invalid request can raise in a step."""
 
 
 class RemoteClient:
@@ -35,17 +35,17 @@ class RemoteClient:
 
     Args:
         runtime: the client, with its own copy of the run's settings.
-        context: public, as `fedsynth.federation.terms.context` makes it of the settings,
-            with proxy images where the method names them.
-        reporter: told of progress.
+        context: public, as `fedsynth.federation.terms.context` makes it from the settings, with
+            proxy images where the method names them.
+        reporter: receives the progress.
         identities: of all clients, for secure sums; None: see `SumDesk`.
 
     Attributes:
-        done: (round, exchange) of each step that was asked for since it joined.
-        spent: likewise, of those that it answers no more, however often it joins; a node's.
-        terms: as the server has told them; None: not yet.
-        joined: whether it has joined; a process that goes on for another one says so.
-        sums: answers what is asked for sums, where the server sees these alone.
+        done: (round, exchange) of each step that was requested since it joined.
+        spent: (round, exchange) of each step that a node answers no more, however often it joins.
+        terms: from the server; None: not received yet.
+        joined: whether it has joined; set by a process that resumes for another one.
+        sums: answers the questions of secure sums, where the server sees only sums.
     """
 
     def __init__(
@@ -80,10 +80,10 @@ class RemoteClient:
         }
 
     def answer(self, sent: bytes) -> bytes:
-        """The answer to one frame; what goes wrong is an answer, too.
+        """Returns the answer to one frame; errors are returned as answers, too.
 
-        Only errors of the message itself are answered by their text. Others may depend on records:
-        their text stays here, with the reporter.
+        The server receives the text only of errors of the message itself. Others may depend on
+        records: their text goes only to the reporter.
         """
         asked: Any = None
         try:
@@ -94,14 +94,15 @@ class RemoteClient:
             answer = self._answers[frame.kind](frame)
         except (MessageError, RequestRefusedError) as error:
             answer = Frame("error", {"text": str(error)})
-        except Exception as error:  # whatever it is: silence would tell it from other errors
+        except Exception as error:  # of any kind: no answer would distinguish it from other errors
             answer = self._failed(error)
         named = {"client": self.runtime.number, "number": asked if type(asked) is int else None}
         return replace(answer, facts={**answer.facts, **named}).to_bytes()
 
     def _failed(self, error: Exception) -> Frame:
-        """Says that it failed, and neither how nor with which kind of error: both may go by
-        records, or by this machine. The reporter is told."""
+        """Returns an error frame without the cause or type of the error, which may depend on
+        records or on this machine. The reporter receives them.
+        """
         self._reporter.note(f"a request failed: {error!r}")
         return Frame("error", {"text": FAILED})
 
@@ -130,7 +131,7 @@ class RemoteClient:
         return Frame("answer", {})
 
     def take(self, terms: Terms) -> None:
-        """Takes the terms, once.
+        """Accepts the terms, once.
 
         Raises:
             RequestRefusedError, LedgerError: as `ClientRuntime.start`.
@@ -149,7 +150,7 @@ class RemoteClient:
             raise MessageError(f"the participants must be of the {clients} clients, ascending")
         if not 1 <= number <= self._settings.rounds:
             raise RequestRefusedError(f"the run has {self._settings.rounds} rounds, not {number}")
-        # of a sum the fewest clients follow from who takes part, with privacy and without
+        # a sum's smallest number of clients follows from the participants, with privacy and without
         fixed = self.runtime.private or self.runtime.sees_sums
         if fixed and participants != self._participation.in_round(number):
             raise RequestRefusedError(f"others take part in round {number} by the run's settings")
@@ -170,7 +171,7 @@ class RemoteClient:
         return str(phase)
 
     def _in_sum(self, answer: Callable[[Frame, str, RoundContext], Frame]) -> Answer:
-        """Answers a frame of a sum, once the client was told the terms."""
+        """Answers a frame of a sum, once the client has received the terms."""
 
         def answered(frame: Frame) -> Frame:
             self.runtime.require_terms()

@@ -1,4 +1,4 @@
-"""What a server does over any exchange: agree on the terms, and play a round."""
+"""The server's side of any exchange: agreeing on the terms, and running a round."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from fedsynth.privacy.history import History
 from fedsynth.privacy.plans import FIRST, PHASES
 
 FIRST_EXCHANGE = "first exchange: "
-"""What the reason of a rejection begins with, if the round goes on without that client."""
+"""The prefix of a rejection's reason, if the round continues without that client."""
 
 
 @dataclass(frozen=True)
 class NoQuorum:
-    """Why a round does not count.
+    """The reason why a round does not count.
 
     Args:
-        phase: the exchange in which too few uploads could be used.
-        uploads: how many could.
-        needed: how many are the quorum.
+        phase: the exchange with too few usable uploads.
+        uploads: the number of usable uploads.
+        needed: the number that is the quorum.
     """
 
     phase: str
@@ -38,14 +38,14 @@ class NoQuorum:
 
 @dataclass(frozen=True)
 class Played:
-    """What a round was.
+    """The result of a round.
 
     Args:
         uploads: of its main exchange, by client.
-        sent: all messages of each client that were used, in the order of the exchanges.
+        sent: all used messages of each client, in the order of the exchanges.
         refusal: why there was no round; None: there was one.
-        lost: of clients that did not answer, why.
-        rejected: of clients whose upload could not be used, what is wrong with it.
+        lost: client -> why it did not answer.
+        rejected: client -> why its upload could not be used.
         no_quorum: why the round does not count; None: it does.
     """
 
@@ -58,18 +58,18 @@ class Played:
 
     @property
     def there(self) -> tuple[int, ...]:
-        """The clients that were there until the end, ascending."""
+        """The clients that were present until the end, ascending."""
         gone = {*self.lost, *self.rejected}
         return tuple(number for number in self.sent if number not in gone)
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """What server and clients have agreed on before the first round.
+    """The agreement of server and clients before the first round.
 
     Args:
-        terms: as all clients were told.
-        plan: what each client will be charged for; None without differential privacy.
+        terms: as sent to all clients.
+        plan: each client's planned charges; None without differential privacy.
         context: public, with the terms.
     """
 
@@ -84,19 +84,18 @@ def agree(
     exchange: Exchange,
     planned: Callable[[Sequence[History]], PrivacyPlan] | None = None,
 ) -> Agreement:
-    """What follows from what the clients say when they join, which all of them are told: σ with
-    differential privacy, without it the clients' sizes.
+    """Computes the values that depend on the clients' join messages and are sent to every client: σ
+    with differential privacy, otherwise the clients' sizes.
 
     Args:
         settings: the run's.
         context: public, of round 1.
         exchange: to the clients.
-        planned: from what the clients' ledgers hold to the plan, where a run is resumed that has
-            one; None: the plan is made now.
+        planned: maps the clients' ledgers to the plan, if a resumed run has one; None: a new plan
+            is made.
 
     Raises:
-        PrivacyError: as `PrivacyPlan.make`, or the cap allows no round even where nothing was
-            spent before.
+        PrivacyError: as `PrivacyPlan.make`, or the cap allows no round even with an unused budget.
     """
     joined = exchange.join()
     if settings.privacy is None:
@@ -121,20 +120,21 @@ def agree(
 def play_round(
     server: Server, exchange: Exchange, context: RoundContext, quorum: float = QUORUM
 ) -> Played:
-    """One round, up to the server's next state; a client's refusal ends it.
+    """Runs one round, up to the server's next state; a client's refusal ends it.
 
-    A client that is lost, or whose upload is rejected, is out for the rest of the round, which goes
-    on with the others; where they are fewer than the quorum, the server's state stays as it was.
+    A client that is lost, or whose upload is rejected, is excluded from the rest of the round,
+    which continues with the others. If they are fewer than the quorum, the server's state is
+    unchanged.
 
     Args:
         server: makes the requests, and its next state.
         exchange: to the clients.
         context: the round's.
-        quorum: the smallest share of the round's clients whose uploads make a round; one is needed
-            in any case.
+        quorum: the smallest share of the round's clients whose uploads make a round; at least one
+            upload is needed.
 
     Raises:
-        RequestRefusedError: a client refused the server's request as unsound.
+        RequestRefusedError: a client refused the server's request as invalid.
         DivergedError: no client of the round has sent finite numbers, or the new model has none.
     """
     refusals = exchange.prepare(context)
@@ -178,14 +178,14 @@ def play_round(
 
 
 def _used(replies: Replies, checked: Checked) -> Mapping[int, Message]:
-    """What the next state is made of, by client: uploads, or what stands for those of a sum."""
+    """Returns the uploads for the next state, by client, or the placeholders of a sum's uploads."""
     if replies.total is None:
         return checked.accepted
     return dict.fromkeys(replies.total.clients, replies.total.each)
 
 
 def needed_uploads(quorum: float, clients: int) -> int:
-    """How many of a round's clients are a quorum.
+    """Returns the number of a round's clients that is a quorum.
 
     >>> needed_uploads(0.5, 5), needed_uploads(0.0, 5), needed_uploads(0.6, 5)
     (3, 1, 3)
@@ -194,8 +194,9 @@ def needed_uploads(quorum: float, clients: int) -> int:
 
 
 def _refuse_divergence(checked: Checked, context: RoundContext) -> None:
-    """Where every client's upload has left the finite numbers, it is the optimisation, and no
-    client."""
+    """Raises DivergedError if every client's upload is not finite: the optimisation is the cause,
+    not a client.
+    """
     diverged = [(client, error) for client, error in checked.rejected.items() if error.diverged]
     if len(diverged) == len(context.active):
         client, error = diverged[0]

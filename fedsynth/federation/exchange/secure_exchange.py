@@ -1,15 +1,15 @@
-"""Both sides of an exchange whose server sees a sum of uploads only: four questions in place of one,
+"""Both sides of an exchange whose server sees only a sum of uploads: four questions instead of one,
 and clients may be lost before each (`fedsynth.federation.secure_sums`).
 
     keys      the client's keys for this sum
-    shares    the others' keys are there; shares of its secrets, encrypted for each of them
-    step      theirs are there; the step itself, charged as every step, and its masked upload
-    unmask    of each client one share, by who is present
+    shares    brings the others' keys; shares of the client's secrets, encrypted for each of them
+    step      brings the others' shares; the step itself, charged as usual, and its masked upload
+    unmask    one share of each client's secrets, depending on who is present
 
-Each is answered once a sum, and a sum is for one exchange of one round: if the same upload could be
-asked for twice, with other clients present, the difference would reveal it. What the server holds
-on the way are public keys, encrypted shares, masked vectors, shares that take masks away, and the
-sum. Nothing of it outlives the exchange but the sum."""
+Each is answered once per sum, and a sum is for one exchange of one round: if the same upload could
+be requested twice, with other clients present, the difference would reveal it. In between, the
+server holds public keys, encrypted shares, masked vectors, and shares that remove masks. Only the
+sum persists after the exchange."""
 
 from __future__ import annotations
 
@@ -52,9 +52,8 @@ class SumDesk:
 
     Args:
         runtime: the client.
-        agreed: the hash of the run's settings, by the client's own copy.
-        identities: of all clients by their numbers; None: the server is trusted to pass on keys as
-            they are.
+        agreed: the hash of the run's settings, from the client's own copy.
+        identities: of all clients by index; None: the server is trusted to relay keys unchanged.
     """
 
     def __init__(
@@ -68,7 +67,7 @@ class SumDesk:
 
     @property
     def standing(self) -> Mapping[str, Any] | None:
-        """Where the sum under way stands, with its secrets; None: there is none."""
+        """The state of the current sum, with its secrets; None: there is none."""
         if self._client is not None:
             return self._client.to_json()
         return self._stated
@@ -79,7 +78,7 @@ class SumDesk:
         self._client = None
 
     def keys(self, frame: Frame, phase: str, context: RoundContext) -> Frame:
-        """Begins a sum; one that was under way is given up, and its secrets forgotten."""
+        """Begins a sum; discards an unfinished one and its secrets."""
         terms = self._terms(frame, phase, context)
         client = SumClient(self._place(context), terms, self._known(context))
         answer = Frame("answer", {}, client.keys().to_bytes())
@@ -88,13 +87,14 @@ class SumDesk:
         return answer
 
     def shares(self, frame: Frame, phase: str, context: RoundContext) -> Frame:
-        """Shares of its secrets."""
+        """Returns shares of its secrets."""
         client = self._under_way(frame, phase, context)
         return Frame("answer", {}, client.share(Roster.from_bytes(frame.payload)).to_bytes())
 
     def receive(self, frame: Frame, phase: str, context: RoundContext, sealed: bytes) -> None:
-        """Takes the others' shares; before the step, which is not charged where they are too
-        few."""
+        """Stores the others' shares. This precedes the step, so that the step is not charged if
+        they are too few.
+        """
         self._under_way(frame, phase, context).receive(Sealed.from_bytes(sealed))
 
     def masked(
@@ -104,7 +104,7 @@ class SumDesk:
         context: RoundContext,
         step: Callable[[], Message | Refusal],
     ) -> Frame | Refusal:
-        """The step's upload under masks, or its refusal."""
+        """Returns the step's masked upload, or its refusal."""
         client = self._under_way(frame, phase, context)
         form = sum_form(self._runtime.method, phase, context)
         reply = step()
@@ -113,7 +113,7 @@ class SumDesk:
         return Frame("answer", {}, client.masked(form.encode(reply)).to_bytes())
 
     def unmask(self, frame: Frame, phase: str, context: RoundContext) -> Frame:
-        """What takes masks away; then this client's part of the sum is over, and it forgets."""
+        """Returns the shares that remove masks, and discards this client's part of the sum."""
         client = self._under_way(frame, phase, context)
         shares = client.unmask(Present.from_bytes(frame.payload))
         self.standing = None
@@ -125,7 +125,7 @@ class SumDesk:
         return context.active.index(self._runtime.number)
 
     def _known(self, context: RoundContext) -> Identities | None:
-        """The identities of the round's clients, by their places among them."""
+        """Returns the identities of the round's clients, by their positions among them."""
         known = self._identities
         if known is None:
             return None
@@ -139,7 +139,7 @@ class SumDesk:
         return sum_terms(self._runtime.method, phase, context, name, self._agreed)
 
     def _under_way(self, frame: Frame, phase: str, context: RoundContext) -> SumClient:
-        """The sum that the frame is of.
+        """Returns the sum that the frame belongs to.
 
         Raises:
             SecureSumError: it was not begun here, or is another one.
@@ -157,11 +157,11 @@ class SumDesk:
 KEYS, SHARES, STEP, UNMASK = "keys", "shares", "step", "unmask"
 QUESTIONS = (KEYS, SHARES, STEP, UNMASK)
 PARCEL_BYTES = 4096
-"""Of a small parcel, and of each client's part in one that grows with them."""
+"""The size of a small parcel, and of each client's part in one that grows with their number."""
 P = TypeVar("P", bound=Parcel)
 
 Ask = Callable[[Mapping[int, Frame], int], Mapping[int, bytes]]
-"""(each client's question, the most bytes of an answer) -> the answers of those that answer."""
+"""(each client's question, the size limit of an answer) -> the answers received."""
 
 
 @dataclass
@@ -169,15 +169,15 @@ class SecureStep:
     """One exchange.
 
     Args:
-        method: one whose server sees sums alone.
+        method: one whose server sees only sums.
         phase: the exchange.
         context: the round's.
-        where: facts that say which exchange it is.
+        where: facts that identify the exchange.
         agreed: the hash of the run's settings.
         ask: asks clients.
 
     Attributes:
-        rejected: of clients whose answer cannot be used, what is wrong with it.
+        rejected: client -> why its answer cannot be used.
         server: of the sum.
     """
 
@@ -198,17 +198,17 @@ class SecureStep:
         self._places = {client: place for place, client in enumerate(self.context.active)}
 
     def run(self, clients: Sequence[int], request: Message) -> Total | None:
-        """The sum over those of the clients that stay; None: these are too few, and nothing was
-        learned.
+        """Returns the sum over the remaining clients, or None if too few remain; then nothing is
+        revealed.
 
         Args:
-            clients: who is asked.
+            clients: the clients that are asked.
             request: the server's message.
         """
         try:
             return self._run(clients, request)
         except SecureSumError as error:
-            # whose fault it is cannot be told, or the sum lacks clients: without those it is none
+            # the faulty client is unknown, or the sum lacks clients; either way there is no sum
             for client in clients:
                 self.rejected.setdefault(client, f"there is no sum: {error}")
             return None
@@ -247,7 +247,7 @@ class SecureStep:
         return self.context.active[place]
 
     def _answers(self, questions: Mapping[int, Frame], kind: type[P], longest: int) -> dict[int, P]:
-        """What those that answer have sent, by place."""
+        """Returns the received answers, by position."""
         found: dict[int, P] = {}
         for client, answer in self.ask(questions, longest).items():
             try:
@@ -259,7 +259,7 @@ class SecureStep:
     def _sound(
         self, found: Mapping[int, P], right: Callable[[int, P], bool], why: str
     ) -> dict[int, P]:
-        """Those that are what they should be; the others are out of the sum."""
+        """Returns the valid answers; the other clients are excluded from the sum."""
         wrong = [place for place, one in found.items() if not right(place, one)]
         self.rejected |= {self._client(place): why for place in wrong}
         return {place: one for place, one in found.items() if place not in wrong}

@@ -1,7 +1,7 @@
-"""The server of a federation: a method and its state. It sees messages, and no client's data.
+"""The server of a federation: a method and its state. It sees messages, but no client's data.
 
-In each exchange of a round it makes one request to all clients of the round, and makes its next
-state from their replies, which it knows by the clients' numbers.
+In each exchange of a round it makes one request to all clients of the round, and computes its next
+state from their replies, by client index.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from fedsynth.privacy.plans import FIRST
 
 @dataclass(frozen=True)
 class Checked:
-    """The uploads of an exchange, looked at.
+    """The uploads of an exchange after their check.
 
     Attributes:
-        accepted: those that are what their clients may send, by client, ascending.
-        rejected: of every other client what is wrong.
+        accepted: the valid uploads, by client, ascending.
+        rejected: client -> what is wrong with its upload.
     """
 
     accepted: Mapping[int, Message]
@@ -44,7 +44,7 @@ class Server:
         parameters: the initial model, on the server's device.
 
     Attributes:
-        state: after the last whole round.
+        state: after the last completed round.
     """
 
     def __init__(self, method: Method, parameters: Mapping[str, Tensor]) -> None:
@@ -54,12 +54,13 @@ class Server:
 
     @classmethod
     def begun(cls, method: Method, context: RoundContext) -> Self:
-        """One that begins with the initial weights of the context's architecture."""
+        """Returns a server with the initial weights of the context's architecture."""
         initial = context.architecture.state_dict()
         return cls(method, {name: t.to(context.device) for name, t in initial.items()})
 
     def request(self, phase: str, context: RoundContext) -> Message | None:
-        """What the clients of the round are asked in this exchange; None: the round has none such.
+        """Returns the request to the round's clients in this exchange; None: the round has no such
+        exchange.
 
         Raises:
             TypeError: the method made another message than it declares.
@@ -75,8 +76,8 @@ class Server:
         return made
 
     def check(self, phase: str, replies: Mapping[int, Message], context: RoundContext) -> Checked:
-        """Looks at each reply before anything is made of it, by what the method expects of that
-        client (`Method.upload_rules`, `Method.check_upload`).
+        """Checks each reply, before it is used, against the method's rules for that client
+        (`Method.upload_rules`, `Method.check_upload`).
 
         A reply that shares memory with the server's state is rejected, too: a client in the same
         process could change the state later.
@@ -112,7 +113,7 @@ class Server:
         self.method.check_upload(phase, reply, client, context)
 
     def receive(self, phase: str, replies: Mapping[int, Message], context: RoundContext) -> None:
-        """Makes the next state from replies that were checked (`check`), by client number.
+        """Computes the next state from checked replies (`check`), by client index.
 
         Raises:
             TypeError: a reply of another type than the method declares.
@@ -130,15 +131,15 @@ class Server:
         self.state = self._next = made
 
     def end(self, context: RoundContext) -> None:
-        """What is left to be made when no round is to follow.
+        """Finishes the state after the last round.
 
         Args:
-            context: of the last round that was played.
+            context: of the last completed round.
         """
         self.state = self._next = self.method.at_end(self.state, context)
 
     def receive_total(self, phase: str, total: Total, context: RoundContext) -> None:
-        """Makes the next state from the sum of replies of which it has seen none.
+        """Computes the next state from the sum of replies, none of which it has seen.
 
         Raises:
             TypeError: a sum of other messages than the method declares.
@@ -153,5 +154,5 @@ class Server:
             self.state = made
 
     def final_parameters(self) -> Mapping[str, Tensor]:
-        """The model that the federation ends with."""
+        """Returns the final model."""
         return self.method.final_parameters(self.state)

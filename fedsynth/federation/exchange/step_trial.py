@@ -1,8 +1,8 @@
 """A client's private step on public random images, several times: with the same records at other
-positions, among other records, and again. What it sums of a record must be the same each time.
+positions, among other records, and repeated. Its sum for a record must be the same each time.
 
-The step is the method's own, with passes of the length that the run's will have. Its series charge
-nothing and add no noise: they compare the rows that they are given with those of the first run.
+The step is the method's own, with the pass lengths of the run. Its series charge nothing and add no
+noise: they compare their rows with those of the first run.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ from fedsynth.privacy.units import Sample
 from fedsynth.seeding import numpy_generator, torch_generator
 
 RECORDS = 32
-"""Of a trial of the package's own code, which the tests look at more closely."""
+"""The number of records in a trial of the package's own code, which the tests examine further."""
 LEAST = 8
 INSERTED = 3
 ROW_NUMBERS = 2**27
-"""Numbers that the rows of one release may have."""
+"""The limit of numbers in the rows of one release."""
 WEIGHT_NOISE = 0.01
-"""Deviation of what is added to the first weights: with zeros and identities among them, products
-would be exact whatever kernel makes them."""
+"""The standard deviation of the noise on the first weights: with zeros and identities among them,
+products would be exact in every kernel."""
 
 
 class _EnoughError(Exception):
-    """The trial has seen all that it wants to see of a step."""
+    """The trial has seen enough of a step."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,8 @@ class _Run:
     Args:
         order: positions of the client's records among the images.
         same: which of the first run's records have the same image, bool [records].
-        finding: what other rows of these show.
-        fill: what uninitialised memory holds.
+        finding: the finding if these records' rows differ.
+        fill: the value of uninitialised memory.
     """
 
     order: Tensor
@@ -79,12 +79,11 @@ class StepTrial:
 
     Args:
         plan: the run's, without σ.
-        context: of the round; its device is what is tried.
-        client: the client's number.
-        thorough: for user code: with as many records as a step has, two releases, and a look for
-            random draws; else with few records and one release.
-        images: of the runs, which trials of several rounds share, and with them features that are
-            kept beside them.
+        context: of the round; its device is tried.
+        client: the client's index.
+        thorough: for user code: with as many records as a step has, two releases, and a check for
+            random draws; otherwise with few records and one release.
+        images: of the runs, shared by the trials of several rounds, together with cached features.
 
     Attributes:
         finding: how rows differ by more than rounding; "": they do not.
@@ -143,13 +142,14 @@ class StepTrial:
         if not self.thorough:
             return runs
         few = records % 8 == 0
-        white, black = inserted[:2]  # so that any mean or extreme of a batch is reached
+        white, black = inserted[:2]  # so that every mean or extreme of a batch occurs
         runs += [_Run(torch.where(few, records, one), few, AMONG_OTHERS) for one in (white, black)]
         return [*runs, _Run(records, every, KEEPS_STATE, fill=1.0)]
 
     def _images(self, order: Tensor) -> ImageData:
-        """Returns random images; those that are inserted, or take another's place, are white, black
-        or of both."""
+        """Returns random images; those that are inserted, or replace another, are white, black or a
+        mix of both.
+        """
         spec = self._context.spec
         draws = torch_generator(0, "images of a trial")
         count = 2 * self.records + INSERTED
@@ -160,7 +160,7 @@ class StepTrial:
         extreme[2::3] = 255 * (extreme[2::3] > 127)
         labels = torch.randint(0, spec.classes, (count,), generator=draws)
         users = torch.zeros(count, dtype=torch.int64)
-        users[order] = torch.arange(len(order))  # users are summed in the order of their numbers
+        users[order] = torch.arange(len(order))  # users are summed in the order of their indices
         return ImageData(images.to(torch.uint8), labels, spec, groups=users)
 
     def _play(self, run: _Run, data: ImageData) -> None:
@@ -210,8 +210,9 @@ class StepTrial:
         return len(self._series) - 1
 
     def watch(self) -> None:
-        """Between sample and release nothing is computed but the records' rows: whatever draws
-        there draws for them."""
+        """Watches for random draws: between sample and release only the records' rows are computed,
+        so that any draw there is for them.
+        """
         if self.thorough:
             self._before = self._generators.position()
             self._watch = self._active.enter_context(OperationWatch(self._run.fill))
@@ -224,10 +225,10 @@ class StepTrial:
             self._watch = None
 
     def take(self, key: tuple[int, int], records: Tensor, rows: Tensor) -> None:
-        """Keeps rows of the first run, and compares those of the others.
+        """Stores rows of the first run, and compares those of the others.
 
         Args:
-            key: which series, and which of its releases.
+            key: the series and its release.
             records: positions among the client's records.
             rows: of these records, [N, D].
         """
@@ -242,7 +243,7 @@ class StepTrial:
         compared[compared.clone()] = self._run.same[numbers[compared]]
         first = self._rows.get(key)
         if first is None or first.shape[1:] != rows.shape[1:]:
-            self.finding = self._run.finding  # it releases other things
+            self.finding = self._run.finding  # its releases have another shape
             return
         expected = first[numbers[compared].to(rows.device)]
         found = rows[compared.to(rows.device)]
@@ -254,11 +255,11 @@ class StepTrial:
             self.finding = self.finding or self._run.finding
 
     def released(self, key: tuple[int, int], sums: Tensor) -> Released:
-        """Returns the first run's sums in every run: what follows does not depend on the records
-        then.
+        """Returns the first run's sums in every run, so that later results do not depend on the
+        records.
 
         Raises:
-            _EnoughError: no other series is left that the step has not released from.
+            _EnoughError: the step has released from every other series.
         """
         self._unwatch()
         if not any(one.open for one in self._awaited) and self._awaited:
@@ -267,7 +268,7 @@ class StepTrial:
 
 
 class TriedSums(GaussianSums):
-    """A series that hands its rows to a trial, takes all records, and adds no noise.
+    """A series that passes its rows to a trial, samples all records, and adds no noise.
 
     Args:
         trial: the trial.
@@ -288,7 +289,7 @@ class TriedSums(GaussianSums):
 
     @property
     def open(self) -> bool:
-        """Whether the trial wants to see more of it."""
+        """Returns whether the trial needs more of it."""
         return self.steps_left > 0
 
     @property
@@ -305,12 +306,12 @@ class TriedSums(GaussianSums):
         return torch.arange(units)
 
     def add(self, rows_ND: Tensor, groups_N: Tensor, sample: Sample | None = None) -> None:
-        """As in `GaussianSums`."""
+        """Compares the rows, and adds them as `GaussianSums` does."""
         self._trial.take(self._key, self._records(len(rows_ND), sample), rows_ND)
         super().add(rows_ND, groups_N, sample)
 
     def add_products(self, products: Products, sample: Sample | None = None) -> None:
-        """As in `GaussianSums`; compared are the factors."""
+        """Compares the factors, and adds the products as `GaussianSums` does."""
         values = (getattr(products, one.name) for one in fields(products))  # type: ignore[arg-type]
         factors = [one.double() for one in values if isinstance(one, Tensor)]
         self._trial.take(self._key, self._records(len(products), sample), torch.cat(factors, dim=1))
@@ -334,8 +335,9 @@ class TriedSums(GaussianSums):
 
 
 def records_of_step(plans: Sequence[PrivatePlan], context: RoundContext) -> int:
-    """Returns how many records the user's code is tried with: about as many as a step has, as far
-    as a pass can be long (`fedsynth.privacy.passes`) and memory allows."""
+    """Returns the number of records to try user code with: about as many as a step has, limited by
+    the length of a pass (`fedsynth.privacy.passes`) and memory.
+    """
     expected = max(1.0, context.nominal_size * max(one.sample_rate for one in plans))
     widest = max(one.dimension // one.groups for one in plans)
     likely = expected + 4 * math.sqrt(expected)
@@ -345,7 +347,7 @@ def records_of_step(plans: Sequence[PrivatePlan], context: RoundContext) -> int:
 
 
 def _disturbed(message: Message) -> Message:
-    """Returns the request with weights of which no product is exact."""
+    """Returns the request with disturbed weights, so that no product is exact."""
     if not isinstance(message, ModelParameters):
         return message
     draws = torch_generator(0, "weights of a trial")

@@ -1,9 +1,9 @@
-"""How an upload whose sum alone may be seen is a vector of whole numbers, and what its sum needs:
-both sides derive it from the run's settings, and neither takes it from the other.
+"""The encoding of an upload of which only the sum may be seen as a vector of integers, and the
+terms of its sum: both sides derive it from the run's settings, and neither takes it from the other.
 
-A release whose noise is shared stands on its grid already (`fedsynth.privacy.grid`), so that its
-words are exact. Without differential privacy a field is rounded to the finest grid for what its
-rule allows.
+A release whose noise is shared is already on its grid (`fedsynth.privacy.grid`), so that its words
+are exact. Without differential privacy a field is rounded to the finest grid for the range of its
+rule.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fedsynth.federation.terms.checks import fewest
 from fedsynth.privacy.grid import finest
 
 SUM = "sum"
-"""A fact of the frames of a sum: what its server calls it."""
+"""The fact in a sum's frames that holds the server's name of it."""
 NAME_DIGITS = 32
 
 
@@ -38,8 +38,8 @@ class Part:
 
     Args:
         name: of the field.
-        shape: its tensor's.
-        form: its numbers'.
+        shape: of its tensor.
+        form: the fixed-point form of its numbers.
     """
 
     name: str
@@ -48,13 +48,13 @@ class Part:
 
     @property
     def length(self) -> int:
-        """Coordinates."""
+        """The number of coordinates."""
         return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
 class SumForm:
-    """An upload as words modulo 2^64, and sums of them as a message.
+    """The encoding of an upload as words modulo 2^64, and of their sums as a message.
 
     Args:
         kind: the message's type.
@@ -66,14 +66,14 @@ class SumForm:
 
     @property
     def length(self) -> int:
-        """Words of a vector."""
+        """The number of words of a vector."""
         return sum(part.length for part in self.parts)
 
     def encode(self, message: Message) -> Words:
-        """An upload's words, uint64 [length].
+        """Returns an upload's words, uint64 [length].
 
         Raises:
-            SecureSumError: a value is beyond what it may be.
+            SecureSumError: a value is out of its range.
         """
         words = [
             part.form.encode(getattr(message, part.name).detach().cpu().double().numpy().ravel())
@@ -82,15 +82,15 @@ class SumForm:
         return np.concatenate(words)
 
     def decode(self, words: Words, clients: int, device: torch.device) -> Message:
-        """The message whose fields are the sums, float64.
+        """Returns the message whose fields are the sums, float64.
 
         Args:
             words: the sum of the clients' words.
-            clients: how many they are.
-            device: where it is put.
+            clients: the number of clients.
+            device: the message's device.
 
         Raises:
-            SecureSumError: the sum is beyond what so many clients may send.
+            SecureSumError: the sum is out of the range for this number of clients.
         """
         found: dict[str, Any] = {}
         start = 0
@@ -105,7 +105,7 @@ class SumForm:
 
 @dataclass(frozen=True)
 class MaskedUpload(Message):
-    """Of a masked vector how long it was: what a server keeps of it, for the volume of a round."""
+    """The length of a masked vector, which the server keeps for the volume of a round."""
 
     words: int = public("how long an upload is follows from the settings")
 
@@ -119,15 +119,15 @@ class MaskedUpload(Message):
 
 
 def sum_form(method: Method, phase: str, context: RoundContext) -> SumForm:
-    """The form of an exchange's uploads; all of it is public.
+    """Returns the form of an exchange's uploads; all of it is public.
 
     Args:
-        method: one whose server sees sums alone.
+        method: one whose server sees only sums.
         phase: the exchange.
         context: the round's, with the run's terms.
 
     Raises:
-        SecureSumError: a field is no tensor of a known size.
+        SecureSumError: a field is not a tensor of a known size.
     """
     rules = method.upload_rules(phase, 0, context)
     parts = []
@@ -147,18 +147,18 @@ def sum_form(method: Method, phase: str, context: RoundContext) -> SumForm:
 def sum_terms(
     method: Method, phase: str, context: RoundContext, name: str, agreed: str
 ) -> SumTerms:
-    """What all parties of an exchange's sum know before; clients are known by their places among
-    the round's.
+    """Returns the terms of an exchange's sum, which all parties know; clients are identified by
+    their positions among the round's.
 
     Args:
-        method: one whose server sees sums alone.
+        method: one whose server sees only sums.
         phase: the exchange.
         context: the round's, with the run's terms.
-        name: what the server calls this sum; no other one of the run has it.
+        name: the server's unique name of this sum.
         agreed: the hash of the run's settings.
 
     Raises:
-        SecureSumError: no name, or fewer clients take part than a sum needs.
+        SecureSumError: an invalid name, or fewer clients take part than a sum needs.
     """
     if len(name) != NAME_DIGITS or set(name) - set("0123456789abcdef"):
         raise SecureSumError(f"a sum's name has {NAME_DIGITS} hexadecimal digits")
@@ -175,7 +175,7 @@ def sum_terms(
 
 
 def with_parcel(parcel: bytes, message: bytes) -> bytes:
-    """A step's payload: what others have closed for this client, and the request.
+    """Returns a step's payload: the others' sealed shares for this client, and the request.
 
     >>> parted(with_parcel(b"shares", b"request"))
     (b'shares', b'request')
@@ -184,10 +184,10 @@ def with_parcel(parcel: bytes, message: bytes) -> bytes:
 
 
 def parted(payload: bytes) -> tuple[bytes, bytes]:
-    """The two parts of a step's payload.
+    """Returns the two parts of a step's payload.
 
     Raises:
-        MessageError: it has none.
+        MessageError: it is cut off.
     """
     end = LENGTH_BYTES + int.from_bytes(payload[:LENGTH_BYTES], "little")
     if not LENGTH_BYTES < end <= len(payload):
