@@ -31,18 +31,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SumTerms:
-    """What all parties of a sum know before.
+    """The terms of a sum, which all parties know in advance.
 
     Args:
-        name: of this sum, and no other one.
-        threshold: so many clients are enough, and as many are needed, to take masks away. More
-            than half of clients and colluders: a server that tells some that a client is lost, and
-            others that it is there, then lacks shares of one kind.
-        clients: how many there are; numbers go from 0.
+        name: of this sum only.
+        threshold: the number of clients that is needed, and is enough, to remove masks. It is above half
+            of clients and colluders: a server that claims to some that a client is lost, and to
+            others that it is present, then lacks shares of one kind.
+        clients: the number of clients; their indices start at 0.
         length: of vectors.
-        honest: H, so many honest clients' vectors a sum has at least: where each adds the noise of
+        honest: H, the least number of honest clients' vectors in a sum: where each adds the noise of
             1 of H, a sum of fewer has less noise than the guarantee needs.
-        colluders: so many clients may be on the server's side, beside the honest ones.
+        colluders: the number of clients that may collude with the server, besides the honest ones.
     """
 
     name: bytes
@@ -68,13 +68,13 @@ class SumTerms:
 
     @property
     def least(self) -> int:
-        """Of fewer clients there is no sum: the threshold, or H and the colluders."""
+        """The smallest number of clients in a sum: the threshold, or H and the colluders."""
         return max(self.threshold, self.honest + self.colluders)
 
 
 def usual_threshold(clients: int) -> int:
-    """Two thirds of the clients, and one: also with a third of them on the side of a server that
-    lies (Bonawitz et al., Sec. 6.2).
+    """Returns two thirds of the clients, plus one: enough even if a third of them collude with a
+    malicious server (Bonawitz et al., Sec. 6.2).
 
     >>> [usual_threshold(n) for n in (2, 3, 5, 10)]
     [2, 3, 4, 7]
@@ -84,11 +84,12 @@ def usual_threshold(clients: int) -> int:
 
 @dataclass(frozen=True)
 class Identities:
-    """Long-lived keys, by which a client knows that a server has not put its own in their place.
+    """Long-lived keys, by which a client detects that a server has replaced others' keys by its
+    own.
 
     Args:
         own: this client's.
-        others: every client's public one, by number; exchanged before, and not by the server.
+        others: every client's public key, by index; exchanged in advance, and not by the server.
     """
 
     own: Ed25519PrivateKey
@@ -96,13 +97,13 @@ class Identities:
 
 
 class SumClient:
-    """One client of one sum. Its answers are asked for in this order, each once: `keys`, `share`,
-    `mask` (or `receive` and `masked`), `unmask`. It can go on in another process (`to_json`).
+    """One client of one sum. Its answers are requested in this order, each once: `keys`, `share`,
+    `mask` (or `receive` and `masked`), `unmask`. It can resume in another process (`to_json`).
 
     Args:
-        number: the client's.
+        number: the client's index.
         terms: of the sum.
-        identities: None: the server is trusted to pass on keys as they are.
+        identities: None: the server is trusted to relay keys unchanged.
     """
 
     def __init__(self, number: int, terms: SumTerms, identities: Identities | None = None) -> None:
@@ -118,13 +119,13 @@ class SumClient:
         self._step = 0
 
     def _next(self, step: int) -> None:
-        """Each answer comes once: a second one could take away a mask that the first has left."""
+        """Checks the order: a second answer could remove a mask that the first has left."""
         if self._step != step:
             raise SecureSumError(f"client {self.number} was asked out of order")
         self._step += 1
 
     def keys(self) -> Keys:
-        """Its public keys."""
+        """Returns its public keys."""
         self._next(0)
         found = Keys(
             self.number,
@@ -138,11 +139,10 @@ class SumClient:
         return Keys(found.client, found.mask, found.channel, found.commitment, signature)
 
     def share(self, roster: Roster) -> Sealed:
-        """Shares of its secrets for each other client, which the server cannot read.
+        """Returns shares of its secrets for each other client, which the server cannot read.
 
         Raises:
-            SecureSumError: too few clients, a key that comes twice, or one that its client has not
-                signed.
+            SecureSumError: too few clients, a repeated key, or one that its client has not signed.
         """
         self._next(1)
         self._check(roster)
@@ -180,7 +180,9 @@ class SumClient:
                 raise SecureSumError(f"client {k} has not signed its keys") from None
 
     def _channel(self, other: int, sender: int, receiver: int) -> tuple[bytes, bytes]:
-        """The key of one message between two clients, and what it is bound to."""
+        """Returns the key of one message between two clients, and the context that it is bound
+        to.
+        """
         about = b"%s from %d to %d" % (self.terms.name, sender, receiver)
         key = primitives.common(
             self._channel_key, self._roster[other].channel, primitives.CHANNEL, about
@@ -188,12 +190,12 @@ class SumClient:
         return key, about
 
     def mask(self, vector: Words, received: Sealed) -> Masked:
-        """`receive`, and `masked`: its vector under all masks."""
+        """Calls `receive` and `masked`: returns its vector under all masks."""
         self.receive(received)
         return self.masked(vector)
 
     def receive(self, received: Sealed) -> None:
-        """Takes others' shares: who sends none is lost before any mask is made.
+        """Stores the others' shares: a client that sends none is lost before any mask is made.
 
         Args:
             received: for this client, from the server.
@@ -216,7 +218,7 @@ class SumClient:
                 raise SecureSumError(f"client {k} has sent other things than shares")
 
     def masked(self, vector: Words) -> Masked:
-        """Its vector under all masks.
+        """Returns its vector under all masks.
 
         Args:
             vector: uint64 [n], as `FixedPoint.encode` makes it.
@@ -242,10 +244,11 @@ class SumClient:
         return Masked(words)
 
     def unmask(self, present: Present) -> Shares:
-        """Of each client one share: of its own mask where it is present, else of its mask key.
+        """Returns one share for each client: of its own mask if it is present, otherwise of its
+        mask key.
 
         Raises:
-            SecureSumError: too few are present, or some that were never there: the masks stay.
+            SecureSumError: too few are present, or some that never took part: the masks stay.
         """
         self._next(4)
         there = set(present.clients)
@@ -264,7 +267,7 @@ class SumClient:
         return [terms.threshold, terms.clients, terms.length, terms.honest, terms.colluders]
 
     def to_json(self) -> dict[str, Any]:
-        """Where it stands, with its secrets: for a file that nobody but the client reads."""
+        """Returns its state, with its secrets: for a file that only the client reads."""
         return {
             "name": self.terms.name.hex(),
             "number": self.number,
@@ -281,11 +284,11 @@ class SumClient:
     def from_json(
         cls, stated: Mapping[str, Any], number: int, terms: SumTerms, identities: Identities | None
     ) -> SumClient:
-        """The client that stood there.
+        """Returns the client with a saved state.
 
         Raises:
-            SecureSumError: it was one of another sum.
-            KeyError, TypeError, ValueError: nobody stood there.
+            SecureSumError: it is the state of another sum.
+            KeyError, TypeError, ValueError: it is not a state.
         """
         known = bytes.fromhex(stated["name"]), stated["number"], stated["terms"]
         if known != (terms.name, number, cls._sizes(terms)):
@@ -304,7 +307,7 @@ _NAME = re.compile(r"client-([0-9]{3,9})\.pem")
 
 
 def read_identities(own: Path, others: Path) -> Identities:
-    """A client's own key, and everybody's public ones.
+    """Returns a client's own key, and all clients' public ones.
 
     Args:
         own: an Ed25519 private key, PEM.
@@ -312,7 +315,7 @@ def read_identities(own: Path, others: Path) -> Identities:
 
     Raises:
         SettingError: the folder has no such file.
-        SigningError: a file is no such key, or `cryptography` is not installed.
+        SigningError: a file is not such a key, or `cryptography` is not installed.
     """
     found = [match for path in sorted(others.glob("*")) if (match := _NAME.fullmatch(path.name))]
     if not found:

@@ -1,5 +1,6 @@
-"""What clients and server send each other in a secure sum: JSON facts and words, as frames
-(`fedsynth.core.frames`). Everything that comes is a stranger's."""
+"""The messages between clients and server in a secure sum: JSON facts and words, as frames
+(`fedsynth.core.frames`). All received bytes are untrusted.
+"""
 
 from __future__ import annotations
 
@@ -15,21 +16,21 @@ from fedsynth.federation.secure_sums.primitives import SecureSumError, Words
 
 
 class Parcel:
-    """Something that is sent; subclasses say what as facts and a payload."""
+    """A message; subclasses define its facts and payload."""
 
     kind = ""
 
     def to_bytes(self) -> bytes:
-        """As it is sent."""
+        """Returns its bytes."""
         facts, payload = self._parts()
         return Frame(self.kind, facts, payload).to_bytes()
 
     @classmethod
     def from_bytes(cls, sent: bytes) -> Self:
-        """What was sent.
+        """Returns the message in received bytes.
 
         Raises:
-            SecureSumError: it is something else.
+            SecureSumError: it is another kind of message, or damaged.
         """
         try:
             frame = Frame.from_bytes(sent)
@@ -52,11 +53,11 @@ class Keys(Parcel):
     """A client's public keys for one sum.
 
     Args:
-        client: its number.
+        client: its index.
         mask: for masks that it shares with others, 32 bytes.
-        channel: for what others send it through the server, 32 bytes.
+        channel: for messages from others through the server, 32 bytes.
         commitment: SHA-256 of the seed of its own mask.
-        signature: by its long-lived key, where the parties know these; else empty.
+        signature: by its long-lived key, if the parties know these; otherwise empty.
     """
 
     kind = "keys"
@@ -67,7 +68,7 @@ class Keys(Parcel):
     signature: bytes = b""
 
     def signed(self, sum_name: bytes) -> bytes:
-        """What the signature is of."""
+        """Returns the signed bytes."""
         return b"fedsynth keys %s %d " % (sum_name, self.client) + (
             self.mask + self.channel + self.commitment
         )
@@ -106,7 +107,7 @@ class Roster(Parcel):
 
 @dataclass(frozen=True)
 class Sealed(Parcel):
-    """Bytes by client: for each receiver, or of each sender.
+    """Sealed bytes by client: for each receiver, or from each sender.
 
     Args:
         of: sealed shares, by client.
@@ -144,7 +145,7 @@ class Masked(Parcel):
 
 @dataclass(frozen=True)
 class Present(Parcel):
-    """Whose masked vectors the server has; it asks for what takes the masks away.
+    """The clients whose masked vectors the server has; it asks for shares to remove the masks.
 
     Args:
         clients: their numbers, ascending.
@@ -163,11 +164,11 @@ class Present(Parcel):
 
 @dataclass(frozen=True)
 class Shares(Parcel):
-    """A client's shares that take masks away: of each other client one, and never two.
+    """A client's shares that remove masks: one for each other client, and never two.
 
     Args:
-        own: of own masks' seeds, of those that are present.
-        keys: of mask keys, of those that are lost.
+        own: of own masks' seeds, of present clients.
+        keys: of mask keys, of lost clients.
     """
 
     kind = "shares"
@@ -189,7 +190,7 @@ def _number(value: Any) -> int:
 
 
 def _hex(of: Mapping[int, bytes]) -> dict[str, str]:
-    """Returns bytes by client as JSON has them."""
+    """Returns bytes by client in JSON form."""
     return {str(client): content.hex() for client, content in of.items()}
 
 

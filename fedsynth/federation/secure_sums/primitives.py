@@ -1,12 +1,13 @@
-"""The parts of a secure sum: fixed-point numbers, Shamir's secret sharing, and what two clients have in
-common that the server has not: masks, and an encrypted channel through it.
+"""The parts of a secure sum: fixed-point numbers, Shamir's secret sharing, and the common secrets
+of two clients that the server lacks: masks, and an encrypted channel through it.
 
-Vectors are whole numbers modulo 2^64, over which masks are uniform and sums exact. Secrets are
-shared over the field of 2^521 - 1 ("How to share a secret", 1979): fewer shares than the threshold
-contain no information on the secret. Other primitives are `cryptography`'s: X25519 for the
+Vectors are integers modulo 2^64, over which masks are uniform and sums exact. Secrets are shared
+over the field of 2^521 - 1 ("How to share a secret", 1979): fewer shares than the threshold contain
+no information on the secret. Other primitives are from `cryptography`: X25519 for the key
 agreement, HKDF-SHA256 for keys with one purpose each, ChaCha20's key stream for masks,
-ChaCha20-Poly1305 for what goes through the server. Every key is made for one sum: the zero nonces
-are each used with one key, once."""
+ChaCha20-Poly1305 for messages through the server. Every key is made for one sum: the zero nonces
+are each used with one key, once.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ class MissingLibraryError(FedsynthError):
 
 
 def require_cryptography() -> None:
-    """Says which extra is missing, if `cryptography` is not installed.
+    """Raises an error that names the missing extra, if `cryptography` is not installed.
 
     Raises:
         MissingLibraryError: it is not.
@@ -58,13 +59,13 @@ class FixedPoint:
     """A fixed-point form of real numbers in [-bound, bound].
 
     Args:
-        bound: of each coordinate's absolute value, public. Larger ones are an error, and never cut
-            off: a sum of cut-off noise is no noise of any known distribution.
-        clients: the most vectors of a sum: it must not overflow.
-        fraction: bits behind the point; negative if the steps are larger than 1. A coordinate of
+        bound: of each coordinate's absolute value, public. Larger values are an error, and never
+            clipped: a sum of clipped noise has no known distribution.
+        clients: the largest number of vectors in a sum: it must not overflow.
+        fraction: bits after the point; negative if the steps are larger than 1. A coordinate of
             the sum is off by at most clients / 2^(fraction + 1).
-        wraps: words of larger ones are taken modulo 2^64, too. So it must be where they are
-            private: an error would tell of one client's vector what its sum alone may tell.
+        wraps: whether larger values are taken modulo 2^64. This is required where values are
+            private: an error would reveal about one vector what only the sum may reveal.
 
     >>> form = FixedPoint(bound=4.0, clients=3)
     >>> words = form.encode(np.array([1.5, -0.25])) + form.encode(np.array([1.0, -3.0]))
@@ -91,7 +92,7 @@ class FixedPoint:
             )
 
     def encode(self, vector: npt.ArrayLike) -> Words:
-        """A vector as uint64 [n].
+        """Returns a vector as uint64 [n].
 
         Raises:
             SecureSumError: a coordinate is not finite, or beyond the bound.
@@ -103,14 +104,14 @@ class FixedPoint:
         if not bool(inside.all()):
             raise SecureSumError(f"a coordinate is not finite, or beyond ±{self.bound:g}")
         steps = np.rint(values * 2.0**self.fraction)
-        if self.wraps:  # exact: the remainder of whole numbers in float64 is one
+        if self.wraps:  # exact: the remainder of integers in float64 is an integer
             steps = np.fmod(steps, 2.0**BITS)
             steps -= np.where(steps >= 2.0 ** (BITS - 1), 2.0**BITS, 0.0)
             steps += np.where(steps < -(2.0 ** (BITS - 1)), 2.0**BITS, 0.0)
         return steps.astype(np.int64).view(np.uint64)
 
     def decode(self, words: Words) -> Reals:
-        """The sum of at most `clients` encoded vectors, float64 [n]."""
+        """Returns the sum of at most `clients` encoded vectors, float64 [n]."""
         return words.view(np.int64).astype(np.float64) / 2.0**self.fraction
 
 
@@ -120,15 +121,15 @@ SHARE_BYTES = 66
 
 
 def split(secret: bytes, holders: list[int], threshold: int) -> dict[int, bytes]:
-    """A share for each holder, of which `threshold` give the secret.
+    """Returns a share for each holder; any `threshold` of them give the secret.
 
     Args:
         secret: 32 bytes.
         holders: numbers from 0, each once; the share is the polynomial's value at number + 1.
-        threshold: at least 1, at most as many as holders.
+        threshold: from 1 to the number of holders.
 
     Raises:
-        SecureSumError: anything else.
+        SecureSumError: invalid arguments.
     """
     if len(secret) != SECRET_BYTES or not 1 <= threshold <= len(set(holders)) == len(holders):
         raise SecureSumError("a secret of 32 bytes is shared by its threshold or more holders")
@@ -140,10 +141,10 @@ def split(secret: bytes, holders: list[int], threshold: int) -> dict[int, bytes]
 
 
 def combine(shares: Mapping[int, bytes], threshold: int) -> bytes:
-    """The secret, of at least `threshold` holders' shares.
+    """Returns the secret of at least `threshold` holders' shares.
 
     Raises:
-        SecureSumError: too few shares, or such as give no secret of 32 bytes.
+        SecureSumError: too few shares, or shares that do not give a secret of 32 bytes.
     """
     if len(shares) < threshold:
         raise SecureSumError(f"{len(shares)} shares are fewer than the threshold {threshold}")
@@ -164,7 +165,7 @@ def combine(shares: Mapping[int, bytes], threshold: int) -> bytes:
 
 
 def _value(coefficients: list[int], x: int) -> int:
-    """The polynomial's value (Horner)."""
+    """Returns the polynomial's value (Horner)."""
     value = 0
     for coefficient in reversed(coefficients):
         value = (value * x + coefficient) % PRIME
@@ -177,35 +178,35 @@ MASK, CHANNEL, OWN = b"mask", b"channel", b"own mask"
 
 
 def new_key() -> X25519PrivateKey:
-    """A key for one sum."""
+    """Returns a key for one sum."""
     from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
     return X25519PrivateKey.generate()
 
 
 def key_of(secret: bytes) -> X25519PrivateKey:
-    """The key with these 32 bytes."""
+    """Returns the key with these 32 bytes."""
     from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
     return X25519PrivateKey.from_private_bytes(secret)
 
 
 def public(key: X25519PrivateKey) -> bytes:
-    """Its public key, 32 bytes."""
+    """Returns its public key, 32 bytes."""
     return key.public_key().public_bytes_raw()
 
 
 def common(key: X25519PrivateKey, other: bytes, purpose: bytes, about: bytes) -> bytes:
-    """The 32 bytes that the two of a pair, and nobody else, have for a purpose.
+    """Returns the 32 bytes that only the two clients of a pair have for a purpose.
 
     Args:
-        key: one's own.
+        key: this client's.
         other: the other's public key.
         purpose: `MASK` or `CHANNEL`.
-        about: what binds it to one sum and one pair, the same on both sides.
+        about: binds the result to one sum and one pair, the same on both sides.
 
     Raises:
-        SecureSumError: the other's key is none.
+        SecureSumError: the other's key is invalid.
     """
     from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PublicKey
 
@@ -217,7 +218,7 @@ def common(key: X25519PrivateKey, other: bytes, purpose: bytes, about: bytes) ->
 
 
 def derived(secret: bytes, purpose: bytes, about: bytes) -> bytes:
-    """A key for one purpose (HKDF-SHA256)."""
+    """Returns a key for one purpose (HKDF-SHA256)."""
     from cryptography.hazmat.primitives.hashes import SHA256
     from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
@@ -226,7 +227,7 @@ def derived(secret: bytes, purpose: bytes, about: bytes) -> bytes:
 
 
 def mask(key: bytes, length: int) -> Words:
-    """ChaCha20's key stream of a key that is used for nothing else, uint64 [length]."""
+    """Returns ChaCha20's key stream of a key that is used for nothing else, uint64 [length]."""
     from cryptography.hazmat.primitives.ciphers import Cipher
     from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
 
@@ -235,12 +236,13 @@ def mask(key: bytes, length: int) -> Words:
 
 
 def seal(key: bytes, content: bytes, about: bytes) -> bytes:
-    """Content that the pair alone can read, and nobody can change (ChaCha20-Poly1305).
+    """Encrypts content so that only the pair can read it, and no one can change it
+    (ChaCha20-Poly1305).
 
     Args:
         key: for one message.
-        content: what is sent.
-        about: what it is bound to.
+        content: the plaintext.
+        about: the context that it is bound to.
     """
     from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 
@@ -248,7 +250,7 @@ def seal(key: bytes, content: bytes, about: bytes) -> bytes:
 
 
 def unseal(key: bytes, sealed: bytes, about: bytes) -> bytes:
-    """What was sealed.
+    """Returns the sealed content.
 
     Raises:
         SecureSumError: it was changed on the way, or is for others.
@@ -263,7 +265,7 @@ def unseal(key: bytes, sealed: bytes, about: bytes) -> bytes:
 
 
 def about_pair(sum_name: bytes, one: int, other: int) -> bytes:
-    """Binds a key to one sum and one pair; the same on both sides."""
+    """Returns bytes that bind a key to one sum and one pair; the same on both sides."""
     low = min(one, other)
     high = max(one, other)
     return hashlib.sha256(b"%s %d %d" % (sum_name, low, high)).digest()

@@ -1,5 +1,6 @@
 """The server of one secure sum: it holds public keys, sealed shares, masked vectors, and at the end
-the sum."""
+the sum.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ class SumServer:
         terms: of the sum.
 
     Attributes:
-        masked: the vectors as they came, by client.
+        masked: the received vectors, by client.
     """
 
     def __init__(self, terms: SumTerms) -> None:
@@ -43,10 +44,10 @@ class SumServer:
             )
 
     def roster(self, keys: Mapping[int, Keys]) -> Roster:
-        """All keys, for all clients.
+        """Returns all keys, for all clients.
 
         Raises:
-            SecureSumError: too few, or a client that says it is another one.
+            SecureSumError: too few, or a client that claims to be another one.
         """
         for k, one in keys.items():
             if one.client != k:
@@ -56,10 +57,10 @@ class SumServer:
         return Roster(self._keys)
 
     def passed_on(self, sealed: Mapping[int, Sealed]) -> dict[int, Sealed]:
-        """What each client is sent: the shares that the others have made for it.
+        """Returns the message to each client: the shares that the others have made for it.
 
         Raises:
-            SecureSumError: too few have made shares, or one has not for all others: masks would
+            SecureSumError: too few have made shares, or one lacks a share for another: masks would
                 not cancel.
         """
         for k, one in sealed.items():
@@ -70,7 +71,7 @@ class SumServer:
         return {k: Sealed({j: one.of[k] for j, one in sealed.items() if j != k}) for k in sealed}
 
     def present(self, masked: Mapping[int, Masked]) -> Present:
-        """Whose vectors are there, for all of them.
+        """Returns the clients whose vectors are present, for all of them.
 
         Raises:
             SecureSumError: too few vectors, or one of another length.
@@ -83,10 +84,10 @@ class SumServer:
         return Present(tuple(self.masked))
 
     def sum(self, shares: Mapping[int, Shares]) -> Words:
-        """The sum of the vectors of those that are present, uint64 [n].
+        """Returns the sum of the vectors of the present clients, uint64 [n].
 
         Raises:
-            SecureSumError: too few shares, or such as are not what was shared: there is no sum.
+            SecureSumError: too few or wrong shares: there is no sum.
         """
         answers = {k: one for k, one in shares.items() if k in self.masked}
         self._enough(len(answers), "what takes the masks away", self.terms.threshold)
