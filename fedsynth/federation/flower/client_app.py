@@ -1,19 +1,19 @@
-"""The ClientApp: for Flower's own simulation, and for SuperNodes that run the app which is sent.
+"""The ClientApp: for Flower's own simulation, and for SuperNodes that run the app they receive.
 
-Each message may start a fresh process, so that nothing stays in this one: where a client stands is
+Each message may start a fresh process, so no state stays in this one: a client's state is
 in the files of its home (`fedsynth.federation.nodes.session`), and not in Flower's context, which
-goes through the SuperNode with each message, and is gone with it.
+goes through the SuperNode with each message, and is lost with it.
 
-A data owner who wants the ledger to hold whatever a server sends starts `fedsynth client` instead
-(`fedsynth.federation.flower.executor`): there the app that is sent is never run.
+A data owner whose ledger must hold whatever a server sends starts `fedsynth client` instead
+(`fedsynth.federation.flower.executor`), which never runs a received app.
 
-The node's configuration (`--node-config`) may say, and in a simulation Flower itself says the
-first:
+The node's configuration (`--node-config`) may contain the following; in a simulation Flower itself
+sets the first:
 
-    partition-id    the client's number
+    partition-id    the client's index
     home            the folder of its ledgers
-    data            a folder of its images by class; without it, its part of the data set
-    policy          the file of its policy; without it, everything is approved (trials)
+    data            a folder of its images by class; default: its part of the data set
+    policy          the file of its policy; default: everything is approved (trials)
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ from fedsynth.federation.nodes.policy import ANY, Owner, Policy
 app = ClientApp()
 
 
-@app.query()  # type: ignore[untyped-decorator]  # Flower is not looked into
+@app.query()  # type: ignore[untyped-decorator]  # Flower is not type-checked
 def answer(message: Message, context: Context) -> Message:
-    """The answer to a server's message."""
+    """Returns the answer to a server's message."""
     run, sent = from_record(message.content)
     node = node_of(context.node_config, str(context.run_config.get("home", "")))
     return reply(run, node.answer(run, sent), message)
 
 
 def node_of(given: Mapping[str, Any], homes: str = "") -> Node:
-    """The node that a configuration says.
+    """Returns the node of a configuration.
 
     Args:
-        given: as this module's docstring has it.
-        homes: for trials, the folder in which each client has its home, where `given` names none.
+        given: as in this module's docstring.
+        homes: for trials, the folder in which each client has its home, if `given` has none.
 
     Raises:
-        MessageError: data or a policy of an owner's, and no home: a server, which names `homes`,
-            would choose the ledger.
+        MessageError: an owner's data or policy without a home: a server, which sets `homes`, would
+            choose the ledger.
     """
     if "home" not in given and {"data", "policy"} & set(given):
         raise MessageError("a node with data or a policy of its own needs a home of its own")

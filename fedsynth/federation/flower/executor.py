@@ -1,14 +1,14 @@
-"""What answers a SuperNode's messages at a data owner's, in the owner's own process.
+"""Answers a SuperNode's messages at a data owner's, in the owner's own process.
 
-A SuperNode by itself runs the app that comes with a message, which is whatever code the server has
-sent: no ledger would bind it. So the SuperNode is started with `--isolation process`, in which it
-runs nothing and leaves its tasks to others, and this takes them. It answers with the package that
-the owner has installed, never installs or imports the app that was sent, and leaves tasks of
-other kinds (agents, connectors, models) alone. The records stay in one process, and a
-message starts none.
+By itself, a SuperNode runs the app that comes with a message: any code that the server sends, which
+no ledger would bind. So the SuperNode is started with `--isolation process`, in which it runs
+nothing and leaves its tasks to other processes; this module takes them. It answers with the package
+that the owner has installed, never installs or imports the received app, and does not take tasks of
+other kinds (agents, connectors, models). The records stay in one process, and a message starts
+none.
 
-Flower has no public API for it: this speaks the SuperNode's Runtime API as Flower's own executor of
-this version does.
+Flower has no public API for this: the module uses the SuperNode's Runtime API as Flower's own
+executor of this version does.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from fedsynth.federation.flower.records import from_record, reply
 
 ACQUIRE = "/flwr.proto.Runtime/AcquireTask"
 GONE_SECONDS = 30.0
-"""How long a SuperNode that does not answer is tried."""
+"""How long a SuperNode that does not answer is retried."""
 LOOK = 0.2
-"""Seconds between two looks for a task."""
+"""Seconds between two polls for a task."""
 
 Answer = Callable[[str, bytes], bytes]
 """(run, frames) -> the answers' frames, as `Node.answer`."""
@@ -55,7 +55,7 @@ class Executor:
 
     Args:
         address: of the SuperNode's Runtime API, HOST:PORT on this machine.
-        secret: shared with the SuperNode: nobody else on this machine takes its tasks.
+        secret: shared with the SuperNode: no other process on this machine takes its tasks.
         answer: the node's.
     """
 
@@ -67,7 +67,7 @@ class Executor:
         """Answers messages, one at a time.
 
         Args:
-            going: asked between messages; when it says no, this ends.
+            going: called between messages; False ends the loop.
         """
         signed = SuperExecAuthHttpInterceptor(
             master_secret=self.secret, protected_methods=frozenset({ACQUIRE})
@@ -78,7 +78,7 @@ class Executor:
         try:
             while going():
                 token = ""
-                with suppress(httpx.HTTPError):  # the SuperNode starts, or ends
+                with suppress(httpx.HTTPError):  # the SuperNode is starting or ending
                     token = client.AcquireTask(wanted).token
                 if token:
                     self._take(token)
@@ -101,7 +101,7 @@ class Executor:
     def _take(self, token: str) -> None:
         """Answers one message. A SuperNode waits for an answer to each, so there is always one.
 
-        A SuperNode that has ended meanwhile gets none: the node keeps its answer for the server.
+        If the SuperNode has ended meanwhile, the node keeps its answer for the server.
         """
         version = RuntimeVersionHttpInterceptor(component_name="flwr-clientapp")
         client = self._client(version, RuntimeTokenHttpInterceptor(token))
@@ -122,7 +122,7 @@ class Executor:
             client.close()
 
     def _answered(self, message: Message) -> Message:
-        """The answer to a message; of one that is none of ours, that."""
+        """Returns the answer to a message, or an error for a foreign one."""
         try:
             if message.has_error():
                 raise MessageError("an error is no question")

@@ -23,7 +23,7 @@ from fedsynth.privacy.files import last_line, open_regular
 from fedsynth.validation import MAX_SECONDS, check_number
 
 LOG = "supernode.log"
-"""In the owner's folder of ledgers: what the SuperNode has said."""
+"""The SuperNode's log, in the owner's folder of ledgers."""
 WAIT = 600.0
 """Seconds without a connection after which a client gives up."""
 AGAIN = 3.0
@@ -38,19 +38,19 @@ REASONS = {
     "SuperNode terminated gracefully": "the server does not know this client's key: it was "
     "restarted, or was given other keys",
 }
-"""What a SuperNode logs before it ends -> what that means."""
+"""What a SuperNode logs before it ends -> its meaning."""
 LINGER = 6.0
-"""Seconds in which the last answer leaves, after a run that was to be the only one."""
+"""Seconds for sending the last answer, after the only run."""
 
 
 @dataclass(frozen=True)
 class Door:
-    """How a node reaches its server.
+    """The connection of a node to its server.
 
     Args:
         server: the SuperLink's HOST:PORT.
-        authority: the certificate of who has signed the server's, PEM; None: without TLS, which
-            only a server on this machine may be.
+        authority: the CA certificate that signed the server's, PEM; None: no TLS, which is allowed
+            only for a server on this machine.
         key: the node's own private key; the server knows its public one.
     """
 
@@ -85,7 +85,7 @@ class Door:
 
     @property
     def arguments(self) -> list[str]:
-        """Of the SuperNode's command."""
+        """Arguments of the SuperNode's command."""
         found = ["--superlink", self.server, "--max-wait-time", str(LOST_SECONDS)]
         if self.authority is None:
             return [*found, "--insecure"]
@@ -103,17 +103,16 @@ def join(
     once: bool = False,
     wait: float = WAIT,
 ) -> None:
-    """Connects a node, and answers until it is told to end.
+    """Connects a node, and answers messages until it has to end.
 
-    A connection that fails or is lost is made again. The node's owner is told why, once for each
-    reason.
+    A failed or lost connection is retried. The node's owner gets each reason once.
 
     Args:
         node: the data owner's.
         door: to its server.
-        going: asked between messages; when it says no, this ends.
-        once: end after the first run that has ended.
-        wait: how many seconds without a connection to the server end the attempts.
+        going: called between messages; False ends the loop.
+        once: whether to end after the first completed run.
+        wait: the seconds without a connection to the server after which it gives up.
 
     Raises:
         SettingError: `wait` is negative, not finite or more than three years.
@@ -146,7 +145,7 @@ def join(
 
 
 class _Connection:
-    """One SuperNode, as long as it lasts, and the answers to its messages.
+    """One SuperNode, until it ends, and the answers to its messages.
 
     Args:
         node: the data owner's.
@@ -164,10 +163,10 @@ class _Connection:
         self.was_made = False
 
     def serve(self, going: Callable[[], bool], *, once: bool) -> str:
-        """Answers until the SuperNode or the node's work ends.
+        """Answers messages until the SuperNode or the node's work ends.
 
         Returns:
-            Why the SuperNode has ended; "": the node's work has.
+            The reason why the SuperNode has ended; "": the node's work has.
         """
         from fedsynth.federation.flower.executor import Executor
 
@@ -203,7 +202,7 @@ class _Connection:
 
 
 def _reason(said: str, log: Path) -> str:
-    """Why a SuperNode has ended, by what it has logged."""
+    """Returns why a SuperNode has ended, from its log."""
     for mark, reason in REASONS.items():
         if mark in said:
             return reason

@@ -1,7 +1,7 @@
-"""Keys and certificates for a federation: a CA of its own, the server's certificate, nodes' keys.
+"""Keys and certificates for a federation: its own CA, the server's certificate, nodes' keys.
 
 For trials, and for federations whose parties exchange these files by hand. The CA's own key is
-thrown away: another certificate needs a new CA. The curves are NIST's, as Flower requires.
+discarded: another certificate needs a new CA. The curves are NIST's, as Flower requires.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ UNUSED = (
     "digital_signature content_commitment key_encipherment data_encipherment key_agreement "
     "encipher_only decipher_only"
 )
-"""What a CA's key is not for."""
+"""The uses that a CA's key does not have."""
 Extension = tuple[x509.ExtensionType, bool]
 """An extension of a certificate, and whether it is critical."""
 
@@ -47,13 +47,13 @@ def make_keys(folder: Path, clients: int, hosts: tuple[str, ...] = (), days: int
     """Writes ca.crt, server.crt, server.key, and for each client client-NNN and client-NNN.pub.
 
     Args:
-        folder: made; it must not hold any of them.
-        clients: how many.
-        hosts: names and addresses of the server, besides this machine's own.
-        days: how long certificates are valid.
+        folder: created if missing; it must not contain any of these files.
+        clients: the number of clients.
+        hosts: names and addresses of the server, in addition to this machine's own.
+        days: the validity of the certificates.
 
     Raises:
-        SettingError: a number out of range, or a host that is no name.
+        SettingError: a number out of range, or an invalid host name.
         OutputError: the files cannot be written, or one exists.
     """
     check_number(None, "clients", clients, 1, MOST_CLIENTS, whole=True)

@@ -1,13 +1,13 @@
-"""Flower's SuperLink and SuperNode, which end when their parent process is gone:
-`python -m fedsynth.federation.flower.launch superlink|supernode OPTIONS`.
+"""Flower's SuperLink and SuperNode, which end with their parent process: `python -m
+fedsynth.federation.flower.launch superlink|supernode OPTIONS`.
 
-One port of a SuperLink serves the nodes (Fleet API), whoever starts and stops runs and registers
-nodes (Control API), and the processes of a run (Runtime API). The last two have no business outside
-of the machine: whoever may start a run runs code on it. Here they answer the machine itself alone;
-nodes, who authenticate by their keys, have the Fleet API.
+One port of a SuperLink serves the nodes (Fleet API), the users who start and stop runs and register
+nodes (Control API), and the processes of a run (Runtime API). The last two must not be reachable
+from outside the machine: whoever may start a run runs code on it. Here they answer only the machine
+itself; nodes, which authenticate by their keys, have the Fleet API.
 
-Flower checks a node's signature after it has taken in the whole request. Here it is checked first,
-by Flower's own function: what a stranger sends takes no memory.
+Flower checks a node's signature after it has read the whole request. Here Flower's own function
+checks it first, so that untrusted input takes no memory.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ App = Callable[[Scope, Any, Any], Awaitable[None]]
 
 
 class Gate:
-    """ASGI middleware: `FOR_NODES` is for nodes with a known key, and all else for this machine.
+    """ASGI middleware: `FOR_NODES` is for nodes with a known key, and everything else for this
+    machine.
 
-    A request that is refused is refused before its body is read.
+    A request is refused before its body is read.
 
     Args:
         app: the rest of the SuperLink.
@@ -54,7 +55,7 @@ class Gate:
 
 
 async def _status(scope: Scope) -> int:
-    """200 for a request that is answered, else the status of its refusal."""
+    """Returns 200 for an accepted request, otherwise the status of its refusal."""
     if not allowed(scope["path"], scope.get("client")):
         return 403
     if scope["path"].startswith(FOR_NODES) and scope["app"].state.enable_supernode_auth:
@@ -66,7 +67,7 @@ async def _status(scope: Scope) -> int:
 
 
 def _is_known_node(scope: Scope) -> bool:
-    """Whether a request's headers are signed with a registered node's key, at about this time."""
+    """Returns whether a request's headers carry a recent signature of a registered node's key."""
     from base64 import b64decode
     from binascii import Error
 
@@ -88,7 +89,7 @@ def _is_known_node(scope: Scope) -> bool:
 
 
 def allowed(path: str, client: tuple[str, int] | None) -> bool:
-    """Whether a request may be answered, by where it comes from.
+    """Returns whether a request may be answered, by its origin.
 
     >>> allowed("/v1/fleet/pull-messages", ("192.0.2.7", 80))
     True
@@ -108,7 +109,7 @@ def allowed(path: str, client: tuple[str, int] | None) -> bool:
 
 
 def superlink() -> None:
-    """Runs `flower-superlink`, whose control stays on its own machine."""
+    """Runs `flower-superlink`, with control limited to its own machine."""
     from flwr.superlink import extensions
     from flwr.superlink.cli.flower_superlink import flower_superlink
     from starlette.middleware import Middleware
@@ -119,15 +120,15 @@ def superlink() -> None:
 
 
 def supernode() -> None:
-    """Runs `flower-supernode`, which ends when it has lost its server."""
+    """Runs `flower-supernode`, and ends when it has lost its server."""
     from flwr.supernode.cli.flower_supernode import flower_supernode
 
     flower_supernode()
-    os._exit(1)  # a thread of its own keeps the process alive
+    os._exit(1)  # a thread of Flower's keeps the process alive
 
 
 def end_with_parent(seconds: float = 0.5) -> None:
-    """Ends this process when its parent process is gone, also after a SIGKILL."""
+    """Ends this process when its parent process has ended, also after a SIGKILL."""
     parent = os.getppid()
 
     def watch() -> None:
@@ -141,7 +142,7 @@ def end_with_parent(seconds: float = 0.5) -> None:
 
 
 def main() -> None:
-    """Runs the one that is named first."""
+    """Runs the program that the first argument names."""
     end_with_parent()
     name = sys.argv.pop(1)
     {"superlink": superlink, "supernode": supernode}[name]()

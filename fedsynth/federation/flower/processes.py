@@ -1,6 +1,7 @@
 """Flower's SuperLink and SuperNode as processes that end with this one.
 
-No telemetry, no look for updates, no usage statistics of Ray, and no packages installed by an app.
+They send no telemetry, check for no updates, collect no usage statistics of Ray, and install no
+packages of an app.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ QUIET: Mapping[str, str] = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2",
 }
-"""Environment of every process of Flower's."""
+"""The environment of every Flower process."""
 GRACE_SECONDS = 10.0
 """How long a process has to end by itself."""
 START_SECONDS = 60.0
@@ -34,7 +35,7 @@ START_SECONDS = 60.0
 
 
 class FlowerError(FedsynthError):
-    """A process of Flower's did not start, or ended."""
+    """A Flower process did not start, or ended."""
 
 
 def require_flower() -> None:
@@ -46,7 +47,7 @@ def require_flower() -> None:
 
 
 def environment(home: Path) -> dict[str, str]:
-    """Returns the environment of a process of Flower's, whose files go into `home`."""
+    """Returns the environment of a Flower process, whose files go into `home`."""
     scripts = str(Path(sys.executable).parent)  # where Flower's own commands look for each other
     path = os.pathsep.join([scripts, os.environ.get("PATH", "")])
     return {**os.environ, **QUIET, "FLWR_HOME": str(home), "PATH": path}
@@ -69,17 +70,17 @@ def command(name: str) -> str:
 def listening(
     name: str, arguments: Sequence[str], port: int, home: Path, log: Path
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A SuperLink or SuperNode that listens, as long as the block lasts.
+    """Runs a listening SuperLink or SuperNode for the duration of the block.
 
     Args:
         name: "superlink" or "supernode".
         arguments: its options.
-        port: it listens there on this machine.
+        port: its port on this machine.
         home: FLWR_HOME.
-        log: the file that its output goes to.
+        log: the file for its output.
 
     Raises:
-        FlowerError: it has ended before, or does not listen in time; with the log's last line.
+        FlowerError: it ended early, or does not listen in time; with the log's last line.
     """
     module = [sys.executable, "-m", "fedsynth.federation.flower.launch", name]
     with open_regular(log, writing=True, create=True) as file:
@@ -99,13 +100,13 @@ def listening(
 
 
 def stop(process: subprocess.Popen[Any], grace: float = GRACE_SECONDS) -> None:
-    """Ends a process and its children: first politely."""
+    """Ends a process and its children: first with SIGTERM, then with SIGKILL."""
     for sent, seconds in ((signal.SIGTERM, grace), (signal.SIGKILL, grace)):
         if process.poll() is None:
             process.send_signal(sent)
             with suppress(subprocess.TimeoutExpired):
                 process.wait(seconds)
-    with suppress(ProcessLookupError, PermissionError):  # its group, if anything is left of it
+    with suppress(ProcessLookupError, PermissionError):  # its group, if any process of it is left
         os.killpg(process.pid, signal.SIGKILL)
 
 
@@ -121,7 +122,7 @@ def _wait_for_port(name: str, port: int, process: subprocess.Popen[bytes], log: 
 
 
 def free_port() -> int:
-    """Returns a port of this machine that nobody listens on now."""
+    """Returns a port of this machine on which no process listens now."""
     with socket.socket() as probe:
         probe.bind((HERE, 0))
         return int(probe.getsockname()[1])

@@ -1,7 +1,7 @@
-"""Our messages as Flower's, and back: bytes in a `ConfigRecord`, beside the name of the run.
+"""Conversion of our messages to Flower's, and back: bytes and the run's name in a `ConfigRecord`.
 
 Nothing else of Flower's records is used: its arrays are for models that are averaged, and ours are
-checked by the methods' own declarations (`fedsynth.core.messages`).
+checked against the methods' own declarations (`fedsynth.core.messages`).
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from fedsynth.errors import MessageError
 
 RECORD = "fedsynth"
 KIND = "query"
-"""Flower's type of our messages: it names no training, so that no strategy takes them for one."""
+"""Flower's type of our messages: it names no training, so that no strategy processes them."""
 
 
 def to_record(run: str, sent: bytes) -> RecordDict:
-    """What is sent, as Flower carries it.
+    """Returns bytes in Flower's form.
 
     Args:
         run: the run's name.
@@ -28,10 +28,10 @@ def to_record(run: str, sent: bytes) -> RecordDict:
 
 
 def from_record(content: RecordDict) -> tuple[str, bytes]:
-    """The run's name, and the bytes.
+    """Returns the run's name, and the bytes.
 
     Raises:
-        MessageError: it is no message of ours.
+        MessageError: it is not our message.
     """
     try:
         record: Any = content[RECORD]
@@ -45,10 +45,10 @@ def from_record(content: RecordDict) -> tuple[str, bytes]:
 
 
 def request(run: str, sent: bytes, node: int, seconds: float) -> Message:
-    """A message to a node, which nobody answers any more when its time is over."""
+    """Returns a message to a node, which expires after `seconds`."""
     return Message(to_record(run, sent), node, KIND, ttl=seconds)
 
 
 def reply(run: str, sent: bytes, to: Message) -> Message:
-    """The answer to a message."""
+    """Returns the answer to a message."""
     return Message(to_record(run, sent), reply_to=to)

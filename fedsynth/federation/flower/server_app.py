@@ -1,13 +1,13 @@
 """The ServerApp: a run's rounds over Flower's Grid.
 
-It is no Strategy: Flower's strategies average arrays, and here the method makes the next state of
-whatever its clients send. Flower starts it in a process of its own on the SuperLink's machine, with
-a run's settings in its configuration:
+It is not a Strategy: Flower's strategies average arrays, and here the method computes the next
+state from its clients' uploads. Flower starts it in a separate process on the SuperLink's machine,
+with a run's settings in its configuration:
 
     proposal    the run's, as JSON
-    output      the folder that run folders go into
-    resume      the folder of a run to go on with; ""
-    numbers     which client each node is, as JSON {"node": client}; "{}": each says so itself
+    output      the parent folder of run folders
+    resume      the folder of the run to resume; ""
+    numbers     which client each node is, as JSON {"node": client}; "{}": each node states it
     join, answer    how many seconds the server waits
 """
 
@@ -30,19 +30,19 @@ from fedsynth.federation.nodes.served import Post, Served, serve
 from fedsynth.federation.observer import Observer
 
 LOOK = 0.3
-"""Seconds between two looks for answers."""
+"""Seconds between two polls for answers."""
 DONE = "done.json"
-"""In the output folder: where the run's folder is, for who has started it; or the error."""
+"""In the output folder: the run folder's path, for the process that started it; or the error."""
 
 app = ServerApp()
 
 
 class OverGrid:
-    """Carries messages over Flower's Grid.
+    """Transports messages over Flower's Grid.
 
     Args:
         grid: Flower's.
-        look: seconds between two looks for answers.
+        look: seconds between two polls for answers.
     """
 
     def __init__(self, grid: Grid, look: float = LOOK) -> None:
@@ -51,11 +51,13 @@ class OverGrid:
         self.run = ""
 
     def nodes(self) -> Sequence[int]:
-        """Those that are connected."""
+        """Returns the connected nodes."""
         return sorted(self._grid.get_node_ids())
 
     def ask(self, messages: Mapping[int, bytes], seconds: float) -> dict[int, bytes | str]:
-        """Sends all, and takes what comes in time; what comes later is answered to nobody."""
+        """Sends all messages, and returns the answers that arrive in time; later ones are
+        dropped.
+        """
         ends = time.monotonic() + seconds
         sent = {
             node: request(self.run, content, node, max(1.0, seconds))
@@ -74,7 +76,7 @@ class OverGrid:
         return found
 
     def _answer(self, message: Message) -> bytes | str:
-        """What a node has sent, or why it is nothing."""
+        """Returns a node's answer, or why there is none."""
         if message.has_error():
             return f"does not answer: {message.error.reason!s:.200}"
         try:
@@ -85,7 +87,7 @@ class OverGrid:
 
 
 class Said(Observer):
-    """Prints what a run says: Flower keeps it in its log."""
+    """Prints a run's messages, which Flower stores in its log."""
 
     def note(self, text: str) -> None:
         print(text, flush=True)
@@ -94,9 +96,9 @@ class Said(Observer):
         print(json.dumps(dict(row)), flush=True)
 
 
-@app.main()  # type: ignore[untyped-decorator]  # Flower is not looked into
+@app.main()  # type: ignore[untyped-decorator]  # Flower is not type-checked
 def main(grid: Grid, context: Context) -> None:
-    """Plays the run that the configuration says, and leaves where its folder is."""
+    """Runs the configured run, and writes where its folder is."""
     given = context.run_config
     output = Path(str(given["output"]))
     try:
@@ -108,7 +110,7 @@ def main(grid: Grid, context: Context) -> None:
 
 
 def played(grid: Grid, given: Mapping[str, Any]) -> Served:
-    """Plays the run of a configuration.
+    """Runs the run of a configuration.
 
     Args:
         grid: Flower's.
@@ -128,6 +130,6 @@ def played(grid: Grid, given: Mapping[str, Any]) -> Served:
 
 
 def _leave(output: Path, token: str, facts: Mapping[str, str]) -> None:
-    """Says to who has started the run how it ended; `token` names the start."""
+    """Writes how the run ended, for the process that started it; `token` identifies the start."""
     output.mkdir(parents=True, exist_ok=True)
     (output / f".{token}-{DONE}").write_text(json.dumps(dict(facts)), encoding="utf-8")

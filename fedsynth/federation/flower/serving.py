@@ -1,8 +1,9 @@
-"""`fedsynth server`: Flower's SuperLink and one run on it, from its start to its end; and the Flower app
-folder of a run, which `flwr run` takes and `fedsynth deploy init` writes.
+"""`fedsynth server`: Flower's SuperLink and one run on it, from its start to its end; and the
+Flower app folder of a run, which `flwr run` reads and `fedsynth deploy init` writes.
 
-The app is the package's own; the folder names it and holds the run's proposal. A data owner's node
-needs none of it (`fedsynth client` answers with what is installed there)."""
+The app is part of this package; the folder names it and holds the run's proposal. A data owner's
+node does not need it (`fedsynth client` answers with the installed package).
+"""
 
 from __future__ import annotations
 
@@ -42,16 +43,16 @@ DEFAULTS: Mapping[str, Any] = {
     "answer": 3600.0,
     "home": "",
 }
-"""A run's configuration besides its proposal; `server_app` and `client_app` read it."""
+"""A run's configuration except its proposal; read by `server_app` and `client_app`."""
 
 
 def write_app(folder: Path, proposal: Proposal, options: Mapping[str, Any]) -> None:
     """Writes the folder.
 
     Args:
-        folder: made if it is missing.
+        folder: created if it is missing.
         proposal: the run.
-        options: what differs from `DEFAULTS`.
+        options: the differences from `DEFAULTS`.
 
     Raises:
         OutputError: it cannot be written.
@@ -63,7 +64,7 @@ def write_app(folder: Path, proposal: Proposal, options: Mapping[str, Any]) -> N
         (package / "__init__.py").write_text('"""A run of fedsynth."""\n', encoding="utf-8")
         for name in APPS:
             module = f"fedsynth.federation.flower.{name}_app"
-            text = f'from {module} import app\n\n__all__ = ["app"]\n'  # Flower looks for a name
+            text = f'from {module} import app\n\n__all__ = ["app"]\n'  # Flower imports a name
             (package / f"{name}.py").write_text(text, encoding="utf-8")
     except OSError as error:
         raise OutputError(f"cannot write {folder}: {error.strerror or error}") from None
@@ -95,7 +96,7 @@ def _project(proposal: Proposal, options: Mapping[str, Any]) -> str:
 HOSTS = (HERE, "0.0.0.0")
 CONNECTION = "here"
 LOG = "superlink.log"
-"""Besides the run folders: the SuperLink's output."""
+"""The SuperLink's output, next to the run folders."""
 
 
 @dataclass(frozen=True)
@@ -103,11 +104,11 @@ class Link:
     """A SuperLink as `fedsynth server` starts it.
 
     Args:
-        port: it listens there.
+        port: the port that it listens on.
         keys: the folder of server.crt, server.key, ca.crt and each client's client-NNN.pub: no
             other nodes connect. The certificate must name 127.0.0.1, too. None: without TLS and
             without node authentication, for trials on one machine.
-        clients: how many.
+        clients: the number of clients.
         host: "127.0.0.1", or "0.0.0.0" for nodes elsewhere.
 
     Raises:
@@ -173,9 +174,9 @@ class Started:
     """A SuperLink that listens.
 
     Args:
-        link: as it was asked for.
+        link: its settings.
         home: its FLWR_HOME.
-        numbers: which client each node is, by the keys that were given.
+        numbers: node -> client, by the given keys.
     """
 
     link: Link
@@ -183,7 +184,7 @@ class Started:
     numbers: dict[int, int] = field(default_factory=dict)
 
     def flwr(self, *arguments: str) -> str:
-        """What one of Flower's commands prints.
+        """Returns the output of one of Flower's commands.
 
         Raises:
             FlowerError: it fails.
@@ -204,10 +205,10 @@ class Started:
         return done.stdout
 
     def register(self) -> None:
-        """Registers the nodes' keys: nobody else's node connects.
+        """Registers the nodes' keys: no other node can connect.
 
         Raises:
-            FlowerError: a file holds no key.
+            FlowerError: a file has no key.
         """
         for number, key in enumerate(self.link.public_keys):
             said = self.flwr(
@@ -267,11 +268,11 @@ class Started:
 
 @contextmanager
 def superlink(link: Link, logs: Path) -> Iterator[Started]:
-    """A SuperLink, as long as the block lasts, with its nodes' keys registered.
+    """Runs a SuperLink, with its nodes' keys registered, for the duration of the block.
 
     Args:
-        link: what to start.
-        logs: the folder that its log goes into.
+        link: its settings.
+        logs: the folder of its log.
 
     Raises:
         FlowerError: it does not start.
@@ -290,7 +291,7 @@ def superlink(link: Link, logs: Path) -> Iterator[Started]:
 
 
 def _ended(output: Path, token: str) -> Path:
-    """What the ServerApp has left for who has started it."""
+    """Returns the run folder that the ServerApp has written for the process that started it."""
     file = output / f".{token}-done.json"
     try:
         facts = load_json(file)
