@@ -341,7 +341,7 @@ def preset_sections(table: Preset, given: Changes) -> tuple[Sections, Cell]:
     cell = main_cell(table, **filters)
     sections = table.sections(cell)
     settings = override(sections, given)
-    for column in ("dataset", "method"):  # given as the table's word; the cell has this package's
+    for column in ("dataset", "method"):  # `given` may have the table's words
         section, key = SELECTORS[column]
         if key in sections[section]:
             settings[section][key] = sections[section][key]

@@ -1,9 +1,9 @@
 """A sweep's file: settings that all its runs share, and the axes of its grid.
 
-[sweep]                      # all of it may be left out
+[sweep]                      # optional, as is each key
 output = "sweeps/skew"       # default: sweeps/NAME of the file
 jobs = 2                     # runs at once; default 1
-memory_gb = 10               # of all of them together
+memory_gb = 10               # of all concurrent runs together
 metrics = ["test_accuracy"]  # of summary.json
 
 [run]                        # and [partition], [model], …: as in a run's config.toml
@@ -11,7 +11,7 @@ rounds = 5
 
 [grid]                       # each list is an axis
 method = ["fedavg", "feddm"]
-alpha = [0.1, 1.0]           # the section may be left out where only one has such a setting
+alpha = [0.1, 1.0]           # without a section: the first that has such a setting
 seed = [0, 1, 2]
 "model.width" = [32, 64]
 

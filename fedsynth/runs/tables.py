@@ -128,7 +128,7 @@ _TEX |= {"~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
 
 
 def _latex(sweep: Sweep, rows: Sequence[Sequence[str]]) -> str:
-    """With booktabs' rules."""
+    """Returns a LaTeX table with booktabs' rules."""
     texts = sum(name != SEED for name in sweep.axes)
     head, *body = [" & ".join(map(_tex, row)) + r" \\" for row in rows]
     columns = "l" * texts + "r" * (len(rows[0]) - texts)
@@ -145,7 +145,7 @@ def _tex(cell: str) -> str:
 
 
 def _csv(sweep: Sweep, lines: Sequence[Line]) -> str:
-    """Mean and standard deviation in columns of their own, unrounded and unscaled."""
+    """Returns CSV with mean and standard deviation in separate columns, unrounded and unscaled."""
     axes = [name for name in sweep.axes if name != SEED]
     names = list(dict.fromkeys((*sweep.metrics, "epsilon", "upload_bytes", "seconds")))
     text = io.StringIO()

@@ -122,10 +122,10 @@ class SiameseDraws:
 
 
 TURN = 0.15  # radians; this and the next four are maxima
-WARP_SCALE = 0.15  # of the size
-SHEAR = 0.1  # of a side
-WARP_SHIFT = 0.16  # of half a side
-BEND = 0.12  # of half a side, at the knots of a grid
+WARP_SCALE = 0.15  # relative change of the size
+SHEAR = 0.1  # relative to a side
+WARP_SHIFT = 0.16  # relative to half a side
+BEND = 0.12  # relative to half a side, at the knots of a grid
 KNOTS = 5  # of this grid, per side
 
 

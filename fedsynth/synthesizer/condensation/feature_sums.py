@@ -134,7 +134,7 @@ class NetworkMeansMatcher:
         for start in range(0, len(self._examples), size):
             some = self._examples[start : start + size]
             segment = self._segment[start : start + size]
-            first = int(segment[0])  # ascending, and on the CPU
+            first = int(segment[0])  # `segment` is ascending, and on the CPU
             stop = int(segment[-1]) + 1
             where = segment.to(some.device, non_blocking=True)
             u = features.real(self._clients.images(some), where)

@@ -114,7 +114,7 @@ def public_start(
     for label in range(classes):
         best = scores[:, label].topk(ipc).indices
         chosen.append(drawn[best])
-        scores[best] = -torch.inf  # taken
+        scores[best] = -torch.inf  # not selected again
     return torch.stack(chosen)
 
 

@@ -165,7 +165,8 @@ class NetworkFeatures:
         if self._statistics is not None:
             SharedStatistics.of(network).assign(self._statistics[segment_N], len(self._statistics))
         if not torch.is_grad_enabled():
-            # `to`, not `contiguous`, which skips images of one channel, whose convolutions then run NCHW
+            # `to`, not `contiguous`: the latter leaves images of one channel unchanged, and their
+            # convolutions then run in NCHW
             x_NCHW = x_NCHW.to(memory_format=torch.channels_last)
         h: Tensor = network.embed(x_NCHW)  # type: ignore[operator]
         return h

@@ -22,7 +22,7 @@ from fedsynth.models.batch_statistics import batch_statistics
 from fedsynth.seeding import torch_generator
 from fedsynth.synthesizer.generation.generators import make_generator
 
-PAIRS = 64  # generators whose weights, gradients and images are held at a time
+PAIRS = 64  # generators whose weights, gradients and images are in memory at a time
 Aggregate = Callable[[Tensor, Tensor], Tensor]
 """(logits of all models [m, N, C], target labels [N]) -> logits of the ensemble [N, C]."""
 

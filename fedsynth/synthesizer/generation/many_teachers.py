@@ -75,7 +75,7 @@ class Distilled:
 
 @dataclass(frozen=True)
 class OneShotDistillation:
-    """Settings, with FedHydra's values; where the papers give none, with the reason.
+    """Settings with FedHydra's values, and reasons for those that the papers do not give.
 
     Args:
         epochs: T_g.
@@ -92,20 +92,20 @@ class OneShotDistillation:
         only_disagreement: DENSE's L_AD.
         images: which of an epoch's images the student is trained on. "all": those of every
             generator step, a student step for each batch ("leverages all generated intermediate
-            images", FedHydra, Sec. 2); "last": one batch, generated after the last step (only
-            Algorithm 1, which has one student step); "best": the batch of the step with the lowest
-            loss (DENSE's public code).
+            images", FedHydra, Sec. 2); "last": one batch, generated after the last step (Algorithm
+            1 taken literally, with its one student step); "best": the batch of the step with the
+            lowest loss (DENSE's public code).
         replay: train on the images of all epochs so far (DENSE's public code) instead of this
             epoch's.
         flips, crop: random views, see `Views`. The ensemble receives views while the generator is
-            trained; the student and its teacher receive new ones in each pass, with crops only of
-            colour images (DENSE's public code, which crops CIFAR for the student, and flips digits,
-            too).
+            trained. The student and its teacher receive new ones in each pass, cropped only if
+            images are in colour (DENSE's public code, which crops CIFAR for the student, and flips
+            digits, too).
         hard_weight: β; the paper gives none: 1.
         learning_rate: of the student's SGD.
         momentum: of the student's SGD: 0, as FedHydra's paper gives none (Sec. 4.1.4). With a
-            student step for every generator step, on images that hardly differ, momentum adds up
-            the steps: at 0.9 students learn less at most skews, and may collapse
+            student step for every generator step, on images that hardly differ, momentum
+            accumulates the steps: at 0.9 students learn less at most skews, and may collapse
             (docs/results.md). DENSE's public code, which trains on each image among many others
             (`replay`), has 0.9.
     """

@@ -47,7 +47,7 @@ def generated_tally(teacher: nn.Module, generator: Generator, images: int = TALL
     draws = torch_generator(0, "tally of generated images", device=device)
     z = torch.randn(images, generator.latent, generator=draws, device=device)
     mode = teacher.training
-    with torch.no_grad():  # a copy of the generator: its batch norms keep running statistics
+    with torch.no_grad():  # a copy, because the pass updates the running statistics
         made = copy.deepcopy(generator).train().normalised(z)
         answer: Tensor = teacher.eval()(made)
     teacher.train(mode)
@@ -177,7 +177,7 @@ class DataFreeDistiller:
 
     Args:
         teacher: a trained network with `embed` and `classifier`.
-        spec: describes its images; only public facts of it are used.
+        spec: of the teacher's images; only public facts of it are used.
         steps: of generator and student.
         batch: images of a step; the paper gives none.
         learning_rate: of the student's SGD (0.01 for LeNet-5, 0.1 for ResNet-8); it decays to zero
@@ -195,8 +195,8 @@ class DataFreeDistiller:
         latent: length of the generator's noise.
         width: of the generator.
         replay: additional student steps, in each step, on random earlier batches; the paper has 0.
-            A student's step costs little compared with a generator's, and old images with the
-            teacher's logits remain valid training data.
+            A student's step costs little compared with a generator's, and the teacher's logits on
+            old images are still valid.
         kept: number of the last batches that `replay` draws from.
         seed: of the generator's weights and noise.
 
