@@ -105,9 +105,9 @@ class OneShotDistillation:
         learning_rate: of the student's SGD.
         momentum: of the student's SGD: 0, as FedHydra's paper gives none (Sec. 4.1.4). With a
             student step for every generator step, on images that hardly differ, momentum
-            accumulates the steps: at 0.9 students learn less at most skews, and may collapse
-            (docs/results.md). DENSE's public code, which trains on each image among many others
-            (`replay`), has 0.9.
+            accumulates the steps: at 0.9 students learn less at most skews, and their hidden units
+            may die (docs/results.md). DENSE's public code, which trains on each image among many
+            others (`replay`), has 0.9.
     """
 
     epochs: int = 200
