@@ -1,5 +1,5 @@
-"""How figures and texts of a privacy report are printed: never smaller than computed, and as text
-whatever they contain."""
+"""Formatting of a privacy report's figures and texts: figures are never rounded down, and texts are
+escaped."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BLOCK_START = re.compile(r"([-+=#]+(?:\s|$))|(\d+)([.)])(?=\s|$)")
 
 
 def format_epsilon(value: float) -> str:
-    """Returns ε to three significant digits, rounded up: the one rule for every ε that is printed.
+    """Returns ε rounded up to three significant digits, the format of every printed ε.
 
     >>> format_epsilon(8.941), format_epsilon(8.0), format_epsilon(0.0)
     ('8.95', '8', '0')
@@ -29,8 +29,8 @@ def format_epsilon(value: float) -> str:
 
 
 def format_rounded_up(value: float, digits: int) -> str:
-    """Returns a value rounded up to significant digits, so that nothing printed is smaller than
-    what was computed."""
+    """Returns a value rounded up to significant digits, so that no printed value is smaller than
+    the computed one."""
     if value <= 0:
         return "0"
     if math.isinf(value):
@@ -83,7 +83,7 @@ def format_rounds(rounds: Sequence[int]) -> str:
 
 
 def band(epsilon: float) -> str:
-    """Returns how strong a guarantee with this ε is commonly called.
+    """Returns the common label for the strength of a guarantee with this ε.
 
     >>> band(0.5), band(8.0), band(30.0)
     ('strong', 'reasonable', 'weak, or none')
@@ -92,7 +92,7 @@ def band(epsilon: float) -> str:
 
 
 def printable(text: str) -> str:
-    """Returns a text on one line, without characters that steer a terminal or a page."""
+    """Returns a text on one line, with unprintable characters replaced."""
     line = " ".join(text.split())
     if line.isprintable():
         return line
@@ -100,8 +100,8 @@ def printable(text: str) -> str:
 
 
 def as_markdown(value: Any) -> Any:
-    """Returns a report whose texts mean only themselves in Markdown: printable, on one line, and
-    escaped. A report may come from anybody."""
+    """Returns a report with all texts printable, on one line, and escaped for Markdown, as a report
+    is untrusted input."""
     if isinstance(value, str):
         text = _MARKDOWN.sub(lambda found: "\\" + found[0], printable(value))
         start = _BLOCK_START.match(text)

@@ -153,7 +153,7 @@ class PrivatePlan:
 
 
 def check_plans(plans: Sequence[PrivatePlan]) -> None:
-    """Refuses what no step could ask for by name.
+    """Refuses plans that steps cannot ask for by name.
 
     Raises:
         PrivacySettingError: there is no plan, or two have the same name.

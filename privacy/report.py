@@ -1,7 +1,7 @@
-"""Builds the privacy report of a run, and writes it.
+"""Building and writing the privacy report of a run.
 
 The report is itself a release, so it is built only from public settings and ledger rows: no
-counts, no losses. Without a guarantee it states why, and no ε.
+counts, no losses. Without a guarantee, it states the reasons and no ε.
 """
 
 from __future__ import annotations
@@ -59,15 +59,15 @@ def build_report(
     """Returns the report as a JSON-able mapping (`Report`), without NaN or infinity.
 
     Args:
-        facts: what is public beside the ledgers.
-        histories: what each client's ledger holds.
-        rows_before: client → the rows that its ledger held when the run began; 0 if not named.
+        facts: the public facts that are not in the ledgers.
+        histories: each client's ledger rows.
+        rows_before: client → number of rows in its ledger when the run began; 0 if missing.
 
-    `guarantee` is None where nothing is guaranteed, or where test-only randomness was used.
+    `guarantee` is None if there is no guarantee or if test-only randomness was used.
 
     Raises:
-        PrivacySettingError: δ or the adjacency is out of range, or a guarantee is claimed without
-            any ledger.
+        PrivacySettingError: δ or the adjacency is out of range, or a guarantee is claimed without a
+            ledger.
     """
     facts.check()
     rows = {one.client: one.releases for one in histories}
@@ -102,8 +102,7 @@ def build_report(
 
 
 def write_report(report: Mapping[str, Any], folder: Path) -> tuple[Path, Path, Path]:
-    """Writes privacy_report.json, .md and .html into `folder`; each appears whole, and on the disk,
-    or not at all.
+    """Writes privacy_report.json, .md and .html into `folder`, each atomically and durably.
 
     Raises:
         PrivacyError: the folder cannot be written to.
@@ -123,7 +122,8 @@ def write_report(report: Mapping[str, Any], folder: Path) -> tuple[Path, Path, P
 
 
 def reasons_in_ledgers(ledgers: Mapping[str, Rows]) -> list[str]:
-    """Why the ledgers alone rule a guarantee out: unaccounted rows and rows without noise."""
+    """Returns the reasons in the ledgers that rule out a guarantee: unaccounted rows and rows
+    without noise."""
     reasons: dict[str, None] = {}
     for rows in ledgers.values():
         for row in rows:
@@ -135,12 +135,12 @@ def reasons_in_ledgers(ledgers: Mapping[str, Rows]) -> list[str]:
 
 
 def guarantee(ledgers: Mapping[str, Rows], delta: float, adjacency: str) -> Guarantee:
-    """Returns (ε, δ) of the worst client, ε by client and by round, ε(δ), and what an attacker can
-    gain; each figure is the largest over the clients."""
+    """Returns (ε, δ) of the worst client, ε by client and by round, ε(δ), and the bounds on
+    attacks; each figure is the largest over the clients."""
     by_client = {name: epsilon(rows, delta, adjacency) for name, rows in ledgers.items()}
     worst = max(by_client, key=lambda name: by_client[name])
     histories = {name: epsilon_by_round(each, delta, adjacency) for name, each in ledgers.items()}
-    # which client is worst may depend on δ, on the attack and on the group
+    # the worst client may depend on δ, on the attack and on the group size
     different = list({totals(each): each for each in ledgers.values()}.values())
     curve = []
     for point in sorted({*CURVE_DELTAS, delta}, reverse=True):
@@ -170,8 +170,8 @@ def guarantee(ledgers: Mapping[str, Rows], delta: float, adjacency: str) -> Guar
 
 
 def over_clients(histories: Mapping[str, Mapping[int, float]]) -> list[AfterRound]:
-    """After each round: the worst client's ε, the median's, and every client's; one without a
-    release since keeps its own."""
+    """Returns the worst, the median and every client's ε after each round; a client without a new
+    release keeps its ε."""
     table: list[AfterRound] = []
     now = dict.fromkeys(histories, 0.0)
     for number in sorted({number for history in histories.values() for number in history}):
@@ -183,8 +183,8 @@ def over_clients(histories: Mapping[str, Mapping[int, float]]) -> list[AfterRoun
 
 
 def alone(rows: Rows, delta: float, adjacency: str) -> list[ReleaseKind]:
-    """The ε of each kind of release if it were the only one: they do not add up to the whole, which
-    is less."""
+    """Returns the ε of each kind of release if it were the only one. These do not add up to the
+    total ε, which is smaller."""
     kinds: dict[tuple[str, str], list[Release]] = defaultdict(list)
     for row in rows:
         kinds[row.quantity, row.mechanism].append(row)
@@ -195,14 +195,14 @@ def alone(rows: Rows, delta: float, adjacency: str) -> list[ReleaseKind]:
 
 
 def group(rows: Rows, delta: float, size: int, adjacency: str) -> Group:
-    """ε that holds for `size` units (examples, or users) of one client together, at the same δ;
-    `epsilon` is None where not computed.
+    """Returns the ε that holds for `size` units (examples or users) of one client together, at the
+    same δ; its `epsilon` is None if it cannot be computed.
 
-    Without subsampling, `size` units move each sum by at most size·clip, so ε is that of noise
-    multiplier σ/size: exact. With subsampling, an (ε', δ') guarantee for one unit gives size·ε' at
+    Without subsampling, `size` units change each sum by at most size·clip, so ε is exactly that of
+    noise multiplier σ/size. With subsampling, an (ε', δ') guarantee for one unit gives size·ε' at
     δ'·(1 + e^ε' + … + e^{(size−1)ε'}) (Dwork & Roth 2014, Theorem 2.2's chain of neighbours); the
-    smallest such ε' on a grid is used. It is often out of the accountant's numerical reach, since
-    δ' must be tiny.
+    smallest such ε' on a grid is used. It is often beyond the accountant's numerical accuracy,
+    since δ' must be tiny.
     """
     if all(row.sample_rate == 1 for row in rows):
         scaled = [replace(row, noise_multiplier=row.noise_multiplier / size) for row in rows]
@@ -221,11 +221,11 @@ def group(rows: Rows, delta: float, size: int, adjacency: str) -> Group:
 
 
 def folded_ledger(ledgers: Mapping[str, Rows]) -> list[LedgerEntry]:
-    """Rows equal but for the round are one entry with its rounds; clients with the same entries
-    share it.
+    """Merges rows that differ only in the round into one entry with its rounds, and clients with
+    equal entries.
 
-    A round that stands twice in `rounds` was charged twice (a resumed or repeated round). The list
-    holds all that is needed to compute ε again.
+    A round that appears twice in `rounds` was charged twice (a resumed or repeated round). The list
+    suffices to compute ε again.
     """
     entries: dict[tuple[Release, tuple[int, ...]], list[str]] = defaultdict(list)
     for client, rows in ledgers.items():
@@ -245,10 +245,11 @@ def folded_ledger(ledgers: Mapping[str, Rows]) -> list[LedgerEntry]:
 def accountant(
     ledgers: Mapping[str, Rows], worst: str | None, delta: float, adjacency: str
 ) -> Accountant:
-    """Returns which accountant, version and discretisation, with Rényi DP's ε of the worst client.
+    """Returns the accountant's name, version and discretisation, with Rényi DP's ε of the worst
+    client.
 
     Args:
-        worst: None where nothing is guaranteed.
+        worst: the worst client; None without a guarantee.
     """
     if worst is None:
         described = describe_accountant((), adjacency)

@@ -1,8 +1,7 @@
 """The figures of a privacy report, schema 4: every key and its type; no other key is allowed.
 
-A report holds figures and names. Its sentences are in the templates (`report_pages`). A report
-that may come from anybody is checked against these types before anything reads it; whether its
-values are right is checked by `verify`.
+A report holds figures and names. Its sentences are in the templates (`report_pages`). An untrusted
+report is checked against these types before it is used; `verify` checks its values.
 """
 
 from __future__ import annotations
@@ -35,9 +34,9 @@ class Part(BaseModel):
 
 class Verdict(Part):
     """Attributes:
-    formal: there is a guarantee; `build_report` decides.
-    reasons: why there is none.
-    warnings: doubts of the run itself; the pages add those that follow from the figures.
+    formal: whether there is a guarantee; `build_report` decides.
+    reasons: the reasons why there is none.
+    warnings: the run's own warnings; the pages add those that follow from the figures.
     """
 
     formal: bool = False
@@ -69,7 +68,7 @@ class Attack(Part):
 
 
 class Group(Part):
-    """The ε of several units together; None: out of the accountant's reach."""
+    """The ε of several units together; None: beyond the accountant's accuracy."""
 
     units: int
     epsilon: float | None
@@ -90,12 +89,12 @@ class Guarantee(Part):
 
 
 class Unit(Part):
-    """Who is protected.
+    """The privacy unit.
 
     Attributes:
         kind: one of `releases.UNITS`.
-        person: what one person is called, such as "patient".
-        user_records: the bound on a person's records at one client, None without one.
+        person: the term for one person, such as "patient".
+        user_records: the bound on a person's records at one client, or None.
     """
 
     kind: str = RECORD
@@ -104,7 +103,7 @@ class Unit(Part):
 
 
 class Access(Part):
-    """Something that touches private data, and how it is covered (`disclosure`)."""
+    """An access to private data, and its status (`disclosure`)."""
 
     access: str
     status: Literal["accounted", "public", "simulation-only", "unaccounted"]
@@ -112,7 +111,7 @@ class Access(Part):
 
 
 class LedgerEntry(Part):
-    """Rows of ledgers that differ only in round and client."""
+    """Ledger rows that differ only in round and client."""
 
     rounds: list[int] = Field(min_length=1)
     clients: list[str] = Field(min_length=1)
@@ -142,7 +141,7 @@ class LedgerHead(LedgerStart):
 
 
 class Accountant(Part):
-    """Which accountant, and the ε of Rényi DP as a cross-check (None: it gives no finite one)."""
+    """The accountant, and the ε of Rényi DP as a cross-check (None: it is not finite)."""
 
     name: str
     library: str
@@ -157,7 +156,7 @@ class Audit(Part):
     command: str
     method: str
     mechanism: str
-    canaries: int = Field(ge=1, le=10**6)  # more would take hours, and memory to check
+    canaries: int = Field(ge=1, le=10**6)  # checking more would take hours
     guesses: int
     correct: int
     confidence: float
@@ -166,16 +165,16 @@ class Audit(Part):
 
 
 class Event(Part):
-    """Something that did not go as planned.
+    """A deviation from the plan.
 
     Attributes:
-        kind: "resumed", "ended" (before the last round), "absent" (a client took no part), or
-            "unstated" (a client has not stated its ledger since it was asked for a step).
-        after: the rounds that had ended.
-        client: whose budget ended the run, or who was absent or silent.
-        rounds: in which a silent client was asked.
-        epsilon, epsilon_next: of that client, at the end and after one more round.
-        why: in the words of another party, which cannot be derived from figures.
+        kind: "resumed", "ended" (before the last round), "absent" (a client did not participate),
+            or "unstated" (a client has not stated its ledger since it was asked for a step).
+        after: the number of finished rounds.
+        client: the client whose budget ended the run, or that was absent or silent.
+        rounds: the rounds in which a silent client was asked.
+        epsilon, epsilon_next: that client's ε at the end, and after one more round.
+        why: the reason as another party stated it, which cannot be derived from figures.
     """
 
     kind: Literal["resumed", "ended", "absent", "unstated"]
@@ -188,12 +187,12 @@ class Event(Part):
 
     @classmethod
     def ended(cls, after: int, spent: tuple[str, float, float] | None, reason: str) -> Event:
-        """Returns the event that a refused release has ended the run.
+        """Returns the event of a run that a refused release has ended.
 
         Args:
-            after: the rounds that had ended.
-            spent: the client, its ε now and after one more round; None: known only to it.
-            reason: in its words.
+            after: the number of finished rounds.
+            spent: the client, its ε now and after one more round; None: known only to the client.
+            reason: the client's reason.
         """
         if spent is None:
             return cls(kind="ended", after=after, why=reason)
@@ -202,13 +201,13 @@ class Event(Part):
 
 
 class RunFacts(Part):
-    """Which run a report is about; None where nobody stated it.
+    """The run that a report is about; None for facts that were not stated.
 
     Attributes:
         id: the run folder's name when the run began.
-        date: on which it began, YYYY-MM-DD.
+        date: the date on which it began, YYYY-MM-DD.
         responsible, purpose: as the settings state them.
-        sites: client → its site, or its sites.
+        sites: client → its site or sites.
     """
 
     id: str | None = None
@@ -219,35 +218,37 @@ class RunFacts(Part):
 
 
 class ReportFacts(Part):
-    """Everything public that a report states beside what follows from the ledgers.
+    """The public facts in a report that do not follow from the ledgers.
 
     Attributes:
         method, mechanism: their names.
         delta: δ.
         max_records: the declared public bound on all records, None if undeclared.
-        epsilon_cap: the cap, None without one.
+        epsilon_cap: the cap, or None.
         planned_rounds, rounds_done: of this run.
-        public_items: item → its value, or why it is public.
-        verdict: why nothing is guaranteed, and the run's own warnings.
-        events: what did not go as planned.
-        ledger_kept: the ledgers are kept over runs.
-        randomness: where noise and masks came from.
-        published: rows that compare a figure printed in a paper with ours.
-        scope: everything that touched private data.
+        public_items: item → its value, or the reason why it is public.
+        verdict: the reasons why there is no guarantee, and the run's own warnings.
+        events: deviations from the plan.
+        ledger_kept: whether the ledgers are kept across runs.
+        randomness: the source of noise and masks.
+        published: comparisons of figures printed in papers with ours.
+        scope: all accesses to private data.
         adjacency: one of `releases.ADJACENCIES`.
-        test_only_randomness: noise or masks were injected by a test; nothing is guaranteed then.
-        provenance: hash of the settings, and versions.
-        noise_multiplier: the run's σ, None where there is none.
+        test_only_randomness: whether a test injected noise or masks; there is no guarantee then.
+        provenance: the hash of the settings, and versions.
+        noise_multiplier: the run's σ, or None.
         data_set: the data set's public specification.
-        simulated: all clients were in one process; else each was where its data are.
-        abandoned: the run did not finish; the report was built afterwards.
-        shares: H of this run: each client adds 1/√H of the noise that is charged, and only sums
-            over clients may be seen; 1: the noise is each client's own.
-        min_clients: the server got no sum of fewer clients, where it saw only sums; else 0.
-        own_code: the operator's own code that computes on private data, beside the method.
-        run: which run it is, and who answers for it.
+        simulated: whether all clients ran in one process; otherwise each ran where its data are.
+        abandoned: whether the run did not finish, and the report was built afterwards.
+        shares: H of this run: each client adds 1/√H of the charged noise, and only sums over
+            clients may be seen; 1: each client adds all of it.
+        min_clients: the smallest number of clients in a sum that the server received, if it saw
+            only sums; otherwise 0.
+        own_code: the operator's custom code, other than the method, that computes on private data.
+        run: the run, and who is responsible for it.
         files: file → its SHA-256.
-        handed_over: the report belongs to a folder for others, and `files` are that folder's.
+        handed_over: whether the report belongs to an exported folder, whose files `files` then
+            lists.
     """
 
     method: str
@@ -289,8 +290,8 @@ class Report(ReportFacts):
     """The whole report.
 
     Attributes:
-        counted_shares: the largest H of all releases that are counted, earlier runs' included.
-        audit: a canary audit of the settings, None without one.
+        counted_shares: the largest H of all counted releases, including those of earlier runs.
+        audit: a canary audit of the settings, or None.
     """
 
     schema_version: int
@@ -303,10 +304,10 @@ class Report(ReportFacts):
 
 
 class Promise(Part):
-    """What summary.json states about a run's privacy.
+    """The privacy section of summary.json.
 
     Attributes:
-        aggregation: where clients share noise: "executed", or "assumed, not executed".
+        aggregation: if clients share noise: "executed", or "assumed, not executed".
     """
 
     guarantee: bool
@@ -318,19 +319,19 @@ class Promise(Part):
 
 
 class Began(Part):
-    """When a run began, and the name of its folder then (None: it leaves no folder)."""
+    """The start date of a run, and the name of its folder then (None: no folder)."""
 
     id: str | None
     date: str
 
     @classmethod
     def today(cls, folder: str | None) -> Began:
-        """Returns the facts of a run that begins now."""
+        """Returns the facts of a run that starts now."""
         return cls(id=folder, date=datetime.date.today().isoformat())
 
 
 class Start(Part):
-    """A run folder's privacy_start.json: what was public and fixed when the run began."""
+    """A run folder's privacy_start.json: the public facts that were fixed when the run began."""
 
     schema_version: int
     noise_multiplier: float | None
@@ -343,7 +344,7 @@ class Start(Part):
 
 
 class Signature(Part):
-    """A run folder's signature.json: base64 of key and signature, SHA-256 by file."""
+    """A run folder's signature.json: key and signature in base64, and the SHA-256 of each file."""
 
     fedsynth_signature: int
     algorithm: str
@@ -353,8 +354,8 @@ class Signature(Part):
 
 
 def schema_problems(value: Any, shape: type[BaseModel] = Report) -> list[str]:
-    """Returns missing and unknown keys and values of another type, a line each; none: code that
-    reads the value can rely on its shape."""
+    """Returns missing and unknown keys and values of the wrong type, one line each; if empty, code
+    that reads the value can rely on its shape."""
     missing = []
     if isinstance(value, Mapping):
         missing = [f"{key} is missing" for key in shape.model_fields if key not in value]
@@ -366,7 +367,7 @@ def schema_problems(value: Any, shape: type[BaseModel] = Report) -> list[str]:
 
 
 def faults(error: ValidationError) -> list[str]:
-    """Returns what is wrong with a value, a line each."""
+    """Returns the faults of a value, one line each."""
     found = error.errors(include_url=False, include_context=False, include_input=False)
     lines = [_line(one["loc"], one["type"], one["msg"]) for one in found[:MAX_SHOWN_FAULTS]]
     hidden = len(found) - MAX_SHOWN_FAULTS
@@ -380,6 +381,6 @@ def _line(where: Sequence[int | str], kind: str, message: str) -> str:
 
 
 def _short_key(name: str) -> str:
-    """Returns a key, which may come from anybody, as an error's line shows it."""
+    """Returns an untrusted key in the form that error messages show."""
     plain = name.isalnum() or name.isidentifier()
     return name if plain and len(name) <= MAX_SHOWN_KEY else reprlib.repr(name)

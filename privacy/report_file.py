@@ -1,5 +1,5 @@
-"""Reads a privacy report, other JSON files of a run folder, and the ledger rows that a report is
-about. All of them may come from anybody."""
+"""Reading of a privacy report, other JSON files of a run folder, and the ledger rows that a report
+is about. All of them are untrusted input."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ HOSTILE = (
     RecursionError,
     MemoryError,
 )
-"""What values that nobody foresaw may raise in code that is written for sound ones."""
+"""The exceptions that unforeseen values may raise in code that expects valid ones."""
 SHORT = reprlib.Repr()
-"""Shows a value of such a file in the text of a problem."""
+"""Shortens values of such files for messages."""
 SHORT.maxstring = SHORT.maxother = 120
 
 
 def read_report(path: Path) -> dict[str, Any]:
-    """The JSON report of a run folder, or from its own path; only its version is looked at.
+    """Returns the JSON report in a run folder or at its own path; checks only its version.
 
     Raises:
-        PrivacyError: there is none, or it is of another schema.
+        PrivacyError: there is none, or it has another schema version.
     """
     file = path / "privacy_report.json" if path.is_dir() else path
     report = read_json(file, "privacy report")
@@ -49,8 +49,8 @@ def read_report(path: Path) -> dict[str, Any]:
 
 
 def sound_report(path: Path) -> dict[str, Any]:
-    """A report whose shape is right, so that it can be rendered; whether what it says is true is
-    another matter.
+    """Returns a report whose shape is valid, so that it can be rendered. Its values are not
+    verified.
 
     Raises:
         PrivacyError: there is none, or it is damaged.
@@ -63,13 +63,14 @@ def sound_report(path: Path) -> dict[str, Any]:
 
 
 def read_json(file: Path, what: str) -> dict[str, Any]:
-    """A JSON object from a file that may come from anybody.
+    """Returns the JSON object in an untrusted file.
 
     Args:
+        file: the file's path.
         what: the file's kind, for errors.
 
     Raises:
-        PrivacyError: it cannot be read, or is no such object.
+        PrivacyError: it cannot be read, or is not a JSON object.
     """
     try:
         text = read_text(file)
@@ -81,10 +82,10 @@ def read_json(file: Path, what: str) -> dict[str, Any]:
 
 
 def parse_json(text: str, complaint: str) -> dict[str, Any]:
-    """A JSON object without NaN, infinities, a key twice, or half a character.
+    """Returns a JSON object without NaN, infinities, duplicate keys or lone surrogates.
 
     Raises:
-        PrivacyError: it is none; begins with `complaint`.
+        PrivacyError: the text is not such an object; the message begins with `complaint`.
     """
     try:
         value = decode_json(text)
@@ -100,9 +101,9 @@ class HeldRows:
     """The rows that a report is about.
 
     Attributes:
-        rows: of each client.
+        rows: client → its rows.
         ledgers: client → its file's ledger, for clients with a file.
-        problems: where files and report differ.
+        problems: the differences between files and report.
         note: what was compared; empty: no file.
     """
 
@@ -112,12 +113,13 @@ class HeldRows:
     note: str = ""
 
     def chains(self, client: str) -> Sequence[str]:
-        """Returns the chain hashes on the header and rows of a client's file; none without one."""
+        """Returns the chain hashes of the header and rows of a client's file; empty without a
+        file."""
         return self.ledgers[client].chains if client in self.ledgers else ()
 
     def begins_with(self, client: str, start: Mapping[str, Any]) -> bool:
-        """Returns whether a client's file, if there is one, has the chain hash of the first rows
-        that `start` states."""
+        """Returns whether a client's file, if any, has the chain hash that `start` states for its
+        first rows."""
         hashes = self.chains(client)
         return start["rows"] >= len(hashes) or bool(hashes[start["rows"]] == start["chain"])
 
@@ -126,11 +128,11 @@ def held_rows(report: Mapping[str, Any], files: Path | None, *, exact: bool) -> 
     """Returns the rows that the report is about.
 
     Args:
-        report: of a sound shape.
-        files: the folder of the ledger files; None: there is none to compare with, and the
-            report's own rows are taken.
-        exact: the files hold these rows and no others; else (a ledger that is kept over runs) they
-            may have grown since.
+        report: a report of a valid shape.
+        files: the folder of the ledger files; None: there is none, and the report's own rows are
+            used.
+        exact: the files must hold exactly these rows; otherwise (a ledger that is kept across runs)
+            they may have grown since.
 
     Raises:
         PrivacyError: the report's own ledger section is damaged.
@@ -163,7 +165,7 @@ def held_rows(report: Mapping[str, Any], files: Path | None, *, exact: bool) -> 
 
 
 def stated_rows(report: Mapping[str, Any]) -> dict[str, list[Release]]:
-    """Returns each client's rows as the report's ledger section has them, unfolded.
+    """Returns each client's rows, expanded from the report's ledger section.
 
     Raises:
         PrivacyError: the section is damaged.
@@ -183,7 +185,7 @@ def stated_rows(report: Mapping[str, Any]) -> dict[str, list[Release]]:
 
 
 def _read_ledgers(held: HeldRows, folder: Path) -> list[str]:
-    """Adds the ledgers in a folder to `held`; returns what is wrong with files."""
+    """Adds the ledgers in a folder to `held`; returns problems with files."""
     problems: list[str] = []
     for path in sorted(folder.glob("*.jsonl")):
         try:

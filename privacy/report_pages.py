@@ -1,9 +1,9 @@
-"""A report's pages: Markdown by a template, one self-contained HTML page made of that Markdown, and
-the short table for the terminal.
+"""A report's pages: Markdown from a template, one self-contained HTML page rendered from that
+Markdown, and the short table for the terminal.
 
-The Markdown is rendered with raw HTML off, and every text of a report is escaped before it enters
-the template: a report may come from anybody. The page loads nothing and has no script. It is made
-for a screen, light or dark, for a phone, and for A4, where broad tables have landscape pages.
+Reports are untrusted input: the Markdown is rendered with raw HTML off, and every text of a report
+is escaped before it enters the template. The page loads nothing and has no script. Its style suits
+screens (light and dark), phones and A4 paper, where wide tables are on landscape pages.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from fedsynth.privacy.report_figures import Event, Report
 from fedsynth.privacy.report_file import HOSTILE
 
 RENDERERS = ("jinja2", "markdown-it-py")
-"""The packages whose versions decide how a page looks, beside fedsynth itself."""
+"""The packages, other than fedsynth, whose versions determine how a page looks."""
 FILES = {
     "model.safetensors": "the trained model",
     "synthetic.safetensors": "the synthetic examples sent last",
@@ -47,7 +47,7 @@ FILES = {
     "config.toml": "the settings",
     "README.md": "how to use these files",
 }
-"""Files whose hashes a report may hold, with what they are."""
+"""Files whose hashes a report may hold, with descriptions."""
 BROAD_COLUMNS = 8
 MAX_CLIENT_LINES = 50
 """With more clients, the plot shows only the worst and the median."""
@@ -60,7 +60,7 @@ def _environment() -> Environment:
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-        autoescape=False,  # the texts are escaped as Markdown, and HTML is made of that
+        autoescape=False,  # texts are escaped as Markdown, from which HTML is rendered
     )
     made.globals |= {"bands": BANDS, "caveat": CAVEAT, "files": FILES}
     made.filters |= {
@@ -83,12 +83,13 @@ STYLE: str = _TEMPLATES.get_template("style.css.j2").render()
 
 
 def _complete(report: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the report with every key that a template reads."""
+    """Returns the report with all keys that the templates read."""
     return Report.model_validate(report).to_json()
 
 
 def words(report: Mapping[str, Any]) -> Any:
-    """Returns the macros of a report's sentences: each is a function that returns plain text."""
+    """Returns the template macros for a report's sentences; each is a function that returns plain
+    text."""
     return _TEMPLATES.get_template("words.j2").make_module({"r": report})
 
 
@@ -98,7 +99,7 @@ def warnings(report: Mapping[str, Any]) -> list[str]:
 
 
 def event_text(event: Event, planned_rounds: int, cap: float | None, *, simulated: bool) -> str:
-    """Returns what did not go as planned, in a sentence."""
+    """Returns the sentence that describes an event."""
     report = {
         "guarantee": None,
         "unit": {"kind": "", "person": ""},
@@ -146,7 +147,7 @@ def _distinct(values: Any) -> str:
 
 
 def _sigmas(ledger: Sequence[Mapping[str, Any]]) -> str:
-    """Returns σ of the releases; where there are several, with what each is of."""
+    """Returns σ of the releases; if there are several values, with the quantities of each."""
     quantities: dict[str, dict[str, None]] = {}
     for row in ledger:
         quantities.setdefault(f"{row['noise_multiplier']:.4g}", {})[row["quantity"]] = None
@@ -157,7 +158,7 @@ def _sigmas(ledger: Sequence[Mapping[str, Any]]) -> str:
 
 @contextmanager
 def _sound() -> Iterator[None]:
-    """Turns what a damaged report may raise into a PrivacyError."""
+    """Converts the exceptions that a damaged report may raise into PrivacyError."""
     try:
         yield
     except (*HOSTILE, TemplateError) as error:
@@ -167,7 +168,7 @@ def _sound() -> Iterator[None]:
 
 
 def render_markdown(report: Mapping[str, Any]) -> str:
-    """Returns the whole report as Markdown: the first page, then the datasheet.
+    """Returns the whole report as Markdown: the summary page, then the datasheet.
 
     Raises:
         PrivacyError: it is damaged.
@@ -180,7 +181,7 @@ def render_markdown(report: Mapping[str, Any]) -> str:
 
 
 def render_html(report: Mapping[str, Any]) -> str:
-    """Returns the page: what the Markdown says, with plots.
+    """Returns the HTML page: the content of the Markdown, with plots.
 
     Raises:
         PrivacyError: it is damaged.
@@ -195,8 +196,8 @@ def render_html(report: Mapping[str, Any]) -> str:
 
 
 class _PageRenderer(RendererHTML):
-    """Puts plots below their headings, and tables into boxes that scroll; broad ones are printed
-    on landscape pages."""
+    """Renderer that puts plots below their headings, and tables into scrollable boxes; wide tables
+    are printed on landscape pages."""
 
     def heading_open(self, tokens: Sequence[Token], index: int, options: Any, env: Any) -> str:
         if tokens[index].tag == "h1" and index > 0:
@@ -219,7 +220,7 @@ class _PageRenderer(RendererHTML):
 
 
 def _broad_table(tokens: Sequence[Token], index: int) -> bool:
-    """Returns whether a table of many columns begins here."""
+    """Returns whether a table of many columns begins at this index."""
     if index >= len(tokens) or tokens[index].type != "table_open":
         return False
     row_end = next(n for n in range(index, len(tokens)) if tokens[n].type == "tr_close")
@@ -228,7 +229,7 @@ def _broad_table(tokens: Sequence[Token], index: int) -> bool:
 
 
 def _plots(report: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the figures by the heading that they follow."""
+    """Returns the plots, keyed by the heading that they follow."""
     promise = report["guarantee"]
     if promise is None:
         return {}

@@ -1,12 +1,12 @@
-"""Signs a run folder, and checks the signature: who has the private key says that these files
-belong together.
+"""Signing of a run folder, and the check of its signature: the holder of the private key states
+that these files belong together.
 
 `signature.json` holds the SHA-256 of every file of the folder (the report, which has the ledgers'
 chain hashes; the ledgers, the model, the synthetic set), and an Ed25519 signature over all of them
 (RFC 8032; PyCA's `cryptography`, the extra `fedsynth[sign]`). The folder `simulation_only/` is left
 out: it is not meant to leave the machine.
 
-A signature says who vouches for a run. It does not make what is signed true.
+A signature shows who vouches for a run. It does not prove that the content is true.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _PURPOSE = b"fedsynth run folder, schema 1\n"
 
 
 def read_private_key(path: Path) -> Ed25519PrivateKey:
-    """Returns an unencrypted Ed25519 key in PEM (PKCS 8), as `openssl genpkey -algorithm ed25519`
-    makes it.
+    """Returns an unencrypted Ed25519 private key in PEM (PKCS 8), as `openssl genpkey -algorithm
+    ed25519` makes it.
 
     Raises:
-        SigningError: it cannot be read, is no such key, or `cryptography` is not installed.
+        SigningError: it cannot be read, is not such a key, or `cryptography` is not installed.
     """
     advice = "openssl genpkey -algorithm ed25519 -out KEY makes one"
     key: Ed25519PrivateKey = _read_key(path, "private", advice, password=None)
@@ -47,7 +47,7 @@ def read_private_key(path: Path) -> Ed25519PrivateKey:
 
 
 def read_public_key(path: Path) -> Ed25519PublicKey:
-    """Returns an Ed25519 key in PEM, as `openssl pkey -in KEY -pubout` makes it.
+    """Returns an Ed25519 public key in PEM, as `openssl pkey -in KEY -pubout` makes it.
 
     Raises:
         SigningError: as `read_private_key`.
@@ -82,12 +82,12 @@ def _read_key(path: Path, kind: str, advice: str, **options: None) -> Any:
 
 
 def sign_run(folder: Path, key: Ed25519PrivateKey) -> Path:
-    """Writes signature.json over all other files of a run folder that has a privacy report; one
-    that is there is replaced.
+    """Writes signature.json over all other files of a run folder with a privacy report; replaces an
+    existing one.
 
     Raises:
-        PrivacyError: there is no report. SigningError: a file cannot be read or written, or is no
-            plain file.
+        PrivacyError: there is no report.
+        SigningError: a file cannot be read or written, or is not a regular file.
     """
     read_report(folder)
     files = file_hashes(folder)
@@ -108,7 +108,7 @@ def sign_run(folder: Path, key: Ed25519PrivateKey) -> Path:
 
 
 def signature_problems(folder: Path, key: Ed25519PublicKey) -> list[str]:
-    """Why this key does not vouch for these files; none: it does.
+    """Returns why this key does not vouch for these files; an empty list if it does.
 
     Raises:
         PrivacyError: signature.json is damaged.
@@ -147,11 +147,11 @@ def _changes(signed: dict[str, str], found: dict[str, str]) -> list[str]:
 
 
 def file_hashes(folder: Path) -> dict[str, str]:
-    """SHA-256 of every file of a run folder that a signature covers, by its path in the folder, in
-    order.
+    """Returns the SHA-256 of every file of a run folder that a signature covers, by sorted path in
+    the folder.
 
     Raises:
-        SigningError: something is no plain file, or cannot be read.
+        SigningError: something is not a regular file, or cannot be read.
     """
     try:
         names = plain_files(folder, leave_out=(LEFT_OUT, SIGNATURE))
@@ -163,5 +163,5 @@ def file_hashes(folder: Path) -> dict[str, str]:
 
 
 def _message(files: dict[str, str]) -> bytes:
-    """What is signed: the same bytes for the same files."""
+    """Returns the bytes that are signed, the same for the same files."""
     return _PURPOSE + json.dumps(files, sort_keys=True, separators=(",", ":")).encode()

@@ -1,11 +1,11 @@
-"""Checks a privacy report: its figures are computed again, and compared.
+"""The check of a privacy report: its figures are recomputed and compared.
 
-A report follows from public facts (`fedsynth.federation.outputs.verification` makes them from a
-run folder) and from ledger rows. Every key and figure must be the one that follows; figures that
-can only be stated are named by `taken_as_stated`. The pages are rendered again and compared where
-the installed renderers are those that made them.
+A report follows from public facts (`fedsynth.federation.outputs.verification` derives them from a
+run folder) and from ledger rows. Every key and figure must equal the derived one; `taken_as_stated`
+lists the figures that cannot be derived. The pages are rendered again and compared if the installed
+renderers are those that made them.
 
-This checks bookkeeping. It does not, and cannot, attest that the noise was added.
+This checks bookkeeping. It cannot attest that the noise was added.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from fedsynth.privacy.report_figures import ReportFacts, faults
 from fedsynth.privacy.report_file import HOSTILE, SHORT, HeldRows
 from fedsynth.privacy.report_pages import render_html, render_markdown, renderer_versions
 
-TOLERANCE = 1e-6  # of figures that another version of the libraries may round differently
+TOLERANCE = 1e-6  # for figures that other versions of the libraries may round differently
 _COMMAND = re.compile(r"fedsynth privacy audit( [ -~]{0,2000})?")
 _VERSION = re.compile(r"[0-9][0-9A-Za-z.+!_-]{0,63}")
 
 
 @dataclass(frozen=True)
 class Verification:
-    """What a verification found.
+    """The result of a verification.
 
     Attributes:
-        problems: every difference; empty: the report holds.
-        notes: what was compared with what, and what had to be taken as stated.
+        problems: every difference; empty: the report is correct.
+        notes: what was compared, and what could only be taken as stated.
     """
 
     problems: list[str]
@@ -49,20 +49,22 @@ class Verification:
 def report_problems(
     report: Mapping[str, Any], facts: ReportFacts, held: HeldRows, rows_before: Mapping[str, int]
 ) -> list[str]:
-    """Returns everything in which a report differs from the one that follows from facts and rows.
+    """Returns all differences between a report and the one that follows from facts and rows.
 
     Args:
-        report: of a sound shape (`schema_problems`).
-        rows_before: client → the rows that its ledger held when the run began.
+        report: a report of a valid shape (`schema_problems`).
+        facts: the public facts.
+        held: the ledger rows.
+        rows_before: client → number of rows in its ledger when the run began.
     """
     histories = [
         History(client, rows, _chain(report, held, client)) for client, rows in held.rows.items()
     ]
     try:
         expected = build_report(facts, histories, rows_before)
-    except (PrivacyError, ArithmeticError) as error:  # ArithmeticError: of absurdly large figures
+    except (PrivacyError, ArithmeticError) as error:  # ArithmeticError: absurdly large figures
         return [f"no report follows from this: {error}"]
-    except ValidationError as error:  # the same, where they come out infinite
+    except ValidationError as error:  # the same, if they become infinite
         return [f"no report follows from this: {line}" for line in faults(error)]
     problems = _versions(report, expected)
     if report["audit"] is not None:
@@ -72,7 +74,8 @@ def report_problems(
 
 
 def _chain(report: Mapping[str, Any], held: HeldRows, client: str) -> str | None:
-    """Returns the chain hash over a client's rows: its file's, or as stated without a file."""
+    """Returns the chain hash over a client's rows: from its file, or the stated one without a
+    file."""
     hashes = held.chains(client)
     if len(held.rows[client]) < len(hashes):
         return hashes[len(held.rows[client])]
@@ -81,7 +84,7 @@ def _chain(report: Mapping[str, Any], held: HeldRows, client: str) -> str | None
 
 
 def taken_as_stated(report: Mapping[str, Any]) -> list[str]:
-    """Returns what the report states that follows from nothing else."""
+    """Returns the statements in the report that cannot be derived from anything else."""
     names = [name for name in report["provenance"] if name != "config"]
     stated = [name for name, value in report["run"].items() if value]
     facts = {
@@ -94,11 +97,12 @@ def taken_as_stated(report: Mapping[str, Any]) -> list[str]:
 
 
 def page_problems(report: Mapping[str, Any], folder: Path) -> tuple[list[str], list[str]]:
-    """Returns where the Markdown and HTML in a folder differ from the report, and which were not
-    compared: where other versions of the renderers made them.
+    """Returns the differences between the report and the Markdown and HTML in a folder, and a note
+    if they were not compared because other versions of the renderers made them.
 
     Args:
-        report: of a sound shape.
+        report: a report of a valid shape.
+        folder: the pages' folder.
     """
     other = []
     for name, own in renderer_versions().items():
@@ -111,7 +115,7 @@ def page_problems(report: Mapping[str, Any], folder: Path) -> tuple[list[str], l
     problems = []
     for ending, render in (("md", render_markdown), ("html", render_html)):
         file = folder / f"{NAME}.{ending}"
-        if not file.exists():  # which is a problem of the folder
+        if not file.exists():  # a missing file is reported elsewhere
             continue
         try:
             if read_regular(file) != render(report).encode():
@@ -141,7 +145,7 @@ def _versions(report: Mapping[str, Any], expected: dict[str, Any]) -> list[str]:
 
 
 def _audit_problems(stated: Mapping[str, Any], report: Mapping[str, Any]) -> list[str]:
-    """Returns where an audit's bound does not follow from its counts, or is of another run."""
+    """Returns why an audit's bound does not follow from its counts, or belongs to another run."""
     same = {name: report[name] for name in ("method", "mechanism", "delta")}
     problems = differences("audit", same, {name: stated[name] for name in same})
     if not (0 < stated["confidence"] < 1 and 0 < stated["delta"] < 1):
