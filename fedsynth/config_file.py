@@ -1,4 +1,4 @@
-"""A run's config.toml, its sections of plain values: written, and read from anybody."""
+"""Reads and writes a run's config.toml, sections of plain values; the input is untrusted."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ Sections = dict[str, dict[str, Any]]
 
 
 class ConfigFileError(FedsynthError):
-    """A config file that cannot be read, or has values outside every section."""
+    """A config file that cannot be read, or has values outside all sections."""
 
 
 def read_sections(path: Path) -> Sections:
-    """The sections of a TOML file; what they say is not looked at.
+    """Returns the sections of a TOML file, without checking their values.
 
     Raises:
-        ConfigFileError: it cannot be read, is no regular file, or is no TOML of sections.
+        ConfigFileError: it cannot be read, is not a regular file, or is not TOML with sections.
     """
     try:
         read = load_toml(path)
@@ -36,7 +36,8 @@ def read_sections(path: Path) -> Sections:
 
 
 def to_toml(sections: Mapping[str, Mapping[str, Any]]) -> str:
-    """Sections of strings, numbers and booleans as TOML; what `tomllib` reads back is equal."""
+    """Returns sections of strings, numbers and booleans as TOML; `tomllib` reads back equal
+    values."""
     lines = []
     for name, values in sections.items():
         lines.append(f"[{name}]")

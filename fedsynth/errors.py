@@ -1,4 +1,4 @@
-"""Named errors. Each carries one clear line that says what was wrong and what would be right.
+"""Named errors. Each message is one clear line: what was wrong and what would be right.
 
 The command line prints that line and exits with code 2; the library raises it. Privacy errors live
 with the mechanisms, in `fedsynth.privacy.errors`.
@@ -14,15 +14,15 @@ from fedsynth.privacy.errors import NamedSettingError, setting_name, shown
 
 
 class FedsynthError(Exception):
-    """Base of everything that a user can get wrong; `str(error)` is one line."""
+    """Base class of all errors that a user can cause; `str(error)` is one line."""
 
 
 class UnknownNameError(FedsynthError):
     """A method, data set, model or setting's value that does not exist.
 
     Args:
-        text: one line, with what would be right.
-        section, key: the setting that has this value, where it is one's.
+        text: one line, including what would be right.
+        section, key: the setting that has this value, if it belongs to a setting.
     """
 
     def __init__(self, text: str, section: str | None = None, key: str | None = None) -> None:
@@ -38,11 +38,11 @@ class SettingError(NamedSettingError, FedsynthError):
     """A setting outside its range, or two settings that contradict each other.
 
     Args:
-        section: of a config file ("run", "data", "partition", "model", "method", "privacy"); None
-            for an argument of a function or class that no config file has.
-        key: the setting's name there.
+        section: section of a config file ("run", "data", "partition", "model", "method",
+            "privacy"); None for an argument of a function or class that config files lack.
+        key: the setting's name in the section.
         reason: the rest of the sentence that begins with the setting.
-        value: the setting's value, where the sentence is about this value.
+        value: the setting's value, if the sentence is about this value.
 
     >>> str(SettingError("method", "ipc", "must be at least 1, got 0"))
     'method.ipc must be at least 1, got 0'
@@ -50,23 +50,23 @@ class SettingError(NamedSettingError, FedsynthError):
 
 
 class DataError(FedsynthError):
-    """Images or labels that cannot be used: wrong shape or type, NaN, a class nobody has."""
+    """Images or labels that cannot be used: wrong shape or type, NaN, a class without examples."""
 
 
 class DataFilesMissingError(DataError):
-    """The data set's files are not where they were looked for."""
+    """The data set's files were not found."""
 
 
 class DataFilesCorruptError(DataError):
-    """The data set's files are there but cannot be read as what they claim to be."""
+    """The data set's files exist but cannot be read in their declared format."""
 
 
 class PartitionError(FedsynthError):
-    """A partition that cannot be made: more clients than examples, say."""
+    """A partition that is impossible, such as one with more clients than examples."""
 
 
 class DivergedError(FedsynthError):
-    """An optimisation left the finite numbers."""
+    """An optimisation diverged to values that are not finite."""
 
 
 class OutputError(FedsynthError):
@@ -74,7 +74,7 @@ class OutputError(FedsynthError):
 
 
 class CheckpointError(FedsynthError):
-    """A run that cannot be resumed: its checkpoint is damaged, of other settings or other data."""
+    """A run that cannot be resumed: its checkpoint is damaged, or of other settings or data."""
 
 
 class MessageError(FedsynthError):
@@ -82,12 +82,12 @@ class MessageError(FedsynthError):
 
 
 class UploadRejectedError(FedsynthError):
-    """An upload that is not what its method's clients may send.
+    """An upload that its method's clients may not send.
 
     Args:
-        field: of the message, or the tensor in it.
+        field: the message's field, or the tensor in it.
         reason: the rest of the sentence that begins with the field.
-        diverged: whether training that leaves the finite numbers looks like this, too.
+        diverged: whether diverged training could also produce this upload.
     """
 
     def __init__(self, field: str, reason: str, *, diverged: bool = False) -> None:
@@ -105,23 +105,23 @@ def _rejected(field: str, reason: str, diverged: bool) -> UploadRejectedError:
 
 
 class DeviceError(FedsynthError):
-    """The device that was asked for is not there."""
+    """The requested device does not exist."""
 
 
 class DeviceMemoryError(FedsynthError):
-    """The device's memory does not hold one client's step."""
+    """The device's memory is too small for one client's step."""
 
 
 def unknown_name(
     kind: str, given: str, known: Iterable[str], section: str | None = None, key: str | None = None
 ) -> UnknownNameError:
-    """The error for a name that is not in `known`.
+    """Returns the error for a name that is not in `known`.
 
     Args:
-        kind: what it should be the name of.
+        kind: the kind of thing that it should name.
         given: the name.
-        known: the right ones: the near matches are offered, or without any all of them.
-        section, key: the setting that is this name.
+        known: the valid names; the error suggests near matches or, if there are none, all of them.
+        section, key: the setting whose value is this name.
     """
     return UnknownNameError(f"unknown {kind} {shown(given)}; {_hint(given, known)}", section, key)
 
@@ -129,13 +129,13 @@ def unknown_name(
 def unknown_value(
     section: str | None, key: str, given: str, known: Iterable[str], where: str = ""
 ) -> UnknownNameError:
-    """The error for a setting whose value is not in `known`.
+    """Returns the error for a setting whose value is not in `known`.
 
     Args:
         section, key: the setting.
         given: its value.
-        known: the right ones: the near matches are offered, or without any all of them.
-        where: more words on where that is so (" for convnet").
+        known: the valid values; the error suggests near matches or, if there are none, all of them.
+        where: further text on when this applies (" for convnet").
     """
     hint = _hint(given, known)
     text = f"{setting_name(section, key)} cannot be {shown(given)}{where}; {hint}"

@@ -1,4 +1,4 @@
-"""Where long loops stand, so that a run that is killed inside a round need not begin them anew
+"""Checkpoints of long loops, so that a run that is killed inside a round need not restart them
 (docs/decisions/resuming.md)."""
 
 from __future__ import annotations
@@ -10,40 +10,40 @@ from torch import Tensor
 
 
 class StepKeeper(Protocol):
-    """Keeps where a round's long loops stand: those of open clients, and the server's. Never a
-    private client's: what it has released is not repeated.
+    """Keeps checkpoints of a round's long loops: those of open clients, and the server's. Never a
+    private client's: its releases are not repeated.
 
     Attributes:
-        shared: keeps loops for other runs as well, whose names have to say all that they depend on;
-            None: there is no such place.
+        shared: a keeper that other runs also use; the names of its loops must include everything
+            that the loops depend on. None: there is none.
     """
 
     @property
     def shared(self) -> StepKeeper | None: ...
 
     def found(self, name: str) -> tuple[int, Mapping[str, Tensor]] | None:
-        """How many steps of the loop with this name were done, and its tensors then; None: it
-        begins."""
+        """Returns the number of finished steps of the loop with this name, and its tensors then;
+        None: there is no checkpoint."""
 
     def offer(self, name: str, step: int, tensors: Callable[[], Mapping[str, Tensor]]) -> None:
-        """So many steps are done; `tensors` is called if it is time to keep them."""
+        """Receives the number of finished steps; calls `tensors` if a checkpoint is due."""
 
     def ended(self, name: str, steps: int, tensors: Callable[[], Mapping[str, Tensor]]) -> None:
-        """The loop has ended, and others of the round may be cut off: its tensors, which nobody
-        changes any more, are kept with the next that are."""
+        """Receives the final tensors of a finished loop, which no longer change; the next
+        checkpoint includes them, as other loops of the round may be cut off."""
 
 
 class KeepsNothing:
-    """No step is kept: a round that was killed begins anew."""
+    """Keeps no checkpoint: a killed round starts from scratch."""
 
     shared: StepKeeper | None = None
 
     def found(self, name: str) -> tuple[int, Mapping[str, Tensor]] | None:
-        """None."""
+        """Returns None."""
         return None
 
     def offer(self, name: str, step: int, tensors: Callable[[], Mapping[str, Tensor]]) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def ended(self, name: str, steps: int, tensors: Callable[[], Mapping[str, Tensor]]) -> None:
-        """Nothing."""
+        """Does nothing."""

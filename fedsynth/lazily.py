@@ -1,7 +1,7 @@
-"""Names that a package offers without importing what they stand for until they are used.
+"""Lazy imports: names that a package exports, whose modules are imported only on first use.
 
-They are written once, as imports that type checkers follow (`from module import Name as Name`), in
-a file whose text is read when the package is imported.
+The names are written once, as imports that type checkers follow (`from module import Name as
+Name`), in a file whose text is read when the package is imported.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ from pathlib import Path
 
 
 def homes(file: Path) -> dict[str, str]:
-    """Each name that a Python file imports as itself, and its module, in the file's order.
+    """Returns each name that a Python file re-exports, and its module, in the file's order.
 
-    Only `from module import Name as Name` counts, which is how a type checker is told that a name
-    is offered to others.
+    Only `from module import Name as Name` counts, the form that type checkers read as a re-export.
     """
     tree = ast.parse(file.read_text(encoding="utf-8"))
     return {

@@ -1,8 +1,8 @@
 """Passes of networks in bfloat16, with weights, sums and losses in float32: `--precision bf16`.
 
-What torch decides is kept (`torch.autocast`): convolutions and matrix products in bfloat16, the
-rest in what it is given. Losses are computed in float32: callers take a network's output through
-`widened` first.
+`torch.autocast` decides the precision of each operation: bfloat16 for convolutions and matrix
+products, the input's for the rest. Losses are computed in float32: callers pass a network's output
+through `widened` first.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from torch import Tensor
 
 
 def mixed(device: torch.device, precision: torch.dtype) -> AbstractContextManager[object]:
-    """A context in which networks compute in `precision`; in float32 nothing is changed.
+    """Returns a context in which networks compute in `precision`; float32 changes nothing.
 
-    Weights are cast at each use. autocast would keep the cast ones until the outermost context
-    ends, a caller's perhaps, beyond a step that an optimiser takes inside.
+    Weights are cast at each use. autocast's cache would keep cast weights until the outermost
+    context ends, which may be a caller's: they would be stale after an optimiser step inside it.
 
     >>> layer = torch.nn.Linear(2, 2)
     >>> x = torch.rand(1, 2)
@@ -31,7 +31,7 @@ def mixed(device: torch.device, precision: torch.dtype) -> AbstractContextManage
 
 
 def widened(x: Tensor) -> Tensor:
-    """In float32 what came out of a mixed pass; anything else as it is.
+    """Returns a bfloat16 tensor in float32, any other tensor unchanged.
 
     >>> widened(torch.zeros(1, dtype=torch.bfloat16)).dtype
     torch.float32

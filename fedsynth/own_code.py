@@ -1,7 +1,7 @@
-"""Models and methods of one's own, from Python files that the user names: `net.py:Net`.
+"""Custom models and methods, from Python files that the user names: `net.py:Net`.
 
-Only a file that the user names now is ever executed: what config.toml of a run says of its file is
-compared (by SHA-256), and never opened. So a run folder may come from anybody.
+Only a file that the user names now is ever executed. A file that a run's config.toml names is only
+compared (by SHA-256) and never opened, so run folders may come from untrusted sources.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class OwnCode:
 
     Attributes:
         file: the file's name, without its folder.
-        name: of the class or function.
-        sha256: of the file.
-        text: the file.
+        name: name of the class or function.
+        sha256: hash of the file.
+        text: content of the file.
     """
 
     file: str
@@ -40,7 +40,7 @@ class OwnCode:
 
     @property
     def label(self) -> str:
-        """`FILE:NAME@HASH`, as config.toml has it."""
+        """`FILE:NAME@HASH`, as in config.toml."""
         return f"{self.file}:{self.name}@{self.sha256[:_SHOWN]}"
 
     @property
@@ -50,7 +50,7 @@ class OwnCode:
 
 
 def names_a_file(given: str) -> bool:
-    """Whether this is `FILE.py:NAME`, and no registered name.
+    """Returns whether this is `FILE.py:NAME`, and not a registered name.
 
     >>> names_a_file("net.py:Net"), names_a_file("convnet")
     (True, False)
@@ -60,7 +60,7 @@ def names_a_file(given: str) -> bool:
 
 
 def is_label(name: str) -> bool:
-    """Whether this is how config.toml names a file of somebody's own, `FILE:NAME@HASH`.
+    """Returns whether this is a custom file's label in config.toml, `FILE:NAME@HASH`.
 
     >>> is_label("net.py:Net@0123456789ab"), is_label("convnet")
     (True, False)
@@ -71,13 +71,14 @@ def is_label(name: str) -> bool:
 def given_again(
     section: str, key: str, label: str, known: Iterable[str], register: str
 ) -> SettingError:
-    """The error for a file of somebody's own that this process has not, or not as it was.
+    """Returns the error for a custom file that this process has not loaded, or only in another
+    version.
 
     Args:
         section, key: the setting that names it.
         label: its value.
-        known: what there is, by name.
-        register: the function that makes such a thing known in Python.
+        known: the registered names.
+        register: the Python function that registers such a file's class or function.
     """
     file = label.partition("@")[0]
     changed = [one for one in known if one.partition("@")[0] == file]
@@ -95,7 +96,7 @@ def given_again(
 
 
 def load_own(section: str, key: str, given: str) -> tuple[Any, OwnCode]:
-    """What `FILE.py:NAME` stands for; the file is executed.
+    """Executes the file of `FILE.py:NAME`; returns the object NAME and the file's `OwnCode`.
 
     Args:
         section, key: the setting that names it.
@@ -124,15 +125,15 @@ def load_own(section: str, key: str, given: str) -> tuple[Any, OwnCode]:
 def _executed(section: str, key: str, path: Path, code: OwnCode) -> Any:
     """Returns the file as a module, or the one of an earlier call with the same text.
 
-    The text is compiled here: Python's own loader would run a cached `.pyc`, which nobody hashed.
+    The text is compiled here: Python's own loader would run a cached `.pyc`, which is not hashed.
     """
     title = f"fedsynth_own_{path.stem}_{code.sha256[:_SHOWN]}"
     if title in sys.modules:
         return sys.modules[title]
     module = ModuleType(title)
     module.__file__ = str(path)
-    sys.modules[title] = module  # dataclasses look their module up
-    sys.path.insert(0, str(path.parent))  # as for a script: it may import its neighbours
+    sys.modules[title] = module  # dataclasses look up their module
+    sys.path.insert(0, str(path.parent))  # as for a script: it may import files next to it
     try:
         text = code.text.removeprefix("\ufeff")
         exec(compile(text, str(path), "exec", dont_inherit=True), module.__dict__)

@@ -2,7 +2,7 @@
 and client).
 
 Two streams of one run never share state, so adding a client, a round or a consumer does not shift
-anybody else's draws, and nothing reads or writes the global generators. The noise and the sampling
+the draws of others, and nothing reads or writes the global generators. The noise and the sampling
 masks of differential privacy do *not* come from here: see `fedsynth.privacy.randomness`.
 """
 
@@ -17,7 +17,7 @@ import torch
 
 
 def derive_seed(seed: int, purpose: str, *numbers: int) -> int:
-    """A 63-bit seed that depends on all its arguments and collides only by accident (BLAKE2b)."""
+    """Returns a 63-bit seed that depends on all arguments and collides only by chance (BLAKE2b)."""
     text = ":".join([str(seed), purpose, *map(str, numbers)])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
@@ -25,19 +25,20 @@ def derive_seed(seed: int, purpose: str, *numbers: int) -> int:
 def torch_generator(
     seed: int, purpose: str, *numbers: int, device: torch.device | str = "cpu"
 ) -> torch.Generator:
-    """A `torch.Generator` on `device` for one purpose; equality of draws holds per device type."""
+    """Returns a `torch.Generator` on `device` for one purpose; draws are equal only on devices of
+    one type."""
     return torch.Generator(device=device).manual_seed(derive_seed(seed, purpose, *numbers))
 
 
 def numpy_generator(seed: int, purpose: str, *numbers: int) -> np.random.Generator:
-    """A NumPy generator for one purpose."""
+    """Returns a NumPy generator for one purpose."""
     return np.random.default_rng(derive_seed(seed, purpose, *numbers))
 
 
 @contextmanager
 def forked_rng(seed: int, purpose: str, *numbers: int) -> Iterator[None]:
-    """Runs what takes no generator (module constructors, dropout) under a derived seed, and
-    restores the global state after.
+    """Runs code that takes no generator (module constructors, dropout) under a derived seed, and
+    then restores the global state.
 
     Module constructors draw on the CPU, so only the CPU generator is forked.
     """

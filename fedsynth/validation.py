@@ -1,6 +1,6 @@
-"""Settings as people give them: converted to their fields' types, and checked against their ranges.
+"""Validation of settings: converts values to their fields' types and checks their ranges.
 
-A settings class says with `section` where its fields stand in a config file; errors name both.
+A settings class names with `section` its section of a config file; errors name section and field.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ T = TypeVar("T")
 
 _TRUTH = {"true": True, "false": False, "1": True, "0": False, "yes": True, "no": False}
 LARGEST = 2**63 - 1
-"""Of whole numbers: what TOML, NumPy and PyTorch can hold."""
+"""Largest integer that TOML, NumPy and PyTorch can hold."""
 FAR = 10_000
 LARGEST_FLOAT = 3e38
-"""Of other numbers: what fp32 can hold."""
+"""Bound on other numbers: the largest that fp32 can hold."""
 MAX_SECONDS = 10**8
-"""Of a duration, three years: timers of the system end before the largest floats."""
+"""Longest duration, three years: system timers cannot hold the largest floats."""
 _IN_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 
 def section_of(settings: Any) -> str | None:
-    """The section of a config file that these settings (or this class) are; None for none."""
+    """Returns the config file section of these settings (or this class); None: they have none."""
     return getattr(settings, "section", None)
 
 
@@ -41,7 +41,7 @@ def check_ranges(settings: Any, **ranges: tuple[float, float]) -> None:
 
     Args:
         settings: a dataclass.
-        ranges: field: (least, most). A field of type int takes whole numbers only.
+        ranges: field: (least, most). A field of type int takes only whole numbers.
 
     Raises:
         SettingError: names the setting, its range and what was given.
@@ -76,13 +76,13 @@ def check_number(
     most = min(most, LARGEST if whole else LARGEST_FLOAT)
     if not least <= value <= most:
         allowed = f"between {least:g} and {most:g}"
-        if most >= FAR:  # the other end is of interest to nobody
+        if most >= FAR:  # such a range has only one bound worth printing
             allowed = f"at least {least:g}" if value < least else f"at most {most:g}"
         raise SettingError(section, key, f"must be {allowed}, got {shown(value)}")
 
 
 def check_choices(settings: Any, **choices: Sequence[str]) -> None:
-    """Refuses a setting that is none of its choices.
+    """Refuses a setting whose value is not among its choices.
 
     Args:
         settings: a dataclass.
@@ -124,12 +124,12 @@ def check_embedding(method: str, model: nn.Module) -> None:
 
 
 def from_mapping(cls: type[T], values: Mapping[str, Any], of: str = "") -> T:
-    """Settings of a dataclass from names and values as they come from TOML or as text.
+    """Returns an instance of a settings dataclass from names and values read from TOML or text.
 
     Args:
         cls: a dataclass whose fields are bool, int, float or str, or one of these or None.
-        values: field: value; what is left out has its default.
-        of: whose settings they are, in the text on an unknown one; default: the section.
+        values: field: value; omitted fields have their defaults.
+        of: owner of the settings in the error for an unknown one; default: the section.
 
     Raises:
         UnknownNameError: no such setting (with the near matches).
@@ -140,10 +140,10 @@ def from_mapping(cls: type[T], values: Mapping[str, Any], of: str = "") -> T:
 
 
 def field_types(cls: Any) -> dict[str, type]:
-    """The types of a dataclass's fields by name; `X | None` is X, and of `X | Y` the first."""
+    """Returns the types of a dataclass's fields by name; of `X | None` and `X | Y`, X."""
     try:
         hints = get_type_hints(cls)
-    except NameError:  # some annotation is for type checkers alone: defaults tell the types
+    except NameError:  # an annotation is only for type checkers: use the types of the defaults
         hints = {}
     return {f.name: _first_type(hints.get(f.name, type(f.default))) for f in fields(cls)}
 
@@ -160,8 +160,8 @@ def converted(
     of: str,
     also: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """`values` as their `types`; errors as `from_mapping`, which name the settings of `also`, too
-    (known, and not among `values` any more)."""
+    """Converts `values` to their `types`. Raises the errors of `from_mapping`, which also suggest
+    the settings of `also` (known, but already removed from `values`)."""
     for key in values:
         if key not in types:
             raise unknown_name(f"setting of {of}", key, [*also, *types], section, key)
@@ -169,10 +169,10 @@ def converted(
 
 
 def convert(section: str | None, key: str, value: Any, kind: type) -> Any:
-    """`value` as `kind`, which is bool, int, float or str.
+    """Converts `value` to `kind`, which is bool, int, float or str.
 
     Raises:
-        SettingError: it is none, or not finite, or beyond `LARGEST` (`LARGEST_FLOAT`).
+        SettingError: it cannot be converted, is not finite, or exceeds `LARGEST` (`LARGEST_FLOAT`).
     """
     try:
         if kind is bool:
@@ -180,7 +180,7 @@ def convert(section: str | None, key: str, value: Any, kind: type) -> Any:
         if not isinstance(value, (bool, int, float, str, PathLike)):
             raise TypeError
         if isinstance(value, str) and kind is not str and not value.isascii():
-            raise ValueError  # Python takes the digits of every script for a number
+            raise ValueError  # Python would accept the digits of any script
         found = _whole(value) if kind is int else kind(value)
     except (ValueError, KeyError, OverflowError, TypeError):
         wanted = _IN_WORDS.get(kind, f"of type {kind.__name__}")
@@ -195,7 +195,7 @@ def convert(section: str | None, key: str, value: Any, kind: type) -> Any:
 
 
 def _whole(value: Any) -> int:
-    """Whole numbers and text of them, exactly; 3.0 is one too, True is not."""
+    """Returns an exact int from a whole number or its text; 3.0 is accepted, True is not."""
     if isinstance(value, bool) or (isinstance(value, float) and not value.is_integer()):
         raise ValueError
     return int(value)
