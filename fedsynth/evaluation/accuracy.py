@@ -14,14 +14,14 @@ from fedsynth.models.on_features import OnFeatures
 
 
 def accuracy(model: nn.Module, data: ImageData, batch: int = 1000) -> float:
-    """Share of `data` that `model` (on the data's device) classifies rightly, in [0, 1]; the
-    model's mode is restored."""
+    """Returns the accuracy of `model` (on the data's device) on `data`, in [0, 1]; the model's mode
+    is restored."""
     return int(correct(model, data, batch).sum()) / len(data.labels)
 
 
 def accuracy_by_domain(right_N: Tensor, data: ImageData) -> dict[str, float]:
-    """Of each domain that `data` has examples of, from `correct`; empty where examples have no
-    domain."""
+    """Returns the accuracy in each domain that `data` has examples of, from `correct`; empty if
+    examples have no domain."""
     if data.domains is None:
         return {}
     here = {name: data.domains == number for number, name in enumerate(data.spec.domains)}
@@ -35,13 +35,14 @@ def accuracy_by_domain(right_N: Tensor, data: ImageData) -> dict[str, float]:
 def correct(
     model: nn.Module, data: ImageData, batch: int = 1000, *, among: Tensor | None = None
 ) -> Tensor:
-    """Which examples `model` classifies rightly, bool [N]; the model's mode is restored.
+    """Returns whether `model` classifies each example correctly, bool [N]; the model's mode is
+    restored.
 
     Args:
-        model: of images; the features of one that stands on a feature map are kept with the data.
+        model: takes images; if it uses a feature map, the features are cached with the data.
         data: all examples.
-        batch: of a pass.
-        among: positions [N] of those that are asked about; None: all.
+        batch: examples per pass.
+        among: positions [N] of the examples to classify; None: all.
     """
     mode = model.training
     model.eval()
@@ -56,7 +57,7 @@ def correct(
 
 
 def _logits_of(model: nn.Module, data: ImageData, where: Tensor) -> Callable[[Tensor], Tensor]:
-    """Logits of records [M] among `where` [N]."""
+    """Returns a function that gives logits of records [M] among `where` [N]."""
     if isinstance(model, OnFeatures | FeatureLinear):
         on = model
         look_up = feature_table(data, on.feature_map, where)

@@ -1,8 +1,8 @@
-"""How accurate a model is at each client, and how evenly (FedKF, Definitions 1 to 3).
+"""A model's accuracy at each client, and its evenness (FedKF, Definitions 1 to 3).
 
 a_k is the accuracy on client k's own test split. n_k = |D_k| counts all of the client's records,
-those that train and those that test: FedKF splits each D_k into the two. All three measures count
-the clients that have a test record; each of them has n_k ≥ 1.
+for training and for testing: FedKF splits each D_k into the two. All three measures include only
+clients with a test record, each of which has n_k ≥ 1.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any
 def local_metrics(
     right: Sequence[int], tested: Sequence[int], sizes: Sequence[float]
 ) -> dict[str, Any] | None:
-    """Computes measures of a model on the clients' own test splits.
+    """Returns measures of a model on the clients' own test splits.
 
     AMP = Σ_k n_k/n · a_k; FM is the population variance of the a_k about their plain mean; WLP =
     min_k a_k.
 
-    Exact functions of private data: for simulations only.
+    They are exact functions of private data: for simulations only.
 
     Args:
         right: records of each client's test split that the model classifies correctly.

@@ -1,23 +1,23 @@
-"""What generated images are worth, by the teacher (or ensemble) that they were made for: figures
-that show a generator's collapse at once.
+"""Quality measures of generated images, based on their teacher (or ensemble); they make a
+generator's collapse visible.
 
-`tally` counts a batch's images by the class that the teacher gives them, beside those that were
-asked for as just that class. A tally is a small tensor, so that it can be kept in a state or a
-memory, and tallies of batches add up. `describe` makes a round's facts of it:
+`tally` counts a batch's images by the class that the teacher predicts, and how many of them were
+requested as that class. A tally is a small tensor, so a state or a memory can hold it, and tallies
+of batches can be added. `describe` computes a round's facts from it:
 
-- agreement: the share of images that the teacher gives the class that was asked for (conditional
-  generators alone);
-- student: the share of images that the student, after it has learned from them, gives the class
-  that the teacher gives (of methods that tell `tally` so). Near 1 / C it has learned nothing,
-  whatever the images are worth: its hidden units may be dead;
-- class_entropy: the entropy of the classes given, in nats; class_entropy_share: the same over log
-  C, 1 where all classes are equally frequent;
-- classes: how many classes have at least one image.
+- agreement: the share of images for which the teacher predicts the requested class (only
+  conditional generators);
+- student: the share of images for which the student, after it has learned from them, predicts the
+  teacher's class (only methods that pass it to `tally`). Near 1 / C it has learned nothing,
+  however good the images are: its hidden units may be dead;
+- class_entropy: the entropy of the predicted classes, in nats; class_entropy_share: the entropy
+  divided by log C, 1 if all classes are equally frequent;
+- classes: the number of classes with at least one image.
 
-The classes are the teacher's choices (argmax), not its mean prediction: a batch of images that it
-cannot decide on has a mean prediction of high entropy and teaches nothing.
+Classes are the teacher's argmax, not its mean prediction: a batch of images that it cannot classify
+has a mean prediction of high entropy and teaches nothing.
 
-All of it is computed from the teacher, the generator and noise. It is post-processing wherever
+All facts are computed from the teacher, the generator and noise. They are post-processing wherever
 those are released or public.
 """
 
@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 GENERATOR = "generator"
-"""The key of these facts in a round's row of metrics."""
+"""The key of these facts in a round's metrics."""
 GeneratorFacts = dict[
     Literal["agreement", "student", "class_entropy", "class_entropy_share", "classes"], float
 ]
@@ -41,14 +41,15 @@ GeneratorFacts = dict[
 def tally(
     scores_NC: Tensor, asked_N: Tensor | None = None, student_NC: Tensor | None = None
 ) -> Tensor:
-    """Counts int64 [2, C]: images that the teacher gives each class, and how many of them were
-    asked for as that class; with a student [3, C]: and how many of them it gives that class.
+    """Returns counts int64 [2, C]: images for which the teacher predicts each class, and how many
+    of them were requested as that class; with a student [3, C]: and for how many of them it
+    predicts that class.
 
     Args:
         scores_NC: the teacher's logits or probabilities of N generated images.
-        asked_N: the class that each image was made for; None, of a generator that is not
-            conditional: one row alone [1, C].
-        student_NC: the student's logits, of images that were made for classes.
+        asked_N: the class requested for each image; None for an unconditional generator, which has
+            only the first row [1, C].
+        student_NC: the student's logits, for images with requested classes.
     """
     given_NC = _choices(scores_NC)
     counts = given_NC.sum(dim=0)
@@ -60,8 +61,8 @@ def tally(
 
 
 def describe(tally_RC: Tensor) -> dict[str, float]:
-    """Returns the facts of a tally by name: agreement only where classes were asked for, the
-    student's only where it was asked.
+    """Returns the facts of a tally by name: "agreement" only if it counts requested classes,
+    "student" only if it counts the student's.
 
     Raises:
         ValueError: there is no image.
@@ -84,16 +85,16 @@ def describe(tally_RC: Tensor) -> dict[str, float]:
 
 
 def average(described: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The mean of each fact over several generators, such as the clients' own; empty for none.
+    """Returns the mean of each fact over several generators, such as the clients'; empty for none.
 
-    Generators that collapse to one class each are seen so; their pooled images would look diverse.
+    This reveals generators that each collapse to one class; their pooled images would look diverse.
     """
     names = described[0] if described else {}
     return {name: sum(each[name] for each in described) / len(described) for name in names}
 
 
 def in_words(facts: Mapping[str, float]) -> str:
-    """The facts in a few words: "class entropy 0.95 of log C, 10 classes, 83.0 % as asked"."""
+    """Returns the facts as text: "class entropy 0.95 of log C, 10 classes, 83.0 % as asked"."""
     parts = [
         f"class entropy {facts['class_entropy_share']:.2f} of log C",
         f"{facts['classes']:.3g} classes",
@@ -110,5 +111,5 @@ def _choices(scores_NC: Tensor) -> Tensor:
 
 
 def _one_hot(classes_N: Tensor, classes: int) -> Tensor:
-    """Bool [N, C]; nothing here is read from the device, as a count of indices would be."""
+    """Returns a bool [N, C] without reading from the device, which a count of indices would do."""
     return classes_N[:, None] == torch.arange(classes, device=classes_N.device)

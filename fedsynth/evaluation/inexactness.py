@@ -1,4 +1,4 @@
-"""How far local training got: FedProx's γ-inexactness (Li et al. 2020, arXiv 1812.06127, Definition
+"""Progress of local training: FedProx's γ-inexactness (Li et al. 2020, arXiv 1812.06127, Definition
 2)."""
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ def inexactness(
     labels_N: Tensor,
     mu: float = 0.0,
 ) -> float:
-    """γ = ‖∇F(w) + μ(w − w_t)‖ / ‖∇F(w_t)‖, F a client's mean cross-entropy: 0 for an exact
-    solution of its subproblem, 1 for no work at all.
+    """Returns γ = ‖∇F(w) + μ(w − w_t)‖ / ‖∇F(w_t)‖, F a client's mean cross-entropy: 0 for an exact
+    solution of its subproblem, 1 for no work.
+
+    It reads the client's data: for simulations only.
 
     Args:
-        model: w, a client's network after its training; left as it was.
+        model: w, a client's network after its training; it is not changed.
         start: w_t, the parameters and buffers that it started from.
-        images_NCHW, labels_N: all of the client's examples, normalised. It needs the data: for
-            simulations.
+        images_NCHW, labels_N: all of the client's examples, normalised.
         mu: μ of the proximal term.
 
     Raises:
-        DataError: no example, whose F has no gradient.
+        DataError: there is no example, so F has no gradient.
     """
     if not len(labels_N):
         raise DataError("γ-inexactness is of a client with examples, got none")
@@ -52,7 +53,7 @@ def inexactness(
 
 
 def _gradient(model: nn.Module, images_NCHW: Tensor, labels_N: Tensor) -> Tensor:
-    """∇F as one vector."""
+    """Returns ∇F as one vector."""
     weights = list(model.parameters())
     total = torch.zeros(sum(p.numel() for p in weights), device=images_NCHW.device)
     for x, y in zip(images_NCHW.split(CHUNK), labels_N.split(CHUNK), strict=True):

@@ -1,4 +1,4 @@
-"""Communication volume by rule, before anything runs."""
+"""Communication volume, computed before a run."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ def condensation_floats(
     image_shape: tuple[int, int, int],
     min_examples: int = 10,
 ) -> int:
-    """Floats that all clients upload in a round of FedDM: (classes with at least `min_examples`
-    local examples) × ipc × image size.
+    """Returns how many floats all clients upload in a round of FedDM: (classes with at least
+    `min_examples` local examples) × ipc × image size.
 
-    The rule behind FedDM's Table 3 (arXiv 2207.09653, App. C); labels are not counted, as there.
+    This is the rule of FedDM's Table 3 (arXiv 2207.09653, App. C), which does not count labels.
     """
     sent = int((counts_KC >= max(min_examples, 1)).sum())
     return sent * ipc * image_shape[0] * image_shape[1] * image_shape[2]

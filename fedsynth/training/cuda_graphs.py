@@ -1,5 +1,5 @@
-"""CUDA graphs: a training step is recorded once and replayed, so that small kernels do not wait for
-Python."""
+"""CUDA graphs: a training step is recorded once and replayed, so that Python does not delay small
+kernels."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ WARM_UP = 3
 
 
 def recorded(step: Callable[[], None], state: Sequence[Tensor]) -> Callable[[], object]:
-    """`step` as a CUDA graph; where it cannot be recorded, a warning and `step` itself.
+    """Returns a function that replays `step` as a CUDA graph; if it cannot be recorded, warns and
+    returns `step`.
 
     Args:
-        step: works on tensors that stay where they are, and waits for nothing.
-        state: every tensor that `step` changes; warm-up runs are undone on them.
+        step: uses tensors at fixed addresses, and does not wait for the device.
+        state: every tensor that `step` changes; the effect of warm-up runs on them is undone.
     """
     before = [tensor.clone() for tensor in state]
     try:

@@ -21,8 +21,8 @@ MOMENTUM = 0.99
 
 
 def modulation(means_MC: Tensor) -> Tensor:
-    """γ [C]: C·(1 + 1/Σ²)⁻¹ over its sum, Σ² the variance across clients of their accumulated
-    statistics [M, C]; all 1 where those agree."""
+    """Returns γ [C]: C·(1 + 1/Σ²)⁻¹ divided by its sum, with Σ² the variance across clients of
+    their accumulated statistics [M, C]; all 1 if those are equal."""
     variance = means_MC.var(dim=0, correction=0) + EPS
     weight = 1 / (1 + 1 / variance)
     return weight * len(weight) / weight.sum()
@@ -33,10 +33,10 @@ class Augmentation:
 
     Args:
         gamma_mean, gamma_std: γ of both statistics [C]; None: 1, as for clients that agree.
-        probability: that a batch is augmented.
-        coin: CPU generator for that.
-        noise: on the features' device.
-        mean, std: accumulated so far [C]; None: starts from the first batch's.
+        probability: probability that a batch is augmented.
+        coin: CPU generator that decides this.
+        noise: generator on the features' device.
+        mean, std: statistics accumulated so far [C]; None: starts with those of the first batch.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ def _moved(before: Tensor | None, value_NC: Tensor) -> Tensor:
 
 @contextmanager
 def augmented(network: nn.Module, layers: Mapping[str, Augmentation]) -> Iterator[None]:
-    """Inside, the outputs of the named submodules go through their layers."""
+    """Passes the outputs of the named submodules through their layers inside the context."""
     handles = [
         network.get_submodule(name).register_forward_hook(
             lambda module, inputs, out, layer=layer: layer(out)
@@ -98,11 +98,11 @@ def augmented(network: nn.Module, layers: Mapping[str, Augmentation]) -> Iterato
             handle.remove()
 
 
-@lru_cache(maxsize=4)  # a server asks for every client's upload
+@lru_cache(maxsize=4)  # a server calls it for each client's upload
 def channels(
     network: nn.Module, stages: tuple[str, ...], image_shape: tuple[int, int, int]
 ) -> dict[str, int]:
-    """How many channels the outputs of the named submodules have."""
+    """Returns the number of channels of each named submodule's output."""
     found: dict[str, int] = {}
     twin = copy.deepcopy(network).cpu().eval()
     for name in stages:
@@ -115,12 +115,12 @@ def channels(
 
 
 def soft_histogram(features_ND: Tensor, bins: int, temperature: float) -> Tensor:
-    """π [D, bins]: the shares of the examples in each feature's bins, soft so that they have a
-    gradient; rows sum to 1.
+    """Returns π [D, bins]: the shares of the examples in each feature's bins, soft so that they
+    have a gradient; rows sum to 1.
 
-    A feature z goes to (0, 1) by the sigmoid, which needs no range that clients would have to agree
-    on; bins are equal pieces of that. Its membership is softmax((w·s + b)/temperature), w = 1 … L,
-    b = −(sums of the cut points) (Yang et al. 2018, soft binning): hard as the temperature falls.
+    The sigmoid maps a feature z to s in (0, 1), so clients need not agree on a range; bins divide
+    this interval equally. Membership is softmax((w·s + b)/temperature), w = 1 … L, b = −(sums of
+    the cut points) (Yang et al. 2018, soft binning): it hardens as the temperature falls.
     """
     squashed = features_ND.sigmoid()
     w = torch.arange(1, bins + 1, device=squashed.device, dtype=squashed.dtype)
@@ -130,7 +130,7 @@ def soft_histogram(features_ND: Tensor, bins: int, temperature: float) -> Tensor
 
 
 def symmetric_divergence(p_DL: Tensor, q_DL: Tensor) -> Tensor:
-    """½(KL(p‖q) + KL(q‖p)), averaged over the features, so that its weight does not depend on their
-    number."""
+    """Returns ½(KL(p‖q) + KL(q‖p)), averaged over the features, so that its weight does not depend
+    on their number."""
     p, q = (value.clamp_min(EPS) for value in (p_DL, q_DL))
     return ((p - q) * (p.log() - q.log())).sum(dim=1).mean() / 2

@@ -13,8 +13,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from fedsynth.keeping import KeepsNothing, StepKeeper
 
 State = Mapping[str, Any]
-"""What a loop changes, by name: tensors, networks, optimisers, schedules of learning rates,
-generators, and lists of tuples of tensors that grow."""
+"""A loop's mutable state, by name: tensors, networks, optimisers, learning rate schedules,
+generators, and growing lists of tuples of tensors."""
 
 
 def resumable(
@@ -29,10 +29,10 @@ def resumable(
     """Yields 0, 1, ..., steps - 1, from the step after the last checkpoint of this loop.
 
     Args:
-        steps: in all.
-        state: what the loop changes in place, saved and restored.
-        keeper: has the checkpoints; None: nothing is saved.
-        name: of this loop among all of a round.
+        steps: total number of steps.
+        state: the objects that the loop changes in place, saved and restored.
+        keeper: keeps the checkpoints; None: nothing is saved.
+        name: identifies this loop within a round.
         report: called with the number of finished steps.
         skip: called once with the number of steps that a checkpoint holds, to repeat their random
             draws where these are not in `state`.
@@ -54,8 +54,8 @@ def resumable(
 
 
 def _restored(found: tuple[int, Mapping[str, Tensor]] | None, state: State) -> int:
-    """Restores a checkpoint and returns its number of steps: 0 without one, or where a tensor has
-    another shape."""
+    """Restores a checkpoint and returns its number of steps: 0 without one, or if a tensor is
+    missing or has another shape."""
     if found is None:
         return 0
     done, tensors = found
@@ -67,7 +67,7 @@ def _restored(found: tuple[int, Mapping[str, Tensor]] | None, state: State) -> i
 
 
 def named_tensors(state: State) -> dict[str, Tensor]:
-    """Returns the tensors of all parts of a loop's state, by names that begin with the part's."""
+    """Returns the tensors of all parts of a loop's state; each name begins with its part's name."""
     named: dict[str, Tensor] = {}
     for name, part in state.items():
         if isinstance(part, Tensor):
@@ -91,7 +91,7 @@ def named_tensors(state: State) -> dict[str, Tensor]:
 
 
 def load_tensors(state: State, tensors: Mapping[str, Tensor]) -> None:
-    """Restores what `named_tensors` returned, in place; tensors of other names are ignored."""
+    """Restores the tensors of `named_tensors` in place; ignores tensors with other names."""
     for name, part in state.items():
         own = {
             k.removeprefix(f"{name}."): t for k, t in tensors.items() if k.startswith(f"{name}.")
@@ -114,7 +114,7 @@ def load_tensors(state: State, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _numbered(tensors: Mapping[str, Tensor]) -> dict[int, dict[str, Tensor]]:
-    """Tensors named "number.key", by number and key."""
+    """Groups tensors named "number.key" by number and key."""
     rows: dict[int, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         number, key = name.split(".")

@@ -1,14 +1,14 @@
-"""Local training of many clients in one stream of steps: their weights are rows of one matrix, and
-each step trains all of them.
+"""Local training of many clients in one sequence of steps: their weights are rows of one matrix,
+and each step trains all of them.
 
-A step's cost for a small dense network is that of its Python and its kernel launches, so that a
-hundred clients at once take little longer than a few. The result is each client's own `train_on`,
-but for rounding: the same orders of examples, the same steps. Clients are sorted by their steps, so
-that those who still train are the first rows; the last few go on one after another. A batch that is
-not full is filled up with examples of weight zero.
+A step of a small dense network costs mostly Python and kernel launches, so a hundred clients at
+once take little longer than a few. The result equals that of `train_on` for each client, up to
+rounding: the same orders of examples, the same steps. Clients are sorted by their number of steps,
+so that those still training are the first rows; the last few are trained one after another. A batch
+that is not full is padded with examples of weight zero.
 
-What does not pay (`benchmarks/local_training.py`) is left to `train_on`: convolutions, which become
-grouped ones with weights of their own for every client; batches of so many numbers that arithmetic
+`train_on` handles what gains nothing here (`benchmarks/local_training.py`): convolutions, which
+would become grouped ones with separate weights for each client; batches so large that arithmetic
 outweighs Python; a few clients.
 """
 
@@ -34,12 +34,12 @@ from fedsynth.training.sgd import (
 )
 from fedsynth.training.softmax_regression import is_softmax_regression, regression_gradients
 
-FEW = 4  # clients below which a pass costs more than it saves; 2 for softmax regression
-LARGE_BATCH = 2**15  # numbers in a batch, above which arithmetic outweighs Python
+FEW = 4  # number of clients below which a pass costs more than it saves; 2 for softmax regression
+LARGE_BATCH = 2**15  # scalars in a batch above which arithmetic outweighs Python
 BLOCK = 32  # steps whose batches are laid out at a time
 COPIES = 15
-"""Of a network's parameters while a client trains: weights, gradient, velocity, a pull, values in
-between, the upload."""
+"""Number of copies of a network's parameters while a client trains: weights, gradient, velocity, a
+pull, intermediate values, the upload."""
 DENSE = (nn.Linear, nn.Flatten, nn.Identity, nn.ReLU, nn.Tanh, nn.Sigmoid, nn.GELU, nn.Sequential)
 
 
@@ -56,10 +56,10 @@ class Learner:
 
 
 def trains_together(model: nn.Module) -> bool:
-    """Whether networks of this kind can be trained in one pass to the same result: dense layers and
-    nothing that mixes examples or draws.
+    """Returns whether training such networks in one pass gives the same result: they have only
+    dense layers, none of which mixes examples or draws random numbers.
 
-    A class outside torch has to say so, by `dense = True`, as its `forward` could do anything.
+    A class outside torch must declare this by `dense = True`, as its `forward` could do anything.
     """
     known = all(
         type(layer) in DENSE or getattr(type(layer), "dense", False) for layer in model.modules()
@@ -72,13 +72,13 @@ def trains_together(model: nn.Module) -> bool:
 
 
 def worth_batching(model: nn.Module, batch: int, scalars: int) -> bool:
-    """Whether one pass is faster: with images of so many `scalars`."""
+    """Returns whether one pass is faster, with images of `scalars` numbers."""
     return trains_together(model) and batch * scalars <= LARGE_BATCH
 
 
 def learner_bytes(model: nn.Module, batch: int, scalars: int) -> int:
-    """Memory that one more learner takes in a pass, with batches of so many images of `scalars`
-    numbers."""
+    """Returns how many bytes one more learner takes in a pass, with batches of `batch` images of
+    `scalars` numbers."""
     return 4 * (
         COPIES * sum(p.numel() for p in model.parameters())
         + 3 * batch * scalars
@@ -92,7 +92,7 @@ def train_together(
     labels: Callable[[Tensor], Tensor],
     report: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
-    """Trains the models of all learners in place, as `train_on` would one after another.
+    """Trains the models of all learners in place, with the result of `train_on` for each.
 
     Args:
         learners: at least one, with models of one architecture, for which `trains_together`, on one
@@ -101,8 +101,8 @@ def train_together(
         report: (steps done, all steps) of all learners together.
 
     Raises:
-        ValueError: settings differ in more than epochs and steps, or have a radius; a penalty is no
-            `Pull`.
+        ValueError: settings differ in more than epochs and steps, or have a radius; a penalty is
+            not a `Pull`.
     """
     common = learners[0].settings
     if common.radius is not None or any(
@@ -118,7 +118,7 @@ def train_together(
     total = sum(queue.steps for queue in queues)
     step = 0
     few = min(FEW, 2) if is_softmax_regression(learners[0].model) else FEW
-    # the first so many have steps left
+    # the first `active` learners have steps left
     while (active := bisect_left(queues, -step, key=lambda queue: -queue.steps)) >= few:
         which_SAB, share_SAB = _lay_out(queues[:active], BLOCK)
         looked_up = fetched(images, labels, list(which_SAB.flatten(1)))
@@ -142,7 +142,7 @@ def train_together(
 
 
 class _Queue:
-    """The batches that a learner has yet to take."""
+    """A learner's remaining batches."""
 
     def __init__(self, learner: Learner) -> None:
         self.learner = learner
@@ -151,7 +151,7 @@ class _Queue:
         self._drawn = learner.where.new_empty(0, batch)
 
     def take(self, most: int) -> Tensor:
-        """The next batches, at most so many: [S, B], with −1 where a batch is not full."""
+        """Returns the next batches, at most `most`: [S, B], with −1 where a batch is not full."""
         where = self.learner.where
         size = self.learner.settings.batch
         while len(self._drawn) < most and self._undrawn:
@@ -168,12 +168,12 @@ class _Queue:
 
 
 def _lay_out(queues: Sequence[_Queue], steps: int) -> tuple[Tensor, Tensor]:
-    """The next batches of each queue, [S, A, B], and each example's share in its batch's mean (0: a
-    filler, or no batch)."""
+    """Returns the next batches of each queue, [S, A, B], and each example's share in its batch's
+    mean (0: padding, or no batch)."""
     padded = nn.utils.rnn.pad_sequence([queue.take(steps) for queue in queues], padding_value=-1)
     there = padded >= 0
     share = there / there.sum(dim=2, keepdim=True).clamp_min(1)
-    return torch.where(there, padded, padded[:1, :, :1]), share  # fillers are the learner's own
+    return torch.where(there, padded, padded[:1, :, :1]), share  # pads with the learner's examples
 
 
 def _finish(
@@ -183,7 +183,7 @@ def _finish(
     images: Callable[[Tensor], Tensor],
     labels: Callable[[Tensor], Tensor],
 ) -> None:
-    """Takes the steps that are left, of this learner alone, and puts the weights into its model."""
+    """Takes this learner's remaining steps separately, and writes the weights into its model."""
     learner = queue.learner
     load_flat(learner.model, flat)
     left = queue.take(queue.steps)
@@ -204,8 +204,8 @@ def _finish(
 
 
 def _joined(learners: Sequence[Learner]) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Weights [K, 1], centers and linear parts [K, P] of all learners' pulls; None if nobody has
-    one."""
+    """Returns weights [K, 1], centers and linear parts [K, P] of all learners' pulls; None if no
+    learner has one."""
     pulls = [_pull(learner.penalty) for learner in learners]
     some = next((pull for pull in pulls if pull is not None), None)
     if some is None:
@@ -231,7 +231,7 @@ def _pull(penalty: Penalty | None) -> Pull | None:
 def _gradients(
     network: nn.Module, flat_AP: Tensor, x_ABCHW: Tensor, labels_AB: Tensor, share_AB: Tensor
 ) -> Tensor:
-    """The gradient of each learner's mean cross-entropy with respect to its own row, [A, P]."""
+    """Returns the gradient of each learner's mean cross-entropy with respect to its row, [A, P]."""
     if is_softmax_regression(network):
         classes: int = network.classifier.out_features  # type: ignore[assignment,union-attr]
         x_MD = network.embed(x_ABCHW.flatten(0, 1))  # type: ignore[operator]

@@ -1,9 +1,9 @@
-"""How a step moves weights: of networks, of many at once, of images, and by DP-SGD's gradients.
+"""Update rules for the weights of one or many networks, for images, and for DP-SGD's gradients.
 
 A rule is a pair of functions, as in optax, but in place, so that steps can be CUDA graphs: `init`
-makes what the rule remembers, `update` moves the weights by a gradient. A rule of one's own (Adam,
-a clipped gradient, a learning rate that falls) is a frozen dataclass with these two; it goes
-wherever `MomentumSgd` stands.
+makes the rule's state, `update` moves the weights by a gradient. A custom rule (Adam, gradient
+clipping, a decaying learning rate) is a frozen dataclass with these two functions, and can replace
+`MomentumSgd` anywhere.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from fedsynth.privacy.dpsgd import (
-    Optimiser as Optimiser,  # the seam; privacy imports nothing above it
+    Optimiser as Optimiser,  # defined there, as privacy imports no higher package
 )
 
 
 @dataclass(frozen=True)
 class MomentumSgd:
-    """v ← μ·v + g + λ·w, then w ← w − η·v (heavy ball, as `torch.optim.SGD` has it).
+    """v ← μ·v + g + λ·w, then w ← w − η·v (heavy ball, as in `torch.optim.SGD`).
 
     Args:
         learning_rate: η.
@@ -41,11 +41,11 @@ class MomentumSgd:
     weight_decay: float = 0.0
 
     def init(self, w: Tensor) -> tuple[Tensor, ...]:
-        """(v,), zero at first."""
+        """Returns (v,), initially zero."""
         return (torch.zeros_like(w),)
 
     def update(self, w: Tensor, gradient: Tensor, state: tuple[Tensor, ...]) -> None:
-        """Moves `w` and v in place."""
+        """Updates `w` and v in place."""
         (velocity,) = state
         velocity.mul_(self.momentum).add_(gradient)
         if self.weight_decay:

@@ -1,4 +1,4 @@
-"""SGD on images that are resident on the device: the server's on synthetic sets, and clients'.
+"""SGD on images resident on the device: the server's on synthetic sets, and local training.
 
 (`many_clients.py` trains many clients in one pass.)
 """
@@ -22,7 +22,7 @@ from fedsynth.training.optimisers import Optimiser
 from fedsynth.training.softmax_regression import is_softmax_regression, regression_step
 
 WORTH_RECORDING = 20  # steps
-FETCHED = 2**18  # numbers of images that are looked up at a time
+FETCHED = 2**18  # scalars of the images that are looked up at a time
 Penalty = Callable[[nn.Module], Tensor]
 Objective = Callable[[nn.Module, Tensor, Tensor], Tensor]
 
@@ -33,12 +33,11 @@ class SgdSettings:
 
     Args:
         epochs: passes over the data.
-        batch: examples of a step.
-        optimiser: what a step does with its gradient.
+        batch: examples per step.
+        optimiser: the update rule.
         radius: project onto the ball ‖w − w_start‖₂ ≤ radius after every step (FedDM, Eqs. 3 and
             23); None: no projection.
-        steps: stop after so many, however many passes over the data they are; None: after
-            `epochs` passes.
+        steps: number of steps, which replaces `epochs`; None: train for `epochs` passes.
     """
 
     epochs: int
@@ -50,11 +49,11 @@ class SgdSettings:
 
 @dataclass(frozen=True)
 class Pull:
-    """⟨linear, w⟩ + weight/2·‖w − center‖², a penalty that needs no graph: FedProx's, FedDyn's and
-    SCAFFOLD's. All [P], as `flatten` gives them.
+    """⟨linear, w⟩ + weight/2·‖w − center‖², the penalty of FedProx, FedDyn and SCAFFOLD, which
+    needs no graph. Vectors are [P], as from `flatten`.
 
-    `train_on` adds the gradient in closed form; as a `Penalty` it is called like any other
-    (DP-SGD).
+    `train_on` adds the gradient in closed form; elsewhere (DP-SGD) it is called like any
+    `Penalty`.
     """
 
     weight: float
@@ -92,16 +91,17 @@ def train_on(
         labels_N: labels of all examples.
         generator: a CPU generator; shuffles every epoch.
         penalty: (the network in training) -> a scalar that is added to each step's loss. It may
-            draw or keep state, so that its steps are not recorded, but for a `Pull`'s.
-        objective: in place of the mean cross-entropy: (the network in training, images [M, C, H,
-            W], labels [M]) -> scalar; waits for nothing.
-        stateful: the objective draws or keeps state: its steps are not recorded either.
-        keeper: keeps weights and optimiser under `name` between epochs, and has them if this
-            training was cut off before: then it goes on from there, with the same draws. Penalty
-            and objective must be without state.
-        name: of this training among all of a round.
-        precision: of the network's pass for the cross-entropy (`fedsynth.mixed_precision`); an
-            objective says its own.
+            draw random numbers or keep state, so only steps with a `Pull` are recorded.
+        objective: replaces the mean cross-entropy: (the network in training, images [M, C, H, W],
+            labels [M]) -> scalar; must not wait for the device.
+        stateful: whether the objective draws random numbers or keeps state: its steps are then not
+            recorded.
+        keeper: saves weights and optimiser under `name` between epochs. If this training was
+            interrupted, it resumes from there with the same draws. Penalty and objective must then
+            be stateless.
+        name: identifies this training within a round.
+        precision: precision of the network's pass for the cross-entropy
+            (`fedsynth.mixed_precision`); an objective chooses its own.
     """
     if not len(labels_N):
         return
@@ -129,7 +129,7 @@ def train_on(
             written,
             labels_N.device,
         )
-    # a last piece of one example goes in twice: the same mean loss, and batch norm has the two
+    # a last batch of one example is doubled: the mean loss is the same, and batch norm gets the two
     # values that it needs
     normalises = has_batch_norm(network.module)
     for epoch in resumable(
@@ -149,7 +149,7 @@ def train_on(
             whole = [part for part in parts if len(part) == settings.batch]
             for part in whole:
                 full(part)
-            parts = parts[len(whole) :]  # at most the last one
+            parts = parts[len(whole) :]  # at most one, the last
         for x, y in fetched(images, labels, parts):
             step(x, y)
     load_flat(model, network.flat)
@@ -160,15 +160,15 @@ def train_on(
 def fetched(
     images: Callable[[Tensor], Tensor], labels: Callable[[Tensor], Tensor], parts: Sequence[Tensor]
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Images and labels of each batch of indices, looked up for some batches at once: of ten small
-    images, indexing and normalising take as long as of a hundred.
+    """Yields images and labels of each batch of indices, looked up for several batches at once:
+    indexing and normalising ten small images takes as long as a hundred.
 
     >>> x = torch.arange(6.0)
     >>> parts = torch.tensor([3, 1, 0, 5, 2]).split(2)
     >>> [batch.tolist() for batch, _ in fetched(x.__getitem__, x.__getitem__, parts)]
     [[3.0, 1.0], [0.0, 5.0], [2.0]]
     """
-    at_once = 1  # how large an image is shows the first look-up
+    at_once = 1  # the first look-up shows the size of an image
     first = 0
     while first < len(parts):
         some = parts[first : first + at_once]
@@ -188,10 +188,10 @@ def make_step(
     objective: Objective | None = None,
     precision: torch.dtype = torch.float32,
 ) -> Callable[[Tensor, Tensor], None]:
-    """A step on a batch's images and labels, which changes `network` and the optimiser's `state` in
-    place.
+    """Returns a step function of a batch's images and labels, which changes `network` and the
+    optimiser's `state` in place.
 
-    Arguments are as of `train_on`.
+    Arguments are those of `train_on`.
     """
     flat = network.flat
     grad = network.grad
@@ -236,12 +236,12 @@ def _cross_entropy(
 
 
 def batches_of(examples: int, batch: int) -> int:
-    """Batches of a pass over so many examples, of which the last may not be full."""
+    """Returns the number of batches in a pass over `examples`; the last may not be full."""
     return -(-examples // batch)
 
 
 def steps_of(settings: SgdSettings, examples: int) -> int:
-    """Steps in all, with so many examples; none without any."""
+    """Returns the total number of steps; 0 without examples."""
     if not examples:
         return 0
     if settings.steps is not None:
@@ -252,7 +252,7 @@ def steps_of(settings: SgdSettings, examples: int) -> int:
 def _recorded(
     step: Callable[[Tensor], None], batch: int, state: Sequence[Tensor], device: torch.device
 ) -> Callable[[Tensor], None]:
-    """`step` for full batches as a CUDA graph over one index buffer."""
+    """Returns `step` for full batches as a CUDA graph over one index buffer."""
     index = torch.zeros(batch, dtype=torch.int64, device=device)
     replay = recorded(lambda: step(index), state)
 
@@ -264,7 +264,7 @@ def _recorded(
 
 
 def project_to_ball(flat_P: Tensor, center: Tensor, radius: float) -> None:
-    """Moves `flat_P`, in place, to the nearest point with ‖flat − center‖₂ ≤ radius; does not wait
+    """Moves `flat_P` in place to the nearest point with ‖flat − center‖₂ ≤ radius, without waiting
     for the device."""
     offset = flat_P - center
     scale = (radius / torch.linalg.vector_norm(offset).clamp_min(1e-12)).clamp_max(1.0)

@@ -1,8 +1,7 @@
-"""The gradient of softmax regression in closed form, of one network or of many at once.
+"""The gradient of softmax regression in closed form, for one network or many at once.
 
-A step of so small a network costs what its Python and its kernel launches cost. The gradient of the
-mean cross-entropy is (p − y) ⊗ x, so that two matrix products make it, in fewer calls than autograd
-takes.
+A step of such a small network costs mostly Python and kernel launches. The gradient of the mean
+cross-entropy is (p − y) ⊗ x, which takes two matrix products: fewer calls than autograd.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ from fedsynth.models.small import Linear
 
 
 def is_softmax_regression(network: nn.Module) -> bool:
-    """Whether a network is one linear layer, `classifier`, on an embedding without parameters."""
+    """Returns whether a network is a linear layer, `classifier`, on a parameter-free embedding."""
     return type(network) is Linear or (type(network) is OnFeatures and network.linear)
 
 
 def regression_step(layer: nn.Linear, x_BD: Tensor, labels_B: Tensor) -> None:
-    """Puts the gradient of one learner's mean cross-entropy in its layer's `grad`s, in place.
+    """Writes the gradient of one learner's mean cross-entropy into its layer's `grad`s, in place.
 
     >>> layer = nn.Linear(1, 2)
     >>> for p in layer.parameters():
@@ -46,14 +45,14 @@ def regression_step(layer: nn.Linear, x_BD: Tensor, labels_B: Tensor) -> None:
 def regression_gradients(
     flat_AP: Tensor, x_ABD: Tensor, labels_AB: Tensor, share_AB: Tensor, classes: int
 ) -> Tensor:
-    """The gradient of each learner's cross-entropy, weighted by shares, with respect to its own
+    """Returns the gradient of each learner's cross-entropy, weighted by shares, with respect to its
     row.
 
     Args:
-        flat_AP: weights [classes·D] and, where there is one, the bias [classes] of each.
+        flat_AP: each learner's weights [classes·D], followed by its bias [classes] if it has one.
         x_ABD: embeddings.
         labels_AB: int64.
-        share_AB: of each example in its batch's mean.
+        share_AB: each example's share in its batch's mean.
         classes: C.
 
     Returns:
