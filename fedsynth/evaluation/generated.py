@@ -41,9 +41,9 @@ GeneratorFacts = dict[
 def tally(
     scores_NC: Tensor, asked_N: Tensor | None = None, student_NC: Tensor | None = None
 ) -> Tensor:
-    """Returns counts int64 [2, C]: images for which the teacher predicts each class, and how many
-    of them were requested as that class; with a student [3, C]: and for how many of them it
-    predicts that class.
+    """Returns counts int64 [2, C]: the images for which the teacher predicts each class, and those
+    of them that were requested as that class. With a student [3, C]: also those of the first row
+    for which the student predicts that class.
 
     Args:
         scores_NC: the teacher's logits or probabilities of N generated images.

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fedsynth.models.embedding_network import EmbeddingNetwork, require_size
 from fedsynth.models.resnet import group_norm
 
-LEAST = 63  # below that, a pool is left with nothing
+LEAST = 63  # a smaller side leaves a pooling layer without output
 
 
 class AlexNet(EmbeddingNetwork):
@@ -64,7 +64,7 @@ class AlexNet(EmbeddingNetwork):
         self.largest_activation = 64 * (1 + (height - 7) // 4) * (1 + (width - 7) // 4)
 
     def embed(self, x_NCHW: Tensor) -> Tensor:
-        """Embeddings, [N, 1024]."""
+        """Returns embeddings, [N, 1024]."""
         x = self.pool2(self.layer2(self.pool1(self.layer1(x_NCHW))))
         x = self.spread(self.pool5(self.layer5(self.layer4(self.layer3(x)))))
         h: Tensor = self.hidden2(self.hidden1(torch.flatten(x, 1)))

@@ -1,9 +1,9 @@
-"""Batch norm in condensation: many clients in one pass, with statistics that stay apart.
+"""Batch norm in condensation: many clients in one pass, with separate statistics.
 
-Distribution matching with batch norm takes the statistics of the batch at hand: of one client's
-real images, or of its synthetic ones. Where a pass holds several clients, each image is normalised
-by the statistics of its own group of images alone; real and synthetic images never share a pass.
-Running statistics are neither used nor moved.
+Distribution matching with batch norm uses the statistics of the current batch: one client's real
+images, or its synthetic ones. If a pass contains several clients, each image is normalised only by
+the statistics of its own group of images; real and synthetic images never share a pass. Running
+statistics are neither used nor updated.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 
 class SharedStatistics(nn.Module):
-    """Which images of the coming pass share statistics; one object for all layers of a network."""
+    """The groups of images that share statistics in the next pass; one object for all layers of a
+    network."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -24,7 +25,7 @@ class SharedStatistics(nn.Module):
 
     @staticmethod
     def of(network: nn.Module) -> SharedStatistics:
-        """The network's own.
+        """Returns the network's instance.
 
         Raises:
             ValueError: the network does not come from `with_grouped_statistics`.
@@ -42,8 +43,8 @@ class SharedStatistics(nn.Module):
 
 
 class GroupedBatchNorm(nn.Module):
-    """Batch norm of [N, C, H, W] or [N, C] in training mode within each group of images, with the
-    layer's affine parameters."""
+    """Batch norm of [N, C, H, W] or [N, C] in training mode within each group of images; it shares
+    the layer's affine parameters."""
 
     def __init__(self, layer: nn.BatchNorm1d | nn.BatchNorm2d, shared: SharedStatistics) -> None:
         super().__init__()
@@ -63,7 +64,7 @@ class GroupedBatchNorm(nn.Module):
         return (centred * scale[:, :, None, None] + self.bias[:, None, None]).view(x.shape)
 
     def _by_group(self, values_NC: Tensor) -> Tensor:
-        """The group's mean for each image, [N, C]."""
+        """Returns the group's mean for each image, [N, C]."""
         means: Tensor = (self.shared.weights_GN @ values_NC)[self.shared.group_N]
         return means
 
@@ -73,8 +74,8 @@ def has_batch_norm(network: nn.Module) -> bool:
 
 
 def with_grouped_statistics(network: nn.Module) -> nn.Module:
-    """A copy whose every batch norm is a `GroupedBatchNorm`; its parameters are in the same
-    order."""
+    """Returns a copy in which each batch norm is a `GroupedBatchNorm`; the order of its parameters
+    is unchanged."""
     network = copy.deepcopy(network)
     shared = SharedStatistics()
     for parent in list(network.modules()):

@@ -1,7 +1,7 @@
 """A batch's mean and variance for each channel, differentiable, in few passes over its maps.
 
-Autograd's way through `torch.var_mean` is several passes, and on a CPU that reduction is slow:
-forward and backward together take ten times as long (docs/speed.md).
+`torch.var_mean` with autograd takes several passes, and its reduction is slow on a CPU: forward and
+backward together take ten times as long (docs/speed.md).
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from fedsynth.mixed_precision import widened
 
 
 def batch_statistics(x_NC: Tensor) -> tuple[Tensor, Tensor]:
-    """Means [C] and variances [C], divided by the number of values, over all axes but the second.
+    """Returns means [C] and biased variances [C] over all axes but the second.
 
-    In float32, also of feature maps in bfloat16; in float64 of those. Differentiable once, and not
-    under `vmap`.
+    They are float32 for feature maps in float32 or bfloat16, and float64 for float64. They are
+    differentiable once, and not under `vmap`.
 
     >>> mean, variance = batch_statistics(torch.tensor([[1.0, 0.0], [3.0, 0.0]]))
     >>> mean.tolist(), variance.tolist()

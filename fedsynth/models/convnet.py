@@ -1,10 +1,10 @@
 """The ConvNet of dataset condensation: `depth` blocks of conv 3×3, norm, ReLU, average-pool 2, then
 one linear layer.
 
-`embed` is h_w of the papers (everything before the last linear layer), `classifier` makes the
-logits z_w from it. With instance norm and width 128 the parameter counts are those that FedDM
-prints (Table 3): 317,706 for MNIST, 320,010 for CIFAR-10 and 504,420 for CIFAR-100. 28×28 images
-are padded to 32×32 by the first convolution, as in the condensation literature.
+`embed` is the papers' h_w (everything before the last linear layer), and `classifier` maps it to
+the logits z_w. With instance norm and width 128 the parameter counts equal FedDM's (Table 3):
+317,706 for MNIST, 320,010 for CIFAR-10 and 504,420 for CIFAR-100. The first convolution pads 28×28
+images to 32×32, as in the condensation literature.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ from fedsynth.models.resnet import group_norm
 
 NORMS = ("instance", "group", "batch", "none")
 WIDE = 32
-"""Channels from which a CPU's vectors of bfloat16 are full: with fewer, float32 is faster."""
+"""Number of channels that fills a CPU's bfloat16 vectors: with fewer, float32 is faster."""
 
 
 class InstanceNorm(nn.GroupNorm):
-    """Instance norm with affine weights: GroupNorm with one channel a group, as the papers have it.
+    """Instance norm with affine weights: GroupNorm with one channel per group, as in the papers.
 
-    For channels-last inputs on a CPU and without gradients (the real images of condensation) the
-    statistics are matrix products over the pixels: there GroupNorm's own kernel takes longer than
-    the convolutions. Variances are those of centred values, so that bfloat16 inputs lose nothing by
-    cancellation. torch.compile fuses GroupNorm with its neighbours, which is faster still.
+    For channels-last inputs on a CPU without gradients (the real images of condensation), the
+    statistics are matrix products over the pixels, because GroupNorm's kernel would take longer
+    than the convolutions. Variances are computed from centred values, so bfloat16 inputs lose
+    nothing by cancellation. Under torch.compile GroupNorm is used: fused with its neighbours, it is
+    faster still.
     """
 
     def __init__(self, channels: int) -> None:
@@ -44,7 +45,7 @@ class InstanceNorm(nn.GroupNorm):
         x = x_NCHW.permute(0, 2, 3, 1).reshape(n, h * w, c)
         average = x.new_full((1, 1, h * w), 1 / (h * w)).expand(n, -1, -1)
         x = x - torch.bmm(average, x)
-        # what rounding the first mean to x's precision left over
+        # the error of rounding the first mean to x's precision
         left = torch.bmm(average, x).float()
         variance = (torch.bmm(average, x * x).float() - left.square()).clamp_min(0)
         scale = self.weight * torch.rsqrt(variance + self.eps)
@@ -57,7 +58,7 @@ class InstanceNorm(nn.GroupNorm):
 
 
 def make_norm(kind: str, channels: int) -> nn.Module:
-    """A layer of one of `NORMS`."""
+    """Returns a layer of one of `NORMS`."""
     if kind == "instance":
         return InstanceNorm(channels)
     if kind == "group":
@@ -123,18 +124,18 @@ class ConvNet(EmbeddingNetwork):
         self.classifier = nn.Linear(self.embedding_size, classes)
 
     def embed(self, x_NCHW: Tensor) -> Tensor:
-        """Embeddings h_w(x), [N, embedding_size]."""
+        """Returns embeddings h_w(x), [N, embedding_size]."""
         h: Tensor = self.features(x_NCHW).flatten(1)
         return h
 
     def embed_vjp(
         self, x_NCHW: Tensor, precision: torch.dtype = torch.float32, *, compiled: bool = False
     ) -> tuple[Tensor, VectorJacobian] | None:
-        """(h_w(x), its vector-Jacobian product) without autograd, several times faster; None where
-        there is no such path.
+        """Returns (h_w(x), its vector-Jacobian product) without autograd, several times faster;
+        None if the network does not allow it.
 
-        Only with instance norm, float32 weights and sides that halve evenly. Weights get no
-        gradients. Arguments are as of `fedsynth.models.frozen.block_chain_vjp`.
+        It needs instance norm, float32 weights and sides that halve evenly. Weights get no
+        gradients. Arguments are those of `fedsynth.models.frozen.block_chain_vjp`.
         """
         layers = list(zip(self.features[::4], self.features[1::4], strict=True))
         if not (self.halves_evenly and all(isinstance(norm, InstanceNorm) for _, norm in layers)):

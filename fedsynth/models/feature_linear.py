@@ -1,9 +1,9 @@
-"""A linear model on fixed features: the classifier that class statistics give (fedstats), and a
-strong, cheap baseline for methods that train models.
+"""A linear model on fixed features: the classifier that fedstats computes from class statistics,
+and a strong, cheap baseline for methods that train models.
 
 Its embedding is z = clip₁(T(φ(x) − m)/R), with φ and R of a `FeatureMap` and a centre m that
-fedstats releases (0 for other methods). T is nothing, or what whitens z: symmetric matrices for the
-channels and the cells of φ's blocks. Each image's z depends on that image alone, and has norm at
+fedstats releases (0 for other methods). T is the identity or whitens z: symmetric matrices for the
+channels and the cells of φ's blocks. Each image's z depends only on that image, and has norm at
 most 1.
 """
 
@@ -31,14 +31,14 @@ class Root(NamedTuple):
 
 
 class FeatureLinear(EmbeddingNetwork):
-    """`forward`: normalised images [N, C, H, W] to logits [N, classes]; parameters are those of the
-    last layer alone, the centre is a buffer.
+    """`forward`: normalised images [N, C, H, W] to logits [N, classes]; only the last layer has
+    parameters, the centre is a buffer.
 
     Args:
         features: φ and its constants.
         classes: number of classes.
-        mean, std: of the images' normalisation, which is undone before φ.
-        whitens: whether there is a T, which is the identity at first.
+        mean, std: constants of the images' normalisation, which is undone before φ.
+        whitens: whether there is a T, initially the identity.
     """
 
     dense = False
@@ -65,15 +65,15 @@ class FeatureLinear(EmbeddingNetwork):
         self.classifier = nn.Linear(features.dimension, classes, bias=False)
 
     def embed(self, x_NCHW: Tensor) -> Tensor:
-        """z, [N, d], of norm at most 1."""
+        """Returns z, [N, d], of norm at most 1."""
         return self.embed_pixels(x_NCHW * self.std + self.mean)  # type: ignore[operator]
 
     def embed_pixels(self, pixels_NCHW: Tensor) -> Tensor:
-        """z of pixels in [0, 1], [N, d]."""
+        """Returns z of pixels in [0, 1], [N, d]."""
         return self.embed_features(self.features(pixels_NCHW))
 
     def embed_features(self, features_Nd: Tensor) -> Tensor:
-        """z of φ(x), [N, d]."""
+        """Returns z of φ(x), [N, d]."""
         return Embedding.of(dict(self.named_buffers()), self.features)(features_Nd)
 
     @property
@@ -82,13 +82,13 @@ class FeatureLinear(EmbeddingNetwork):
         return self.features
 
     def from_features(self, features_Nd: Tensor) -> Tensor:
-        """Logits of features φ(x)."""
+        """Returns logits of features φ(x)."""
         logits: Tensor = self.classifier(self.embed_features(features_Nd))
         return logits
 
 
 def root_names(blocks: Sequence[tuple[int, int]]) -> tuple[str, ...]:
-    """Of T's matrices among a model's parameters, channels' and cells' of each block.
+    """Returns the names of T's matrices in a model's state: channels' and cells' of each block.
 
     >>> root_names([(41, 9)])
     ('channels_root_0', 'cells_root_0')
@@ -100,12 +100,12 @@ def root_names(blocks: Sequence[tuple[int, int]]) -> tuple[str, ...]:
 
 @dataclass(frozen=True, eq=False)
 class Embedding:
-    """z of φ(x) as a model has it: called with φ [N, d], gives z [N, d].
+    """A model's map from φ to z: called with φ [N, d], returns z [N, d].
 
     Args:
         centre: m, [d].
         radius: R.
-        roots: T, of each block; empty: none.
+        roots: T of each block; empty: no T.
     """
 
     centre: Tensor
@@ -114,7 +114,7 @@ class Embedding:
 
     @classmethod
     def of(cls, parameters: Mapping[str, Tensor], features: FeatureMap) -> Embedding:
-        """That of a model's centre and, where it has them, its T's matrices."""
+        """Returns the embedding with a model's centre and, if it has them, T's matrices."""
         names = root_names(features.blocks)
         there = [parameters[name] for name in names if name in parameters]
         roots = tuple(Root(*pair) for pair in zip(there[::2], there[1::2], strict=True))
@@ -124,12 +124,12 @@ class Embedding:
         return embedded(features_Nd, self.centre, self.radius, self.roots)
 
     def copy(self) -> Embedding:
-        """With constants that nobody else holds."""
+        """Returns a copy that shares no tensor."""
         roots = tuple(Root(*(side.clone() for side in root)) for root in self.roots)
         return Embedding(self.centre.clone(), self.radius, roots)
 
     def same(self, other: Embedding) -> bool:
-        """Whether all constants are equal."""
+        """Returns whether all constants are equal."""
         mine = [self.centre, *chain.from_iterable(self.roots)]
         others = [other.centre, *chain.from_iterable(other.roots)]
         if self.radius != other.radius or len(mine) != len(others):
@@ -140,13 +140,13 @@ class Embedding:
 def embedded(
     features_Nd: Tensor, centre_d: Tensor | float, radius: float, roots: Sequence[Root] = ()
 ) -> Tensor:
-    """z = clip₁(T(φ − m)/R), [N, d]: rows of norm at most 1.
+    """Returns z = clip₁(T(φ − m)/R), [N, d]: rows of norm at most 1.
 
     Args:
         features_Nd: φ.
         centre_d: m.
         radius: R.
-        roots: T, of each block; empty: none.
+        roots: T of each block; empty: no T.
 
     >>> embedded(torch.tensor([[3.0, 4.0], [0.3, 0.4]]), torch.zeros(2), 1.0).norm(dim=1).tolist()
     [1.0, 0.5]
@@ -159,7 +159,7 @@ def embedded(
 
 
 def _turned(rows_Nd: Tensor, roots: Sequence[Root]) -> Tensor:
-    """T of rows, whose bits depend on the row alone."""
+    """Returns T of each row; its bits depend only on that row."""
     sizes = [(len(root.channels), len(root.cells)) for root in roots]
     split = rows_Nd.split([a * s for a, s in sizes], dim=1)
     turned = [
@@ -172,5 +172,5 @@ def _turned(rows_Nd: Tensor, roots: Sequence[Root]) -> Tensor:
 def feature_linear(
     features: FeatureMap, spec: DatasetSpec, *, whitens: bool = False
 ) -> FeatureLinear:
-    """The model on a data set's images."""
+    """Returns the model for a data set's images."""
     return FeatureLinear(features, spec.classes, spec.mean, spec.std, whitens=whitens)

@@ -12,23 +12,24 @@ from fedsynth.copies import copied
 
 
 def flatten(model: nn.Module) -> Tensor:
-    """All parameters as one vector [P], a copy."""
+    """Returns a copy of all parameters as one vector [P]."""
     return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
 
 
 def flatten_named(values: Mapping[str, Tensor], model: nn.Module) -> Tensor:
-    """Values with the names of a model's parameters as one vector [P], in the order of `flatten`;
-    other names are left out."""
+    """Returns values named like a model's parameters as one vector [P], in the order of `flatten`;
+    ignores other names."""
     return torch.cat([values[name].detach().reshape(-1) for name, _ in model.named_parameters()])
 
 
 class FlatNetwork:
-    """A copy of `model` on `device` that lives in `self.flat` [P]; writing into `flat` changes the
-    network.
+    """A copy of `model` on `device` whose parameters are views of `self.flat` [P]; writing into
+    `flat` changes the network.
 
     Args:
-        requires_grad: False freezes the weights (condensation needs no weight gradients); True
-            keeps them, and their gradients are views of `self.grad` [P] (frozen: `grad` is empty).
+        requires_grad: False freezes the weights (condensation needs no weight gradients), and
+            `grad` is empty; True makes them trainable, with gradients that are views of `self.grad`
+            [P].
     """
 
     def __init__(

@@ -2,21 +2,21 @@
 2, as one hand-derived step.
 
 Condensation pulls vectors back to the images, often many through the same images (one for each
-private example). Autograd pays for that with six passes over full-size activations a block; here
-two are left. With x̂ the normalised activation, γ, s the norm's weight and 1/deviation, and m =
+private example). Autograd needs six passes over full-size activations per block; this needs two.
+With x̂ the normalised activation, γ, s the norm's weight and 1/deviation, and m =
 [γx̂ + β > 0]·γs/4 (ReLU, pooling and scaling in one mask), an incoming g (pooled size) becomes
 
     dy = m ⊙ up(g),        dx = dy − mean(dy) − x̂ ⊙ mean(dy ⊙ x̂),
 
 with means over an image's pixels, by channel. Both are sums at the pooled size: mean(dy) = Σ g ⊙ a,
-mean(dy ⊙ x̂) = Σ g ⊙ b, with a, b the 2×2 sums of m and m ⊙ x̂ over the number of pixels.
-Activations are channels-last, where convolutions reach the matrix peak. The forward pass is never
-in bfloat16 (that would flip ReLUs: 9 % of a gradient, against 0.6 % when only g is rounded; on a
-GPU convolutions may use TF32).
+mean(dy ⊙ x̂) = Σ g ⊙ b, with a, b the 2×2 sums of m and m ⊙ x̂ divided by the number of pixels.
+Activations are channels-last, the layout in which convolutions reach peak matrix throughput. The
+forward pass is never in bfloat16: that would flip ReLUs, an error of 9 % of a gradient, compared
+with 0.6 % when only g is rounded. (On a GPU convolutions may use TF32.)
 
-What stands between two convolutions is bound by memory: `_between`, on the way forward, and
-`_back`. Both may go through torch.compile, which passes over memory a few times where torch alone
-does so a dozen times and more.
+The operations between two convolutions are memory-bound: `_between` in the forward pass, and
+`_back`. torch.compile may compile both: they then pass over memory a few times, instead of a dozen
+times or more in eager torch.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ VectorJacobian = Callable[[Tensor], Tensor]
 """g [V, N, …] of the output -> [V, N, C, H, W] of the images, float32."""
 
 FEW_CHANNELS = 4
-"""Inputs with at most so many channels: the transposed convolution as a matrix product and a
+"""For inputs with at most this many channels, the transposed convolution is a matrix product and a
 fold."""
 
 
 class _Kept(NamedTuple):
-    """What a block keeps for its VJP; h, w are the pooled size. `normalised`, `mask`: [N, h, 2, w,
-    2, C]; `a`, `b`: [N, h, w, C]."""
+    """The tensors that a block keeps for its VJP; h, w are the pooled size. `normalised`, `mask`:
+    [N, h, 2, w, 2, C]; `a`, `b`: [N, h, w, C]."""
 
     normalised: Tensor
     mask: Tensor
@@ -50,7 +50,7 @@ class _Kept(NamedTuple):
 
 @dataclass(frozen=True)
 class _Block:
-    """A block that vectors can be pulled back through."""
+    """A block through which vectors can be pulled back."""
 
     kept: _Kept
     weight: Tensor
@@ -58,7 +58,7 @@ class _Block:
     parts: _Parts
 
     def pull(self, g_VNhwC: Tensor) -> Tensor:
-        """[V, N, H, W, C_in] from [V, N, h, w, C]."""
+        """Returns [V, N, H, W, C_in] from [V, N, h, w, C]."""
         v, n, h, w, c = g_VNhwC.shape
         dx = self.parts.back(g_VNhwC, self.kept)
         out = _conv_transpose(dx.view(v * n, 2 * h, 2 * w, c), self.weight, self.padding)
@@ -66,22 +66,22 @@ class _Block:
 
 
 def _pixel_sums(x_NPC: Tensor, factor: float) -> Tensor:
-    """factor · Σ over pixels, [N, 1, C]: a matrix product, which on a CPU is several times faster
-    than `sum` over a middle dimension."""
+    """Returns factor · Σ over pixels, [N, 1, C], by a matrix product: on a CPU this is several
+    times faster than `sum` over a middle dimension."""
     return torch.bmm(
         x_NPC.new_full((1, 1, x_NPC.shape[1]), factor).expand(len(x_NPC), -1, -1), x_NPC
     )
 
 
 def _sums_2x2(x_NPC: Tensor, h: int, w: int, factor: float) -> Tensor:
-    """factor · Σ over each 2×2 window, [N, h, w, C]."""
+    """Returns factor · Σ over each 2×2 window, [N, h, w, C]."""
     x = x_NPC.view(len(x_NPC), h, 2, w, 2, -1)
     sums: Tensor = x[:, :, 0, :, 0] + x[:, :, 0, :, 1] + x[:, :, 1, :, 0] + x[:, :, 1, :, 1]
     return factor * sums
 
 
 def _conv_transpose(dx_NHWC: Tensor, weight: Tensor, padding: int) -> Tensor:
-    """The convolution's VJP, channels last."""
+    """Returns the convolution's VJP, channels last."""
     n, h, w, c = dx_NHWC.shape
     incoming = weight.shape[1]
     if incoming > FEW_CHANNELS:
@@ -106,8 +106,8 @@ def _conv_transpose(dx_NHWC: Tensor, weight: Tensor, padding: int) -> Tensor:
 def _between(
     y_NHWC: Tensor, weight: Tensor, bias: Tensor, eps: float, precision: torch.dtype
 ) -> tuple[Tensor, _Kept]:
-    """Instance norm, ReLU and pool of a convolution's output: the pooled [N, h, w, C], and what the
-    way back needs, in `precision`."""
+    """Applies instance norm, ReLU and pooling to a convolution's output; returns the pooled
+    [N, h, w, C], and the tensors that the VJP needs, in `precision`."""
     n, height, width, c = y_NHWC.shape
     h = height // 2
     w = width // 2
@@ -129,7 +129,7 @@ def _between(
 
 
 def _back(g_VNhwC: Tensor, kept: _Kept) -> Tensor:
-    """dx [V, N, h, 2, w, 2, C] of the convolution's output from [V, N, h, w, C] of the pooled."""
+    """Returns dx [V, N, h, 2, w, 2, C] of the convolution's output, from g [V, N, h, w, C]."""
     v, n, h, w, c = g_VNhwC.shape
     mean = _pixel_sums((g_VNhwC * kept.a).view(v * n, h * w, c), -1).view(v, n, 1, 1, 1, 1, c)
     along = _pixel_sums((g_VNhwC * kept.b).view(v * n, h * w, c), -1).view(v, n, 1, 1, 1, 1, c)
@@ -175,15 +175,15 @@ def block_chain_vjp(
     *,
     compiled: bool = False,
 ) -> tuple[Tensor, VectorJacobian]:
-    """(embeddings [N, D], their VJP) of a chain of blocks whose sides are all even; no graph, no
-    weight gradients.
+    """Returns (embeddings [N, D], their VJP) of a chain of blocks whose sides are all even; builds
+    no graph and no weight gradients.
 
     Args:
-        layers: convolution and instance norm (one channel a group, affine) of each block.
-        precision: of the vectors that are pulled back; embeddings are float32.
-        compiled: torch.compile makes what is not a convolution, anew for each block's size and each
-            number of images; past eight of these in a process torch says so and leaves the others
-            as they are.
+        layers: convolution and instance norm (one channel per group, affine) of each block.
+        precision: precision of the pulled-back vectors; embeddings are float32.
+        compiled: whether torch.compile compiles the operations between convolutions. It does so
+            once for each block's size and each number of images; beyond eight of these in a process
+            torch warns and runs the others uncompiled.
     """
     blocks: list[_Block] = []
     parts = _parts(compiled)

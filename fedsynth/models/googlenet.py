@@ -1,8 +1,8 @@
 """torchvision's GoogLeNet (Szegedy et al. 2015) without auxiliary heads, with `embed` and
 `classifier`, and with torchvision's names.
 
-Two differences, for differential privacy: no dropout, whose masks would depend on the rest of the
-batch, and ReLUs that leave their input, which DP-SGD's hooks hold.
+Two differences, for differential privacy: there is no dropout, whose masks would depend on the rest
+of the batch, and ReLUs are not in-place, as DP-SGD's hooks hold their input.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torchvision.models.googlenet import GoogLeNet as TorchvisionGoogLeNet
 from fedsynth.models.embedding_network import require_size
 from fedsynth.privacy.dpsgd import group_norm_twin
 
-LEAST = 15  # below that, a pool is left with nothing
+LEAST = 15  # a smaller side leaves a pooling layer without output
 
 
 def googlenet(image_shape: tuple[int, int, int], classes: int, norm: str) -> nn.Module:
-    """A fresh network; "group" replaces its batch norms by group norms."""
+    """Returns a new network; "group" replaces its batch norms by group norms."""
     model = GoogLeNet(image_shape, classes)
     return model if norm == "batch" else group_norm_twin(model)
 
@@ -61,7 +61,7 @@ class GoogLeNet(TorchvisionGoogLeNet):  # type: ignore[misc]  # torchvision has 
         return layer
 
     def embed(self, x_NCHW: Tensor) -> Tensor:
-        """Embeddings, [N, 1024]."""
+        """Returns embeddings, [N, 1024]."""
         x = self.conv3(self.conv2(self.maxpool1(self.conv1(x_NCHW))))
         x = self.inception3b(self.inception3a(self.maxpool2(x)))
         x = self.inception4e(

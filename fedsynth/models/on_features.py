@@ -1,8 +1,8 @@
 """A small model on a fixed feature map: a linear one, or one with a hidden layer.
 
-What it trains on is z = clip₁(φ(x)/R), of norm at most 1, with φ and R of a `FeatureMap`: a
-function of one image alone, fixed before data are read. Its per-example gradient is (p − y) ⊗ z
-where it is linear (Tramèr & Boneh 2021, arXiv 2011.11660, train such a model by DP-SGD).
+It is trained on z = clip₁(φ(x)/R), of norm at most 1, with φ and R of a `FeatureMap`: a function of
+one image only, fixed before data are read. The per-example gradient of a linear model is
+(p − y) ⊗ z (Tramèr & Boneh 2021, arXiv 2011.11660, train such a model by DP-SGD).
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from fedsynth.models.feature_linear import embedded
 
 
 class OnFeatures(EmbeddingNetwork):
-    """`forward`: vectors z [N, d] that were made before, or normalised images [N, C, H, W], to
-    logits [N, classes]. It has no buffers: φ is no part of it that anybody sends.
+    """`forward`: precomputed vectors z [N, d] or normalised images [N, C, H, W] to logits
+    [N, classes]. It has no buffers: φ is never sent.
 
     Args:
         feature_map: φ and its constants.
-        spec: of the images.
-        hidden: units of a hidden layer, rounded up to a multiple of 16, which gets √d·z
-            (coordinates of about 1, as its initial weights expect) and zeros after it, up to such a
-            multiple; 0: the model is linear, without a bias.
+        spec: specification of the images.
+        hidden: units of a hidden layer, rounded up to a multiple of 16. Its input is √d·z
+            (coordinates of about 1, as its initial weights expect), padded with zeros to such a
+            multiple. 0: the model is linear, without a bias.
     """
 
     dense = True
@@ -40,7 +40,7 @@ class OnFeatures(EmbeddingNetwork):
         self.feature_map = feature_map
         self.spec = spec
         d = feature_map.dimension
-        # a private run's rows must not depend on their place: see `row_products`
+        # a private run's rows must not depend on their position: see `row_products`
         wide = d + -d % LANES
         hidden += -hidden % LANES
         self.hidden = nn.Linear(wide, hidden) if hidden else nn.Identity()
@@ -49,27 +49,27 @@ class OnFeatures(EmbeddingNetwork):
 
     @property
     def linear(self) -> bool:
-        """Whether the embedding is z itself, which no training changes."""
+        """True if the embedding is z, which training does not change."""
         return isinstance(self.hidden, nn.Identity)
 
     def vectors(self, features_Nd: Tensor) -> Tensor:
-        """z of features φ(x), [N, d]."""
+        """Returns z of features φ(x), [N, d]."""
         return embedded(features_Nd, 0.0, self.feature_map.radius)
 
     def embed(self, x: Tensor) -> Tensor:
-        """z, or what the hidden layer makes of it, [N, embedding_size]."""
+        """Returns z or the hidden layer's output, [N, embedding_size]."""
         z = x if x.dim() == 2 else self.vectors(self.feature_map(self._pixels(x)))
         if self.linear:
             return z
         return torch.relu(self.hidden(filled_up(math.sqrt(z.shape[1]) * z)))
 
     def from_features(self, features_Nd: Tensor) -> Tensor:
-        """Logits of features φ(x)."""
+        """Returns logits of features φ(x)."""
         logits: Tensor = self(self.vectors(features_Nd))
         return logits
 
     def gradient_factors(self, x: Tensor, labels_N: Tensor) -> tuple[Tensor, Tensor]:
-        """p − y [N, classes] and z [N, d] of a linear model: the gradient of an example's
+        """Returns p − y [N, classes] and z [N, d] of a linear model: the gradient of an example's
         cross-entropy is their outer product."""
         z = self.embed(x)
         p = row_product(z, self.classifier.weight).softmax(dim=1)
@@ -81,18 +81,17 @@ class OnFeatures(EmbeddingNetwork):
 
 
 def input_size(network: nn.Module, spec: DatasetSpec) -> int:
-    """Numbers of one input as clients hand it to the network: pixels, or coordinates of z."""
+    """Returns the number of scalars in one of the network's inputs: pixels, or coordinates of z."""
     if isinstance(network, OnFeatures):
         return network.feature_map.dimension
     return math.prod(spec.image_shape)
 
 
 def check_learned_embedding(method: str, model: nn.Module) -> None:
-    """Refuses a linear model on features to a method whose loss is on what a network learns before
-    its last layer.
+    """Refuses a linear model on features, for methods whose loss needs a learned embedding.
 
     Raises:
-        SettingError: says what to take.
+        SettingError: the model is one; suggests another.
     """
     if isinstance(model, OnFeatures) and model.linear:
         raise SettingError(

@@ -1,4 +1,4 @@
-"""Custom models: what may be registered, and how one is built and checked."""
+"""Custom models: building and checking them."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from fedsynth.privacy.batch_independence import ADVICE, dependence_on_batch
 
 Shape = tuple[int, int, int]
 TAKEN = ("norm", "width", "depth")
-"""Settings of the section `model` that a function gets, if it has such parameters."""
+"""Settings of the section `model` that a custom function gets if it has such parameters."""
 
 
 def own_name(model: nn.Module | Callable[..., nn.Module]) -> str:
-    """A name for a module (with a hash of what it is and of its weights), or for what makes one."""
+    """Returns a name for a class or function, or for a module (with a hash of its structure and
+    weights)."""
     if not isinstance(model, nn.Module):
         return str(getattr(model, "__name__", type(model).__name__))
     check_state(type(model).__name__, model.state_dict())
@@ -37,10 +38,11 @@ def own_name(model: nn.Module | Callable[..., nn.Module]) -> str:
 def builder(
     name: str, model: nn.Module | Callable[..., nn.Module]
 ) -> Callable[[Shape, int, Any], nn.Module]:
-    """What makes a network of images' shape, the number of classes, and `ModelSettings`.
+    """Returns a function that builds a network from the images' shape, the number of classes, and
+    `ModelSettings`.
 
-    A module is copied, with its weights. Anything else is called with `image_shape` and `classes`,
-    and with what of `TAKEN` it has as parameters.
+    A module is copied with its weights. Anything else is called with `image_shape`, `classes`, and
+    those settings of `TAKEN` that it has as parameters.
     """
     accepted = frozenset() if isinstance(model, nn.Module) else _parameters(name, model)
     rehearsed = set()
@@ -88,10 +90,10 @@ def _parameters(name: str, model: Callable[..., nn.Module]) -> frozenset[str]:
 
 
 def checked(name: str, network: Any, shape: Shape, classes: int) -> nn.Module:
-    """The network, if it makes logits [N, classes] of images of this shape.
+    """Returns the network after checking that it maps images of this shape to logits [N, classes].
 
     Raises:
-        SettingError: it is none, it fails, or its `embed` and `classifier` do not fit each other.
+        SettingError: it does not, or its `embed` and `classifier` do not fit each other.
     """
     if not isinstance(network, nn.Module):
         raise SettingError("model", "name", f"{name} makes no torch.nn.Module")
@@ -128,13 +130,13 @@ def checked(name: str, network: Any, shape: Shape, classes: int) -> nn.Module:
 
 
 def rehearse(name: str, network: nn.Module, shape: Shape, classes: int) -> None:
-    """Does what a run does to a network: copies, saves, loads and trains it (the copy).
+    """Tries what a run does with a network: copies it, saves and loads it, and trains the copy.
 
-    So a fault that would show in a later round, after releases were charged, shows before the first
-    one.
+    So a fault that would appear in a later round, after releases were charged, appears before the
+    first.
 
     Raises:
-        SettingError: a part of it fails.
+        SettingError: one of these fails.
     """
     try:
         twin = copied(network)
@@ -145,7 +147,7 @@ def rehearse(name: str, network: nn.Module, shape: Shape, classes: int) -> None:
     before = {key: value.shape for key, value in state.items()}
     try:
         content = safetensors.torch.save({key: one.contiguous() for key, one in state.items()})
-        network.load_state_dict(safetensors.torch.load(content))  # the values that it has
+        network.load_state_dict(safetensors.torch.load(content))  # its current values
     except Exception as error:
         raise _wrong(name, "cannot be saved and loaded", error) from error
     try:
@@ -164,7 +166,7 @@ def check_state(name: str, state: Mapping[str, Any]) -> None:
     """Checks that a network's state can be averaged, saved and sent.
 
     Raises:
-        SettingError: an entry is not a plain tensor, or shares its memory with another one.
+        SettingError: an entry is not a plain tensor, or shares memory with another.
     """
     owners: dict[int, str] = {}
     for key, value in state.items():
@@ -180,7 +182,7 @@ def check_state(name: str, state: Mapping[str, Any]) -> None:
 
 
 def _fault(value: Any) -> str:
-    """Why an entry of a state cannot be kept, or nothing."""
+    """Returns why an entry of a state cannot be kept; "": it can."""
     if not isinstance(value, Tensor):
         return f"is a {type(value).__name__} and not a tensor"
     if nn.parameter.is_lazy(value):
@@ -197,18 +199,18 @@ def _fault(value: Any) -> str:
 def refuse_dependence(
     name: str, network: nn.Module, shape: Shape, device: torch.device, *, training: bool
 ) -> None:
-    """Refuses a network whose output for an image depends on more than the image, as far as public
-    random images show it: no bound on one example's influence would hold.
+    """Refuses a network whose output for an image depends on more than that image: no bound on one
+    example's influence would hold. It is tested on public random images.
 
     Args:
-        name: of the model.
-        network: stays as it is.
-        shape: of the images.
-        device: where it is tried.
-        training: whether it is used in training mode, too.
+        name: name of the model.
+        network: not changed.
+        shape: shape of the images.
+        device: device of the test.
+        training: whether it is also used in training mode.
 
     Raises:
-        SettingError: names the model.
+        SettingError: the output does; names the model.
     """
     for mode in (False, True) if training else (False,):
         tried = copied(network).to(device).train(mode)

@@ -1,8 +1,8 @@
 """A projection head between any network and its last layer: MOON's (Li, He and Song 2021, arXiv
 2103.16257, Sec. 3.3 and its public code).
 
-h ↦ W₂·relu(W₁h), W₁ square; the embedding is what comes out, and a new linear layer makes the
-logits of it.
+The head is h ↦ W₂·relu(W₁h), W₁ square. Its output is the embedding; a new linear layer maps it to
+the logits.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ class Projected(EmbeddingNetwork):
     """`forward`: normalised images [N, C, H, W] to logits [N, classes].
 
     Args:
-        body: a network with `embed` and `classifier`; it loses the latter.
-        size: of the new embedding, 256 in the paper.
+        body: a network with `embed` and `classifier`; its classifier is removed.
+        size: size of the new embedding, 256 in the paper.
     """
 
     dense = True
@@ -37,7 +37,7 @@ class Projected(EmbeddingNetwork):
         self.stage_names = tuple(f"body.{stage}" for stage in getattr(body, "stage_names", ()))
 
     def embed(self, x_NCHW: Tensor) -> Tensor:
-        """Embeddings, [N, size]."""
+        """Returns embeddings, [N, size]."""
         of_body = self.body.embed(x_NCHW)  # type: ignore[operator]
         projected: Tensor = self.projection(torch.relu(self.hidden(of_body)))
         return projected

@@ -1,7 +1,7 @@
 """Architectures by name, and their reproducible initialisation.
 
-An architecture is an `nn.Module` from normalised images [N, C, H, W] to logits; methods that look
-inside it want `embed` (everything before the last linear layer) and `classifier` (that layer).
+An architecture is an `nn.Module` from normalised images [N, C, H, W] to logits; methods that use
+its embedding need `embed` (everything before the last linear layer) and `classifier` (that layer).
 """
 
 from __future__ import annotations
@@ -31,24 +31,26 @@ from fedsynth.validation import check_ranges
 
 Shape = tuple[int, int, int]
 WIDEST = 2**16
-"""Of a layer, and the most blocks."""
+"""Largest width of a layer, and largest number of blocks."""
 SMALL = 16
-"""Images with a side below it get a ConvNet of two blocks, where nobody says how many."""
+"""Images with a smaller side get a ConvNet of two blocks by default."""
 MOST_PARAMETERS = 2**30
-"""Of a network: 4 GB, and training takes several times that."""
+"""Largest network: 4 GB of parameters; training takes several times that."""
 ON_FEATURES = ("linear", "mlp")
-"""The networks that can stand on a feature map."""
-_COUNTED = 1024  # a wider layer is counted before it is made
+"""The networks that can use a feature map."""
+_COUNTED = 1024  # parameters are counted before a network with a wider layer is made
 
 
 @dataclass(frozen=True)
 class _Architecture:
-    """How to build it, and the norms that it can have, its own first.
+    """A registered architecture.
 
     Attributes:
-        own: whether it comes from outside the package.
+        build: builds it from image shape, classes and settings.
+        norms: the norms that it can have, its default first.
+        own: whether it is custom.
         given_weights: whether it starts with weights that the user gave.
-        source: the file that it was loaded from; None: from none.
+        source: the file that it was loaded from; None: not from a file.
     """
 
     build: Callable[[Shape, int, ModelSettings], nn.Module]
@@ -97,7 +99,8 @@ _MODELS: dict[str, _Architecture] = {
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """Which architecture; every client and the server use the same one. All of it is public.
+    """The architecture, which server and clients share unless `clients` names others. All settings
+    are public.
 
     Args:
         name: architecture: convnet, linear, mlp, lenet5, cnn1, cnn2, resnet8, resnet18, resnet50,
@@ -172,12 +175,12 @@ class ModelSettings:
 
 
 def model_names() -> tuple[str, ...]:
-    """The architectures that `ModelSettings.name` can be, but for those of one's own."""
+    """Returns the names that `ModelSettings.name` can have, without custom architectures."""
     return tuple(name for name, one in _MODELS.items() if not one.own)
 
 
 def _refuse_unknown(name: str) -> NoReturn:
-    """The error of a name that is no architecture's, or of a file that has to be named again."""
+    """Raises the error for an unknown architecture, or for a file that must be named again."""
     if not is_label(name):
         raise unknown_name("model", name, _MODELS, "model", "name")
     raise given_again("model", "name", name, _MODELS, "fedsynth.register_model")
@@ -190,26 +193,26 @@ def register_model(
     norms: tuple[str, ...] = ("none",),
     source: OwnCode | None = None,
 ) -> ModelSettings:
-    """Makes an architecture of one's own known by a name, to settings, config files and `verify`.
+    """Registers a custom architecture by name, for settings, config files and `verify`.
+
+    Methods that use embeddings (all that condense) need two members: `embed(x)`, which returns
+    embeddings [N, embedding_size] of images, and `classifier`, an nn.Linear from them to the
+    logits, so that `classifier(embed(x))` is the network.
 
     Args:
-        name: no architecture of the package; one of one's own is replaced.
+        name: any name except those of the package's architectures; a custom one is replaced.
         model: a class or function that is called with `image_shape` (channels, height, width) and
             `classes`, and with `norm`, `width` and `depth` if it has such parameters; its weights
             are drawn from the run's seed, by torch's generator. Or a module, which is copied with
-            the weights that it has: with differential privacy they are then declared public.
-        norms: that it can have, its own first, by the names of `ModelSettings.norm`.
-        source: the file that it comes from, where it was loaded from one.
+            its weights: with differential privacy they are then declared public.
+        norms: the norms that it can have, by the names of `ModelSettings.norm`, its default first.
+        source: the file that it was loaded from, if any.
 
     Returns:
         Settings of this name.
 
-    What methods need that look inside: `embed(x)`, embeddings [N, embedding_size] of images, and
-    `classifier`, an nn.Linear from them to the logits, so that `classifier(embed(x))` is the
-    network. All methods that condense do.
-
     Raises:
-        SettingError: the name is taken, or `model` is neither.
+        SettingError: the package has an architecture of this name, or `model` is neither.
 
     >>> from torch import nn
     >>> def tiny(image_shape, classes):
@@ -231,7 +234,7 @@ def register_model(
 
 
 def register_model_file(given: str) -> ModelSettings:
-    """Settings of the architecture of a file, which is registered as `FILE.py:NAME@HASH`.
+    """Registers the architecture of a file as `FILE.py:NAME@HASH`; returns its settings.
 
     Args:
         given: `FILE.py:NAME`; the file is executed.
@@ -244,28 +247,28 @@ def register_model_file(given: str) -> ModelSettings:
 
 
 def own_model(model: nn.Module | Callable[..., nn.Module]) -> ModelSettings:
-    """Settings of a model that was given as it is; it is registered by a name of its own."""
+    """Registers a model that was passed as an object, by a generated name; returns its settings."""
     return register_model(own_name(model), model)
 
 
 def model_source(settings: ModelSettings) -> OwnCode | None:
-    """The file that the architecture was loaded from; None: from none."""
+    """Returns the file that the architecture was loaded from; None: not from a file."""
     return _MODELS[settings.name].source
 
 
 def has_given_weights(settings: ModelSettings) -> bool:
-    """Whether the network starts with weights that the user gave, and not with drawn ones."""
+    """Returns whether the network starts with the user's weights instead of random ones."""
     return _MODELS[settings.name].given_weights
 
 
 def is_own_model(settings: ModelSettings) -> bool:
-    """Whether the architecture comes from outside the package."""
+    """Returns whether the architecture is custom."""
     return _MODELS[settings.name].own
 
 
 def build_model(settings: ModelSettings, image_shape: Shape, classes: int, seed: int) -> nn.Module:
-    """A freshly initialised network whose weights depend on `seed` alone; the global RNG is left as
-    it was.
+    """Returns an initialised network whose weights depend only on `seed`; the state of the global
+    RNG is preserved.
 
     Raises:
         SettingError: it would have more than `MOST_PARAMETERS`, or the images are too small for it.
@@ -277,7 +280,7 @@ def build_model(settings: ModelSettings, image_shape: Shape, classes: int, seed:
 
 
 def usual_depth(image_shape: Shape) -> int:
-    """Blocks of a ConvNet for such images: three, of small ones two.
+    """Returns the default number of a ConvNet's blocks: three, or two for small images.
 
     >>> usual_depth((3, 32, 32)), usual_depth((1, 8, 8))
     (3, 2)
@@ -286,10 +289,10 @@ def usual_depth(image_shape: Shape) -> int:
 
 
 def build_network(settings: ModelSettings, spec: DatasetSpec, seed: int) -> nn.Module:
-    """`build_model` for a data set's images; with `features` a network on their feature map.
+    """Returns `build_model` for a data set's images; with `features`, a network on a feature map.
 
     Raises:
-        SettingError: as `build_model`, or a feature map that cannot take such images.
+        SettingError: as `build_model`, or the feature map cannot take such images.
     """
     if not settings.features:
         return build_model(settings, spec.image_shape, spec.classes, seed)
@@ -300,7 +303,7 @@ def build_network(settings: ModelSettings, spec: DatasetSpec, seed: int) -> nn.M
 
 
 def _map_below(settings: ModelSettings, spec: DatasetSpec) -> FeatureMap:
-    """φ; what is wrong with it is said of this setting."""
+    """Returns φ; its errors name the setting `model.features`."""
     try:
         return feature_map(settings.features, spec.image_shape)
     except SettingError as error:
@@ -308,8 +311,8 @@ def _map_below(settings: ModelSettings, spec: DatasetSpec) -> FeatureMap:
 
 
 def feature_facts(settings: ModelSettings, spec: DatasetSpec) -> dict[str, str]:
-    """What a report lists of the feature map below the network: an item, and why it is public;
-    empty without one."""
+    """Returns the report's entries on the network's feature map: each item, and why it is public;
+    empty without a map."""
     if not settings.features:
         return {}
     features = _map_below(settings, spec)
@@ -326,7 +329,7 @@ def _build(settings: ModelSettings, image_shape: Shape, classes: int) -> nn.Modu
 
 
 def counted(settings: ModelSettings, image_shape: Shape, classes: int) -> int:
-    """How many parameters a network of the package has, without making them."""
+    """Returns a package network's number of parameters, without allocating them."""
     with forked_rng(0, "counting"), torch.device("meta"):
         return parameter_count(_build(settings, image_shape, classes))
 
@@ -353,11 +356,11 @@ def build_client_models(
     *,
     private: bool = False,
 ) -> tuple[nn.Module, ...] | None:
-    """An untrained network for each client, where `settings.clients` names some; None: all have the
-    server's.
+    """Returns an untrained network for each client, if `settings.clients` names architectures;
+    None: all clients have the server's.
 
     Args:
-        private: group norm in place of batch norm, which cannot be protected.
+        private: whether group norm replaces batch norm, which cannot be protected.
     """
     names = settings.client_names
     if not names:
@@ -375,5 +378,5 @@ def build_client_models(
 
 
 def parameter_count(model: nn.Module) -> int:
-    """Number of trainable scalars."""
+    """Returns the number of parameters."""
     return sum(p.numel() for p in model.parameters())

@@ -1,9 +1,9 @@
 """torchvision's ResNet-18 and ResNet-50 (He et al. 2016) with `embed` and `classifier`; their
 parameter names are torchvision's.
 
-11,181,642 parameters for three channels and ten classes, as FedAF's Table 7 counts them, and
-23,528,522. They halve the image five times, so small images end as one pixel: instance norm would
-make that zero, and is not offered.
+With three channels and ten classes they have 11,181,642 (the count of FedAF's Table 7) and
+23,528,522 parameters. They halve the image five times, so small images end as one pixel. Instance
+norm would make that zero, and is not offered.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 
 
 def group_norm(channels: int) -> nn.GroupNorm:
-    """At most 32 groups, as Wu and He (2018) chose and Opacus replaces batch norm with."""
+    """Returns a group norm of at most 32 groups, as in Wu and He (2018) and in Opacus."""
     return nn.GroupNorm(next(g for g in (32, 16, 8, 4, 2, 1) if channels % g == 0), channels)
 
 
@@ -53,12 +53,12 @@ class _ResNet(ResNet):  # type: ignore[misc]  # torchvision has no types
         layer = {"batch": nn.BatchNorm2d, "group": group_norm}[norm]
         super().__init__(block, numbers, num_classes=classes, norm_layer=layer)
         channels, height, width = image_shape
-        if channels != 3:  # drawn as torchvision draws it
+        if channels != 3:  # initialised as in torchvision
             self.conv1 = nn.Conv2d(channels, 64, kernel_size=7, stride=2, padding=3, bias=False)
             nn.init.kaiming_normal_(self.conv1.weight, mode="fan_out", nonlinearity="relu")
         for layer in self.modules():
             if isinstance(layer, nn.ReLU):
-                layer.inplace = False  # DP-SGD's hooks hold what it would overwrite
+                layer.inplace = False  # DP-SGD's hooks hold the input that it would overwrite
         self.embedding_size: int = self.fc.in_features
         # scalars of an image after the first convolution
         self.largest_activation = 64 * -(-height // 2) * -(-width // 2)
@@ -70,7 +70,7 @@ class _ResNet(ResNet):  # type: ignore[misc]  # torchvision has no types
         return layer
 
     def embed(self, x_NCHW: Tensor) -> Tensor:
-        """Embeddings h_w(x), [N, 512] (ResNet-50: 2048)."""
+        """Returns embeddings h_w(x), [N, 512] (ResNet-50: 2048)."""
         x = self.maxpool(self.relu(self.bn1(self.conv1(x_NCHW))))
         for stage in (self.layer1, self.layer2, self.layer3, self.layer4):
             x = stage(x)

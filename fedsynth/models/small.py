@@ -20,9 +20,9 @@ from fedsynth.models.layout import channels_last
 
 
 def aligned(pixels: int) -> int:
-    """Returns the width that a linear layer has for images of so many pixels: where rows of them
-    would not all begin at multiples of 16 bytes, kernels add some up in another order
-    (`fedsynth.features.row_products`), so zeros are added.
+    """Returns a linear layer's input width for images of `pixels` pixels, padded so that all rows
+    begin at multiples of 16 bytes: otherwise kernels sum some rows in another order
+    (`fedsynth.features.row_products`).
 
     >>> aligned(64), aligned(81)
     (64, 96)
@@ -31,7 +31,7 @@ def aligned(pixels: int) -> int:
 
 
 def flat(x_NCHW: Tensor) -> Tensor:
-    """Returns the pixels, and zeros up to the width of `aligned`."""
+    """Returns the pixels, padded with zeros to the width of `aligned`."""
     x = x_NCHW.flatten(1)
     return filled_up(x) if aligned(x.shape[1]) != x.shape[1] else x
 
@@ -49,7 +49,7 @@ class Linear(EmbeddingNetwork):
         self.classifier = nn.Linear(self.embedding_size, classes)
 
     def embed(self, x_NCHW: Tensor) -> Tensor:
-        """The pixels, [N, embedding_size]."""
+        """Returns the pixels, [N, embedding_size]."""
         return flat(x_NCHW)
 
 
@@ -76,7 +76,7 @@ class LeNet5(EmbeddingNetwork):
     """`forward`: normalised images [N, C, H, W] to logits [N, classes].
 
     Raises:
-        SettingError: images below 16×16, of which nothing would be left.
+        SettingError: images below 16×16, which would leave no features.
     """
 
     stage_names = ("relu1", "relu2")
@@ -100,8 +100,9 @@ class LeNet5(EmbeddingNetwork):
         self.largest_activation = 6 * (height + 2 * padding - 4) * (width + 2 * padding - 4)
 
     def embed(self, x_NCHW: Tensor) -> Tensor:
-        """Embeddings, [N, 84]."""
-        # ReLU of a maximum is the maximum of ReLUs, gradients too, of a quarter of the numbers
+        """Returns embeddings, [N, 84]."""
+        # ReLU commutes with max pooling, also in gradients; after it there are a quarter as many
+        # values
         x = self.relu1(self.pool1(self.conv1(channels_last(x_NCHW))))
         x = self.relu2(self.pool2(self.conv2(x)))
         return torch.relu(self.fc2(torch.relu(self.fc1(x.flatten(1)))))
@@ -111,11 +112,11 @@ class Cnn(EmbeddingNetwork):
     """A plain convolutional network: blocks of conv 3×3, norm, max-pool 2, ReLU (which commute),
     then one hidden layer.
 
-    FedHydra's CNN1 and CNN2, whose shape its paper does not give, are here (32, 64) channels with
-    128 hidden units, and (16, 32, 64) with 64.
+    FedHydra's paper does not give the shapes of CNN1 and CNN2; here they have (32, 64) channels
+    with 128 hidden units, and (16, 32, 64) with 64.
 
     Raises:
-        SettingError: images that the blocks halve to nothing.
+        SettingError: images too small for this many halvings.
     """
 
     def __init__(
@@ -141,7 +142,7 @@ class Cnn(EmbeddingNetwork):
                 nn.Conv2d(inside, outside, 3, padding=1),
                 make_norm(norm, outside),
                 nn.MaxPool2d(2),
-                nn.ReLU(),  # of a maximum: the maximum of ReLUs, of a quarter of the numbers
+                nn.ReLU(),  # commutes with max pooling, which leaves a quarter of the values
             ]
             inside = outside
         self.features = nn.Sequential(*layers)
@@ -182,7 +183,7 @@ class ResNet8(EmbeddingNetwork):
     """`forward`: normalised images [N, C, H, W] to logits [N, classes].
 
     Args:
-        norm: "instance" is group norm with one channel a group, as FedKF has it; "group", "batch".
+        norm: "instance" (group norm with one channel per group, as in FedKF), "group" or "batch".
 
     Raises:
         SettingError: images below 8×8.
@@ -206,6 +207,6 @@ class ResNet8(EmbeddingNetwork):
         self.largest_activation = 16 * height * width
 
     def embed(self, x_NCHW: Tensor) -> Tensor:
-        """Embeddings, [N, 64]."""
+        """Returns embeddings, [N, 64]."""
         h: Tensor = self.stages(torch.relu(self.norm(self.conv(x_NCHW)))).mean(dim=(2, 3))
         return h

@@ -1,4 +1,4 @@
-"""Weights that may come from anybody, or from a training that diverged."""
+"""Checks of weights that are untrusted, or come from diverged training."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fedsynth.errors import OutputError
 
 
 def restore(network: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Loads weights that may come from anybody into a network.
+    """Loads untrusted weights into a network.
 
     Raises:
         ValueError: they do not fit the network, are complex, or are not finite.
@@ -31,11 +31,7 @@ def restore(network: nn.Module, weights: Mapping[str, Tensor]) -> None:
 
 
 def require_finite(network: nn.Module) -> None:
-    """Refuses a network whose training has diverged.
-
-    Raises:
-        OutputError: a weight is not finite.
-    """
+    """Raises OutputError if a weight is not finite, because training has diverged."""
     for name, value in network.state_dict().items():
         if not torch.isfinite(value).all():
             raise OutputError(
