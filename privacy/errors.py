@@ -1,4 +1,4 @@
-"""Named errors of the privacy package; each carries one clear line."""
+"""The errors of the privacy package, each with a one-line message."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ _SHORT.maxstring = _SHORT.maxother = 200
 
 
 def shown(value: object) -> str:
-    """Returns an untrusted value for an error's text: short, and on one line.
+    """Returns a short, one-line representation of an untrusted value for error messages.
 
     >>> shown("x" * 1000)[-5:], shown(10**5000)
     ("xxxx'", 'a number of more than 18 digits')
     """
-    if isinstance(value, int) and abs(value) >= 2**63:  # beyond 4,300 digits Python prints none
+    if isinstance(value, int) and abs(value) >= 2**63:  # Python prints at most 4,300 digits
         return "a number of more than 18 digits"
     try:
         return _SHORT.repr(value)
-    except (ValueError, RecursionError):  # such a number, or such nesting, within a list
+    except (ValueError, RecursionError):  # such a number, or deep nesting, within a list
         return f"a {type(value).__name__}"
 
 
@@ -34,12 +34,12 @@ def setting_name(section: str | None, key: str) -> str:
 
 
 class NamedSettingError(Exception):
-    """Base of errors about one setting, whose name the text begins with.
+    """Base class of errors about one setting; the message begins with the setting's name.
 
     Args:
         section, key: the setting, as in `setting_name`.
         reason: the rest of the sentence.
-        value: the setting's value, where the sentence is about this value.
+        value: the setting's value, if the message is about it.
     """
 
     def __init__(self, section: str | None, key: str, reason: str, value: object = None) -> None:
@@ -51,7 +51,7 @@ class NamedSettingError(Exception):
         super().__init__(f"{setting_name(section, key)}{equals} {reason}")
 
     def of(self, section: str | None, key: str) -> NamedSettingError:
-        """Returns the same error about another setting, from which the value came."""
+        """Returns the same error for another setting, from which the value came."""
         return type(self)(section, key, self.reason, self.value)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -59,13 +59,13 @@ class NamedSettingError(Exception):
 
 
 class PrivacyError(Exception):
-    """Base: a setting, request or file that would break, or misstate, a privacy guarantee."""
+    """Base class: a setting, request or file would break or misstate a privacy guarantee."""
 
 
 class PrivacySettingError(NamedSettingError, PrivacyError):
     """A privacy parameter outside its range (negative σ, δ outside (0, 1), clip 0, …).
 
-    It takes section, key and reason, as `SettingError` does.
+    It takes section, key and reason, like `SettingError`.
     """
 
 
@@ -73,8 +73,8 @@ class BudgetExceededError(PrivacyError):
     """A release was refused because, with it, ε would exceed the cap.
 
     Args:
-        reason: for people.
-        spent: the client, its ε now, and its ε with the release; None where it is not known.
+        reason: the message.
+        spent: the client, its ε now, and its ε with the release; None if unknown.
     """
 
     def __init__(self, reason: str, spent: tuple[str, float, float] | None = None) -> None:
@@ -83,13 +83,13 @@ class BudgetExceededError(PrivacyError):
 
 
 class UnaccountedReleaseError(PrivacyError):
-    """With differential privacy on, something was asked to leave a client, or to be shown, that no
-    mechanism protects."""
+    """With differential privacy on, a value that no mechanism protects was about to leave a client
+    or to be shown."""
 
 
 class UnplannedReleaseError(PrivacyError):
-    """A step asked for a release that its method does not plan, that it plans for the other
-    exchange, or that was handed out before."""
+    """A step asked for a release that its method did not plan, planned for the other exchange, or
+    already took."""
 
 
 class ForbiddenLayerError(PrivacyError):
@@ -106,5 +106,5 @@ class LedgerError(PrivacyError):
 
 
 class RequestRefusedError(PrivacyError):
-    """A server's message that a private client does not answer: not finite, or beyond the declared
+    """A server's message that a private client does not answer: not finite, or above the declared
     norm."""

@@ -1,5 +1,5 @@
-"""Files that a user names, and that anybody may have made: only regular ones of a bounded size are
-opened, JSON and TOML have a bounded depth, and nobody waits for a lock without end."""
+"""Access to untrusted files that a user names: only regular files of a bounded size are opened,
+JSON and TOML have a bounded depth, and waiting for a lock has a timeout."""
 
 from __future__ import annotations
 
@@ -22,33 +22,34 @@ from typing import Any, NoReturn
 from fedsynth.privacy.errors import LedgerError
 
 LOCK_SECONDS = 60.0
-"""How long a lock is waited for: a charge holds it for milliseconds, opening a folder of ledgers
-for as long as hashing takes."""
+"""The timeout of waiting for a lock. A charge holds the lock for milliseconds; opening a folder of
+ledgers holds it while records are hashed."""
 _LONGEST_PAUSE = 0.02
 MAX_TEXT_BYTES = 2**28
-"""Size limit of a report, a ledger or a key: a report on 10,000 clients and 200 rounds has some
-100 MB."""
+"""The size limit of a report, a ledger or a key; a report on 10,000 clients and 200 rounds has
+about 100 MB."""
 MAX_TOML_BYTES = 2**20
-"""Size limit of a config, a policy or a specification: `tomllib` is slow, and they have a few
-kB."""
+"""The size limit of a config, a policy or a specification, which have a few kB; `tomllib` is
+slow."""
 MAX_TENSORS_BYTES = 2**36
-"""Size limit of a file of tensors."""
+"""The size limit of a file of tensors."""
 MAX_DEPTH = 64
-"""Limit of nested JSON and TOML values: fedsynth's own files have fewer than ten levels."""
+"""The maximum nesting depth of JSON and TOML values; fedsynth's own files have fewer than ten
+levels."""
 _LOG_END = 2**16
 _OPENING = re.compile(r"[\[{]")
 _BETWEEN_KEYS = re.compile(r"[=,\[\]{}\n]")
 
 
 class UnsuitableFileError(OSError):
-    """A file that fedsynth does not read: it is not a regular file, or it is too large."""
+    """A file that fedsynth does not read because it is not a regular file or is too large."""
 
     def __str__(self) -> str:
         return str(self.strerror)
 
 
 def expand_home(path: str | Path) -> Path:
-    """Returns the path with the user's home in the place of `~`.
+    """Returns the path with `~` replaced by the user's home.
 
     Raises:
         FileNotFoundError: no user has that name.
@@ -62,20 +63,20 @@ def expand_home(path: str | Path) -> Path:
 def open_regular(
     path: Path, *, writing: bool = False, create: bool = False, max_bytes: int | None = None
 ) -> FileIO:
-    """Opens a regular file without waiting.
+    """Opens a regular file without blocking.
 
-    The file is examined after it was opened, so that nothing else can take its place.
+    The file is checked after it is opened, so that it cannot be replaced in between.
 
     Args:
         path: of the file.
         writing: open it for reading and appending.
-        create: make it if it is missing.
+        create: create it if it is missing.
         max_bytes: its size limit.
 
     Raises:
         OSError: it cannot be opened.
-        UnsuitableFileError: it is a folder, a pipe, a device or a file of `/proc`, whose reading
-            may never end, or it is too large.
+        UnsuitableFileError: it is too large, or it is a folder, a pipe, a device or a file of
+            `/proc`, of which a read may never end.
     """
     flags = os.O_RDWR | os.O_APPEND if writing else os.O_RDONLY
     if create:
@@ -102,7 +103,7 @@ def open_regular(
 
 
 def read_regular(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> bytes:
-    """Returns the bytes that a file has when it is opened.
+    """Returns the bytes that a file contains when it is opened.
 
     Raises:
         OSError: as `open_regular`.
@@ -118,11 +119,11 @@ def file_hash(path: Path) -> str:
 
 
 def plain_files(root: Path, leave_out: Collection[str] = ()) -> list[str]:
-    """Returns the files below a folder by their paths in it, with `/`, in order.
+    """Returns the sorted relative paths, with `/`, of all files in a folder and its subfolders.
 
     Args:
         root: the folder.
-        leave_out: names of files and folders of the root that are not looked at.
+        leave_out: names of files and folders in the root to skip.
 
     Raises:
         OSError: a folder cannot be read.
@@ -181,7 +182,7 @@ def load_toml(path: Path) -> dict[str, Any]:
     """
     text = read_text(path, MAX_TOML_BYTES)
     for part in _BETWEEN_KEYS.split(text):
-        # The time that tomllib takes grows with the square of a dotted key's parts.
+        # tomllib's time grows with the square of the number of a dotted key's parts.
         if re.sub(r"\.{2,}", "", part).count(".") > MAX_DEPTH:
             raise ValueError(_too_deep())
     try:
@@ -196,8 +197,8 @@ def decode_json(text: str | bytes) -> Any:
     """Returns the JSON value in a text, or in its UTF-8 bytes.
 
     Raises:
-        ValueError: it is not UTF-8, not JSON (NaN and infinities are not), nested too deeply, has a
-            key twice in one object, or a lone surrogate.
+        ValueError: it is not UTF-8, not JSON (NaN and infinities are not), nested too deeply, or
+            has a duplicate key in an object or a lone surrogate.
     """
     if isinstance(text, bytes):
         text = text.decode("utf-8")
@@ -263,7 +264,7 @@ def _raise(error: OSError) -> NoReturn:
 
 
 def write_durably(path: Path, content: bytes) -> None:
-    """Make, or replace, a file in one step: it appears whole, and on the disk, or not at all.
+    """Creates or replaces a file atomically and durably.
 
     Raises:
         OSError: it cannot be written.
@@ -282,7 +283,8 @@ def write_durably(path: Path, content: bytes) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Make the names in a folder durable: fsync of a file alone need not keep its name."""
+    """Makes the names in a folder durable, since fsync of a file does not guarantee that its name
+    is kept."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -291,10 +293,10 @@ def sync_folder(path: Path) -> None:
 
 
 def lock(file: FileIO, path: Path, *, shared: bool = False) -> None:
-    """Lock an open file until it is closed.
+    """Locks an open file until it is closed.
 
     Raises:
-        LedgerError: the lock cannot be had, or not within `LOCK_SECONDS`.
+        LedgerError: the lock cannot be acquired, or not within `LOCK_SECONDS`.
     """
     kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
     until = time.monotonic() + LOCK_SECONDS

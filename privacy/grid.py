@@ -1,13 +1,13 @@
-"""The grid that a client's part of a sum is rounded to, where clients share the noise of that sum.
+"""The grid to which a client's part of a sum is rounded if clients share the noise of that sum.
 
-Masks hide whole numbers, so each client rounds its part *after adding its noise*. For one client's
-own release that is post-processing. For the sum of several parts it is not, because what is rounded
-off depends on each part. The lemma in docs/privacy.md ("Rounding on a grid") bounds what it reveals:
+Masks hide integers, so each client rounds its part *after adding its noise*. For a single client's
+release this is post-processing. For the sum of several parts it is not, because the rounding error
+depends on each part. The lemma in docs/privacy.md ("Rounding on a grid") bounds what it reveals:
 with spacing γ and noise of standard deviation τ in each part, sums of H rounded parts are within
 total variation 2·D·H·exp(−2π²τ²/(γ²H)) of a function of the sum of the unrounded parts. A grid is
 fine enough if τ ≥ 2¹²·γ·√H: the bound is then below 10⁻¹⁰⁰⁰⁰⁰⁰⁰⁰, and neither sensitivity nor noise
-changes. The coarsest such grid is taken: parts are float64, and on a grid about as fine as float64
-ties would decide, more often in larger parts.
+changes. The coarsest such grid is used: parts are float64, and on a grid about as fine as float64,
+ties would matter, more often in larger parts.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from dataclasses import dataclass
 from fedsynth.privacy.errors import PrivacySettingError
 
 DIGITS = 52
-"""Bits of a part: a float64 of at most that many grid steps is on the grid exactly."""
+"""Bits of a part: a float64 of up to 2^52 grid steps is exactly on the grid."""
 MOST_BITS = 63
 SUM_DIGITS = 62
-"""Bits of the sum, in a signed word of 64."""
+"""Bits of the sum, in a signed 64-bit word."""
 TAIL = 40.0
 """Noise exceeds this many standard deviations with probability e⁻⁸⁰⁰ per coordinate."""
 FINE = 2.0**12
-"""The least τ / (γ·√H)."""
+"""The smallest allowed τ / (γ·√H)."""
 VALUES = 2.0**10
-"""The least number of float64 values in a grid step, at the bound."""
+"""The smallest allowed number of float64 values in a grid step, at the bound."""
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Multiples of 2^-bits, up to a bound.
+    """The multiples of 2^-bits up to a bound.
 
     Args:
-        bits: fractional bits; negative if the steps are larger than 1.
-        bound: of the absolute value of a part's coordinate.
+        bits: number of fractional bits; negative if the steps are larger than 1.
+        bound: the bound on the absolute value of a part's coordinate.
     """
 
     bits: int
@@ -50,10 +50,10 @@ class Grid:
 
 @dataclass(frozen=True)
 class Addends:
-    """Whose releases are added up, and how large these are at most; public.
+    """Public bounds on the clients and records whose releases are summed.
 
     Args:
-        clients: how many they are at most.
+        clients: the maximum number of clients.
         records: the bound on the units (records, or users) of all clients together.
     """
 
@@ -65,8 +65,8 @@ def finest(bound: float, clients: int) -> Grid:
     """Returns the finest grid on which sums of that many parts are exact and never overflow.
 
     Args:
-        bound: of the absolute value of a part's coordinate.
-        clients: how many parts.
+        bound: the bound on the absolute value of a part's coordinate.
+        clients: the number of parts.
 
     >>> finest(1000.0, 10)
     Grid(bits=42, bound=1000.0)
@@ -81,14 +81,14 @@ def grid_of(clip: float, deviation: float, shares: int, addends: Addends) -> Gri
     """Returns the coarsest grid that is fine enough for a release whose noise is shared.
 
     Args:
-        clip: 𝒞, of one unit's vector.
-        deviation: τ, of the noise that one client adds to a coordinate.
+        clip: 𝒞, the norm bound of one unit's vector.
+        deviation: τ, the standard deviation of the noise that one client adds to a coordinate.
         shares: H.
-        addends: whose sum it is.
+        addends: the bounds on the summed clients and records.
 
     Raises:
-        PrivacySettingError: the noise is too small for the sums that it must hide: grid steps would
-            be too close to those of float64.
+        PrivacySettingError: the noise is too small for the sums: grid steps would be too close to
+            those of float64.
 
     >>> grid_of(1.0, 5.0, 1, Addends(2, 1000))
     Grid(bits=10, bound=1200.0)

@@ -1,18 +1,20 @@
-"""Passes over private records have one constant length, so that no kernel's shape depends on how
-many records there are.
+"""Passes over private records have a constant length, so that no kernel's shape depends on the
+number of records.
 
 Libraries choose their kernels by shape, and kernels round differently. If a pass were as long as
-the sample, one record more could move the *others'* features: by rounding only, but a server can
-send weights that cancel all but the rounding and amplify that (docs/privacy.md, "Active servers").
-So the records of a step are cut into passes of a public length, the last one is filled up with rows
-of zeros, and what comes out of those is thrown away. The length follows from public numbers alone.
+the sample, an additional record could change the features of *other* records. Only their rounding
+would change, but a server can send weights that cancel everything else and amplify it
+(docs/privacy.md, "Active servers"). Therefore the records of a step are split into passes of a
+public length, which depends only on public numbers. The last pass is padded with zeros, whose
+results are discarded.
 
-That a row's bits do not depend on its place in a pass, nor on its neighbours, is the kernels' part:
-the tests check it for every architecture, mechanism and precision, on whatever device they run.
+The kernels must ensure that a row's bits depend neither on its position in a pass nor on its
+neighbours. The tests check this for every architecture, mechanism and precision, on the device on
+which they run.
 
 Code that computes on records may raise on some of them. If a step failed because of one record, the
-failure would show that the record is there. So the record's value is NaN, which every clip turns
-into a contribution of zero, and the other records' values are what they are without it.
+failure would reveal that the record is there. Therefore the record's value becomes NaN, which every
+clip turns into a contribution of zero, and the other records' values stay the same as without it.
 """
 
 from __future__ import annotations
@@ -25,28 +27,30 @@ import torch
 from torch import Tensor
 
 Note = Callable[[str], None]
-"""Takes a line that depends on private records: for those who may see these, and nobody else."""
+"""Receives a line that depends on private records, and that only people who may see these may
+read."""
 
 LEAST = 2
 """Normalisation layers of 1×1 maps refuse a single record in training mode."""
 
 
 def power_of_two(bound: float) -> int:
-    """The largest power of two that is at most `bound`; 1 for anything below 2."""
+    """Returns the largest power of two that is at most `bound`, and at least 1."""
     return 1 << max(0, int(bound).bit_length() - 1)
 
 
 def pass_length(expected: float | None, start_over_row: float, most: int) -> int:
-    """How many records a pass holds: a power of two, the same whatever the data are.
+    """Returns the number of records in a pass: a power of two that does not depend on the data.
 
-    With a start as dear as s rows, n records in passes of p cost n + (n/p)·s + p/2 rows, as the
-    last pass is half empty on average: least at p = √(2ns), where both extras are √(ns/2).
+    If a pass has a fixed cost of s rows, n records in passes of p cost n + (n/p)·s + p/2 rows, as
+    the last pass is half empty on average. The minimum is at p = √(2ns), where both extra terms are
+    √(ns/2).
 
     Args:
         expected: n, the public expected number of records of a step (q times the nominal size);
-            None where nothing is declared, which gives the longest passes.
-        start_over_row: s, what a pass costs by itself, in rows.
-        most: what memory allows.
+            None if undeclared, which gives the longest passes.
+        start_over_row: s, the fixed cost of a pass, in rows.
+        most: the largest number that memory allows.
     """
     longest = power_of_two(most)
     if expected is None:
@@ -56,7 +60,7 @@ def pass_length(expected: float | None, start_over_row: float, most: int) -> int
 
 
 def padded(rows: Tensor, length: int, fill: int = 0) -> Tensor:
-    """`rows` [n, …] with rows of `fill` after them: [length, …]."""
+    """Returns `rows` [n, …] padded with rows of `fill` to [length, …]."""
     if len(rows) == length:
         return rows
     full = rows.new_full((length, *rows.shape[1:]), fill)
@@ -67,16 +71,16 @@ def padded(rows: Tensor, length: int, fill: int = 0) -> Tensor:
 def values_of_each(compute: Callable[..., Tensor], records: Sequence[Tensor], note: Note) -> Tensor:
     """Returns `compute(*records)` [N, …], with NaN for the records on which it raises.
 
-    All calls have N records, so that rounding stays the same: random images with label 0 take the
-    place of those that are left out.
+    All calls have N records, so that rounding stays the same: random images with label 0 replace
+    the omitted ones.
 
     Args:
-        compute: its values depend on one record each.
+        compute: a function each of whose values depends on one record only.
         records: images [N, …], and labels [N] (int64).
-        note: receives why values are missing.
+        note: receives the reason why values are missing.
 
     Raises:
-        Exception: what `compute` raises on random images only, which is no record's fault.
+        Exception: `compute` raises even if all images are random, so that no record is the cause.
 
     >>> def inverse(x):
     ...     if bool((x == 0).any()):
@@ -104,7 +108,7 @@ def _among(
     missing: Tensor,
     positions: list[int],
 ) -> Tensor:
-    """Returns the values at some positions, by halving where `compute` raises."""
+    """Returns the values at some positions; bisects them if `compute` raises."""
     trial = [other.clone() for other in others]
     for one, record in zip(trial, records, strict=True):
         one[positions] = record[positions]
@@ -129,6 +133,6 @@ def _public_like(tensor: Tensor) -> Tensor:
     """Returns random images, or labels of 0, of the same shape, type and device."""
     if tensor.dtype == torch.int64:
         return torch.zeros_like(tensor)
-    # drawn by NumPy, as a trial of `compute` watches what it draws by torch
+    # drawn by NumPy, as a trial of `compute` watches torch's random draws
     images = torch.from_numpy(np.random.default_rng(0).random(tensor.shape))
     return (images if tensor.is_floating_point() else 255 * images).to(tensor)

@@ -1,7 +1,7 @@
-"""Small plots as SVG text, for pages that must carry everything themselves.
+"""Small plots as SVG text, for self-contained pages.
 
-Text and axes have the colour of the text around them (`currentColor`), and lines colours that are
-legible on white and on a dark page; a line's dashes distinguish it in black and white.
+Text and axes have the colour of the surrounding text (`currentColor`). Lines have colours that are
+legible on white and on dark pages, and dashes that distinguish them in black and white.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ Points = Sequence[tuple[float, float]]
 COLOURS = ("#2f7fd1", "#d1602a", "#2e9461", "#9a66cc", "#a8821a", "#c4527f", "#3a8f9e", "#7a7f87")
 DASHES = ("", "7 4", "2 3", "10 3 2 3")
 WIDTH, LEFT, RIGHT, TOP, BASE, BOTTOM = 640, 76, 620, 16, 272, 48
-"""Pixels: of the picture, of the axes' edges in it, and below the x axis."""
+"""Pixels: the picture's width, the axes' edges in it, and the space below the x axis."""
 LEGEND = 18
 MAX_LEGEND = 78
-"""Letters of a legend that fit the width."""
+"""The number of a legend's characters that fit the width."""
 MAX_DOTS = 60
 
 
@@ -30,9 +30,9 @@ class Line:
     """A line of a plot.
 
     Attributes:
-        name: in the legend.
-        points: (x, y), by x.
-        band: (x, low, high) around it, such as the range over seeds.
+        name: the name in the legend.
+        points: (x, y), sorted by x.
+        band: (x, low, high) around the line, such as the range over seeds.
         colour: its index in `COLOURS` and `DASHES`; None: its position among the lines.
     """
 
@@ -43,7 +43,7 @@ class Line:
 
 
 def svg_templates(folder: Path) -> Environment:
-    """Returns the templates of a folder; texts that enter them are escaped."""
+    """Returns the templates of a folder, with autoescaping."""
     return Environment(
         loader=FileSystemLoader([folder, Path(__file__).parent / "templates"]),
         undefined=StrictUndefined,
@@ -74,19 +74,19 @@ def line_plot(
         x, y: titles of the axes.
         log_x: a logarithmic x axis.
         faint: lines without a name, behind the others.
-        from_zero: the y axis begins at 0; else near the smallest value.
+        from_zero: the y axis begins at 0; otherwise near the smallest value.
         percent: y values are shares, which its axis shows in percent.
-        first_broad: the first line is drawn broad and the others over it, so that each is seen
+        first_broad: the first line is drawn broad and the others over it, so that each is visible
             where they coincide.
 
     Returns:
-        Empty without any point.
+        The SVG text; empty without any point.
     """
     lines = [one if isinstance(one, Line) else Line(*one) for one in series]
     scale = _Scale.of(lines, faint, log_x=log_x, from_zero=from_zero)
     if scale is None:
         return ""
-    above = LEGEND * len(lines) + 4  # the legend is over the axes, and its first line whole
+    above = LEGEND * len(lines) + 4  # the legend is above the axes
     drawn = [_drawn(line, n, scale, first_broad) for n, line in enumerate(lines)]
     values_y = ticks(scale.bottom, scale.top, 5)
     unit = (100, " %") if percent else (1, "")
@@ -111,7 +111,7 @@ def line_plot(
 
 
 def bar_plot(bars: Sequence[tuple[str, float]], *, y: str) -> str:
-    """Draws a horizontal bar for each (name, value ≥ 0), with its value behind it."""
+    """Draws a horizontal bar for each (name, value ≥ 0), followed by its value."""
     most = max((value for _, value in bars), default=0.0) or 1.0
     drawn = [
         {
@@ -129,7 +129,7 @@ def bar_plot(bars: Sequence[tuple[str, float]], *, y: str) -> str:
 
 
 def standalone(svg: str) -> str:
-    """Returns a plot for a file of its own: black on white, whatever shows it."""
+    """Returns a plot for a separate file: always black on white."""
     start, sign, rest = svg.partition("</title>")
     return f'{start}{sign}<rect width="100%" height="100%" fill="#fff"/>{rest}\n'
 
@@ -195,7 +195,7 @@ class _Scale:
         return round(LEFT + share_x * (RIGHT - LEFT), 1), round(BASE - share_y * (BASE - TOP), 1)
 
     def ticks_x(self) -> list[float]:
-        """Returns the values that the x axis names."""
+        """Returns the values that the x axis labels."""
         whole = all(float(value).is_integer() for value in self.values_x)
         if len(self.values_x) <= 10 and (whole or self.log_x):
             return list(self.values_x)
@@ -207,7 +207,7 @@ class _Scale:
 
 
 def _drawn(line: Line, number: int, scale: _Scale, first_broad: bool) -> dict[str, Any]:
-    """Returns what the template has of a line."""
+    """Returns the template's variables for a line."""
     kind = number if line.colour is None else line.colour
     dots = [scale.at(point) for point in line.points]
     upper = [scale.at((a, high)) for a, _, high in line.band]

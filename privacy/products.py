@@ -1,4 +1,4 @@
-"""Per-example vectors that are products of two short ones, summed without ever being written out.
+"""Per-example vectors that are products of two short vectors, summed without being written out.
 
 Theorem (sensitivity). Each kind clips the short vectors of every example, and its `bound` bounds
 the L2 norm of the example's whole vector, whatever the example is:
@@ -12,9 +12,9 @@ the L2 norm of the example's whole vector, whatever the example is:
   ‖z‖ ≤ 1 and p² + q² = 1. ‖Z Zᵀ‖_F ≤ ‖Z‖_F², and Zᵀ Z has the same norm; hence ‖u‖² ≤
   (p² + q²)·Σ_b ‖Z_b‖⁴ ≤ (Σ_b ‖Z_b‖²)² = ‖z‖⁴ ≤ 1.
 
-An example's vector of d(d+1)/2 + dC coordinates thus costs one row of two matrix products, and the
-sums are those of the clipped vectors written out (tests/privacy/test_products.py). Everything is in
-float64, as in `clip_rows`.
+An example's vector of d(d+1)/2 + dC coordinates thus costs one row of two matrix products. The sums
+equal those of the clipped vectors written out (tests/privacy/test_products.py). All computations
+are in float64, as in `clip_rows`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from fedsynth.privacy.mechanisms import clip_rows
 
 
 class Products(ABC):
-    """Vectors of N examples, given by factors, the tensors among the fields of a dataclass."""
+    """The vectors of N examples, given by factors, which are the tensor fields of a dataclass."""
 
     @property
     def bound(self) -> float:
@@ -43,7 +43,7 @@ class Products(ABC):
     @property
     @abstractmethod
     def width(self) -> int:
-        """Coordinates of a vector."""
+        """The number of coordinates of a vector."""
 
     def _factors(self) -> dict[str, Tensor]:
         return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
@@ -68,7 +68,7 @@ class Products(ABC):
 
 @dataclass(frozen=True, eq=False)
 class Rows(Products):
-    """Vectors as they are.
+    """Vectors that are given directly.
 
     Args:
         vectors: [N, D], clipped to norm `clip`.
@@ -95,7 +95,7 @@ class Rows(Products):
 
 @dataclass(frozen=True, eq=False)
 class Outer(Products):
-    """l ⊗ r of each example, row by row of l.
+    """l ⊗ r of each example, in row-major order.
 
     Args:
         left: [N, P], clipped to norm `clip`.
@@ -133,8 +133,8 @@ class Moments(Products):
 
     Args:
         z: [N, d], clipped to norm 1.
-        targets: e [N, C], clipped to norm b; such as one-hot labels about their mean.
-        target_norm: b, the norm that every target has.
+        targets: e [N, C], clipped to norm b, such as centred one-hot labels.
+        target_norm: b, the norm of every target.
     """
 
     z: Tensor
@@ -166,8 +166,8 @@ class Moments(Products):
 
 @dataclass(frozen=True, eq=False)
 class Grams(Products):
-    """[p·svec(Z Zᵀ); q·svec(Zᵀ Z)] of each of an example's matrices Z [channels, cells], one after
-    another.
+    """[p·svec(Z Zᵀ); q·svec(Zᵀ Z)] of each of an example's matrices Z [channels, cells],
+    concatenated.
 
     Args:
         z: [N, Σ channels·cells], clipped to norm 1.
@@ -211,7 +211,7 @@ class Grams(Products):
 
 
 def grams_width(blocks: tuple[tuple[int, int], ...]) -> int:
-    """Coordinates of `Grams`.
+    """Returns the number of coordinates of `Grams`.
 
     >>> grams_width(((3, 2),))
     9
@@ -220,14 +220,14 @@ def grams_width(blocks: tuple[tuple[int, int], ...]) -> int:
 
 
 def matrices_of(rows_Nd: Tensor, blocks: tuple[tuple[int, int], ...]) -> list[Tensor]:
-    """The matrices that rows are made of, [N, channels, cells] each."""
+    """Returns the matrices that rows consist of, [N, channels, cells] each."""
     split = rows_Nd.split([a * s for a, s in blocks], dim=1)
     return [part.unflatten(1, size) for part, size in zip(split, blocks, strict=True)]
 
 
 def clipped_product(left_NP: Tensor, right_NQ: Tensor, clip: float) -> Outer:
-    """l ⊗ r of each example, clipped to `clip` as a whole, in float64: r is made a unit vector, and
-    l takes its length, so that clipping l clips the product.
+    """Returns l ⊗ r of each example, clipped to `clip` as a whole, in float64. r is normalised and
+    l multiplied by its norm, so that clipping l clips the product.
 
     >>> made = clipped_product(torch.tensor([[3.0]]), torch.tensor([[0.0, 2.0]]), clip=5.0)
     >>> made.rows().tolist()  # of norm 6, clipped to 5
@@ -248,8 +248,8 @@ def _weighted(rows: Tensor, shares_N: Tensor | None) -> Tensor:
 
 
 def svec(matrix: Tensor) -> Tensor:
-    """The upper triangles of symmetric matrices [..., d, d] as vectors of the same norm,
-    [..., d(d+1)/2]: off-diagonal entries count √2.
+    """Returns the upper triangles of symmetric matrices [..., d, d] as vectors of the same norm,
+    [..., d(d+1)/2]: off-diagonal entries are multiplied by √2.
 
     >>> svec(torch.tensor([[1.0, 2.0], [2.0, 3.0]])).square().sum().item()
     18.0
@@ -261,7 +261,7 @@ def svec(matrix: Tensor) -> Tensor:
 
 
 def smat(vector_D: Tensor, d: int) -> Tensor:
-    """The symmetric matrix [d, d] whose `svec` this is.
+    """Returns the symmetric matrix [d, d] whose `svec` this is.
 
     >>> smat(svec(torch.tensor([[1.0, 2.0], [2.0, 3.0]])), 2).round().tolist()
     [[1.0, 2.0], [2.0, 3.0]]

@@ -1,4 +1,4 @@
-"""What is set about privacy; everything in here is public and fixed before any data are read."""
+"""The privacy settings, all of which are public and fixed before any data are read."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ RANGES = {
     "nominal_size": (1e-3, 1e15),
     "max_records": (1, 1e15),
 }
-"""What no run has use for beyond: sums, squares and quotients of these then stay finite."""
+"""The ranges of useful values, within which sums, squares and quotients stay finite."""
 
 
 def ledger_setting(given: Path | str) -> Path | str:
-    """A folder as an absolute path, or `NO_LEDGER` as it is.
+    """Returns a folder as an absolute path, or `NO_LEDGER` unchanged.
 
     Raises:
-        PrivacySettingError: words that are nearly `NO_LEDGER`, nothing at all (as text: an empty
-            `Path` is the current folder), or the home of a user who does not exist.
+        PrivacySettingError: a text that resembles `NO_LEDGER`, an empty text (an empty `Path` is
+            the current folder), or the home of a user who does not exist.
     """
     words = str(given).strip()
     if words == NO_LEDGER:
         return NO_LEDGER
     try:
-        words.encode()  # for the run folder's config.toml
+        words.encode()  # it must be valid in the run folder's config.toml
         folder = Path(given).expanduser().absolute()
     except (UnicodeEncodeError, RuntimeError) as error:
         raise PrivacySettingError("privacy", "ledger", f"names no folder: {error}") from None
@@ -53,7 +53,7 @@ def ledger_setting(given: Path | str) -> Path | str:
 
 
 def needs_a_budget() -> PrivacySettingError:
-    """The error of settings that say neither how much noise nor for what budget."""
+    """Returns the error for settings with neither a noise multiplier nor a budget."""
     return PrivacySettingError(
         "privacy",
         "noise_multiplier",
@@ -70,12 +70,12 @@ class PrivacySettings:
     """Differential privacy of one run, for one example (or one user) of one client.
 
     Args:
-        noise_multiplier: noise multiplier σ of each release, relative to the clip. None: found from
-            `epsilon` for the planned run.
-        epsilon: budget ε of each client. With a noise multiplier it is a hard cap; without, σ is
-            found for it.
+        noise_multiplier: noise multiplier σ of each release, relative to the clip. None: calibrated
+            to `epsilon` for the planned run.
+        epsilon: budget ε of each client. With a noise multiplier it is a hard cap; without one, σ
+            is calibrated to it.
         mechanism: one of the method's (`fedsynth methods NAME` lists them; default: the first).
-            "paper" is FedDM as printed, and gives no guarantee.
+            "paper" is FedDM as published, without a guarantee.
         clip: L2 bound of one example's contribution; default: the method's, a public constant.
         delta: δ, a constant (default 1e-5), at most 1 / `max_records`.
         max_records: public upper bound on the records of all clients together; default: the data
@@ -88,19 +88,18 @@ class PrivacySettings:
             client). "user" needs data that say whose each record is, a partition by user, and
             `nominal_size`. All sizes then count users: a step samples users, and each contributes
             the mean of their records' vectors, clipped as one.
-        user_records: with unit "user", at most so many records of each user take part, chosen by a
-            public keyed hash; None: all.
+        user_records: with unit "user", the maximum number of records of each user that take part,
+            chosen by a public keyed hash; None: all.
         adjacency: "add-remove" (default), "zero-out" or "replace-one". "zero-out" has the same cost
             as "add-remove" and makes the number of a client's examples public; "replace-one"
             doubles every sensitivity.
         four_sums: compute each noise value from four Gaussians, against one known floating-point
             attack. A mitigation, no proof (`SecretGenerator`).
         max_request_norm: L2 norm of a server's message above which clients do not answer it
-            (messages with numbers that are not finite are refused in any case); None bounds
-            nothing.
-        ledger: folder of the clients' ledgers, kept over runs; default: each run counts for itself.
-            Only published data sets allow that: on your own data say `NO_LEDGER` ("none: this data
-            set is public") if it is so.
+            (messages with non-finite numbers are always refused); None: no bound.
+        ledger: folder of the clients' ledgers, kept across runs; default: each run is accounted for
+            separately. Only published data sets allow that; for a public data set of your own, set
+            `NO_LEDGER` ("none: this data set is public").
 
     Raises:
         PrivacySettingError: neither noise nor budget, or a value outside its range.
@@ -127,7 +126,7 @@ class PrivacySettings:
     adjacency: str = ADD_REMOVE
     four_sums: bool = False
     max_request_norm: float | None = None
-    ledger: str | Path | None = None  # text first: a config file's "" stays as it is
+    ledger: str | Path | None = None  # text first: keeps a config file's ""
 
     def __post_init__(self) -> None:
         self._check_numbers()
@@ -152,7 +151,7 @@ class PrivacySettings:
             self._check_without_guarantee(self.mechanism)
 
     def _check_numbers(self) -> None:
-        """Refuses what is no number before anything is compared with it."""
+        """Refuses values that are not numbers before they are compared."""
         for name in (*RANGES, "epsilon", "delta", "max_request_norm", "user_records"):
             value = getattr(self, name)
             number = isinstance(value, Real) and not isinstance(value, bool)
@@ -186,5 +185,5 @@ class PrivacySettings:
 
     @property
     def ledger_folder(self) -> Path | None:
-        """The folder of ledgers that are kept over runs, if there is one."""
+        """The folder of ledgers that are kept across runs, or None."""
         return self.ledger if isinstance(self.ledger, Path) else None
