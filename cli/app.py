@@ -1,7 +1,7 @@
-"""The command line: it turns options into settings, calls the library and shows what happens. No
-logic of its own.
+"""The command line: it converts options to settings, calls the library and shows the progress and
+results. It has no other logic.
 
-torch is imported by the commands, not here, so that `fedsynth --help` answers at once.
+The commands import torch, not this module, so that `fedsynth --help` is fast.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ for command in (
 
 
 BEGAN: list[CpuUse | None] = []
-"""The use of the CPUs when the command line began; empty where `app` is called from Python."""
+"""The CPU use at the start of the command line; empty if `app` is called from Python."""
 
 
 def main() -> None:
     """Entry point of the `fedsynth` command."""
-    for stream in (sys.stdout, sys.stderr):  # an old locale shall cost a Greek letter, not the run
+    for stream in (sys.stdout, sys.stderr):  # an old locale must cost only a Greek letter
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
     wait_passively()
@@ -104,10 +104,10 @@ def train(
 ) -> None:
     """Simulate a federation on this machine and leave a run folder.
 
-    A run that is interrupted (Ctrl-C, SIGTERM), or killed, goes on with --resume.
+    A run that is interrupted (Ctrl-C, SIGTERM), or killed, resumes with --resume.
 
-    Defaults are the method's (`fedsynth methods`), but for the embedded digits, which have a short
-    preset; the run folder's config.toml shows what was used.
+    Defaults are the method's (`fedsynth methods`), except for the embedded digits, which have a
+    short preset; the run folder's config.toml shows what was used.
     """
     if resume is not None:
         refuse_beside_resume(context)
@@ -115,7 +115,7 @@ def train(
         refuse_needless_code(read_config(config), chosen)
     chosen = with_own_code(chosen)
     if resume is not None:
-        chosen["model"].pop("features", None)  # registered; which it is stands in config.toml
+        chosen["model"].pop("features", None)  # registered; config.toml has its name
     if preset is not None:
         sections = from_table(preset, config, chosen, say)
     else:
@@ -221,7 +221,7 @@ def _run(
 
     threads = "" if resume is not None else _reduce_threads(sections)
     settings = resolve(sections)
-    sign = signer(sign_key, settings.privacy is not None)  # a key that is none: before the run
+    sign = signer(sign_key, settings.privacy is not None)  # an invalid key fails before the run
     keep_large_allocations()
     first = "\n".join(filter(None, (from_preset(sections), threads)))
     loggers = loggers_of(log, output if resume is None else resume.parent, settings)
@@ -234,9 +234,9 @@ def _run(
 
 
 def _reduce_threads(sections: Sections) -> str:
-    """Lowers the run's number of threads where other programs use the CPUs; returns what to say.
+    """Lowers the run's number of threads if other programs use the CPUs; returns a message on it.
 
-    The number is a setting of the run: its config.toml repeats the run, and a resumed run has it.
+    The number is a setting of the run: a run repeated from config.toml or resumed has the same one.
     """
     import torch
 

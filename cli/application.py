@@ -21,7 +21,7 @@ from fedsynth.privacy.errors import PrivacyError
 
 F = TypeVar("F", bound=Callable[..., Any])
 WIDTH = 100
-"""The most columns of a help text."""
+"""The maximum width of a help text, in columns."""
 
 
 class Command(TyperCommand):
@@ -66,12 +66,14 @@ def _first_paragraph(text: str | None) -> str:
 
 
 class TerminatedError(KeyboardInterrupt):
-    """SIGTERM came: the run ends in order, as after Ctrl-C."""
+    """SIGTERM was received: the run ends regularly, as after Ctrl-C."""
 
 
 @contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """Within it SIGTERM raises TerminatedError, once; a second one ends the process at once."""
+    """Makes SIGTERM raise TerminatedError once, within the block; a second one ends the process at
+    once.
+    """
 
     def terminate(number: int, frame: FrameType | None) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -84,7 +86,7 @@ def ended_by_signals() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-# The parser's own errors (an unknown option, text in place of a number). Where they live depends on
+# The parser's own errors (an unknown option, text in place of a number). Their location depends on
 # typer's version.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
@@ -95,13 +97,13 @@ OUT_OF_MEMORY = (
 )
 NO_MEMORY = "DefaultCPUAllocator: can't allocate memory"
 NO_BUG = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM}
-"""Errors of the system that no bug of this package causes, even where they name no file."""
+"""System errors that no bug of this package causes, even without a file name."""
 BROKEN_PIPE = 141
 """The exit code of a program that SIGPIPE ends."""
 
 
 class OptionError(FedsynthError):
-    """Options that contradict each other, or what --set or --config cannot take."""
+    """Contradictory options, or an invalid --set or --config."""
 
 
 class OneLineGroup(Group):
@@ -111,7 +113,7 @@ class OneLineGroup(Group):
         standalone = options.pop("standalone_mode", True)
         try:
             with one_line_errors():
-                # nobody gives standalone_mode by position
+                # no caller passes standalone_mode by position
                 code = super().main(*args, **options, standalone_mode=False)  # type: ignore[misc]
                 _flush()
         except _UsageError as error:
@@ -123,7 +125,7 @@ class OneLineGroup(Group):
         return code
 
     def invoke(self, ctx: Any) -> Any:
-        with one_line_errors():  # within `main`, which would take Ctrl-C for an exit code
+        with one_line_errors():  # inside `main`, which would turn Ctrl-C into an exit code
             _require_working_folder()
             return super().invoke(ctx)
 
@@ -172,7 +174,7 @@ def one_line_errors() -> Iterator[None]:
     except MemoryError:
         fail(OUT_OF_MEMORY)
     except RuntimeError as error:
-        if NO_MEMORY not in str(error):  # torch's way to say it of a CPU
+        if NO_MEMORY not in str(error):  # torch's message for a CPU
             raise
         fail(OUT_OF_MEMORY)
     except TerminatedError:
@@ -184,7 +186,7 @@ def one_line_errors() -> Iterator[None]:
 
 
 def _flush() -> None:
-    """Writes out what stdout holds: a full disk is an error here, not when Python shuts down."""
+    """Flushes stdout: a full disk is an error here, not when Python shuts down."""
     if sys.stdout is None:
         return
     try:
@@ -197,9 +199,9 @@ def _flush() -> None:
 
 
 def _reader_has_left() -> bool:
-    """Returns whether nobody reads stdout or stderr any more, as in `fedsynth runs | head`.
+    """Returns whether stdout or stderr has no reader any more, as in `fedsynth runs | head`.
 
-    What they hold is then discarded.
+    Their buffered output is then discarded.
     """
     left = False
     for stream in (sys.stdout, sys.stderr):
@@ -213,7 +215,9 @@ def _reader_has_left() -> bool:
 
 
 def _discard(stream: TextIO) -> None:
-    """Lets a broken stream write to nowhere, or Python would fail again when it shuts down."""
+    """Redirects a broken stream to /dev/null; otherwise Python would fail again when it shuts
+    down.
+    """
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
     os.close(nowhere)
@@ -232,7 +236,7 @@ def _reason(error: OSError) -> str | None:
 
 
 def _require_working_folder() -> None:
-    """Ends the program where the working folder was deleted: torch's MKL cannot be loaded there."""
+    """Ends the program if the working folder was deleted: torch's MKL cannot be loaded there."""
     try:
         os.getcwd()
     except FileNotFoundError:

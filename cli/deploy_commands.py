@@ -23,7 +23,7 @@ deploy_app = Application(
     help="Prepare a federation over machines: its keys, a Flower app folder.", no_args_is_help=True
 )
 RUN = ("run.method", "run.rounds", "run.seed", "data.dataset", "partition.clients")
-"""The settings with an option; `--set` takes the others."""
+"""The settings with an option; `--set` sets the others."""
 Spec = Annotated[
     Path | None,
     path_option(
@@ -205,7 +205,7 @@ def _owner(policy: Path | None, approve: list[str] | None) -> Owner:
 
 
 def _proposal(chosen: Sections, config: Path | None, spec: Path | None) -> Proposal:
-    """Returns the run that options, --set and --config give."""
+    """Returns the run of the options, --set and --config."""
     from fedsynth.federation.nodes.proposal import own_proposal
 
     sections = merged(read_config(config), chosen)

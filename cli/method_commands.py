@@ -17,7 +17,7 @@ ROBUST = "median, trimmed or clip (run.robust)"
 
 
 class MethodsGroup(Group):
-    """`fedsynth methods NAME` is `fedsynth methods show NAME`."""
+    """Handles `fedsynth methods NAME` as `fedsynth methods show NAME`."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         named = args[0] not in self.commands and not args[0].startswith("-")
@@ -31,7 +31,7 @@ methods_app = Application(
 
 @methods_app.callback(invoke_without_command=True)
 def methods(context: typer.Context) -> None:
-    """List the methods with a line each; `fedsynth methods show NAME` says all about one."""
+    """List the methods with a line each; `fedsynth methods show NAME` describes one in full."""
     from fedsynth.methods import METHODS, method_class
 
     if context.invoked_subcommand is None:
@@ -75,7 +75,7 @@ def show_method(name: Annotated[str, typer.Argument(help="A method's name.")]) -
 
 
 def explanation(cls: type) -> str:
-    """A class's text, without the paragraphs that are examples in Python."""
+    """Returns a class's docstring, without the paragraphs that are examples in Python."""
     from inspect import getdoc
 
     paragraphs = (getdoc(cls) or "").split("\n\n")
@@ -83,15 +83,15 @@ def explanation(cls: type) -> str:
 
 
 def explaining(cls: type) -> list[type]:
-    """The classes whose texts explain a method's settings beside its own: its bases, and what texts
-    refer to by `Name`.
+    """Returns the classes whose docstrings explain a method's settings in addition to its own: its
+    bases, and those that docstrings mention as `Name`.
     """
     from dataclasses import fields, is_dataclass
     from inspect import getdoc
 
     found = []
     open_ = [cls]
-    for one in open_:  # which grows
+    for one in open_:  # the list grows in the loop
         named = [
             getattr(sys.modules[one.__module__], name, None)
             for name in re.findall(r"`([A-Z]\w+)`", getdoc(one) or "")

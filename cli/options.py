@@ -1,8 +1,9 @@
-"""Options of commands: those that several commands share, and those that give settings of a run.
+"""Options of commands: those that several commands share, and those that set settings of a run.
 
 The latter are made from the settings' classes. A field's type is the option's type, and the first
-sentence of its text in the class's docstring is the option's help. The classes are read as text,
-not imported: `--help` needs neither torch nor NumPy."""
+sentence of its text in the class's docstring is the option's help. The classes are parsed, not
+imported: `--help` needs neither torch nor NumPy.
+"""
 
 from __future__ import annotations
 
@@ -39,10 +40,10 @@ def path_argument(help: str, metavar: str = PATH) -> Any:
 
 
 def named_path(given: str | Path) -> Path:
-    """A file or folder that an option names, with the user's home in the place of `~`.
+    """Returns the file or folder of an option, with `~` expanded.
 
     Raises:
-        typer.BadParameter: no file can have that name, or it cannot be reached.
+        typer.BadParameter: no file can have that name, or it cannot be accessed.
     """
     if "\0" in str(given):
         raise typer.BadParameter("a file's name has no zero byte")
@@ -52,7 +53,7 @@ def named_path(given: str | Path) -> Path:
     except RuntimeError:
         raise typer.BadParameter(f"{str(given)!r}: there is no such user's home") from None
     except (FileNotFoundError, NotADirectoryError):
-        return path  # which the command says, or makes
+        return path  # the command reports or creates it
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "it is no name of a file"
         raise typer.BadParameter(f"{str(given)[:200]!r}: {reason}") from None
@@ -117,7 +118,7 @@ CLASSES: Mapping[str, tuple[str, ...]] = {
     "privacy": ("privacy/settings.py:PrivacySettings",),
     "report": ("federation/terms/report_settings.py:ReportSettings",),
 }
-"""A section of a config file: the classes with its fields, by file and name."""
+"""For each section of a config file, the classes with its fields, by file and name."""
 KEYS: Mapping[str, str] = {
     "run": "method rounds seed device precision compile memory_gb threads participation "
     "client_failures quorum robust",
@@ -130,7 +131,7 @@ KEYS: Mapping[str, str] = {
     "adjacency unit four_sums ledger",
     "report": "responsible purpose sites",
 }
-"""The settings with an option; `--set` takes the others."""
+"""The settings with an option; `--set` sets the others."""
 NAMES: Mapping[str, str] = {
     "data.folder": "--data",
     "data.test_folder": "--test-data",
@@ -139,7 +140,7 @@ NAMES: Mapping[str, str] = {
     "model.clients": "--client-models",
     "privacy.noise_multiplier": "--dp-sigma",
 }
-"""Names of options that do not follow from the setting's."""
+"""Names of options that cannot be derived from the setting's."""
 PATHS = ("data_root", "folder", "test_folder", "declaration", "ledger")
 PANELS: Mapping[str, str] = {
     "data": "Data and partition",
@@ -155,14 +156,14 @@ HELPS: Mapping[str, str] = {
     "partition.kind": f"{', '.join(BY_LABELS)}, {DOMAIN} or {NATURAL} (as the data come); `--set "
     "partition.KEY=VALUE` gives more.",
 }
-"""Helps with names that a docstring cannot list."""
+"""Help texts with names that a docstring cannot list."""
 _KINDS: Mapping[str, type] = {"int": int, "float": float, "bool": bool, "Path": Path}
 _FIELD_TEXT = re.compile(r"^    (\w+(?:, \w+)*): (.*(?:\n {8}.*)*)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class SettingOption:
-    """An option that gives a setting.
+    """An option for a setting.
 
     Attributes:
         name: such as "--dp-sigma"; with a second one after "/".
@@ -214,7 +215,7 @@ def takes_settings(
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Gives a command options for settings, and `--set` for all others.
 
-    The command's first argument is then what they give, by section.
+    The command's first argument then holds their values, by section.
 
     Args:
         places: sections ("run": all that have an option) or settings ("run.seed").

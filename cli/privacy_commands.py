@@ -1,5 +1,5 @@
-"""`fedsynth privacy …`: planning; reports and signatures are `report_commands`', the audit is
-`audit_command`'s.
+"""`fedsynth privacy …`: planning. Reports and signatures are in `report_commands`, the audit is in
+`audit_command`.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ def plan(
     plot: Annotated[Path | None, path_option("Also draw ε over rounds into this SVG file.")] = None,
     as_json: given.AsJson = False,
 ) -> None:
-    """What a budget buys, or a σ costs: before any data are touched, from public numbers alone.
+    """Show what a budget allows, or what a σ costs: only from public numbers, before any data are
+    used.
 
     With fedstats also the signal-to-noise ratio that each release can have.
 
@@ -89,7 +90,7 @@ def _steps_setting(method: str, steps: int) -> dict[str, Any]:
 
     from fedsynth.methods import method_class
 
-    if method == "real":  # which is refused further on
+    if method == "real":  # the command refuses it later
         return {}
     known = {f.name for f in fields(method_class(method))}
     name = next((one for one in ("iterations", "local_epochs") if one in known), None)
@@ -110,8 +111,9 @@ def _warn(plans: list[MechanismCosts]) -> None:
 
 
 def _first_beyond(plan: MechanismCosts) -> int | None:
-    """The first of the plan's rounds after which ε is above the target; ε only grows, and each
-    takes a composition, so it is found by halving."""
+    """Returns the first of the plan's rounds after which ε is above the target. ε never falls, and
+    computing it takes a composition per round, so the search is binary.
+    """
     rounds = list(plan.epsilon)
     target = plan.target
     if target is None:
@@ -121,7 +123,7 @@ def _first_beyond(plan: MechanismCosts) -> int | None:
 
 
 def print_costs(plans: list[MechanismCosts]) -> None:
-    """Two tables: what each mechanism needs, and ε by round."""
+    """Prints two tables: the requirements of each mechanism, and ε by round."""
     from rich.console import Console
     from rich.table import Table
 
@@ -132,7 +134,7 @@ def print_costs(plans: list[MechanismCosts]) -> None:
     told = any("signal_to_noise" in row for p in plans for row in p.rows)
     names = ("mechanism", "ε", "releases", "σ", "clip", "q", "a round")
     for name in (*names, "S/N") if told else names:
-        table.add_column(name, no_wrap=name != "releases")  # figures are not cut
+        table.add_column(name, no_wrap=name != "releases")  # numbers are not truncated
     for p in plans:
         for number, row in enumerate(p.rows):
             rate = f"{row['sample_rate']:.4g}" if row["sample_rate"] < 1 else "1"
@@ -171,7 +173,8 @@ def carry_over(
     ],
     client: Annotated[str, typer.Argument(help="The client's name.")],
 ) -> None:
-    """Say that a client's data set has changed: its ledger goes on with the next run's records.
+    """Record that a client's data set has changed: its ledger continues with the next run's
+    records.
 
     What was spent stays spent: it counts for every record of the client, also for new ones.
     """

@@ -1,4 +1,4 @@
-"""The process that a run has to itself: glibc's allocator, and torch's CPU threads."""
+"""Settings of the run's process: glibc's allocator, and torch's CPU threads."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 def keep_large_allocations() -> bool:
     """Keeps freed memory up to 2 GiB in the process; returns True if the C library allows it.
 
-    By default glibc maps every allocation over 32 MB anew and gives it back when freed, so each
-    training step on a CPU faults all its activations in again: for a ConvNet-32 on batches of 256
-    28×28 images that was half of the CPU time (959 against 490 µs an image, one thread, timed once
-    by hand; `tests/cli/test_memory.py` counts the page faults). The setting belongs to the process,
-    so only the command line makes it, not the library.
+    By default glibc maps every allocation over 32 MB from the system and unmaps it when it is
+    freed, so each training step on a CPU faults all its activations in again: for a ConvNet-32 on
+    batches of 256 28×28 images that was half of the CPU time (959 against 490 µs an image, one
+    thread, timed once by hand; `tests/cli/test_memory.py` counts the page faults). The setting
+    belongs to the process, so only the command line makes it, not the library.
     """
     if sys.platform != "linux":
         return False
@@ -34,11 +34,11 @@ def keep_large_allocations() -> bool:
 CPU_TIMES = Path("/proc/stat")
 CGROUPS = Path("/sys/fs/cgroup")
 _IDLE = slice(3, 5)  # idle, and waiting for a disk
-_GUEST = 8  # is in the times before it, too
+_GUEST = 8  # included in the user time, too
 
 
 def wait_passively() -> None:
-    """Lets waiting threads sleep, unless the user says how they wait.
+    """Makes waiting threads sleep, unless the user configures it.
 
     OpenMP reads the variable when torch is imported.
     """
@@ -61,10 +61,10 @@ class CpuUse:
 
     @classmethod
     def now(cls) -> CpuUse | None:
-        """Measures; None where the system does not say."""
+        """Measures; None where the system does not provide it."""
         try:
             machine = _busy_seconds(CPU_TIMES.read_text(encoding="ascii"))
-        except (OSError, ValueError, AttributeError):  # no Linux
+        except (OSError, ValueError, AttributeError):  # not Linux
             return None
         return cls(time.monotonic(), machine, time.process_time())
 

@@ -35,7 +35,7 @@ NO_ACCURACY = {
 
 
 class LiveObserver(Spoken):
-    """A progress bar on stderr; finished rounds stay above it as lines."""
+    """Shows a progress bar on stderr; finished rounds stay above it as lines."""
 
     def __init__(self, settings: RunSettings, first: str, mark: str, progress: Progress) -> None:
         super().__init__(settings, first, mark)
@@ -52,7 +52,7 @@ class LiveObserver(Spoken):
 
 @contextmanager
 def make_observer(settings: RunSettings, first: str = "", mark: str = "") -> Iterator[Spoken]:
-    """The observer that fits stderr; the arguments are `Spoken`'s."""
+    """Yields the observer that fits stderr; the arguments are `Spoken`'s."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield Spoken(settings, first, mark)
@@ -69,7 +69,7 @@ def make_observer(settings: RunSettings, first: str = "", mark: str = "") -> Ite
 
 
 def loggers_of(names: Sequence[str], base: Path, settings: RunSettings) -> list[Logger]:
-    """The loggers that the user asked for; what has to be said of them is said."""
+    """Returns the requested loggers, and prints the messages about them."""
     found: list[Logger] = []
     for one in make_loggers(names, base, private=settings.privacy is not None):
         if isinstance(one, str):
@@ -82,10 +82,10 @@ def loggers_of(names: Sequence[str], base: Path, settings: RunSettings) -> list[
 def show_result(
     result: RunResult, as_json: bool, sign: Callable[[Path], None] = lambda folder: None
 ) -> None:
-    """Prints what a run came to, once it is signed.
+    """Prints the result of a run, once it is signed.
 
     Raises:
-        BudgetExceededError: earlier runs have spent the budget, and no round was made.
+        BudgetExceededError: earlier runs have exhausted the budget, and there was no round.
     """
     if not result.metrics:
         raise BudgetExceededError(result.deviations[-1])

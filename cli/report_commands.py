@@ -1,5 +1,6 @@
-"""`fedsynth privacy report | verify | sign | audit`: what a run folder says of its privacy, and
-whether it holds."""
+"""`fedsynth privacy report | verify | sign | audit`: the privacy statements of a run folder, and
+their check.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from fedsynth.federation.terms.settings import RunSettings
 
 
-SHOWN = 40  # mismatches
+SHOWN = 40  # the limit of printed mismatches
 
 Run = Annotated[Path, path_argument("A run folder, or its privacy_report.json.", metavar="RUN")]
 LedgerFolder = Annotated[
@@ -77,13 +78,13 @@ def report(
 
 
 def _json(found: dict[str, Any]) -> str:
-    """As JSON; characters that steer a terminal are escaped."""
+    """Returns JSON; terminal control characters are escaped."""
     text = json.dumps(found, indent=2, ensure_ascii=False) + "\n"
     return "".join(c if c.isprintable() or c == "\n" else json.dumps(c)[1:-1] for c in text)
 
 
 def _report_unfinished(run: Path, ledger: Path | None) -> None:
-    """Makes the report of a run that did not finish."""
+    """Builds the report of a run that did not finish."""
     if not run.is_dir():
         return
     from fedsynth.federation.outputs.verification import is_unfinished, unfinished_report
@@ -104,8 +105,8 @@ def verify(
         Path | None, path_option("Also check the run's signature, with this Ed25519 key in PEM.")
     ] = None,
 ) -> None:
-    """Build the report again from the run's settings and ledgers; exit code 1 and the differences
-    if it says anything else.
+    """Rebuild the report from the run's settings and ledgers; exit code 1 and the differences if it
+    does not match.
 
     summary.json and metrics.jsonl must give the same ε. This checks bookkeeping. It does not attest
     that noise was added.
@@ -135,7 +136,7 @@ def verify(
 
 
 def _signature(folder: Path, key: Any) -> tuple[list[str], str]:
-    """What the signature's check finds, and what it says if it finds nothing."""
+    """Returns the problems of the signature, and the message if there are none."""
     from fedsynth.privacy.signing import SIGNATURE, signature_problems
 
     if key is not None:
@@ -149,7 +150,8 @@ def sign(
     run: Annotated[Path, path_argument("A run folder.", metavar="RUN")],
     key: Annotated[Path, path_option("A private Ed25519 key in PEM.")],
 ) -> None:
-    """Sign all files of a run folder (but simulation_only/) by their hashes, into signature.json.
+    """Sign all files of a run folder (except simulation_only/) by their hashes, into
+    signature.json.
 
     Keys: `openssl genpkey -algorithm ed25519 -out key.pem`, `openssl pkey -in key.pem -pubout -out
     key.pub`.
@@ -158,10 +160,11 @@ def sign(
 
 
 def signer(key: Path | None, private: bool) -> Callable[[Path], None]:
-    """What signs a run folder with this key, which is read now; None signs nothing.
+    """Returns a function that signs a run folder with this key, which is read now; None signs
+    nothing.
 
     Args:
-        private: whether the run has differential privacy, and so a report to vouch for.
+        private: whether the run has differential privacy, and so a report to sign.
     """
     if key is None:
         return lambda folder: None
@@ -220,7 +223,7 @@ def audit(
     config: given.Config = None,
     as_json: given.AsJson = False,
 ) -> None:
-    """Attack a run's own releases: a lower bound on ε beside the claim; exit code 1 if above.
+    """Attack a run's own releases: a lower bound on ε next to the claim; exit code 1 if above.
 
     It takes the options of `fedsynth train` and makes that run on random
     images of the data set's shape, with real ledgers, masks, clipping and
@@ -244,7 +247,7 @@ def audit(
 def _audit_options(
     config: Path | None, chosen: Sections, numbers: dict[str, Any]
 ) -> tuple[AuditResult, str]:
-    """The audit of the given options, and the command as it was typed."""
+    """Returns the audit of the given options, and the command line of this call."""
     from fedsynth.federation.terms.resolve import resolve
 
     chosen = {"run": {}, "data": {}, **chosen}
@@ -262,7 +265,9 @@ def _audit_options(
 def _audit_folder(
     run: Path, config: Path | None, chosen: Sections, numbers: dict[str, Any]
 ) -> tuple[AuditResult, str]:
-    """The audit of a finished run's settings, which goes into its report, and what repeats it."""
+    """Audits a finished run's settings and adds the result to its report; returns it, and the
+    command that repeats it.
+    """
     from fedsynth.federation.audit.auditing import settings_of_run, write_audit
     from fedsynth.federation.terms.resolve import resolve
 
@@ -281,7 +286,7 @@ def _audit_folder(
 
 
 def _same(settings: RunSettings, wanted: RunSettings, run: Path) -> None:
-    """Refuses options that say something else than the run's config."""
+    """Refuses options that differ from the run's config."""
     ours = wanted.to_mapping()
     theirs = settings.to_mapping()
     differ = [

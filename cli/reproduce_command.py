@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 SPEED = ("run.device", "run.precision", "run.compile", "run.memory_gb", "data.data_root")
-"""Settings that change how fast a run is, and its results only by rounding."""
+"""Settings that affect a run's speed, and its results only by rounding."""
 
 
 def seconds_of(text: str | None) -> float:
@@ -314,7 +314,7 @@ def _print_block(block: Block) -> None:
 
 
 def _states(table: Preset, cells: Sequence[Cell], data_root: str | None) -> list[str]:
-    """Returns whether each cell can be run here, in words."""
+    """Returns for each cell a text that states whether it can be run here."""
     from fedsynth.data.load import ROOT_VARIABLE, missing_files
     from fedsynth.reproduction.presets import dataset_of
 

@@ -28,11 +28,11 @@ def runs(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the rows as JSON.")] = False,
 ) -> None:
-    """Finished runs beside each other: in what their settings differ, and what came out.
+    """Compare finished runs in a table: their differing settings, and their results.
 
-    Of methods with a generator also what the teacher (or ensemble) says of its images in the last
-    round: the share that it gives the class asked for, and the entropy of the classes that it
-    gives, over log C.
+    For methods with a generator it also shows how the teacher (or ensemble) classifies its images
+    in the last round: the share of the requested class, and the entropy of the predicted classes,
+    over log C.
 
     Example: `for mu in 0.01 0.1 1; do fedsynth train --method fedprox --set mu=$mu; done; fedsynth
     runs`.
@@ -58,7 +58,7 @@ def runs(
 
 
 def _as_json(run: Run, settings: dict[str, Any]) -> dict[str, Any]:
-    """Returns what came out of a run, and of its settings those that differ."""
+    """Returns a run's results, and those of its settings that differ."""
     summary = run.summary
     found = {name: summary.get(name) for name in ("method", "dataset", "rounds", "test_accuracy")}
     found |= summary.get("local") or {}
@@ -127,10 +127,10 @@ def report(
         ),
     ] = False,
 ) -> None:
-    """Write one HTML page on finished runs: curves, who has what, synthetic images by class and
-    round, fairness, generators, privacy, settings.
+    """Write one HTML page on finished runs: curves, class distribution per client, synthetic images
+    by class and round, fairness, generators, privacy, settings.
 
-    The page has everything in it and loads nothing. (The privacy report of one run, to hand over,
+    The page is self-contained and loads nothing. (The privacy report of one run, for other parties,
     is `fedsynth privacy report RUN`.)
     """
     from fedsynth.runs.folders import Run, finished_runs
@@ -165,9 +165,9 @@ def sweep(
     """Make a grid of runs (methods, partitions, seeds, any setting) and print mean ± standard
     deviation over seeds.
 
-    A sweep that was stopped goes on where it was: finished runs are kept, others resumed. The file
-    has sections as a run's config.toml, which all runs share, and `[grid]`, in which each list is
-    an axis: docs/sweeps.md.
+    A sweep that was stopped resumes: finished runs are kept, others resumed. The file has the
+    sections of a run's config.toml, which all runs share, and `[grid]`, in which each list is an
+    axis: docs/sweeps.md.
 
     Example: `[grid]` with `method = ["fedavg", "feddm"]`, `alpha = [0.1, 1.0]`, `seed = [0, 1, 2]`.
     """
@@ -203,7 +203,7 @@ def sweep(
 
 
 def train_command(config: Path, place: Path, stopped: Path | None) -> list[str]:
-    """The command line of one run: `fedsynth train`, of this very installation."""
+    """Returns the command line of one run: `fedsynth train`, of this installation."""
     if stopped is not None:
         return [*COMMAND, "train", "--resume", str(stopped)]
     return [*COMMAND, "train", "--config", str(config), "--output", str(place)]

@@ -1,5 +1,6 @@
-"""From options to sections of settings: --set KEY=VALUE, the config file, files of user code
-(FILE.py:NAME), and what --resume takes."""
+"""Conversion of options to sections of settings: --set KEY=VALUE, the config file, files of user
+code (FILE.py:NAME), and the options that --resume allows.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ SET_SECTIONS = ("method", "run", "data", "partition", "model", "privacy", "repor
 
 
 def set_options(texts: list[str]) -> Sections:
-    """What --set says: KEY=VALUE of the method, SECTION.KEY=VALUE of another section of a config
-    file.
+    """Returns the settings of --set: KEY=VALUE of the method, SECTION.KEY=VALUE of another section
+    of a config file.
     """
     found: Sections = {"method": {}}
     for text in texts:
@@ -37,7 +38,7 @@ def set_options(texts: list[str]) -> Sections:
 
 
 def method_settings(texts: list[str]) -> dict[str, Any]:
-    """What --set says where nothing but a method has settings."""
+    """Returns the settings of --set for a command that has only a method's settings."""
     found = set_options(texts)
     if len(found) > 1:
         raise OptionError(f"--set takes a setting of the method here, got one of {list(found)[1]}")
@@ -64,7 +65,7 @@ def with_set_options(given: Sections, texts: list[str]) -> Sections:
 
 
 def read_config(path: Path | None) -> Sections:
-    """The sections of a TOML file, or of the config.toml in a run folder; none for None."""
+    """Returns the sections of a TOML file, or of a run folder's config.toml; empty for None."""
     if path is None:
         return {}
     from fedsynth.config_file import read_sections
@@ -75,8 +76,8 @@ def read_config(path: Path | None) -> Sections:
 def merged(
     config: Sections, given: Sections, note: Callable[[str], None] = lambda text: None
 ) -> Sections:
-    """Options over the config file; another method than the config's drops the settings of the old
-    one, which `note` says.
+    """Returns the config file's settings, overridden by options. If the options change the method,
+    the old method's settings are dropped, and `note` receives a message.
     """
     from fedsynth.methods import DEFAULT_METHOD
 
@@ -89,7 +90,7 @@ def merged(
             "defaults, or what options say"
         )
     if given.get("data", {}).get("folder") and "folder" not in config.get("data", {}):
-        # own images in place of a named data set, whose name they do not have
+        # custom images replace a named data set, whose name they do not have
         config.get("data", {}).pop("dataset", None)
         config.get("partition", {}).pop("kind", None)
     options = _features_where_they_belong(given, new)
@@ -98,8 +99,8 @@ def merged(
 
 
 def _features_where_they_belong(options: Sections, method: str) -> Sections:
-    """--features is the method's map where the method has one of its own, as FedStats has, and else
-    the one that its model stands on.
+    """Moves --features to the method if it has its own feature map, as FedStats has, otherwise to
+    the model.
 
     Raises:
         OptionError: it is given twice.
@@ -123,13 +124,13 @@ def _features_where_they_belong(options: Sections, method: str) -> Sections:
 def from_table(
     name: str, config: Path | None, given: Sections, note: Callable[[str], None]
 ) -> Sections:
-    """The settings of a published table's cell, under what is given.
+    """Returns the settings of a published table's cell, overridden by the given ones.
 
     Args:
         name: the table's preset.
-        config: of --config, which cannot stand beside it.
-        given: what options and --set say.
-        note: is told which cell it is, and what is published of it.
+        config: of --config, which must not be combined with it.
+        given: the settings of options and --set.
+        note: receives the cell's name, and its published numbers.
 
     Raises:
         OptionError: there is a config, too.
@@ -154,13 +155,13 @@ def from_table(
 
 
 def from_preset(sections: Sections) -> str:
-    """Returns a line on what a data set's preset decides in a run; empty for nothing."""
+    """Returns a line on what a data set's preset decides in a run; empty if nothing."""
     from fedsynth.data.registry import DEFAULT_DATASET
     from fedsynth.federation.terms.resolve import preset_of
     from fedsynth.methods import DEFAULT_METHOD, method_class
 
     if sections["data"].get("folder"):
-        return ""  # images of one's own have none
+        return ""  # custom images have no preset
     dataset = str(sections["data"].get("dataset", DEFAULT_DATASET))
     method = method_class(str(sections["run"].get("method", DEFAULT_METHOD)))
     words = []
@@ -176,13 +177,13 @@ def from_preset(sections: Sections) -> str:
 OWN_CODE = ("method", "model", "features")
 """Options that may name a file of user code."""
 OWN_SETTINGS = (("run", "method"), ("model", "name"), ("model", "features"), ("method", "features"))
-"""The settings that may."""
+"""The settings that may name one."""
 RECORDED = {
     ("run", "method"): (("run", "method_source"),),
     ("model", "name"): (("model", "name"),),
     ("model", "features"): (("model", "features"), ("method", "features")),
 }
-"""Where config.toml says which file an option named."""
+"""The places in config.toml that record an option's file."""
 BESIDE_RESUME = [
     "resume",
     "device",
@@ -198,9 +199,9 @@ BESIDE_RESUME = [
 
 
 def with_own_code(chosen: Sections) -> Sections:
-    """What options say, with files of one's own (FILE.py:NAME) loaded and registered.
+    """Returns the options' settings, with files of user code (FILE.py:NAME) loaded and registered.
 
-    Of options alone: what a config file names is never executed.
+    Only options name such files: a name in a config file is never executed.
 
     Raises:
         SettingError: a file that cannot be executed, or has no such model, method or feature map.
@@ -232,10 +233,10 @@ def with_own_code(chosen: Sections) -> Sections:
 
 
 def refuse_beside_resume(context: typer.Context) -> None:
-    """A run that is resumed has its own settings.
+    """Refuses options that cannot be combined with --resume: a resumed run has its own settings.
 
     Raises:
-        OptionError: names the first option that cannot be given with --resume.
+        OptionError: names the first such option.
     """
     from fedsynth.own_code import names_a_file
 
@@ -244,7 +245,7 @@ def refuse_beside_resume(context: typer.Context) -> None:
         source = context.get_parameter_source(name)
         given = source is not None and source.name == "COMMANDLINE"
         if name in OWN_CODE and names_a_file(str(context.params.get(name))):
-            continue  # of one's own: it has to be given again
+            continue  # user code has to be given again
         if given and name not in BESIDE_RESUME:
             raise OptionError(
                 f"--resume goes on with the settings of the run's config.toml; {parameter.opts[0]} "
@@ -253,13 +254,13 @@ def refuse_beside_resume(context: typer.Context) -> None:
 
 
 def refuse_needless_code(config: Sections, chosen: Sections) -> None:
-    """Of a run that goes on: a file of one's own that was given again, though it has none there.
+    """Refuses a file of user code that was given for a resumed run whose settings have none.
 
-    It is not executed, as nothing would come of it.
+    It is not executed, as it would have no effect.
 
     Args:
         config: the run's own settings.
-        chosen: what was given.
+        chosen: the options' settings.
 
     Raises:
         SettingError: names it.

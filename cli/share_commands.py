@@ -1,5 +1,6 @@
-"""`fedsynth data describe | synthesize | export | student`: own images, a synthetic set that may be
-handed over, and a network trained on it."""
+"""`fedsynth data describe | synthesize | export | student`: custom images, a synthetic set for
+release, and a network trained on it.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ data_app = Application(help="Your own images: what is public of them.", no_args_
 
 @data_app.callback()
 def _data() -> None:
-    """A command of its own, so that there may be others beside it."""
+    """Makes `describe` a subcommand, so that more can be added."""
 
 
 @data_app.command()
@@ -63,9 +64,9 @@ def describe(
 ) -> None:
     """Propose the public declaration of a folder of images: a TOML file to be checked and signed.
 
-    A run with differential privacy may know of the images only what it says: classes, sites, size,
-    a bound on their number and a nominal number. What is proposed was read from the folder (sizes
-    are rounded), so a person has to check each line, and sign it, before anything private runs.
+    A run with differential privacy uses only this information about the images: classes, sites,
+    size, a bound on their number and a nominal number. The proposal is read from the folder (sizes
+    are rounded), so a person has to check each line, and sign it, before any private run.
     """
     from fedsynth.data.describe import describe_folder
     from fedsynth.data.folder_settings import FolderSettings
@@ -121,8 +122,9 @@ def synthesize(
 ) -> None:
     """Make one owner's private synthetic set of a folder of images.
 
-    In --out stands what may leave the house: the images by class as PNG and as a safetensors file,
-    a README for who gets them, the privacy report, and hashes. The run folder (in --output) stays.
+    The folder --out has only what may be released: the images by class as PNG and as a safetensors
+    file, a README for the recipients, the privacy report, and hashes. The run folder (in --output)
+    stays.
 
     Example: `fedsynth data describe scans`, check and sign scans/fedsynth.toml, then `fedsynth
     synthesize --data scans --dp-epsilon 8 --out share`.
@@ -155,9 +157,9 @@ def export(
     unprotected: Unprotected = False,
     with_model: WithModel = False,
 ) -> None:
-    """Write what may leave the house of a run: synthetic images, their privacy report, hashes.
+    """Write what may be released of a run: synthetic images, their privacy report, hashes.
 
-    The report is made again from settings and ledgers first, and must agree. `load_synthetic` reads
+    The report is first rebuilt from settings and ledgers, and must agree. `load_synthetic` reads
     the folder.
 
     Example: `fedsynth export runs/… --out share`.
@@ -209,10 +211,10 @@ def student(
     download: given.Download = False,
     output: Annotated[Path, path_option("Where the network goes.")] = Path("student.safetensors"),
 ) -> None:
-    """Train a network on a synthetic set and on nothing else.
+    """Train a network only on a synthetic set.
 
-    `fedsynth.load_model` reads the file. What is guaranteed of the set holds of the network, if the
-    teacher is nobody or of the same run.
+    `fedsynth.load_model` reads the file. The set's guarantee holds for the network, if there is no
+    teacher or the teacher is from the same run.
 
     Example: `fedsynth student share --width 32 --steps 5000 --copies 4 --dataset fashion-mnist`.
     """
@@ -280,14 +282,16 @@ def _guarantee(made: Student) -> str:
 
 
 class _Progress:
-    """Reports on stderr: how long the training takes, by its first steps, then each tenth of it."""
+    """Prints to stderr the estimated duration, from the first steps, then each tenth of the
+    training.
+    """
 
     def __init__(self) -> None:
         self._began = 0.0
 
     def __call__(self, done: int, total: int) -> None:
         now = time.monotonic()
-        if done == 1:  # the first one is slower, and is not measured
+        if done == 1:  # the first step is slower, and is not measured
             self._began = now
         if done == MEASURED_STEPS < total:
             from fedsynth.federation.spoken import duration
