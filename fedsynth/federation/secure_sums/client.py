@@ -35,13 +35,13 @@ class SumTerms:
 
     Args:
         name: of this sum only.
-        threshold: the number of clients that is needed, and is enough, to remove masks. It is above half
-            of clients and colluders: a server that claims to some that a client is lost, and to
-            others that it is present, then lacks shares of one kind.
+        threshold: the number of clients that is needed, and is enough, to remove masks. It is above
+            half of clients and colluders: a server that claims to some that a client is lost, and
+            to others that it is present, then lacks shares of one kind.
         clients: the number of clients; their indices start at 0.
         length: of vectors.
-        honest: H, the least number of honest clients' vectors in a sum: where each adds the noise of
-            1 of H, a sum of fewer has less noise than the guarantee needs.
+        honest: H, the least number of honest clients' vectors in a sum: where each adds the noise
+            of 1 of H, a sum of fewer has less noise than the guarantee needs.
         colluders: the number of clients that may collude with the server, besides the honest ones.
     """
 
