@@ -31,7 +31,7 @@ from fedsynth.data.registry import DatasetSpec
 from fedsynth.models.registry import ModelSettings, build_network
 from fedsynth.privacy.disclosure import Disclosure
 from fedsynth.privacy.plans import FIRST
-from fedsynth.privacy.plans import PrivatePlan as PrivatePlan  # part of the seam
+from fedsynth.privacy.plans import PrivatePlan as PrivatePlan  # part of this interface
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.validation import from_mapping
 
@@ -105,7 +105,7 @@ class Method:
     10
     """
 
-    section: ClassVar[str] = "method"  # of a config file
+    section: ClassVar[str] = "method"  # section of a config file
     name: ClassVar[str]
     summary: ClassVar[str]
     reference: ClassVar[str]

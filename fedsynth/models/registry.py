@@ -127,7 +127,7 @@ class ModelSettings:
     (650, 3194)
     """
 
-    section: ClassVar[str] = "model"  # of a config file
+    section: ClassVar[str] = "model"  # section of a config file
 
     name: str = ""
     width: int = 128

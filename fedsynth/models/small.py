@@ -68,7 +68,7 @@ class Mlp(EmbeddingNetwork):
         self.largest_activation = max(inputs, hidden)
 
     def embed(self, x_NCHW: Tensor) -> Tensor:
-        """Embeddings, [N, hidden]."""
+        """Returns embeddings, [N, hidden]."""
         return torch.relu(self.hidden(flat(x_NCHW)))
 
 
@@ -101,8 +101,7 @@ class LeNet5(EmbeddingNetwork):
 
     def embed(self, x_NCHW: Tensor) -> Tensor:
         """Returns embeddings, [N, 84]."""
-        # ReLU commutes with max pooling, also in gradients; after it there are a quarter as many
-        # values
+        # ReLU commutes with max pooling, also in gradients, and pooling leaves a quarter of the values
         x = self.relu1(self.pool1(self.conv1(channels_last(x_NCHW))))
         x = self.relu2(self.pool2(self.conv2(x)))
         return torch.relu(self.fc2(torch.relu(self.fc1(x.flatten(1)))))
@@ -156,7 +155,7 @@ class Cnn(EmbeddingNetwork):
         self.largest_activation = channels[0] * height * width
 
     def embed(self, x_NCHW: Tensor) -> Tensor:
-        """Embeddings, [N, hidden]."""
+        """Returns embeddings, [N, hidden]."""
         x = channels_last(x_NCHW) if self._pixelwise else x_NCHW
         return torch.relu(self.hidden(self.features(x).flatten(1)))
 
