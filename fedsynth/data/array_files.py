@@ -1,7 +1,7 @@
-"""The files that torchvision lays out: idx (MNIST and its kin), SVHN's .mat, CIFAR's pickles.
+"""Readers of files in torchvision's layout: idx (MNIST and similar), SVHN's .mat, CIFAR's pickles.
 
-Anybody may have made them, so each reader checks sizes before it allocates, and refuses what is
-damaged in one line.
+The files are untrusted input, so each reader checks sizes before it allocates memory, and raises a
+one-line error for a damaged file.
 """
 
 from __future__ import annotations
@@ -29,24 +29,25 @@ SVHN_MD5 = {
     "train_32x32.mat": "e26dedcc434d2e4c54c9b2d4a06d8373",
     "test_32x32.mat": "eb5a983be6a315427106f1b164d9cef3",
 }
-"""Of the published files, as torchvision lists them."""
+"""The MD5 hashes of the published files, as torchvision lists them."""
 MAX_SVHN_BYTES = 2**28
 MAX_CIFAR_BYTES = 60_000 * (2 * 3072 + 256)
 """Size limit of a batch file: all images, as text (two bytes for one) before protocol 3, with their
 labels and file names."""
-_SPARE = 2**16  # by which compression may make a file longer, and a header
+_SPARE = 2**16  # for a header, and growth by compression
 
 
 def read_idx(path: Path, ndim: int, max_bytes: int) -> Bytes:
-    """Returns the uint8 array in an idx file; a name that ends in `.gz` is decompressed.
+    """Returns the uint8 array in an idx file; decompresses files whose names end in `.gz`.
 
     Args:
-        path: of the file.
-        ndim: how many axes the array must have.
+        path: the file.
+        ndim: the required number of axes.
         max_bytes: size limit of the array; not much more is decompressed.
 
     Raises:
-        DataFilesCorruptError: the file is damaged, or has another or a larger array.
+        DataFilesCorruptError: the file is damaged, or its array has another type, another number
+            of axes, or is too large.
     """
     header = 4 + 4 * ndim
     try:
@@ -76,13 +77,14 @@ def read_idx(path: Path, ndim: int, max_bytes: int) -> Bytes:
 
 
 def read_svhn(path: Path) -> tuple[Bytes, Labels]:
-    """Returns images uint8 [N, 3, 32, 32] and labels int64 [N] of X [32, 32, 3, N] and y [N, 1], in
-    which 10 stands for the digit 0.
+    """Returns images uint8 [N, 3, 32, 32] and labels int64 [N] from X [32, 32, 3, N] and y [N, 1],
+    where 10 denotes the digit 0.
 
-    SciPy's reader crashes on some damaged files, so it sees only the bytes that were published.
+    SciPy's reader crashes on some damaged files, so only files with the published hash are passed
+    to it.
 
     Raises:
-        DataFilesCorruptError: it is not the published file of this name.
+        DataFilesCorruptError: the file is not the published file of this name.
     """
     from scipy.io import loadmat
 
@@ -108,12 +110,12 @@ def read_cifar_batch(path: Path, label_key: str) -> tuple[Bytes, Labels]:
         label_key: `labels` (CIFAR-10) or `fine_labels` (CIFAR-100).
 
     Raises:
-        DataFilesCorruptError: not such a pickle, or one that wants more than numeric arrays and
+        DataFilesCorruptError: the file is not such a pickle, or needs more than numeric arrays and
             plain containers.
     """
     try:
         batch: Any = read_pickle(read_regular(path, MAX_CIFAR_BYTES))
-    except Exception as error:  # damaged pickle code may raise anything
+    except Exception as error:  # a damaged pickle may raise anything
         raise DataFilesCorruptError(
             f"{path} cannot be read as a CIFAR batch: {one_line(error)}"
         ) from None

@@ -1,4 +1,4 @@
-"""Types of NumPy arrays that the data's modules share."""
+"""NumPy array types shared by the data modules."""
 
 from __future__ import annotations
 

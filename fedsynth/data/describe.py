@@ -1,4 +1,4 @@
-"""What a folder of one's own images is, for a declaration to be checked by a person."""
+"""A proposed declaration for a folder of images, for a person to check."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from fedsynth.data.picture import partition_table
 
 @dataclass(frozen=True)
 class Described:
-    """A proposal.
+    """A proposed declaration.
 
     Attributes:
         toml: the declaration's text.
-        table: how many images of each class each site has: exact, and so private.
+        table: the exact number of images by site and class, which is private.
         path: where runs look for the declaration.
     """
 
@@ -32,15 +32,15 @@ class Described:
 
 
 def describe_folder(settings: FolderSettings, note: Note, name: str | None = None) -> Described:
-    """Reads all images of a folder, and proposes what is to be public of them.
+    """Reads all images of a folder, and proposes a declaration of public facts about them.
 
     Args:
-        settings: the folder, and to what its images are resized.
-        note: told of files that are left out.
-        name: of the data set; None: the folder's.
+        settings: the folder, and the size that its images are resized to.
+        note: receives messages about skipped files.
+        name: the data set's name; None: the folder's name.
 
     Raises:
-        DataError: as `load_folder`.
+        DataError: as for `load_folder`.
     """
     place = Path(settings.folder)
     undeclared = replace(settings, declaration="")

@@ -1,4 +1,4 @@
-"""Names of data folders, and text and tensors from files that anybody may have made."""
+"""Names of data folders, and text and tensors from untrusted files."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ MAX_LIST_BYTES = 2**26
 
 
 def one_line(given: object, most: int = 200) -> str:
-    """Text from a file, or an error that quotes some, as at most `most` printable characters on one
-    line."""
+    """Returns text from a file, or from an error that quotes a file, as at most `most` printable
+    characters on one line."""
     text = " ".join(str(given).split()) or type(given).__name__
     return "".join(c if c.isprintable() else "?" for c in text[:most])
 
@@ -27,7 +27,7 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Returns the tensors in a safetensors file by name, and its metadata.
 
     Raises:
-        OSError: as `open_regular`.
+        OSError: as for `open_regular`.
         ValueError: the file is damaged.
     """
     content = read_regular(path, MAX_TENSORS_BYTES)
@@ -36,14 +36,14 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         end = 8 + int.from_bytes(content[:8], "little")
         metadata = decode_json(content[8:end]).get("__metadata__") or {}
     except (SafetensorError, LookupError, RuntimeError, TypeError) as error:
-        # besides what safetensors finds: types that torch lacks, and sizes beyond its own
+        # in addition to safetensors' own errors: types and sizes that torch does not support
         raise ValueError(one_line(error)) from None
     return tensors, metadata
 
 
 def save_tensors(tensors: Mapping[str, Tensor], file: Path, metadata: Mapping[str, str]) -> None:
-    """Writes tensors into a safetensors file that others may read: safetensors itself leaves its
-    files to their owner only.
+    """Writes tensors to a safetensors file with default permissions; safetensors itself makes files
+    readable only by their owner.
 
     Raises:
         OSError, SafetensorError: the file cannot be written.
@@ -54,11 +54,10 @@ def save_tensors(tensors: Mapping[str, Tensor], file: Path, metadata: Mapping[st
 
 
 def expanded(folder: str | Path) -> Path:
-    """A data folder as a user names it, with `~` in place.
+    """Expands `~` in a data folder's name.
 
     Raises:
-        DataFilesMissingError: a name that no folder can have, or the home of somebody who is not
-            there.
+        DataFilesMissingError: the name is invalid, or `~` refers to an unknown user.
     """
     if "\0" in str(folder):
         raise DataFilesMissingError("the data folder's name has a zero byte in it")

@@ -1,7 +1,7 @@
-"""A keyed hash of each record's own bytes: what a record is, wherever it stands and whoever has it.
+"""Keyed hashes of records' bytes, which identify a record regardless of its position and owner.
 
-Without the key a hash tells nothing about its record; with it, anybody who has the record can
-compute it again.
+Without the key, a hash reveals nothing about its record. With the key, anyone who has the record
+can recompute it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fedsynth.data.images import ImageData
 
 DIGEST_BYTES = 16
 _PURPOSE = b"fedsynth record"
-_AT_ONCE = 4096  # records that are copied to the CPU at a time: a memory bound
+_AT_ONCE = 4096  # records copied to the CPU at a time: bounds memory
 
 
 def record_digests(
@@ -27,17 +27,16 @@ def record_digests(
     *,
     labels: bool = True,
 ) -> npt.NDArray[np.uint8]:
-    """The keyed hash of each of some records.
+    """Returns the keyed hash of each record at `positions`.
 
-    It is of the record's pixels as they are stored (uint8, row by row) and its label (or, without
-    `labels`, of the pixels alone), and depends on nothing else: not on the record's position, on
-    other records, or on the device.
+    It depends only on the record's stored pixels (uint8, row by row) and, with `labels`, its label;
+    it does not depend on the record's position, on other records, or on the device.
 
     Args:
         data: the images and labels, on any device.
-        positions: integers [N], which of them.
-        key: up to 64 bytes. Secret where the hashes must not be computed by others.
-        size: bytes of a hash, 1 to 64; two records of one set of 10⁶ collide at 16 with probability
+        positions: integers [N], the records' positions.
+        key: up to 64 bytes; must be secret if others must not compute the hashes.
+        size: bytes of a hash, 1 to 64. With 16, the probability of a collision among 10⁶ records is
             about 10⁻²⁷.
 
     Returns:

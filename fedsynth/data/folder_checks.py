@@ -1,5 +1,5 @@
-"""Checks of a folder of a user's own images, before anything is read or charged: nothing is passed
-over unseen, and what a declaration promises is there."""
+"""Checks of a folder of images before anything is read or charged: no content is ignored silently,
+and the folder matches its declaration."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from fedsynth.data.own_files import OwnFiles, find_files
 from fedsynth.errors import DataError
 
 FAR_FEWER = 4
-"""A declared number that is so many times the true one is no rounding of it."""
+"""The ratio from which a declared number no longer counts as a rounding of the true one."""
 Note = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Skip:
-    """What of a folder may be left out.
+    """The contents of a folder that may be skipped.
 
     Args:
         corrupt: image files that cannot be read.
-        other: what is no image.
-        all: every file of it: there may be no image.
+        other: everything that is not an image.
+        all: every file, so that there may be no image.
     """
 
     corrupt: bool = False
@@ -36,23 +36,23 @@ class Skip:
 
     @classmethod
     def of(cls, settings: FolderSettings) -> Skip:
-        """Returns what settings say."""
+        """Returns what the settings allow to skip."""
         return cls(settings.skip_corrupt, settings.skip_other)
 
 
 def files_of(
     folder: Path, skip: Skip, note: Note, declaration: Declaration | None = None
 ) -> OwnFiles:
-    """Finds a folder's images, and counts what else it has.
+    """Finds a folder's images, and counts its other contents.
 
     Args:
         folder: see `find_files`.
-        skip: what may be left out.
-        note: receives what is left out.
-        declaration: of the images, if there is one: its ledgers may be in the folder.
+        skip: what may be skipped.
+        note: receives messages about skipped contents.
+        declaration: the images' declaration, if any: its ledgers may be in the folder.
 
     Raises:
-        DataError: something that is no image, and may not be skipped, or as `find_files`.
+        DataError: the folder has other contents that may not be skipped, or as for `find_files`.
     """
     files = find_files(folder, None if declaration is None else declaration.ledger)
     if files.ignored:
@@ -70,10 +70,10 @@ def files_of(
 
 
 def check_apart(train: OwnFiles, test: OwnFiles, note: Note) -> None:
-    """Refuses a file that would train and test; notes people who are in both.
+    """Checks that no file is both a training and a test image; notes people who are in both sets.
 
     Raises:
-        DataError: names the first file.
+        DataError: the sets overlap; the message names the first file.
     """
     training = {place.resolve() for place in train.places}
     both = [place for place in test.places if place.resolve() in training]
@@ -91,10 +91,10 @@ def check_apart(train: OwnFiles, test: OwnFiles, note: Note) -> None:
 
 
 def require_declared(files: OwnFiles, declaration: Declaration) -> None:
-    """Refuses classes and sites that are not those of the declaration.
+    """Checks that the classes and sites are those of the declaration.
 
     Raises:
-        DataError: one that is not declared, or a declared one that has no image.
+        DataError: one is not declared, or a declared one has no image.
     """
     for kind, there, declared in (
         ("class", files.class_names, declaration.spec.class_names),
@@ -115,10 +115,11 @@ def require_declared(files: OwnFiles, declaration: Declaration) -> None:
 
 
 def require_declared_counts(train: ImageData, declaration: Declaration) -> None:
-    """Refuses more images than the declared bound, and far fewer images or users than declared.
+    """Checks that there are no more images than the declared bound, and not far fewer images or
+    users than declared.
 
     Raises:
-        DataError: names the key of the declaration.
+        DataError: a count does not match; the message names the declaration's key.
     """
     if len(train) > declaration.most_images:
         raise DataError(

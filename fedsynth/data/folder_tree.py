@@ -1,4 +1,5 @@
-"""Everything that a folder of images has, with what is no image: nothing is passed over unseen."""
+"""Lists all contents of a folder of images, including other files, so that nothing is ignored
+silently."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ class Entry:
     """A file, link or empty folder.
 
     Attributes:
-        parts: of its path below the folder.
-        kind: `IMAGE`, `HIDDEN`, `DANGLING`, `EMPTY`, or of another file its ending.
+        parts: the parts of its path relative to the folder.
+        kind: `IMAGE`, `HIDDEN`, `DANGLING`, `EMPTY`, or the extension of another file.
     """
 
     parts: Parts
@@ -40,8 +41,8 @@ class Unread:
 
     Attributes:
         kind: see `Entry`.
-        count: how many there are.
-        example: the path of one.
+        count: the number of entries.
+        example: the path of one of them.
     """
 
     kind: str
@@ -54,7 +55,7 @@ class Unread:
 
 
 def by_kind(entries: Sequence[Entry]) -> tuple[Unread, ...]:
-    """Returns the entries of each kind, by kind."""
+    """Counts the entries by kind."""
     found: dict[str, list[Parts]] = {}
     for entry in entries:
         found.setdefault(entry.kind, []).append(entry.parts)
@@ -75,12 +76,12 @@ def walk(root: Path, files: Collection[str], folders: Collection[Path]) -> list[
 
     Args:
         root: the folder.
-        files: names of files in it that are no images and are left out.
-        folders: left out likewise, wherever they are.
+        files: names of files directly in it that are omitted, because they are not images.
+        folders: folders that are omitted, at any depth.
 
     Raises:
-        DataFilesCorruptError: a folder cannot be listed, or is reached in two ways (a link to a
-            folder that is among the others, or that the link lies in).
+        DataFilesCorruptError: a folder cannot be listed, or is reached twice (by a link to another
+            folder in the tree, or to one that contains the link).
     """
     found: list[Entry] = []
     seen: dict[tuple[int, int], Path] = {}

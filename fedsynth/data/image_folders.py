@@ -1,8 +1,8 @@
-"""The data sets that are folders of image files: Tiny-ImageNet and CINIC-10 by class, at their
-published size; Office-Caltech-10 and DomainNet-10 by domain and class, resized to 64×64.
+"""Readers of data sets that are folders of image files: Tiny-ImageNet and CINIC-10 by class, at
+their published size; Office-Caltech-10 and DomainNet-10 by domain and class, resized to 64×64.
 
-A reader returns the training and the test split. A file users.csv in the folder of a data set of
-several domains states the user of each training image (`fedsynth.data.record_table`).
+A reader returns the training and test splits. For a data set of several domains, a file users.csv
+in its folder gives the user of each training image (`fedsynth.data.record_table`).
 """
 
 from __future__ import annotations
@@ -26,16 +26,14 @@ _CINIC = (
 
 
 def read_tiny_imagenet(spec: DatasetSpec, root: Path) -> tuple[Split, Split]:
-    """tiny-imagenet-200/train/WNID/images/* trains; val/images/*, which val/val_annotations.txt
-    lists, tests: `test` has no labels.
+    """Reads Tiny-ImageNet: tiny-imagenet-200/train/WNID/images/* for training, and val/images/*, as
+    listed in val/val_annotations.txt, for testing, because `test` has no labels.
 
-    Class c is the c-th of the WordNet numbers in wnids.txt, sorted, as readers by folder name have
-    it (the file itself is in another order). Some images are grey; they become colour images with
-    three equal channels.
+    Class c is the c-th of the sorted WordNet numbers in wnids.txt, as in readers that sort folder
+    names (the file has another order). Grey images become colour images with three equal channels.
 
     Raises:
-        DataFilesMissingError, DataFilesCorruptError: a list or an image is missing, or not what it
-            should be.
+        DataFilesMissingError, DataFilesCorruptError: a list or an image is missing or invalid.
     """
     folder = root / "tiny-imagenet-200"
     names = sorted(
@@ -57,10 +55,10 @@ def read_tiny_imagenet(spec: DatasetSpec, root: Path) -> tuple[Split, Split]:
 
 
 def read_cinic10(spec: DatasetSpec, root: Path) -> tuple[Split, Split]:
-    """CINIC-10/train/CLASS/*.png trains and CINIC-10/test/CLASS/*.png tests; CINIC-10/valid, of the
-    same size, is left alone.
+    """Reads CINIC-10: CINIC-10/train/CLASS/*.png for training and CINIC-10/test/CLASS/*.png for
+    testing. CINIC-10/valid, of the same size, is not used.
 
-    The authors call merging train and valid an option; federated work trains on train alone (90,000
+    The authors call merging train and valid an option; federated papers use only train (90,000
     images).
 
     Raises:
@@ -76,7 +74,7 @@ def read_cinic10(spec: DatasetSpec, root: Path) -> tuple[Split, Split]:
 
 
 def _by_class(folders: list[Path], spec: DatasetSpec, where: str) -> Split:
-    """The images of each class's folder, by file name."""
+    """Reads the images of each class's folder, sorted by file name."""
     paths: list[Path] = []
     counts = []
     for folder in folders:
@@ -91,8 +89,8 @@ def _by_class(folders: list[Path], spec: DatasetSpec, where: str) -> Split:
 
 
 def _annotated(folder: Path, names: list[str], spec: DatasetSpec) -> Split:
-    """The images that val_annotations.txt lists, in its order: a line is FILE, WNID and a box,
-    separated by tabs."""
+    """Reads the images that val_annotations.txt lists, in its order. A line has FILE, WNID and a
+    box, separated by tabs."""
     path = folder / "val_annotations.txt"
     number_of = {name: c for c, name in enumerate(names)}
     paths = []
@@ -115,12 +113,12 @@ def _annotated(folder: Path, names: list[str], spec: DatasetSpec) -> Split:
 
 
 OTHER_NAMES = {"backpack": "back_pack"}
-"""A class folder that some releases of Office-Caltech-10 spell otherwise."""
+"""The other spelling of a class folder in some releases of Office-Caltech-10."""
 
 
 def read_office_caltech(spec: DatasetSpec, root: Path) -> tuple[Split, Split]:
-    """office_caltech_10/DOMAIN/CLASS/*. There is no official split: every fifth image of a domain
-    and class, by file name, tests."""
+    """Reads Office-Caltech-10, office_caltech_10/DOMAIN/CLASS/*. There is no official split: every
+    fifth image of a domain and class, by file name, is a test image."""
     rows: list[tuple[Path, int, int]] = []
     is_test: list[bool] = []
     for number, domain in enumerate(spec.domains):
@@ -135,8 +133,8 @@ def read_office_caltech(spec: DatasetSpec, root: Path) -> tuple[Split, Split]:
 
 
 def read_domainnet(spec: DatasetSpec, root: Path) -> tuple[Split, Split]:
-    """domainnet/DOMAIN_train.txt and DOMAIN_test.txt, the official lists of "DOMAIN/CLASS/FILE
-    number", beside the unpacked folders."""
+    """Reads DomainNet-10 by the official lists domainnet/DOMAIN_train.txt and DOMAIN_test.txt of
+    "DOMAIN/CLASS/FILE number", which are next to the unpacked folders."""
     splits = []
     train: list[Path] = []
     for split in ("train", "test"):
@@ -150,7 +148,7 @@ def read_domainnet(spec: DatasetSpec, root: Path) -> tuple[Split, Split]:
 
 
 def _with_users(split: Split, files: Sequence[Path], folder: Path) -> Split:
-    """The split with whose each image is, where `folder` has a users.csv."""
+    """Adds each image's user to a split, if `folder` has a users.csv."""
     if not (folder / USERS_FILE).exists():
         return split
     paths = [file.relative_to(folder).as_posix() for file in files]
@@ -160,7 +158,8 @@ def _with_users(split: Split, files: Sequence[Path], folder: Path) -> Split:
 def _listed(
     path: Path, lines: Sequence[str], spec: DatasetSpec, domain: int
 ) -> list[tuple[Path, int, int]]:
-    """The rows of the ten classes; the class is the folder's name, as the lists number all 345."""
+    """Returns the rows of the ten classes. The class comes from the folder's name, because the
+    lists number all 345 classes."""
     rows = []
     for number, line in enumerate(lines, 1):
         name, _, label = line.strip().rpartition(" ")
@@ -171,7 +170,7 @@ def _listed(
             len(parts) != 3
             or parts[0] != spec.domains[domain]
             or ".." in parts
-            or not (label.isascii() and label.isdigit())  # "²" is a digit too, and no number
+            or not (label.isascii() and label.isdigit())  # "²" is a digit, too, but not a number
         ):
             raise DataFilesCorruptError(
                 f"{path}, line {number}: expected '{spec.domains[domain]}/CLASS/FILE NUMBER', got "

@@ -1,5 +1,4 @@
-"""Images as uint8 tensors with their labels, and the way between pixels and the numbers that models
-see."""
+"""Images as uint8 tensors with their labels, and conversion between pixels and model inputs."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ Array = Tensor | np.ndarray[Any, np.dtype[Any]]
 
 @dataclass(frozen=True, eq=False)
 class ImageData:
-    """uint8 images [N, C, H, W] and int64 labels [N] on one device, checked when made.
+    """uint8 images [N, C, H, W] and int64 labels [N] on one device, checked on creation.
 
     Two objects are equal only when they are the same object (comparing tensors has no single
     answer).
@@ -29,17 +28,17 @@ class ImageData:
     Args:
         images: uint8 [N, C, H, W].
         labels: integers [N] in [0, classes); become int64.
-        spec: what the images are.
-        domains: positions [N] in `spec.domains` (a few, with names), where the data set says so;
+        spec: the images' specification.
+        domains: positions [N] in `spec.domains` (few, with names), if the data set has domains;
             become int64.
-        groups: numbers [N] ≥ 0 of writers, devices or patients (many, without names), which need
-            not all occur; become int64.
-        may_be_empty: whether there may be no example at all: where a refusal would tell others that
-            a data owner has none.
+        groups: numbers [N] ≥ 0 of writers, devices or patients (many, without names), not
+            necessarily all of them; become int64.
+        may_be_empty: whether zero examples are allowed, for runs in which an error would reveal
+            that a data owner has none.
 
     Raises:
-        DataError: shapes that do not fit each other or `spec`, wrong types, two devices, labels
-            outside [0, classes), domains or groups outside their range, or no example at all.
+        DataError: the shapes do not match each other or `spec`, the types are wrong, the tensors
+            are on two devices, labels, domains or groups are out of range, or there is no example.
 
     >>> from fedsynth import load_dataset
     >>> train, test = load_dataset("digits")
@@ -82,23 +81,23 @@ class ImageData:
                 object.__setattr__(self, what, checked.to(labels.device))
 
     def __repr__(self) -> str:
-        # never the images themselves
+        # never shows the images themselves
         return f"ImageData({len(self)} images of {self.spec.name!r} on {self.labels.device})"
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def to(self, device: torch.device | str) -> ImageData:
-        """The same examples on `device`: this object where they are there already."""
+        """Returns the examples on `device`; returns this object if they are already there."""
         if self.images.device == self.labels.device == torch.device(device):
             return self
         return self._each(lambda array: array.to(device))
 
     def subset(self, indices: Array) -> ImageData:
-        """The examples at `indices` (integers [M], in this order, repeats allowed).
+        """Returns the examples at `indices` (integers [M], in this order, repeats allowed).
 
         Raises:
-            DataError: indices that are not a vector of integers in [0, N), or none at all.
+            DataError: `indices` is not a vector of integers in [0, N), or is empty.
         """
         index = torch.as_tensor(indices)
         if index.dim() != 1 or index.is_floating_point() or index.dtype == torch.bool:
@@ -122,14 +121,14 @@ class ImageData:
         return replace(self, **changed)
 
     def origins(self) -> tuple[IntArray | None, IntArray | None]:
-        """`domains` and `groups` as `partition` takes them, int64 [N] on the CPU."""
+        """Returns `domains` and `groups` for `partition`, int64 [N] on the CPU."""
         domains, groups = (
             None if array is None else array.cpu().numpy() for array in (self.domains, self.groups)
         )
         return domains, groups
 
     def class_counts(self) -> Tensor:
-        """How many examples each class has: int64 [classes], on the data's device."""
+        """Returns the number of examples of each class: int64 [classes], on the data's device."""
         return torch.bincount(self.labels, minlength=self.spec.classes)
 
 
@@ -140,21 +139,21 @@ def from_arrays(
     domains: Array | None = None,
     groups: Array | None = None,
 ) -> ImageData:
-    """Your own images as `ImageData`.
+    """Builds `ImageData` from arrays of images and labels.
 
     Args:
         images: [N, C, H, W], or [N, H, W] when the spec has one channel. uint8, or floating point
             in [0, 1] (rounded to the nearest of the 256 levels).
         labels: integers [N] in [0, classes).
-        spec: what the images are; they must fit it.
+        spec: the specification that the images must match.
         domains: integers [N], positions in `spec.domains`: the hospital, scanner or style that each
             image comes from.
         groups: integers [N] ≥ 0: the writer, device or patient that each image comes from;
             partition `natural` makes each a client.
 
     Raises:
-        DataError: anything else, also NaN or infinite pixels (with their number); it says what was
-            got and expected.
+        DataError: the arrays are anything else, or have NaN or infinite pixels; the message gives
+            actual and expected values.
 
     >>> import numpy as np
     >>> from fedsynth.data.registry import dataset_spec
@@ -174,12 +173,12 @@ def from_arrays(
 
 
 def require_all_classes(data: ImageData) -> None:
-    """Refuses a training set in which some class has no example.
+    """Raises an error if a class has no training example.
 
-    It reads exact counts, so it is for runs without differential privacy only.
+    It reads exact counts, so it is only for runs without differential privacy.
 
     Raises:
-        DataError: naming the absent classes.
+        DataError: a class has no example; the message names the absent classes.
     """
     absent = (data.class_counts() == 0).nonzero().flatten().tolist()
     if absent:
@@ -191,12 +190,11 @@ def require_all_classes(data: ImageData) -> None:
 def normalise(
     images_uint8: Tensor, spec: DatasetSpec, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """(x/255 − mean)/std per channel: uint8 [N, C, H, W] → `dtype` [N, C, H, W] on the same device.
-
-    Computed in float32 whatever `dtype` is.
+    """Returns (x/255 − mean)/std per channel: uint8 [N, C, H, W] → `dtype` [N, C, H, W] on the same
+    device. The computation is in float32, whatever `dtype` is.
 
     Raises:
-        DataError: not uint8, or another number of channels than the spec's.
+        DataError: the images are not uint8, or do not have the spec's number of channels.
     """
     if (
         images_uint8.dtype != torch.uint8
@@ -212,12 +210,12 @@ def normalise(
 
 
 def denormalise(x: Tensor, spec: DatasetSpec) -> Tensor:
-    """The inverse of `normalise`: floating point [N, C, H, W] → uint8 [N, C, H, W], clamped to [0,
-    255] and rounded.
+    """Inverts `normalise`: floating point [N, C, H, W] → uint8 [N, C, H, W], clamped to [0, 255]
+    and rounded.
 
     Raises:
-        DataError: not floating point, another number of channels than the spec's, or NaN or
-            infinite values.
+        DataError: `x` is not floating point, does not have the spec's number of channels, or has
+            NaN or infinite values.
     """
     if not x.is_floating_point() or x.dim() != 4 or x.shape[1] != spec.channels:
         raise DataError(
@@ -230,8 +228,8 @@ def denormalise(x: Tensor, spec: DatasetSpec) -> Tensor:
 
 
 def pixel_constants(spec: DatasetSpec, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation of pixels in [0, 1] by channel, float32 [1, C, 1, 1] each; made
-    once for each device."""
+    """Returns mean and standard deviation of pixels in [0, 1] by channel, float32 [1, C, 1, 1]
+    each; cached for each device."""
     return _constants(spec.mean, spec.std, device)
 
 
@@ -239,9 +237,9 @@ def pixel_constants(spec: DatasetSpec, device: torch.device) -> tuple[Tensor, Te
 def _constants(
     mean: tuple[float, ...], std: tuple[float, ...], device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """[1, C, 1, 1] each. Kept, because copying them to a GPU anew would synchronise inside the
-    training loop."""
-    # a tensor made in inference mode could not be used by autograd later
+    """Returns tensors [1, C, 1, 1]. They are cached, because copying them to a GPU again would
+    synchronise inside the training loop."""
+    # a tensor created in inference mode could not be used by autograd later
     with torch.inference_mode(False):
         shape = (1, len(mean), 1, 1)
         return (
@@ -256,10 +254,10 @@ def _dtype(x: Tensor) -> str:
 
 def _as_tensor(array: Array, what: str) -> Tensor:
     try:
-        # A copy, so that a caller who goes on writing into the array does not change the data set.
+        # A copy, so that later writes to the array do not change the data set.
         if isinstance(array, Tensor):
             return array.detach().clone()
-        # C order and native bytes, which torch insists on.
+        # C order and native byte order, as torch requires.
         return torch.from_numpy(
             np.array(array, dtype=np.asarray(array).dtype.newbyteorder("="), order="C")
         )
@@ -282,7 +280,7 @@ def _check_image_shape(shape: tuple[int, ...], spec: DatasetSpec) -> None:
 def _checked_numbers(
     what: str, numbers: Tensor, length: int | None, spec: DatasetSpec, most: int | None
 ) -> Tensor:
-    """Returns numbers [length] in [0, most) as int64; None: any length, no bound."""
+    """Returns numbers [length] in [0, most) as int64; None allows any length or any bound."""
     if numbers.dim() != 1 or (length is not None and len(numbers) != length):
         wanted = "N" if length is None else length
         raise DataError(
@@ -290,7 +288,7 @@ def _checked_numbers(
         )
     if numbers.is_floating_point() or numbers.is_complex() or numbers.dtype == torch.bool:
         raise DataError(f"{spec.name}: {what} must be integers, got {_dtype(numbers)}")
-    wide = numbers.long()  # a uint64 beyond becomes negative, and is refused as it should be
+    wide = numbers.long()  # a too large uint64 becomes negative, and is then refused
     wrong = wide[(wide < 0) | (wide >= (most if most is not None else torch.inf))]
     if len(wrong):
         allowed = f"lie in [0, {most})" if most is not None else "be numbers from 0 on"

@@ -1,13 +1,13 @@
-"""FEMNIST as LEAF's scripts write it: handwritten characters in JSON files, by writer (Caldas et
-al., 2018, arXiv 1812.01097).
+"""Reader of FEMNIST as written by LEAF's scripts: handwritten characters in JSON files, by writer
+(Caldas et al., 2018, arXiv 1812.01097).
 
 `femnist/train/*.json` and `femnist/test/*.json` are copies of LEAF's data/femnist/data/train and
 test. Each file is {"users": [writer], "num_samples": [n], "user_data": {writer: {"x": [[784 numbers
 in [0, 1]]], "y": [0 … 61]}}}.
 
-Ink is dark on a white background, white = 1, as LEAF has it (NIST's scans, reduced to 28×28 and
-divided by 255), and so it stays here: unlike MNIST and EMNIST, which are white on black. Labels are
-0–9 digits, 10–35 capital and 36–61 small letters.
+As in LEAF, ink is dark on a white background, with white = 1 (NIST's scans, reduced to 28×28 and
+divided by 255); MNIST and EMNIST are white on black. Labels 0–9 are digits, 10–35 upper-case and
+36–61 lower-case letters.
 """
 
 from __future__ import annotations
@@ -34,19 +34,20 @@ _LEAF = (
 )
 
 MOST_BYTES = 2**30
-"""Of one JSON file; LEAF writes a file for each hundred writers, some 250 MB of it."""
+"""Size limit of a JSON file; LEAF writes a file of about 250 MB for each hundred writers."""
 
 Writers = dict[str, tuple[Bytes, IntArray]]
 
 
 def read_femnist(spec: DatasetSpec, root: Path) -> tuple[Split, Split]:
-    """Both splits, writer by writer; `groups` numbers the training split's writers by name, sorted.
+    """Reads both splits, writer by writer; `groups` numbers the training split's writers, sorted by
+    name.
 
-    Writers with test examples only (LEAF's `-t user`) have the numbers after those.
+    Writers with only test examples (LEAF's `-t user`) get the numbers after those.
 
     Raises:
-        DataFilesMissingError: no such file. DataFilesCorruptError: a file that is not as described
-            above.
+        DataFilesMissingError: no such file.
+        DataFilesCorruptError: a file is not as described above.
     """
     train, test = (_writers(root / "femnist" / split, spec) for split in ("train", "test"))
     number = {
@@ -116,7 +117,7 @@ def _file(path: Path, spec: DatasetSpec) -> Writers:
 def _one_writer(
     data: object, size: object, where: str, spec: DatasetSpec
 ) -> tuple[Bytes, IntArray]:
-    """Pixels uint8 [n, 1, 28, 28], rint(255x), and labels [n]."""
+    """Returns pixels uint8 [n, 1, 28, 28], rint(255x), and labels [n]."""
     if not (isinstance(data, dict) and "x" in data and "y" in data):
         raise DataFilesCorruptError(f"{where}: must have x and y")
     x = _numbers(data["x"], "x", where)
@@ -137,11 +138,11 @@ def _one_writer(
 
 
 def _numbers(given: object, what: str, where: str) -> npt.NDArray[Any]:
-    """A list of numbers, or of lists of numbers of one length: int64 if all are whole, else
-    float64.
+    """Converts a list of numbers, or of equally long lists of numbers: to int64 if all are
+    integers, else to float64.
 
-    The types are looked at before NumPy is asked, which would make an array of text as wide as its
-    longest string.
+    Types are checked before NumPy converts them, because it would make an array of text as wide as
+    its longest string.
     """
     if not isinstance(given, list) or not given or given[0] == []:
         raise DataFilesCorruptError(
@@ -155,7 +156,7 @@ def _numbers(given: object, what: str, where: str) -> npt.NDArray[Any]:
     try:
         if kinds <= {int, float}:
             return np.array(given, np.float64 if float in kinds else np.int64)
-    except OverflowError:  # an integer beyond the type
+    except OverflowError:  # an integer too large for the type
         pass
     raise DataFilesCorruptError(f"{where}: {what} must hold numbers only")
 

@@ -1,8 +1,8 @@
-"""The named data sets, with checks of their structure: torchvision's files here, those in folders
-of their own by their readers.
+"""Loading of named data sets, with checks of their structure. Files in torchvision's layout are
+read here, data sets in folders by their readers.
 
-Structure, not checksums: a mirror may have compressed or re-encoded the files, and that is fine as
-long as they are what they claim to be.
+The checks are of structure, not of checksums: a mirror may have compressed or re-encoded the files,
+which is fine as long as their content is valid.
 """
 
 from __future__ import annotations
@@ -29,33 +29,32 @@ from fedsynth.errors import DataError, DataFilesCorruptError, DataFilesMissingEr
 _DOWNLOAD = "--download (download=True)"
 ROOT_VARIABLE = "FEDSYNTH_DATA"
 DIGITS = Path(__file__).with_name("digits.npz")
-"""The one data set that the package ships; digits.LICENSE.txt says whose it is."""
+"""The only data set that the package ships; digits.LICENSE.txt names its owner."""
 READERS: dict[str, Reader] = {**IMAGE_FOLDER_READERS, **LEAF_READERS}
 
 _Arrays = tuple[npt.NDArray[Any], npt.NDArray[Any]]
-# What is read at once: the paths of one batch file, or of an idx file of images and its file of
-# labels.
+# The files that are read together: one batch file, or an idx file of images and one of labels.
 _Group = tuple[str, ...]
 
 
 def load_dataset(
     name: str, root: Path | None = None, *, download: bool = False
 ) -> tuple[ImageData, ImageData]:
-    """The training and the test split of a named data set, on the CPU.
+    """Loads the training and test splits of a named data set, on the CPU.
 
     Args:
-        name: one that `fedsynth.data.registry.dataset_spec` knows. `digits` comes with the
-            package and the synthetic ones are computed: they need no files.
-        root: the data folder; None takes the environment variable FEDSYNTH_DATA.
-        download: fetch missing files through torchvision. Files that are there are never replaced.
+        name: a name that `fedsynth.data.registry.dataset_spec` accepts. `digits` comes with the
+            package and the synthetic ones are computed, so they need no files.
+        root: the data folder; None uses the environment variable FEDSYNTH_DATA.
+        download: fetch missing files through torchvision. Existing files are never replaced.
 
     Returns:
         Training and test examples.
 
     Raises:
         UnknownNameError: no such data set.
-        DataFilesMissingError: no folder was given, a file is not there, or the download failed.
-        DataFilesCorruptError: a file is there but is not what it should be.
+        DataFilesMissingError: no folder was given, a file is missing, or the download failed.
+        DataFilesCorruptError: a file is damaged or has unexpected content.
 
     >>> train, test = load_dataset("digits")
     >>> len(train), len(test), list(train.images.shape), train.spec.classes
@@ -90,10 +89,10 @@ def load_dataset(
 
 
 def _download(name: str, root: Path) -> None:
-    """Fetches a data set through torchvision, which knows the addresses and the checksums.
+    """Fetches a data set through torchvision, which has the addresses and checksums.
 
     Raises:
-        DataFilesMissingError: the download failed, for the reason that the message states.
+        DataFilesMissingError: the download failed; the message gives the reason.
     """
     from torchvision import datasets
 
@@ -102,7 +101,7 @@ def _download(name: str, root: Path) -> None:
         calls: list[tuple[str, ...]] = [(option,) for option in options] or [()]
         for arguments in calls:
             getattr(datasets, dataset)(str(root), *arguments, download=True)
-    except Exception as error:  # of the network, the disk, or an archive
+    except Exception as error:  # from the network, the disk, or an archive
         reason = one_line(error)
         raise DataFilesMissingError(f"{name}: the download into {root} failed: {reason}") from None
 
@@ -123,11 +122,11 @@ def _first_file(name: str) -> str:
 
 
 def missing_files(name: str, folder: Path) -> list[str]:
-    """The files and folders of the data set `name` that `folder` lacks, as paths relative to it;
-    none where it needs no files.
+    """Returns the files and folders of the data set `name` that `folder` lacks, as relative paths;
+    empty if the data set needs no files.
 
     Raises:
-        DataFilesMissingError: the folder cannot be looked into.
+        DataFilesMissingError: the folder cannot be read.
     """
     try:
         if name in READERS:
@@ -137,7 +136,7 @@ def missing_files(name: str, folder: Path) -> list[str]:
         groups = (*_TORCHVISION[name].train, *_TORCHVISION[name].test)
         wanted = [relative for group in groups for relative in group]
         return [relative for relative in wanted if _locate(folder, relative) is None]
-    except OSError as error:  # no right to, or too long a name
+    except OSError as error:  # no permission, or the name is too long
         reason = one_line(error.strerror or error)
         raise DataFilesMissingError(
             f"{name}: cannot look into {one_line(folder)}: {reason}"
@@ -145,7 +144,8 @@ def missing_files(name: str, folder: Path) -> list[str]:
 
 
 def _of_both(splits: tuple[Split, Split], spec: DatasetSpec) -> tuple[ImageData, ImageData]:
-    """Without `from_arrays`, which would copy: some of these fill a good part of the memory."""
+    """Converts splits to `ImageData` without `from_arrays`, which would copy: some data sets fill
+    much of the memory."""
 
     def data(split: Split) -> ImageData:
         domains, groups = (
@@ -160,7 +160,7 @@ def _of_both(splits: tuple[Split, Split], spec: DatasetSpec) -> tuple[ImageData,
 
 
 def _locate(folder: Path, relative: str) -> Path | None:
-    """The file, or for idx files its compressed form; of what is there, a regular file first."""
+    """Returns the file, or for idx files its compressed form; prefers a regular file."""
     endings = ("", ".gz") if relative.endswith("-ubyte") else ("",)
     there = [
         path for path in (folder / f"{relative}{ending}" for ending in endings) if path.exists()
@@ -200,14 +200,14 @@ def _read_idx_pair(paths: list[Path], spec: DatasetSpec) -> _Arrays:
 
 
 def _read_emnist_letters(paths: list[Path], spec: DatasetSpec) -> _Arrays:
-    """EMNIST stores its images transposed, and counts the letters from 1."""
+    """Reads EMNIST letters, whose images are stored transposed and whose labels start at 1."""
     images, labels = _read_idx_pair(paths, spec)
     return images.transpose(0, 2, 1), labels.astype(np.int64) - 1
 
 
 def _load_digits(spec: DatasetSpec) -> tuple[ImageData, ImageData]:
-    """The digits of the package: levels 0..16 become 0..255, every fifth example (index % 5 == 4)
-    is for testing."""
+    """Loads the digits of the package: levels 0..16 become 0..255; every fifth example
+    (index % 5 == 4) is a test example."""
     with np.load(DIGITS) as file:
         images = np.rint(file["images"] * (255 / 16)).astype(np.uint8)
         labels = file["labels"].astype(np.int64)
@@ -221,9 +221,9 @@ def _idx_files(folder: str, split: str) -> tuple[_Group, ...]:
 
 
 class _Layout(NamedTuple):
-    """A data set in torchvision's layout: the files of the training and of the test split, relative
-    to the data folder, what reads those of a group, and torchvision's class with, if it has any,
-    the values of its second argument."""
+    """A data set in torchvision's layout: the files of the training and test splits, relative to
+    the data folder; the reader of a group of files; and torchvision's class with the values of its
+    second argument, if any."""
 
     train: tuple[_Group, ...]
     test: tuple[_Group, ...]

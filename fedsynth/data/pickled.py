@@ -1,10 +1,10 @@
-"""Pickles of plain containers and of arrays of bytes, read as data: nothing is imported, called or
-built on a file's behalf.
+"""A safe reader for pickles of plain containers and byte arrays: a file cannot import, call or
+build anything.
 
 A pickle is a program for a machine that can call anything. `pickletools` only lists its
-instructions; the few that CIFAR's files need are carried out here, on Python's own containers. What
-would be a call of NumPy stands for one of the functions below. That covers the published files
-(protocol 2, Python 2) and what newer Python and NumPy write of the same (protocols 2 to 5).
+instructions; this module executes the few that CIFAR's files need, on Python's built-in containers.
+Calls of NumPy are mapped to the functions below. This covers the published files (protocol 2,
+Python 2) and the same data written by newer Python and NumPy (protocols 2 to 5).
 
 Time and memory are bounded by the file's size: arguments never reach beyond the file's end, nothing
 is copied by reference, and instructions are counted.
@@ -26,32 +26,32 @@ MAX_INSTRUCTIONS = 2**20  # CIFAR-100's training file has 400,000
 
 
 class PickleRefusedError(ValueError):
-    """Not such a pickle; `str(error)` says why."""
+    """The error of an unsupported pickle; `str(error)` gives the reason."""
 
 
 class PickledArray:
-    """An array of bytes in a pickle, which is named before it is filled.
+    """A byte array in a pickle, which is created before it is filled.
 
     Attributes:
-        value: None until it is filled.
+        value: the array, or None until it is filled.
     """
 
     value: npt.NDArray[np.uint8] | None = None
 
 
 class _Uint8:
-    """The only type of numbers that an array may have."""
+    """The only dtype that an array may have."""
 
 
 def read_pickle(content: bytes) -> object:
-    """Returns what a pickle holds: None, bool, int, str, bytes, list, tuple, dict and
+    """Returns the content of a pickle: None, bool, int, str, bytes, list, tuple, dict and
     `PickledArray`.
 
-    Strings of Python 2 become str, a character for each byte (latin-1).
+    Strings of Python 2 become str, with a character for each byte (latin-1).
 
     Raises:
-        PickleRefusedError: an instruction or a name that such files do not need.
-        ValueError, TypeError: an instruction that is cut off or malformed.
+        PickleRefusedError: the pickle has an instruction or a name that such files do not need.
+        ValueError, TypeError: an instruction is truncated or malformed.
     """
     file = io.BytesIO(content)
     machine = _Machine()
@@ -96,7 +96,7 @@ class _Machine:
             raise PickleRefusedError(f"it has the instruction {name}, which image files do not use")
 
     def take(self, count: int) -> list[Any]:
-        """Removes the last values from the stack."""
+        """Pops the last `count` values from the stack."""
         start = len(self.stack) - count
         if start < (self.marks[-1] if self.marks else 0):
             raise PickleRefusedError("it takes more values than there are")
@@ -105,7 +105,7 @@ class _Machine:
         return values
 
     def since_mark(self) -> list[Any]:
-        """Removes the last mark, and the values since then from the stack."""
+        """Pops the last mark and the values after it from the stack."""
         if not self.marks:
             raise PickleRefusedError("it looks for a mark that is not there")
         values = self.stack[self.marks.pop() :]
@@ -122,7 +122,7 @@ class _Machine:
     def updated(self, items: list[Any]) -> dict[Any, Any]:
         (target,) = self.take(1)
         keys = items[::2]
-        # Only these: the hash of nested tuples recurses, and those of integers can collide.
+        # Only these key types: hashing nested tuples recurses, and hashes of integers can collide.
         if type(target) is not dict or not all(isinstance(key, str | bytes) for key in keys):
             raise PickleRefusedError("it puts values into what is not a dict with names as keys")
         target.update(zip(keys, items[1::2], strict=True))
@@ -144,7 +144,7 @@ def _call(function: object, arguments: object) -> object:
 
 
 def _build(target: object, state: object) -> object:
-    """Fills an array, or passes over the state of its type."""
+    """Fills an array, or ignores the state of its dtype."""
     if isinstance(target, _Uint8):
         return target
     if not isinstance(target, PickledArray) or target.value is not None:
@@ -177,7 +177,7 @@ def _from_buffer(content: object, kind: object, shape: object, order: object) ->
 
 
 def _encode(text: str, encoding: str) -> bytes:
-    """Bytes before protocol 3."""
+    """Returns bytes, which protocols before 3 store as encoded text."""
     if encoding != "latin1":
         raise PickleRefusedError("it encodes text in another way than bytes are stored")
     return text.encode("latin1")

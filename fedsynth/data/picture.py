@@ -1,4 +1,4 @@
-"""Who has what, as text and as a picture, and image sets as one picture. Pillow only."""
+"""Tables and heat maps of partitions, and grids of images; needs only Pillow."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ Numbers = npt.NDArray[Any]
 
 MAX_ROWS, MAX_COLUMNS = 40, 26
 LARGEST = 6
-"""Classes that a row lists where there are too many for columns."""
+"""Classes that a row lists if there are too many for columns."""
 GREY, WHITE, DARK = (200, 200, 200), (255, 255, 255), (8, 48, 107)
 FONT_SIZE, CELL_HEIGHT, LEFT, GAP = 16, 26, 90, 8
 MAX_NAME = 18
-"""Letters of a name in a picture."""
+"""The maximum number of characters of a name in a picture."""
 MAX_WIDTH, MAX_HEIGHT = 1500, 2000
-"""Pixels of a heat map whose cells have room for their numbers."""
+"""The largest heat map, in pixels, that prints the number in each cell."""
 _FONT = ImageFont.load_default(FONT_SIZE)
 
 
 def partition_table(counts: Counts) -> str:
     """Returns a plain text table of a count matrix [K, C]: clients are rows, classes columns.
 
-    With more than 26 classes a row lists the client's largest classes instead; with more than 40
-    clients the middle ones are left out. The last line sums up all clients.
+    With more than 26 classes, a row lists the client's largest classes instead. With more than 40
+    clients, the middle ones are omitted. The last line is the total of all clients.
 
     Raises:
-        DataError: not a matrix of counts.
+        DataError: `counts` is not a matrix of counts.
     """
     matrix = _checked_counts(counts)
     K, C = matrix.shape
@@ -76,17 +76,18 @@ def _spread(values: Numbers) -> str:
 
 
 def partition_png(counts: Counts, path: Path, class_names: Sequence[str] = ()) -> None:
-    """Draws a heat map of a count matrix [K, C]: clients are rows, classes columns; the darker, the
-    more; white is none.
+    """Draws a heat map of a count matrix [K, C]: clients are rows, classes columns. Darker cells
+    have larger counts; white is zero.
 
     Args:
         counts: examples of each class at each client.
-        path: of the PNG file.
-        class_names: above the columns, upright where they are broader than these; without them,
-            and where there is no room for them, the classes' numbers.
+        path: the PNG file.
+        class_names: column labels, rotated if they are wider than the columns. If there are none,
+            or there is no room for them, the classes' numbers are used.
 
     Raises:
-        DataError: not a matrix of counts. OutputError: `path` cannot be written.
+        DataError: `counts` is not a matrix of counts.
+        OutputError: `path` cannot be written.
     """
     matrix = _checked_counts(counts)
     K, C = matrix.shape
@@ -95,7 +96,7 @@ def partition_png(counts: Counts, path: Path, class_names: Sequence[str] = ()) -
     names = list(class_names) if len(class_names) == C else [str(c) for c in range(C)]
     title = f"{K} clients (rows), {C} classes (columns); darkest: {most} examples"
     rows = [f"client {k}" for k in range(K)]
-    # the square root keeps small counts visible beside large ones
+    # the square root keeps small counts visible next to large ones
     shares = np.sqrt(matrix / (most or 1))
     if C * width <= MAX_WIDTH and K * CELL_HEIGHT <= MAX_HEIGHT:
         texts = [[str(n) if n else "" for n in row] for row in matrix]
@@ -106,8 +107,8 @@ def partition_png(counts: Counts, path: Path, class_names: Sequence[str] = ()) -
 
 
 def shares_png(matrix_CM: Numbers, path: Path, title: str, class_names: Sequence[str] = ()) -> None:
-    """Draws a heat map of non-negative numbers, [classes, clients]: classes are rows, by name where
-    names are given; the darker, the larger; with two digits."""
+    """Draws a heat map of non-negative numbers, [classes, clients]: classes are rows, labelled by
+    name if names are given. Darker cells are larger; numbers have two digits."""
     C, M = matrix_CM.shape
     finite = np.where(np.isfinite(matrix_CM), matrix_CM, 0.0)
     names = list(class_names) if len(class_names) == C else [str(c) for c in range(C)]
@@ -159,13 +160,14 @@ def _heat_map(
 def by_class(
     images_uint8_NCHW: Tensor, labels_N: Tensor, class_names: Sequence[str], columns: int
 ) -> tuple[Tensor, list[str]]:
-    """Lays images out as a grid, a row for each class that has any.
+    """Lays images out as a grid, with a row for each class that has images.
 
     Args:
         images_uint8_NCHW: the images.
         labels_N: their classes.
-        class_names: of all classes.
-        columns: the most of a row; a class with more has its first ones, a shorter row ends grey.
+        class_names: the names of all classes.
+        columns: the maximum number of images in a row. Only a class's first images are shown;
+            shorter rows are filled with grey.
 
     Returns:
         The images [rows · columns, C, H, W], and the rows' names.
@@ -186,12 +188,12 @@ def image_grid_png(
     columns: int,
     row_names: Sequence[str] = (),
 ) -> None:
-    """Draws all images in one picture, row by row with `columns` a row, thin lines between them;
-    small images are scaled up, and names are left of their rows.
+    """Draws all images in one picture, `columns` in a row, with thin lines between them. Small
+    images are scaled up; row names are on the left.
 
     Raises:
-        DataError: not uint8 [N, 1, H, W] or [N, 3, H, W] with N > 0. SettingError: `columns` below
-            1.
+        DataError: the images are not uint8 [N, 1, H, W] or [N, 3, H, W] with N > 0.
+        SettingError: `columns` is below 1.
         OutputError: `path` cannot be written.
     """
     if columns < 1:
@@ -230,7 +232,7 @@ def _with_row_names(grid: Image.Image, names: Sequence[str], step: int) -> Image
 
 
 def _upright(picture: Image.Image, text: str, foot: tuple[int, int]) -> None:
-    """Draws text that is read from below, with its beginning at `foot`."""
+    """Draws text that reads from bottom to top, starting at `foot`."""
     strip = Image.new("RGB", (math.ceil(_FONT.getlength(text)) + 2, FONT_SIZE + 6), "white")
     ImageDraw.Draw(strip).text((0, strip.height / 2), text, "black", _FONT, anchor="lm")
     turned = strip.rotate(90, expand=True)
@@ -259,7 +261,7 @@ def _blue(share: float) -> tuple[int, int, int]:
 
 
 def _tick(step: int, room: int) -> int:
-    """Returns every how many cells a label fits: 1, 5, 10, 20, …"""
+    """Returns the interval between labelled cells that leaves room for labels: 1, 5, 10, 20, …"""
     return next(n for n in (1, 5, 10, 20, 50, 100, 1000) if n * step >= room or n == 1000)
 
 

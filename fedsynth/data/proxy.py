@@ -1,4 +1,4 @@
-"""Public images of another data set, brought to a run's shape: what FedDF distils on."""
+"""Public images of another data set, converted to a run's image shape, for FedDF's distillation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NOISE_IMAGES = 10_000
 
 
 def noise_images(spec: DatasetSpec, seed: int) -> ImageData:
-    """Uniformly random pixels, from the run's seed: public by construction."""
+    """Draws images of uniformly random pixels from the run's seed: public by construction."""
     generator = torch_generator(seed, "noise proxy")
     pixels = torch.randint(
         256, (NOISE_IMAGES, *spec.image_shape), generator=generator, dtype=torch.uint8
@@ -24,8 +24,8 @@ def noise_images(spec: DatasetSpec, seed: int) -> ImageData:
 
 
 class ProxyImages:
-    """Images of `data` as a network for `spec` takes them: grey repeated or colour averaged (ITU-R
-    601), resized, normalised by `spec`."""
+    """Images of `data` converted to the inputs of a network for `spec`: grey repeated or colour
+    averaged (ITU-R 601), resized, and normalised by `spec`."""
 
     def __init__(self, data: ImageData, spec: DatasetSpec) -> None:
         self._pixels = data.images
@@ -35,7 +35,7 @@ class ProxyImages:
         return len(self._pixels)
 
     def __call__(self, indices: Tensor) -> Tensor:
-        """Normalised images [N, C, H, W] at these positions."""
+        """Returns normalised images [N, C, H, W] at these positions."""
         x = self._pixels[indices].float()
         if x.shape[1] == 3 and self._spec.channels == 1:
             x = (x * x.new_tensor([0.299, 0.587, 0.114]).view(1, 3, 1, 1)).sum(dim=1, keepdim=True)

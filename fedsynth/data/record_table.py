@@ -1,4 +1,4 @@
-"""CSV files that list images, as spreadsheets save them: manifest.csv and users.csv."""
+"""CSV files that list images, as saved by spreadsheets: manifest.csv and users.csv."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ HEADINGS = {
     "site": ("site", "hospital", "client"),
     "user": ("user", "patient", "person"),
 }
-"""What the heading of each column may be; upper and lower case are the same."""
+"""The accepted headings of each column; case is ignored."""
 USERS_FILE = "users.csv"
 DELIMITERS = ",;\t|"
 _EXCEL_HINT = re.compile(r"sep=.\r?\n", re.IGNORECASE)
 
 
 def same_name(text: str) -> str:
-    """Returns a name as it is compared: an accent may be encoded in several ways, and spaces around
-    a name do not count."""
+    """Returns the normal form of a name for comparison: with composed accents, and without
+    surrounding spaces."""
     return unicodedata.normalize("NFC", text).strip()
 
 
@@ -45,16 +45,16 @@ def read_table(
 
     Args:
         file: the CSV file.
-        required: the columns that it must have, of `HEADINGS`.
-        optional: columns that it may have.
+        required: the required columns, from `HEADINGS`.
+        optional: the optional columns.
 
     Yields:
-        The line's number, and its cells by column, as `same_name` has them. Paths are as the file
-        spells them, relative, with `/`.
+        The line number, and the cells by column, normalised by `same_name`. Paths are relative,
+        with `/`, and spelled as in the file.
 
     Raises:
         DataFilesCorruptError: the file cannot be read, lacks a column, leaves a cell empty, or has
-            a path that leads out of the file's folder. The message has the line.
+            a path that leads out of the file's folder. The message gives the line.
     """
     text, skipped = _text(file)
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=_delimiter(text, required))
@@ -93,7 +93,7 @@ def _text(file: Path) -> tuple[str, int]:
 
 
 def _delimiter(text: str, required: Sequence[str]) -> str:
-    """Returns the delimiter by which the first line has most of the required columns."""
+    """Returns the delimiter with which the first line has the most required columns."""
     first = text.lstrip().partition("\n")[0]
     headings = {heading for name in required for heading in HEADINGS[name]}
 
@@ -129,7 +129,7 @@ def _columns(
 
 
 def _listed(names: Sequence[str]) -> str:
-    """Returns the columns with the other headings that each may have."""
+    """Describes the columns, with the alternative headings of each."""
     return " and ".join(f"{name} (or {', '.join(HEADINGS[name][1:])})" for name in names)
 
 
@@ -145,14 +145,13 @@ def _row(cells: Sequence[str], columns: dict[str, int], where: str) -> dict[str,
 
 
 def read_users(file: Path, paths: Sequence[str]) -> tuple[str, ...]:
-    """Returns the name of each image's user, by a CSV file with the columns `path` and `user`.
+    """Returns the name of each image's user, from a CSV file with the columns `path` and `user`.
 
-    Spaces around a name, and the way in which an accent is encoded in a name or a path, do not
-    matter.
+    Spaces around a name and the encoding of accents in names and paths are ignored.
 
     Args:
         file: see `fedsynth.data.record_table`.
-        paths: of the images, relative to the file's folder, with `/`.
+        paths: the images' paths, relative to the file's folder, with `/`.
 
     Raises:
         DataFilesCorruptError: the file cannot be read, lacks a column, gives an image to two users
@@ -172,10 +171,10 @@ def read_users(file: Path, paths: Sequence[str]) -> tuple[str, ...]:
 
 
 def read_owners(file: Path) -> dict[str, str]:
-    """Returns the user of each path, as `same_name` has it, by such a file.
+    """Returns the users in such a file by path; paths are normalised by `same_name`.
 
     Raises:
-        DataFilesCorruptError: as `read_users`, but for images that it does not list.
+        DataFilesCorruptError: as for `read_users`, except that images may be missing.
     """
     owner: dict[str, str] = {}
     for line, row in read_table(file, ("path", "user")):

@@ -2,8 +2,8 @@
 command line's `--help` needs it.
 
 Everything in a `DatasetSpec` is a published constant (datasets.toml). Nothing is computed from the
-examples at hand, so all of it may be used under differential privacy: the size of the training
-split as a public divisor, the normalisation constants.
+actual examples, so all of it may be used under differential privacy, such as the size of the
+training split as a public divisor, and the normalisation constants.
 """
 
 from __future__ import annotations
@@ -26,28 +26,27 @@ LONGEST_NAME = 200
 
 @dataclass(frozen=True)
 class DatasetSpec:
-    """The shape, sizes and constants of one data set; make one to use `from_arrays` with your own
-    images.
+    """The shape, sizes and constants of a data set; `from_arrays` needs one for custom images.
 
     Args:
-        name: for reports and file names.
+        name: the name in reports and file names.
         channels: C of an image [C, H, W].
         height: H, pixels.
         width: W, pixels.
         classes: number of classes.
         train_size: published number of training examples, never read from the data.
-        test_size: published number of test examples, likewise.
-        mean: of each channel, for pixels in [0, 1].
-        std: of each channel, for pixels in [0, 1].
+        test_size: published number of test examples, never read from the data.
+        mean: the mean of each channel, for pixels in [0, 1].
+        std: the standard deviation of each channel, for pixels in [0, 1].
         class_names: one for each class.
-        source: where the data come from.
-        domains: names of where examples come from, in data sets that say so.
-        groups: the published number of writers or devices (0: none is known), from which the
-            nominal size of one of them follows.
+        source: the origin of the data.
+        domains: names of the domains that examples come from, if the data set has domains.
+        groups: the published number of writers or devices (0: unknown), which gives their nominal
+            size.
 
     Raises:
-        SettingError: a size that is not positive, constants and names that do not fit `channels`
-            and `classes`, or a name that cannot be printed.
+        SettingError: a size is not positive, constants or names do not match `channels` and
+            `classes`, or a name is not printable.
 
     >>> sizes = {"channels": 3, "height": 32, "width": 32, "train_size": 5000, "test_size": 500}
     >>> half = (0.5, 0.5, 0.5)
@@ -96,7 +95,7 @@ class DatasetSpec:
             raise SettingError(None, "class_names", f"{of} must be {self.classes} names, got {got}")
 
     def _check_names(self) -> None:
-        """Reports, config.toml and tables say them."""
+        """Checks the names, which appear in reports, config.toml and tables."""
         if not (0 < len(self.name) <= LONGEST_NAME and self.name.isprintable()):
             raise SettingError(
                 None,
@@ -115,7 +114,7 @@ class DatasetSpec:
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
-        """(channels, height, width)."""
+        """Returns (channels, height, width)."""
         return self.channels, self.height, self.width
 
 
@@ -123,10 +122,10 @@ _TUPLES = ("mean", "std", "class_names", "domains")
 
 
 def spec_from_json(stated: Mapping[str, Any]) -> DatasetSpec:
-    """A specification out of JSON or TOML.
+    """Builds a specification from JSON or TOML values.
 
     Raises:
-        KeyError, TypeError, ValueError, SettingError: it is none.
+        KeyError, TypeError, ValueError, SettingError: the values are not a valid specification.
     """
     names = {one.name for one in fields(DatasetSpec)}
     unknown = sorted(set(stated) - names)
@@ -154,14 +153,14 @@ def _published_specs() -> list[DatasetSpec]:
     return specs
 
 
-# α and β of synthetic(α,β): plain numbers that `{:g}` writes as they are, so that a run's config
+# α and β of synthetic(α,β): only numbers that `{:g}` reproduces exactly, so that a run's config
 # names its data set exactly.
 _NUMBER = r"([0-9]{1,2}(?:\.[0-9]{1,4})?)"
 _SYNTHETIC = re.compile(rf"synthetic\( *(?:iid|{_NUMBER} *, *{_NUMBER}) *\)")
 
 
 def synthetic_parameters(name: str) -> tuple[float, float] | tuple[None, None] | None:
-    """(α, β) of `synthetic(α,β)`, two times None for `synthetic(iid)`, and None for any other
+    """Returns (α, β) of `synthetic(α,β)`, (None, None) for `synthetic(iid)`, and None for any other
     name."""
     match = _SYNTHETIC.fullmatch(name)
     if match is None:
@@ -172,8 +171,8 @@ def synthetic_parameters(name: str) -> tuple[float, float] | tuple[None, None] |
 
 @functools.lru_cache(maxsize=64)
 def _synthetic_spec(alpha: float | None, beta: float | None) -> DatasetSpec:
-    """FedProx's synthetic data sets (`fedsynth.data.synthetic` makes them); all have the same
-    devices' sizes."""
+    """Returns the specification of one of FedProx's synthetic data sets (generated by
+    `fedsynth.data.synthetic`); device sizes are the same in all of them."""
     iid = alpha is None or beta is None
     # four standard deviations of the first feature over all devices
     reach = 4 * math.sqrt(1 if beta is None else beta**2 + 2)
@@ -201,12 +200,12 @@ DEFAULT_DATASET = "digits"
 DATASETS: Mapping[str, DatasetSpec] = MappingProxyType(
     {spec.name: spec for spec in (*_published_specs(), *_SYNTHETIC_SPECS)}
 )
-"""By name. Of the synthetic(α,β), which `dataset_spec` knows for all numbers from 0 to 99.9999,
-these are the paper's."""
+"""The specifications by name. It has only the paper's synthetic(α,β); `dataset_spec` accepts all
+numbers from 0 to 99.9999."""
 
 
 def is_known(name: str) -> bool:
-    """Whether a data set of this name is published."""
+    """Returns whether this is the name of a published data set."""
     try:
         dataset_spec(name)
     except (UnknownNameError, SettingError):
@@ -215,7 +214,7 @@ def is_known(name: str) -> bool:
 
 
 def is_published(spec: DatasetSpec) -> bool:
-    """Whether this is a named data set's specification: anybody can get or compute its records."""
+    """Returns whether this is a named data set's specification, whose records are public."""
     try:
         return dataset_spec(spec.name) == spec
     except (UnknownNameError, SettingError):
@@ -223,11 +222,11 @@ def is_published(spec: DatasetSpec) -> bool:
 
 
 def dataset_spec(name: str) -> DatasetSpec:
-    """The spec called `name`: one of `DATASETS`, or `synthetic(α,β)` with other numbers, up to four
-    decimals.
+    """Returns the spec called `name`: one of `DATASETS`, or `synthetic(α,β)` with other numbers of
+    up to four decimals.
 
     Raises:
-        UnknownNameError: no such data set; the message has the near matches.
+        UnknownNameError: no such data set; the message names close matches.
     """
     parameters = synthetic_parameters(name)
     if parameters is not None:

@@ -1,13 +1,12 @@
-"""A synthetic set that somebody hands over, as `fedsynth synthesize` and `fedsynth export` write
-it.
+"""An exported synthetic set, as `fedsynth synthesize` and `fedsynth export` write it.
 
-README.md                   what it is, and how to train on it
-images/NN-CLASS/NNNN.png    each image, to be looked at: pixels cut off at black and white
-synthetic.safetensors       the same, to be trained on: `images`, `labels`, and where there are
-                            any `soft_labels`, and the `client` that made each
-model.safetensors           the run's model, where it was asked for (`fedsynth.load_model`)
-privacy_report.json, .md, .html    what is guaranteed; none without differential privacy
-SHA256SUMS                  the hashes of all of them, for `sha256sum -c`
+README.md                   a description, and how to train on the set
+images/NN-CLASS/NNNN.png    each image, for viewing: pixels are clipped to black and white
+synthetic.safetensors       the images for training: `images`, `labels`, and optionally
+                            `soft_labels` and the `client` that made each image
+model.safetensors           the run's model, if it was requested (`fedsynth.load_model`)
+privacy_report.json, .md, .html    the guarantee; only with differential privacy
+SHA256SUMS                  the hashes of all files, for `sha256sum -c`
 """
 
 from __future__ import annotations
@@ -34,10 +33,10 @@ UNITS = "float32; 0 is black, 1 is white; values outside are not cut off"
 NORMALISED = "float32, normalised: (x - mean) / std of x whose black is 0 and white 1"
 BYTES = "uint8; 0 is black, 255 is white"
 MAX_VALUE = 1e6
-"""Limit of absolute pixel values, as they are and normalised: larger ones are no images, and
+"""Limit of absolute pixel values, both raw and normalised: larger ones are not images, and would
 overflow in training."""
 SUM_TOLERANCE = 0.01
-"""Of the sum of an image's soft labels, which is 1: they may have been rounded to 16 bits."""
+"""Tolerance of the sum of an image's soft labels, which is 1: they may be rounded to 16 bits."""
 _TENSORS = {"images", "labels", "soft_labels", "client"}
 _SUM = re.compile(r"([0-9a-f]{64})  ([^\\\0]+)")
 
@@ -47,14 +46,14 @@ class SharedSet:
     """A synthetic set.
 
     Attributes:
-        images: float32 [N, C, H, W] in pixel units: 0 is black and 1 is white. Images that were
-            learned may lie outside; they are not cut off, as models train better on them so.
+        images: float32 [N, C, H, W] in pixel units: 0 is black and 1 is white. Learned images may
+            have values outside [0, 1]; they are not clipped, as models train better that way.
         labels: int64 [N].
         soft_labels: float32 [N, classes], or None.
-        clients: int64 [N], who made each; None: one owner made all.
-        spec: what they are; `train_size` is the number of synthetic images.
-        epsilon, delta: what is guaranteed to each example (or user) of the private data; None:
-            nothing is.
+        clients: int64 [N], the client that made each image; None: one owner made all.
+        spec: the images' specification; `train_size` is the number of synthetic images.
+        epsilon, delta: the guarantee for each example (or user) of the private data; None: there is
+            no guarantee.
 
     >>> import tempfile
     >>> from fedsynth import load_synthetic, owner_settings, synthesize
@@ -75,7 +74,7 @@ class SharedSet:
     delta: float | None
 
     def normalised(self) -> Tensor:
-        """The images as models take them: (x − mean)/std by channel, float32 [N, C, H, W]."""
+        """Returns the images as model inputs: (x − mean)/std by channel, float32 [N, C, H, W]."""
         shape = (1, -1, 1, 1)
         mean = torch.tensor(self.spec.mean).view(shape)
         return (self.images - mean) / torch.tensor(self.spec.std).view(shape)
@@ -86,12 +85,11 @@ class SharedSet:
 
 
 def load_synthetic(folder: str | Path) -> SharedSet:
-    """The synthetic set in a folder that was handed over; its files' hashes are compared.
+    """Loads the synthetic set in an exported folder, and checks its files' hashes.
 
     Raises:
-        DataFilesMissingError: no such folder, or a file that is listed is not there.
-        DataFilesCorruptError: a file is another than when it was written, one is there that is not
-            listed, or the tensors are damaged.
+        DataFilesMissingError: the folder or a listed file does not exist.
+        DataFilesCorruptError: a file was changed or is not listed, or the tensors are damaged.
 
     >>> load_synthetic("/no/such/folder")
     Traceback (most recent call last):
@@ -121,15 +119,15 @@ def write_set(
     soft_labels: Tensor | None = None,
     facts: Mapping[str, str] | None = None,
 ) -> None:
-    """Writes a synthetic set as `shared_set` reads it.
+    """Writes a synthetic set in the format that `shared_set` reads.
 
     Args:
         file: the safetensors file.
-        images: [N, C, H, W], as `pixels` states.
+        images: [N, C, H, W], in the units of `pixels`.
         labels: int64 [N].
-        spec: of the images.
+        spec: the images' specification.
         pixels: `UNITS`, `NORMALISED` or `BYTES`.
-        clients: int64 [N], who made each.
+        clients: int64 [N], the client that made each image.
         soft_labels: float32 [N, classes].
         facts: more metadata.
 
@@ -142,7 +140,7 @@ def write_set(
 
 
 def set_facts(spec: DatasetSpec, pixels: str) -> dict[str, str]:
-    """Returns what a set's file states about its images."""
+    """Returns the metadata about the images for a set's file."""
     return {
         "format": FORMAT,
         "pixels": pixels,
@@ -154,10 +152,10 @@ def set_facts(spec: DatasetSpec, pixels: str) -> dict[str, str]:
 
 
 def shared_set(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> SharedSet:
-    """Returns the synthetic set that a file's tensors and metadata are, in pixel units.
+    """Builds a synthetic set, in pixel units, from a file's tensors and metadata.
 
     Raises:
-        ValueError: something is missing, does not fit the rest, or has values that no such set has.
+        ValueError: something is missing, inconsistent, or has invalid values.
     """
     if metadata.get("format") != FORMAT:
         raise ValueError(f"its format is {metadata.get('format')!r}, and should be {FORMAT!r}")
@@ -185,13 +183,13 @@ def shared_set(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Sh
         delta,
     )
     for values in (images, found.normalised()):
-        if not (values.abs() <= MAX_VALUE).all():  # also of NaN
+        if not (values.abs() <= MAX_VALUE).all():  # also true for NaN
             raise ValueError(f"its images have values that are not finite, or above {MAX_VALUE:g}")
     return found
 
 
 def _in_units(given: Tensor, metadata: Mapping[str, str]) -> Tensor:
-    """Returns images float32 [N, C, H, W] whose black is 0 and white 1."""
+    """Returns images float32 [N, C, H, W] in which black is 0 and white is 1."""
     pixels = metadata["pixels"]
     as_stated = given.dtype == torch.uint8 if pixels == BYTES else given.is_floating_point()
     if given.dim() != 4 or not as_stated:
@@ -210,10 +208,10 @@ def _in_units(given: Tensor, metadata: Mapping[str, str]) -> Tensor:
 
 
 def _check_labels(tensors: Mapping[str, Tensor], count: int, classes: int) -> None:
-    """Checks what belongs to each image.
+    """Checks the labels, soft labels and clients of the images.
 
     Raises:
-        ValueError: as `shared_set`.
+        ValueError: as for `shared_set`.
     """
     if unknown := sorted(set(tensors) - _TENSORS):
         raise ValueError(f"it has {one_line(unknown[0], 80)!r}, which no such set has")
@@ -233,12 +231,12 @@ def _check_labels(tensors: Mapping[str, Tensor], count: int, classes: int) -> No
         raise ValueError("its soft labels are not a share of each class for each image")
     shares = soft.float()
     sums = shares.sum(dim=1)
-    if not (shares >= 0).all() or not ((sums - 1).abs() <= SUM_TOLERANCE).all():  # also of NaN
+    if not (shares >= 0).all() or not ((sums - 1).abs() <= SUM_TOLERANCE).all():  # true for NaN
         raise ValueError("its soft labels are negative, not finite, or do not sum to 1")
 
 
 def _promised(text: str) -> float | None:
-    """ε or δ as a file's metadata says it."""
+    """Parses ε or δ from a file's metadata."""
     value = decode_json(text)
     if value is None:
         return None
@@ -248,7 +246,7 @@ def _promised(text: str) -> float | None:
 
 
 def _spec_of(images_NCHW: Tensor, facts: Mapping[str, str]) -> DatasetSpec:
-    """Returns what a set's images are, by its file's metadata."""
+    """Returns the images' specification according to the file's metadata."""
     count, channels, height, width = images_NCHW.shape
     names = tuple(decode_json(facts["class_names"]))
     return DatasetSpec(
@@ -270,17 +268,17 @@ def _spec_of(images_NCHW: Tensor, facts: Mapping[str, str]) -> DatasetSpec:
 
 
 def write_hashes(root: Path) -> None:
-    """Writes SHA256SUMS over all other files of a folder."""
+    """Writes SHA256SUMS for all other files of a folder."""
     names = plain_files(root, leave_out=(SUMS,))
     lines = [f"{file_hash(root / name)}  {name}\n" for name in names]
     (root / SUMS).write_text("".join(lines), encoding="utf-8")
 
 
 def check_hashes(root: Path) -> None:
-    """Refuses a folder whose files are others than when it was written.
+    """Raises an error if a folder's files differ from its SHA256SUMS.
 
     Raises:
-        DataFilesMissingError, DataFilesCorruptError: as `load_synthetic`.
+        DataFilesMissingError, DataFilesCorruptError: as for `load_synthetic`.
     """
     try:
         text = read_regular(root / SUMS, MAX_LIST_BYTES).decode("utf-8")

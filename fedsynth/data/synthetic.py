@@ -5,21 +5,21 @@ For each of 30 devices k: u_k ~ N(0, α²), W_k ∈ R^{60×10} and b_k ∈ R^{10
 B_k ~ N(0, β²), v_k ∈ R^{60} with entries ~ N(B_k, 1); inputs x ~ N(v_k, Σ) with Σ diagonal, Σ_jj =
 j^−1.2; labels argmax(xW_k + b_k). The paper writes N(0, α) and N(0, β); its public generator
 (litian96/FedProx, data/synthetic_1_1) passes α and β to NumPy as standard deviations, and so does
-this one. A device has ⌊lognormal(4, 2)⌋ + 50 examples, of which nine in ten train: so the generator
-and the files beside it, where the paper says 80 %. `synthetic(iid)` has one W and b for all, from
-N(0, 1), and inputs ~ N(0, Σ). The idea is from Shamir, Srebro and Zhang, 2014.
+this one. A device has ⌊lognormal(4, 2)⌋ + 50 examples, 90 % of them for training, as in the
+generator and its files; the paper states 80 %. `synthetic(iid)` has one W and b for all devices,
+from N(0, 1), and inputs ~ N(0, Σ). The idea is from Shamir, Srebro and Zhang, 2014.
 
-u_k is in all ten logits alike, so α changes no label; the devices' models differ through the unit
-variance of W_k and b_k.
+u_k has the same effect on all ten logits, so α changes no label. The devices' models differ through
+the unit variance of W_k and b_k.
 
-The data sets are public and fixed: their seed is 0, whatever a run's seed is. Numbers are the same
-for all α and β, only scaled, and sizes do not depend on them. They are not the numbers of the
-public files, which come from NumPy's old generator.
+The data sets are public and fixed: their seed is 0, whatever a run's seed is. All α and β use the
+same random numbers, only scaled, and sizes do not depend on them. The numbers differ from those of
+the public files, which come from NumPy's old generator.
 
 Examples are images of one row of 60 pixels. Inputs are rounded to 256 levels in [−R, R], R = four
 standard deviations of x_1 over all devices, and clipped there; labels are computed from the rounded
-inputs, so that they are exact for what models see. The specification's mean 1/2 and deviation
-1/(2R) give models x itself: (pixel/255 − 1/2)·2R. A level is 2R/255, for β = 1 0.054; the least
+inputs, so that they are exact for the models' inputs. The specification's mean 1/2 and deviation
+1/(2R) give models x itself: (pixel/255 − 1/2)·2R. A level is 2R/255 (0.054 for β = 1); the smallest
 deviation within a device is 60^−0.6 = 0.086.
 """
 
@@ -44,11 +44,11 @@ DEVIATIONS: Floats = np.arange(1, FEATURES + 1, dtype=np.float64) ** np.float64(
 
 
 def make_synthetic(spec: DatasetSpec) -> tuple[Split, Split]:
-    """The training and the test split of the data set that `spec` names, device by device; `groups`
-    are the devices.
+    """Generates the training and test splits of the data set that `spec` names, device by device;
+    `groups` are the devices.
 
     Raises:
-        ValueError: not the specification of such a data set.
+        ValueError: `spec` does not name such a data set.
     """
     parameters = synthetic_parameters(spec.name)
     if parameters is None:
@@ -59,7 +59,7 @@ def make_synthetic(spec: DatasetSpec) -> tuple[Split, Split]:
         x, W, b = draw_device(alpha, beta, device, int(n))
         images = to_levels(x, spec)
         labels = (from_levels(images, spec) @ W + b).argmax(axis=1)
-        # examples of a device are independent: the first are as good as any
+        # a device's examples are independent, so a split by order is a random split
         trains = np.arange(n) < n * 9 // 10
         for split, mine in zip(rows, (trains, ~trains), strict=True):
             groups = np.full(int(mine.sum()), device)
@@ -71,14 +71,14 @@ def make_synthetic(spec: DatasetSpec) -> tuple[Split, Split]:
 
 
 def device_sizes() -> IntArray:
-    """Examples of each device, [30]: a few have most of them."""
+    """Returns the number of examples of each device, [30]: a few devices have most of them."""
     return numpy_generator(SEED, "synthetic sizes").lognormal(4, 2, DEVICES).astype(np.int64) + 50
 
 
 def draw_device(
     alpha: float | None, beta: float | None, device: int, n: int
 ) -> tuple[Floats, Floats, Floats]:
-    """Inputs [n, 60], W [60, 10] and b [10] of a device; α and β None is the i.i.d. variant."""
+    """Draws inputs [n, 60], W [60, 10] and b [10] of a device; α and β None: the i.i.d. variant."""
     rng = numpy_generator(SEED, "synthetic device", device)
     if alpha is None or beta is None:
         shared = numpy_generator(SEED, "synthetic iid model")
@@ -94,12 +94,12 @@ def draw_device(
 
 
 def to_levels(x: Floats, spec: DatasetSpec) -> npt.NDArray[np.uint8]:
-    """Numbers as the nearest of the 256 levels: uint8."""
+    """Rounds numbers to the nearest of the 256 levels, uint8."""
     return np.rint(255 * (x * spec.std[0] + spec.mean[0])).clip(0, 255).astype(np.uint8)
 
 
 def from_levels(levels: npt.NDArray[np.uint8], spec: DatasetSpec) -> Floats:
-    """What `normalise` makes of levels, in double precision."""
+    """Normalises levels as `normalise` does, in double precision."""
     return (levels / 255 - spec.mean[0]) / spec.std[0]
 
 
