@@ -111,15 +111,14 @@ class ModelSettings:
         depth: blocks of "convnet", each of which halves the image.
         norm: norm of the network's layers; default: the architecture's own. That is instance norm
             for the ConvNet and ResNet-8, batch norm for the others; LeNet-5 and "linear" have none.
-        clients: the clients' own architectures, comma-separated, dealt out in turn
-            ("lenet5,resnet8"). They have their own norms. For methods that allow it; empty: the
-            server's.
+        clients: the clients' architectures, comma-separated, assigned in turn ("lenet5,resnet8").
+            Each has its default norm. Only for methods that allow it; empty: the server's.
         projection: size of a projection head before the last layer (MOON: 256), whose output is
             then the embedding; 0: none.
-        features: fixed feature map for the network, "linear" or "mlp", to work on; or FILE.py:NAME
-            for your own. FedStats has a map as a setting of the method, which the option then
-            gives. Each image's vector is computed once. Its norm is at most 1, so that learning
-            rates are larger than those of networks.
+        features: fixed feature map on which the network, "linear" or "mlp", works; or FILE.py:NAME
+            for your own. For FedStats, whose map is a setting of the method, the option sets that.
+            Each image's vector is computed once. Its norm is at most 1, so learning rates are
+            larger than those of networks.
 
     >>> def size(settings):
     ...     return parameter_count(build_model(settings, (1, 8, 8), classes=10, seed=0))

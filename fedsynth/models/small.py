@@ -101,7 +101,7 @@ class LeNet5(EmbeddingNetwork):
 
     def embed(self, x_NCHW: Tensor) -> Tensor:
         """Returns embeddings, [N, 84]."""
-        # ReLU commutes with max pooling, also in gradients, and pooling leaves a quarter of the values
+        # ReLU commutes with max pooling, also in gradients; pooling leaves a quarter of the values
         x = self.relu1(self.pool1(self.conv1(channels_last(x_NCHW))))
         x = self.relu2(self.pool2(self.conv2(x)))
         return torch.relu(self.fc2(torch.relu(self.fc1(x.flatten(1)))))
