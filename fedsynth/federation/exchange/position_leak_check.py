@@ -34,7 +34,7 @@ NOT_TRIED = "Whether an example's vector depends on other examples could not be 
 def check_private_steps(
     settings: RunSettings, context: RoundContext, client: int | None = None
 ) -> list[str]:
-    """Refuses user code whose result for an example depends on other examples.
+    """Refuses user code whose result for an example depends on more than that example.
 
     Args:
         settings: of the run; without a guarantee nothing is tried.

@@ -1,5 +1,6 @@
-"""The encoding of an upload of which only the sum may be seen as a vector of integers, and the
-terms of its sum: both sides derive it from the run's settings, and neither takes it from the other.
+"""The encoding of an upload as a vector of integers, for an exchange whose server may see only the
+sum, and the terms of that sum. Both sides derive them from the run's settings, and neither takes
+them from the other.
 
 A release whose noise is shared is already on its grid (`fedsynth.privacy.grid`), so that its words
 are exact. Without differential privacy a field is rounded to the finest grid for the range of its

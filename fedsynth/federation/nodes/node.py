@@ -215,7 +215,7 @@ class Node:
         """Returns the warnings of a trial of the client's step on public images, on its device.
 
         Raises:
-            SettingError: user code whose result for an example depends on other examples.
+            SettingError: user code whose result for an example depends on more than that example.
         """
         run = proposal.settings
         context = public_context(run, proposal.spec, resolve_device(self.device))
@@ -346,7 +346,7 @@ class Teller(Silent):
         self._say = say
 
     def note(self, text: str) -> None:
-        """A line for the owner."""
+        """Passes a line to the owner."""
         self._say(text)
 
 
