@@ -1,11 +1,10 @@
-"""Your own synthesis pipeline: one data owner makes a private synthetic set, without a federation
+"""A custom synthesis pipeline: one data owner makes a private synthetic set, without a federation
 and without the command line.
 
-The pieces are those that FedDM is made of. A guard keeps the owner's ledger and cap; what is
-planned is charged to it first, which opens a series of private steps; the matcher is the only thing
-that touches the data; everything after it is post-processing. Here the networks are freshly
-initialised at each step (distribution matching as Zhao & Bilen 2021 have it), where FedDM perturbs
-a global model.
+It uses FedDM's building blocks. A guard holds the owner's ledger and cap. The planned releases are
+charged first, which opens a series of private steps. Only the matcher uses the data; everything
+after it is post-processing. Here each step uses freshly initialised networks (distribution matching
+as in Zhao & Bilen 2021), whereas FedDM perturbs a global model.
 """
 
 from itertools import count
@@ -37,7 +36,7 @@ BUDGET = 5.0
 
 
 def main() -> float:
-    """Makes the set, trains a model on it and returns its test accuracy."""
+    """Creates the set, trains a model on it and returns the model's test accuracy."""
     train, test = load_dataset("digits")
     spec = train.spec
     model = ModelSettings(width=32, depth=2)

@@ -1,12 +1,13 @@
-"""A student of a Fashion-MNIST teacher that never sees an image (FedKF's Table IV at small size).
+"""Distils a Fashion-MNIST teacher into a student that never sees an image (a small version of
+FedKF's Table IV).
 
     FEDSYNTH_DATA=DIR python examples/data_free_distillation.py [--steps 3000]
 
-The teacher, a LeNet-5, is trained as usual. The student learns from a generator's images alone,
-which the generator makes by asking the teacher: all classes alike, and a little certain. In the end
-the teacher says which classes it sees in a batch of them; a generator that has collapsed makes one
-or two. On a CPU core some half an hour. `benchmarks/generator_scale.py` compares weights, rates and
-replay on held-out images.
+The teacher, a LeNet-5, is trained as usual. The student learns only from the images of a generator,
+which is trained against the teacher to produce all classes equally often, with some confidence. At
+the end, the teacher classifies a batch of generated images; a collapsed generator produces only one
+or two classes. This takes about half an hour on a CPU core. `benchmarks/generator_scale.py`
+compares weights, rates and replay on held-out images.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from fedsynth.training.sgd import SgdSettings, train_on
 def main(
     dataset: str = "fashion-mnist", model: str = "lenet5", epochs: int = 8, steps: int = 3000
 ) -> tuple[float, float]:
-    """(teacher's, student's) test accuracy."""
+    """Returns the test accuracy of the teacher and of the student."""
     train, test = load_dataset(dataset)
     spec = train.spec
     settings = ModelSettings(model, width=16, depth=2)

@@ -1,5 +1,5 @@
-"""FedAF on the embedded digits, without privacy and with a budget of ε = 10: what its shared logits
-cost beside the images.
+"""FedAF on the embedded digits, without privacy and with a budget of ε = 10: the privacy cost of
+its shared logits in addition to the images.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from fedsynth import FedAF, ModelSettings, PartitionSettings, PrivacySettings, R
 
 
 def settings(privacy: PrivacySettings | None) -> RunSettings:
-    """A short run. λ_loc and λ_glob are the paper's for CIFAR-10: Fashion-MNIST's λ_glob = 2 holds
-    a young model to near uniform labels.
+    """Returns the settings of a short run. λ_loc and λ_glob are the paper's for CIFAR-10, as
+    Fashion-MNIST's λ_glob = 2 keeps an undertrained model at nearly uniform labels.
     """
     return RunSettings(
         method=FedAF(

@@ -8,8 +8,8 @@ from fedsynth import FedKF, ModelSettings, PartitionSettings, PrivacySettings, R
 
 
 def settings(privacy: PrivacySettings | None) -> RunSettings:
-    """Clients hold a fifth of their data back, on which AMP (mean accuracy), FM (variance) and WLP
-    (worst client) are measured.
+    """Returns the settings of a run. Clients hold out a fifth of their data, on which AMP (mean
+    accuracy), FM (variance) and WLP (worst client) are measured.
     """
     return RunSettings(
         method=FedKF(local_epochs=5, batch=32, lr=0.2, generator_width=8, generator_batch=32),
@@ -26,7 +26,7 @@ if __name__ == "__main__":
         result = simulate(settings(privacy))
         print("with ε = 10" if privacy else "without privacy")
         for name, row in result.metrics[-1]["models"].items():
-            # a simulation may show it: with privacy it is outside the guarantee
+            # only a simulation may show this: with privacy it is outside the guarantee
             local = row["local"]
             print(
                 f"  {name}: AMP {100 * local['amp']:.1f} %, FM {local['fm']:.4f}, WLP "

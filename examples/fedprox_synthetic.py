@@ -1,10 +1,10 @@
-"""FedProx on its own data, Synthetic(1, 1), where nine tenths of a round's devices do not finish
-(arXiv 1812.06127, Fig. 1 at small size).
+"""FedProx on the data set of its paper, Synthetic(1, 1), where 90 % of a round's devices do not
+finish (arXiv 1812.06127, a small version of Fig. 1).
 
-FedAvg drops those devices; FedProx keeps what they did, with a proximal term (μ = 1) and without.
-Softmax regression, 10 of 30 devices a round, up to 20 passes. Printed: test accuracy after 20
-rounds, and how exactly the devices of a first round solve their subproblems (γ: 0 is exactly, 1 not
-at all).
+FedAvg drops those devices; FedProx uses their partial work, with a proximal term (μ = 1) and
+without. The model is softmax regression, with 10 of 30 devices a round and up to 20 passes. It
+prints the test accuracy after 20 rounds, and the inexactness γ with which the devices of a first
+round solve their subproblems (0: exactly; 1: not at all).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def settings(method: Method, rounds: int) -> RunSettings:
 
 
 def gammas(run: RunSettings, mu: float) -> list[float]:
-    """γ of each device that took part in a single round from the initial model."""
+    """Returns γ of each device that participated in a single round from the initial model."""
     train, _ = load_dataset(DATASET)
     start = build_model(run.model, train.spec.image_shape, train.spec.classes, run.seed)
     parts = partition(
@@ -64,7 +64,7 @@ def gammas(run: RunSettings, mu: float) -> list[float]:
 
 
 def main(rounds: int = 20, passes: int = 20) -> dict[str, float]:
-    """Test accuracy of each."""
+    """Returns the test accuracy of each method."""
     local: dict[str, Any] = {
         "local_epochs": passes,
         "batch": 10,

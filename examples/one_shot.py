@@ -1,9 +1,9 @@
-"""One-shot federated learning on the embedded digits: FedHydra, DENSE and FedDF distil what five
-clients know, each of two digits.
+"""One-shot federated learning on the embedded digits: FedHydra, DENSE and FedDF distil the models
+of five clients with two digits each.
 
-Without privacy, and with ε = 10. FedDF distils on public images: here random pixels, for want of
-better ones; name a data set that is like the clients' (`proxy="emnist-letters"`). FedHydra's U, who
-can teach what, is printed for the open run.
+Without privacy, and with ε = 10. FedDF distils on public images: here random pixels, as there is no
+better choice; prefer a data set similar to the clients' (`proxy="emnist-letters"`). For the run
+without privacy, FedHydra's U is printed: how well each client can teach each class.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SERVER: dict[str, Any] = {
 
 
 def methods() -> list[Method]:
-    """The three, at a size for a short demonstration."""
+    """Returns the three methods with settings for a short demonstration."""
     return [
         FedHydra(**LOCAL, **SERVER, stratification_steps=15, stratification_batch=16),
         Dense(**LOCAL, **SERVER),
@@ -45,8 +45,8 @@ def methods() -> list[Method]:
 
 
 def settings(method: Method, privacy: PrivacySettings | None) -> RunSettings:
-    """2c/c: two disjoint digits at each of five clients; batch norm is refused with privacy, so
-    group norm takes its place.
+    """Returns the settings of a run on 2c/c: two disjoint digits at each of five clients. Privacy
+    refuses batch norm, so group norm replaces it.
     """
     return RunSettings(
         method=method,

@@ -1,21 +1,21 @@
-"""A condensing method of your own, with its own upload and private charge: FedDM with prototypes.
+"""A custom condensing method, with its own upload and private charge: FedDM with prototypes.
 
-A condensing method inherits `Condenses` (or, as here, FedDM) and says what is different:
+A condensing method inherits `Condenses` (or, as here, FedDM) and overrides what differs:
 
-- `feature_maps`: through which networks a step looks at real and synthetic images (FedDM's here);
-- `objective`: what pulls the images, beside the matching; it sees no data;
-- `statistics`: what else a client tells of its data; with privacy made of charged sums of a vector
-  of each example, as by `class_means`. The vector must be a function of its example alone (and of
-  what was released), else the clip bounds nothing;
-- `make_upload`: the message, whose every field says what it is with differential privacy;
-- `private_plans`: a row for each thing that leaves, the images' first. The engine charges for them
-  before any data are read, and hands them out by name: nothing else can be released;
-- `server_objective`: the loss that the server trains with on all clients' images.
+- `feature_maps`: the networks through which a step sees real and synthetic images (FedDM's here);
+- `objective`: an additional loss on the images, next to the matching; it sees no data;
+- `statistics`: further statistics that a client uploads. With privacy they are computed from
+  charged sums of one vector per example, as by `class_means`. The vector must be a function of its
+  example (and of releases) only, or else the clip bounds nothing;
+- `make_upload`: the message, each of whose fields declares its status under differential privacy;
+- `private_plans`: one row per release, the images' first. The engine charges for them before any
+  data are read, and hands them out by name: nothing else can be released;
+- `server_objective`: the loss with which the server trains on all clients' images.
 
-Here a client tells the class means of its embeddings under the global model, and while the server
-trains, embeddings of synthetic images are pulled to those of the real ones (prototypes as in
-FedProto, Tan et al. 2022, arXiv 2105.00243). Inside the package this would be a file of
-fedsynth/methods and a line of its registry: from fedsynth.methods.protodm import ProtoDM as ProtoDM
+Here a client uploads the class means of its embeddings under the global model. While the server
+trains, a loss pulls embeddings of synthetic images towards those of the real ones (prototypes as in
+FedProto, Tan et al. 2022, arXiv 2105.00243). Inside the package this would be a file in
+fedsynth/methods and a line in its registry: from fedsynth.methods.protodm import ProtoDM as ProtoDM
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ from fedsynth.training.sgd import Objective
 
 @dataclass(frozen=True)
 class SetWithPrototypes(SyntheticSet):
-    """Up: images and labels, the class means of embeddings [C, D], and which of them exist [C]."""
+    """The upload: images and labels, the class means of embeddings [C, D], and a mask of the
+    existing ones [C]."""
 
     prototypes: Tensor = released()
     present: Tensor = released()
@@ -51,12 +52,13 @@ class SetWithPrototypes(SyntheticSet):
 
 @dataclass(frozen=True)
 class ProtoDM(FedDM):
-    """Settings: see `FedDM`, and
+    """FedDM whose server also trains towards prototypes. Settings: those of `FedDM`, and
 
     Args:
-        alignment: weight of mean ‖h(x) − p_y‖²/D beside the server's cross-entropy.
-        prototype_clip: with differential privacy: L2 bound of an example's embedding.
-        prototype_noise: the noise multiplier of their sums and of the counts over the images'.
+        alignment: weight of mean ‖h(x) − p_y‖²/D relative to the server's cross-entropy.
+        prototype_clip: with differential privacy, the L2 bound of an example's embedding.
+        prototype_noise: the noise multiplier of the embeddings' sums and of the counts, relative to
+            the images'.
     """
 
     name: ClassVar[str] = "protodm"
@@ -115,7 +117,7 @@ class ProtoDM(FedDM):
 
 
 def main(privacy: PrivacySettings | None) -> Any:
-    """The result of two rounds on the digits."""
+    """Returns the result of two rounds on the digits."""
     method = ProtoDM(iterations=10, image_lr=5.0, server_epochs=60)
     model = ModelSettings(width=32, depth=2)
     return simulate(RunSettings(method, rounds=2, model=model, privacy=privacy))

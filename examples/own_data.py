@@ -1,23 +1,23 @@
-"""Your own images and your own clients: what to declare, and what it means for privacy.
+"""Custom images and custom clients: what to declare, and what it means for privacy.
 
-First of all, say whom ε is to hold for. By default that is ONE IMAGE, and a patient with five
-images has the much weaker guarantee of a group of five. Here `groups` say whose each image is, and
-`unit="user"` protects each patient with all images of theirs at a hospital; `nominal_size` is then
-the public number of patients that a hospital is supposed to have.
+First, choose the privacy unit. By default, ε holds for ONE IMAGE, and a patient with five images
+has only the much weaker guarantee of a group of five. Here `groups` gives the patient of each
+image, and `unit="user"` protects each patient with all their images at a hospital; `nominal_size`
+is then the public number of patients that a hospital is supposed to have.
 
-Then four things are yours to say:
+Then declare four things:
 
-- `DatasetSpec` is public: it goes into divisors, sampling rates and the privacy report. So
-  `train_size` is a round number that you would tell anybody (here "about 600"), not the number of
-  records at hand, and `mean` and `std` are constants and not computed from the data.
-- `ledger` is a folder that you keep, and name in every run on these data: what is spent adds up
-  there. A second call of this example has next to nothing left of its budget, and so needs far more
-  noise. `ledgers/private` is for nobody else's eyes.
-- `names` are the clients', and public. The ledgers know them by these, and notice if the records
-  are not theirs.
-- `test`: images that you call public are tested on in the open. Without that word they are private,
-  and what is measured on them stands in the run's `simulation_only` folder; `data=(train, None)`
-  has none.
+- `DatasetSpec` is public: divisors, sampling rates and the privacy report use it. Therefore
+  `train_size` is a round number that may be published (here "about 600"), not the true number of
+  records, and `mean` and `std` are constants, not computed from the data.
+- `ledger` is a folder that you keep and name in every run on these data: the spent budget adds up
+  there. A second call of this example has almost no budget left, and therefore needs far more
+  noise. `ledgers/private` must stay secret.
+- `names` are the clients' names, and public. The ledgers identify clients by them, and detect if
+  the records are not theirs.
+- `test="public"` declares that the test images are public, so that the accuracy on them is
+  published. Otherwise they are private, and results on them are only in the run's
+  `simulation_only` folder; `data=(train, None)` has no test images.
 """
 
 from pathlib import Path
@@ -54,8 +54,8 @@ IMAGES_OF_A_PATIENT = 3
 
 
 def scans(n: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Noisy images [n, 1, 16, 16] (uint8) with a bright bar on the left, on the right, or on both
-    sides; labels [n].
+    """Returns noisy images [n, 1, 16, 16] (uint8) with a bright bar on the left, on the right, or
+    on both sides, and labels [n].
     """
     rng = np.random.default_rng(seed)
     images = rng.integers(0, 120, (n, 1, 16, 16))
@@ -66,7 +66,7 @@ def scans(n: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def main(output: Path | None = None, ledger: Path = Path("ledgers")) -> float:
-    """Three hospitals of different sizes, ε = 8 for each; returns the accuracy on public test
+    """Runs three hospitals of different sizes with ε = 8 each; returns the accuracy on public test
     images.
     """
     train = from_arrays(*scans(570, 0), SPEC, groups=np.arange(570) // IMAGES_OF_A_PATIENT)
@@ -89,7 +89,7 @@ def main(output: Path | None = None, ledger: Path = Path("ledgers")) -> float:
         output=output,
     )
     accuracy: float = result.summary["test_accuracy"]
-    report: Any = result.privacy  # what privacy_report.json holds
+    report: Any = result.privacy  # the content of privacy_report.json
     promise = report["guarantee"]
     groups = {group["units"]: group["epsilon"] for group in promise["groups"]}
     print(f"{100 * accuracy:.1f} % at ε = {promise['epsilon']:.2f} for one patient")

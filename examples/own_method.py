@@ -1,11 +1,11 @@
-"""A method of your own, outside the package: FedAvg whose server takes Adam's steps (FedAdam, Reddi
-et al. 2021, arXiv 2003.00295).
+"""A custom method, outside the package: FedAvg with Adam on the server (FedAdam, Reddi et al. 2021,
+arXiv 2003.00295).
 
-A method is a frozen dataclass: settings, checked in `__post_init__`, and steps that are pure
-functions of what they are given. Whatever trains locally inherits `TrainsLocally` and says what is
-different: here `combine`, the server's step; `task` would change the clients' loss. What the server
-keeps from round to round is a state of its own, `AdamState`. With differential privacy nothing more
-is needed: clients' training is DP-SGD then, and the server computes with what they released.
+A method is a frozen dataclass: settings, which `__post_init__` checks, and steps that are pure
+functions of their arguments. A method that trains locally inherits `TrainsLocally` and overrides
+what differs: here `combine`, the server's step; `task` would change the clients' loss. The server
+keeps its state between rounds in a custom class, `AdamState`. Differential privacy needs nothing
+more: the clients then train with DP-SGD, and the server computes with their releases.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from fedsynth.validation import check_ranges
 
 @dataclass(frozen=True)
 class AdamState(AveragingState):
-    """The state, with Adam's two moments by parameter (empty at first: zero)."""
+    """The server's state, with Adam's two moments for each parameter (initially empty: zero)."""
 
     m: Mapping[str, Tensor] = field(default_factory=dict)
     v: Mapping[str, Tensor] = field(default_factory=dict)
@@ -49,7 +49,7 @@ class FedAdam(TrainsLocally):
 
     Args:
         server_lr: η.
-        beta1, beta2: of the two moments.
+        beta1, beta2: the decay rates of the two moments.
         adaptivity: τ.
     """
 
@@ -85,8 +85,8 @@ class FedAdam(TrainsLocally):
 
 
 def main(rounds: int = 10) -> dict[str, float]:
-    """Test accuracy of FedAvg and FedAdam on the digits with softmax regression, and of FedAdam at
-    ε = 8.
+    """Returns the test accuracy of FedAvg and FedAdam on the digits with softmax regression, and of
+    FedAdam at ε = 8.
     """
     local: dict[str, Any] = {"batch": 32, "local_epochs": 2}
     methods: dict[str, tuple[Method, PrivacySettings | None]] = {

@@ -1,9 +1,9 @@
-"""Images -> private sums -> a synthetic set -> a torch model of your own.
+"""Images -> private sums -> a synthetic set -> a custom torch model.
 
 Three owners of the embedded digits release noisy class statistics of fixed features (FedStats); the
-server makes images of what was released. Whoever gets the folder that is exported, with the images
-and the released classifier, trains any network on it, without the data and at no further cost in
-privacy. There are few digits, so ε is large here.
+server makes images from the releases. Anyone who receives the exported folder, with the images and
+the released classifier, can train any network on it, without the data and at no further privacy
+cost. There are few digits, so ε is large here.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ from fedsynth.evaluation.accuracy import accuracy
 
 
 def own_model() -> nn.Module:
-    """Any network from normalised images [N, 1, 8, 8] to ten logits."""
+    """Returns a network from normalised images [N, 1, 8, 8] to ten logits; any other would do."""
     layers = [nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()]
     return nn.Sequential(*layers, nn.Linear(32 * 4 * 4, 10))
 
 
 def main(folder: Path, epsilon: float = 30.0) -> tuple[float, float]:
-    """Test accuracy of the released classifier, and of the model trained on the images alone."""
+    """Returns the test accuracy of the released classifier and of the model trained on the
+    synthetic set."""
     settings = RunSettings(
         FedStats(ipc=10),
         rounds=4,

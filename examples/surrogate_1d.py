@@ -1,27 +1,27 @@
 """FedDM's surrogate in one dimension: Appendix A and Figure 1 of the paper (arXiv 2207.09653), and
-what it leaves out.
+details that it leaves out.
 
     python examples/surrogate_1d.py surrogate.png
 
-A client's objective f(w) is a mean over its examples. A gradient tells the server f's tangent at
-the current w; FedDM's synthetic examples tell it a whole curve, the surrogate. Here n = 100 numbers
+A client's objective f(w) is a mean over its examples. A gradient gives the server f's tangent at
+the current w; FedDM's synthetic examples give it a whole curve, the surrogate. Here n = 100 numbers
 x ~ N(0, 1) have labels y, the model predicts sigmoid(w·x), f is the mean cross-entropy (Eq. 18), w
-is 0 now, and n' = 20 synthetic numbers start at random.
+is currently 0, and n' = 20 synthetic numbers start at random.
 
-The labels. As printed, Eq. 17 gives y = 1 if (x ≥ 0 and p ≥ 0.9) or (x < 0 and p < 0.1), p uniform:
-a tenth of *both* halves, so y does not depend on x, and f is smallest near w = 0. That must be a
-misprint for "p < 0.9": y is the sign of x, with a tenth of the labels flipped. This is the default
-here; `printed=True` takes the formula as it stands.
+Labels. As printed, Eq. 17 gives y = 1 if (x ≥ 0 and p ≥ 0.9) or (x < 0 and p < 0.1), p uniform.
+That is a tenth of *both* halves, so y does not depend on x, and f is smallest near w = 0. It must
+be a misprint for "p < 0.9": y is the sign of x, with a tenth of the labels flipped. This is the
+default here; `printed=True` uses the printed formula.
 
-The matching. With a number for input and no hidden layer, Eq. 9's embedding is h = x and its logit
-z = w·x. Both means agree for every w as soon as the class's mean of x does, so Eq. 9 moves a
-class's numbers by one amount and leaves their spread as it started. That fixes the slope at 0:
-f'(0) = mean(x·(1/2 − y)) has only the classes' means in it. It does not fix the curvature f''(0) =
-mean(x²)/4: with numbers that start from N(0, 1) it comes out about 1.3 times too large (the second
-moment to be expected is 0.64² + 0.9, not 1), and the surrogate's minimum lies too near 0. In a deep
-network the features change with w, so there means say more. Eq. 7, for which Eq. 9 stands in,
-compares the losses themselves at random w near 0 (here class by class): so made, the surrogate
-follows f closely, also farther out, as the paper says of its Figure 1. Both are drawn.
+Matching. With a scalar input and no hidden layer, Eq. 9's embedding is h = x and its logit z = w·x.
+Both means agree for every w as soon as the class means of x agree, so Eq. 9 only shifts the numbers
+of a class, and does not change their spread. This fixes the slope at 0: f'(0) = mean(x·(1/2 − y))
+depends only on the class means. It does not fix the curvature f''(0) = mean(x²)/4: with numbers
+that start from N(0, 1) it is about 1.3 times too large (the expected second moment is 0.64² + 0.9,
+not 1), and the surrogate's minimum is too close to 0. In a deep network the features change with w,
+so the means contain more information. Eq. 7, which Eq. 9 approximates, compares the losses
+themselves at random w near 0 (here for each class). With it the surrogate follows f closely, even
+further from 0, as the paper states of its Figure 1. The plot shows both.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from torch.nn import functional as F
 
 from fedsynth.seeding import torch_generator
 
-RADIUS = 5.0  # ρ: the w of the matching are drawn from N(0, 1), clipped to |w| ≤ ρ
+RADIUS = 5.0  # ρ: matching draws w from N(0, 1), clipped to |w| ≤ ρ
 W = torch.linspace(-RADIUS, RADIUS, 1001, dtype=torch.float64)
 
 
 def make_data(n: int = 100, *, seed: int = 0, printed: bool = False) -> tuple[Tensor, Tensor]:
-    """x and y, float64 [n] each (Eq. 17; see the top of this file for `printed`)."""
+    """Returns x and y, float64 [n] each (Eq. 17; see the module docstring for `printed`)."""
     rng = torch_generator(seed, "surrogate-data")
     x = torch.randn(n, generator=rng, dtype=torch.float64)
     p = torch.rand(n, generator=rng, dtype=torch.float64)
@@ -52,22 +52,23 @@ def make_data(n: int = 100, *, seed: int = 0, printed: bool = False) -> tuple[Te
 
 
 def class_loss(w: Tensor, x: Tensor, y: int) -> Tensor:
-    """Mean cross-entropy of sigmoid(w·x) on examples x [m] that all have label y, for each w [M]
-    (Eq. 18).
+    """Returns the mean cross-entropy of sigmoid(w·x) on examples x [m] that all have label y, for
+    each w [M] (Eq. 18).
     """
     z = w[:, None] * x
     return (F.softplus(z) - y * z).mean(1)
 
 
 def logit_and_embedding(w: Tensor, x: Tensor, y: int) -> Tensor:
-    """Eq. 9's two means for each w: h = x and z = w·x. [M, 2]"""
+    """Returns Eq. 9's two means for each w, of h = x and of z = w·x, [M, 2]."""
     return torch.stack([x.mean().expand(len(w)), (w[:, None] * x).mean(1)], dim=1)
 
 
 def match(
     x: Tensor, y: Tensor, means: Callable[[Tensor, Tensor, int], Tensor], *, seed: int = 0
 ) -> Tensor:
-    """Synthetic examples [2 classes, 10] whose `means` match the real ones' around w = 0."""
+    """Returns synthetic examples [2 classes, 10] whose `means` match the real ones' around w =
+    0."""
     rng = torch_generator(seed, "surrogate-matching")
     synthetic = torch.randn(2, 10, generator=rng, dtype=torch.float64).requires_grad_()
     optimiser = torch.optim.Adam([synthetic], lr=0.02)
@@ -81,9 +82,9 @@ def match(
 
 
 def curves(seed: int = 0, *, printed: bool = False) -> dict[str, Tensor]:
-    """f, the two surrogates and the tangent at w = 0, each at the points `W`."""
+    """Returns f, the two surrogates and the tangent at w = 0, each at the points `W`."""
     x, y = make_data(seed=seed, printed=printed)
-    # of class 1; the classes' losses are weighed by their real shares, as in Eq. 10
+    # of class 1; the classes' losses are weighted by their real shares, as in Eq. 10
     share = y.mean()
 
     def objective(zeros: Tensor, ones: Tensor) -> Tensor:
@@ -98,7 +99,7 @@ def curves(seed: int = 0, *, printed: bool = False) -> dict[str, Tensor]:
 
 
 def new_figure() -> Any:
-    """An empty matplotlib figure that needs no display."""
+    """Returns an empty matplotlib figure that needs no display."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

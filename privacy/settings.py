@@ -98,7 +98,7 @@ class PrivacySettings:
         max_request_norm: L2 norm of a server's message above which clients do not answer it
             (messages with non-finite numbers are always refused); None: no bound.
         ledger: folder of the clients' ledgers, kept across runs; default: each run is accounted for
-            separately. Only published data sets allow that; for a public data set of your own, set
+            separately. Only published data sets allow that; with other data that are public, set
             `NO_LEDGER` ("none: this data set is public").
 
     Raises:
