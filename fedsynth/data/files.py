@@ -42,8 +42,8 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def save_tensors(tensors: Mapping[str, Tensor], file: Path, metadata: Mapping[str, str]) -> None:
-    """Writes tensors to a safetensors file with default permissions; safetensors itself makes files
-    readable only by their owner.
+    """Writes tensors to a safetensors file with mode 0644; safetensors itself makes files readable
+    only by their owner.
 
     Raises:
         OSError, SafetensorError: the file cannot be written.

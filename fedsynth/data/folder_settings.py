@@ -28,12 +28,12 @@ class FolderSettings:
             manifest itself. JPEG, PNG, BMP and WebP.
         test_folder: your own images to test on, in the same layouts; sites are ignored.
         test: the test images are "public", "private" (default) or "none" (not used). With
-            differential privacy, what is measured on private ones is only in `simulation_only`.
+            differential privacy, metrics on private ones are only in `simulation_only`.
         image_size: size of all images after resizing: 64, or 64x48 (height x width). Default: the
-            declaration's, or that of all images if it is the same.
-        channels: 1 (grey) or 3 (colour). Default (0): the declaration's, or 1 if all images are
-            grey.
-        skip_corrupt: leave out the files that cannot be read, and name them.
+            declared size, or that of the images if all have the same.
+        channels: 1 (grey) or 3 (colour). Default (0): the declared number, or 1 if all images
+            are grey.
+        skip_corrupt: skip files that cannot be read, and list them.
         declaration: the file that states what is public about the images, as `fedsynth data
             describe` proposes it (default: fedsynth.toml in their folder). A run with differential
             privacy requires a signed one.

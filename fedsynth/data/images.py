@@ -22,7 +22,7 @@ Array = Tensor | np.ndarray[Any, np.dtype[Any]]
 class ImageData:
     """uint8 images [N, C, H, W] and int64 labels [N] on one device, checked on creation.
 
-    Two objects are equal only when they are the same object (comparing tensors has no single
+    Two objects are equal only if they are the same object (comparing tensors has no single
     answer).
 
     Args:

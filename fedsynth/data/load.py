@@ -29,7 +29,7 @@ from fedsynth.errors import DataError, DataFilesCorruptError, DataFilesMissingEr
 _DOWNLOAD = "--download (download=True)"
 ROOT_VARIABLE = "FEDSYNTH_DATA"
 DIGITS = Path(__file__).with_name("digits.npz")
-"""The only data set that the package ships; digits.LICENSE.txt names its owner."""
+"""The only data set that the package ships; digits.LICENSE.txt names its authors and licence."""
 READERS: dict[str, Reader] = {**IMAGE_FOLDER_READERS, **LEAF_READERS}
 
 _Arrays = tuple[npt.NDArray[Any], npt.NDArray[Any]]

@@ -1,4 +1,4 @@
-"""The pixels themselves as features: the simplest map, and the baseline of the others."""
+"""Pixels as features: the simplest map, and the baseline for the others."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from fedsynth.features.feature_map import FeatureMap, Shape
 
 
 def pixels(shape: Shape) -> FeatureMap:
-    """Pixels about mid-grey.
+    """Returns the map to pixels relative to mid-grey.
 
-    The norm is at most √d/2, as each coordinate is in [−½, ½]. Distances from the mean are about
-    0.3·√d for images with strong contrast (a coordinate's deviation is at most ½).
+    The norm is at most √d/2, because each coordinate is in [−½, ½]. Distances from the mean are
+    about 0.3·√d for images with strong contrast (a coordinate's deviation is at most ½).
 
     >>> pixels((1, 8, 8)).norm_bound
     4.0
@@ -31,5 +31,5 @@ def pixels(shape: Shape) -> FeatureMap:
 
 
 def about_grey(x_NCHW: Tensor) -> Tensor:
-    """[N, C·H·W] in [−½, ½]."""
+    """Returns pixels relative to mid-grey, [N, C·H·W] in [−½, ½]."""
     return x_NCHW.flatten(1) - 0.5

@@ -143,14 +143,16 @@ class Whitening:
         floor: float,
         kept: int | None = None,
     ) -> Whitening:
-        """Args:
-        function: see the class.
-        vectors_Nd: its vectors of public images.
-        cells: the number of cells of each channel.
-        floor: added to the eigenvalues, relative to the largest, so that nearly constant directions
-            stay small.
-        kept: the number of channel directions to keep, those in which the images differ most;
-            None keeps all, in the original basis.
+        """Computes the whitening from vectors of public images.
+
+        Args:
+            function: see the class.
+            vectors_Nd: its vectors of public images.
+            cells: the number of cells of each channel.
+            floor: added to the eigenvalues, relative to the largest, so that nearly constant
+                directions stay small.
+            kept: the number of channel directions to keep, those in which the images differ most;
+                None keeps all, in the original basis.
         """
         mean = vectors_Nd.mean(dim=0)
         about = (vectors_Nd - mean).double().unflatten(1, (-1, cells))
