@@ -32,8 +32,8 @@ class PartitionSettings:
     Args:
         kind: the rule.
             `iid`: at random, sizes equal (±1).
-            `dirichlet`: Dirichlet shares of each class, with balance mask and redraws;
-            `dirichlet-plain`: with neither.
+            `dirichlet`: Dirichlet shares of each class, with balance mask and redraws.
+            `dirichlet-plain`: the same without balance mask and redraws.
             `dirichlet-dominant`: Dirichlet shares of each class, the largest for a client that
             dominates none yet (FedKF's public code, and so its paper's tables).
             `classes`: c classes per client, each class split evenly among those that have it.
@@ -45,23 +45,24 @@ class PartitionSettings:
             `domain`: feature skew: each client has examples of one domain; several clients of a
             domain share its examples evenly.
             `natural`: clients come with the data (writers, devices; domains if the data set has
-            no such groups): each is one group. With fewer clients than groups, groups are drawn by
-            the seed and the others are left out, as LEAF subsamples writers.
+            no such groups): each is one group. With fewer clients than groups, a random subset of
+            the groups is used, as LEAF subsamples writers.
         clients: number of clients K ≥ 1.
-        alpha: concentration > 0 of the three Dirichlet kinds and of `quantity`; small is skewed.
+        alpha: concentration > 0 of the three Dirichlet kinds and of `quantity`; smaller is more
+            skewed.
         classes_per_client: classes of each client in `classes`, ≥ 1.
         missing_classes: classes that each client lacks in `missing`, ≥ 1.
         dominant_classes: number of a client's dominant classes in `dominant`, ≥ 1.
-        dominant_share: share in (0, 1) of a client's examples that is of its dominant classes.
+        dominant_share: share in (0, 1) of a client's examples in its dominant classes.
             FedFM's public code, for 10 clients: 0.46 of 1, 10 and 20 classes on CIFAR-10, CIFAR-100
             and Tiny-ImageNet, 0.5 of 1 class on CINIC-10.
         min_size: minimum number of examples ≥ 0 of a client, in `dirichlet` and `quantity`.
-        subset: share of each class's examples that is used at all, drawn at random. FedKF takes
-            10 % of EMNIST.
+        subset: share of each class's examples that is used, drawn at random. FedKF uses 10 % of
+            EMNIST.
         local_test: share of each client's examples in its own test split (for AMP, FM, WLP).
             They are drawn one by one; FedKF: 0.2. The data set's test set is unchanged (the paper
             does not state whether it pools the two).
-        seed: None takes the run's seed (0 outside a run).
+        seed: the partition's seed; None uses the run's seed (0 outside a run).
 
     Raises:
         UnknownNameError: `kind` is unknown.
