@@ -121,14 +121,15 @@ def _decode(line: bytes, chain: str, path: Path | None) -> tuple[dict[str, Any],
 
 
 def _header(header: dict[str, Any], client: str | None, path: Path | None) -> Lines:
-    dataset = header.get("dataset")
-    owner = header.get("client")
-    if header.get("fedsynth_ledger") != LEDGER_SCHEMA or not isinstance(dataset, str):
+    dataset: Any = header.get("dataset")
+    owner: Any = header.get("client")
+    named = isinstance(dataset, str) and isinstance(owner, str)
+    if header.get("fedsynth_ledger") != LEDGER_SCHEMA or not named:
         raise LedgerError(f"{path} is no fedsynth ledger of schema {LEDGER_SCHEMA}")
     if client is not None and owner != client:
         raise LedgerError(f"ledger {path} belongs to client {shown(owner)}, not {shown(client)}")
     records = (str(header["records"]),) if "records" in header else ()
-    return Lines(str(owner), dataset=dataset, records=records, charged=records)
+    return Lines(owner, dataset=dataset, records=records, charged=records)
 
 
 def _noted(known: Lines, entry: dict[str, Any], rows: int, path: Path | None) -> Lines:

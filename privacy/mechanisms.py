@@ -266,7 +266,8 @@ class GaussianSums:
         users."""
         if self._sums is None:
             raise PrivacyError("no step is open: records must be sampled before they are summed")
-        if self._unit == USER and (sample is None or sample.shares is None):
+        known = sample is not None and sample.users is not None and sample.shares is not None
+        if self._unit == USER and not known:
             raise PrivacyError(
                 "charged for users as the unit: rows come with whose they are, and are clipped by "
                 "user"

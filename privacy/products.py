@@ -36,9 +36,9 @@ class Products(ABC):
     """The vectors of N examples, given by factors, which are the tensor fields of a dataclass."""
 
     @property
+    @abstractmethod
     def bound(self) -> float:
         """The bound on the L2 norm of one example's vector."""
-        return 1.0
 
     @property
     @abstractmethod
@@ -142,6 +142,10 @@ class Moments(Products):
     target_norm: float
 
     @property
+    def bound(self) -> float:
+        return 1.0
+
+    @property
     def width(self) -> int:
         d = self.z.shape[1]
         return d * (d + 1) // 2 + d * self.targets.shape[1]
@@ -178,6 +182,10 @@ class Grams(Products):
     z: Tensor
     blocks: tuple[tuple[int, int], ...]
     cells_part: float
+
+    @property
+    def bound(self) -> float:
+        return 1.0
 
     @property
     def width(self) -> int:

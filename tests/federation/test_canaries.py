@@ -30,7 +30,7 @@ def canaries(kind: str, count: int = 20, rest: int = 30) -> Canaries:
 
 
 def pushed(
-    some: Canaries, width: int, device: torch.device, rate: float = 1.0
+    some: Canaries, width: int, device: torch.device, rate: float = 1.0, scale: float = 1.0
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One release with next to no noise: (release, sampled records, rows that were handed in)."""
     sampler = "full" if rate == 1 else "poisson"
@@ -40,7 +40,7 @@ def pushed(
     records = some.rest + len(some.among_records())
     labels = torch.cat([torch.arange(some.rest) % 10, some.labels[some.among_records()]])
     sampled = series.sample(records)
-    rows = torch.randn(records, width, generator=torch.Generator().manual_seed(1))
+    rows = scale * torch.randn(records, width, generator=torch.Generator().manual_seed(1))
     for some_of_them in sampled.split(7):
         series.add(rows[some_of_them].to(device), labels[some_of_them].to(device))
     return series.release().cpu().double(), sampled, rows
@@ -76,6 +76,18 @@ def test_images_that_are_out_are_shown_to_the_auditor_and_not_summed(
     takes = torch.from_numpy(masks) & torch.cat([torch.ones(30, dtype=torch.bool), some.included])
     labels = torch.cat([torch.arange(30) % 10, some.labels])
     torch.testing.assert_close(released, sums(rows[takes], labels[takes], 2.0), atol=1e-5, rtol=0)
+
+
+def test_images_of_any_norm_are_scored_by_their_clipped_vectors(device: torch.device) -> None:
+    """Catches: norms in float32, which overflow above 1e19."""
+    scores = []
+    for scale in (1e3, 1e30):
+        some = canaries("images")
+        pushed(some, 5, device, scale=scale)
+        scores.append(some.scores)
+    torch.testing.assert_close(*scores, rtol=1e-3, atol=1e-3)
+    assert bool((scores[1][some.included] > 0).all())
+    assert bool((scores[1][~some.included] < 0).all())
 
 
 def test_a_record_that_never_comes_to_the_sum_is_an_error() -> None:

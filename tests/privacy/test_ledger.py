@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable
 from io import FileIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,7 @@ from fedsynth.privacy.accounting import epsilon
 from fedsynth.privacy.errors import BudgetExceededError, LedgerError, PrivacySettingError
 from fedsynth.privacy.guard import Guard
 from fedsynth.privacy.ledger import Ledger, read_ledger
-from fedsynth.privacy.ledger_lines import repair_ledger
+from fedsynth.privacy.ledger_lines import encode, repair_ledger
 from fedsynth.privacy.releases import Release
 from tests.privacy.support import release
 
@@ -111,6 +112,17 @@ def test_damage_is_refused_and_not_repaired(path: Path, damage: str) -> None:
                 attempt(path)
         assert path.read_text() == broken + tail
         assert os.listdir(path.parent) == [path.name]
+
+
+@pytest.mark.parametrize("client", [7, None, ["alice"]])
+def test_a_header_names_its_client_as_text(path: Path, client: Any) -> None:
+    """Also where the line's hash is right."""
+    path.parent.mkdir(exist_ok=True)
+    line, _ = encode({"fedsynth_ledger": 2, "client": client, "dataset": "d"}, "")
+    path.write_bytes(line)
+    for attempt in (repair_ledger, read_ledger):
+        with pytest.raises(LedgerError, match="no fedsynth ledger of schema"):
+            attempt(path)
 
 
 def test_damage_under_an_open_ledger(path: Path) -> None:

@@ -151,7 +151,13 @@ def test_shares_add_up_to_one_and_records_stay_apart_from_users() -> None:
     assert sample.shares is not None
     assert sample.users.tolist() == [0, 0, 1, 1, 1]
     np.testing.assert_allclose(sample.shares, [1 / 2] * 2 + [1 / 3] * 3)
-    for somebodys in (None, Sample(sample.records)):  # nobody says whose they are
+    incomplete = (
+        None,
+        Sample(sample.records),
+        Sample(sample.records, users=sample.users),
+        Sample(sample.records, shares=sample.shares),
+    )
+    for somebodys in incomplete:
         with pytest.raises(PrivacyError, match="clipped by user"):
             one.add(torch.ones(5, WIDTH), torch.zeros(5, dtype=torch.int64), somebodys)
 

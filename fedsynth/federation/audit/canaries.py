@@ -183,7 +183,7 @@ class Canaries:
         """
         if self.kind != IMAGES:
             return VectorSums(release, groups, guard, secret, self)
-        needed = 4 * len(self) * (release.dimension // groups)
+        needed = 8 * len(self) * (release.dimension // groups)
         if needed > self.memory_bytes:
             raise PrivacySettingError(
                 None,
@@ -369,7 +369,7 @@ class ImageSums(AuditedSums):
     """
 
     def _give_out(self, sampled: Tensor) -> tuple[Tensor, Tensor]:
-        self._known = torch.zeros(len(self._canaries), self._width)
+        self._known = torch.zeros(len(self._canaries), self._width, dtype=torch.float64)
         drawn = torch.zeros(len(self._records), dtype=torch.bool)
         drawn[sampled] = True
         canary = self._records >= 0
@@ -380,7 +380,7 @@ class ImageSums(AuditedSums):
     def _vectors(self, rows_ND: Tensor, canary_N: Tensor) -> Tensor:
         theirs = canary_N >= 0
         self._known = self._known.to(rows_ND.device)
-        self._known[canary_N[theirs]] = finite(rows_ND[theirs]).to(self._known)
+        self._known[canary_N[theirs]] = finite(rows_ND[theirs])
         return rows_ND
 
     def _clip_is_missing(self, released_GD: Tensor) -> bool:
