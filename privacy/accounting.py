@@ -173,7 +173,7 @@ def _dense(one: Any, steps: int) -> Any:
     decides by computing points ** steps, a number of a million digits or more."""
     from dp_accounting.pld import privacy_loss_distribution as pld
 
-    if steps < 10_000:  # then the number is small
+    if steps < 10_000:  # then points ** steps is cheap to compute
         return one
     add = None if one._symmetric else one._pmf_add.to_dense_pmf()
     return pld.PrivacyLossDistribution(one._pmf_remove.to_dense_pmf(), add)

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from fedsynth.privacy.releases import require
 
-GUESSES = 400  # of 1000 canaries: about where the bound is highest, between ε of 1 and 3
+GUESSES = 400  # of 1000 canaries: gives about the highest bound for ε from 1 to 3
 CAVEAT = "an audit can find a fault, but cannot prove privacy"
 
 

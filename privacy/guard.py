@@ -1,4 +1,4 @@
-"""Caps on what a data set may cost, and the guard that refuses a release before it exceeds one."""
+"""Caps on a data set's ε, and the guard that refuses a release before it exceeds one."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ class UserSums:
             self._open = (int(numbers[-1]), table[-1].clone())
 
     def close(self, sums: Tensor) -> None:
-        """Adds the open user, whose last records may have been in another piece."""
+        """Adds the last user, who stayed open because more of their records could follow."""
         if self._open is not None:
             sums += clip_rows(self._open[1].flatten()[None], self._clip).view_as(sums)
         self._open = None

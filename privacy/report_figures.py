@@ -367,7 +367,7 @@ def schema_problems(value: Any, shape: type[BaseModel] = Report) -> list[str]:
 
 
 def faults(error: ValidationError) -> list[str]:
-    """Returns the faults of a value, one line each."""
+    """Returns the faults of an invalid value, one line each."""
     found = error.errors(include_url=False, include_context=False, include_input=False)
     lines = [_line(one["loc"], one["type"], one["msg"]) for one in found[:MAX_SHOWN_FAULTS]]
     hidden = len(found) - MAX_SHOWN_FAULTS

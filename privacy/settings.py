@@ -80,21 +80,21 @@ class PrivacySettings:
         delta: δ, a constant (default 1e-5), at most 1 / `max_records`.
         max_records: public upper bound on the records of all clients together; default: the data
             set's published size.
-        sample_rate: public rate q of Poisson sampling, in (0, 1]. None takes the rate at which a
-            step's expected batch is the method's batch, from public sizes only.
+        sample_rate: public rate q of Poisson sampling, in (0, 1]. None: the rate at which a step's
+            expected batch is the method's batch, from public sizes only.
         nominal_size: public number of records (or users) that a client is supposed to have, for
-            divisors. None takes the data set's published size over the number of clients.
-        unit: who is protected: "record" (one example) or "user" (all examples of a person at a
-            client). "user" needs data that say whose each record is, a partition by user, and
+            divisors. None: the data set's published size divided by the number of clients.
+        unit: the privacy unit: "record" (one example) or "user" (all examples of a person at a
+            client). "user" needs data with the user of each record, a partition by user, and
             `nominal_size`. All sizes then count users: a step samples users, and each contributes
-            the mean of their records' vectors, clipped as one.
+            the clipped mean of their records' vectors.
         user_records: with unit "user", the maximum number of records of each user that take part,
             chosen by a public keyed hash; None: all.
         adjacency: "add-remove" (default), "zero-out" or "replace-one". "zero-out" has the same cost
             as "add-remove" and makes the number of a client's examples public; "replace-one"
             doubles every sensitivity.
-        four_sums: compute each noise value from four Gaussians, against one known floating-point
-            attack. A mitigation, no proof (`SecretGenerator`).
+        four_sums: compute each noise value from four Gaussians, which mitigates (without proof) a
+            known floating-point attack (`SecretGenerator`).
         max_request_norm: L2 norm of a server's message above which clients do not answer it
             (messages with non-finite numbers are always refused); None: no bound.
         ledger: folder of the clients' ledgers, kept across runs; default: each run is accounted for

@@ -115,7 +115,7 @@ def page_problems(report: Mapping[str, Any], folder: Path) -> tuple[list[str], l
     problems = []
     for ending, render in (("md", render_markdown), ("html", render_html)):
         file = folder / f"{NAME}.{ending}"
-        if not file.exists():  # a missing file is reported elsewhere
+        if not file.exists():  # reported with the folder's files
             continue
         try:
             if read_regular(file) != render(report).encode():
