@@ -226,9 +226,10 @@ def _note_missing(train: ImageData, note: Callable[[Any], None]) -> None:
     """Notes that a published data set has fewer images here than its authors published."""
     spec = train.spec
     if len(train) < spec.train_size and spec.name not in LEAF_READERS:  # LEAF's scripts draw some
+        # without their number, which is private in a run with differential privacy
         note(
-            f"warning: {spec.name} has {len(train):,} training images here, and "
-            f"{spec.train_size:,} as it is published: a part of it is missing"
+            f"warning: {spec.name} has fewer training images here than the {spec.train_size:,} "
+            "that are published: a part of it is missing"
         )
 
 
