@@ -198,7 +198,8 @@ def _found(
         )
         return _of_folder(replace(settings, partition=partition), data, test)
     given = data or load_dataset(settings.dataset, settings.data_root, download=download)
-    if data is None:
+    # A private run prints nothing that depends on the data.
+    if data is None and settings.privacy is None:
         _note_missing(given[0], note)
     train, tested = checked_data(given)
     kind = kind_of_test(train.spec, tested, test)
@@ -226,10 +227,9 @@ def _note_missing(train: ImageData, note: Callable[[Any], None]) -> None:
     """Notes that a published data set has fewer images here than its authors published."""
     spec = train.spec
     if len(train) < spec.train_size and spec.name not in LEAF_READERS:  # LEAF's scripts draw some
-        # without their number, which is private in a run with differential privacy
         note(
-            f"warning: {spec.name} has fewer training images here than the {spec.train_size:,} "
-            "that are published: a part of it is missing"
+            f"warning: {spec.name} has {len(train):,} training images here, and "
+            f"{spec.train_size:,} as it is published: a part of it is missing"
         )
 
 
