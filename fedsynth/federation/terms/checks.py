@@ -1,4 +1,4 @@
-"""What a run is refused for before it begins, and how long it takes at the least."""
+"""Checks that refuse a run before it begins, and an estimate of its minimum duration."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from fedsynth.seeding import torch_generator
 
 
 def mechanism_of(method: Method, given: PrivacySettings) -> str:
-    """The mechanism that is asked for, or the method's first.
+    """Returns the requested mechanism, or the method's first one.
 
     Raises:
-        UnknownNameError: the method has no such one.
+        UnknownNameError: the method has no such mechanism.
     """
     mechanism = given.mechanism or method.protects[0]
     if mechanism not in method.protects:
@@ -38,10 +38,10 @@ def mechanism_of(method: Method, given: PrivacySettings) -> str:
 
 
 def most_records(spec: DatasetSpec, given: PrivacySettings) -> int:
-    """The public bound on the records of all clients.
+    """Returns the public bound on the number of records of all clients.
 
     Raises:
-        PrivacySettingError: it is below what the data set declares.
+        PrivacySettingError: it is below the number that the data set declares.
     """
     most = spec.train_size if given.max_records is None else given.max_records
     if most < spec.train_size:
@@ -51,7 +51,7 @@ def most_records(spec: DatasetSpec, given: PrivacySettings) -> int:
 
 
 def refuse_absence(settings: RunSettings) -> None:
-    """Refuses clients that miss rounds of a method whose rounds release different things."""
+    """Refuses partial participation for a method whose rounds release different things."""
     method = settings.method
     if not method.even_rounds and settings.participation < 1:
         reason = (
@@ -61,11 +61,11 @@ def refuse_absence(settings: RunSettings) -> None:
 
 
 def check_own_noise(plans: Sequence[PrivatePlan]) -> None:
-    """Refuses plans in which a client adds a part of the noise alone, of a method whose uploads go
-    over machines as they are: the server sees each of them.
+    """Refuses shared noise over machines for a method without secure sums: the server sees each
+    upload, which has only a share of the noise.
 
     Raises:
-        PrivacySettingError: says what to set.
+        PrivacySettingError: states what to set.
     """
     shared = [plan for plan in plans if plan.shares > 1]
     if shared:
@@ -77,7 +77,7 @@ def check_own_noise(plans: Sequence[PrivatePlan]) -> None:
 
 
 def check_method(method: Method) -> None:
-    """Refuses a method that uploads anything which is neither released nor public.
+    """Refuses a method with an upload field that is neither released nor public.
 
     Raises:
         UnaccountedReleaseError: names the method, the field and the reason.
@@ -99,9 +99,9 @@ def check_method(method: Method) -> None:
 
 
 def refuse_noise_of_absent_clients(settings: RunSettings, plans: Sequence[PrivatePlan]) -> None:
-    """Refuses shared noise of which a round's clients would always lack a part."""
+    """Refuses shared noise if every round would lack a part of it because of absent clients."""
     if settings.participation == 1:
-        return  # a method knows all clients, and says itself how many it counts on
+        return  # a method knows all clients, and determines itself how many it counts on
     shares = max(plan.shares for plan in plans)
     there = active_clients(settings.partition.clients, settings.participation)
     if shares > 1 and shares >= there:
@@ -126,7 +126,7 @@ def check_custom_model(
 
 
 def refuse_own_proxy(method: Method, spec: DatasetSpec) -> None:
-    """Refuses public images to distil on that are the clients' own."""
+    """Refuses public images for distillation that are the clients' private images."""
     if method.public_images() == spec.name:
         raise UnaccountedReleaseError(
             f"{method.name} cannot distil on {spec.name} with differential privacy: those are the "
@@ -135,13 +135,13 @@ def refuse_own_proxy(method: Method, spec: DatasetSpec) -> None:
 
 
 def fewest(method: Method, taking: int, clients: int, *, private: bool) -> int:
-    """Of fewer clients' uploads there is no sum: a majority; and where noise is shared H beside
-    one, who may be who looks, and knows its own noise.
+    """Returns the smallest number of clients in a sum: a majority; and with shared noise, H clients
+    besides one that may be the attacker, which knows its own noise.
 
     Args:
-        method: one whose server sees sums alone.
-        taking: the round's clients.
-        clients: K.
+        method: a method whose server sees only sums.
+        taking: the number of clients in a round.
+        clients: K, the number of all clients.
         private: the run has differential privacy.
     """
     looking = 1 if private and clients > 1 else 0
@@ -149,10 +149,10 @@ def fewest(method: Method, taking: int, clients: int, *, private: bool) -> int:
 
 
 def check_quorum(settings: RunSettings) -> None:
-    """Refuses a quorum with which a round would count that has no sum.
+    """Refuses a quorum that is too small for a secure sum.
 
     Raises:
-        SettingError: says what to set.
+        SettingError: states what to set.
     """
     taking = active_clients(settings.partition.clients, settings.participation)
     private = settings.privacy is not None
@@ -167,19 +167,20 @@ def check_quorum(settings: RunSettings) -> None:
 
 
 STEP_SECONDS = 2e-5
-"""Of one optimiser step of the smallest model, replayed on the fastest machine: less than a kernel
-launch and its bookkeeping take anywhere."""
+"""Seconds for one optimiser step of the smallest model, replayed on the fastest machine: less than
+a kernel launch and its bookkeeping take on any machine.
+"""
 LONG, LONGEST = 3600.0, 365 * 24 * 3600.0
-"""Seconds that are announced, and that are refused."""
+"""Durations in seconds from which a run is announced, and from which it is refused."""
 _LENGTHS = ("epochs", "steps", "iterations")
 
 
 def least_steps(settings: RunSettings, spec: DatasetSpec) -> dict[str, int]:
-    """Optimiser steps of one client, or of the server, over all rounds, by the method's setting
-    that asks for them.
+    """Returns the optimiser steps of one client, or of the server, over all rounds, by the method's
+    setting that determines them.
 
-    An epoch of a client is its published share of the data in the method's batches; of anything
-    else it counts as one step.
+    A client's epoch is counted as its published share of the data in the method's batches; any
+    other epoch counts as one step.
     """
     found: dict[str, int] = {}
     method = settings.method
@@ -188,7 +189,7 @@ def least_steps(settings: RunSettings, spec: DatasetSpec) -> dict[str, int]:
         if type(value) is int and name.rpartition("_")[2] in _LENGTHS:
             found[name] = settings.rounds * value
     if "local_epochs" in found:
-        if found.get("local_steps"):  # which replace the epochs
+        if found.get("local_steps"):  # steps replace epochs
             del found["local_epochs"]
         else:
             share = spec.train_size * settings.partition.subset / settings.partition.clients
@@ -197,7 +198,7 @@ def least_steps(settings: RunSettings, spec: DatasetSpec) -> dict[str, int]:
 
 
 def long_run(settings: RunSettings, spec: DatasetSpec) -> str | None:
-    """Words on how long the run takes at the least, if that is long.
+    """Returns a note on the run's minimum duration if that is long, else None.
 
     Raises:
         SettingError: it would take more than a year.

@@ -1,5 +1,6 @@
-"""What a run computes with, and what all its rounds share: from public settings and a data set's
-specification alone."""
+"""The context that all rounds of a run share: from public settings and a data set's specification
+only.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +26,13 @@ DEVICES = ("auto", "cpu", "cuda")
 
 
 def resolve_device(name: str) -> torch.device:
-    """ "auto" is CUDA if there is one, else the CPU; "cuda" without one is a DeviceError. "cuda:1"
-    and the like are fine too."""
+    """Returns the torch device of a name: "auto" is CUDA if there is one, else the CPU; also "cpu",
+    "cuda", "cuda:1" and the like.
+
+    Raises:
+        DeviceError: CUDA is requested but there is none.
+        UnknownNameError: the name is none of these.
+    """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if name.split(":")[0] not in DEVICES:
@@ -45,7 +51,9 @@ def resolve_device(name: str) -> torch.device:
 
 @contextmanager
 def cpu_threads(count: int | None) -> Iterator[None]:
-    """Within it torch has `count` threads on the CPU; None leaves the number as it is."""
+    """Sets the number of torch's CPU threads to `count` within the context; None leaves it
+    unchanged.
+    """
     if count is None:
         yield
         return
@@ -58,7 +66,7 @@ def cpu_threads(count: int | None) -> Iterator[None]:
 
 
 def check_compiler(device: torch.device) -> None:
-    """Refuses `compile` where torch.compile has nothing to compile with.
+    """Refuses `compile` if torch.compile has no compiler.
 
     Raises:
         SettingError: no C++ compiler ($CXX, or one on the path), or on a GPU no Triton.
@@ -77,8 +85,9 @@ def check_compiler(device: torch.device) -> None:
 
 
 def memory_bytes(gigabytes: float | None, device: torch.device) -> int:
-    """The memory bound in bytes; None is 4 GiB on a CPU and half of the card's memory on a GPU (not
-    of what is free: runs must repeat)."""
+    """Returns the memory bound in bytes. None is 4 GiB on a CPU and half of the card's total memory
+    on a GPU (not of its free memory: runs must be reproducible).
+    """
     if gigabytes is not None:
         return int(gigabytes * 2**30)
     return (
@@ -89,7 +98,7 @@ def memory_bytes(gigabytes: float | None, device: torch.device) -> int:
 
 
 def public_context(settings: RunSettings, spec: DatasetSpec, device: torch.device) -> RoundContext:
-    """The context of round 1; of the others, `replace(context, round=...)`."""
+    """Returns the context of round 1; for other rounds, use `replace(context, round=...)`."""
     privacy = settings.privacy
     declared = privacy.nominal_size if privacy is not None else None
     partition = settings.partition
@@ -128,7 +137,7 @@ def public_context(settings: RunSettings, spec: DatasetSpec, device: torch.devic
 def with_proxy(
     context: RoundContext, settings: RunSettings, *, download: bool = False
 ) -> RoundContext:
-    """The context with the public images that the method names, if it names any.
+    """Returns the context with the public images that the method names, if any.
 
     Args:
         download: let torchvision fetch the data set if it is not there.

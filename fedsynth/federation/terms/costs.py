@@ -1,5 +1,6 @@
-"""What a private run will cost, before any data are touched: from settings and a data set's public
-specification alone."""
+"""The cost of a private run, before any data are read: from settings and a data set's public
+specification only.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +30,11 @@ from fedsynth.privacy.plots import line_plot
 from fedsynth.privacy.settings import needs_a_budget
 
 LONG, LONGEST = 6, 300
-"""Seconds of drawing who takes part that are announced; the most that a plan takes for it."""
+"""Seconds of drawing the participants from which the user is notified, and the maximum
+for a plan.
+"""
 DRAW_SECONDS = 3e-5
-"""Of one draw from a thousand clients, about: 24 µs for 100 of 1,000 clients."""
+"""Approximate seconds of one draw from a thousand clients: 24 µs for 100 of 1,000 clients."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,7 @@ class MechanismCosts:
 
 
 def costs_of(plan: PrivacyPlan, target: float | None) -> MechanismCosts:
-    """What a planned run costs."""
+    """Returns the costs of a planned run."""
     rows = tuple(_row(plan, one) for one in plan.plans)
     chief = plan.chief
     return MechanismCosts(
@@ -81,7 +84,7 @@ def costs_of(plan: PrivacyPlan, target: float | None) -> MechanismCosts:
 
 
 def _row(plan: PrivacyPlan, one: PrivatePlan) -> Mapping[str, Any]:
-    """One kind of release."""
+    """Returns the row of one kind of release."""
     row: dict[str, Any] = {
         "quantity": one.quantity,
         "noise_multiplier": plan.sigma * one.noise_ratio,
@@ -94,10 +97,11 @@ def _row(plan: PrivacyPlan, one: PrivatePlan) -> Mapping[str, Any]:
 
 
 def long_draw(settings: RunSettings) -> str | None:
-    """How long a plan takes to draw who takes part in very many rounds, if that is long.
+    """Returns a note on the time that a plan needs to draw the participants, if that is long, else
+    None.
 
     Raises:
-        SettingError: it would take longer than anybody waits.
+        SettingError: it would take longer than `LONGEST` seconds.
     """
     one = DRAW_SECONDS * max(1.0, settings.partition.clients / 1000)
     seconds = settings.rounds * one
@@ -114,12 +118,12 @@ def long_draw(settings: RunSettings) -> str | None:
 
 
 def plan_of(settings: RunSettings) -> PrivacyPlan:
-    """The plan of the private run that `settings` describe; no data are read, and of kept ledgers
-    only what they hold.
+    """Returns the plan of the private run that `settings` describe. It reads no data, and only the
+    contents of kept ledgers.
 
     Raises:
-        SettingError: as `long_draw`.
-        DataError: images of one's own that nobody has declared.
+        SettingError: as in `long_draw`.
+        DataError: the custom images have no declaration.
         LedgerError: a ledger cannot be read, or holds releases of another unit.
     """
     names = None
@@ -138,15 +142,16 @@ def plan_of(settings: RunSettings) -> PrivacyPlan:
 def costs_by_mechanism(
     given: Mapping[str, Mapping[str, Any]], note: Callable[[str], None] = lambda _: None
 ) -> list[MechanismCosts]:
-    """A plan for each mechanism that can protect the method, or for the one that is named.
+    """Returns the costs for each mechanism that can protect the method, or for the one that is
+    named.
 
     Args:
-        given: settings as `resolve` takes them.
-        note: told what takes long.
+        given: settings in the form that `resolve` takes.
+        note: receives a note on a long computation.
 
     Raises:
-        SettingError: the method has no private mechanism, or no budget and no σ is given. As
-            `resolve`.
+        SettingError: the method has no private mechanism, or no budget and no σ is given. Others as
+            in `resolve`.
     """
     privacy = dict(given.get("privacy", {}))
     method = resolve({**given, "privacy": {}}).method
@@ -166,7 +171,7 @@ def costs_by_mechanism(
             note(words)
         if settings.privacy is None:
             raise needs_a_budget()
-        # a cap beside σ would only cut the table: the plan shows where the budget goes
+        # with a given σ, a cap would only cut off the table: the plan shows how the budget is spent
         free = (
             replace(settings.privacy, epsilon=None)
             if settings.privacy.noise_multiplier is not None
@@ -177,7 +182,7 @@ def costs_by_mechanism(
 
 
 def costs_plot(plans: list[MechanismCosts]) -> str:
-    """ε over rounds for each plan, as SVG text."""
+    """Returns a plot of ε over rounds for each plan, as SVG text."""
     return line_plot(
         [(plan.mechanism, list(plan.epsilon.items())) for plan in plans], x="round", y="ε"
     )

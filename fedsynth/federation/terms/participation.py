@@ -1,4 +1,6 @@
-"""Which clients take part in a round, which of them fail, and after which rounds a plan states ε."""
+"""Determines the clients of each round, the clients that fail, and the rounds after which a plan
+states ε.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ Counts = npt.NDArray[np.int64]
 
 
 def active_clients(clients: int, share: float) -> int:
-    """How many of the clients take part in a round (`Participation` refuses less than one)."""
+    """Returns the number of clients in a round (`Participation` refuses less than one)."""
     return max(1, round(share * clients))
 
 
@@ -50,13 +52,13 @@ class Participation:
             raise SettingError("run", "participation", reason)
 
     def in_round(self, number: int) -> tuple[int, ...]:
-        """Clients of the round with this number (1, 2, …), ascending."""
+        """Returns the clients of the round with this number (1, 2, …), ascending."""
         if self.share >= 1:
             return tuple(range(self.clients))
         return tuple(sorted(self._drawn(number).tolist()))
 
     def _drawn(self, number: int) -> Counts:
-        """Clients of the round in the order of the draw, where not all take part."""
+        """Returns the clients of a round in the order of the draw, if not all take part."""
         count = active_clients(self.clients, self.share)
         weights = None
         if self.sizes is not None and sum(n > 0 for n in self.sizes) >= count:
@@ -66,7 +68,7 @@ class Participation:
         )
 
     def rounds_of(self, client: int, rounds: int) -> tuple[int, ...]:
-        """The rounds among the first `rounds` that a client takes part in."""
+        """Returns the rounds, among the first `rounds`, in which a client takes part."""
         everything = range(1, rounds + 1)
         return (
             tuple(everything)
@@ -75,11 +77,11 @@ class Participation:
         )
 
     def most_rounds(self, groups: Sequence[int], after: Sequence[int]) -> Counts:
-        """How many of the first n rounds the busiest client of each group takes part in, each n of
-        `after`.
+        """Returns the number of the first n rounds in which the busiest client of each group takes
+        part, for each n in `after`.
 
         Args:
-            groups: of each client the number of its group (0, 1, …).
+            groups: the group index of each client (0, 1, …).
             after: numbers of rounds n ≥ 0, ascending. Every round up to the last is drawn, once.
 
         Returns:
@@ -88,7 +90,7 @@ class Participation:
         return _most_rounds(self, tuple(groups), tuple(after))
 
 
-@lru_cache(maxsize=4)  # a plan asks several times, and a draw is 20 µs
+@lru_cache(maxsize=4)  # a plan asks several times, and a draw takes 20 µs
 def _most_rounds(
     participation: Participation, groups: tuple[int, ...], after: tuple[int, ...]
 ) -> Counts:
@@ -103,7 +105,9 @@ def _most_rounds(
 
 
 def _attendance(participation: Participation, after: Sequence[int]) -> Iterator[Counts]:
-    """In how many of the first n rounds each client takes part, for each n of `after`."""
+    """Yields for each n in `after` the number of the first n rounds in which each client takes
+    part.
+    """
     counts = np.zeros(participation.clients, dtype=np.int64)
     done = 0
     for last in after:
@@ -119,11 +123,11 @@ KINDS = (CRASHED, TIMED_OUT, LATE)
 
 @dataclass(frozen=True)
 class Failure:
-    """Of one client in one round.
+    """The failure of one client in one round.
 
     Attributes:
         kind: one of `KINDS`.
-        phase: the exchange, of a round that has two; of another round it is the main one.
+        phase: the exchange in which it fails, if the round has two; otherwise it is the main one.
     """
 
     kind: str
@@ -132,14 +136,15 @@ class Failure:
 
 @dataclass(frozen=True)
 class Failures:
-    """Clients that fail on purpose: who, when and how, drawn from the run's seed.
+    """Simulated client failures: the clients, rounds and kinds, drawn from the run's seed.
 
     Every client of a round fails with probability `share`, in one of three ways with equal
     probability. `crashed`: it stops before its step, so nothing is computed, released or charged.
-    `timed out`: it hangs in its step; what the step releases is charged, its memory stays as it
-    was. `too late`: its step is done and charged and its memory moves on, but the server no longer
-    waits for its answer. In a round of two exchanges it fails in one of them and is out for the
-    rest of the round. Who fails is public, so a private run's plan knows which rows ledgers lack.
+    `timed out`: it hangs in its step; the step's releases are charged, its memory is unchanged.
+    `too late`: its step is done and charged and its memory is updated, but the server no longer
+    waits for its answer. In a round of two exchanges it fails in one of them and is absent for the
+    rest of the round. Failures are public, so a private run's plan knows which rows are missing in
+    ledgers.
 
     >>> failures = Failures(seed=0, share=0.3)
     >>> failing = [failures.of(1, client) for client in range(1000)]
@@ -151,7 +156,7 @@ class Failures:
     share: float
 
     def of(self, number: int, client: int) -> Failure | None:
-        """How this client fails in the round with this number; None: it does not."""
+        """Returns the failure of this client in the round with this number, or None."""
         if not self.share:
             return None
         draws = numpy_generator(self.seed, "client failures", number, client)
@@ -161,11 +166,11 @@ class Failures:
         return Failure(kind, (FIRST, MAIN)[int(draws.integers(2))])
 
     def released(self, number: int, client: int, phase: str, *, two: bool) -> bool:
-        """Whether the client takes its step in this exchange, and so is charged for it.
+        """Returns whether the client takes its step in this exchange, and so is charged for it.
 
         Args:
-            number: of the round.
-            client: its number.
+            number: the round number.
+            client: the client index.
             phase: the exchange.
             two: whether the round has a first exchange.
         """
@@ -179,14 +184,15 @@ class Failures:
 
 
 ALL_SHOWN = 1000
-"""Up to so many rounds a plan states ε after each."""
+"""Maximum number of rounds for which a plan states ε after each round."""
 
 
 def shown_rounds(rounds: int) -> tuple[int, ...]:
-    """After which rounds a plan of so many states ε, ascending; a public choice.
+    """Returns the rounds after which a plan of `rounds` rounds states ε, ascending; a public
+    choice.
 
-    All of them up to `ALL_SHOWN`. Of more: 1, 2, 5, 10, 20, 50, …, every fifth part of the run, and
-    the last.
+    All of them, if there are at most `ALL_SHOWN`. Otherwise 1, 2, 5, 10, 20, 50, …, every fifth of
+    the run, and the last.
     """
     if rounds <= ALL_SHOWN:
         return tuple(range(1, rounds + 1))
@@ -196,14 +202,14 @@ def shown_rounds(rounds: int) -> tuple[int, ...]:
 
 
 class PlannedEpsilon(Mapping[int, float]):
-    """From the number of a round to ε after it.
+    """A lazy mapping from a round number to ε after that round.
 
-    A value costs a composition, up to a second with subsampling, so each is computed when it is
-    first looked at.
+    A value costs a composition, up to a second with subsampling, so each is computed at its first
+    access.
 
     Args:
-        rounds: the rounds that it has, ascending.
-        after: from a position in `rounds` to ε.
+        rounds: the keys, ascending.
+        after: maps a position in `rounds` to ε.
     """
 
     def __init__(self, rounds: Sequence[int], after: Callable[[int], float]) -> None:

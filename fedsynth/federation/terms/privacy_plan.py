@@ -1,8 +1,8 @@
-"""What a private run will release and what that costs, from public values alone.
+"""The releases of a private run and their privacy cost, computed only from public values.
 
-A server makes the plan before its first round, and needs no client's data or ledger object for it:
-public settings, the public context, and the history of releases that each client states when it
-joins. It is fixed then, and public: clients charge themselves by it (`ClientBudget`).
+A server makes the plan before its first round, from public settings, the public context, and the
+history of releases that each client states when it joins; it needs no client's data or ledger
+object. The plan is then fixed and public: clients charge themselves by it (`ClientBudget`).
 """
 
 from __future__ import annotations
@@ -44,23 +44,24 @@ from fedsynth.privacy.report import reasons_in_ledgers
 from fedsynth.privacy.settings import PrivacySettings
 
 NOTHING_LEFT = 2e-3
-"""Part of a budget that is too little to plan a run with, and more than a run leaves that was
-planned to spend all of it, as σ is found to 0.1 %. σ would be some twenty times as large as for the
-whole, or thousands of times."""
+"""Share of a budget that is too small to plan a run with. It is more than what remains after a run
+that was planned to spend the whole budget, because σ is found to 0.1 %. For so small a budget σ
+would be some twenty times as large as for the whole, or thousands of times.
+"""
 
 
 @dataclass(frozen=True)
 class PrivacyPlan:
-    """A private run's plan; `make` makes it.
+    """The plan of a private run; create it with `make`.
 
     Attributes:
-        run: the run's settings, as they were given.
+        run: the run's settings, as given.
         spec: the data set's specification, which is public.
-        nominal_size: the public number of records (or users) that a client is supposed to have.
-        privacy: the privacy settings with mechanism and σ found.
-        plans: each kind of release of a round, the chief one first.
-        max_records: the public bound on the records of all clients.
-        histories: what each client's ledger held when it joined, in the clients' order.
+        nominal_size: the public, nominal number of records (or users) of a client.
+        privacy: the privacy settings, with mechanism and σ determined.
+        plans: the kinds of release of a round, the chief one first.
+        max_records: the public bound on the number of records of all clients.
+        histories: the contents of each client's ledger when it joined, in client order.
     """
 
     run: RunSettings
@@ -73,8 +74,8 @@ class PrivacyPlan:
 
     @classmethod
     def checked(cls, settings: RunSettings, context: RoundContext) -> PrivacyPlan:
-        """The plan before any client has joined: without histories, and without σ where a budget
-        is given. So what is wrong with the settings is known before a ledger is opened.
+        """Returns the plan before any client has joined: without histories, and without σ if a
+        budget is given. Thus invalid settings are found before a ledger is opened.
 
         Raises:
             UnaccountedReleaseError: the method uploads something that no mechanism protects.
@@ -102,16 +103,16 @@ class PrivacyPlan:
     def make(
         cls, settings: RunSettings, context: RoundContext, histories: Sequence[History]
     ) -> PrivacyPlan:
-        """The plan of a run of these clients, with σ found.
+        """Returns the plan of a run with these clients, with σ determined.
 
         Args:
-            settings: with `privacy` set.
-            context: round 1's, which is public.
-            histories: what each client's ledger holds, in the clients' order.
+            settings: the run's settings, with `privacy` set.
+            context: the public context of round 1.
+            histories: the contents of each client's ledger, in client order.
 
         Raises:
             UnaccountedReleaseError: the method uploads something that no mechanism protects, or a
-                ledger holds a release without any guarantee and there is a budget to keep to.
+                ledger holds a release without any guarantee although a budget is given.
             PrivacySettingError: δ too large for the declared number of records, no σ reaches ε, ….
             BudgetExceededError: a client's earlier releases have spent the budget.
             LedgerError: a ledger holds releases that protect another unit.
@@ -135,20 +136,20 @@ class PrivacyPlan:
 
     @property
     def chief(self) -> PrivatePlan:
-        """The round's most important release, which headlines speak of."""
+        """The round's most important release, which headlines report."""
         return self.plans[0]
 
     @property
     def facts(self) -> MechanismFacts:
-        """What the run's mechanism guarantees, or why it guarantees nothing."""
+        """The guarantee of the run's mechanism, or the reasons why it has none."""
         return mechanism_facts(self.privacy.mechanism or self.chief.mechanism)
 
     @property
     def sigma(self) -> float:
-        """σ.
+        """The noise multiplier σ.
 
         Raises:
-            SettingError: it is not found yet (`checked`).
+            SettingError: σ is not determined yet (`checked`).
         """
         if self.privacy.noise_multiplier is None:
             raise SettingError(
@@ -157,28 +158,30 @@ class PrivacyPlan:
         return self.privacy.noise_multiplier
 
     def signal_to_noise(self, one: PrivatePlan) -> float | None:
-        """Of the sum over all clients (`PrivatePlan.signal_to_noise`); None: no signal is named."""
+        """Returns the signal-to-noise ratio of the sum over all clients
+        (`PrivatePlan.signal_to_noise`), or None if no signal is named.
+        """
         clients = self.run.partition.clients
         return one.signal_to_noise(self.sigma, clients * self.nominal_size, clients)
 
     @property
     def releases(self) -> int:
-        """Noisy releases of a client in a round; where rounds differ, in the first."""
+        """The number of noisy releases of a client in a round; if rounds differ, in the first."""
         return sum(plan.steps for plan in self.round_plans(1))
 
     @property
     def all_releases(self) -> int:
-        """Noisy releases of a client that takes part in every round."""
+        """The number of noisy releases of a client that takes part in every round."""
         if self.run.method.even_rounds:
             return self.run.rounds * self.releases
         numbers = range(1, self.run.rounds + 1)
         return sum(plan.steps for n in numbers for plan in self.round_plans(n))
 
     def round_plans(self, number: int) -> tuple[PrivatePlan, ...]:
-        """What the round with this number releases.
+        """Returns the releases of the round with this number.
 
         Raises:
-            UnplannedReleaseError: the method names anything that is not planned.
+            UnplannedReleaseError: the method names a release that is not planned.
         """
         if self.run.method.even_rounds:
             return self.plans
@@ -198,27 +201,27 @@ class PrivacyPlan:
 
     @property
     def grids(self) -> dict[str, Grid]:
-        """What clients round releases to that are added up before anybody sees them, by plan.
+        """The grids, by plan, to which clients round releases that are summed before they are seen.
 
         Raises:
-            PrivacySettingError: the noise is too small for it.
+            PrivacySettingError: the noise is too small for the grid.
         """
         found = {plan.name: plan.grid(self.sigma) for plan in self.plans}
         return {name: grid for name, grid in found.items() if grid is not None}
 
     def in_context(self, context: RoundContext) -> RoundContext:
-        """The context of the run's steps, which know what is public of the plan."""
+        """Returns the context of the run's steps, with the public values of the plan."""
         return replace(context, privacy=self.privacy, noise=self.noise, grids=self.grids)
 
     def planned(
         self, rounds: Sequence[int] | None = None, noise_multiplier: float | None = None
     ) -> list[Release]:
-        """The rows that a client's ledger gets if it takes part, and is no exception
-        (`client_rows`).
+        """Returns the rows that a participating client's ledger gets, without exceptions for single
+        clients (`client_rows`).
 
         Args:
-            rounds: their numbers; None: all of the run.
-            noise_multiplier: another σ than the plan's.
+            rounds: the round numbers; None: all rounds of the run.
+            noise_multiplier: a σ in place of the plan's.
         """
         sigma = self.sigma if noise_multiplier is None else noise_multiplier
         numbers = range(1, self.run.rounds + 1) if rounds is None else rounds
@@ -229,19 +232,20 @@ class PrivacyPlan:
         ]
 
     def _after(self, rounds: int, sigma: float | None = None) -> Totals:
-        """What a client releases that takes part in so many rounds; where these differ, in the
-        first ones, as all clients take part in every round."""
+        """Returns the total releases of a client that takes part in this many rounds. If rounds
+        differ, these are the first ones, because then all clients take part in every round.
+        """
         if self.run.method.even_rounds:
             return totals(self.planned([1], sigma)).times(rounds)
         return totals(self.planned(range(1, rounds + 1), sigma))
 
     def client_plans(self, client: int, context: RoundContext) -> tuple[PrivatePlan, ...]:
-        """What one client releases in the context's round: the plans, but for what the method
-        says of that client.
+        """Returns the releases of one client in the context's round: the plans, with the method's
+        exceptions for that client.
 
         Raises:
-            UnplannedReleaseError: the method says anything else than fewer steps and another
-                dimension.
+            UnplannedReleaseError: the method changes anything other than the dimension or the
+                number of steps, which may only decrease.
         """
         planned = self.round_plans(context.round)
         own = tuple(self.run.method.client_plans(planned, client, context))
@@ -260,7 +264,7 @@ class PrivacyPlan:
         return own
 
     def client_rows(self, client: int, context: RoundContext) -> list[Release]:
-        """The rows that a client's ledger gets for the context's round."""
+        """Returns the rows that a client's ledger gets for the context's round."""
         own = self.client_plans(client, context)
         return [self._row(plan, context.round, self.sigma) for plan in own]
 
@@ -273,29 +277,33 @@ class PrivacyPlan:
 
     @cached_property
     def participation(self) -> Participation:
-        """Who takes part in which round, which is public."""
+        """The public schedule of the clients that take part in each round."""
         return self.run.schedule()
 
     def reasons(self, histories: Sequence[History]) -> list[str]:
-        """What stands in ledgers without any guarantee, with the reasons."""
+        """Returns the releases in ledgers that have no guarantee, with the reasons."""
         return reasons_in_ledgers({one.client: one.releases for one in histories})
 
     def guaranteed(self, histories: Sequence[History]) -> bool:
-        """Whether an ε can be stated: the mechanism has a guarantee, and so has all that the
-        clients' ledgers hold by now."""
+        """Returns whether an ε can be stated: both the mechanism and all current contents of the
+        clients' ledgers must have a guarantee.
+        """
         return self.facts.guaranteed and not self.reasons(histories)
 
     def epsilon(self, histories: Sequence[History]) -> float:
-        """ε of the worst client, from what the clients' ledgers hold by now."""
+        """Returns ε of the worst client, from the current contents of the clients' ledgers."""
         return max(self._spent(spent) for spent in _distinct(histories)[0])
 
     def planned_epsilon(self) -> float:
-        """ε of the worst client after the whole run, on top of what its ledger held."""
+        """Returns ε of the worst client after the whole run, including what its ledger
+        held before.
+        """
         return self.planned_epsilon_by_round()[self.run.rounds]
 
     def planned_epsilon_by_round(self) -> PlannedEpsilon:
-        """ε of the worst client after each round, on top of what its ledger held; of a long run
-        after its `shown_rounds`."""
+        """Returns ε of the worst client after each round, including what its ledger held before;
+        for a long run, after its `shown_rounds`.
+        """
 
         def after(position: int) -> float:
             return max(
@@ -306,15 +314,16 @@ class PrivacyPlan:
         return PlannedEpsilon(shown_rounds(self.run.rounds), after)
 
     def most_rounds(self) -> int:
-        """How many of the run's rounds the busiest client takes part in."""
+        """Returns the number of the run's rounds in which the busiest client takes part."""
         return max(rounds[-1] for _, rounds in self._attendance)
 
     def guard(self, ledger: Ledger, cap: Cap | None = None) -> Guard:
-        """What refuses a release from this ledger that would exceed the plan's cap.
+        """Returns a guard that refuses any release that would make this ledger exceed the plan's
+        cap.
 
         Args:
-            ledger: a client's.
-            cap: what its owner allows, whatever the run does; None: the run's alone.
+            ledger: a client's ledger.
+            cap: the owner's cap, independent of the run; None: only the run's cap.
         """
         privacy = self.privacy
         return Guard(
@@ -322,17 +331,17 @@ class PrivacyPlan:
         )
 
     def check_cap(self) -> None:
-        """Refuses a cap that allows no round even where nothing was spent before.
+        """Refuses a cap that allows no round even if nothing was spent before.
 
         Raises:
-            BudgetExceededError: that is a mistake in the settings, and not a run that ends early.
+            BudgetExceededError: this is a mistake in the settings, not a run that ends early.
         """
         nothing_spent = [replace(one, releases=()) for one in self.histories]
         self.check_round(1, nothing_spent)
 
     def check_round(self, number: int, histories: Sequence[History]) -> None:
-        """Asks of every client of a round whether it may be charged for it, by what its ledger
-        holds; each client asks itself, too (`ClientBudget.check`).
+        """Checks for every client of a round that it may be charged, given the contents of its
+        ledger; each client checks this itself, too (`ClientBudget.check`).
 
         Raises:
             BudgetExceededError: some client's cap would be exceeded.
@@ -346,8 +355,10 @@ class PrivacyPlan:
 
     @cached_property
     def _attendance(self) -> list[tuple[Totals, list[int]]]:
-        """(what a ledger held, in how many of the first n rounds its client takes part, for each n
-        of the run's `shown_rounds`), without clients that others exceed."""
+        """Pairs of a ledger's earlier releases and the numbers of the first n rounds in which its
+        client takes part, one for each n of the run's `shown_rounds`; without clients that others
+        dominate.
+        """
         held, groups = _distinct(self.histories)
         most = self.participation.most_rounds(groups, shown_rounds(self.run.rounds))
         return list(zip(held, most.T.tolist(), strict=True))
@@ -356,8 +367,9 @@ class PrivacyPlan:
         return accounting.epsilon(rows, self.privacy.delta, self.privacy.adjacency)
 
     def _calibrated(self) -> float:
-        """σ for which the planned run, on top of what each ledger held, reaches ε at the client
-        that needs most noise."""
+        """Returns the σ with which the planned run, on top of each ledger's contents, reaches ε for
+        the client that needs most noise.
+        """
         privacy = self.privacy
         target = privacy.epsilon or math.inf
         found = 0.0
@@ -382,7 +394,7 @@ class PrivacyPlan:
 
 
 def _distinct(histories: Sequence[History]) -> tuple[list[Totals], list[int]]:
-    """What histories hold, each sum once, and which of these each history holds."""
+    """Returns the distinct totals of the histories, and for each history the index of its total."""
     found: dict[Totals, int] = {}
     groups = [found.setdefault(totals(one.releases), len(found)) for one in histories]
     return list(found), groups

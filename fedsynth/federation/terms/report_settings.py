@@ -1,5 +1,6 @@
-"""Who answers for a run, for the first page of its privacy report: said by the user, and printed as
-it was said."""
+"""Settings of a privacy report's first page: user-supplied texts, such as the party responsible for
+the run, printed unchanged.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +10,9 @@ from typing import Any, ClassVar
 from fedsynth.errors import SettingError
 
 LONGEST = 300
-"""Characters of a text."""
+"""Maximum number of characters of a text."""
 LONGEST_PERSON = 40
-"""Characters of the name of a person."""
+"""Maximum number of characters of the name for a person."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class ReportSettings:
         return tuple(one.strip() for one in self.sites.split(",")) if self.sites else ()
 
     def check_clients(self, clients: int) -> None:
-        """Raises SettingError where several clients have not one site each."""
+        """Raises SettingError if there are several clients and not one site for each."""
         if self.sites and clients > 1 and len(self._sites) != clients:
             reason = (
                 f"must name each of the {clients} clients' sites, comma-separated; got "
@@ -66,11 +67,11 @@ class ReportSettings:
             raise SettingError("report", "sites", reason)
 
     def site_names(self, clients: int) -> tuple[str, ...]:
-        """Returns the site, or sites, of each of a run's clients; empty where none was given."""
+        """Returns the site, or sites, of each of a run's clients; empty if none was given."""
         if clients == 1 and self.sites:
             return (", ".join(self._sites),)
         return self._sites
 
     def to_mapping(self) -> dict[str, Any]:
-        """Returns what was given."""
+        """Returns the settings that were given."""
         return {name: text for name, text in asdict(self).items() if text}

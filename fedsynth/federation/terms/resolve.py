@@ -1,5 +1,6 @@
-"""Settings of a run from what a user gave: over the data set's preset, over the method's defaults
-(the papers' values), all validated; and a hash of those that decide a result."""
+"""Resolves a run's settings: the user's values over the data set's preset over the method's
+defaults (the papers' values), all validated; and hashes those that determine a result.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +24,9 @@ from fedsynth.privacy.errors import shown
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.validation import converted, field_types, from_mapping
 
-# What a data set changes beside the method; what it changes of a method's settings stands with the
-# method (`Method.presets`). For the embedded 8×8 digits: a model that such images can feed, and few
-# enough releases that σ = 3 means ε < 10. Found on the digits, which are public.
+# Defaults that a data set changes, except those of methods' settings, which are in the method
+# (`Method.presets`). For the embedded 8×8 digits: a model that accepts such small images, and few
+# enough releases that σ = 3 means ε < 10. Tuned on the digits, which are public.
 PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "digits": {
         "run": {"rounds": 3},
@@ -40,8 +41,8 @@ PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
 
 
 def preset_of(dataset: str, method: type[Method]) -> dict[str, dict[str, Any]]:
-    """The defaults that a data set changes, as sections of settings."""
-    family = dataset.partition("(")[0]  # synthetic(1,1) and all its kind have one preset
+    """Returns the defaults that a data set changes, as sections of settings."""
+    family = dataset.partition("(")[0]  # synthetic(1,1) and all its variants have one preset
     sections = {name: dict(values) for name, values in PRESETS.get(family, {}).items()}
     own: dict[str, Any] = {}
     for cls in reversed(method.__mro__):  # bases first
@@ -50,7 +51,7 @@ def preset_of(dataset: str, method: type[Method]) -> dict[str, dict[str, Any]]:
 
 
 def model_is_set(settings: RunSettings) -> bool:
-    """Whether the model settings are others than a run has that says nothing of them."""
+    """Returns whether the model settings differ from the run's defaults."""
     preset = preset_of(settings.dataset, type(settings.method)).get("model", {})
     return settings.model not in (ModelSettings(), ModelSettings(**preset))
 
@@ -61,14 +62,15 @@ def resolve(
     own_method: type[Method] | None = None,
     own_data: str | None = None,
 ) -> RunSettings:
-    """Settings from sections of plain values, over the data set's preset and the method's defaults.
+    """Returns settings from sections of plain values, over the data set's preset and the method's
+    defaults.
 
     Args:
         given: sections such as `{"run": {"method": "feddm"}, "method": {"ipc": 5}}`; text is
             converted to a setting's type.
-        own_method: a class outside the package, in place of the method that `given` names.
-        own_data: the name of images of your own, in place of the data set that `given` names; it
-            has no preset.
+        own_method: a custom method class, in place of the method that `given` names.
+        own_data: the name of custom images, in place of the data set that `given` names; it has no
+            preset.
 
     Raises:
         UnknownNameError: an unknown section, setting, method, data set or model (with the near
@@ -102,7 +104,7 @@ def resolve(
     if folder is not None:
         partition.setdefault("kind", GIVEN)
     privacy = dict(given.get("privacy", {}))
-    # A ledger alone is that of a run without privacy.
+    # With only a ledger in the section, the ledger is that of a run without privacy.
     ledger = privacy.pop("ledger") if privacy.keys() == {"ledger"} else None
     values = converted("run", run, RUN_KINDS, "run", also=("method",))
     return RunSettings(
@@ -122,7 +124,7 @@ def resolve(
 
 
 def section_of(key: str) -> str | None:
-    """The first section beside the methods' that has this setting; None: none has.
+    """Returns the first section, except the method's, that has this setting, or None.
 
     >>> section_of("alpha"), section_of("clients"), section_of("ipc")
     ('partition', 'partition', None)
@@ -136,8 +138,8 @@ def section_of(key: str) -> str | None:
 
 
 def _of_the_method(method: type[Method], values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The values, unless one is no setting of the method but of another section: then that is
-    said.
+    """Returns the values. Raises SettingError if one of them is not a setting of the method but of
+    another section, and names that section.
     """
     known = {field.name for field in fields(method)}
     for key in values:
@@ -150,7 +152,7 @@ def _of_the_method(method: type[Method], values: Mapping[str, Any]) -> Mapping[s
 
 
 def _check_source(name: str, stated: Any, own_method: type[Method] | None) -> None:
-    """Refuses a method of one's own that is not there, or comes from another file than stated."""
+    """Refuses a custom method that is missing, or comes from another file than stated."""
     if stated is None or own_method is not None:
         return
     try:
@@ -169,10 +171,10 @@ def _check_source(name: str, stated: Any, own_method: type[Method] | None) -> No
 
 
 def _own_folder(data: Mapping[str, Any]) -> tuple[str, FolderSettings | None]:
-    """The data set's name, and the folder of one's own images, if these are the data.
+    """Returns the data set's name, and the folder settings if the data are custom images.
 
     Args:
-        data: the section, without the data folder.
+        data: the section, without `data_root`.
     """
     values = dict(data)
     name = values.pop("dataset", None)
@@ -196,28 +198,28 @@ def _own_folder(data: Mapping[str, Any]) -> tuple[str, FolderSettings | None]:
 
 
 SPEED = ("compile", "memory_gb", "threads", "device", "data_root")
-"""What changes how long a run takes, or where its data lie, and not its result."""
+"""Settings that change the duration of a run or the location of its data, but not its result."""
 FIRST: dict[str, dict[str, Any]] = {"fedhydra": {"server_momentum": 0.9}}
-"""By method, the first defaults of settings that have another one by now."""
+"""By method, the original defaults of settings whose defaults have changed since."""
 
 
 def fingerprint(settings: RunSettings, without: tuple[str, ...] = ()) -> str:
-    """Eight hexadecimal digits of the settings that decide a result.
+    """Returns eight hexadecimal digits that identify the settings that determine a result.
 
     Args:
-        settings: a run's.
-        without: settings that do not count either, by name.
+        settings: the run's settings.
+        without: the names of further settings to leave out.
     """
     config = json.dumps(distinctive(settings, without), sort_keys=True)
     return hashlib.blake2b(config.encode(), digest_size=4).hexdigest()
 
 
 def distinctive(settings: RunSettings, without: tuple[str, ...] = ()) -> dict[str, dict[str, Any]]:
-    """What differs from defaults and decides the result: a setting that a later version adds does
-    not make old rows strangers.
+    """Returns the non-default settings that affect the result. Defaults are left out, so that rows
+    of older versions still match after a setting is added.
 
-    Defaults are those that a setting had first: who changes one enters the old in `FIRST`, so that
-    rows made with it are still of what they were made with.
+    A default here is the original one: if you change a default, add the old value to `FIRST`, so
+    that existing rows keep their fingerprint.
     """
     method = type(settings.method)()
     defaults = RunSettings(

@@ -1,5 +1,4 @@
-"""The data of a run: where they come from, whether they fit together, whose they are, and the clients'
-ledgers."""
+"""The data of a run: their source, validation, division among clients, and the clients' ledgers."""
 
 from __future__ import annotations
 
@@ -37,14 +36,14 @@ from fedsynth.privacy.settings import NO_LEDGER
 from fedsynth.validation import check_choice
 
 PUBLIC, PRIVATE, NO_TEST = "public", "private", "none"
-"""What a run's test images are."""
+"""The kinds of a run's test images."""
 
 
 def checked_data(given: tuple[ImageData, ImageData | None]) -> tuple[ImageData, ImageData | None]:
-    """(train, test) as they were given.
+    """Returns (train, test) unchanged, after validation.
 
     Raises:
-        DataError: they are no image data, or of two specifications.
+        DataError: they are not image data, or have different specifications.
     """
     wrong = "data must be (train, test), each made by fedsynth.from_arrays, or (train, None)"
     if isinstance(given, ImageData):
@@ -63,7 +62,7 @@ def checked_data(given: tuple[ImageData, ImageData | None]) -> tuple[ImageData, 
 
 
 def kind_of_test(spec: DatasetSpec, test: ImageData | None, declared: str | None) -> str:
-    """What the test images are: "public", "private" or "none"."""
+    """Returns the kind of the test images: "public", "private" or "none"."""
     if declared is not None:
         check_choice(None, "test", declared, (PUBLIC, PRIVATE, NO_TEST))
     if test is None or declared == NO_TEST:
@@ -72,9 +71,9 @@ def kind_of_test(spec: DatasetSpec, test: ImageData | None, declared: str | None
 
 
 def note_shared_records(train: ImageData, test: ImageData, note: Callable[[str], None]) -> None:
-    """Notes how many test images also train, by a hash of their pixels.
+    """Notes how many test images are also training images, by a hash of their pixels.
 
-    It is for a user's own data: published data sets have such images, as they came.
+    Only for custom data: published data sets contain such images as released.
     """
     training = set(_pixel_hashes(train))
     testing = _pixel_hashes(test)
@@ -92,7 +91,9 @@ def _pixel_hashes(data: ImageData) -> list[bytes]:
 
 
 def require_a_ledger(settings: RunSettings, spec: DatasetSpec) -> None:
-    """Own data are not public unless their owner says so: all runs on them have to be counted."""
+    """Refuses a private run on custom data without a ledger, unless the owner declares that there
+    is none: custom data are not public, so all runs on them have to be counted.
+    """
     if settings.privacy is not None and settings.privacy.ledger is None and not is_published(spec):
         reason = (
             f"must name a folder for the ledgers of your own data ({spec.name!r}), kept over all "
@@ -102,17 +103,17 @@ def require_a_ledger(settings: RunSettings, spec: DatasetSpec) -> None:
 
 
 def protects_users(settings: RunSettings) -> bool:
-    """Whether privacy protects all records of a user together."""
+    """Returns whether privacy protects all records of a user together."""
     return settings.privacy is not None and settings.privacy.unit == USER
 
 
 def divided(
     settings: RunSettings, parts: Sequence[Tensor], data: ImageData
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """What each client trains on, and its own test split (empty without `local_test`).
+    """Returns each client's training positions and local test split (empty without `local_test`).
 
-    Where users are protected they are not cut in two, and at most `user_records` records of each
-    train.
+    If users are protected, a user's records are all in one split, and at most `user_records`
+    records of each user are used for training.
     """
     seed = settings.resolved_partition.seed or 0
     by_user = protects_users(settings)
@@ -132,16 +133,16 @@ Brought = tuple[ImageData, ImageData | None] | FolderData
 
 @dataclass(frozen=True, eq=False)
 class RunData:
-    """What a run computes on.
+    """The data of a run.
 
     Attributes:
-        settings: the run's, with what a declaration says where they say nothing.
+        settings: the run's settings, completed by the declaration.
         train: the training images.
         test: the test images; None: there are none.
         test_kind: "public", "private" or "none".
-        parts: of each client the positions of its images; None: the partition divides them.
-        names: the clients'; None: nobody says.
-        left_out: what the data's folders have and the data do not, as text; empty for nothing.
+        parts: the positions of each client's images; None: the partition divides them.
+        names: the clients' names; None: not given.
+        left_out: the files of the data's folders that were not read, as text; empty if none.
     """
 
     settings: RunSettings
@@ -161,17 +162,17 @@ def data_of_run(
     *,
     download: bool,
 ) -> RunData:
-    """The data of a run.
+    """Returns the data of a run.
 
     Args:
-        settings: the run's.
-        data: as `simulate` is given them.
-        test: what the test images are declared to be, if anybody does.
-        note: told of files that were left out.
+        settings: the run's settings.
+        data: as in `simulate`.
+        test: the declared kind of the test images, if any.
+        note: receives a note on files that were left out.
         download: let torchvision fetch a named data set.
 
     Raises:
-        DataError: they cannot be used; a private run on a folder that nobody has declared.
+        DataError: the data cannot be used, or a private run's folder has no declaration.
     """
     found = _found(settings, data, test, note, download=download)
     if found.test is not None and not is_published(found.train.spec):
@@ -189,7 +190,7 @@ def _found(
 ) -> RunData:
     if data is None and settings.folder is not None:
         if settings.privacy is not None:
-            declared(settings)  # before anything is read
+            declared(settings)  # before any data are read
         found = read_folder(settings.folder, note, settings.dataset)
         return _of_folder(settings, found, test)
     if isinstance(data, FolderData):
@@ -224,7 +225,7 @@ def _of_folder(settings: RunSettings, found: FolderData, test: str | None) -> Ru
 
 
 def _note_missing(train: ImageData, note: Callable[[Any], None]) -> None:
-    """Notes that a published data set has fewer images here than its authors published."""
+    """Notes that a published data set has fewer images here than were published."""
     spec = train.spec
     if len(train) < spec.train_size and spec.name not in LEAF_READERS:  # LEAF's scripts draw some
         note(
@@ -234,10 +235,10 @@ def _note_missing(train: ImageData, note: Callable[[Any], None]) -> None:
 
 
 def specification(settings: RunSettings) -> DatasetSpec:
-    """What is public of a run's data, without a look at them.
+    """Returns the public specification of a run's data without reading them.
 
     Raises:
-        DataError: they are one's own, and nobody has declared it.
+        DataError: the custom images have no declaration.
     """
     if settings.folder is None:
         return dataset_spec(settings.dataset)
@@ -245,10 +246,10 @@ def specification(settings: RunSettings) -> DatasetSpec:
 
 
 def declared(settings: RunSettings) -> Declaration:
-    """The signed declaration of one's own images.
+    """Returns the signed declaration of custom images.
 
     Raises:
-        DataError: there is none; says how to get it.
+        DataError: there is none; the message states how to create it.
     """
     return _required(None if settings.folder is None else settings.folder.declared(), settings)
 
@@ -267,7 +268,9 @@ def _required(declaration: Declaration | None, settings: RunSettings) -> Declara
 
 
 def _require_same_ledger(given: str | Path | None, declared: Path) -> None:
-    """What was spent on these images is in the declared one: with another it would not count."""
+    """Refuses another ledger than the declared one, which records what was already spent on these
+    images.
+    """
     if given is not None and expand_home(given).resolve() != declared.resolve():
         reason = (
             f"must be that of the declaration, {declared}, or be left out: with another what these "
@@ -277,7 +280,7 @@ def _require_same_ledger(given: str | Path | None, declared: Path) -> None:
 
 
 def with_declared(settings: RunSettings, declaration: Declaration) -> RunSettings:
-    """The settings, with what the declaration says where they say nothing."""
+    """Returns the settings, with the declaration's values for those that are not set."""
     settings = replace(settings, dataset=declaration.spec.name)
     if settings.partition.kind == GIVEN:
         clients = max(1, len(declaration.sites))
@@ -295,7 +298,7 @@ def with_declared(settings: RunSettings, declaration: Declaration) -> RunSetting
         report = replace(report, person=printable(declaration.person))
     if not report.sites and settings.partition.kind != GIVEN and settings.partition.clients == 1:
         names = [printable(site).replace(",", " ") for site in declaration.sites]
-        report = replace(report, sites=", ".join(names))  # one owner has the data of all sites
+        report = replace(report, sites=", ".join(names))  # a single owner has the data of all sites
     return replace(settings, privacy=privacy, report=report)
 
 
@@ -304,9 +307,9 @@ class Clients:
     """The clients of a run.
 
     Attributes:
-        data: the training data of all.
-        parts: of each client, the positions of its records.
-        names: as they were declared (`check_names`), None if they were not.
+        data: the training data of all clients.
+        parts: the positions of each client's records.
+        names: the declared names (`check_names`); None if there are none.
     """
 
     data: ImageData
@@ -314,30 +317,32 @@ class Clients:
     names: tuple[str, ...] | None = None
 
     def digests(self, key: bytes) -> list[Digests]:
-        """The keyed hashes of each client's images, uint8 [N, 16].
+        """Returns the keyed hashes of each client's images, uint8 [N, 16].
 
-        Without their labels: an image that is labelled anew, for another study, is the same record.
+        Labels are left out: an image that is relabelled for another study is the same record.
         """
         return [record_digests(self.data, part, key, labels=False) for part in self.parts]
 
     def kept_ledgers(self, folder: Path, run: RunSettings) -> list[Ledger]:
-        """The clients' ledgers in a folder that is kept over runs.
+        """Returns the clients' ledgers in a folder that is kept over runs.
 
         Raises:
-            LedgerError: one is for other records.
+            LedgerError: a ledger is for other records.
         """
         return LedgerFolder(folder).open(self.names, self.digests, data_set_id(run))
 
     def ledgers(self, folder: Path | None, run: RunSettings) -> list[Ledger]:
-        """Those kept in `folder`; None: empty ones in memory.
+        """Returns the ledgers kept in `folder`; None: empty ones in memory.
 
         Raises:
-            LedgerError: one is for other records.
+            LedgerError: a ledger is for other records.
         """
         return self.fresh_ledgers(None, run) if folder is None else self.kept_ledgers(folder, run)
 
     def fresh_ledgers(self, folder: Path | None, run: RunSettings) -> list[Ledger]:
-        """Empty ledgers, in memory or in a run folder: public, so without any fingerprint."""
+        """Returns empty ledgers, in memory or in a run folder. They are public, so they have no
+        fingerprints of records.
+        """
         return [
             Ledger(name, folder / f"{name}.jsonl" if folder else None, dataset=data_set_id(run))
             for name in self.fresh_names
@@ -345,19 +350,20 @@ class Clients:
 
     @property
     def fresh_names(self) -> tuple[str, ...]:
-        """What fresh ledgers are called."""
+        """The names of fresh ledgers."""
         return self.names or default_names(len(self.parts))
 
 
 def planned_ledgers(
     run: RunSettings, folder: Path | None, names: Sequence[str] | None = None
 ) -> list[Ledger]:
-    """For a plan, which reads no data and makes no file: ledgers that are there, else empty ones.
+    """Returns ledgers for a plan, which reads no data and creates no file: the existing ones, or
+    else empty ones.
 
-    They go by these names, or by default ones.
+    They have these names, or default ones.
 
     Raises:
-        LedgerError: one is damaged or another data set's, or one that was there is gone.
+        LedgerError: a ledger is damaged, of another data set, or missing although it existed.
     """
     if folder is not None:
         LedgerFolder(folder).check_whole()
@@ -371,9 +377,9 @@ def planned_ledgers(
 
 
 def data_set_id(run: RunSettings) -> str:
-    """Names the clients' data sets, by data set and partition.
+    """Returns an identifier of the clients' data sets, from data set and partition.
 
-    Not the local test split: the records are the same. Clients that the user brings along are known
+    It ignores the local test split, because the records are the same. Custom clients are identified
     by their records.
     """
     if run.partition.kind == GIVEN:
@@ -382,7 +388,7 @@ def data_set_id(run: RunSettings) -> str:
     del parts["local_test"]
     if parts["subset"] == 1:
         del parts["subset"]
-    for kind in ("missing", "dominant"):  # settings of one rule name nothing under another
+    for kind in ("missing", "dominant"):  # settings of one kind mean nothing under another
         for name in [
             name for name in parts if name.startswith(kind) and run.partition.kind != kind
         ]:

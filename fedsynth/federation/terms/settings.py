@@ -1,6 +1,6 @@
-"""Everything that decides a run, in one frozen object that goes to TOML and back.
+"""All settings of a run, in one frozen object that converts to TOML and back.
 
-`fedsynth.federation.terms.resolve` makes one of what a user gave.
+`fedsynth.federation.terms.resolve` creates one from the user's values.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fedsynth.privacy.settings import PrivacySettings, ledger_setting
 from fedsynth.validation import check_choices, check_ranges, field_types
 
 QUORUM = 0.5
-"""Of a round's clients, the share whose uploads make a round."""
+"""The default smallest share of a round's clients whose uploads make a round."""
 MOST_ROUNDS = 10**9  # a year has 3e7 seconds
 MOST_GB = 1_000_000
 MOST_THREADS = 4096
@@ -158,7 +158,9 @@ class RunSettings:
             raise SettingError(section, key, reason)
 
     def _contradictions(self) -> Iterator[tuple[str, str, str]]:
-        """Yields section, key and reason of settings outside a range or that exclude each other."""
+        """Yields section, key and reason for settings that are out of range or exclude
+        each other.
+        """
         if self.memory_gb is not None and not 0 < self.memory_gb <= MOST_GB:
             reason = f"must be above 0 and at most {MOST_GB:,}, got {self.memory_gb}"
             yield "run", "memory_gb", reason
@@ -192,34 +194,33 @@ class RunSettings:
 
     @property
     def resolved_partition(self) -> PartitionSettings:
-        """The partition, with the run's seed where it has none of its own."""
+        """The partition, with the run's seed if it has none."""
         seed = self.seed if self.partition.seed is None else self.partition.seed
         return dataclasses.replace(self.partition, seed=seed)
 
     @property
     def failures(self) -> Failures:
-        """Which clients fail in which round."""
+        """The schedule of client failures."""
         return Failures(self.seed, self.client_failures)
 
     def schedule(self, sizes: tuple[int, ...] | None = None) -> Participation:
-        """Which clients take part in which round.
+        """Returns the schedule of the clients that take part in each round.
 
         Args:
-            sizes: n_k of all clients, where they are known; looked at only where clients are drawn
-                by size.
+            sizes: n_k of all clients, if known; used only if clients are drawn by size.
         """
         by_size = sizes if self.sampling == "size" else None
         return Participation(self.seed, self.partition.clients, self.participation, by_size)
 
     @property
     def feature_names(self) -> tuple[str, ...]:
-        """The feature maps that the model and the method stand on, by name."""
+        """The names of the feature maps that the model and the method use."""
         named = (self.model.features, getattr(self.method, "features", ""))
         return tuple(name for name in named if isinstance(name, str) and name)
 
     @property
     def own_code(self) -> tuple[str, ...]:
-        """User code that computes with clients' examples, in words."""
+        """Custom code that computes with clients' examples, in words."""
         found = []
         if is_own_method(self.method):
             found.append(f"the method {self.method.name}")
@@ -229,8 +230,8 @@ class RunSettings:
         return *found, *(f"the feature map {name}" for name in maps)
 
     def to_mapping(self) -> dict[str, dict[str, Any]]:
-        """Sections of plain values, without what is None; `resolve` makes the same settings of
-        it.
+        """Returns sections of plain values, without those that are None; `resolve` converts them
+        back to the same settings.
         """
         source = own_source(self.method.name)
         privacy = {"ledger": self.ledger}
@@ -261,17 +262,18 @@ class RunSettings:
 
 
 def kept_ledger(given: Path | str) -> Path | None:
-    """The folder that a run without privacy keeps ledgers in; None: it is said that there is none.
+    """Returns the folder in which a run without privacy keeps ledgers; None: the user states that
+    there is none.
 
     Raises:
-        PrivacySettingError: as `fedsynth.privacy.settings.ledger_setting`.
+        PrivacySettingError: as in `fedsynth.privacy.settings.ledger_setting`.
     """
     folder = ledger_setting(given)
     return folder if isinstance(folder, Path) else None
 
 
 def _given(folder: FolderSettings) -> dict[str, Any]:
-    """The settings of a folder that are set at all."""
+    """Returns the settings of a folder that are set."""
     return {name: value for name, value in dataclasses.asdict(folder).items() if value}
 
 
@@ -279,7 +281,7 @@ _OTHER_SECTIONS = (*_KINDS, "dataset", "data_root", "ledger")
 RUN_KINDS: Mapping[str, type] = {
     name: kind for name, kind in field_types(RunSettings).items() if name not in _OTHER_SECTIONS
 }
-"""The fields of `RunSettings` that stand in the section "run", with their types."""
+"""The fields of `RunSettings` in the section "run", with their types."""
 
 
 def _plain(value: Any) -> Any:
