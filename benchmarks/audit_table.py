@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from dataclasses import asdict
 from itertools import product
 from typing import Any
 
@@ -40,16 +41,10 @@ def one_audit(name: str, epsilon: float, kind: str, options: argparse.Namespace)
     started = time.perf_counter()
     canaries = 100 if options.quick else 1000
     found = audit_run(resolve({**given, "privacy": privacy}), canaries=canaries, canaries_as=kind)
-    return {
-        "epsilon": found.epsilon,
-        "epsilon_lower_bound": found.epsilon_lower_bound,
-        "canaries": found.canaries,
-        "guesses": found.guesses,
-        "correct": found.correct,
-        "confidence": found.confidence,
-        "delta": found.delta,
-        "seconds": round(time.perf_counter() - started, 1),
-    }
+    figures = asdict(found)
+    del figures["method"], figures["mechanism"]
+    figures["seconds"] = round(time.perf_counter() - started, 1)
+    return figures
 
 
 def main() -> None:

@@ -4,13 +4,14 @@
         [--mechanisms gradient] [--repeats 3]
 
 Two rounds on the digits' shape, networks of width 8 (DP-SGD: 48), one client, 1000 canaries. A twin
-is the product with one fault planted. Coins, masks and noise differ from call to call. Resumes: finished
-audits are lines of results/audit_twins.jsonl, and `--repeats` counts them.
+is the product with one fault planted. Coins, masks and noise differ from call to call. Resumes:
+finished audits are lines of results/audit_twins.jsonl, and `--repeats` counts them.
 """
 
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import asdict
 from functools import cache
 from itertools import product
 from typing import Any
@@ -82,15 +83,9 @@ def one_audit(name: str, twin: str, kind: str, quick: bool) -> dict[str, Any]:
         found = audit_run(
             settings_of(name, quick), canaries=100 if quick else 1000, canaries_as=kind
         )
-    return {
-        "epsilon": found.epsilon,
-        "epsilon_lower_bound": found.epsilon_lower_bound,
-        "canaries": found.canaries,
-        "guesses": found.guesses,
-        "correct": found.correct,
-        "confidence": found.confidence,
-        "delta": found.delta,
-    }
+    figures = asdict(found)
+    del figures["method"], figures["mechanism"]
+    return figures
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""What a run says of itself on stderr: a line for each note and each round, and how long it takes."""
+"""The progress of a run on stderr: a line for each note and each round, and the time taken."""
 
 from __future__ import annotations
 

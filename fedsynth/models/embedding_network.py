@@ -22,7 +22,7 @@ class EmbeddingNetwork(nn.Module):
 
     def embed(self, x_NCHW: Tensor) -> Tensor:
         """Returns embeddings, [N, embedding_size]."""
-        raise NotImplementedError
+        raise NotImplementedError  # abstract
 
     def forward(self, x_NCHW: Tensor) -> Tensor:
         """Returns logits [N, classes] of normalised images [N, C, H, W]."""

@@ -17,7 +17,7 @@ LONGEST_PERSON = 40
 
 @dataclass(frozen=True)
 class ReportSettings:
-    """What a run's privacy report says beside what follows from the run. All of it is public.
+    """Texts for a run's privacy report that do not follow from the run. All of them are public.
 
     Args:
         responsible: the party that answers for the run, for the report's first page.
