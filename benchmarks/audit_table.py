@@ -17,8 +17,8 @@ from dataclasses import asdict
 from itertools import product
 from typing import Any
 
-from fedsynth.federation.audit.auditing import audit_run
-from fedsynth.federation.terms.resolve import resolve
+from fedsynth.config.resolve import resolve
+from fedsynth.simulation.audit.auditing import audit_run
 from library.results import start, table_parser
 
 EPSILONS = (1.0, 3.0, 10.0)

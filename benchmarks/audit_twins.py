@@ -19,10 +19,10 @@ from unittest.mock import patch
 
 import torch
 
-from fedsynth.federation.audit.auditing import audit_run
-from fedsynth.federation.terms.resolve import resolve
-from fedsynth.federation.terms.settings import RunSettings
+from fedsynth.config.resolve import resolve
+from fedsynth.config.settings import RunSettings
 from fedsynth.privacy.randomness import SecretGenerator
+from fedsynth.simulation.audit.auditing import audit_run
 from library.results import start, table_parser
 
 CONDENSE = {"iterations": 2, "ipc": 2, "server_epochs": 1}

@@ -25,8 +25,8 @@ from typing import Any
 
 import torch
 
-from fedsynth.federation.terms.resolve import resolve
-from fedsynth.federation.terms.settings import RunSettings
+from fedsynth.config.resolve import resolve
+from fedsynth.config.settings import RunSettings
 from library.compared import METHODS, PERSONAL, SINGLE_ROUND, TAKE_FEDAVGS_RATE
 from library.results import Results, best_key, dataset, start, table_parser
 

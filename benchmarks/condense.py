@@ -93,7 +93,7 @@ def measure(name: str, clients: int, options: argparse.Namespace) -> dict[str, A
 
 def measure_growth(options: argparse.Namespace) -> dict[str, Any]:
     """One point of the growth table: the engine alone, in this process."""
-    from fedsynth.federation.terms.context import memory_bytes
+    from fedsynth.federation.context import memory_bytes
 
     device = torch.device(options.device)
     clients, classes = options.point

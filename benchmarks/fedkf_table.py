@@ -24,8 +24,8 @@ from __future__ import annotations
 from itertools import product
 from typing import Any, NamedTuple
 
-from fedsynth.federation.terms.resolve import resolve
-from fedsynth.federation.terms.settings import RunSettings
+from fedsynth.config.resolve import resolve
+from fedsynth.config.settings import RunSettings
 from library.results import start, table_parser
 
 SIZE: dict[str, Any] = {

@@ -43,8 +43,8 @@ from fedsynth.data.images import ImageData
 from fedsynth.data.load import load_dataset
 from fedsynth.data.registry import dataset_spec
 from fedsynth.evaluation.accuracy import accuracy
-from fedsynth.federation.simulation import simulate
 from fedsynth.models.registry import build_model
+from fedsynth.simulation.simulate import simulate
 from library.fedstats import Case, classifier_accuracy, settings_for
 from library.kept_features import add_cache, vectors
 from library.results import Results, start, table_parser

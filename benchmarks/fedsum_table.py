@@ -27,11 +27,11 @@ from typing import Any
 
 import torch
 
+from fedsynth.config.resolve import resolve
+from fedsynth.config.settings import RunSettings
 from fedsynth.data.images import ImageData
 from fedsynth.federation.observer import Observer
-from fedsynth.federation.simulation import simulate
-from fedsynth.federation.terms.resolve import resolve
-from fedsynth.federation.terms.settings import RunSettings
+from fedsynth.simulation.simulate import simulate
 from library.private import CLIP, FEDDM
 from library.results import start, table_parser
 

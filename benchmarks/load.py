@@ -28,11 +28,11 @@ from typing import Any
 import numpy as np
 
 from fedsynth.cli.process import keep_large_allocations
+from fedsynth.config.resolve import resolve
+from fedsynth.config.settings import RunSettings
 from fedsynth.data.load import load_dataset
 from fedsynth.federation.observer import Observer
-from fedsynth.federation.simulation import simulate
-from fedsynth.federation.terms.resolve import resolve
-from fedsynth.federation.terms.settings import RunSettings
+from fedsynth.simulation.simulate import simulate
 from library import RESULTS
 from library.machine import ONE_ROUND, machine, plain_options
 from library.rows import lines

@@ -36,6 +36,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from fedsynth.config.resolve import resolve
+from fedsynth.config.settings import RunSettings
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import ModelParameters
 from fedsynth.data.images import ImageData
@@ -44,12 +46,10 @@ from fedsynth.data.partition import partition
 from fedsynth.data.proxy import ProxyImages
 from fedsynth.evaluation.accuracy import accuracy
 from fedsynth.evaluation.generated import GENERATOR
-from fedsynth.federation.simulation import simulate
-from fedsynth.federation.terms.context import public_context
-from fedsynth.federation.terms.resolve import resolve
-from fedsynth.federation.terms.settings import RunSettings
+from fedsynth.federation.context import public_context
 from fedsynth.methods.shared.aggregation import average
 from fedsynth.methods.shared.ensemble import DistilsEnsemble, EnsembleState
+from fedsynth.simulation.simulate import simulate
 from library.one_shot import LOCAL, SERVER
 from library.results import Results, fingerprint, start, table_parser
 

@@ -22,8 +22,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from fedsynth.federation.terms.resolve import resolve
-from fedsynth.federation.terms.settings import RunSettings
+from fedsynth.config.resolve import resolve
+from fedsynth.config.settings import RunSettings
 from library.fashion import settings_for, short
 from library.one_shot import LOCAL, SERVER
 from library.results import start, table_parser

@@ -25,11 +25,11 @@ from pathlib import Path
 
 import numpy as np
 
+from fedsynth.config.settings import RunSettings
 from fedsynth.core.feature_cache import keep_features
 from fedsynth.data.images import ImageData
 from fedsynth.data.load import load_dataset
 from fedsynth.features import feature_map
-from fedsynth.federation.terms.settings import RunSettings
 from library.baselines import (
     ALPHAS,
     FEATURES,

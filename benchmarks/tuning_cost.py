@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import json
 
-from fedsynth.federation.terms.costs import plan_of
-from fedsynth.federation.terms.privacy_plan import PrivacyPlan
+from fedsynth.federation.costs import plan_of
+from fedsynth.federation.privacy_plan import PrivacyPlan
 from fedsynth.privacy.accounting import calibrate_noise_multiplier, epsilon
 from library.machine import plain_options
 from library.private import CLIPS, METHODS, RATES, TUNE_ON, settings_for

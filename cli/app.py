@@ -136,12 +136,12 @@ def partition(
     """Show the partition: examples of each class at each client, as `train` with the same options
     divides them.
     """
+    from fedsynth.config.resolve import resolve
     from fedsynth.data.partition import count_matrix
     from fedsynth.data.partition import partition as divide
     from fedsynth.data.picture import partition_png, partition_table
     from fedsynth.evaluation.volume import condensation_floats
-    from fedsynth.federation.terms.resolve import resolve
-    from fedsynth.federation.terms.run_data import data_of_run
+    from fedsynth.federation.run_data import data_of_run
     from fedsynth.methods.feddm import FedDM
 
     found = data_of_run(resolve(merged({}, chosen)), None, None, note, download=download)
@@ -166,11 +166,11 @@ def partition(
 
 def _dry_run(sections: Sections, as_json: bool) -> None:
     from fedsynth.cli.privacy_commands import print_costs
-    from fedsynth.federation.outputs.privacy_words import headline
-    from fedsynth.federation.run_words import NO_LATER_EPSILON, UNPROTECTED
-    from fedsynth.federation.terms.context import check_compiler, resolve_device
-    from fedsynth.federation.terms.costs import costs_of, long_draw, plan_of
-    from fedsynth.federation.terms.resolve import resolve
+    from fedsynth.config.resolve import resolve
+    from fedsynth.federation.context import check_compiler, resolve_device
+    from fedsynth.federation.costs import costs_of, long_draw, plan_of
+    from fedsynth.results.privacy_summary import headline
+    from fedsynth.simulation.run_messages import NO_LATER_EPSILON, UNPROTECTED
 
     settings = resolve(sections)
     device = resolve_device(settings.device)
@@ -215,9 +215,9 @@ def _run(
 ) -> None:
     from fedsynth.cli.progress import loggers_of, make_observer, show_result
     from fedsynth.cli.report_commands import signer
-    from fedsynth.federation.loggers import Several
-    from fedsynth.federation.simulation import simulate
-    from fedsynth.federation.terms.resolve import resolve
+    from fedsynth.config.resolve import resolve
+    from fedsynth.results.loggers import Several
+    from fedsynth.simulation.simulate import simulate
 
     threads = "" if resume is not None else _reduce_threads(sections)
     settings = resolve(sections)

@@ -16,8 +16,8 @@ from fedsynth.cli.settings_options import Sections, merged, read_config
 from fedsynth.data.partition_settings import MOST_CLIENTS
 
 if TYPE_CHECKING:
-    from fedsynth.federation.nodes.policy import Owner
-    from fedsynth.federation.nodes.proposal import Proposal
+    from fedsynth.deployment.policy import Owner
+    from fedsynth.deployment.proposal import Proposal
 
 deploy_app = Application(
     help="Prepare a federation over machines: its keys, a Flower app folder.", no_args_is_help=True
@@ -42,7 +42,7 @@ def init(
     chosen: Sections, folder: NewFolder, config: given.Config = None, spec: Spec = None
 ) -> None:
     """Write a Flower app folder of a run, for `flwr run` and Flower's own simulation."""
-    from fedsynth.federation.flower.serving import write_app
+    from fedsynth.deployment.flower.serving import write_app
 
     proposal = _proposal(chosen, config, spec)
     options = {"output": str(Path("runs").absolute()), "home": str(Path("homes").absolute())}
@@ -64,7 +64,7 @@ def keys(
     days: Annotated[int, typer.Option(help="How long certificates are valid.")] = 365,
 ) -> None:
     """Make a CA, the server's certificate, and a key for each client."""
-    from fedsynth.federation.flower.keys import make_keys
+    from fedsynth.deployment.flower.keys import make_keys
 
     make_keys(folder, clients, tuple(host or ()), days)
     print(
@@ -97,11 +97,11 @@ def server(
     resume: given.Resume = None,
 ) -> None:
     """Serve one run to data owners' nodes, over Flower, and leave a run folder."""
-    from fedsynth.federation.flower.processes import require_flower
+    from fedsynth.deployment.flower.processes import require_flower
 
     require_flower()
-    from fedsynth.federation.flower.serving import Link, superlink
-    from fedsynth.federation.nodes.carrier import Timeouts
+    from fedsynth.deployment.carrier import Timeouts
+    from fedsynth.deployment.flower.serving import Link, superlink
 
     if resume is not None:
         if config is not None or any(chosen.values()):
@@ -166,14 +166,14 @@ def client(
     Before it joins a run, it prints what it is asked to release and what that costs. It joins what
     --policy allows or --approve names, and nothing else.
     """
-    from fedsynth.federation.flower.processes import require_flower
+    from fedsynth.deployment.flower.processes import require_flower
 
     require_flower()
-    from fedsynth.federation.flower.joining import Door, join
-    from fedsynth.federation.nodes.node import Node
-    from fedsynth.federation.nodes.own_data import ClassFolders, PartOf, Source
-    from fedsynth.federation.secure_sums.client import read_identities
-    from fedsynth.privacy.ledger_folder import check_names
+    from fedsynth.deployment.flower.joining import Door, join
+    from fedsynth.deployment.node import Node
+    from fedsynth.deployment.record_source import ClassFolders, PartOf, Source
+    from fedsynth.deployment.secure_aggregation.client import read_identities
+    from fedsynth.privacy.ledger.folder import check_names
 
     if (data is None) != trial:
         raise OptionError("--data names your records; or --trial, a published data set's part")
@@ -196,7 +196,7 @@ def _say(text: str) -> None:
 
 
 def _owner(policy: Path | None, approve: list[str] | None) -> Owner:
-    from fedsynth.federation.nodes.policy import Owner, Policy
+    from fedsynth.deployment.policy import Owner, Policy
 
     if policy is None and not approve:
         print("note: neither --policy nor --approve: runs are shown, and declined", file=sys.stderr)
@@ -206,7 +206,7 @@ def _owner(policy: Path | None, approve: list[str] | None) -> Owner:
 
 def _proposal(chosen: Sections, config: Path | None, spec: Path | None) -> Proposal:
     """Returns the run of the options, --set and --config."""
-    from fedsynth.federation.nodes.proposal import own_proposal
+    from fedsynth.deployment.proposal import own_proposal
 
     sections = merged(read_config(config), chosen)
     return own_proposal(sections, spec)

@@ -143,7 +143,7 @@ def distill(
     Example: `fedsynth distill --models a.safetensors,b.safetensors --arch lenet5,cnn1 --student
     resnet18 --dataset mnist`.
     """
-    from fedsynth.federation.distill import distil_files
+    from fedsynth.simulation.distill import distil_files
 
     model, run = chosen["model"], chosen["run"]
     root = chosen["data"].get("data_root")

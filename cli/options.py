@@ -108,7 +108,7 @@ SignKey = Annotated[
 
 
 PACKAGE = Path(__file__).absolute().parent.parent
-RUN_SETTINGS = "federation/terms/settings.py:RunSettings"
+RUN_SETTINGS = "config/settings.py:RunSettings"
 CLASSES: Mapping[str, tuple[str, ...]] = {
     "run": (RUN_SETTINGS,),
     "data": (RUN_SETTINGS, "data/folder_settings.py:FolderSettings"),
@@ -116,7 +116,7 @@ CLASSES: Mapping[str, tuple[str, ...]] = {
     "model": ("models/registry.py:ModelSettings",),
     "method": ("methods/shared/condensing.py:Condenses",),
     "privacy": ("privacy/settings.py:PrivacySettings",),
-    "report": ("federation/terms/report_settings.py:ReportSettings",),
+    "report": ("config/report_settings.py:ReportSettings",),
 }
 """For each section of a config file, the classes with its fields, by file and name."""
 KEYS: Mapping[str, str] = {

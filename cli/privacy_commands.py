@@ -19,7 +19,7 @@ from fedsynth.cli.settings_options import Sections, with_own_code
 from fedsynth.methods import DEFAULT_METHOD
 
 if TYPE_CHECKING:
-    from fedsynth.federation.terms.costs import MechanismCosts
+    from fedsynth.federation.costs import MechanismCosts
 
 NAMES = {f"privacy.{key}": f"--{key.replace('_', '-')}" for key in KEYS["privacy"].split()} | {
     "privacy.noise_multiplier": "--sigma",
@@ -66,7 +66,7 @@ def plan(
     Examples: `fedsynth privacy plan --epsilon 8 --rounds 5`, `fedsynth privacy plan --sigma 3
     --method fedavg --n 6000`.
     """
-    from fedsynth.federation.terms.costs import costs_by_mechanism, costs_plot
+    from fedsynth.federation.costs import costs_by_mechanism, costs_plot
 
     chosen["data"].setdefault("dataset", "mnist")
     if steps is not None:
@@ -127,7 +127,7 @@ def print_costs(plans: list[MechanismCosts]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from fedsynth.privacy.formatting import format_epsilon
+    from fedsynth.privacy.report.formatting import format_epsilon
 
     console = Console()
     table = Table(title=f"plan, for one example of one client, δ = {plans[0].delta:g}")
@@ -178,7 +178,7 @@ def carry_over(
 
     What was spent stays spent: it counts for every record of the client, also for new ones.
     """
-    from fedsynth.privacy.ledger_folder import LedgerFolder
+    from fedsynth.privacy.ledger.folder import LedgerFolder
 
     rows = LedgerFolder(folder).carry_over(client)
     print(
@@ -197,7 +197,7 @@ def repair(
     disk. If something else cut the file, such as a copy that broke off, bring it back from a backup
     instead.
     """
-    from fedsynth.privacy.ledger_lines import repair_ledger
+    from fedsynth.privacy.ledger.lines import repair_ledger
 
     done = repair_ledger(ledger)
     if done is None:

@@ -20,13 +20,13 @@ from rich.progress import (
 from rich.table import Table
 
 from fedsynth.cli.application import say
+from fedsynth.config.settings import RunSettings
 from fedsynth.evaluation.generated import GENERATOR, in_words
-from fedsynth.federation.loggers import Logger, make_loggers
-from fedsynth.federation.outputs.result import RunResult
-from fedsynth.federation.spoken import Spoken, accuracies
-from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.privacy.errors import BudgetExceededError
-from fedsynth.privacy.report_pages import summary_rows
+from fedsynth.privacy.report.pages import summary_rows
+from fedsynth.results.loggers import Logger, make_loggers
+from fedsynth.results.result import RunResult
+from fedsynth.simulation.stderr_observer import Spoken, accuracies
 
 NO_ACCURACY = {
     "private": "private: what is measured on them stands in simulation_only",

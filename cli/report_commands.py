@@ -31,8 +31,8 @@ from fedsynth.cli.settings_options import (
 )
 
 if TYPE_CHECKING:
-    from fedsynth.federation.audit.auditing import AuditResult
-    from fedsynth.federation.terms.settings import RunSettings
+    from fedsynth.config.settings import RunSettings
+    from fedsynth.simulation.audit.auditing import AuditResult
 
 
 SHOWN = 40  # the limit of printed mismatches
@@ -61,8 +61,8 @@ def report(
     A run that was killed has none yet: its report is built from its ledgers, and written into its
     folder.
     """
-    from fedsynth.privacy.report_file import sound_report
-    from fedsynth.privacy.report_pages import render_html, render_markdown
+    from fedsynth.privacy.report.file import sound_report
+    from fedsynth.privacy.report.pages import render_html, render_markdown
     from fedsynth.validation import check_choice
 
     check_choice(None, "format", form, ("markdown", "json", "html"))
@@ -87,8 +87,8 @@ def _report_unfinished(run: Path, ledger: Path | None) -> None:
     """Builds the report of a run that did not finish."""
     if not run.is_dir():
         return
-    from fedsynth.federation.outputs.verification import is_unfinished, unfinished_report
-    from fedsynth.privacy.report import write_report
+    from fedsynth.privacy.report.build import write_report
+    from fedsynth.results.verification import is_unfinished, unfinished_report
 
     if is_unfinished(run):
         write_report(unfinished_report(run, ledger=ledger), run)
@@ -111,9 +111,9 @@ def verify(
     summary.json and metrics.jsonl must give the same ε. This checks bookkeeping. It does not attest
     that noise was added.
     """
-    from fedsynth.federation.outputs.verification import verify_run
-    from fedsynth.privacy.formatting import printable
+    from fedsynth.privacy.report.formatting import printable
     from fedsynth.privacy.signing import read_public_key
+    from fedsynth.results.verification import verify_run
 
     key = None if public_key is None else read_public_key(public_key)
     with_own_code(chosen)
@@ -248,7 +248,7 @@ def _audit_options(
     config: Path | None, chosen: Sections, numbers: dict[str, Any]
 ) -> tuple[AuditResult, str]:
     """Returns the audit of the given options, and the command line of this call."""
-    from fedsynth.federation.terms.resolve import resolve
+    from fedsynth.config.resolve import resolve
 
     chosen = {"run": {}, "data": {}, **chosen}
     sections = merged(read_config(config), chosen, say)
@@ -268,8 +268,8 @@ def _audit_folder(
     """Audits a finished run's settings and adds the result to its report; returns it, and the
     command that repeats it.
     """
-    from fedsynth.federation.audit.auditing import settings_of_run, write_audit
-    from fedsynth.federation.terms.resolve import resolve
+    from fedsynth.config.resolve import resolve
+    from fedsynth.simulation.audit.auditing import settings_of_run, write_audit
 
     if config is not None:
         raise OptionError("--run audits the run's own config.toml: leave --config out")
@@ -304,7 +304,7 @@ def _same(settings: RunSettings, wanted: RunSettings, run: Path) -> None:
 
 def _audited(settings: RunSettings, numbers: dict[str, Any], first: str) -> AuditResult:
     from fedsynth.cli.progress import make_observer
-    from fedsynth.federation.audit.auditing import audit_run
+    from fedsynth.simulation.audit.auditing import audit_run
 
     keep_large_allocations()
     with make_observer(settings, first) as observer:
@@ -313,7 +313,7 @@ def _audited(settings: RunSettings, numbers: dict[str, Any], first: str) -> Audi
 
 def _show(found: AuditResult, command: str, as_json: bool) -> None:
     from fedsynth.privacy.audit import CAVEAT, down
-    from fedsynth.privacy.formatting import format_epsilon
+    from fedsynth.privacy.report.formatting import format_epsilon
 
     if as_json:
         facts = {**found.entry(command), "epsilon": found.epsilon, "fault": found.fault}

@@ -20,8 +20,8 @@ from fedsynth.cli.process import keep_large_allocations
 from fedsynth.cli.settings_options import Sections, set_options
 
 if TYPE_CHECKING:
+    from fedsynth.config.settings import RunSettings
     from fedsynth.federation.observer import Observer
-    from fedsynth.federation.terms.settings import RunSettings
     from fedsynth.reproduction.comparison import Line
     from fedsynth.reproduction.presets import Block, Cell, Preset
     from fedsynth.reproduction.runs import Outcome
@@ -232,7 +232,7 @@ def _print_json(document: dict[str, Any]) -> None:
 
 
 def _print_table(rows: Sequence[Sequence[str]]) -> None:
-    from fedsynth.runs.overview import aligned
+    from fedsynth.results.overview import aligned
 
     print(aligned(rows), end="")
 

@@ -15,7 +15,7 @@ from fedsynth.cli.application import OptionError, ended_by_signals, note, say, w
 from fedsynth.cli.options import path_argument, path_option
 
 if TYPE_CHECKING:
-    from fedsynth.runs.folders import Run
+    from fedsynth.results.folders import Run
 
 
 def runs(
@@ -37,9 +37,9 @@ def runs(
     Example: `for mu in 0.01 0.1 1; do fedsynth train --method fedprox --set mu=$mu; done; fedsynth
     runs`.
     """
-    from fedsynth.runs.compare import differing
-    from fedsynth.runs.folders import Run, finished_runs, read_settings, read_summary
-    from fedsynth.runs.overview import aligned, overview
+    from fedsynth.results.compare import differing
+    from fedsynth.results.folders import Run, finished_runs, read_settings, read_summary
+    from fedsynth.results.overview import aligned, overview
 
     given = [*(folders or []), *([output] if output else [])] or [Path("runs")]
     places = finished_runs(given)
@@ -94,10 +94,10 @@ def plot(
 
     SVG and HTML need nothing else; PNG needs matplotlib (`fedsynth[plots]`).
     """
-    from fedsynth.privacy.plots import standalone
-    from fedsynth.runs.curves import AXES, curves, curves_svg, write_png
-    from fedsynth.runs.folders import Run, finished_runs
-    from fedsynth.runs.page import curves_page
+    from fedsynth.privacy.report.plots import standalone
+    from fedsynth.results.curves import AXES, curves, curves_svg, write_png
+    from fedsynth.results.folders import Run, finished_runs
+    from fedsynth.results.page import curves_page
     from fedsynth.validation import check_choice
 
     check_choice(None, "by", by, tuple(AXES))
@@ -133,8 +133,8 @@ def report(
     The page is self-contained and loads nothing. (The privacy report of one run, for other parties,
     is `fedsynth privacy report RUN`.)
     """
-    from fedsynth.runs.folders import Run, finished_runs
-    from fedsynth.runs.page import runs_page
+    from fedsynth.results.folders import Run, finished_runs
+    from fedsynth.results.page import runs_page
 
     read = [Run.read(folder) for folder in finished_runs(runs)]
     write_text(output, runs_page(read, simulation_only=simulation_only))
@@ -171,9 +171,9 @@ def sweep(
 
     Example: `[grid]` with `method = ["fedavg", "feddm"]`, `alpha = [0.1, 1.0]`, `seed = [0, 1, 2]`.
     """
-    from fedsynth.runs.sweep import finished, run_sweep
-    from fedsynth.runs.sweep_file import read_sweep
-    from fedsynth.runs.tables import FORMATS, render, sweep_lines
+    from fedsynth.results.sweep import finished, run_sweep
+    from fedsynth.results.sweep_file import read_sweep
+    from fedsynth.results.tables import FORMATS, render, sweep_lines
     from fedsynth.validation import check_choice
 
     check_choice(None, "format", form, FORMATS)

@@ -68,7 +68,7 @@ def read_config(path: Path | None) -> Sections:
     """Returns the sections of a TOML file, or of a run folder's config.toml; empty for None."""
     if path is None:
         return {}
-    from fedsynth.config_file import read_sections
+    from fedsynth.toml_file import read_sections
 
     return read_sections(path / "config.toml" if path.is_dir() else path)
 
@@ -156,8 +156,8 @@ def from_table(
 
 def from_preset(sections: Sections) -> str:
     """Returns a line on what a data set's preset decides in a run; empty if nothing."""
+    from fedsynth.config.resolve import preset_of
     from fedsynth.data.registry import DEFAULT_DATASET
-    from fedsynth.federation.terms.resolve import preset_of
     from fedsynth.methods import DEFAULT_METHOD, method_class
 
     if sections["data"].get("folder"):

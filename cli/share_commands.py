@@ -29,7 +29,7 @@ from fedsynth.cli.settings_options import (
 )
 
 if TYPE_CHECKING:
-    from fedsynth.federation.student import Student
+    from fedsynth.simulation.student import Student
 
 
 data_app = Application(help="Your own images: what is public of them.", no_args_is_help=True)
@@ -130,8 +130,8 @@ def synthesize(
     synthesize --data scans --dp-epsilon 8 --out share`.
     """
     from fedsynth.cli.progress import make_observer, show_result
-    from fedsynth.federation.synthesize import owner_settings
-    from fedsynth.federation.synthesize import synthesize as make
+    from fedsynth.simulation.synthesize import owner_settings
+    from fedsynth.simulation.synthesize import synthesize as make
 
     resolved = owner_settings(merged(read_config(config), with_own_code(chosen)))
     keep_large_allocations()
@@ -164,7 +164,7 @@ def export(
 
     Example: `fedsynth export runs/… --out share`.
     """
-    from fedsynth.federation.outputs.export import export_run
+    from fedsynth.results.export import export_run
 
     with_own_code(chosen)
     made = export_run(run, out, unprotected=unprotected, with_model=with_model)
@@ -220,7 +220,7 @@ def student(
     """
     from fedsynth.data.folder_checks import Skip
     from fedsynth.data.shared_set import load_synthetic
-    from fedsynth.federation.student import network_for, real_images, require_place, student_of_set
+    from fedsynth.simulation.student import network_for, real_images, require_place, student_of_set
     from fedsynth.synthesizer.condensation.student import StudentSettings
 
     keep_large_allocations()
@@ -268,7 +268,7 @@ def student(
 
 
 def _guarantee(made: Student) -> str:
-    from fedsynth.privacy.formatting import format_epsilon
+    from fedsynth.privacy.report.formatting import format_epsilon
 
     if made.found.epsilon is None:
         return "none: the set has none"
@@ -294,7 +294,7 @@ class _Progress:
         if done == 1:  # the first step is slower, and is not measured
             self._began = now
         if done == MEASURED_STEPS < total:
-            from fedsynth.federation.spoken import duration
+            from fedsynth.simulation.stderr_observer import duration
 
             seconds = (now - self._began) / (MEASURED_STEPS - 1) * total
             say(f"{total} steps take about {duration(max(1.0, seconds))}")

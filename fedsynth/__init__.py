@@ -20,6 +20,8 @@ from fedsynth.methods import CLASSES
 from fedsynth.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from fedsynth.config.resolve import resolve as resolve
+    from fedsynth.config.settings import RunSettings as RunSettings
     from fedsynth.core.context import RoundContext as RoundContext
     from fedsynth.core.messages import Message as Message
     from fedsynth.core.messages import ModelParameters as ModelParameters
@@ -36,15 +38,6 @@ if TYPE_CHECKING:
     from fedsynth.data.shared_set import SharedSet as SharedSet
     from fedsynth.data.shared_set import load_synthetic as load_synthetic
     from fedsynth.federation.observer import Observer as Observer
-    from fedsynth.federation.outputs.export import export_run as export_run
-    from fedsynth.federation.outputs.result import RunResult as RunResult
-    from fedsynth.federation.outputs.saved_model import load_model as load_model
-    from fedsynth.federation.simulation import simulate as simulate
-    from fedsynth.federation.student import student_of_set as student_of_set
-    from fedsynth.federation.synthesize import owner_settings as owner_settings
-    from fedsynth.federation.synthesize import synthesize as synthesize
-    from fedsynth.federation.terms.resolve import resolve as resolve
-    from fedsynth.federation.terms.settings import RunSettings as RunSettings
     from fedsynth.methods import register_method as register_method
     from fedsynth.methods.registry import *  # noqa: F403
     from fedsynth.methods.shared.client_training import Task as Task
@@ -54,6 +47,13 @@ if TYPE_CHECKING:
     from fedsynth.models.registry import register_model as register_model
     from fedsynth.privacy.settings import PrivacySettings as PrivacySettings
     from fedsynth.reproduction.preset_files import load_preset as load_preset
+    from fedsynth.results.export import export_run as export_run
+    from fedsynth.results.result import RunResult as RunResult
+    from fedsynth.results.saved_model import load_model as load_model
+    from fedsynth.simulation.simulate import simulate as simulate
+    from fedsynth.simulation.student import student_of_set as student_of_set
+    from fedsynth.simulation.synthesize import owner_settings as owner_settings
+    from fedsynth.simulation.synthesize import synthesize as synthesize
     from fedsynth.synthesizer.condensation.student import StudentSettings as StudentSettings
     from fedsynth.synthesizer.condensation.student import train_student as train_student
     from fedsynth.synthesizer.generation.one_teacher import DataFreeDistiller as DataFreeDistiller

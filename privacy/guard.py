@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 
 from fedsynth.privacy.accounting import epsilon
 from fedsynth.privacy.errors import BudgetExceededError, LedgerError, PrivacySettingError
-from fedsynth.privacy.formatting import format_epsilon
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.releases import ADD_REMOVE, RECORD, Release, check_adjacency, check_delta
+from fedsynth.privacy.report.formatting import format_epsilon
 
 
 @dataclass(frozen=True)

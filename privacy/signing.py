@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from fedsynth.privacy.errors import SigningError
 from fedsynth.privacy.files import UnsuitableFileError, file_hash, plain_files, read_regular
-from fedsynth.privacy.report_figures import Signature, schema_problems
-from fedsynth.privacy.report_file import read_json, read_report
+from fedsynth.privacy.report.figures import Signature, schema_problems
+from fedsynth.privacy.report.file import read_json, read_report
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import (

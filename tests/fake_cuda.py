@@ -410,7 +410,7 @@ def pretended_gpu() -> Iterator[_Device]:
         patch.setattr(torch, "Generator", Generator)
         # hooks of a backward pass name `cuda:0` where `_Names` is off
         patch.setattr(torch.cuda, "_lazy_init", lambda: None)
-        patch.setattr("fedsynth.federation.simulation.resolve_device", lambda name: CUDA)
+        patch.setattr("fedsynth.simulation.simulate.resolve_device", lambda name: CUDA)
         patch.setattr(
             torch.cuda,
             "get_device_properties",

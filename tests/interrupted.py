@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fedsynth.federation.simulated_run import Simulation
+from fedsynth.simulation.run import Simulation
 
 
 @contextmanager

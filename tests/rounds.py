@@ -9,7 +9,7 @@ from fedsynth.core.client import ClientGroup
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message
 from fedsynth.core.method import Memory, Results
-from fedsynth.federation.exchange.server import Server
+from fedsynth.federation.server import Server
 from fedsynth.privacy.plans import FIRST, PHASES
 
 

@@ -25,7 +25,7 @@ from fedsynth.training.optimisers import MomentumSgd
 from fedsynth.training.sgd import SgdSettings, train_on
 from tests.fake_cuda import CUDA, CaptureError, DeviceMixError, Wait, pretended_gpu
 from tests.families import FAMILIES, by_family
-from tests.federation import test_unchanged as recorded
+from tests.simulation import test_unchanged as recorded
 
 MOVED = 1e-4
 """How far a number may be from the CPU's, as a share of its scale: on a GPU passes have other
@@ -63,7 +63,7 @@ REASONS = {
         core/uploads.py:Array.check core/uploads.py:check_values
         methods/fedgen.py:FedGen.check_upload synthesizer/condensation/sets.py:check_set
         data/images.py:_check_finite data/images.py:_checked_numbers
-        data/images.py:ImageData.subset federation/exchange/checks.py:check_finite
+        data/images.py:ImageData.subset federation/message_checks.py:check_finite
         methods/fedfm.py:FedFM.task methods/fedgen.py:FedGen.task
         privacy/requests.py:check_numbers
     """,
@@ -77,16 +77,16 @@ REASONS = {
         models/feature_linear.py:Embedding.same
     """,
     "the run's network on random images, before the first round": """
-        federation/exchange/step_trial.py:StepTrial._play
+        federation/step_trial.py:StepTrial._play
     """,
     "who holds what out, before the first round": """
         data/fingerprints.py:record_digests
     """,
     "a result that is read, once for each round": """
         evaluation/generated.py:describe
-        federation/exchange/client_runtime.py:ClientRuntime.evaluate
-        federation/exchange/client_group.py:evaluate_together
-        federation/outputs/measure.py:Measure._on_test
+        federation/client_runtime.py:ClientRuntime.evaluate
+        federation/client_group.py:evaluate_together
+        results/measure.py:Measure._on_test
         methods/statistics/class_moments.py:Spectrum.of methods/fedgen.py:FedGen.complete
         methods/fedgen.py:FedGen.facts methods/fedsum.py:FedSum.facts
         methods/qffl.py:QFFL.combine methods/shared/aggregation.py:overall_average
@@ -94,10 +94,10 @@ REASONS = {
         synthesizer/condensation/sets.py:split_uploads
     """,
     "the first model, once": """
-        federation/exchange/server.py:Server.begun
+        federation/server.py:Server.begun
     """,
     "a warning in the first round": """
-        federation/run_words.py:missing_classes
+        simulation/run_messages.py:missing_classes
     """,
     "what a round draws at its start, on the host": """
         methods/fedaf.py:FedAF.objective synthesizer/condensation/networks.py:maps_around

@@ -19,6 +19,25 @@ ROOT = Path(__file__).parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 LINKS = ("privacy", "cli")
 TABLES = "fedsynth/reproduction"
+PACKAGES = [
+    "privacy",
+    "data",
+    "features",
+    "models",
+    "core",
+    "evaluation",
+    "training",
+    "synthesizer",
+    "methods",
+    "config",
+    "federation",
+    "results",
+    "simulation",
+    "deployment",
+    "reproduction",
+    "cli",
+]  # each imports only those before it
+SIBLINGS = {"deployment": {"simulation"}, "reproduction": {"deployment"}}
 HEAVY = ("torch", "numpy", "scipy", "opacus", "torchvision")
 
 
@@ -117,14 +136,30 @@ def test_nobody_imports_a_second_copy_of_the_linked_packages() -> None:
     assert set(LINKS) <= set(PYPROJECT["tool"]["ruff"]["lint"]["flake8-tidy-imports"]["banned-api"])
 
 
-def test_privacy_imports_nothing_else_of_fedsynth() -> None:
-    found = {
-        name
-        for path in (ROOT / "privacy").glob("*.py")
+def _package(module: str) -> str:
+    """The package of a dotted name, or "" for the modules at the top of fedsynth."""
+    second = module.split(".")[1:2]
+    return second[0] if second and (ROOT / "fedsynth" / second[0]).is_dir() else ""
+
+
+def test_imports_point_one_way() -> None:
+    assert {_package(f"fedsynth.{name}") for name in PACKAGES} == set(PACKAGES)
+    upward = [
+        f"{path.relative_to(ROOT)} imports {name}"
+        for package in PACKAGES
+        for path in sorted((ROOT / "fedsynth" / package).glob("**/*.py"))
         for name in _imported(path)
-        if name.split(".")[0] == "fedsynth"
-    }
-    assert {name for name in found if not name.startswith("fedsynth.privacy")} == set()
+        if name.startswith("fedsynth.") and _package(name) not in _allowed(package)
+    ]
+    assert upward == []
+
+
+def _allowed(package: str) -> set[str]:
+    """The packages that a package may import: those before it, and itself."""
+    before = PACKAGES[: PACKAGES.index(package) + 1]
+    if package == "privacy":
+        return {"privacy"}
+    return {"", *before} - SIBLINGS.get(package, set())
 
 
 def test_the_version_stands_in_one_place() -> None:

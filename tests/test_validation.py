@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedsynth import ModelSettings, PartitionSettings, PrivacySettings, RunSettings
+from fedsynth.config.resolve import resolve
+from fedsynth.config.settings import RUN_KINDS
 from fedsynth.errors import FedsynthError, SettingError, UnknownNameError
-from fedsynth.federation.terms.resolve import resolve
-from fedsynth.federation.terms.settings import RUN_KINDS
 from fedsynth.methods import METHODS, method_class
 from fedsynth.privacy.errors import PrivacyError, PrivacySettingError
 from fedsynth.validation import check_ranges, field_types, from_mapping

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from fedsynth.federation.terms.resolve import resolve
-from fedsynth.federation.terms.settings import RunSettings
+from fedsynth.config.resolve import resolve
+from fedsynth.config.settings import RunSettings
 
 PRESET: dict[str, dict[str, Any]] = {
     "run": {"rounds": 5, "evaluate_every": 1},

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from fedsynth.federation.terms.resolve import resolve
-from fedsynth.federation.terms.settings import RunSettings
+from fedsynth.config.resolve import resolve
+from fedsynth.config.settings import RunSettings
 
 EPSILONS = (1.0, 3.0, 10.0)
 CLIPS = (0.5, 1.0, 2.0)

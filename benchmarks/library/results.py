@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 
 from fedsynth.cli.process import keep_large_allocations
+from fedsynth.config.resolve import fingerprint as fingerprint
+from fedsynth.config.settings import RunSettings
 from fedsynth.data.images import ImageData
 from fedsynth.data.load import load_dataset
 from fedsynth.errors import DivergedError
 from fedsynth.evaluation.generated import GENERATOR
-from fedsynth.federation.simulation import simulate
-from fedsynth.federation.terms.resolve import fingerprint as fingerprint
-from fedsynth.federation.terms.settings import RunSettings
+from fedsynth.simulation.simulate import simulate
 from library.machine import machine, plain_options, rows_file
 
 Data = tuple[ImageData, ImageData]

@@ -1,6 +1,6 @@
 """Charges clients for a method's step outside a run: for benchmarks, tests and custom pipelines.
 
-In a run each client's budget does this (`fedsynth.federation.exchange.client_budget`), from the
+In a run each client's budget does this (`fedsynth.federation.client_budget`), from the
 run's plan.
 """
 

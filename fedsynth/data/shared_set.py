@@ -25,7 +25,7 @@ from fedsynth.data.files import MAX_LIST_BYTES, one_line, read_tensors, save_ten
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import DataFilesCorruptError, DataFilesMissingError, FedsynthError
 from fedsynth.privacy.files import decode_json, expand_home, file_hash, plain_files, read_regular
-from fedsynth.privacy.formatting import format_epsilon
+from fedsynth.privacy.report.formatting import format_epsilon
 
 TENSORS, SUMS, README = "synthetic.safetensors", "SHA256SUMS", "README.md"
 FORMAT = "fedsynth synthetic set 1"

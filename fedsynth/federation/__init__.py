@@ -1,0 +1,1 @@
+"""The round loop: server, clients in one process, messages, and the plan of a budget."""

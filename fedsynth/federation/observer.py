@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fedsynth.federation.terms.settings import RunSettings
+    from fedsynth.config.settings import RunSettings
 
 
 class Observer:

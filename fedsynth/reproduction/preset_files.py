@@ -26,8 +26,8 @@ from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
+from fedsynth.config.settings import SECTIONS, RunSettings
 from fedsynth.errors import unknown_name
-from fedsynth.federation.terms.settings import SECTIONS, RunSettings
 from fedsynth.reproduction.presets import (
     COLUMNS,
     Block,

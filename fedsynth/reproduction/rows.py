@@ -24,12 +24,12 @@ from typing import Any
 
 import torch
 
+from fedsynth.config.resolve import fingerprint
+from fedsynth.config.settings import RunSettings
 from fedsynth.errors import OutputError
-from fedsynth.federation.outputs.run_folder import INCOMPLETE
-from fedsynth.federation.terms.resolve import fingerprint
-from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.privacy.files import decode_json, open_regular, read_text
 from fedsynth.reproduction.measures import curve_of
+from fedsynth.results.run_folder import INCOMPLETE
 from fedsynth.version import __version__
 
 NEEDED = frozenset(

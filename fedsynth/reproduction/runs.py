@@ -29,13 +29,12 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from fedsynth.config.settings import RunSettings
 from fedsynth.data.images import ImageData
 from fedsynth.data.load import load_dataset
 from fedsynth.data.registry import DatasetSpec, dataset_spec
 from fedsynth.errors import DivergedError, FedsynthError, SettingError
 from fedsynth.federation.observer import Observer
-from fedsynth.federation.simulation import simulate
-from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.methods.shared.condensing import Condenses
 from fedsynth.methods.shared.ensemble import DistilsEnsemble
 from fedsynth.methods.shared.local import TrainsLocally
@@ -51,6 +50,7 @@ from fedsynth.reproduction.rows import (
     run_hash,
     unfinished,
 )
+from fedsynth.simulation.simulate import simulate
 from fedsynth.training.many_clients import trains_together
 
 EXAMPLES = 50

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from fedsynth.federation.simulated_run import Simulation
 from fedsynth.methods import METHODS
+from fedsynth.simulation.run import Simulation
 
 Call = Callable[..., Any]
 SCRIPT = Path(sysconfig.get_path("scripts")) / "fedsynth"

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from fedsynth.federation.spoken import LONG_PHASE, Spoken
-from fedsynth.federation.terms.resolve import resolve
-from fedsynth.federation.terms.run_data import data_set_id
+from fedsynth.config.resolve import resolve
+from fedsynth.federation.run_data import data_set_id
 from fedsynth.privacy.ledger import Ledger, read_ledger
 from fedsynth.privacy.releases import Release
+from fedsynth.simulation.stderr_observer import LONG_PHASE, Spoken
 
 Call = Callable[..., Any]
 SECONDS = re.compile(r"\d\.\d+ ?s\b|\btime\b|seconds")
@@ -167,7 +167,7 @@ def test_a_plan_that_draws_for_long_says_so(
         refused = fedsynth(f"{line} 100000000")
         assert refused.code == 2
         assert "for 100,000,000 of them takes some 0.8 hours" in refused.stderr
-    monkeypatch.setattr("fedsynth.federation.terms.costs.LONG", 0.001)  # seconds
+    monkeypatch.setattr("fedsynth.federation.costs.LONG", 0.001)  # seconds
     for line in lines:
         run = fedsynth(f"{line} 101")
         assert run.code == 0

@@ -11,8 +11,8 @@ import pytest
 from fedsynth import FedAvg, ModelSettings, PrivacySettings, RunSettings, load_synthetic, simulate
 from fedsynth.errors import DivergedError
 from fedsynth.federation.observer import Observer
-from fedsynth.federation.simulated_run import Simulation
-from fedsynth.privacy.formatting import format_epsilon
+from fedsynth.privacy.report.formatting import format_epsilon
+from fedsynth.simulation.run import Simulation
 from tests.own_images import make_folder, write_image
 
 Call = Callable[..., Any]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from fedsynth.federation.spoken import Pace, Spoken
-from fedsynth.federation.terms.resolve import resolve
+from fedsynth.config.resolve import resolve
+from fedsynth.simulation.stderr_observer import Pace, Spoken
 
 
 class Clock:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from fedsynth.privacy.accounting import epsilon
-from fedsynth.privacy.formatting import format_epsilon
 from fedsynth.privacy.releases import Release
+from fedsynth.privacy.report.formatting import format_epsilon
 
 Call = Callable[..., Any]
 FAST = "--rounds 2 --set iterations=2 --set server_epochs=1 --set ipc=1 --width 4"

@@ -17,7 +17,7 @@ from fedsynth import (
     load_synthetic,
     simulate,
 )
-from fedsynth.privacy.formatting import format_epsilon
+from fedsynth.privacy.report.formatting import format_epsilon
 
 Call = Callable[..., Any]
 BRIEF = "--model linear --steps 20 --copies 1"

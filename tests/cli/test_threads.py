@@ -16,7 +16,7 @@ import torch
 
 from fedsynth.cli import app, process
 from fedsynth.cli.process import CpuUse, cpu_quota, fewer_threads
-from fedsynth.federation.simulated_run import Simulation
+from fedsynth.simulation.run import Simulation
 from tests.interrupted import interrupted_in_round
 
 CPUS = 4

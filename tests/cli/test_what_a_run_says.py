@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from fedsynth.cli.settings_options import from_preset, merged
-from fedsynth.federation.spoken import round_line
-from fedsynth.federation.terms.resolve import resolve
+from fedsynth.config.resolve import resolve
+from fedsynth.simulation.stderr_observer import round_line
 
 Call = Callable[..., Any]
 

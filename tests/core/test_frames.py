@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedsynth.core.frames import LONGEST_HEADER, Frame, parse_nonnegative_int
 from fedsynth.core.messages import LENGTH_BYTES
+from fedsynth.deployment.frames import LONGEST_HEADER, Frame, parse_nonnegative_int
 from fedsynth.errors import MessageError
 
 VALUES = st.recursive(

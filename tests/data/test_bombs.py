@@ -18,13 +18,13 @@ from typing import Any
 import pytest
 from PIL import Image, ImageFile
 
+from fedsynth.config.resolve import resolve
 from fedsynth.data import folders
 from fedsynth.data.array_files import read_idx
 from fedsynth.data.folders import read_images
 from fedsynth.data.load import load_dataset
 from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import DataFilesCorruptError, DataFilesMissingError
-from fedsynth.federation.terms.resolve import resolve
 from tests.data.conftest import png
 from tests.fuzz.mutations import at_most as within
 

@@ -11,14 +11,14 @@ import pytest
 import torch
 from PIL import Image
 
+from fedsynth.config.resolve import resolve
 from fedsynth.data.images import ImageData, from_arrays
 from fedsynth.data.load import load_dataset
 from fedsynth.data.partition import partition
 from fedsynth.data.partition_settings import PartitionSettings
 from fedsynth.data.registry import DatasetSpec, dataset_spec
 from fedsynth.errors import DataError, DataFilesCorruptError, PartitionError
-from fedsynth.federation.simulation import simulate
-from fedsynth.federation.terms.resolve import resolve
+from fedsynth.simulation.simulate import simulate
 
 OFFICE, DOMAINNET = dataset_spec("office-caltech-10"), dataset_spec("domainnet-10")
 

@@ -11,7 +11,7 @@ import torch
 from fedsynth.data.fingerprints import record_digests
 from fedsynth.data.images import ImageData
 from fedsynth.data.load import load_dataset
-from fedsynth.federation.terms.run_data import Clients
+from fedsynth.federation.run_data import Clients
 
 KEY = bytes(range(32))
 DEVICES = [

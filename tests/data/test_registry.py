@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
+from fedsynth.config.resolve import resolve
 from fedsynth.data.registry import DATASETS, DatasetSpec, dataset_spec, is_published
 from fedsynth.errors import SettingError, UnknownNameError
-from fedsynth.federation.terms.resolve import resolve
 
 
 def test_the_names_and_the_published_sizes() -> None:

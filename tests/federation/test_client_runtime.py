@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fedsynth.config.resolve import resolve
+from fedsynth.config.settings import RunSettings
 from fedsynth.core.client import PrivateClients
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters
@@ -20,19 +22,17 @@ from fedsynth.data.images import ImageData
 from fedsynth.data.partition_settings import PartitionSettings
 from fedsynth.data.proxy import ProxyImages, noise_images
 from fedsynth.errors import DivergedError
-from fedsynth.federation.exchange.client_group import (
+from fedsynth.federation.client_group import (
     evaluate_together,
     step_alone,
     step_together,
     view,
 )
-from fedsynth.federation.exchange.client_runtime import ClientRuntime, OwnData
-from fedsynth.federation.exchange.protocol import BUDGET, REQUEST, Terms
-from fedsynth.federation.exchange.server import Server
-from fedsynth.federation.terms.context import public_context
-from fedsynth.federation.terms.privacy_plan import PrivacyPlan
-from fedsynth.federation.terms.resolve import resolve
-from fedsynth.federation.terms.settings import RunSettings
+from fedsynth.federation.client_runtime import ClientRuntime, OwnData
+from fedsynth.federation.context import public_context
+from fedsynth.federation.privacy_plan import PrivacyPlan
+from fedsynth.federation.protocol import BUDGET, REQUEST, Terms
+from fedsynth.federation.server import Server
 from fedsynth.methods import METHODS, method_class
 from fedsynth.methods.fedavg import FedAvg
 from fedsynth.methods.fedfm import FedFMLite
@@ -47,7 +47,7 @@ from fedsynth.privacy.plans import FIRST, MAIN, PHASES
 from fedsynth.privacy.settings import PrivacySettings
 from tests.digits import CPU, SPEC, digits
 from tests.families import by_family
-from tests.federation.test_unchanged import case
+from tests.simulation.test_unchanged import case
 
 PARTS = [torch.arange(0, 30), torch.arange(30, 70), torch.arange(70, 90), torch.arange(90, 120)]
 

@@ -24,15 +24,15 @@ from fedsynth.core.messages import Message, ModelParameters
 from fedsynth.core.state import ServerState
 from fedsynth.core.uploads import most_bytes, overlap
 from fedsynth.errors import DivergedError, MessageError
-from fedsynth.federation.exchange.in_process import InProcess
-from fedsynth.federation.exchange.protocol import Replies
-from fedsynth.federation.exchange.rounds import NoQuorum, play_round
-from fedsynth.federation.exchange.server import Server
+from fedsynth.federation.in_process import InProcess
+from fedsynth.federation.protocol import Replies
+from fedsynth.federation.round_loop import NoQuorum, play_round
+from fedsynth.federation.server import Server
 from fedsynth.methods import METHODS
 from fedsynth.methods.fedfm import FeatureSums
 from fedsynth.privacy.plans import FIRST, MAIN
 from tests.families import by_family
-from tests.federation.test_unchanged import CASES, OWN_MODELS, case
+from tests.simulation.test_unchanged import CASES, OWN_MODELS, case
 
 QUICK = ("fedavg", "feddm", "fedaf, first phase", "fedgen", "fednova", "fedstats")
 LIAR = 1
@@ -80,7 +80,7 @@ def exchanges(name: str) -> tuple[Exchanged, ...]:
             return super().check(phase, replies, context)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fedsynth.federation.simulated_run.Server", Watching)
+        patch.setattr("fedsynth.simulation.run.Server", Watching)
         simulate(resolve({key: values for key, values in TINY[name].items() if values}))
     return tuple(one for one in seen if one.context.round == seen[-1].context.round)
 

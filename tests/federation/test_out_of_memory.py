@@ -13,15 +13,15 @@ import torch
 from fedsynth import RunResult, resolve, simulate
 from fedsynth.core.client import ClientGroup, PrivateClients
 from fedsynth.errors import DeviceMemoryError
-from fedsynth.federation.exchange.client_budget import ClientBudget
-from fedsynth.federation.exchange.client_runtime import ClientRuntime
+from fedsynth.federation.client_budget import ClientBudget
+from fedsynth.federation.client_runtime import ClientRuntime
 from fedsynth.federation.observer import Observer
-from fedsynth.federation.outputs.verification import unfinished_report, verify_run
 from fedsynth.methods.feddm import FedDM
 from fedsynth.privacy.errors import UnplannedReleaseError
 from fedsynth.privacy.releases import Release
-from fedsynth.privacy.report import write_report
-from tests.federation.test_unchanged import HERE, differences, fingerprint, ledger_rows
+from fedsynth.privacy.report.build import write_report
+from fedsynth.results.verification import unfinished_report, verify_run
+from tests.simulation.test_unchanged import HERE, differences, fingerprint, ledger_rows
 
 CLIENTS = 5
 Fails = Callable[[ClientGroup], bool]

@@ -14,16 +14,16 @@ import torch
 from torch import Tensor, nn
 
 from fedsynth import simulate
+from fedsynth.config.resolve import resolve
+from fedsynth.config.settings import RunSettings
 from fedsynth.data.registry import dataset_spec
-from fedsynth.federation.exchange import position_leak_check
-from fedsynth.federation.exchange.position_leak_check import check_private_steps
-from fedsynth.federation.exchange.step_trial import LEAST, records_of_step
-from fedsynth.federation.outputs.verification import verify_run
-from fedsynth.federation.terms.context import public_context
-from fedsynth.federation.terms.privacy_plan import PrivacyPlan
-from fedsynth.federation.terms.resolve import resolve
-from fedsynth.federation.terms.settings import RunSettings
+from fedsynth.federation import position_leak_check
+from fedsynth.federation.context import public_context
+from fedsynth.federation.position_leak_check import check_private_steps
+from fedsynth.federation.privacy_plan import PrivacyPlan
+from fedsynth.federation.step_trial import LEAST, records_of_step
 from fedsynth.privacy import dpsgd
+from fedsynth.results.verification import verify_run
 from fedsynth.synthesizer.condensation.loop import NetworkFeatures
 from tests.families import by_family
 from tests.small import small_settings

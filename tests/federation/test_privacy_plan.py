@@ -12,18 +12,15 @@ import numpy as np
 import pytest
 import torch
 
+from fedsynth.config.resolve import resolve
+from fedsynth.config.settings import RunSettings
 from fedsynth.core.client import PrivateClients
 from fedsynth.core.context import RoundContext
 from fedsynth.core.method import Down, Memory, Results
 from fedsynth.data.registry import dataset_spec
-from fedsynth.federation import simulated_run
-from fedsynth.federation.exchange.client_budget import ClientBudget
-from fedsynth.federation.outputs.privacy_words import headline
-from fedsynth.federation.simulation import simulate
-from fedsynth.federation.terms.context import public_context
-from fedsynth.federation.terms.privacy_plan import PrivacyPlan
-from fedsynth.federation.terms.resolve import resolve
-from fedsynth.federation.terms.settings import RunSettings
+from fedsynth.federation.client_budget import ClientBudget
+from fedsynth.federation.context import public_context
+from fedsynth.federation.privacy_plan import PrivacyPlan
 from fedsynth.methods.fedavg import FedAvg
 from fedsynth.methods.fedstats import FedStats
 from fedsynth.privacy.accounting import calibrate_noise_multiplier, epsilon
@@ -33,11 +30,14 @@ from fedsynth.privacy.errors import (
     UnaccountedReleaseError,
     UnplannedReleaseError,
 )
-from fedsynth.privacy.history import History
 from fedsynth.privacy.ledger import Ledger
+from fedsynth.privacy.ledger.history import History
 from fedsynth.privacy.plans import FIRST, MAIN, PrivatePlan, UnaccountedNoise
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import USER, Release
+from fedsynth.results.privacy_summary import headline
+from fedsynth.simulation import run as simulated_run
+from fedsynth.simulation.simulate import simulate
 
 SPEC, CPU = dataset_spec("digits"), torch.device("cpu")
 SPENT = Release(1, "images", "m", "c", 8.0, 1.0, 1.0, "full", 4, 7)

@@ -16,7 +16,7 @@ from fedsynth.core.method import Method
 from fedsynth.core.state import ServerState
 from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import DivergedError
-from fedsynth.federation.exchange.server import Server, check_declared
+from fedsynth.federation.server import Server, check_declared
 from fedsynth.methods import METHODS, method_class
 from fedsynth.methods.fedprox import LossModel
 from fedsynth.privacy.plans import FIRST, MAIN

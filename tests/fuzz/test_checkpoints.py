@@ -12,7 +12,7 @@ import torch
 
 from fedsynth import Scaffold
 from fedsynth.errors import CheckpointError
-from fedsynth.federation.outputs.checkpoint import POINTER, Checkpoint, CheckpointFolder
+from fedsynth.results.checkpoint import POINTER, Checkpoint, CheckpointFolder
 from tests.fuzz.mutations import Faults, altered, altered_json, fuzzed, generator, json_bytes
 from tests.special import SPECIAL, special_file
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from fedsynth import resolve
-from fedsynth.config_file import read_sections, to_toml
-from fedsynth.federation.terms.settings import RunSettings
+from fedsynth.config.settings import RunSettings
+from fedsynth.toml_file import read_sections, to_toml
 from tests.fuzz.mutations import HOSTILE, Faults, altered, fuzzed, generator
 
 TEXTS, VALUES = 200, 400

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from fedsynth import load_dataset, resolve
+from fedsynth.config.settings import RunSettings
 from fedsynth.core.context import RoundContext
-from fedsynth.core.frames import Frame
 from fedsynth.data.images import ImageData
-from fedsynth.federation.exchange.client_runtime import ClientRuntime, OwnData
-from fedsynth.federation.exchange.protocol import Models, agreement
-from fedsynth.federation.exchange.remote_client import RemoteClient
-from fedsynth.federation.terms.context import public_context
-from fedsynth.federation.terms.settings import RunSettings
+from fedsynth.deployment.frames import Frame
+from fedsynth.deployment.remote_client import RemoteClient
+from fedsynth.federation.client_runtime import ClientRuntime, OwnData
+from fedsynth.federation.context import public_context
+from fedsynth.federation.protocol import Models, agreement
 from fedsynth.privacy.ledger import Ledger
 from tests.fuzz.mutations import Faults, altered, altered_json, fuzzed, generator, json_bytes
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fedsynth.privacy.ledger import Ledger, read_ledger
-from fedsynth.privacy.ledger_lines import repair_ledger
+from fedsynth.privacy.ledger.lines import repair_ledger
 from fedsynth.privacy.releases import SAMPLERS, UNITS, Release
 from tests.fuzz.mutations import Faults, altered, altered_json, fuzzed, generator, json_bytes
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fedsynth.core.messages import Packed
-from fedsynth.federation.exchange.protocol import Models
+from fedsynth.federation.protocol import Models
 from fedsynth.methods import METHODS, method_class
 from tests.fuzz.mutations import (
     HOSTILE,

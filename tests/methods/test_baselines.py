@@ -14,10 +14,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fedsynth.config.participation import Participation
+from fedsynth.config.resolve import resolve
 from fedsynth.errors import SettingError
-from fedsynth.federation.simulation import simulate
-from fedsynth.federation.terms.participation import Participation
-from fedsynth.federation.terms.resolve import resolve
 from fedsynth.methods.fedavg import FedAvg
 from fedsynth.methods.fedavgm import FedAvgM
 from fedsynth.methods.fedbn import FedBN
@@ -32,6 +31,7 @@ from fedsynth.methods.shared.local import TrainsLocally
 from fedsynth.methods.solo import Solo
 from fedsynth.privacy.errors import UnaccountedReleaseError
 from fedsynth.seeding import torch_generator
+from fedsynth.simulation.simulate import simulate
 from tests.methods import tiny
 from tests.methods.tiny import FULL, LABELS, PARTS, SIZES, Array, context
 

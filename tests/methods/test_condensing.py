@@ -15,13 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from fedsynth.config.settings import RunSettings
 from fedsynth.core.client import OpenClients, PrivateClients, Segments
 from fedsynth.core.context import RoundContext
 from fedsynth.core.method import Method
 from fedsynth.data.images import ImageData, normalise
 from fedsynth.errors import SettingError
-from fedsynth.federation.simulation import simulate
-from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.methods import METHODS, method_class
 from fedsynth.methods.shared.condensing import Condenses
 from fedsynth.models.registry import ModelSettings
@@ -29,6 +28,7 @@ from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.mechanisms import GaussianSums
 from fedsynth.privacy.plans import authorise
 from fedsynth.privacy.settings import PrivacySettings
+from fedsynth.simulation.simulate import simulate
 from fedsynth.synthesizer.condensation.networks import FeatureMaps
 from tests.digits import HOSTILE, SPEC, charged, context, digits, sent
 

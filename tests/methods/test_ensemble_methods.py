@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from fedsynth.config.resolve import resolve
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import ModelParameters
 from fedsynth.data.images import denormalise, from_arrays
@@ -19,15 +20,14 @@ from fedsynth.data.proxy import ProxyImages
 from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import SettingError, UnknownNameError
 from fedsynth.evaluation.generated import GENERATOR
-from fedsynth.federation.simulation import simulate
-from fedsynth.federation.spoken import round_line
-from fedsynth.federation.terms.resolve import resolve
 from fedsynth.methods.dense import Dense, generated_facts
 from fedsynth.methods.feddf import FedDF
 from fedsynth.methods.fedhydra import FedHydra
 from fedsynth.methods.shared.aggregation import average
 from fedsynth.methods.shared.ensemble import DistilsEnsemble, EnsembleState
 from fedsynth.privacy.errors import ForbiddenLayerError, UnaccountedReleaseError
+from fedsynth.simulation.simulate import simulate
+from fedsynth.simulation.stderr_observer import round_line
 from fedsynth.synthesizer.generation.ensembles import average_of_logits
 from fedsynth.synthesizer.generation.many_teachers import OneShotDistillation
 from tests.digits import SPEC, convnet, digits

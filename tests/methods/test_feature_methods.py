@@ -14,14 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fedsynth.config.resolve import resolve
 from fedsynth.core.client import OpenClients
 from fedsynth.core.context import RoundContext
 from fedsynth.data.images import from_arrays
 from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import SettingError
-from fedsynth.federation.exchange.server import Server
-from fedsynth.federation.simulation import simulate
-from fedsynth.federation.terms.resolve import resolve
+from fedsynth.federation.server import Server
 from fedsynth.methods.fedfa_plus import FedFAPlus, StatisticsUp
 from fedsynth.methods.fedfm import AnchorState, FedFM, FedFMLite, anchor_losses
 from fedsynth.methods.fedgen import (
@@ -40,6 +39,7 @@ from fedsynth.models.small import LeNet5, Linear
 from fedsynth.privacy.dpsgd import cross_entropies
 from fedsynth.privacy.errors import UnaccountedReleaseError
 from fedsynth.seeding import torch_generator
+from fedsynth.simulation.simulate import simulate
 from fedsynth.synthesizer.generation.generators import diversity_loss, make_latent_generator
 from fedsynth.training.feature_statistics import (
     augmented,

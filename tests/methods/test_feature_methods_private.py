@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fedsynth.config.resolve import resolve
 from fedsynth.core.charging import charge_for
 from fedsynth.core.client import OpenClients, PrivateClients
 from fedsynth.core.context import RoundContext
@@ -19,9 +20,7 @@ from fedsynth.core.method import Method
 from fedsynth.data.images import ImageData, from_arrays
 from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import SettingError
-from fedsynth.federation.exchange.server import Server
-from fedsynth.federation.simulation import simulate
-from fedsynth.federation.terms.resolve import resolve
+from fedsynth.federation.server import Server
 from fedsynth.methods.fedfm import CLEAR, AnchorState, FeatureSums, FedFM, FedFMLite
 from fedsynth.methods.fedgen import DECAY, FedGen, ModelAndCounts
 from fedsynth.methods.shared.class_sums import COUNTS, class_sums, sums_plans
@@ -32,6 +31,7 @@ from fedsynth.privacy.mechanisms import GaussianSums
 from fedsynth.privacy.plans import MAIN, PHASES, Allowance, authorise
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.settings import PrivacySettings
+from fedsynth.simulation.simulate import simulate
 from tests.rounds import play
 
 SPEC, CPU = dataset_spec("digits"), torch.device("cpu")

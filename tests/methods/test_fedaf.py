@@ -12,12 +12,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fedsynth.config.resolve import resolve
 from fedsynth.core.client import OpenClients
 from fedsynth.core.context import RoundContext
 from fedsynth.data.images import ImageData, denormalise, normalise
-from fedsynth.federation.exchange.server import Server
-from fedsynth.federation.simulation import simulate
-from fedsynth.federation.terms.resolve import resolve
+from fedsynth.federation.server import Server
 from fedsynth.methods.fedaf import CondensedSet, FedAF, KnowledgeState
 from fedsynth.models.flat import flatten
 from fedsynth.privacy.errors import ForbiddenLayerError
@@ -25,6 +24,7 @@ from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.mechanisms import GaussianSums
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.seeding import torch_generator
+from fedsynth.simulation.simulate import simulate
 from fedsynth.synthesizer.condensation.networks import ResampledNetworks
 from fedsynth.synthesizer.condensation.sets import SyntheticSet
 from tests.digits import CPU, SPEC, charged, convnet, digits, sent

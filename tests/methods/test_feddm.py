@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from fedsynth.config.resolve import resolve
 from fedsynth.core.client import OpenClients, PrivateClients
 from fedsynth.core.context import RoundContext
 from fedsynth.core.method import Memory
@@ -16,9 +17,7 @@ from fedsynth.data.images import normalise
 from fedsynth.data.partition import count_matrix, partition
 from fedsynth.data.partition_settings import PartitionSettings
 from fedsynth.evaluation.volume import condensation_floats
-from fedsynth.federation.exchange.server import Server
-from fedsynth.federation.simulation import simulate
-from fedsynth.federation.terms.resolve import resolve
+from fedsynth.federation.server import Server
 from fedsynth.methods.feddm import FedDM
 from fedsynth.methods.real import Real
 from fedsynth.models.flat import flatten
@@ -27,6 +26,7 @@ from fedsynth.privacy.plans import MAIN, Allowance, UnaccountedNoise
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.seeding import torch_generator
+from fedsynth.simulation.simulate import simulate
 from fedsynth.synthesizer.condensation.sets import SyntheticSet, real_start
 from tests.digits import SPEC, charged, context, digits, sent
 from tests.rounds import play

@@ -33,7 +33,7 @@ from fedsynth.privacy.guard import Guard
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.plans import FIRST, MAIN, PrivatePlan
 from fedsynth.privacy.randomness import SecretGenerator
-from fedsynth.privacy.report_pages import words
+from fedsynth.privacy.report.pages import words
 from tests.digits import SPEC, digits
 from tests.digits import context as some_context
 

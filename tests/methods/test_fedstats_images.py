@@ -24,12 +24,12 @@ from fedsynth.core.context import RoundContext
 from fedsynth.data.images import denormalise
 from fedsynth.errors import OutputError
 from fedsynth.evaluation.accuracy import accuracy
-from fedsynth.federation.outputs.verification import verify_run
 from fedsynth.methods.fedstats import FedStatsState, StatisticSums
 from fedsynth.methods.statistics.class_moments import target_norm
 from fedsynth.models.feature_linear import feature_linear
 from fedsynth.models.registry import build_model
 from fedsynth.privacy.plans import PrivatePlan
+from fedsynth.results.verification import verify_run
 from fedsynth.synthesizer.condensation.student import StudentSettings, train_student
 from tests.digits import SPEC
 from tests.digits import context as some_context

@@ -12,15 +12,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fedsynth.config.resolve import resolve
 from fedsynth.core.charging import charge_for
 from fedsynth.core.client import OpenClients, PrivateClients
 from fedsynth.core.context import RoundContext
 from fedsynth.data.images import ImageData, from_arrays
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import DivergedError
-from fedsynth.federation.exchange.server import Server
-from fedsynth.federation.simulation import simulate
-from fedsynth.federation.terms.resolve import resolve
+from fedsynth.federation.server import Server
 from fedsynth.methods import METHODS, method_class
 from fedsynth.methods.dense import Dense
 from fedsynth.methods.fedavg import FedAvg
@@ -41,6 +40,7 @@ from fedsynth.privacy.guard import Guard
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.settings import PrivacySettings
+from fedsynth.simulation.simulate import simulate
 from fedsynth.training.many_clients import Learner, train_together
 from tests.rounds import play
 

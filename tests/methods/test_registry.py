@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 import fedsynth
+from fedsynth.config.resolve import resolve
 from fedsynth.core.method import Method
-from fedsynth.federation.terms.resolve import resolve
 from fedsynth.lazily import homes
 from fedsynth.methods import CLASSES, METHODS, method_class, name_of
 from fedsynth.methods.shared.local import TrainsLocally

@@ -14,7 +14,7 @@ from fedsynth.core.client import OpenClients
 from fedsynth.core.context import RoundContext
 from fedsynth.data.images import ImageData, from_arrays
 from fedsynth.data.registry import DatasetSpec
-from fedsynth.federation.exchange.server import Server
+from fedsynth.federation.server import Server
 from fedsynth.methods.shared.local import TrainsLocally
 from tests.rounds import play
 

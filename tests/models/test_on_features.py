@@ -20,11 +20,11 @@ from fedsynth.errors import FedsynthError, SettingError, UnknownNameError
 from fedsynth.evaluation.accuracy import correct
 from fedsynth.features import FeatureMap, feature_map, register_features
 from fedsynth.features.registry import Builder
-from fedsynth.federation import simulated_run
 from fedsynth.methods import METHODS, method_class
 from fedsynth.methods.shared.local import TrainsLocally
 from fedsynth.models.on_features import OnFeatures
 from fedsynth.models.registry import build_network
+from fedsynth.simulation import run as simulated_run
 from tests.digits import SPEC, digits
 from tests.families import by_family
 from tests.small import small_settings

@@ -24,7 +24,7 @@ from fedsynth import (
 from fedsynth.errors import SettingError, UnknownNameError
 from fedsynth.models.registry import build_model, has_given_weights, model_names
 from fedsynth.privacy.errors import ForbiddenLayerError
-from fedsynth.privacy.report_pages import render_markdown
+from fedsynth.privacy.report.pages import render_markdown
 from fedsynth.validation import check_embedding
 
 Shape = tuple[int, int, int]

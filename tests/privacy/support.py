@@ -10,7 +10,7 @@ from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.mechanisms import GaussianSums
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import RECORD, Release
-from fedsynth.privacy.report_figures import ReportFacts
+from fedsynth.privacy.report.figures import ReportFacts
 
 
 def release(**values: Any) -> Release:

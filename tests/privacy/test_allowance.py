@@ -21,8 +21,8 @@ from fedsynth.privacy.errors import (
     UnplannedReleaseError,
 )
 from fedsynth.privacy.guard import Guard
-from fedsynth.privacy.history import History
 from fedsynth.privacy.ledger import Ledger
+from fedsynth.privacy.ledger.history import History
 from fedsynth.privacy.mechanisms import GaussianSums
 from fedsynth.privacy.plans import (
     FIRST,

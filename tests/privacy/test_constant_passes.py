@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fedsynth.config.resolve import resolve
 from fedsynth.core.charging import charge_for
 from fedsynth.core.client import PrivateClients
 from fedsynth.core.context import RoundContext
@@ -27,8 +28,6 @@ from fedsynth.data.images import ImageData, from_arrays, normalise
 from fedsynth.data.registry import dataset_spec
 from fedsynth.features.registry import feature_map
 from fedsynth.features.row_products import LANES, row_product, two_sided
-from fedsynth.federation.simulation import simulate
-from fedsynth.federation.terms.resolve import resolve
 from fedsynth.methods import method_class
 from fedsynth.methods.fedavg import FedAvg
 from fedsynth.methods.fedstats import FedStats
@@ -40,6 +39,7 @@ from fedsynth.privacy.dpsgd import example_gradients
 from fedsynth.privacy.passes import padded, pass_length, power_of_two
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.settings import PrivacySettings
+from fedsynth.simulation.simulate import simulate
 from fedsynth.synthesizer.condensation.loop import NetworkFeatures
 from fedsynth.synthesizer.condensation.matchers import per_example_gradients
 from tests.digits import SPEC, convnet, digits

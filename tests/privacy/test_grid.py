@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import norm
 
-from fedsynth.federation.secure_sums.primitives import FixedPoint
+from fedsynth.deployment.secure_aggregation.primitives import FixedPoint
 from fedsynth.privacy.errors import PrivacySettingError
 from fedsynth.privacy.grid import FINE, TAIL, Addends, Grid, grid_of
 from fedsynth.privacy.mechanisms import GaussianSums, on_grid

@@ -20,7 +20,7 @@ from fedsynth.privacy.accounting import epsilon
 from fedsynth.privacy.errors import BudgetExceededError, LedgerError, PrivacySettingError
 from fedsynth.privacy.guard import Guard
 from fedsynth.privacy.ledger import Ledger, read_ledger
-from fedsynth.privacy.ledger_lines import encode, repair_ledger
+from fedsynth.privacy.ledger.lines import encode, repair_ledger
 from fedsynth.privacy.releases import Release
 from tests.privacy.support import release
 
@@ -258,7 +258,7 @@ def test_a_short_write_is_taken_back(path: Path, monkeypatch: pytest.MonkeyPatch
         return Full(os.open(path, os.O_RDWR | os.O_APPEND), "r+")
 
     with monkeypatch.context() as patch:
-        patch.setattr("fedsynth.privacy.ledger.open_regular", opened)
+        patch.setattr("fedsynth.privacy.ledger.ledger.open_regular", opened)
         with pytest.raises(LedgerError, match="only part of the line"):
             ledger.charge(row(2))
     assert path.read_bytes() == whole

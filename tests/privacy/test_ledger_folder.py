@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from fedsynth.privacy.errors import LedgerError, PrivacySettingError
 from fedsynth.privacy.ledger import Ledger
-from fedsynth.privacy.ledger_folder import Digests, LedgerFolder, check_names
+from fedsynth.privacy.ledger.folder import Digests, LedgerFolder, check_names
 from tests.privacy.support import release
 
 ROW = release()

@@ -13,12 +13,12 @@ import pytest
 from fedsynth.privacy.accounting import epsilon
 from fedsynth.privacy.attacks import attack_success, best_guess
 from fedsynth.privacy.errors import PrivacyError, PrivacySettingError
-from fedsynth.privacy.history import History
 from fedsynth.privacy.ledger import Ledger
+from fedsynth.privacy.ledger.history import History
 from fedsynth.privacy.releases import Release
-from fedsynth.privacy.report import build_report, group, write_report
-from fedsynth.privacy.report_figures import Access, ReportFacts, Verdict, schema_problems
-from fedsynth.privacy.report_pages import render_markdown, summary_rows
+from fedsynth.privacy.report.build import build_report, group, write_report
+from fedsynth.privacy.report.figures import Access, ReportFacts, Verdict, schema_problems
+from fedsynth.privacy.report.pages import render_markdown, summary_rows
 from tests.privacy.support import facts, release
 
 DELTA = 1e-5

@@ -13,12 +13,17 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedsynth.privacy.formatting import format_epsilon, format_odds, format_percent, printable
-from fedsynth.privacy.history import History
+from fedsynth.privacy.ledger.history import History
 from fedsynth.privacy.releases import USER, Release
-from fedsynth.privacy.report import build_report
-from fedsynth.privacy.report_figures import Access, Event, RunFacts, Unit, Verdict
-from fedsynth.privacy.report_pages import render_html, render_markdown, summary_rows
+from fedsynth.privacy.report.build import build_report
+from fedsynth.privacy.report.figures import Access, Event, RunFacts, Unit, Verdict
+from fedsynth.privacy.report.formatting import (
+    format_epsilon,
+    format_odds,
+    format_percent,
+    printable,
+)
+from fedsynth.privacy.report.pages import render_html, render_markdown, summary_rows
 from tests.privacy.support import audit, facts, release
 
 ROW = release(mechanism="features", clipped="u", noise_multiplier=9.0, sensitivity=1.0)

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from fedsynth.federation.simulation import simulate
-from fedsynth.federation.terms.resolve import resolve
+from fedsynth.config.resolve import resolve
 from fedsynth.methods.fedaf import FedAF
 from fedsynth.methods.fedprox import FedProx
 from fedsynth.privacy.errors import RequestRefusedError
 from fedsynth.privacy.mechanisms import GaussianSums
 from fedsynth.privacy.requests import check_numbers
+from fedsynth.simulation.simulate import simulate
 
 
 def test_the_norm_is_of_all_tensors_together() -> None:

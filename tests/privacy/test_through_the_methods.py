@@ -15,18 +15,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from fedsynth.config.resolve import resolve
 from fedsynth.core.client import ClientGroup, OpenClients, PrivateClients
 from fedsynth.core.method import Method
 from fedsynth.data.partition import partition
-from fedsynth.federation.exchange.client_budget import ClientBudget
-from fedsynth.federation.simulation import simulate
-from fedsynth.federation.terms.resolve import resolve
+from fedsynth.federation.client_budget import ClientBudget
 from fedsynth.methods.fedavg import FedAvg
 from fedsynth.methods.feddm import FedDM
 from fedsynth.privacy.errors import UnaccountedReleaseError
 from fedsynth.privacy.mechanisms import GaussianSums
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.settings import PrivacySettings
+from fedsynth.simulation.simulate import simulate
 from fedsynth.synthesizer.condensation.loop import NetworkFeatures
 from fedsynth.synthesizer.condensation.matchers import (
     GradientMatcher,

@@ -1,6 +1,6 @@
 """What verification stands on: reading a report that may come from anybody, comparing it with ledger
 files, an audit's bound, and comparing values. Tampering with whole runs is in
-`tests/federation/test_tampering.py`."""
+`tests/results/test_tampering.py`."""
 
 from __future__ import annotations
 
@@ -14,13 +14,18 @@ from typing import Any
 import pytest
 
 from fedsynth.privacy.errors import PrivacyError
-from fedsynth.privacy.history import History
 from fedsynth.privacy.ledger import Ledger
+from fedsynth.privacy.ledger.history import History
 from fedsynth.privacy.releases import Release
-from fedsynth.privacy.report import build_report, write_report
-from fedsynth.privacy.report_figures import schema_problems
-from fedsynth.privacy.report_file import held_rows, read_report, sound_report
-from fedsynth.privacy.verify import differences, page_problems, report_problems, taken_as_stated
+from fedsynth.privacy.report.build import build_report, write_report
+from fedsynth.privacy.report.figures import schema_problems
+from fedsynth.privacy.report.file import held_rows, read_report, sound_report
+from fedsynth.privacy.report.verify import (
+    differences,
+    page_problems,
+    report_problems,
+    taken_as_stated,
+)
 from tests.privacy.support import audit, facts, release
 
 FACTS = facts(epsilon_cap=20.0, provenance={"config": "c0", "numpy": "2.4.6"}, noise_multiplier=5.0)

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from fedsynth import load_preset
+from fedsynth.config.settings import RunSettings
 from fedsynth.errors import UnknownNameError
-from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.reproduction.preset_files import not_covered, preset, preset_names, published
 from fedsynth.reproduction.presets import PresetError, main_cell, preset_sections
 

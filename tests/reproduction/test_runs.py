@@ -15,13 +15,11 @@ from typing import Any
 
 import pytest
 
+from fedsynth.config.resolve import resolve
+from fedsynth.config.settings import RunSettings
 from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import OutputError, SettingError
 from fedsynth.federation.observer import Observer
-from fedsynth.federation.outputs import run_checkpoints
-from fedsynth.federation.outputs.kept_steps import KeptSteps
-from fedsynth.federation.terms.resolve import resolve
-from fedsynth.federation.terms.settings import RunSettings
 from fedsynth.reproduction import rows as rows_module
 from fedsynth.reproduction.preset_files import preset
 from fedsynth.reproduction.rows import Rows, claimed, run_hash, unfinished
@@ -35,6 +33,8 @@ from fedsynth.reproduction.runs import (
     round_fits,
     scaled,
 )
+from fedsynth.results import run_checkpoints
+from fedsynth.results.kept_steps import KeptSteps
 
 SCALE = 0.05
 TABLE = preset("fedprox:synthetic")

@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from fedsynth.config.resolve import resolve
 from fedsynth.core.client import OpenClients
 from fedsynth.errors import SettingError
-from fedsynth.federation.simulation import simulate
-from fedsynth.federation.terms.resolve import resolve
 from fedsynth.models.convnet import ConvNet
+from fedsynth.simulation.simulate import simulate
 from fedsynth.synthesizer.condensation.distributions import MATCHINGS, DistributionMatcher
 from fedsynth.synthesizer.condensation.loop import NetworkFeatures
 from fedsynth.synthesizer.condensation.matchers import ExactMatcher

@@ -13,10 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from fedsynth.config.resolve import resolve
 from fedsynth.core.client import OpenClients, PrivateClients
 from fedsynth.data.images import ImageData
-from fedsynth.federation.simulation import simulate
-from fedsynth.federation.terms.resolve import resolve
 from fedsynth.methods.feddm import FedDM
 from fedsynth.models.flat import flatten
 from fedsynth.privacy.accounting import epsilon
@@ -26,6 +25,7 @@ from fedsynth.privacy.mechanisms import GaussianSums
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import Release
 from fedsynth.privacy.settings import PrivacySettings
+from fedsynth.simulation.simulate import simulate
 from fedsynth.synthesizer.condensation.feature_sums import FeatureSumMatcher
 from fedsynth.synthesizer.condensation.loop import NetworkFeatures
 from fedsynth.synthesizer.condensation.matchers import ExactMatcher

@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from fedsynth.config.resolve import resolve
 from fedsynth.core.client import OpenClients
 from fedsynth.core.context import RoundContext
 from fedsynth.errors import SettingError
-from fedsynth.federation.simulation import simulate
-from fedsynth.federation.terms.resolve import resolve
 from fedsynth.keeping import KeepsNothing
 from fedsynth.methods.feddm import FedDM
+from fedsynth.simulation.simulate import simulate
 from fedsynth.synthesizer.condensation.networks import Perturbations
 from fedsynth.synthesizer.condensation.sets import real_start
 from tests.digits import CPU, context, convnet, digits, sent

@@ -5,7 +5,7 @@ With `aggregation="own"` every client adds all of the noise that is charged, and
 public. With "secure" each adds 1/√H of its standard deviation, where H is a public minimum of
 honest clients that survive a round. The guarantee then holds for parties that see only the sum.
 Over data owners' nodes secure aggregation ensures this
-(`fedsynth.federation.exchange.secure_exchange`); a simulation assumes it. The noise of H clients is
+(`fedsynth.deployment.secure_exchange`); a simulation assumes it. The noise of H clients is
 charged, however many answered. One responding client may be the adversary, which knows its own
 noise: a sum of H clients or fewer is discarded.
 """

@@ -1,0 +1,1 @@
+"""Settings of a run: validation, defaults, TOML files, and checks before a run."""

@@ -1,0 +1,224 @@
+"""Checks that refuse a run before it begins, and an estimate of its minimum duration."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+
+import torch
+
+from fedsynth.config.participation import active_clients
+from fedsynth.config.settings import RunSettings
+from fedsynth.core.context import RoundContext
+from fedsynth.core.messages import privacy_of_fields
+from fedsynth.core.method import Method
+from fedsynth.data.registry import DatasetSpec
+from fedsynth.errors import SettingError, unknown_value
+from fedsynth.models.registry import is_own_model
+from fedsynth.privacy.dpsgd import check_example_gradients
+from fedsynth.privacy.errors import PrivacySettingError, UnaccountedReleaseError
+from fedsynth.privacy.plans import PrivatePlan
+from fedsynth.privacy.settings import PrivacySettings
+from fedsynth.seeding import torch_generator
+
+
+def mechanism_of(method: Method, given: PrivacySettings) -> str:
+    """Returns the requested mechanism, or the method's first one.
+
+    Raises:
+        UnknownNameError: the method has no such mechanism.
+    """
+    mechanism = given.mechanism or method.protects[0]
+    if mechanism not in method.protects:
+        raise unknown_value(
+            "privacy", "mechanism", mechanism, method.protects, f" for {method.name}"
+        )
+    return mechanism
+
+
+def most_records(spec: DatasetSpec, given: PrivacySettings) -> int:
+    """Returns the public bound on the number of records of all clients.
+
+    Raises:
+        PrivacySettingError: it is below the number that the data set declares.
+    """
+    most = spec.train_size if given.max_records is None else given.max_records
+    if most < spec.train_size:
+        reason = f"is below the {spec.train_size} records that the data set declares"
+        raise PrivacySettingError("privacy", "max_records", reason, value=most)
+    return most
+
+
+def refuse_absence(settings: RunSettings) -> None:
+    """Refuses partial participation for a method whose rounds release different things."""
+    method = settings.method
+    if not method.even_rounds and settings.participation < 1:
+        reason = (
+            f"must be 1 with {method.name}: its rounds release different things of every client"
+        )
+        raise SettingError("run", "participation", reason, value=settings.participation)
+
+
+def check_own_noise(plans: Sequence[PrivatePlan]) -> None:
+    """Refuses shared noise over machines for a method without secure sums: the server sees each
+    upload, which has only a share of the noise.
+
+    Raises:
+        PrivacySettingError: states what to set.
+    """
+    shared = [plan for plan in plans if plan.shares > 1]
+    if shared:
+        reason = (
+            "must be own over machines: the sum of this method's uploads is not made under masks, "
+            f"and each would carry the noise of 1 of {shared[0].shares} clients"
+        )
+        raise PrivacySettingError("method", "aggregation", reason, value="secure")
+
+
+def check_method(method: Method) -> None:
+    """Refuses a method with an upload field that is neither released nor public.
+
+    Raises:
+        UnaccountedReleaseError: names the method, the field and the reason.
+    """
+    declared: Mapping[str, tuple[str, str]] = {
+        **privacy_of_fields(method.upload),
+        **(privacy_of_fields(method.first_upload) if method.first_upload else {}),
+    }
+    bad = [
+        f"{name} ({kind})"
+        for name, (kind, _) in declared.items()
+        if kind not in ("released", "public")
+    ]
+    if bad or not method.protects:
+        why = (
+            method.refusal or f"its upload has fields that no mechanism protects: {', '.join(bad)}"
+        )
+        raise UnaccountedReleaseError(f"{method.name} cannot run with differential privacy: {why}")
+
+
+def refuse_noise_of_absent_clients(settings: RunSettings, plans: Sequence[PrivatePlan]) -> None:
+    """Refuses shared noise if every round would lack a part of it because of absent clients."""
+    if settings.participation == 1:
+        return  # a method knows all clients, and determines itself how many it counts on
+    shares = max(plan.shares for plan in plans)
+    there = active_clients(settings.partition.clients, settings.participation)
+    if shares > 1 and shares >= there:
+        reason = (
+            f"lets {there} of {settings.partition.clients} clients take part in a round, and the "
+            f"noise is shared by {shares} others than the one who is attacked: take "
+            f"method.honest of less than {there}, more participation, or each client's own noise"
+        )
+        raise SettingError("run", "participation", reason, value=settings.participation)
+
+
+def check_custom_model(
+    settings: RunSettings, context: RoundContext, plans: Sequence[PrivatePlan]
+) -> None:
+    """Refuses a custom model that DP-SGD cannot train."""
+    if not (settings.method.model_sees_data and is_own_model(settings.model)):
+        return
+    if any(plan.mechanism == "dp-sgd" for plan in plans):
+        generator = torch_generator(0, "images for a custom model")
+        images = torch.rand(2, *context.spec.image_shape, generator=generator).to(context.device)
+        check_example_gradients(context.architecture, images)
+
+
+def refuse_own_proxy(method: Method, spec: DatasetSpec) -> None:
+    """Refuses public images for distillation that are the clients' private images."""
+    if method.public_images() == spec.name:
+        raise UnaccountedReleaseError(
+            f"{method.name} cannot distil on {spec.name} with differential privacy: those are the "
+            "clients' own images; name public ones (method.proxy=noise, or another data set)"
+        )
+
+
+def fewest(method: Method, taking: int, clients: int, *, private: bool) -> int:
+    """Returns the smallest number of clients in a sum: a majority; and with shared noise, H clients
+    besides one that may be the attacker, which knows its own noise.
+
+    Args:
+        method: a method whose server sees only sums.
+        taking: the number of clients in a round.
+        clients: K, the number of all clients.
+        private: the run has differential privacy.
+    """
+    looking = 1 if private and clients > 1 else 0
+    return max(taking // 2 + 1, method.noise_shares(clients) + looking)
+
+
+def check_quorum(settings: RunSettings) -> None:
+    """Refuses a quorum that is too small for a secure sum.
+
+    Raises:
+        SettingError: states what to set.
+    """
+    taking = active_clients(settings.partition.clients, settings.participation)
+    private = settings.privacy is not None
+    least = fewest(settings.method, taking, settings.partition.clients, private=private)
+    if least > taking:
+        reason = f"lets {taking} clients take part in a round, and a sum needs {least}"
+        raise SettingError("run", "participation", reason, value=settings.participation)
+    if math.ceil(settings.quorum * taking - 1e-9) < least:
+        enough = math.ceil(1000 * least / taking) / 1000
+        reason = f"must be at least {enough:g}: a secure sum needs {least} of {taking} clients"
+        raise SettingError("run", "quorum", reason, value=settings.quorum)
+
+
+STEP_SECONDS = 2e-5
+"""Seconds for one optimiser step of the smallest model, replayed on the fastest machine: less than
+a kernel launch and its bookkeeping take on any machine.
+"""
+LONG, LONGEST = 3600.0, 365 * 24 * 3600.0
+"""Durations in seconds from which a run is announced, and from which it is refused."""
+_LENGTHS = ("epochs", "steps", "iterations")
+
+
+def least_steps(settings: RunSettings, spec: DatasetSpec) -> dict[str, int]:
+    """Returns the optimiser steps of one client, or of the server, over all rounds, by the method's
+    setting that determines them.
+
+    A client's epoch is counted as its published share of the data in the method's batches; any
+    other epoch counts as one step.
+    """
+    found: dict[str, int] = {}
+    method = settings.method
+    for name in (f.name for f in fields(method)):
+        value = getattr(method, name)
+        if type(value) is int and name.rpartition("_")[2] in _LENGTHS:
+            found[name] = settings.rounds * value
+    if "local_epochs" in found:
+        if found.get("local_steps"):  # steps replace epochs
+            del found["local_epochs"]
+        else:
+            share = spec.train_size * settings.partition.subset / settings.partition.clients
+            found["local_epochs"] *= max(1, int(share / max(1, getattr(method, "batch", 1))))
+    return found
+
+
+def long_run(settings: RunSettings, spec: DatasetSpec) -> str | None:
+    """Returns a note on the run's minimum duration if that is long, else None.
+
+    Raises:
+        SettingError: it would take more than a year.
+    """
+    steps = least_steps(settings, spec)
+    total = max(settings.rounds, sum(steps.values()))
+    seconds = total * STEP_SECONDS
+    if seconds <= LONG:
+        return None
+    key = max(steps, key=lambda name: steps[name], default="")
+    section = "method" if steps.get(key, 0) > settings.rounds else "run"
+    key = key if section == "method" else "rounds"
+    if seconds > LONGEST:
+        reason = (
+            f"asks, with the other settings, for {total:.3g} steps, which take "
+            f"{seconds / LONGEST:,.1f} years if each takes no more than {1e6 * STEP_SECONDS:.0f} "
+            "µs: no run ends like that"
+        )
+        raise SettingError(section, key, reason)
+    return (
+        f"note: {total:.3g} steps ({section}.{key}): {seconds / 3600:,.1f} hours, if each "
+        f"takes no more than {1e6 * STEP_SECONDS:.0f} µs"
+    )

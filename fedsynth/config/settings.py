@@ -1,0 +1,288 @@
+"""All settings of a run, in one frozen object that converts to TOML and back.
+
+`fedsynth.config.resolve` creates one from the user's values.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+from fedsynth.config.participation import Failures, Participation, active_clients
+from fedsynth.config.report_settings import ReportSettings
+from fedsynth.core.method import Method
+from fedsynth.data.folder_settings import FolderSettings
+from fedsynth.data.partition_settings import PartitionSettings
+from fedsynth.data.registry import DEFAULT_DATASET
+from fedsynth.errors import SettingError
+from fedsynth.features.registry import is_own_features
+from fedsynth.methods import is_own_method, own_source
+from fedsynth.methods.shared.robust import FEWEST, RULES
+from fedsynth.models.registry import ModelSettings, is_own_model, own_model
+from fedsynth.privacy.settings import PrivacySettings, ledger_setting
+from fedsynth.validation import check_choices, check_ranges, field_types
+
+QUORUM = 0.5
+"""The default smallest share of a round's clients whose uploads make a round."""
+MOST_ROUNDS = 10**9  # a year has 3e7 seconds
+MOST_GB = 1_000_000
+MOST_THREADS = 4096
+SECTIONS = ("run", "data", "partition", "model", "method", "privacy", "report")
+
+
+_KINDS: Mapping[str, tuple[type, str]] = {
+    "method": (Method, "FedDM()"),
+    "partition": (PartitionSettings, "PartitionSettings(alpha=0.1)"),
+    "model": (ModelSettings, "ModelSettings(width=64)"),
+    "privacy": (PrivacySettings, "PrivacySettings(epsilon=8.0)"),
+    "report": (ReportSettings, "ReportSettings(responsible='...')"),
+    "folder": (FolderSettings, "FolderSettings('scans')"),
+}
+_MAY_BE_NONE = ("privacy", "folder")
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """One run.
+
+    Args:
+        method: the method by name (`fedsynth methods`), or FILE.py:NAME for a class of your own.
+            In Python, an object with its settings.
+        dataset: name of the data set.
+        data_root: folder of the data sets; default: the environment variable FEDSYNTH_DATA.
+        rounds: number of communication rounds.
+        seed: seed of everything but privacy's noise and masks.
+        device: "auto" (CUDA if there is one), "cpu" or "cuda".
+        precision: "fp32" or "bf16" for the most expensive passes. These are condensation's passes
+            over real images (and what mechanism `gradient` pulls back for each of them), clients'
+            plain training by cross-entropy (but not of dense networks, which train together), a
+            server's training on synthetic images by cross-entropy, and distillation by the server
+            (DENSE, FedDF, FedHydra but for its U) or on generated images (FedKF). Weights, losses
+            and everything else are fp32, DP-SGD's gradients of examples too.
+        compile: compile condensation's passes with torch.compile (long runs gain; not with
+            differential privacy). These are the passes over real images, and what is between the
+            convolutions of those over synthetic ones: up to twice as fast on a CPU, after some
+            seconds of compiling. Only whole passes are compiled, so that shapes never depend on
+            data. Needs a C++ compiler (on a GPU, Triton). Has no effect with batch norm.
+        memory_gb: memory in GiB that a round's steps stay within, by fewer clients sharing a step;
+            default: 4 on a CPU, half of the card's memory on a GPU. The data set is not counted.
+        threads: threads that compute on the CPU; default: torch's own choice, and fewer where the
+            command line finds that other programs use the CPUs. With another number sums are
+            rounded otherwise, so that a run is repeated only with the same one.
+        evaluate_every: rounds between evaluations on the test set; the last round is always
+            evaluated.
+        participation: share C of the clients that takes part in a round, drawn from the seed.
+        sampling: how these clients are drawn: "uniform", or in proportion to their "size" n_k
+            (FedProx; not with differential privacy).
+        client_failures: probability with which each client of a round fails, drawn from the seed.
+            It crashes before its step, hangs in it, or answers too late
+            (`fedsynth.config.participation`).
+        quorum: smallest share of a round's clients whose uploads make a round. With fewer, the
+            server keeps its state and the round's row says so; one upload is needed in any case.
+        robust: aggregation that a few malicious clients cannot move far: none, median, trimmed
+            (mean) or clip. "median" and "trimmed" are of each coordinate, "clip" is of the norms of
+            updates. All clients then have the same weight, whatever n_k. For methods that average
+            models; of the others the error says why not.
+        robust_share: β of "trimmed": the share of a coordinate's values that is left out at each
+            end, at least the share of malicious clients.
+        partition: which client has which examples.
+        model: the architecture; also a module, or a class or function that makes one
+            (`register_model` says what it must be).
+        privacy: differential privacy; None: none.
+        report: who answers for the run, for the first page of its privacy report.
+        ledger: without privacy, the folder of the clients' kept ledgers, which then say that no
+            later run on the same data can have an ε. With privacy the folder is named there.
+        folder: your own images, in place of a named data set; `dataset` is then their name. With
+            `PartitionSettings("given")` each site's folder is a client.
+
+    >>> from fedsynth import FedProx
+    >>> settings = RunSettings(FedProx(mu=0.1), rounds=5, participation=0.3)
+    >>> settings.to_mapping()["run"]["method"], settings.method.lr, settings.partition.clients
+    ('fedprox', 0.01, 10)
+    >>> from fedsynth import resolve
+    >>> resolve(settings.to_mapping()) == settings
+    True
+    """
+
+    section: ClassVar[str] = "run"  # of a config file; data set, partition, … have their own
+
+    method: Method
+    dataset: str = DEFAULT_DATASET
+    data_root: Path | None = None
+    rounds: int = 20
+    seed: int = 0
+    device: str = "auto"
+    precision: str = "fp32"
+    compile: bool = False
+    memory_gb: float | None = None
+    threads: int | None = None
+    evaluate_every: int = 1
+    participation: float = 1.0
+    sampling: str = "uniform"
+    client_failures: float = 0.0
+    quorum: float = QUORUM
+    robust: str = "none"
+    robust_share: float = 0.2
+    partition: PartitionSettings = field(default_factory=PartitionSettings)
+    model: ModelSettings = field(default_factory=ModelSettings)
+    privacy: PrivacySettings | None = None
+    report: ReportSettings = field(default_factory=ReportSettings)
+    ledger: Path | None = None
+    folder: FolderSettings | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, ModelSettings) and callable(self.model):
+            object.__setattr__(self, "model", own_model(self.model))
+        if self.ledger is not None:
+            if self.privacy is not None:
+                reason = "is that of a run without privacy; with privacy it is privacy.ledger"
+                raise SettingError(None, "RunSettings.ledger", reason)
+            object.__setattr__(self, "ledger", kept_ledger(self.ledger))
+        for name, (kind, example) in _KINDS.items():
+            value = getattr(self, name)
+            if not (isinstance(value, kind) or (name in _MAY_BE_NONE and value is None)):
+                raise SettingError(
+                    None, name, f"must be an object such as {example}, got {value!r}"
+                )
+        check_ranges(self, rounds=(1, MOST_ROUNDS), evaluate_every=(1, math.inf))
+        check_ranges(self, seed=(0, math.inf))
+        if self.threads is not None:
+            check_ranges(self, threads=(1, MOST_THREADS))
+        check_ranges(self, client_failures=(0, 1), quorum=(0, 1))
+        check_choices(self, sampling=("uniform", "size"), precision=("fp32", "bf16"), robust=RULES)
+        for section, key, reason in self._contradictions():
+            raise SettingError(section, key, reason)
+
+    def _contradictions(self) -> Iterator[tuple[str, str, str]]:
+        """Yields section, key and reason for settings that are out of range or exclude
+        each other.
+        """
+        if self.memory_gb is not None and not 0 < self.memory_gb <= MOST_GB:
+            reason = f"must be above 0 and at most {MOST_GB:,}, got {self.memory_gb}"
+            yield "run", "memory_gb", reason
+        if not 0 < self.participation <= 1:
+            yield "run", "participation", f"must be in (0, 1], got {self.participation}"
+        if not 0 <= self.robust_share < 0.5:
+            yield "run", "robust_share", f"must be in [0, 0.5), got {self.robust_share}"
+        if self.sampling == "size" and self.privacy is not None:
+            reason = "sampling by size shows how many examples a client has"
+            yield "run", "sampling", f"must be uniform with differential privacy: {reason}"
+        if self.sampling == "size" and self.participation == 1:
+            reason = "by size draws some of the clients: it needs run.participation below 1"
+            yield "run", "sampling", reason
+        method = self.method
+        if self.robust != "none":
+            if method.robust_refusal:
+                yield "run", "robust", f"must be none with {method.name}: {method.robust_refusal}"
+            active = active_clients(self.partition.clients, self.participation)
+            if active < FEWEST:
+                reason = f"needs at least {FEWEST} clients in a round, got {active}"
+                yield "run", "robust", f"{reason}: of two nobody can say which one lies"
+        if self.model.features and method.features_refusal:
+            reason = f"must be left out with {method.name}: {method.features_refusal}"
+            yield "model", "features", reason
+        if self.model.client_names and not method.heterogeneous:
+            reason = f"must be left out: {method.name} needs one architecture for all"
+            yield "model", "clients", reason
+        if self.model.client_names and self.rounds > 1:
+            reason = "clients of their own architectures cannot start from the server's model"
+            yield "model", "clients", f"needs one round (run.rounds=1): {reason}"
+
+    @property
+    def resolved_partition(self) -> PartitionSettings:
+        """The partition, with the run's seed if it has none."""
+        seed = self.seed if self.partition.seed is None else self.partition.seed
+        return dataclasses.replace(self.partition, seed=seed)
+
+    @property
+    def failures(self) -> Failures:
+        """The schedule of client failures."""
+        return Failures(self.seed, self.client_failures)
+
+    def schedule(self, sizes: tuple[int, ...] | None = None) -> Participation:
+        """Returns the schedule of the clients that take part in each round.
+
+        Args:
+            sizes: n_k of all clients, if known; used only if clients are drawn by size.
+        """
+        by_size = sizes if self.sampling == "size" else None
+        return Participation(self.seed, self.partition.clients, self.participation, by_size)
+
+    @property
+    def feature_names(self) -> tuple[str, ...]:
+        """The names of the feature maps that the model and the method use."""
+        named = (self.model.features, getattr(self.method, "features", ""))
+        return tuple(name for name in named if isinstance(name, str) and name)
+
+    @property
+    def own_code(self) -> tuple[str, ...]:
+        """Custom code that computes with clients' examples, in words."""
+        found = []
+        if is_own_method(self.method):
+            found.append(f"the method {self.method.name}")
+        if self.method.model_sees_data and is_own_model(self.model):
+            found.append(f"the model {self.model.name}")
+        maps = (name for name in self.feature_names if is_own_features(name))
+        return *found, *(f"the feature map {name}" for name in maps)
+
+    def to_mapping(self) -> dict[str, dict[str, Any]]:
+        """Returns sections of plain values, without those that are None; `resolve` converts them
+        back to the same settings.
+        """
+        source = own_source(self.method.name)
+        privacy = {"ledger": self.ledger}
+        if self.privacy is not None:
+            privacy = dataclasses.asdict(self.privacy)
+        sections: dict[str, dict[str, Any]] = {
+            "run": {
+                "method": self.method.name,
+                **{name: getattr(self, name) for name in RUN_KINDS},
+                "method_source": None if source is None else source.label,
+            },
+            "data": {
+                "dataset": self.dataset,
+                "data_root": self.data_root,
+                **({} if self.folder is None else _given(self.folder)),
+            },
+            "partition": dataclasses.asdict(self.partition),
+            "model": dataclasses.asdict(self.model),
+            "method": self.method.to_dict(),
+            "privacy": privacy,
+            "report": self.report.to_mapping(),
+        }
+        plain = {
+            name: {k: _plain(v) for k, v in values.items() if v is not None}
+            for name, values in sections.items()
+        }
+        return {name: values for name, values in plain.items() if values}
+
+
+def kept_ledger(given: Path | str) -> Path | None:
+    """Returns the folder in which a run without privacy keeps ledgers; None: the user states that
+    there is none.
+
+    Raises:
+        PrivacySettingError: as in `fedsynth.privacy.settings.ledger_setting`.
+    """
+    folder = ledger_setting(given)
+    return folder if isinstance(folder, Path) else None
+
+
+def _given(folder: FolderSettings) -> dict[str, Any]:
+    """Returns the settings of a folder that are set."""
+    return {name: value for name, value in dataclasses.asdict(folder).items() if value}
+
+
+_OTHER_SECTIONS = (*_KINDS, "dataset", "data_root", "ledger")
+RUN_KINDS: Mapping[str, type] = {
+    name: kind for name, kind in field_types(RunSettings).items() if name not in _OTHER_SECTIONS
+}
+"""The fields of `RunSettings` in the section "run", with their types."""
+
+
+def _plain(value: Any) -> Any:
+    return str(value) if isinstance(value, Path) else value

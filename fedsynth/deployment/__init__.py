@@ -1,0 +1,1 @@
+"""Federations over machines: nodes, policies, frames, secure aggregation and Flower."""

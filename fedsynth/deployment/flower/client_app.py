@@ -1,0 +1,65 @@
+"""The ClientApp: for Flower's own simulation, and for SuperNodes that run the app they receive.
+
+Each message may start a fresh process, so no state stays in this one: a client's state is
+in the files of its home (`fedsynth.deployment.session`), and not in Flower's context, which
+goes through the SuperNode with each message, and is lost with it.
+
+A data owner whose ledger must hold whatever a server sends starts `fedsynth client` instead
+(`fedsynth.deployment.flower.executor`), which never runs a received app.
+
+The node's configuration (`--node-config`) may contain the following; in a simulation Flower itself
+sets the first:
+
+    partition-id    the client's index
+    home            the folder of its ledgers
+    data            a folder of its images by class; default: its part of the data set
+    policy          the file of its policy; default: everything is approved (trials)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from flwr.app import Context, Message
+from flwr.clientapp import ClientApp
+
+from fedsynth.deployment.flower.records import from_record, reply
+from fedsynth.deployment.node import Node
+from fedsynth.deployment.policy import ANY, Owner, Policy
+from fedsynth.deployment.record_source import ClassFolders, PartOf, Source
+from fedsynth.errors import MessageError
+
+app = ClientApp()
+
+
+@app.query()  # type: ignore[untyped-decorator]  # Flower is not type-checked
+def answer(message: Message, context: Context) -> Message:
+    """Returns the answer to a server's message."""
+    run, sent = from_record(message.content)
+    node = node_of(context.node_config, str(context.run_config.get("home", "")))
+    return reply(run, node.answer(run, sent), message)
+
+
+def node_of(given: Mapping[str, Any], homes: str = "") -> Node:
+    """Returns the node of a configuration.
+
+    Args:
+        given: as in this module's docstring.
+        homes: for trials, the folder in which each client has its home, if `given` has none.
+
+    Raises:
+        MessageError: an owner's data or policy without a home: a server, which sets `homes`, would
+            choose the ledger.
+    """
+    if "home" not in given and {"data", "policy"} & set(given):
+        raise MessageError("a node with data or a policy of its own needs a home of its own")
+    number = int(given["partition-id"])
+    beside = Path(homes or "homes") / f"client-{number:03d}"
+    home = Path(str(given["home"])) if "home" in given else beside
+    source: Source = ClassFolders(Path(str(given["data"]))) if "data" in given else PartOf()
+    owner = Owner(approved=frozenset({ANY}))
+    if "policy" in given:
+        owner = Owner(Policy.read(Path(str(given["policy"]))))
+    return Node(number, home, source, owner)

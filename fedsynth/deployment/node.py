@@ -1,0 +1,354 @@
+"""A data owner's node: it answers a server's messages under its owner's policy and its own ledger.
+
+A server proposes a run when it asks the client to join. The node shows its owner the planned
+releases and their cost, and joins if the owner allows it. From then on the client uses the proposed
+settings, whatever the server sends later, and charges its ledger before each release. Only public
+parameters, released values, and the ledger's rows leave the node.
+"""
+
+from __future__ import annotations
+
+import fcntl
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from fedsynth.config.checks import check_own_noise
+from fedsynth.core.context import Silent
+from fedsynth.data.images import ImageData
+from fedsynth.deployment.frames import Frame, parse_nonnegative_int
+from fedsynth.deployment.messages import pack, unpack
+from fedsynth.deployment.owner_report import request_words, write_owner_report
+from fedsynth.deployment.policy import ANY, Owner
+from fedsynth.deployment.proposal import Proposal
+from fedsynth.deployment.record_source import Source
+from fedsynth.deployment.secure_aggregation.client import Identities
+from fedsynth.deployment.secure_aggregation.primitives import require_cryptography
+from fedsynth.deployment.session import Session, answered, kept_proposal
+from fedsynth.errors import FedsynthError, MessageError, SettingError
+from fedsynth.federation.context import public_context, resolve_device
+from fedsynth.federation.position_leak_check import check_private_steps
+from fedsynth.federation.privacy_plan import PrivacyPlan
+from fedsynth.federation.protocol import REQUEST, agreement
+from fedsynth.federation.run_data import Clients
+from fedsynth.privacy.errors import PrivacyError
+from fedsynth.privacy.files import open_regular
+from fedsynth.privacy.ledger import Ledger
+from fedsynth.privacy.ledger.folder import LedgerFolder
+from fedsynth.privacy.randomness import SecretGenerator
+
+RUNS = "runs"
+LOCK = ".answering"
+CANNOT = "this client cannot take part; its owner is told why"
+"""The only text that a server receives about errors in an owner's files."""
+
+
+class OwnRecordsError(FedsynthError):
+    """The owner's records, or their ledger, cannot be used for a run."""
+
+
+@dataclass
+class Node:
+    """A data owner's node.
+
+    Args:
+        number: the client's index in the federation, from 0.
+        home: the owner's folder of ledgers, shared by all runs; it also holds the node's runs.
+        source: the source of its records.
+        owner: decides on proposals.
+        name: the client's name in its ledger and reports; "": derived from its index.
+        device: as in a run's settings.
+        say: receives messages for the owner.
+        secret: makes the generator of a run's noise, for the owner's own tests: a report over
+            repeatable noise states "not private". Nothing that a server sends, no setting
+            and no environment variable sets it. None: each run has a fresh key.
+        identities: of all clients by index, exchanged without the server, for secure sums;
+            None: the server is trusted to relay keys unchanged.
+        ended: the number of runs that have ended.
+
+    Attributes:
+        refused: the reason why a run's server rejected this client; "": none has.
+
+    Raises:
+        LedgerError: a ledger that existed is gone.
+    """
+
+    number: int
+    home: Path
+    source: Source
+    owner: Owner
+    name: str = ""
+    device: str = "auto"
+    say: Callable[[str], None] = print
+    secret: Callable[[], SecretGenerator] | None = None
+    identities: Identities | None = None
+    ended: int = 0
+    refused: str = field(default="", init=False)
+    _sessions: dict[str, Session] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.name = self.name or f"client-{self.number:03d}"
+        if self.home.is_dir():
+            LedgerFolder(self.home).check_whole()
+
+    def answer(self, run: str, sent: bytes) -> bytes:
+        """Returns the answers to a message's frames; errors are returned as answers, too.
+
+        Args:
+            run: the run that the message claims to belong to.
+            sent: the frames.
+        """
+        try:
+            frames = unpack(sent)
+        except MessageError as error:
+            return pack([self._named(_error(str(error)), None)])
+        answers: list[bytes] = []
+        for frame in frames:
+            with self._alone():
+                answer = self._one(run, frame)
+            answers.append(answer)
+            if Frame.from_bytes(answer).kind != "answer":
+                break
+        return pack(answers)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Locks the owner's folder, so that one process at a time answers and sees the state that
+        the last one left: a question that may be answered once is answered once by all of them
+        together.
+        """
+        if not self.home.is_dir():  # nothing is created before the owner has joined a run
+            yield
+            return
+        with open_regular(self.home / LOCK, writing=True, create=True) as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    def _one(self, run: str, sent: bytes) -> bytes:
+        number: int | None = None
+        try:
+            frame = Frame.from_bytes(sent)
+            asked = frame.facts.get("number")
+            number = asked if type(asked) is int else None
+            if frame.kind == "join":
+                return self._join(run, frame, sent)
+            session = self._session(run)
+            if frame.kind == "end":
+                return self._named(self._end(session, frame), number)
+            if frame.kind == "refused":
+                self.refused = f"{frame.facts.get('reason')!s:.500}"
+                return self._named(Frame("answer", {}), number)
+            if frame.kind == "start" and session.told(frame.facts):
+                return self._named(Frame("answer", {}), number)  # the answer to it was lost
+            if frame.kind == "start":
+                session.check_terms(frame.facts)
+            again = session.again(frame)
+            if again is not None:
+                session.keep()
+                return self._named(again, number)
+            return session.answer(frame, sent)
+        except Exception as error:
+            self.say(f"run {run:.16}: {error}")
+            # Text from an owner's file, folder or ledger stays here, and so does the type of the
+            # error: a server could otherwise probe classes and sizes until it knew the owner's
+            # images.
+            told = str(error) if type(error) is MessageError else CANNOT
+            return self._named(_error(told), number)
+
+    def _named(self, answer: Frame, number: int | None) -> bytes:
+        facts = {**answer.facts, "client": self.number, "number": number}
+        return replace(answer, facts=facts).to_bytes()
+
+    def _join(self, run: str, frame: Frame, sent: bytes) -> bytes:
+        """Joins a run if the owner allows it, for the first time or after its server was
+        restarted.
+        """
+        number = parse_nonnegative_int(frame.facts.get("number"), "request's number")
+        proposal = Proposal.from_json(frame.facts.get("proposal"))
+        if proposal.run != run:
+            raise MessageError(f"the proposal is of run {proposal.run}, the message of {run:.16}")
+        if self.number >= proposal.settings.partition.clients:
+            raise MessageError(
+                f"the run has {proposal.settings.partition.clients} clients, and this one is "
+                f"number {self.number}"
+            )
+        kept = kept_proposal(self._folder(run))
+        if kept is not None and kept.agreement != proposal.agreement:
+            raise MessageError("the run was agreed on with other settings")
+        identified = self.identities is not None
+        objections = [
+            *_unexecuted(proposal),
+            *self.owner.objections(proposal, identified=identified),
+        ]
+        policy = self.owner.policy
+        said = policy is not None and policy.says_images
+        objections += self.source.objections(proposal, said)
+        objections += self._used_up(proposal)
+        warnings = []
+        if kept is None and not objections:
+            try:
+                warnings = self._tried(proposal)
+            except SettingError as error:  # of public settings and code, so the server may know
+                objections.append(str(error))
+        if kept is None or objections:
+            self._show(proposal, objections)
+        if objections:
+            told = f"declines: {'; '.join(objections)}"
+            return self._named(Frame("refusal", {"reason": told, "kind": REQUEST}), number)
+        session = self._new(proposal)
+        if kept is None:
+            session.warnings = warnings
+            for line in warnings:
+                self.say(f"  warning: {line}")
+        session.begin(parse_nonnegative_int(frame.facts.get("after", 0), "round"))
+        asked = Frame("join", {"agreement": agreement(proposal.settings), "number": number})
+        answer = session.remote.answer(asked.to_bytes())
+        session.keep()
+        self._sessions[run] = session
+        return answer
+
+    def _tried(self, proposal: Proposal) -> list[str]:
+        """Returns the warnings of a trial of the client's step on public images, on its device.
+
+        Raises:
+            SettingError: user code whose result for an example depends on more than that example.
+        """
+        run = proposal.settings
+        context = public_context(run, proposal.spec, resolve_device(self.device))
+        return check_private_steps(run, context, self.number)
+
+    def _used_up(self, proposal: Proposal) -> list[str]:
+        """Returns an objection if a manual approval was already used: it is valid for one run
+        unless an ε bounds their number.
+        """
+        privacy = proposal.settings.privacy
+        if privacy is None and not proposal.settings.method.sums_alone:
+            return []
+        if privacy is not None and (privacy.epsilon is not None or self.owner.cap is not None):
+            return []
+        if proposal.agreement not in self.owner.approved or ANY in self.owner.approved:
+            return []
+        for folder in sorted((self.home / RUNS).glob("*")):
+            kept = kept_proposal(folder) if folder.name != proposal.run else None
+            if kept is not None and kept.agreement == proposal.agreement and answered(folder):
+                return [f"its approval was for run {folder.name}, and no ε bounds more of them"]
+        return []
+
+    def _show(self, proposal: Proposal, objections: list[str]) -> None:
+        """Shows the owner the proposal and the decision before the client joins."""
+        held = self._ledgers_rows()
+        lines = request_words(proposal, self.number, held)
+        decision = f"declined: {'; '.join(objections)}" if objections else "joins"
+        self.say("\n".join([*lines, f"  {decision}"]))
+
+    def _ledgers_rows(self) -> Ledger | None:
+        """Returns the current ledger, or None if there is none; creates nothing."""
+        if not self.home.is_dir():
+            return None
+        return LedgerFolder(self.home).ledgers().get(self.name)
+
+    def _folder(self, run: str) -> Path:
+        return self.home / RUNS / run
+
+    def _session(self, run: str) -> Session:
+        """Returns the run's session, from this process or restored from another one's files.
+
+        Raises:
+            MessageError: the client has not joined it.
+        """
+        if run in self._sessions and self._sessions[run].current:
+            return self._sessions[run]
+        known = {path.name for path in (self.home / RUNS).glob("*")}
+        proposal = kept_proposal(self._folder(run)) if run in known else None
+        if proposal is None:
+            raise MessageError("this client has not joined the run")
+        session = self._new(proposal)
+        session.resume()
+        self._sessions[run] = session
+        return session
+
+    def _new(self, proposal: Proposal) -> Session:
+        """Reads the owner's records for a run.
+
+        Raises:
+            OwnRecordsError: any error in them; only the owner sees the cause.
+        """
+        try:
+            return self._opened(proposal)
+        except Exception as error:
+            raise OwnRecordsError(f"its records: {error}") from None
+
+    def _opened(self, proposal: Proposal) -> Session:
+        data = self.source.read(proposal, self.number)
+        return Session(
+            self._folder(proposal.run),
+            proposal,
+            self.number,
+            data,
+            self._ledger(proposal, data),
+            self.owner.cap,
+            self.device,
+            None if self.secret is None else self.secret(),
+            Teller(self.say),
+            self.identities,
+        )
+
+    def _ledger(self, proposal: Proposal, data: ImageData) -> Ledger:
+        """Opens the persistent ledger of these records.
+
+        Raises:
+            LedgerError: it is for other records.
+        """
+        own = Clients(data, [np.arange(len(data))], (self.name,))
+        folder = LedgerFolder(self.home)
+        return folder.open((self.name,), own.digests, self.source.identifier(proposal))[0]
+
+    def _end(self, session: Session, frame: Frame) -> Frame:
+        """Ends the run and writes its owner's report."""
+        rounds = parse_nonnegative_int(frame.facts.get("rounds"), "number of rounds")
+        folder = session.folder
+        written = write_owner_report(session, rounds, folder)
+        self.say(f"run {folder.name} has ended after {rounds} rounds: {written}")
+        del self._sessions[folder.name]
+        self.ended += 1
+        return Frame("answer", {})
+
+
+def _unexecuted(proposal: Proposal) -> list[str]:
+    """Returns why no client can take part, whatever the owner allows; uses only public values."""
+    run = proposal.settings
+    try:
+        if run.method.sums_alone:
+            require_cryptography()
+        if run.privacy is None:
+            return []
+        context = public_context(run, proposal.spec, torch.device("cpu"))
+        plan = PrivacyPlan.checked(run, context)
+        if not run.method.sums_alone:
+            check_own_noise(plan.plans)
+    except (FedsynthError, PrivacyError) as error:
+        return [str(error)]
+    return []
+
+
+class Teller(Silent):
+    """Reports errors in a step to the owner.
+
+    Args:
+        say: receives the lines.
+    """
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+
+    def note(self, text: str) -> None:
+        """Passes a line to the owner."""
+        self._say(text)
+
+
+def _error(text: str) -> Frame:
+    return Frame("error", {"text": text})

@@ -1,0 +1,135 @@
+"""Texts for a data owner: before its client joins a run, the planned releases and their cost; after
+the run, a privacy report over its own ledger, with the files that `fedsynth privacy verify` needs.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from fedsynth.core.messages import privacy_of_fields
+from fedsynth.deployment.proposal import Proposal
+from fedsynth.errors import FedsynthError
+from fedsynth.federation.context import public_context
+from fedsynth.federation.privacy_plan import PrivacyPlan
+from fedsynth.federation.run_data import NO_TEST
+from fedsynth.privacy.errors import PrivacyError
+from fedsynth.privacy.ledger import Ledger, read_ledger
+from fedsynth.privacy.ledger.history import History
+from fedsynth.privacy.report.build import build_report, write_report
+from fedsynth.privacy.report.figures import Began
+from fedsynth.privacy.report.formatting import format_epsilon
+from fedsynth.results import privacy_summary
+from fedsynth.results.checkpoint import write_whole
+from fedsynth.results.privacy_summary import headline, how_many
+from fedsynth.results.report_facts import owner_facts
+from fedsynth.results.run_folder import PRIVATE_START
+from fedsynth.results.verification import OWNER
+from fedsynth.toml_file import to_toml
+
+if TYPE_CHECKING:
+    from fedsynth.deployment.session import Session
+
+
+def request_words(proposal: Proposal, number: int, ledger: Ledger | None) -> list[str]:
+    """Returns the lines that describe a proposal to the owner.
+
+    Args:
+        proposal: the server's.
+        number: the client's index.
+        ledger: the current one; None: there is none yet.
+    """
+    run = proposal.settings
+    method = run.method
+    lines = [
+        f"run {proposal.run} asks client {number} of {run.partition.clients}: {method.name}, "
+        f"{how_many(run.rounds, 'round')}, data set {proposal.spec.name}, model {run.model.name}",
+        f"  agreement {proposal.agreement}, by which its owner may approve exactly these settings",
+    ]
+    uploads = (
+        [method.upload] if method.first_upload is None else [method.first_upload, method.upload]
+    )
+    for upload in uploads:
+        declared = privacy_of_fields(upload)
+        named = ", ".join(
+            name if run.privacy is None else f"{name} ({kind})"
+            for name, (kind, _) in declared.items()
+        )
+        how = ", masked, for sums of which the server sees no part" if method.sums_alone else ""
+        lines.append(f"  it sends in each round{how}: {named}")
+    return lines + _cost(proposal, ledger)
+
+
+def _cost(proposal: Proposal, ledger: Ledger | None) -> list[str]:
+    """Returns the cost by the client's own ledger; the server sends σ when all have joined."""
+    run = proposal.settings
+    if run.privacy is None:
+        return [
+            "  no differential privacy: what it sends is not protected, and no later run on these "
+            "records can have an ε"
+        ]
+    held = ledger.releases if ledger is not None else ()
+    own = History("this client", held)
+    try:
+        context = public_context(run, proposal.spec, torch.device("cpu"))
+        plan = PrivacyPlan.make(run, context, [own] * run.partition.clients)
+        return [f"  {line}" for line in headline(plan, simulated=False)]
+    except (FedsynthError, PrivacyError) as error:
+        return [f"  it cannot take part: {error}"]
+
+
+def write_owner_report(session: Session, rounds: int, folder: Path) -> str:
+    """Writes the report, if the run was private.
+
+    Args:
+        session: the client's.
+        rounds: the completed rounds, as the server states them; charges are from the ledger.
+        folder: receives the report.
+
+    Returns:
+        A summary for the owner.
+
+    Raises:
+        PrivacyError: the ledger cannot be read.
+        OSError: the report cannot be written.
+    """
+    runtime = session.remote.runtime
+    budget = runtime.budget
+    if budget is None:
+        return "it was without differential privacy, which the ledger says"
+    plan = budget.plan
+    held = _as_it_was(session.history, budget.ledger.path)
+    began = Began.today(folder.name)
+    start = privacy_summary.start(plan, (held,), NO_TEST, began, session.warnings, simulated=False)
+    write_whole(folder / "config.toml", to_toml(plan.run.to_mapping()).encode())
+    write_whole(folder / PRIVATE_START, json.dumps(start.to_json(), indent=1).encode())
+    about = {"client": runtime.number, "rounds": rounds}
+    write_whole(folder / OWNER, json.dumps(about).encode())
+    now = budget.history()
+    facts, before = owner_facts(
+        plan,
+        runtime.number,
+        held,
+        rounds,
+        secret=budget.secret.is_secret,
+        began=began,
+        warnings=session.warnings,
+    )
+    write_report(build_report(facts, [now], before), folder)
+    if not plan.guaranteed([now]):
+        return f"no ε can be stated; the report is in {folder}"
+    return (
+        f"this client's ledger stands at ε = {format_epsilon(plan.epsilon([now]))} at "
+        f"δ = {plan.privacy.delta:g}; the report is in {folder}"
+    )
+
+
+def _as_it_was(history: History, ledger: Path | None) -> History:
+    """Returns the ledger as it was when the client joined, with its chain hash at that time."""
+    if ledger is None:
+        return history
+    chain = read_ledger(ledger).chains[len(history.releases)]
+    return History(history.client, history.releases, chain)

@@ -1,0 +1,126 @@
+"""A data owner's records: a folder of images by class, or, for trials, a part of a data set."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from fedsynth.data.declaration import Declaration, read_declaration
+from fedsynth.data.images import ImageData
+from fedsynth.data.load import load_dataset
+from fedsynth.data.load_folder import read_as, read_records
+from fedsynth.data.own_files import DECLARATION
+from fedsynth.data.partition import partition
+from fedsynth.data.partition_settings import GIVEN
+from fedsynth.data.registry import DatasetSpec
+from fedsynth.deployment.proposal import Proposal
+from fedsynth.errors import DataError
+from fedsynth.federation.run_data import data_set_id
+from fedsynth.privacy.releases import USER
+
+
+class Source(Protocol):
+    """The source of a node's records."""
+
+    def read(self, proposal: Proposal, number: int) -> ImageData:
+        """Returns the records of the client with this index, in a run.
+
+        Raises:
+            DataError: they do not exist, or do not fit the run's specification.
+        """
+
+    def objections(self, proposal: Proposal, said: bool) -> list[str]:
+        """Returns why these records may not be read for a run, whatever they are; empty: they may.
+
+        Args:
+            proposal: the server's.
+            said: whether the owner's policy states which images fit.
+        """
+
+    def identifier(self, proposal: Proposal) -> str:
+        """Returns the name of the records for their ledger, the same in all runs on them."""
+
+
+@dataclass(frozen=True)
+class ClassFolders:
+    """An owner's images, in the layout of `fedsynth.load_folder` (CLASS/files, or a manifest, whose
+    sites are ignored here), at the run's size. Classes that the owner does not have may be missing.
+    Names from a server are compared with the folders' names, and never used as paths.
+
+    Args:
+        folder: the owner's.
+    """
+
+    folder: Path
+
+    def objections(self, proposal: Proposal, said: bool) -> list[str]:
+        """Returns an objection unless the owner has stated the classes and image size. A server
+        that could choose them freely would learn from the clients that join which folders and
+        images exist.
+        """
+        declared: Declaration | None = None
+        if (self.folder / DECLARATION).is_file():
+            declared = read_declaration(self.folder / DECLARATION)
+        if declared is not None and declared.signed:
+            same = _images(declared.spec) == _images(proposal.spec)
+            return [] if same else ["classes or image size are not those that its owner declares"]
+        if proposal.settings.privacy is None or said:
+            return []
+        return [
+            f"its owner says no classes and image size (a signed {DECLARATION} beside the images, "
+            "or classes, height, width and channels in the policy)"
+        ]
+
+    def read(self, proposal: Proposal, number: int) -> ImageData:
+        privacy = proposal.settings.privacy
+        if privacy is None:
+            return read_as(self.folder, proposal.spec, print)[0]
+        by_user = privacy.unit == USER
+        return read_records(self.folder, proposal.spec, print, by_user=by_user)
+
+    def identifier(self, proposal: Proposal) -> str:
+        return f"{proposal.spec.name}-{GIVEN}"
+
+
+@dataclass(frozen=True)
+class PartOf:
+    """A part of a published data set, partitioned as in a simulation: for trials.
+
+    Args:
+        data_root: the folder of data sets; None: FEDSYNTH_DATA.
+    """
+
+    data_root: Path | None = None
+
+    def objections(self, proposal: Proposal, said: bool) -> list[str]:
+        """Returns no objection, because the data set is published."""
+        return []
+
+    def read(self, proposal: Proposal, number: int) -> ImageData:
+        settings = replace(proposal.settings, data_root=self.data_root)
+        train, _ = load_dataset(settings.dataset, settings.data_root)
+        _check_same(train.spec, proposal.spec)
+        parts = partition(
+            train.labels.cpu().numpy(),
+            settings.resolved_partition,
+            train.spec.classes,
+            *train.origins(),
+        )
+        own = replace(train, may_be_empty=True)
+        return own.subset(np.asarray(parts[number], np.int64))
+
+    def identifier(self, proposal: Proposal) -> str:
+        return data_set_id(proposal.settings)
+
+
+def _images(spec: DatasetSpec) -> tuple[object, ...]:
+    """Returns the facts that determine whether images can be read for a specification."""
+    return (spec.class_names, *spec.image_shape)
+
+
+def _check_same(own: DatasetSpec, proposed: DatasetSpec) -> None:
+    if own != proposed:
+        raise DataError(f"the server has another specification of {own.name} than this package")

@@ -1,0 +1,137 @@
+"""One client's budget: its ledger, the guard of its cap, and its secret.
+
+It belongs to the client. It holds the public plan, its own ledger and its own secret, and no data
+of other clients. It refuses every request that its cap does not allow.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fedsynth.core.context import RoundContext
+from fedsynth.federation.privacy_plan import PrivacyPlan
+from fedsynth.privacy.guard import Cap
+from fedsynth.privacy.ledger import Ledger
+from fedsynth.privacy.ledger.history import History
+from fedsynth.privacy.mechanisms import GaussianSums
+from fedsynth.privacy.plans import Allowance, MakeSeries, UnaccountedNoise, authorise
+from fedsynth.privacy.randomness import SecretGenerator
+from fedsynth.privacy.releases import Release
+
+
+class ClientBudget:
+    """The budget of a client in a private run, which charges its releases.
+
+    Args:
+        client: its index in the federation, which selects its part of the plan.
+        ledger: its own.
+        plan: the run's.
+        secret: its own; None makes one with a fresh key.
+        cap: its owner's cap, in addition to the run's own; None: no other.
+
+    Attributes:
+        plan: the run's.
+        make_series: charges and makes its series; an audit observes them.
+
+    Raises:
+        LedgerError: the ledger holds releases of another unit.
+    """
+
+    def __init__(
+        self,
+        client: int,
+        ledger: Ledger,
+        plan: PrivacyPlan,
+        secret: SecretGenerator | None = None,
+        cap: Cap | None = None,
+    ) -> None:
+        self.client = client
+        self.ledger = ledger
+        self.secret = secret or SecretGenerator(four_sums=plan.privacy.four_sums)
+        self.make_series: MakeSeries = GaussianSums
+        self.plan = plan
+        self._guard = plan.guard(ledger, cap)
+
+    @property
+    def guaranteed(self) -> bool:
+        """Returns whether the run's mechanism has a privacy guarantee."""
+        return self.plan.facts.guaranteed
+
+    def history(self) -> History:
+        """Returns the current content of the ledger."""
+        return self.ledger.history()
+
+    def check(self, number: int) -> None:
+        """Checks that the round with this number can be charged. This happens before any client is
+        charged; otherwise some would pay for a round that releases nothing.
+
+        Raises:
+            BudgetExceededError: it would exceed the cap.
+            LedgerError: the ledger cannot be written.
+        """
+        if self.guaranteed:
+            self._guard.check(self.plan.planned([number]))
+        self.ledger.check_writable()
+
+    def charge(self, context: RoundContext, phase: str) -> Allowance[Any]:
+        """Charges the ledger for all that this client releases in one exchange of a round.
+
+        A mechanism without a guarantee is recorded as such: from then on the ledger's ε is
+        infinite.
+
+        Raises:
+            BudgetExceededError: the cap would be exceeded, because another run has charged the
+                ledger since `check`. Earlier charges remain.
+        """
+        plans = self.plan.client_plans(self.client, context)
+        if self.guaranteed:
+            return authorise(
+                plans,
+                context.round,
+                self.plan.sigma,
+                self._guard,
+                self.secret,
+                phase=phase,
+                make_series=self.make_series,
+            )
+        rows = self.plan.client_rows(self.client, context)
+        granted = []
+        for plan, row in zip(plans, rows, strict=True):
+            if plan.phase == phase:
+                self.ledger.charge(row)
+                granted.append((plan, UnaccountedNoise(row, self.secret)))
+        return Allowance(phase, granted, [plan for plan in plans if plan.phase != phase])
+
+
+class OpenBudget:
+    """The persistent ledger of a client in a run without differential privacy.
+
+    Args:
+        ledger: its own.
+        method: the name of the run's method.
+    """
+
+    def __init__(self, ledger: Ledger, method: str) -> None:
+        self.ledger = ledger
+        self._method = method
+
+    def record(self, number: int) -> None:
+        """Records a round before it runs: from then on the ledger's ε is infinite.
+
+        Nothing is clipped or noised, so the sensitivity and dimension are placeholders.
+        """
+        self.ledger.charge(
+            Release(
+                round=number,
+                quantity=f"a round of {self._method}",
+                mechanism="none",
+                clipped="nothing",
+                noise_multiplier=0.0,
+                sensitivity=1.0,
+                sample_rate=1.0,
+                sampler="full",
+                steps=1,
+                dimension=1,
+                unaccounted="a run on the same data without differential privacy",
+            )
+        )

@@ -1,0 +1,323 @@
+"""One client of a federation: its own records, its memory and its privacy budget.
+
+Its steps are in `client_group.py`: in a separate process a client is a group of one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from fedsynth.config.checks import check_own_noise
+from fedsynth.config.settings import RunSettings
+from fedsynth.core.context import RoundContext
+from fedsynth.core.method import Memory
+from fedsynth.data.images import ImageData
+from fedsynth.evaluation.accuracy import correct
+from fedsynth.federation.client_budget import ClientBudget, OpenBudget
+from fedsynth.federation.privacy_plan import PrivacyPlan
+from fedsynth.federation.protocol import Evaluated, Joined, Refusal, Terms
+from fedsynth.privacy.errors import BudgetExceededError, LedgerError, RequestRefusedError
+from fedsynth.privacy.guard import Cap
+from fedsynth.privacy.ledger import Ledger
+from fedsynth.privacy.ledger.history import History
+from fedsynth.privacy.plans import FIRST, Allowance
+from fedsynth.privacy.randomness import SecretGenerator
+
+
+@dataclass(frozen=True, eq=False)
+class OwnData:
+    """A client's records.
+
+    Args:
+        resident: the data that contain them, on the run's device: the client's own or, in a
+            simulation, all clients'.
+        records: positions of its training records, int64.
+        held_out: positions of its test split.
+    """
+
+    resident: ImageData
+    records: Tensor
+    held_out: Tensor
+
+    @property
+    def size(self) -> int:
+        """The number of all its records, training and test."""
+        return len(self.records) + len(self.held_out)
+
+
+@dataclass(frozen=True, eq=False)
+class Standing:
+    """A client's state inside a run, in addition to its memory.
+
+    Args:
+        recorded: the last round that an open client's ledger has recorded; 0: none.
+        pending: the round of a first exchange, and the client's memory of it for that round.
+    """
+
+    recorded: int = 0
+    pending: tuple[int, Memory] | None = None
+
+
+class ClientRuntime:
+    """One client.
+
+    It uses its own copy of the run's settings. Before it has received the terms it answers only
+    `join`. After that it is private if its settings are, whatever a server sends.
+
+    Args:
+        number: k, from 0.
+        settings: its own copy.
+        context: public, of round 1, without the terms.
+        data: its own.
+        ledger: its own; None: nothing is charged.
+        secret: the generator of its noise; None makes one with a fresh key when it is needed.
+        cap: its owner's cap, whatever the run's settings do; None: no other cap.
+        apart: whether it is on its owner's machine, where an upload with only a part of the noise
+            may leave only in a secure sum.
+
+    Attributes:
+        budget: set from `start` on, with differential privacy.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        settings: RunSettings,
+        context: RoundContext,
+        data: OwnData,
+        ledger: Ledger | None = None,
+        *,
+        secret: SecretGenerator | None = None,
+        cap: Cap | None = None,
+        apart: bool = False,
+    ) -> None:
+        self.number = number
+        self.settings = settings
+        self.method = settings.method
+        self.data = data
+        self._memory: Memory = {}
+        self._stored: Callable[[], Memory] | None = None
+        self.budget: ClientBudget | None = None
+        self._context = context
+        self.ledger = ledger
+        self._secret = secret
+        self._cap = cap
+        self._apart = apart
+        self._told = False
+        self._pending: tuple[int, Memory] | None = None
+        self._granted: tuple[int, str, Allowance[Any]] | None = None
+        self._recorded = 0
+
+    @property
+    def context(self) -> RoundContext:
+        """The public context of round 1; from `start` on with the terms."""
+        return self._context
+
+    @property
+    def memory(self) -> Memory:
+        """The client's state between rounds."""
+        return self._memory if self._stored is None else self._stored()
+
+    @memory.setter
+    def memory(self, memory: Memory) -> None:
+        self._memory = memory
+        self._stored = None
+
+    @property
+    def stored(self) -> bool:
+        """Returns whether the memory is in a file."""
+        return self._stored is not None
+
+    def store(self, load: Callable[[], Memory]) -> None:
+        """Moves the memory to a file until it is needed."""
+        self._memory = {}
+        self._stored = load
+
+    @property
+    def private(self) -> bool:
+        """Returns whether it takes part with differential privacy."""
+        return self.settings.privacy is not None
+
+    @property
+    def sees_sums(self) -> bool:
+        """Returns whether its uploads leave it only in secure sums."""
+        return self._apart and self.method.sums_alone
+
+    def join(self) -> Joined:
+        """Returns its join message, which has no size if the run is private."""
+        size = None if self.private else len(self.data.records)
+        return Joined(self.number, size, self.history())
+
+    def start(self, terms: Terms) -> RoundContext:
+        """Accepts the terms, once: from now on it is charged by its settings and their σ.
+
+        Returns:
+            The public context with the terms.
+
+        Raises:
+            RequestRefusedError: the terms came before, or are not those of its own settings.
+            LedgerError: its ledger holds releases of another unit.
+        """
+        if self._told:
+            raise RequestRefusedError("the terms of a run are told once")
+        if self.private:
+            plan = self._plan(terms)
+            self.budget = self._new_budget(plan)
+            self._context = plan.in_context(self._context)
+        elif terms.noise_multiplier is not None:
+            raise RequestRefusedError("this run has no differential privacy, and so no σ")
+        else:
+            self._context = replace(self._context, sizes=terms.sizes)
+        self._told = True
+        return self._context
+
+    def _plan(self, terms: Terms) -> PrivacyPlan:
+        """Returns the plan of its own settings, with the σ that the server calibrated for all
+        clients.
+        """
+        sigma = terms.noise_multiplier
+        if type(sigma) is not float or not 0 < sigma < math.inf:
+            raise RequestRefusedError(f"a noise multiplier must be above 0, got {sigma!r:.80}")
+        plan = PrivacyPlan.checked(self.settings, self._context)
+        if self._apart and not self.method.sums_alone:
+            check_own_noise(plan.plans)
+        own = plan.privacy.noise_multiplier
+        if own is not None and sigma != own:
+            raise RequestRefusedError(
+                f"the server says σ = {sigma:.6g}, and the run's settings say {own:.6g}"
+            )
+        return replace(plan, privacy=replace(plan.privacy, noise_multiplier=sigma))
+
+    def _new_budget(self, plan: PrivacyPlan) -> ClientBudget:
+        if self.ledger is None:
+            raise LedgerError(f"client {self.number} has no ledger for a private run")
+        budget = ClientBudget(self.number, self.ledger, plan, self._secret, self._cap)
+        self._secret = budget.secret
+        return budget
+
+    def move_ledger(self, ledger: Ledger) -> None:
+        """Replaces its own ledger, which is empty, by another one."""
+        self.ledger = ledger
+        if self.budget is not None:
+            self.budget = self._new_budget(self.budget.plan)
+
+    def history(self) -> History | None:
+        """Returns the current content of its ledger."""
+        return None if self.ledger is None else self.ledger.history()
+
+    def require_terms(self) -> None:
+        """Raises RequestRefusedError if it has not received the terms yet."""
+        if not self._told:
+            raise RequestRefusedError(f"client {self.number} was not told the terms of the run")
+
+    def prepare(self, context: RoundContext) -> Refusal | None:
+        """Returns a refusal if it cannot take part in the round; nothing is charged.
+
+        Raises:
+            LedgerError: its ledger cannot be written.
+        """
+        self.require_terms()
+        if self.budget is None:
+            if self.ledger is not None:
+                self.ledger.check_writable()
+            return None
+        try:
+            self.budget.check(context.round)
+        except BudgetExceededError as error:
+            return Refusal(self.number, str(error), spent=error.spent)
+        return None
+
+    def begin(self, context: RoundContext) -> None:
+        """Begins the round: without privacy a ledger records it once, before anything is released.
+
+        A client that does not get this message records the round before its first step or
+        evaluation.
+        """
+        self.require_terms()
+        if self.private or self.ledger is None or self._recorded == context.round:
+            return
+        OpenBudget(self.ledger, self.method.name).record(context.round)
+        self._recorded = context.round
+
+    def granted(self, phase: str, context: RoundContext) -> Allowance[Any]:
+        """Charges this exchange and returns the allowance. Another attempt at a step that has drawn
+        nothing is not charged again.
+
+        Raises:
+            BudgetExceededError: see `ClientBudget.charge`.
+            RequestRefusedError: it has not received the terms.
+        """
+        if self.budget is None:
+            raise RequestRefusedError(f"client {self.number} was not told the terms of the run")
+        if self.may_try_again(phase, context) and self._granted is not None:
+            return self._granted[2]
+        made = self.budget.charge(context, phase)
+        self._granted = (context.round, phase, made)
+        return made
+
+    def may_try_again(self, phase: str, context: RoundContext) -> bool:
+        """Returns whether a failed step may be repeated without a charge: it is not private, or it
+        was charged for this exchange and has used none of the allowance.
+        """
+        if not self.private:
+            return True
+        made = self._granted
+        return made is not None and made[:2] == (context.round, phase) and made[2].untouched
+
+    def recall(self, phase: str, context: RoundContext) -> Memory:
+        """Returns its memory in this exchange: that of the round's first exchange, if there was
+        one.
+        """
+        if phase != FIRST and self._pending is not None and self._pending[0] == context.round:
+            return self._pending[1]
+        return self.memory
+
+    def remember(self, phase: str, memory: Memory, context: RoundContext) -> None:
+        """Stores a step's memory; that of a first exchange is for this round only."""
+        if phase == FIRST:
+            self._pending = (context.round, memory)
+        else:
+            self._pending = None
+            self.memory = memory
+
+    @property
+    def standing(self) -> Standing:
+        """The state that, in addition to its memory, another process needs to resume."""
+        return Standing(self._recorded, self._pending)
+
+    @standing.setter
+    def standing(self, standing: Standing) -> None:
+        self._recorded = standing.recorded
+        self._pending = standing.pending
+
+    def forget(self, memory: Memory) -> None:
+        """Restores the memory from before the round, as if the client had hung in its step."""
+        self._pending = None
+        self.memory = memory
+
+    def facts(self, context: RoundContext) -> Mapping[str, Any]:
+        """Returns its facts about its memory, for the round's metrics."""
+        self.require_terms()
+        return self.method.client_facts(self.memory, context)
+
+    def personal(self, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Returns its own personalized model, given the federation's `parameters`."""
+        return self.method.personal_parameters(parameters, self.memory)
+
+    def evaluate(
+        self, models: Mapping[str, Mapping[str, Tensor]], context: RoundContext
+    ) -> Evaluated:
+        """Tests models on its own test split."""
+        self.begin(context)
+        held_out = self.data.held_out
+        right = dict.fromkeys(models, 0)
+        if len(held_out):
+            for name, parameters in models.items():
+                model = context.load(self.personal(parameters))
+                right[name] = int(correct(model, self.data.resident, among=held_out).sum())
+        return Evaluated(self.number, self.data.size, len(held_out), right)

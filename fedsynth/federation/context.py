@@ -1,0 +1,153 @@
+"""The context that all rounds of a run share: from public settings and a data set's specification
+only.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+
+from fedsynth.config.settings import RunSettings
+from fedsynth.core.context import RoundContext
+from fedsynth.data.load import load_dataset
+from fedsynth.data.partition_settings import clients_or_groups
+from fedsynth.data.proxy import NOISE, ProxyImages, noise_images
+from fedsynth.data.registry import DatasetSpec
+from fedsynth.errors import DeviceError, SettingError, unknown_value
+from fedsynth.models.registry import build_client_models
+
+DEVICES = ("auto", "cpu", "cuda")
+
+
+def resolve_device(name: str) -> torch.device:
+    """Returns the torch device of a name: "auto" is CUDA if there is one, else the CPU; also "cpu",
+    "cuda", "cuda:1" and the like.
+
+    Raises:
+        DeviceError: CUDA is requested but there is none.
+        UnknownNameError: the name is none of these.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name.split(":")[0] not in DEVICES:
+        raise unknown_value("run", "device", name, DEVICES)
+    if name != "cpu" and not torch.cuda.is_available():
+        raise DeviceError(
+            f"run.device={name} was asked for, but torch {torch.__version__} finds no CUDA device "
+            "here; use run.device=cpu"
+        )
+    try:
+        return torch.empty(0, device=name).device
+    except RuntimeError as error:
+        why = str(error).splitlines()[0]
+        raise DeviceError(f"run.device={name} cannot be used: {why}") from None
+
+
+@contextmanager
+def cpu_threads(count: int | None) -> Iterator[None]:
+    """Sets the number of torch's CPU threads to `count` within the context; None leaves it
+    unchanged.
+    """
+    if count is None:
+        yield
+        return
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def check_compiler(device: torch.device) -> None:
+    """Refuses `compile` if torch.compile has no compiler.
+
+    Raises:
+        SettingError: no C++ compiler ($CXX, or one on the path), or on a GPU no Triton.
+    """
+    if device.type == "cuda":
+        if importlib.util.find_spec("triton") is None:
+            reason = "on a GPU needs the triton package, which is not installed; leave it out"
+            raise SettingError("run", "compile", reason)
+    elif not any(
+        shutil.which(name) for name in (os.environ.get("CXX", ""), "g++", "clang++", "c++") if name
+    ):
+        reason = (
+            "needs a C++ compiler (g++ or clang++, or $CXX), and none is on the path; leave it out"
+        )
+        raise SettingError("run", "compile", reason)
+
+
+def memory_bytes(gigabytes: float | None, device: torch.device) -> int:
+    """Returns the memory bound in bytes. None is 4 GiB on a CPU and half of the card's total memory
+    on a GPU (not of its free memory: runs must be reproducible).
+    """
+    if gigabytes is not None:
+        return int(gigabytes * 2**30)
+    return (
+        torch.cuda.get_device_properties(device).total_memory // 2
+        if device.type == "cuda"
+        else 4 * 2**30
+    )
+
+
+def public_context(settings: RunSettings, spec: DatasetSpec, device: torch.device) -> RoundContext:
+    """Returns the context of round 1; for other rounds, use `replace(context, round=...)`."""
+    privacy = settings.privacy
+    declared = privacy.nominal_size if privacy is not None else None
+    partition = settings.partition
+    nominal = (
+        spec.train_size
+        * partition.subset
+        * (1 - partition.local_test)
+        / clients_or_groups(partition, spec)
+    )
+    architecture = settings.method.network(settings.model, spec, settings.seed)
+    return RoundContext(
+        round=1,
+        seed=settings.seed,
+        spec=spec,
+        architecture=architecture,
+        nominal_size=declared or nominal,
+        clients=partition.clients,
+        client_architectures=build_client_models(
+            settings.model,
+            spec.image_shape,
+            spec.classes,
+            settings.seed,
+            partition.clients,
+            private=privacy is not None,
+        ),
+        robust=settings.robust,
+        robust_share=settings.robust_share,
+        rounds=settings.rounds,
+        device=device,
+        precision={"fp32": torch.float32, "bf16": torch.bfloat16}[settings.precision],
+        memory_bytes=memory_bytes(settings.memory_gb, device),
+        compiled=settings.compile,
+    )
+
+
+def with_proxy(
+    context: RoundContext, settings: RunSettings, *, download: bool = False
+) -> RoundContext:
+    """Returns the context with the public images that the method names, if any.
+
+    Args:
+        download: let torchvision fetch the data set if it is not there.
+    """
+    name = settings.method.public_images()
+    if not name:
+        return context
+    if name == NOISE:
+        proxy = noise_images(context.spec, settings.seed)
+    else:
+        proxy, _ = load_dataset(name, settings.data_root, download=download)
+    images = ProxyImages(proxy.to(context.device), context.spec)
+    return replace(context, proxy=images)

@@ -1,0 +1,188 @@
+"""The cost of a private run, before any data are read: from settings and a data set's public
+specification only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from fedsynth.config.resolve import resolve
+from fedsynth.config.settings import RunSettings
+from fedsynth.data.load_folder import site_names
+from fedsynth.data.partition_settings import GIVEN
+from fedsynth.errors import SettingError
+from fedsynth.federation.context import public_context
+from fedsynth.federation.privacy_plan import PrivacyPlan
+from fedsynth.federation.run_data import (
+    declared,
+    planned_ledgers,
+    specification,
+    with_declared,
+)
+from fedsynth.privacy.errors import PrivacySettingError
+from fedsynth.privacy.mechanism_facts import mechanism_facts
+from fedsynth.privacy.plans import PrivatePlan
+from fedsynth.privacy.report.plots import line_plot
+from fedsynth.privacy.settings import needs_a_budget
+
+LONG, LONGEST = 6, 300
+"""Seconds of drawing the participants from which the user is notified, and the maximum
+for a plan.
+"""
+DRAW_SECONDS = 3e-5
+"""Approximate seconds of one draw from a thousand clients: 24 µs for 100 of 1,000 clients."""
+
+
+@dataclass(frozen=True)
+class MechanismCosts:
+    """One mechanism's plan.
+
+    Attributes:
+        mechanism: its name.
+        noise_multiplier: σ of the chief release.
+        clip: its 𝒞.
+        sample_rate: its q.
+        releases: of a client in a round, all in all.
+        epsilon: after each round (of more than 1,000 after `shown_rounds`), at `delta`.
+        delta: δ.
+        target: the budget that was asked for, if one was.
+        rows: each thing that a client releases in a round, by `quantity`, with its own σ, clip, q
+            and number; where the method names a public case, also the pooled sum's
+            `signal_to_noise` (`PrivatePlan.signal_to_noise`).
+    """
+
+    mechanism: str
+    noise_multiplier: float
+    clip: float
+    sample_rate: float
+    releases: int
+    epsilon: Mapping[int, float]
+    delta: float
+    target: float | None
+    rows: tuple[Mapping[str, Any], ...]
+
+
+def costs_of(plan: PrivacyPlan, target: float | None) -> MechanismCosts:
+    """Returns the costs of a planned run."""
+    rows = tuple(_row(plan, one) for one in plan.plans)
+    chief = plan.chief
+    return MechanismCosts(
+        mechanism=chief.mechanism,
+        noise_multiplier=plan.sigma,
+        clip=chief.clip,
+        sample_rate=chief.sample_rate,
+        releases=plan.releases,
+        epsilon=plan.planned_epsilon_by_round(),
+        delta=plan.privacy.delta,
+        target=target,
+        rows=rows,
+    )
+
+
+def _row(plan: PrivacyPlan, one: PrivatePlan) -> Mapping[str, Any]:
+    """Returns the row of one kind of release."""
+    row: dict[str, Any] = {
+        "quantity": one.quantity,
+        "noise_multiplier": plan.sigma * one.noise_ratio,
+        "clip": one.clip,
+        "sample_rate": one.sample_rate,
+        "releases": one.steps,
+    }
+    ratio = plan.signal_to_noise(one)
+    return row if ratio is None else {**row, "signal_to_noise": ratio}
+
+
+def long_draw(settings: RunSettings) -> str | None:
+    """Returns a note on the time that a plan needs to draw the participants, if that is long, else
+    None.
+
+    Raises:
+        SettingError: it would take longer than `LONGEST` seconds.
+    """
+    one = DRAW_SECONDS * max(1.0, settings.partition.clients / 1000)
+    seconds = settings.rounds * one
+    if settings.participation >= 1 or seconds <= LONG:
+        return None
+    if seconds > LONGEST:
+        reason = (
+            f"must be at most {int(LONGEST / one):,} for a plan, which draws who takes part in "
+            f"each round, and for {settings.rounds:,} of them takes some {seconds / 3600:,.1f} "
+            "hours; or plan with run.participation=1, which is an upper bound"
+        )
+        raise SettingError("run", "rounds", reason)
+    return f"drawing who takes part in each of {settings.rounds:,} rounds: some {seconds:.0f} s"
+
+
+def plan_of(settings: RunSettings) -> PrivacyPlan:
+    """Returns the plan of the private run that `settings` describe. It reads no data, and only the
+    contents of kept ledgers.
+
+    Raises:
+        SettingError: as in `long_draw`.
+        DataError: the custom images have no declaration.
+        LedgerError: a ledger cannot be read, or holds releases of another unit.
+    """
+    names = None
+    if settings.folder is not None:
+        declaration = declared(settings)
+        settings = with_declared(settings, declaration)
+        names = site_names(declaration.sites) if settings.partition.kind == GIVEN else None
+    long_draw(settings)
+    context = public_context(settings, specification(settings), torch.device("cpu"))
+    settings.method.check_model(context.architecture)
+    privacy = PrivacyPlan.checked(settings, context).privacy
+    ledgers = planned_ledgers(settings, privacy.ledger_folder, names)
+    return PrivacyPlan.make(settings, context, [ledger.history() for ledger in ledgers])
+
+
+def costs_by_mechanism(
+    given: Mapping[str, Mapping[str, Any]], note: Callable[[str], None] = lambda _: None
+) -> list[MechanismCosts]:
+    """Returns the costs for each mechanism that can protect the method, or for the one that is
+    named.
+
+    Args:
+        given: settings in the form that `resolve` takes.
+        note: receives a note on a long computation.
+
+    Raises:
+        SettingError: the method has no private mechanism, or no budget and no σ is given. Others as
+            in `resolve`.
+    """
+    privacy = dict(given.get("privacy", {}))
+    method = resolve({**given, "privacy": {}}).method
+    names = [name for name in method.protects if mechanism_facts(name).guaranteed]
+    if not names:
+        reason = f"cannot run with differential privacy: {method.refusal}"
+        raise SettingError("run", "method", reason, value=method.name)
+    if "mechanism" in privacy:
+        names = [str(privacy["mechanism"])]
+    if not all(mechanism_facts(name).guaranteed for name in names):
+        reason = "gives no guarantee, so there is nothing to plan"
+        raise PrivacySettingError("privacy", "mechanism", reason, value=names[0])
+    plans: list[MechanismCosts] = []
+    for name in names:
+        settings = resolve({**given, "privacy": {**privacy, "mechanism": name}})
+        if (words := long_draw(settings)) is not None and not plans:
+            note(words)
+        if settings.privacy is None:
+            raise needs_a_budget()
+        # with a given σ, a cap would only cut off the table: the plan shows how the budget is spent
+        free = (
+            replace(settings.privacy, epsilon=None)
+            if settings.privacy.noise_multiplier is not None
+            else settings.privacy
+        )
+        plans.append(costs_of(plan_of(replace(settings, privacy=free)), settings.privacy.epsilon))
+    return plans
+
+
+def costs_plot(plans: list[MechanismCosts]) -> str:
+    """Returns a plot of ε over rounds for each plan, as SVG text."""
+    return line_plot(
+        [(plan.mechanism, list(plan.epsilon.items())) for plan in plans], x="round", y="ε"
+    )

@@ -1,0 +1,226 @@
+"""The protocol between a server and its clients, independent of the transport.
+
+A server asks all clients to `join`, sends them the `Terms`, asks the clients of each round whether
+they can take part (`prepare`), announces that it begins (`begin`), and asks for a step (`step`) in
+each exchange of the round. `evaluate` and `facts` are questions of a simulation. A client that
+cannot, or must not, answers with a `Refusal`.
+
+Both sides have the run's settings: a client uses its own copy, caps included, and refuses a server
+with other settings (`agreement`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from torch import Tensor
+
+from fedsynth.config.settings import RunSettings
+from fedsynth.core.context import RoundContext
+from fedsynth.core.messages import Message, Packed
+from fedsynth.core.method import Method
+from fedsynth.errors import MessageError
+from fedsynth.privacy.ledger.history import History
+
+BUDGET, REQUEST = "budget", "request"
+"""Why clients refuse: their privacy budget would be exceeded; the server's request is invalid."""
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A client's join message.
+
+    Args:
+        client: its index.
+        size: n_k; None with differential privacy: private.
+        history: its ledger's releases in earlier runs on the same records; None: it has no ledger.
+    """
+
+    client: int
+    size: int | None = None
+    history: History | None = None
+
+
+@dataclass(frozen=True)
+class Terms:
+    """The terms that a server sends to all clients before the first round; all of them are public.
+
+    Args:
+        sizes: n_k of all clients; None with differential privacy.
+        noise_multiplier: σ, with differential privacy. Each client's charges follow from it and the
+            client's own settings.
+    """
+
+    sizes: tuple[int, ...] | None = None
+    noise_multiplier: float | None = None
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A client's answer that refuses a request.
+
+    Args:
+        client: its index.
+        reason: for people.
+        kind: BUDGET, which ends a run regularly, or REQUEST, which is an error.
+        spent: the client's name, its current ε, and its ε after one more round, if its budget would
+            be exceeded and it is in this process.
+    """
+
+    client: int
+    reason: str
+    kind: str = BUDGET
+    spent: tuple[str, float, float] | None = None
+
+
+@dataclass(frozen=True)
+class Total:
+    """The sum of some clients' uploads, where no party sees the single uploads.
+
+    Args:
+        message: its fields are the sums.
+        clients: whose uploads were summed, ascending.
+        each: a placeholder for each single upload.
+    """
+
+    message: Message
+    clients: tuple[int, ...]
+    each: Message
+
+
+@dataclass(frozen=True)
+class Replies:
+    """The answers of a round's clients, by client index.
+
+    Args:
+        messages: uploads.
+        refusals: the answers of clients that refuse.
+        lost: client -> why it did not answer, or answered with an error.
+        rejected: client -> why its answer is not a message of the declared type.
+        total: in place of messages, where the server sees only their sum.
+    """
+
+    messages: Mapping[int, Message] = field(default_factory=dict)
+    refusals: tuple[Refusal, ...] = ()
+    lost: Mapping[int, str] = field(default_factory=dict)
+    rejected: Mapping[int, str] = field(default_factory=dict)
+    total: Total | None = None
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """The results of models on one client's own test split: exact functions of private data.
+
+    Args:
+        client: its index.
+        size: the number of all its records, training and test.
+        tested: the number of examples of its test split.
+        right: for each model, the number of correct predictions.
+    """
+
+    client: int
+    size: int
+    tested: int
+    right: Mapping[str, int]
+
+
+def shown(settings: RunSettings, context: RoundContext) -> tuple[int, ...]:
+    """Returns the clients whose data affect a round's outputs: those that take part; without
+    privacy all clients, if all test splits are measured or clients are sampled by their sizes.
+    """
+    measured = settings.partition.local_test > 0 or settings.sampling == "size"
+    if settings.privacy is None and measured:
+        return tuple(range(context.clients))
+    return context.active
+
+
+class Exchange(Protocol):
+    """Transports requests to clients and their answers back."""
+
+    def join(self) -> Sequence[Joined]:
+        """Returns the join messages of all clients, by index, ascending."""
+
+    def start(self, terms: Terms) -> None:
+        """Sends every client the terms."""
+
+    def prepare(self, context: RoundContext) -> Sequence[Refusal]:
+        """Asks the clients of a round whether they can take part, before any of them is charged."""
+
+    def begin(self, context: RoundContext) -> None:
+        """Tells the clients whose data affect the round (`shown`) that it begins, as no client has
+        refused.
+        """
+
+    def step(
+        self,
+        phase: str,
+        message: Message,
+        context: RoundContext,
+        asked: Sequence[int],
+    ) -> Replies:
+        """Sends a request to clients of a round, and returns their replies.
+
+        Args:
+            phase: the exchange.
+            message: the request.
+            context: the round's, with all that take part by the schedule.
+            asked: the clients of the round that are still present, ascending.
+        """
+
+    def facts(self, context: RoundContext, asked: Sequence[int]) -> Sequence[Mapping[str, Any]]:
+        """Returns the facts of these clients for the round's metrics (`Method.client_facts`),
+        without those of clients that do not answer.
+        """
+
+    def histories(self) -> Sequence[History]:
+        """Returns the clients' current ledgers, by client index; empty: they have none."""
+
+    def evaluate(
+        self, models: Mapping[str, Mapping[str, Tensor]], context: RoundContext
+    ) -> Sequence[Evaluated]:
+        """Tests models by name on all clients' own test splits; only for simulations."""
+
+
+Side = Literal["downlink", "upload"]
+MAX_FACTS_BYTES = 2**20
+"""Size limit of the header of an answer to a step, whose values are few and small."""
+
+
+@dataclass(frozen=True)
+class Models(Packed):
+    """One model to be tested: its parameters and buffers by name."""
+
+    parameters: Mapping[str, Tensor]
+
+
+def agreement(settings: RunSettings) -> str:
+    """Returns a hash of all settings that both sides share.
+
+    It omits where a party computes, and where a client keeps its ledgers.
+    """
+    shared = settings.to_mapping()
+    for own in ("device", "memory_gb", "compile"):
+        shared["run"].pop(own, None)
+    shared["data"].pop("data_root", None)
+    shared.get("privacy", {}).pop("ledger", None)
+    if not shared.get("privacy", True):  # one side of an open run keeps a ledger
+        del shared["privacy"]
+    text = json.dumps(shared, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def declared(method: Method, phase: str, side: Side) -> type[Message]:
+    """Returns the type of the messages of one exchange of a round.
+
+    Raises:
+        MessageError: the method has no such exchange.
+    """
+    types = method.exchange_types(phase)
+    expected = types.downlink if side == "downlink" else types.upload
+    if expected is None:
+        raise MessageError(f"{method.name} has no {phase} exchange")
+    return expected

@@ -1,0 +1,203 @@
+"""The server's side of any exchange: agreeing on the terms, and running a round."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from fedsynth.config.settings import QUORUM, RunSettings
+from fedsynth.core.context import RoundContext
+from fedsynth.core.messages import Message
+from fedsynth.federation.message_checks import diverged_error
+from fedsynth.federation.privacy_plan import PrivacyPlan
+from fedsynth.federation.protocol import REQUEST, Exchange, Refusal, Replies, Terms
+from fedsynth.federation.server import Checked, Server
+from fedsynth.privacy.errors import LedgerError, RequestRefusedError
+from fedsynth.privacy.ledger.history import History
+from fedsynth.privacy.plans import FIRST, PHASES
+
+FIRST_EXCHANGE = "first exchange: "
+"""The prefix of a rejection's reason, if the round continues without that client."""
+
+
+@dataclass(frozen=True)
+class NoQuorum:
+    """The reason why a round does not count.
+
+    Args:
+        phase: the exchange with too few usable uploads.
+        uploads: the number of usable uploads.
+        needed: the number that is the quorum.
+    """
+
+    phase: str
+    uploads: int
+    needed: int
+
+
+@dataclass(frozen=True)
+class Played:
+    """The result of a round.
+
+    Args:
+        uploads: of its main exchange, by client.
+        sent: all used messages of each client, in the order of the exchanges.
+        refusal: why there was no round; None: there was one.
+        lost: client -> why it did not answer.
+        rejected: client -> why its upload could not be used.
+        no_quorum: why the round does not count; None: it does.
+    """
+
+    uploads: Mapping[int, Message] = field(default_factory=dict)
+    sent: Mapping[int, tuple[Message, ...]] = field(default_factory=dict)
+    refusal: Refusal | None = None
+    lost: Mapping[int, str] = field(default_factory=dict)
+    rejected: Mapping[int, str] = field(default_factory=dict)
+    no_quorum: NoQuorum | None = None
+
+    @property
+    def there(self) -> tuple[int, ...]:
+        """The clients that were present until the end, ascending."""
+        gone = {*self.lost, *self.rejected}
+        return tuple(number for number in self.sent if number not in gone)
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """The agreement of server and clients before the first round.
+
+    Args:
+        terms: as sent to all clients.
+        plan: each client's planned charges; None without differential privacy.
+        context: public, with the terms.
+    """
+
+    terms: Terms
+    plan: PrivacyPlan | None
+    context: RoundContext
+
+
+def agree(
+    settings: RunSettings,
+    context: RoundContext,
+    exchange: Exchange,
+    planned: Callable[[Sequence[History]], PrivacyPlan] | None = None,
+) -> Agreement:
+    """Computes the values that depend on the clients' join messages and are sent to every client: σ
+    with differential privacy, otherwise the clients' sizes.
+
+    Args:
+        settings: the run's.
+        context: public, of round 1.
+        exchange: to the clients.
+        planned: maps the clients' ledgers to the plan, if a resumed run has one; None: a new plan
+            is made.
+
+    Raises:
+        PrivacyError: as `PrivacyPlan.make`, or the cap allows no round even with an unused budget.
+    """
+    joined = exchange.join()
+    if settings.privacy is None:
+        terms = Terms(sizes=tuple(one.size or 0 for one in joined))
+        exchange.start(terms)
+        return Agreement(terms, None, replace(context, sizes=terms.sizes))
+    histories = [one.history for one in joined if one.history is not None]
+    if len(histories) < context.clients:
+        raise LedgerError(
+            f"{len(histories)} of {context.clients} clients have said what their ledgers hold"
+        )
+    if planned is not None:
+        plan = planned(histories)
+    else:
+        plan = PrivacyPlan.make(settings, context, histories)
+        plan.check_cap()
+    terms = Terms(noise_multiplier=plan.sigma)
+    exchange.start(terms)
+    return Agreement(terms, plan, plan.in_context(context))
+
+
+def play_round(
+    server: Server, exchange: Exchange, context: RoundContext, quorum: float = QUORUM
+) -> Played:
+    """Runs one round, up to the server's next state; a client's refusal ends it.
+
+    A client that is lost, or whose upload is rejected, is excluded from the rest of the round,
+    which continues with the others. If they are fewer than the quorum, the server's state is
+    unchanged.
+
+    Args:
+        server: makes the requests, and its next state.
+        exchange: to the clients.
+        context: the round's.
+        quorum: the smallest share of the round's clients whose uploads make a round; at least one
+            upload is needed.
+
+    Raises:
+        RequestRefusedError: a client refused the server's request as invalid.
+        DivergedError: no client of the round has sent finite numbers, or the new model has none.
+    """
+    refusals = exchange.prepare(context)
+    if refusals:
+        return Played(refusal=refusals[0])
+    exchange.begin(context)
+    sent: dict[int, tuple[Message, ...]] = {number: () for number in context.active}
+    uploads: Mapping[int, Message] = {}
+    lost: dict[int, str] = {}
+    rejected: dict[int, str] = {}
+    needed = needed_uploads(quorum, len(context.active))
+    for phase in PHASES:
+        request = server.request(phase, context)
+        if request is None:
+            continue
+        there = [number for number in context.active if number not in {*lost, *rejected}]
+        replies = exchange.step(phase, request, context, there)
+        if replies.refusals:
+            refusal = replies.refusals[0]
+            if refusal.kind == REQUEST:
+                raise RequestRefusedError(refusal.reason)
+            return Played(refusal=refusal)
+        checked = server.check(phase, replies.messages, context)
+        lost.update(replies.lost)
+        said = FIRST_EXCHANGE if phase == FIRST else ""
+        rejected.update({client: said + why for client, why in replies.rejected.items()})
+        rejected.update({client: f"{said}{error}" for client, error in checked.rejected.items()})
+        used = _used(replies, checked)
+        for client, message in used.items():
+            sent[client] = (*sent[client], message)
+        if len(used) < needed:
+            _refuse_divergence(checked, context)
+            missed = NoQuorum(phase, len(used), needed)
+            return Played({}, sent, lost=lost, rejected=rejected, no_quorum=missed)
+        if replies.total is None:
+            server.receive(phase, checked.accepted, context)
+            uploads = checked.accepted
+        else:
+            server.receive_total(phase, replies.total, context)
+    return Played(uploads, sent, lost=lost, rejected=rejected)
+
+
+def _used(replies: Replies, checked: Checked) -> Mapping[int, Message]:
+    """Returns the uploads for the next state, by client, or the placeholders of a sum's uploads."""
+    if replies.total is None:
+        return checked.accepted
+    return dict.fromkeys(replies.total.clients, replies.total.each)
+
+
+def needed_uploads(quorum: float, clients: int) -> int:
+    """Returns the number of a round's clients that is a quorum.
+
+    >>> needed_uploads(0.5, 5), needed_uploads(0.0, 5), needed_uploads(0.6, 5)
+    (3, 1, 3)
+    """
+    return max(1, math.ceil(quorum * clients - 1e-9))
+
+
+def _refuse_divergence(checked: Checked, context: RoundContext) -> None:
+    """Raises DivergedError if every client's upload is not finite: the optimisation is the cause,
+    not a client.
+    """
+    diverged = [(client, error) for client, error in checked.rejected.items() if error.diverged]
+    if len(diverged) == len(context.active):
+        client, error = diverged[0]
+        raise diverged_error(f"{error.field} of the client {client}", context.round, error.reason)

@@ -1,0 +1,158 @@
+"""The server of a federation: a method and its state. It sees messages, but no client's data.
+
+In each exchange of a round it makes one request to all clients of the round, and computes its next
+state from their replies, by client index.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Self
+
+from torch import Tensor
+
+from fedsynth.core.context import RoundContext
+from fedsynth.core.messages import Message
+from fedsynth.core.method import Method
+from fedsynth.core.state import ServerState
+from fedsynth.core.uploads import check_fields, overlap
+from fedsynth.errors import UploadRejectedError
+from fedsynth.federation.message_checks import check_declared, check_finite
+from fedsynth.federation.protocol import Total
+from fedsynth.privacy.plans import FIRST
+
+
+@dataclass(frozen=True)
+class Checked:
+    """The uploads of an exchange after their check.
+
+    Attributes:
+        accepted: the valid uploads, by client, ascending.
+        rejected: client -> what is wrong with its upload.
+    """
+
+    accepted: Mapping[int, Message]
+    rejected: Mapping[int, UploadRejectedError]
+
+
+class Server:
+    """One federation's server.
+
+    Args:
+        method: its steps.
+        parameters: the initial model, on the server's device.
+
+    Attributes:
+        state: after the last completed round.
+    """
+
+    def __init__(self, method: Method, parameters: Mapping[str, Tensor]) -> None:
+        self.method = method
+        self.state: ServerState = method.initial_state(parameters)
+        self._next = self.state
+
+    @classmethod
+    def begun(cls, method: Method, context: RoundContext) -> Self:
+        """Returns a server with the initial weights of the context's architecture."""
+        initial = context.architecture.state_dict()
+        return cls(method, {name: t.to(context.device) for name, t in initial.items()})
+
+    def request(self, phase: str, context: RoundContext) -> Message | None:
+        """Returns the request to the round's clients in this exchange; None: the round has no such
+        exchange.
+
+        Raises:
+            TypeError: the method made another message than it declares.
+        """
+        if phase == FIRST:
+            self._next = self.state
+            made = self.method.first_request(self._next, context)
+            if made is None:
+                return None
+        else:
+            made = self.method.broadcast(self._next, context)
+        check_declared(self.method, made, self.method.exchange_types(phase).downlink)
+        return made
+
+    def check(self, phase: str, replies: Mapping[int, Message], context: RoundContext) -> Checked:
+        """Checks each reply, before it is used, against the method's rules for that client
+        (`Method.upload_rules`, `Method.check_upload`).
+
+        A reply that shares memory with the server's state is rejected, too: a client in the same
+        process could change the state later.
+        """
+        accepted: dict[int, Message] = {}
+        rejected: dict[int, UploadRejectedError] = {}
+        own = [(f"the server's {name}", tensor) for name, tensor in self._next.arrays()]
+        for client, reply in sorted(replies.items()):
+            try:
+                self._check(phase, client, reply, context)
+                shared = overlap(reply.arrays(), own)
+                if shared is not None:
+                    raise UploadRejectedError(shared[0], f"shares memory with {shared[1]}")
+            except UploadRejectedError as error:
+                rejected[client] = error
+            else:
+                accepted[client] = reply
+        return Checked(accepted, rejected)
+
+    def _check(self, phase: str, client: int, reply: Message, context: RoundContext) -> None:
+        declared = self.method.exchange_types(phase).upload
+        if type(reply) is not declared:
+            wanted = "nothing" if declared is None else declared.__name__
+            raise UploadRejectedError(
+                "the message", f"is a {type(reply).__name__}, and must be a {wanted}"
+            )
+        check_fields(reply, self.method.upload_rules(phase, client, context))
+        for name, tensor in reply.arrays():
+            if tensor.device.type != context.device.type:
+                raise UploadRejectedError(
+                    name, f"is on {tensor.device.type}, and the server on {context.device.type}"
+                )
+        self.method.check_upload(phase, reply, client, context)
+
+    def receive(self, phase: str, replies: Mapping[int, Message], context: RoundContext) -> None:
+        """Computes the next state from checked replies (`check`), by client index.
+
+        Raises:
+            TypeError: a reply of another type than the method declares.
+            DivergedError: the new model is not finite.
+        """
+        declared = self.method.exchange_types(phase).upload
+        for reply in replies.values():
+            check_declared(self.method, reply, declared)
+        ordered = dict(sorted(replies.items()))
+        if phase == FIRST:
+            self._next = self.method.first_aggregate(self._next, ordered, context)
+            return
+        made = self.method.server_step(self._next, ordered, context)
+        check_finite(made.parameters, "server's model", context.round)
+        self.state = self._next = made
+
+    def end(self, context: RoundContext) -> None:
+        """Finishes the state after the last round.
+
+        Args:
+            context: of the last completed round.
+        """
+        self.state = self._next = self.method.at_end(self.state, context)
+
+    def receive_total(self, phase: str, total: Total, context: RoundContext) -> None:
+        """Computes the next state from the sum of replies, none of which it has seen.
+
+        Raises:
+            TypeError: a sum of other messages than the method declares.
+            DivergedError: the new model is not finite.
+        """
+        check_declared(self.method, total.message, self.method.exchange_types(phase).upload)
+        count = len(total.clients)
+        made = self.method.from_sum(phase, self._next, total.message, count, context)
+        self._next = made
+        if phase != FIRST:
+            check_finite(made.parameters, "server's model", context.round)
+            self.state = made
+
+    def final_parameters(self) -> Mapping[str, Tensor]:
+        """Returns the final model."""
+        return self.method.final_parameters(self.state)

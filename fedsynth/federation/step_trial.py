@@ -1,0 +1,359 @@
+"""A client's private step on public random images, several times: with the same records at other
+positions, among other records, and repeated. Its sum for a record must be the same each time.
+
+The step is the method's own, with the pass lengths of the run. Its series charge nothing and add no
+noise: they compare their rows with those of the first run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, fields, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from fedsynth.core.client import PrivateClients, chunk
+from fedsynth.core.context import RoundContext
+from fedsynth.core.messages import Message, ModelParameters
+from fedsynth.core.method import Memory
+from fedsynth.data.images import ImageData
+from fedsynth.federation.privacy_plan import PrivacyPlan
+from fedsynth.federation.server import Server
+from fedsynth.privacy.batch_independence import (
+    AMONG_OTHERS,
+    DRAWS,
+    KEEPS_STATE,
+    GlobalGenerators,
+    OperationWatch,
+    rounding,
+)
+from fedsynth.privacy.errors import PrivacyError
+from fedsynth.privacy.guard import Guard
+from fedsynth.privacy.ledger import Ledger
+from fedsynth.privacy.mechanisms import GaussianSums, Released
+from fedsynth.privacy.plans import FIRST, PHASES, PrivatePlan, authorise
+from fedsynth.privacy.products import Products
+from fedsynth.privacy.randomness import SecretGenerator
+from fedsynth.privacy.releases import USER, Release
+from fedsynth.privacy.units import Sample
+from fedsynth.seeding import numpy_generator, torch_generator
+
+RECORDS = 32
+"""The number of records in a trial of the package's own code, which the tests examine further."""
+LEAST = 8
+INSERTED = 3
+ROW_NUMBERS = 2**27
+"""The limit of numbers in the rows of one release."""
+WEIGHT_NOISE = 0.01
+"""The standard deviation of the noise on the first weights: with zeros and identities among them,
+products would be exact in every kernel."""
+
+
+class _EnoughError(Exception):
+    """The trial has seen enough of a step."""
+
+
+@dataclass(frozen=True)
+class _Run:
+    """One run of the step.
+
+    Args:
+        order: positions of the client's records among the images.
+        same: which of the first run's records have the same image, bool [records].
+        finding: the finding if these records' rows differ.
+        fill: the value of uninitialised memory.
+    """
+
+    order: Tensor
+    same: Tensor
+    finding: str
+    fill: float = 0.0
+
+
+class StepTrial:
+    """Runs one client's step of one round.
+
+    Args:
+        plan: the run's, without σ.
+        context: of the round; its device is tried.
+        client: the client's index.
+        thorough: for user code: with as many records as a step has, two releases, and a check for
+            random draws; otherwise with few records and one release.
+        images: of the runs, shared by the trials of several rounds, together with cached features.
+
+    Attributes:
+        finding: how rows differ by more than rounding; "": they do not.
+        moved: whether a row differs by one bit or more.
+    """
+
+    def __init__(
+        self,
+        plan: PrivacyPlan,
+        context: RoundContext,
+        client: int,
+        images: dict[tuple[int, int], ImageData],
+        *,
+        thorough: bool,
+    ) -> None:
+        self.finding = ""
+        self.moved = False
+        self.thorough = thorough
+        self.releases = 2 if thorough else 1
+        sigma = plan.privacy.noise_multiplier or 1.0
+        self._privacy = replace(plan.privacy, noise_multiplier=sigma)
+        noise = {one.name: sigma * one.noise_ratio * one.clip for one in plan.plans}
+        self._context = replace(context, privacy=self._privacy, noise=noise)
+        self._method = plan.run.method
+        self._client = client
+        own = self._method.client_plans(plan.round_plans(context.round), client, self._context)
+        self._plans = [
+            replace(one, steps=min(one.steps, self.releases), shares=1, addends=None) for one in own
+        ]
+        records = records_of_step(self._plans, context)
+        self.records = records if thorough else min(RECORDS, records)
+        self._rows: dict[tuple[int, int], Tensor] = {}
+        self._released: dict[tuple[int, int], Released] = {}
+        self._watch: OperationWatch | None = None
+        self._active = ExitStack()
+        self._series: list[TriedSums] = []
+        with GlobalGenerators(context.device) as self._generators:
+            for number, run in enumerate(self._runs()):
+                key = (self.records, number)
+                if key not in images:
+                    images[key] = self._images(run.order).to(context.device)
+                self._play(run, images[key])
+        self._rows.clear()
+
+    def _runs(self) -> list[_Run]:
+        records = torch.arange(self.records)
+        inserted = self.records + torch.arange(INSERTED)
+        even = records % 2 == 0
+        replaced = torch.where(even, records, self.records + INSERTED + records)
+        every = torch.ones_like(even)
+        runs = [
+            _Run(records, every, ""),
+            _Run(torch.cat([inserted[:1], records]), every, AMONG_OTHERS),
+            _Run(torch.cat([inserted, replaced]), even, AMONG_OTHERS),
+        ]
+        if not self.thorough:
+            return runs
+        few = records % 8 == 0
+        white, black = inserted[:2]  # so that every mean or extreme of a batch occurs
+        runs += [_Run(torch.where(few, records, one), few, AMONG_OTHERS) for one in (white, black)]
+        return [*runs, _Run(records, every, KEEPS_STATE, fill=1.0)]
+
+    def _images(self, order: Tensor) -> ImageData:
+        """Returns random images; those that are inserted, or replace another, are white, black or a
+        mix of both.
+        """
+        spec = self._context.spec
+        draws = torch_generator(0, "images of a trial")
+        count = 2 * self.records + INSERTED
+        images = torch.randint(0, 256, (count, *spec.image_shape), generator=draws)
+        extreme = images[self.records :]
+        extreme[0::3] = 255
+        extreme[1::3] = 0
+        extreme[2::3] = 255 * (extreme[2::3] > 127)
+        labels = torch.randint(0, spec.classes, (count,), generator=draws)
+        users = torch.zeros(count, dtype=torch.int64)
+        users[order] = torch.arange(len(order))  # users are summed in the order of their indices
+        return ImageData(images.to(torch.uint8), labels, spec, groups=users)
+
+    def _play(self, run: _Run, data: ImageData) -> None:
+        self._run = run
+        context = self._context
+        self._generators.rewind()
+        server = Server.begun(self._method, context)
+        memory: Memory = {}
+        self._series = []
+        for phase in PHASES:
+            message = server.request(phase, context)
+            if message is None:
+                continue
+            earlier = len(self._series)
+            allowance = authorise(
+                self._plans,
+                context.round,
+                self._privacy.noise_multiplier or 1.0,
+                Guard(Ledger("public images"), self._privacy.delta, None, unit=self._privacy.unit),
+                SecretGenerator(test_only=numpy_generator(0, "no noise of a trial")),
+                phase=phase,
+                make_series=partial(TriedSums, self),
+            )
+            self._awaited = [] if phase == FIRST else self._series[earlier:]
+            clients = PrivateClients(
+                [self._client],
+                data,
+                [run.order],
+                [allowance],
+                nominal_size=context.nominal_size,
+                users=data.groups if self._privacy.unit == USER else None,
+                network=context.architecture,
+            )
+            step = self._method.first_step if phase == FIRST else self._method.client_step
+            try:
+                [(_, memory)] = step(_disturbed(message), clients, [memory], context)
+            except _EnoughError:
+                pass
+            finally:
+                self._unwatch()
+
+    # ------------------------------------------------------------------ what the series tell
+
+    def opened(self, series: TriedSums) -> int:
+        """Returns the number of a new series."""
+        self._series.append(series)
+        return len(self._series) - 1
+
+    def watch(self) -> None:
+        """Watches for random draws: between sample and release only the records' rows are computed,
+        so that any draw there is for them.
+        """
+        if self.thorough:
+            self._before = self._generators.position()
+            self._watch = self._active.enter_context(OperationWatch(self._run.fill))
+
+    def _unwatch(self) -> None:
+        if self._watch is not None:
+            self._active.close()
+            if self._watch.draws or self._generators.position() != self._before:
+                self.finding = DRAWS
+            self._watch = None
+
+    def take(self, key: tuple[int, int], records: Tensor, rows: Tensor) -> None:
+        """Stores rows of the first run, and compares those of the others.
+
+        Args:
+            key: the series and its release.
+            records: positions among the client's records.
+            rows: of these records, [N, D].
+        """
+        rows = rows.detach().nan_to_num(0.0, 0.0, 0.0)  # as in the mechanism
+        numbers = self._run.order[records]
+        if not self._run.finding:
+            if key not in self._rows:
+                self._rows[key] = rows.new_zeros(self.records, rows.shape[1])
+            self._rows[key][numbers.to(rows.device)] = rows
+            return
+        compared = numbers < self.records
+        compared[compared.clone()] = self._run.same[numbers[compared]]
+        first = self._rows.get(key)
+        if first is None or first.shape[1:] != rows.shape[1:]:
+            self.finding = self._run.finding  # its releases have another shape
+            return
+        expected = first[numbers[compared].to(rows.device)]
+        found = rows[compared.to(rows.device)]
+        if torch.equal(expected, found):
+            return
+        self.moved = True
+        apart = float((expected - found).abs().max())
+        if apart > rounding(rows.device, self._context.precision) * float(first.abs().max()):
+            self.finding = self.finding or self._run.finding
+
+    def released(self, key: tuple[int, int], sums: Tensor) -> Released:
+        """Returns the first run's sums in every run, so that later results do not depend on the
+        records.
+
+        Raises:
+            _EnoughError: the step has released from every other series.
+        """
+        self._unwatch()
+        if not any(one.open for one in self._awaited) and self._awaited:
+            raise _EnoughError
+        return Released(self._released.setdefault(key, Released(sums)).clone())
+
+
+class TriedSums(GaussianSums):
+    """A series that passes its rows to a trial, samples all records, and adds no noise.
+
+    Args:
+        trial: the trial.
+        release, groups, guard, secret: see `GaussianSums`; the guard's ledger is no client's.
+    """
+
+    def __init__(
+        self,
+        trial: StepTrial,
+        release: Release,
+        groups: int,
+        guard: Guard,
+        secret: SecretGenerator,
+    ) -> None:
+        super().__init__(release, groups, guard, secret)
+        self._trial = trial
+        self._number = trial.opened(self)
+
+    @property
+    def open(self) -> bool:
+        """Returns whether the trial needs more of it."""
+        return self.steps_left > 0
+
+    @property
+    def _key(self) -> tuple[int, int]:
+        return self._number, self.steps_left
+
+    def sample(self, units: int) -> Tensor:
+        """Returns the positions of all units."""
+        if not self.open:
+            raise _EnoughError
+        self._sums = torch.zeros(self._groups, self._width, dtype=torch.float64)
+        self._at = 0
+        self._trial.watch()
+        return torch.arange(units)
+
+    def add(self, rows_ND: Tensor, groups_N: Tensor, sample: Sample | None = None) -> None:
+        """Compares the rows, and adds them as `GaussianSums` does."""
+        self._trial.take(self._key, self._records(len(rows_ND), sample), rows_ND)
+        super().add(rows_ND, groups_N, sample)
+
+    def add_products(self, products: Products, sample: Sample | None = None) -> None:
+        """Compares the factors, and adds the products as `GaussianSums` does."""
+        values = (getattr(products, one.name) for one in fields(products))  # type: ignore[arg-type]
+        factors = [one.double() for one in values if isinstance(one, Tensor)]
+        self._trial.take(self._key, self._records(len(products), sample), torch.cat(factors, dim=1))
+        super().add_products(products, sample)
+
+    def _records(self, count: int, sample: Sample | None) -> Tensor:
+        first = self._at
+        self._at += count
+        return torch.arange(first, self._at) if sample is None else sample.records
+
+    def release(self) -> Released:
+        """Returns the sums of the trial's first run."""
+        if self._sums is None:
+            raise PrivacyError("no step is open: nothing to release")
+        self._users.close(self._sums)
+        sums = self._sums.float()
+        self._sums = None
+        key = self._key
+        self.steps_left -= 1
+        return self._trial.released(key, sums)
+
+
+def records_of_step(plans: Sequence[PrivatePlan], context: RoundContext) -> int:
+    """Returns the number of records to try user code with: about as many as a step has, limited by
+    the length of a pass (`fedsynth.privacy.passes`) and memory.
+    """
+    expected = max(1.0, context.nominal_size * max(one.sample_rate for one in plans))
+    widest = max(one.dimension // one.groups for one in plans)
+    likely = expected + 4 * math.sqrt(expected)
+    pass_length = min(chunk(context.device), math.isqrt(int(128 * expected)))
+    longest = min(pass_length + INSERTED, ROW_NUMBERS // widest)
+    return max(LEAST, min(math.ceil(likely), longest))
+
+
+def _disturbed(message: Message) -> Message:
+    """Returns the request with disturbed weights, so that no product is exact."""
+    if not isinstance(message, ModelParameters):
+        return message
+    draws = torch_generator(0, "weights of a trial")
+
+    def noisy(value: Tensor) -> Tensor:
+        noise = WEIGHT_NOISE * torch.randn(value.shape, generator=draws)
+        return value + noise.to(value) if value.is_floating_point() else value
+
+    return replace(message, parameters={k: noisy(v) for k, v in message.parameters.items()})

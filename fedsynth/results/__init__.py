@@ -1,0 +1,1 @@
+"""Results of runs: folders, checkpoints, verification, export, tables, curves and pages."""

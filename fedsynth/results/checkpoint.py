@@ -1,0 +1,324 @@
+"""Checkpoints of a simulation, from which a killed run resumes after its last complete round.
+
+    simulation_only/checkpoint/
+        checkpoint.json              the round, the rows so far, and which files belong to it
+        state-ROUND.safetensors      the server's state
+        memory-CLIENT-ROUND.…        a client's memory, from the last round it took part in
+        upload-CLIENT-ROUND.…        the synthetic sets of the last round
+        steps-ROUND-NAME             the checkpoint of a long loop within a round (`kept_steps.py`)
+
+`checkpoint.json` is replaced last, atomically, so that there is always one complete checkpoint,
+even if a run is killed or the disk is full. Files that it does not name are removed afterwards.
+Everything is safetensors and JSON, and nothing in it is executed.
+
+A checkpoint has clients' memories and exact accuracies, so it is in `simulation_only`, and is
+deleted when the run ends. It has no keys of noise or masks, and no ledger: a ledger is never
+rewound, and a round that is repeated after its noise was drawn is charged again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from fedsynth.config.settings import RunSettings
+from fedsynth.core.messages import Message, Packed
+from fedsynth.core.method import Memory, Method
+from fedsynth.core.state import ServerState
+from fedsynth.data.images import ImageData
+from fedsynth.errors import CheckpointError, MessageError, OutputError
+from fedsynth.privacy.files import (
+    MAX_TENSORS_BYTES,
+    decode_json,
+    read_regular,
+    read_text,
+    sync_folder,
+)
+
+FORMAT = 1
+POINTER = "checkpoint.json"
+MAX_POINTER_BYTES = 2**30
+_NAME = re.compile(r"(state|memory-[0-9]+|upload-[0-9]+)-[0-9]+\.safetensors")
+_WORN = re.compile(r"(state|memory|upload|steps)-.*|.*\.partial")
+
+
+@dataclass(frozen=True)
+class Kept(Packed):
+    """A client's memory between rounds.
+
+    Args:
+        memory: its tensors by name.
+    """
+
+    memory: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The state from which a run resumes.
+
+    Args:
+        rows: the metrics rows of the finished rounds, with what only a simulation may show.
+        state: the server's state after the last of these rounds.
+        memories: the clients' memories, by client; for a checkpoint that was read, only in the
+            files (`CheckpointFolder.memory`).
+        uploads: the synthetic sets of the last round, by client.
+    """
+
+    rows: tuple[dict[str, Any], ...]
+    state: ServerState
+    memories: Mapping[int, Memory] = field(default_factory=dict)
+    uploads: Mapping[int, Message] = field(default_factory=dict)
+
+    @property
+    def round(self) -> int:
+        """The number of the last complete round."""
+        return len(self.rows)
+
+
+class CheckpointFolder:
+    """The checkpoint of one run.
+
+    Args:
+        path: the folder; created with the first checkpoint.
+        identity: identifies the run's settings and data; other runs' checkpoints are refused.
+    """
+
+    def __init__(self, path: Path, identity: str) -> None:
+        self.path = path
+        self.identity = identity
+        self._files: dict[str, str] = {}  # the checkpoint's files, with their SHA-256
+
+    def write(
+        self, checkpoint: Checkpoint, changed: frozenset[int], stored: frozenset[int] = frozenset()
+    ) -> None:
+        """Replaces the checkpoint.
+
+        Args:
+            checkpoint: the state after a round.
+            changed: the clients whose memories differ from the previous checkpoint.
+            stored: the clients whose memories are unchanged in their files.
+
+        Raises:
+            OutputError: it cannot be written; the previous checkpoint is intact.
+        """
+        number = checkpoint.round
+        with self.writing():
+            self.path.mkdir(parents=True, exist_ok=True)
+            files: dict[str, str] = {}
+            made: dict[str, Packed] = {f"state-{number}.safetensors": checkpoint.state}
+            before = self._memories()
+            for client in stored:
+                files[before[client]] = self._files[before[client]]
+            for client, memory in checkpoint.memories.items():
+                if client in changed or client not in before:
+                    made[f"memory-{client}-{number}.safetensors"] = Kept(memory)
+                else:
+                    files[before[client]] = self._files[before[client]]
+            for client, upload in checkpoint.uploads.items():
+                made[f"upload-{client}-{number}.safetensors"] = upload
+            for name, packed in made.items():
+                content = packed.to_bytes()
+                write_whole(self.path / name, content, lasting=False)
+                files[name] = hashlib.sha256(content).hexdigest()
+            sync_folder(self.path)  # all files at once, before the pointer names them
+            pointer: dict[str, Any] = {
+                "format": FORMAT,
+                "identity": self.identity,
+                "round": number,
+                "rows": list(checkpoint.rows),
+                "files": files,
+            }
+            pointer["sha256"] = _hash_of(pointer)
+            write_whole(self.path / POINTER, json.dumps(pointer, allow_nan=False).encode())
+            self._files = files
+            self._prune()
+
+    def read(self, method: Method) -> Checkpoint | None:
+        """Returns the checkpoint, or None if the run was killed before its first round ended.
+
+        Raises:
+            CheckpointError: it is damaged, or of another run.
+        """
+        if not (self.path / POINTER).exists():
+            return None
+        try:
+            return self._read(method)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise self._damaged(f"{error!r:.120}") from None
+        except MessageError as error:
+            raise self._damaged(str(error)) from None
+
+    def _read(self, method: Method) -> Checkpoint:
+        pointer = self._pointer()
+        rows = pointer["rows"]
+        state: ServerState | None = None
+        uploads: dict[int, Message] = {}
+        for name, sha256 in pointer["files"].items():
+            if not _NAME.fullmatch(name):
+                raise self._damaged(f"it names a file {name!r:.80}")
+            content = self._content(name, sha256)
+            if name.startswith("state-"):
+                state = method.state.from_bytes(content)
+            elif name.startswith("memory-"):
+                Kept.from_bytes(content)
+            else:
+                uploads[_client(name)] = method.upload.from_bytes(content)
+        if state is None:
+            raise self._damaged("it has no server's state")
+        self._files = dict(pointer["files"])
+        return Checkpoint(tuple(rows), state, {}, uploads)
+
+    def _pointer(self) -> dict[str, Any]:
+        pointer = decode_json(read_text(self.path / POINTER, MAX_POINTER_BYTES))
+        if not isinstance(pointer, dict) or pointer["format"] != FORMAT:
+            raise self._damaged(f"it is not of format {FORMAT}")
+        if pointer.pop("sha256") != _hash_of(pointer):
+            raise self._damaged(f"{POINTER} is not as it was written")
+        if pointer["identity"] != self.identity:
+            raise CheckpointError(
+                f"the checkpoint in {self.path} is of other settings or other data than this run's"
+            )
+        rows = pointer["rows"]
+        sound = isinstance(rows, list) and all(isinstance(row, dict) for row in rows)
+        if not sound or [row.get("round") for row in rows] != list(range(1, len(rows) + 1)):
+            raise self._damaged("its rows are not those of rounds 1, 2, …")
+        if type(pointer["round"]) is not int or pointer["round"] != len(rows) or not rows:
+            raise self._damaged("its round is not that of its rows")
+        return pointer
+
+    def _content(self, name: str, sha256: str) -> bytes:
+        content = read_regular(self.path / name, MAX_TENSORS_BYTES)
+        if hashlib.sha256(content).hexdigest() != sha256:
+            raise self._damaged(f"{name} is not the file that it names")
+        return content
+
+    @property
+    def clients(self) -> list[int]:
+        """The indices of the clients that have a memory."""
+        return sorted(self._memories())
+
+    def memory(self, client: int) -> Memory:
+        """Returns a client's memory from the checkpoint.
+
+        Raises:
+            CheckpointError: its file is damaged or missing.
+        """
+        name = self._memories().get(client)
+        if name is None:
+            raise self._damaged(f"client {client} has no memory there")
+        try:
+            return Kept.from_bytes(self._content(name, self._files[name])).memory
+        except (OSError, MessageError) as error:
+            raise self._damaged(str(error)) from None
+
+    def _memories(self) -> dict[int, str]:
+        """Returns the memory file of each client."""
+        return {_client(name): name for name in self._files if name.startswith("memory-")}
+
+    def _prune(self) -> None:
+        """Removes files that belong to no checkpoint; those that cannot be removed do no harm."""
+        for path in self.path.iterdir():
+            if path.name not in self._files and _WORN.fullmatch(path.name):
+                with suppress(OSError):
+                    path.unlink()
+
+    def discard(self) -> None:
+        """Removes the checkpoint, because the run has ended."""
+        self._files = {}
+        with suppress(OSError):
+            (self.path / POINTER).unlink(missing_ok=True)
+            self._prune()
+            self.path.rmdir()
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise OutputError(
+                f"cannot write a checkpoint into {self.path}: {error.strerror or error}; the one "
+                "before, if there is one, is whole: when this is mended, resume the run"
+            ) from None
+
+    def _damaged(self, why: str) -> CheckpointError:
+        return CheckpointError(f"the checkpoint in {self.path} is damaged: {why}")
+
+
+PLACE = {"run": ("device", "memory_gb", "compile"), "data": ("data_root",)}
+"""Settings that determine where a run computes, but not its result."""
+
+
+def without_place(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the settings by section, as in config.toml, except those that determine where a run
+    computes.
+    """
+    # lists in place of tuples, as TOML gives them
+    plain = json.loads(json.dumps(settings))
+    return {
+        section: {k: v for k, v in values.items() if k not in PLACE.get(section, ())}
+        for section, values in plain.items()
+    }
+
+
+def run_identity(
+    settings: RunSettings, train: ImageData, test: ImageData | None, parts: Sequence[Tensor]
+) -> str:
+    """Returns a hash of a run's settings, data and parts: only the same run may resume a
+    checkpoint.
+
+    It is an exact function of private data, and is only in the checkpoint.
+    """
+    found = hashlib.blake2b(digest_size=16)
+    text = json.dumps(without_place(settings.to_mapping()), sort_keys=True)
+    found.update(text.encode())
+    sets = [train] if test is None else [train, test]
+    tensors = [t for data in sets for t in (data.images, data.labels)]
+    for tensor in [*tensors, *parts]:
+        found.update(str((tensor.dtype, tuple(tensor.shape))).encode())
+        found.update(tensor.cpu().numpy().tobytes())
+    return found.hexdigest()
+
+
+def write_whole(path: Path, content: bytes, *, lasting: bool = True, secret: bool = False) -> None:
+    """Replaces a file atomically: it is always the old file or the complete new one.
+
+    Args:
+        path: the file's path.
+        content: the new content; it is on the disk when this returns.
+        lasting: flush the folder entry, too; otherwise call `sync_folder` afterwards.
+        secret: only the user may read the file.
+
+    Raises:
+        OSError: it cannot be written; the old file still exists.
+    """
+    partial = path.with_name(f"{path.name}.partial")
+    if secret:
+        partial.unlink(missing_ok=True)  # a leftover file would keep its old permissions
+    rights = 0o600 if secret else 0o666
+    with open(partial, "wb", opener=lambda name, flags: os.open(name, flags, rights)) as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+    if lasting:
+        sync_folder(path.parent)
+
+
+def _hash_of(pointer: Mapping[str, Any]) -> str:
+    text = json.dumps(pointer, sort_keys=True)
+    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
+
+
+def _client(name: str) -> int:
+    """Returns the client index in a file's name."""
+    return int(name.split("-")[1].split(".")[0])

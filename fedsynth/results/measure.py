@@ -1,0 +1,141 @@
+"""Measures a federation's models on the test set and on the clients' local test splits.
+
+Accuracies on the clients' splits and on a private test set are exact functions of private data:
+with differential privacy they go only into `simulation_only`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from fedsynth.core.context import RoundContext
+from fedsynth.core.method import Method
+from fedsynth.core.state import ServerState
+from fedsynth.data.images import ImageData
+from fedsynth.evaluation.accuracy import accuracy_by_domain, correct
+from fedsynth.evaluation.fairness import local_metrics
+from fedsynth.federation.protocol import Exchange
+from fedsynth.results.disclosed import COMMON, LOCAL, MODELS, PRIVATE_TEST
+
+ONE = "model"
+
+
+class Figures(Protocol):
+    """Computes figures about a run (`RunRecord.figures`)."""
+
+    def __call__(self, name: str, make: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]: ...
+
+
+@dataclass(frozen=True)
+class Measure:
+    """Measures the models of one run.
+
+    Args:
+        method: determines the models.
+        exchange: the exchange with the clients.
+        test: the test set, on the run's device; None: there is none.
+        hidden: whether differential privacy protects the test set.
+        local: whether clients have local test splits.
+    """
+
+    method: Method
+    exchange: Exchange
+    test: ImageData | None
+    hidden: bool
+    local: bool
+
+    @property
+    def accuracy_name(self) -> str:
+        """The key of the accuracy on the test set in a row."""
+        return COMMON if self.method.personal else "test_accuracy"
+
+    def row(self, state: ServerState, context: RoundContext, figures: Figures) -> dict[str, Any]:
+        """Returns the metrics of a round's model, and of each variant under `models`."""
+        final = self.method.final_parameters(state)
+        models = dict(self.method.variants(state))
+        same = [name for name, one in models.items() if _is(one, final)]
+        if not same:
+            models[ONE] = final
+        rows = self._rows(models, context, figures)
+        if same:
+            return {**rows[same[0]], MODELS: rows}
+        row = rows.pop(ONE)
+        return {**row, MODELS: rows} if rows else row
+
+    def final_accuracy(
+        self,
+        metrics: Sequence[Mapping[str, Any]],
+        state: ServerState,
+        context: RoundContext,
+        figures: Figures,
+    ) -> float | None:
+        """Returns the last round's accuracy, measured now if it was not yet, or None if it cannot
+        be measured.
+        """
+        if not metrics or self.test is None:
+            return None
+        last: Mapping[str, Any] = metrics[-1]
+        if not {self.accuracy_name, PRIVATE_TEST} & last.keys():
+            last = self.row(state, context, figures)
+        accuracy = last.get(PRIVATE_TEST, last).get(self.accuracy_name)
+        return None if accuracy is None else float(accuracy)
+
+    def _rows(
+        self,
+        models: Mapping[str, Mapping[str, Tensor]],
+        context: RoundContext,
+        figures: Figures,
+    ) -> dict[str, dict[str, Any]]:
+        """Returns the metrics of each model on the test set and on the clients' splits."""
+        rows: dict[str, dict[str, Any]] = {name: {} for name in models}
+        if self.test is not None:
+            for name, parameters in models.items():
+                on_test = partial(self._on_test, context, parameters, self.test)
+                measured = dict(figures("test accuracy", on_test))
+                rows[name] = {PRIVATE_TEST: measured} if self.hidden else measured
+        if self.local:
+            on_splits = partial(self._on_splits, models, context)
+            for name, found in figures("accuracy on the clients' splits", on_splits).items():
+                rows[name][LOCAL] = found
+        return rows
+
+    def _on_splits(
+        self, models: Mapping[str, Mapping[str, Tensor]], context: RoundContext
+    ) -> dict[str, Any]:
+        """Returns the clients' accuracies of each model; empty if no client has a test record."""
+        clients = self.exchange.evaluate(models, context)
+        tested = [one.tested for one in clients]
+        sizes = [one.size for one in clients]
+        found = {}
+        for name in models:
+            metrics = local_metrics([one.right[name] for one in clients], tested, sizes)
+            if metrics is not None:
+                found[name] = metrics
+        return found
+
+    def _on_test(
+        self, context: RoundContext, parameters: Mapping[str, Tensor], test: ImageData
+    ) -> dict[str, Any]:
+        """Returns the accuracy on the test set; if it has domains, also the accuracy of each and
+        their unweighted mean, as reported in papers on feature skew.
+
+        If clients have personal models, the common model is not the result, and its accuracy has
+        another key.
+        """
+        right = correct(context.load(parameters), test)
+        row: dict[str, Any] = {self.accuracy_name: int(right.sum()) / len(right)}
+        domains = {} if self.method.personal else accuracy_by_domain(right, test)
+        if domains:
+            row["domain_accuracy"] = domains
+            row["domain_average"] = sum(domains.values()) / len(domains)
+        return row
+
+
+def _is(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    """Returns whether the two mappings have the same tensor objects."""
+    return all(one[key] is value for key, value in other.items())

@@ -1,0 +1,210 @@
+"""The statements of a private run about its privacy, at its start and in its summary.
+
+They follow from the public plan and the contents of the clients' ledgers; nothing here sees data.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from fedsynth.federation.privacy_plan import PrivacyPlan
+from fedsynth.privacy.ledger.history import History
+from fedsynth.privacy.releases import USER
+from fedsynth.privacy.report.figures import SCHEMA_VERSION, Began, LedgerStart, Promise, Start
+from fedsynth.privacy.report.formatting import format_epsilon
+
+NEIGHBOURS = {
+    "add-remove": "added or removed",
+    "zero-out": "blanked out",
+    "replace-one": "replaced by any other",
+}
+WEAK = 10.0
+"""The headline warns if ε is above this value."""
+
+
+def headline(plan: PrivacyPlan, *, simulated: bool = True) -> list[str]:
+    """Returns the headline that describes the planned run, ε first.
+
+    Args:
+        plan: the run's plan.
+        simulated: all clients are in one process; otherwise each is where its data are.
+    """
+    facts = plan.facts
+    delta = plan.privacy.delta
+    if not facts.guaranteed:
+        return [f"no differential privacy guarantee: {facts.reasons[0]}"]
+    chief = plan.chief
+    reasons = plan.reasons(plan.histories)
+    if reasons:
+        return [
+            "no differential privacy guarantee: a ledger in "
+            f"{plan.privacy.ledger} holds {reasons[0]}",
+            f"  mechanism {chief.mechanism} adds noise (σ = {plan.sigma:.4g}); no ε can be stated",
+        ]
+    planned = plan.planned_epsilon()
+    sampling = "all records at each step"
+    if chief.sample_rate < 1:
+        sampling = f"Poisson sampling at q = {chief.sample_rate:.3g}"
+    rounds = how_many(plan.run.rounds, "round")
+    if plan.run.participation < 1:
+        rounds += f" (it takes part in {plan.most_rounds()} at most)"
+    one = "one example"
+    if plan.privacy.unit == USER:
+        one = f"one {plan.run.report.person or 'person'} with all examples"
+    lines = [
+        f"privacy: ε = {format_epsilon(planned)} at δ = {delta:g} for each client over {rounds}, "
+        f"{one} {NEIGHBOURS[plan.privacy.adjacency]}",
+        f"  mechanism {chief.mechanism} ({_noise(plan)}), {sampling}, {schedule(plan)}",
+    ]
+    if chief.shares > 1 and not simulated:
+        lines.append(
+            f"  each client adds the noise of one of {chief.shares}, and sends its part of a sum "
+            "masked: ε holds against those who see only the sums over clients"
+        )
+    elif chief.shares > 1:
+        lines.append(
+            f"  aggregation assumed, not executed: each client adds the noise of one of "
+            f"{chief.shares}, and ε holds only against those who see only the sums over all clients"
+        )
+    spent = plan.epsilon(plan.histories)
+    if spent > 0:
+        lines.append(
+            f"  of this, ε = {format_epsilon(spent)} stands in the ledgers from earlier runs"
+        )
+    return lines + _of_the_noise(plan) + _of_the_cap(plan, planned)
+
+
+def _noise(plan: PrivacyPlan) -> str:
+    """Returns σ and the clip; for several kinds of release with different σ, the σ of one
+    equivalent release.
+    """
+    if plan.run.method.even_rounds:
+        return f"σ = {plan.sigma:.4g}, clip {plan.chief.clip:.4g}"
+    return f"σ = {plan.sigma:.4g} if all were one release; each has more"
+
+
+MUCH_NOISE, MANY_RELEASES = 20, 1000
+"""Thresholds of σ and of a client's number of releases above which the headline questions the
+schedule: a rule of thumb, not measured.
+"""
+
+
+def _of_the_noise(plan: PrivacyPlan) -> list[str]:
+    """Returns the warning if the noise exceeds the signal of the releases, even in the best case
+    for them.
+    """
+    told = [(plan.signal_to_noise(one), one.quantity) for one in plan.plans]
+    untold = all(ratio is None for ratio, _ in told)
+    if untold and plan.sigma >= MUCH_NOISE and plan.all_releases >= MANY_RELEASES:
+        return [
+            f"  warning: {plan.all_releases:,} releases share the budget, each with noise of "
+            f"σ = {plan.sigma:.3g}: fewer rounds, and fewer steps of a round, leave each more of "
+            "it (`fedsynth privacy plan`)"
+        ]
+    drowned = [(ratio, quantity) for ratio, quantity in told if ratio is not None and ratio < 1]
+    if not drowned:
+        return []
+    ratio, quantity = min(drowned)
+    return [
+        f"  warning: noise is larger than what the releases can say (S/N {ratio:.2g}: {quantity}); "
+        "little can be learned: `fedsynth privacy plan` shows what more records, clients or ε bring"
+    ]
+
+
+def schedule(plan: PrivacyPlan) -> str:
+    """Returns the number of noisy releases, in words."""
+    if plan.run.method.even_rounds:
+        return f"{how_many(plan.releases, 'release')} a round"
+    return f"{how_many(plan.all_releases, 'release')} in all"
+
+
+def _of_the_cap(plan: PrivacyPlan, planned: float) -> list[str]:
+    """Returns a warning if the run will end early, or if no cap bounds a weak guarantee."""
+    cap = plan.privacy.epsilon
+    if cap is None:
+        if planned <= WEAK:
+            return []
+        return [
+            f"  warning: ε = {format_epsilon(planned)} is a weak guarantee: one example may change "
+            f"the odds of any outcome by a factor of e^{planned:.0f}; a smaller one: "
+            "privacy.epsilon=8 in place of privacy.noise_multiplier"
+        ]
+    if planned <= cap * (1 + 1e-9):
+        return []
+    return [
+        f"  the cap ε = {cap:g} is below that: the run ends, in order, before the round that would "
+        "exceed it"
+    ]
+
+
+def start(
+    plan: PrivacyPlan,
+    histories: Sequence[History],
+    test: str,
+    began: Began,
+    warnings: Sequence[str] = (),
+    *,
+    simulated: bool,
+) -> Start:
+    """Returns what is public and fixed when the run begins. It is written at the start, so that a
+    killed run can still be reported.
+
+    Args:
+        plan: the run's plan.
+        histories: of the ledgers that the run charges, when it begins.
+        test: the kind of test images: "public", "private" or "none".
+        began: the run's identity and start date.
+        warnings: the warnings to include in the report.
+        simulated: all clients are in one process; otherwise each is where its data are.
+    """
+    return Start(
+        schema_version=SCHEMA_VERSION,
+        noise_multiplier=plan.privacy.noise_multiplier,
+        data_set=as_lists(asdict(plan.spec)),
+        test_images=test,  # type: ignore[arg-type]  # checked, as all of it is
+        ledgers={
+            one.client: LedgerStart(rows=len(one.releases), chain=one.chain) for one in histories
+        },
+        run=began,
+        simulated=simulated,
+        warnings=list(warnings),
+    )
+
+
+def summary(plan: PrivacyPlan, histories: Sequence[History], *, simulated: bool = True) -> Promise:
+    """Returns the privacy section of summary.json.
+
+    Args:
+        plan: the run's plan.
+        histories: the current contents of the ledgers.
+        simulated: all clients were in one process; otherwise each was where its data are.
+    """
+    shared = {}
+    if plan.chief.shares > 1:
+        shared = {"aggregation": "assumed, not executed" if simulated else "executed"}
+    sigma = plan.privacy.noise_multiplier
+    mechanism = plan.chief.mechanism
+    if not plan.guaranteed(histories):
+        return Promise(guarantee=False, noise_multiplier=sigma, mechanism=mechanism)
+    return Promise(
+        guarantee=True,
+        epsilon=plan.epsilon(histories),
+        delta=plan.privacy.delta,
+        noise_multiplier=sigma,
+        mechanism=mechanism,
+        **shared,
+    )
+
+
+def as_lists(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the mapping as it is in JSON: with lists in place of tuples."""
+    found: dict[str, Any] = json.loads(json.dumps(dict(facts)))
+    return found
+
+
+def how_many(number: int, noun: str) -> str:
+    """Returns the number with its noun: "1 round", "3 rounds"."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -1,0 +1,392 @@
+"""The facts in a private run's report besides the ledgers: public items, accesses, versions.
+
+They follow from the public plan; nothing here sees data.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from fedsynth.config.checks import fewest
+from fedsynth.config.participation import active_clients
+from fedsynth.config.settings import RunSettings
+from fedsynth.core.messages import privacy_of_fields
+from fedsynth.data.partition_settings import clients_or_groups
+from fedsynth.data.registry import is_published
+from fedsynth.federation.privacy_plan import PrivacyPlan
+from fedsynth.federation.run_data import NO_TEST, PRIVATE, PUBLIC
+from fedsynth.models.registry import feature_facts, has_given_weights
+from fedsynth.privacy import disclosure
+from fedsynth.privacy.files import file_hash
+from fedsynth.privacy.ledger.history import History
+from fedsynth.privacy.plans import PrivatePlan
+from fedsynth.privacy.randomness import DESCRIPTION
+from fedsynth.privacy.releases import USER
+from fedsynth.privacy.report.figures import (
+    Access,
+    Began,
+    Event,
+    ReportFacts,
+    RunFacts,
+    Unit,
+    Verdict,
+)
+from fedsynth.privacy.report.pages import FILES, renderer_versions
+from fedsynth.results.privacy_summary import as_lists, how_many
+from fedsynth.version import __version__
+
+FOUR_SUMS = (
+    "; each value is the sum of four Gaussians, halved: a mitigation of one floating-point attack, "
+    "not a proof"
+)
+
+
+def report_facts(
+    plan: PrivacyPlan,
+    rounds_done: int,
+    events: Sequence[Event],
+    *,
+    test: str,
+    began: Began,
+    warnings: Sequence[str] = (),
+    secret: bool = True,
+    abandoned: bool = False,
+    files: Mapping[str, str] | None = None,
+    simulated: bool = True,
+    first: int = 0,
+) -> ReportFacts:
+    """Returns the facts that the report states besides the ledgers.
+
+    Args:
+        plan: the run's plan.
+        rounds_done: the number of finished rounds.
+        events: deviations from the plan.
+        test: the kind of test images: "public", "private" or "none".
+        began: the run's identity and start date.
+        warnings: the warnings to include in the report.
+        secret: whether all clients' noise came from the operating system's keys.
+        abandoned: the run did not finish.
+        files: the files that the report covers, with their SHA-256.
+        simulated: all clients were in one process; otherwise each was where its data are.
+        first: the index of the plan's first client.
+    """
+    privacy = plan.privacy
+    facts = plan.facts
+    said = plan.run.report
+    randomness = DESCRIPTION + (FOUR_SUMS if privacy.four_sums else "")
+    published = plan.run.method.printed_epsilon(privacy.delta, plan.sigma)
+    clients = [one.client for one in plan.histories]
+    sites = said.site_names(plan.run.partition.clients)[first:]
+    return ReportFacts(
+        method=plan.run.method.name,
+        mechanism=plan.chief.mechanism,
+        delta=privacy.delta,
+        max_records=plan.max_records,
+        adjacency=privacy.adjacency,
+        unit=Unit(
+            kind=privacy.unit, person=said.person or "person", user_records=privacy.user_records
+        ),
+        epsilon_cap=privacy.epsilon,
+        planned_rounds=plan.run.rounds,
+        rounds_done=rounds_done,
+        public_items=public_items(plan, simulated=simulated),
+        verdict=Verdict(reasons=list(facts.reasons), warnings=list(warnings)),
+        events=list(events),
+        ledger_kept=not simulated or privacy.ledger_folder is not None,
+        randomness=facts.randomness or randomness,
+        published=[dict(published)] if published and facts.guaranteed else [],
+        scope=accesses(plan, test, simulated=simulated),
+        test_only_randomness=not secret,
+        provenance=provenance(plan.run),
+        noise_multiplier=privacy.noise_multiplier,
+        data_set=as_lists(asdict(plan.spec)),
+        simulated=simulated,
+        abandoned=abandoned,
+        shares=plan.chief.shares,
+        min_clients=0 if simulated else min_clients_of_a_sum(plan),
+        own_code=list(plan.run.own_code),
+        run=RunFacts(
+            id=began.id,
+            date=began.date,
+            responsible=said.responsible or None,
+            purpose=said.purpose or None,
+            sites=dict(zip(clients, sites, strict=False)),
+        ),
+        files=dict(files or {}),
+    )
+
+
+def rows_before(plan: PrivacyPlan) -> dict[str, int]:
+    """Returns the number of rows that each client's ledger held when the run began."""
+    return {one.client: len(one.releases) for one in plan.histories}
+
+
+def min_clients_of_a_sum(plan: PrivacyPlan) -> int:
+    """Returns the smallest number of clients in a sum that the server sees, or 0 if it sees each
+    upload.
+    """
+    run = plan.run
+    if not run.method.sums_alone:
+        return 0
+    active = active_clients(run.partition.clients, run.participation)
+    return fewest(run.method, active, run.partition.clients, private=True)
+
+
+def owner_facts(
+    plan: PrivacyPlan,
+    number: int,
+    history: History,
+    rounds: int,
+    *,
+    secret: bool,
+    began: Began,
+    warnings: Sequence[str],
+) -> tuple[ReportFacts, dict[str, int]]:
+    """Returns the facts that a data owner's report states besides its ledger, and the number of the
+    ledger's rows from before the run.
+
+    Args:
+        plan: the run's plan.
+        number: the client index.
+        history: the contents of the owner's ledger when the client joined.
+        rounds: the number of finished rounds, stated by the server; charges are the ledger's.
+        secret: whether the noise came from the operating system's keys.
+        began: the run's identity and start date.
+        warnings: the warnings to include in the report.
+    """
+    own = replace(plan, histories=(history,))
+    facts = report_facts(
+        own,
+        min(rounds, plan.run.rounds),
+        (),
+        test=NO_TEST,
+        began=began,
+        secret=secret,
+        warnings=warnings,
+        simulated=False,
+        first=number,
+    )
+    return facts, rows_before(own)
+
+
+def handed_over(folder: Path) -> dict[str, str]:
+    """Returns the files of a run folder that its report covers, with their SHA-256.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    there = [name for name in FILES if (folder / name).is_file()]
+    return {name: file_hash(folder / name) for name in there}
+
+
+def public_items(plan: PrivacyPlan, *, simulated: bool = True) -> dict[str, str]:
+    """Returns what was fixed before any data were read, with the reason why it is public."""
+    spec = plan.spec
+    run = plan.run
+    items = {
+        "data set": _data_set(plan, simulated=simulated),
+        "classes and image shape": (
+            f"{spec.classes} classes, {spec.channels}×{spec.height}×{spec.width}"
+        ),
+        "normalisation": (
+            f"constants of the specification {spec.name!r}: mean {spec.mean}, std {spec.std}"
+        ),
+        "architecture and initial weights": _architecture(run),
+        "hyper-parameters": json.dumps(run.to_mapping()["method"]),
+        "bound on all records": f"{plan.max_records} (δ is checked against it)",
+        "schedule": (f"{_rounds(plan)}, fixed before data are read"),
+        **feature_facts(run.model, spec),
+        **run.method.public_facts(spec),
+    }
+    if run.participation < 1:
+        count = len(plan.participation.in_round(1))
+        items["participation"] = (
+            f"{count} of {run.partition.clients} clients a round, drawn from the run's seed: no "
+            "amplification is claimed"
+        )
+    if run.client_failures:
+        items["clients that fail"] = (
+            f"on purpose, each with probability {run.client_failures:g} in a round, drawn from the "
+            "run's seed; what a client computed is charged, also where nothing arrived"
+        )
+    items["what the server does"] = (
+        "training, averaging, distillation and measurements that use only the uploads and public "
+        "values: post-processing, at no cost"
+    )
+    if proxy := run.method.public_images():
+        items["proxy images"] = f"the training images of {proxy}, declared public"
+    if plan.facts.guaranteed:
+        items |= _items_of_a_guarantee(plan)
+    return items
+
+
+def _architecture(run: RunSettings) -> str:
+    if not run.method.takes_model:
+        return "the method's own, whatever the settings of models are"
+    weights = "drawn from the run's seed"
+    if has_given_weights(run.model):
+        weights = "with the weights of a module that the operator gave and declares public"
+    return f"{run.model}, {weights}"
+
+
+def _rounds(plan: PrivacyPlan) -> str:
+    """Returns the number of rounds and their releases, in words."""
+    rounds = how_many(plan.run.rounds, "round")
+    if plan.run.method.even_rounds:
+        return f"{rounds} of {how_many(plan.releases, 'release')}"
+    return f"{rounds}, {how_many(plan.all_releases, 'release')} in all"
+
+
+def _items_of_a_guarantee(plan: PrivacyPlan) -> dict[str, str]:
+    """Returns the public facts about the releases that are accounted for."""
+    counted = f"{plan.run.report.person or 'person'}s" if plan.privacy.unit == USER else "records"
+    items = {
+        "sample rate q": f"{plan.chief.sample_rate:.6g}, from public sizes",
+        f"nominal {counted} of a client": (
+            f"{plan.nominal_size:g} ({_nominal_size(plan)}); divisors use it or released counts, "
+            "never the true number"
+        ),
+    }
+    for name, (kind, reason) in privacy_of_fields(plan.run.method.upload).items():
+        if kind == "public":
+            items[f"upload field {name!r}"] = reason
+    return items
+
+
+def _nominal_size(plan: PrivacyPlan) -> str:
+    """Returns the source of a client's nominal size, in words."""
+    if plan.privacy.nominal_size:
+        return "declared"
+    split = plan.run.partition
+    over = "writers or devices that are published"
+    if clients_or_groups(split, plan.spec) == split.clients:
+        over = "clients"
+    words = f"the size that the data set's specification declares, over the number of {over}"
+    if split.subset < 1:
+        words += f", times the share {split.subset:g} that is used"
+    if split.local_test:
+        words += f", times the share {1 - split.local_test:g} that trains"
+    return words
+
+
+def _data_set(plan: PrivacyPlan, *, simulated: bool) -> str:
+    """Returns the name of the data set, and which part of it is public."""
+    spec = plan.spec
+    if is_published(spec):
+        return f"{spec.name}, published: {spec.source}"
+    if not simulated:
+        return f"{spec.name}: the data owners'; its specification is public, its records are not"
+    if plan.privacy.ledger_folder is None:
+        return f"{spec.name}: the operator's own, declared public by the operator"
+    return f"{spec.name}: the operator's own; its specification is public, its records are not"
+
+
+def accesses(plan: PrivacyPlan, test: str, *, simulated: bool = True) -> list[Access]:
+    """Returns all accesses to private data.
+
+    Args:
+        plan: the run's plan.
+        test: the kind of test images: "public", "private" or "none".
+        simulated: all clients were in one process, which sees more.
+    """
+    facts = plan.facts
+    averaged = ""
+    if plan.privacy.unit == USER:
+        person = plan.run.report.person or "person"
+        averaged = f"; averaged over each {person}'s examples, and the average is clipped"
+    found = [
+        _access(
+            f"{one.quantity}: {one.clipped}{averaged}",
+            facts.status,
+            f"mechanism {one.mechanism}, {_how_often(plan, one)}",
+        )
+        for one in plan.plans
+    ]
+    found += [_access(what, disclosure.UNACCOUNTED, note) for what, note in facts.accesses]
+    if plan.privacy.ledger_folder is not None or not simulated:
+        found.append(COMPARED_RECORDS)
+    if not simulated:
+        found.append(TIMING)
+    elif plan.run.partition.local_test:
+        found.append(_simulated("clients' own test splits, and accuracies on them"))
+    if simulated:
+        found.append(_simulated("partition into clients, true counts, seconds"))
+    if test == PRIVATE:
+        found.append(_simulated("test set, and accuracies on it"))
+    if test == PUBLIC:
+        whose = f"of the published data set {plan.spec.name}"
+        if not is_published(plan.spec):
+            whose = "declared public by the operator"
+        note = f"{whose}; test accuracy is computed from released models"
+        found.append(_access("test set", disclosure.PUBLIC, note))
+    return found
+
+
+def _access(what: str, status: str, note: str) -> Access:
+    return Access.model_validate({"access": what, "status": status, "note": note})
+
+
+def _how_often(plan: PrivacyPlan, one: PrivatePlan) -> str:
+    """Returns the number of releases of a quantity by a client, in words."""
+    if plan.run.method.even_rounds:
+        return f"{how_many(one.steps, 'release')} a round"
+    rounds = [n for n in range(1, plan.run.rounds + 1) if one in plan.round_plans(n)]
+    return f"{how_many(one.steps * len(rounds), 'release')} in all"
+
+
+TIMING = _access(
+    "how long a client takes to answer, and whether it does",
+    disclosure.SIMULATION_ONLY,
+    "seen by anybody who carries the messages; outside the guarantee",
+)
+COMPARED_RECORDS = _access(
+    "records, compared with those of the ledgers",
+    disclosure.SIMULATION_ONLY,
+    "by a keyed hash that stays with the ledgers; it decides whether the run begins",
+)
+
+
+def _simulated(what: str) -> Access:
+    """Returns an access that only a simulation has."""
+    return _access(
+        what,
+        disclosure.SIMULATION_ONLY,
+        "folder simulation_only, and the message of a partition that cannot be made; outside the "
+        "guarantee",
+    )
+
+
+def _without_paths(run: RunSettings) -> dict[str, dict[str, Any]]:
+    """Returns the settings; for custom images without the folders, whose names could be guessed
+    from a hash.
+    """
+    sections = run.to_mapping()
+    if run.folder is None:
+        return sections
+    for section, keys in {
+        "data": ("folder", "test_folder", "declaration", "data_root"),
+        "privacy": ("ledger",),
+    }.items():
+        for key in keys:
+            sections.get(section, {}).pop(key, None)
+    return sections
+
+
+def provenance(run: RunSettings) -> dict[str, str]:
+    """Returns the versions of packages, and a hash of the resolved settings."""
+    config: Any = json.dumps(_without_paths(run), sort_keys=True)
+    packages = ("torch", "opacus", "dp-accounting", "numpy", "randomgen")
+    return {
+        "config": hashlib.blake2b(config.encode(), digest_size=16).hexdigest(),
+        "python": platform.python_version(),
+        "fedsynth": __version__,  # also if it runs from a folder, without being installed
+        **{name: version(name) for name in packages},
+        **renderer_versions(),
+    }

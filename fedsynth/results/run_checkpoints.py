@@ -1,0 +1,128 @@
+"""The checkpoints of a simulation: when they are written, how a run resumes from them, and which
+clients' memories are in files, namely those of clients that do not take part in the next round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from fedsynth.config.settings import RunSettings
+from fedsynth.core.context import RoundContext
+from fedsynth.core.method import Memory
+from fedsynth.errors import CheckpointError
+from fedsynth.federation.client_runtime import ClientRuntime
+from fedsynth.results.checkpoint import (
+    Checkpoint,
+    CheckpointFolder,
+    without_place,
+)
+from fedsynth.results.kept_steps import KeptSteps
+from fedsynth.results.run_folder import RunFolder
+from fedsynth.toml_file import read_sections
+
+STEP_SECONDS = 60.0
+"""Seconds between two writes of the checkpoints of long loops within a round."""
+
+
+class RunCheckpoints:
+    """The checkpoints of one run; a run without a folder has none.
+
+    Args:
+        settings: the run's settings.
+        identity: returns the hash of its settings and data (`run_identity`), which is slow.
+        shared: the folder in which a one-shot run shares its clients' training results; None:
+            no sharing.
+    """
+
+    def __init__(
+        self, settings: RunSettings, identity: Callable[[], str], shared: Path | None = None
+    ) -> None:
+        self._settings = settings
+        self._identity = identity
+        self._shared = shared
+        self._folder: CheckpointFolder | None = None
+
+    def begin(self, run: RunFolder) -> None:
+        """Opens the checkpoint folder of a new run."""
+        self._folder = CheckpointFolder(run.checkpoints, self._identity())
+
+    def read(self, run: RunFolder) -> Checkpoint | None:
+        """Returns the checkpoint from which a run resumes, or None if it starts from the beginning.
+
+        Raises:
+            CheckpointError: it is damaged, or of other settings or data.
+        """
+        config = read_sections(run.path / "config.toml")
+        if without_place(config) != without_place(self._settings.to_mapping()):
+            raise CheckpointError(
+                f"the run in {run.path} has other settings: its config.toml differs"
+            )
+        self.begin(run)
+        found = None if self._folder is None else self._folder.read(self._settings.method)
+        if found is None and run.has_rounds:
+            raise CheckpointError(
+                f"the run in {run.path} has ended rounds, and its checkpoint is gone: it would "
+                "begin anew, and be charged for them again"
+            )
+        return found
+
+    def give_memories(self, clients: Sequence[ClientRuntime], device: torch.device) -> None:
+        """Registers with the clients their memories in the checkpoint, which stay in its files
+        until needed.
+        """
+        for number in [] if self._folder is None else self._folder.clients:
+            self._store(clients[number], device)
+
+    def keep(
+        self,
+        checkpoint: Checkpoint,
+        clients: Sequence[ClientRuntime],
+        context: RoundContext,
+        following: Sequence[int],
+    ) -> None:
+        """Writes a checkpoint after a round.
+
+        Args:
+            checkpoint: the checkpoint of the round, without clients' memories.
+            clients: all clients, by index.
+            context: the context of the round.
+            following: the clients that take part in the next round; empty after the last.
+        """
+        if self._folder is None:
+            return
+        stored = {one.number for one in clients if one.stored}
+        resident = (one for one in clients if not one.stored)
+        memories = {one.number: one.memory for one in resident if one.memory}
+        whole = replace(checkpoint, memories=memories)
+        self._folder.write(whole, frozenset(context.active), frozenset(stored))
+        if self._settings.participation < 1 and following:
+            for number in set(memories) - set(following):
+                self._store(clients[number], context.device)
+
+    def steps_of(self, number: int) -> KeptSteps | None:
+        """Returns the keeper of checkpoints of the loops within a round, or None
+        without a folder.
+        """
+        if self._folder is None:
+            return None
+        return KeptSteps(self._folder, number, STEP_SECONDS, self._shared)
+
+    @staticmethod
+    def discard(run: RunFolder) -> None:
+        """Removes the checkpoint of a run that has ended and whose folder has its final name."""
+        CheckpointFolder(run.checkpoints, "").discard()
+
+    def _store(self, client: ClientRuntime, device: torch.device) -> None:
+        """Removes a client's memory from RAM; it stays in its file."""
+        if self._folder is not None:
+            load = partial(self._folder.memory, client.number)
+            client.store(partial(_on_device, load, device))
+
+
+def _on_device(load: Callable[[], Memory], device: torch.device) -> Memory:
+    return {name: tensor.to(device) for name, tensor in load().items()}

@@ -1,0 +1,430 @@
+"""The run folder: all files that a run writes.
+
+While the run lasts, the folder's name ends in `.incomplete`; the last step renames it, once all
+files are on the disk. A folder without that suffix is complete, even after a power cut.
+
+    config.toml          the resolved settings; reuse them with --config
+    metrics.jsonl        a line for each round
+    summary.json         what `--json` prints
+    model.safetensors    the global model
+    synthetic.safetensors, synthetic.png    the last round's uploads, if the method has images,
+                         or the images that the server made (client −1)
+    synthetic_by_round/  a picture of each round's images
+    artefacts.json, NAME.png    what the server measured, for methods that do (FedHydra's
+                         stratification)
+    privacy_report.json, .md, .html, ledger/    with differential privacy
+    privacy_start.json   with differential privacy, too: the public facts fixed at the start, from
+                         which the report of a killed run is built
+    sources/             the custom code files of the method and the model
+    run.json             of a run over nodes: its name, which it keeps when it is resumed
+    resumed.json         the rounds after which the run was resumed, if it was
+    simulation_only/     what only a simulation may show: exact functions of private data, outside
+                         the guarantee; until the run ends also its checkpoint
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from fedsynth.data.files import save_tensors
+from fedsynth.data.images import denormalise
+from fedsynth.data.picture import (
+    by_class,
+    image_grid_png,
+    partition_png,
+    partition_table,
+    shares_png,
+)
+from fedsynth.data.registry import DatasetSpec
+from fedsynth.data.shared_set import BYTES, NORMALISED, TENSORS, write_set
+from fedsynth.errors import OutputError
+from fedsynth.privacy.errors import PrivacyError
+from fedsynth.privacy.files import load_json, open_regular, plain_files, sync_folder
+from fedsynth.privacy.report.figures import Start, schema_problems
+from fedsynth.privacy.report.file import read_json
+from fedsynth.results.checkpoint import write_whole
+from fedsynth.results.disclosed import Disclosed, finite
+
+SIMULATION_ONLY_NOTE = (
+    "Everything in this folder is an exact function of the clients' data. A simulation may show "
+    "it; it is outside every privacy\n"
+    "guarantee, and on a real network it would not exist.\n"
+)
+PRIVATE_START = "privacy_start.json"
+RESUMED = "resumed.json"
+SERVED = "run.json"
+"""The file with the name and the agreed terms of a run over nodes."""
+MODEL = "model.safetensors"
+CONFIG = "config.toml"
+INCOMPLETE = ".incomplete"
+LOCK = ".lock"
+NAME_LIMIT = 60  # with two bytes a letter, far below the 255 that file systems take
+SERVER = -1
+"""Client index of images that the server made."""
+GRID_LIMIT = 400  # images in the picture; all are in synthetic.safetensors
+GRID_COLUMNS = 20
+COUNTS = "partition.json"
+ROUNDS = "synthetic_by_round"
+METRICS = "metrics.jsonl"
+HIDDEN = "simulation_only/rounds.jsonl"
+
+
+class RunFolder:
+    """A folder being written; `finish` renames it to its final name.
+
+    Args:
+        base: the parent folder.
+        name: of method and data set; characters that file names cannot have are replaced by `_`.
+
+    `federation.outputs.disclosed` decides which part of a row may be outside `simulation_only`.
+
+    Raises:
+        OutputError: the folder cannot be made or written.
+    """
+
+    def __init__(self, base: Path, name: str) -> None:
+        with _writing(base):
+            base.mkdir(parents=True, exist_ok=True)
+            plain = re.sub(r"[^\w(),.+=-]", "_", name)[:NAME_LIMIT].removesuffix(INCOMPLETE)
+            self._final, self.path = _fresh(base, f"{datetime.now():%Y%m%d-%H%M%S}-{plain}")
+        self._claim()
+
+    @classmethod
+    def reopen(cls, path: Path) -> RunFolder:
+        """Opens the folder of an unfinished run, to resume it.
+
+        Raises:
+            OutputError: there is no such folder, the run has finished, or a process is still
+                writing it.
+        """
+        path = path.resolve()
+        if not (path / CONFIG).is_file():
+            raise OutputError(f"{path} is no run folder: it has no {CONFIG}")
+        if path.suffix != INCOMPLETE:
+            raise OutputError(f"the run in {path} has finished: there is nothing to resume")
+        try:
+            plain_files(path)  # a pipe, or a link to another file, is neither read nor written
+        except OSError as error:
+            raise OutputError(f"cannot resume the run in {path}: {error.strerror}") from None
+        folder = cls.__new__(cls)
+        folder.path = path
+        folder._final = path.with_suffix("")
+        folder._claim()
+        return folder
+
+    def _claim(self) -> None:
+        """Locks the folder until this process ends or calls `finish`, so that two processes never
+        write one run.
+        """
+        with _writing(self.path):
+            self._lock = open_regular(self.path / LOCK, writing=True, create=True)
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                self._lock.close()
+                raise OutputError(f"another process is still writing {self.path}") from None
+
+    def release(self) -> None:
+        """Unlocks the folder; nothing more is written."""
+        self._lock.close()
+
+    @property
+    def final(self) -> Path:
+        """The path of the folder once the run has ended."""
+        return self._final
+
+    @property
+    def checkpoints(self) -> Path:
+        """The path of the run's checkpoint, while the run lasts."""
+        return self.path / "simulation_only" / "checkpoint"
+
+    def _replace(self, name: str, text: str) -> None:
+        """Replaces a file atomically."""
+        with _writing(self.path):
+            write_whole(self.path / name, text.encode())
+
+    def resumed(self, after: int) -> list[int]:
+        """Records that the run is resumed after this round, and returns all such rounds so far.
+
+        Raises:
+            OutputError: the file cannot be written, or is damaged.
+        """
+        rounds = [*self.resumptions(), after]
+        self._replace(RESUMED, json.dumps({"after_rounds": rounds}))
+        return rounds
+
+    def resumptions(self) -> list[int]:
+        """Returns the rounds after which the run was resumed so far.
+
+        Raises:
+            OutputError: the file is damaged.
+        """
+        file = self.path / RESUMED
+        with _writing(self.path):
+            try:
+                return resumed_rounds(file)
+            except ValueError as error:
+                raise OutputError(f"{file} is damaged: {error}") from None
+
+    def require_ledgers(self, names: Sequence[str]) -> None:
+        """Refuses a run whose ledgers are missing: fresh ones would lose the record of the spent
+        budget.
+
+        Raises:
+            OutputError: names the first missing ledger.
+        """
+        for name in names:
+            file = self.path / "ledger" / f"{name}.jsonl"
+            if not file.is_file():
+                raise OutputError(f"{file} is gone, and with it what the run has spent")
+
+    @property
+    def has_rounds(self) -> bool:
+        """Returns whether a round has ended, according to files that are written after its
+        checkpoint.
+        """
+        file = self.path / METRICS
+        return (file.exists() and file.stat().st_size > 0) or any(self.resumptions())
+
+    def rewrite_metrics(self, rows: Sequence[Disclosed]) -> None:
+        """Replaces all rows with these; rows of an unfinished round are dropped."""
+        for name, lines in ((METRICS, map(_shown, rows)), (HIDDEN, map(_hidden, rows))):
+            text = "".join(lines)
+            if text or (self.path / name).exists():
+                self._replace(name, text)
+
+    def write_config(self, toml: str) -> None:
+        self._replace(CONFIG, toml)
+
+    def write_sources(self, files: Sequence[tuple[str, str]]) -> None:
+        """Writes the texts of custom code files, by name, as they were executed."""
+        for name, text in files:
+            with _writing(self.path):
+                (self.path / "sources").mkdir(exist_ok=True)
+            self._replace(f"sources/{name}", text)
+
+    def write_private_start(self, facts: Mapping[str, Any]) -> None:
+        text = json.dumps(facts, indent=1, ensure_ascii=False, allow_nan=False)
+        self._replace(PRIVATE_START, f"{text}\n")
+
+    @property
+    def name(self) -> str:
+        """The name of the folder once the run has finished."""
+        return self._final.name
+
+    def private_start(self) -> dict[str, Any]:
+        """Returns the record that the run wrote when it began (`Start`).
+
+        Raises:
+            PrivacyError: privacy_start.json is missing or damaged.
+        """
+        start = read_json(self.path / PRIVATE_START, "start of a private run")
+        problems = schema_problems(start, Start)
+        if problems:
+            raise PrivacyError(f"{PRIVATE_START}: {'; '.join(problems)}")
+        return start
+
+    @property
+    def has_begun(self) -> bool:
+        """Returns whether the folder records the initial state of a private run."""
+        return (self.path / PRIVATE_START).exists()
+
+    def append_metrics(self, row: Disclosed) -> None:
+        """Appends a round's row."""
+        for name, line in ((METRICS, _shown(row)), (HIDDEN, _hidden(row))):
+            if line:
+                with _writing(self.path), (self.path / name).open("a", encoding="utf-8") as file:
+                    file.write(line)
+
+    def write_partition(
+        self, counts_KC: npt.NDArray[np.int64], class_names: Sequence[str] = ()
+    ) -> None:
+        """Writes the class distribution of each client, once: true counts, so into
+        `simulation_only`.
+        """
+        folder = self.path / "simulation_only"
+        if (folder / "partition.png").exists():
+            return
+        with _writing(folder):
+            folder.mkdir(exist_ok=True)
+            (folder / "README.txt").write_text(SIMULATION_ONLY_NOTE, encoding="utf-8")
+            (folder / "partition.txt").write_text(partition_table(counts_KC), encoding="utf-8")
+            counts = {"class_names": list(class_names), "counts": counts_KC.tolist()}
+            (folder / COUNTS).write_text(json.dumps(counts), encoding="utf-8")
+            partition_png(counts_KC, folder / "partial.png", class_names)
+            (folder / "partial.png").rename(folder / "partition.png")
+
+    def write_model(self, parameters: Mapping[str, Tensor]) -> None:
+        with _writing(self.path):
+            save_tensors(parameters, self.path / MODEL, {})
+
+    def write_synthetic(
+        self,
+        sets: Sequence[tuple[int, Tensor, Tensor]],
+        spec: DatasetSpec,
+        soft: Sequence[Tensor | None] = (),
+    ) -> None:
+        """Writes (client, images [N, C, H, W], normalised or uint8 pixels, labels [N]) of the last
+        round: exactly what was sent, or what the server (`SERVER`) made; and soft labels [N,
+        classes] if all have them.
+        """
+        images, labels = _joined(sets)
+        rows = [one.cpu() for one in soft if one is not None]
+        with _writing(self.path):
+            write_set(
+                self.path / TENSORS,
+                images,
+                labels,
+                spec,
+                pixels=BYTES if images.dtype == torch.uint8 else NORMALISED,
+                clients=torch.cat([torch.full((len(s[2]),), s[0]) for s in sets]),
+                soft_labels=torch.cat(rows) if rows and len(rows) == len(sets) else None,
+            )
+
+    def draw_synthetic(
+        self,
+        sets: Sequence[tuple[int, Tensor, Tensor]],
+        spec: DatasetSpec,
+        name: str = "synthetic.png",
+    ) -> None:
+        """Draws what `write_synthetic` wrote, a row for each class, if the images are in colour or
+        grey.
+        """
+        images, labels = _joined(sets)
+        if not len(images) or spec.channels not in (1, 3):
+            return
+        most = int(torch.bincount(labels).max())
+        columns = min(most, GRID_COLUMNS, max(1, GRID_LIMIT // len(labels.unique())))
+        shown = images if images.dtype == torch.uint8 else denormalise(images, spec)
+        rows, names = by_class(shown, labels, spec.class_names, columns)
+        with _writing(self.path):
+            (self.path / name).parent.mkdir(exist_ok=True)
+            image_grid_png(rows, self.path / name, columns, names)
+
+    def draw_round(
+        self, number: int, sets: Sequence[tuple[int, Tensor, Tensor]], spec: DatasetSpec
+    ) -> None:
+        """Draws the images of one round, like `draw_synthetic`."""
+        self.draw_synthetic(sets, spec, f"{ROUNDS}/round-{number:05d}.png")
+
+    def write_artefacts(self, matrices: Mapping[str, Tensor]) -> None:
+        """Writes the matrices [classes, clients] that a server computed, as artefacts.json."""
+        if not matrices:
+            return
+        values = {name: finite(matrix.cpu().tolist()) for name, matrix in matrices.items()}
+        self._replace("artefacts.json", json.dumps(values, indent=1, allow_nan=False))
+
+    def draw_artefacts(
+        self, matrices: Mapping[str, Tensor], class_names: Sequence[str] = ()
+    ) -> None:
+        """Draws each of these matrices."""
+        with _writing(self.path):
+            for name, matrix in matrices.items():
+                values = matrix.cpu().double().numpy()
+                title = name.replace("_", " ")
+                shares_png(values, self.path / f"{name}.png", title, class_names)
+
+    def finish(self, summary: Disclosed) -> Path:
+        """Writes the summary, gives the folder its final name and returns it."""
+        shown = {**summary.shown, "folder": str(self._final)}
+        text = json.dumps(shown, indent=2, allow_nan=False) + "\n"
+        with _writing(self.path):
+            (self.path / "summary.json").write_text(text, encoding="utf-8")
+            _sync_all(self.path)
+            self.path.rename(self._final)
+            (self._final / LOCK).unlink(missing_ok=True)
+            sync_folder(self._final.parent)
+        self.path = self._final
+        return self._final
+
+
+def _joined(sets: Sequence[tuple[int, Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Returns all images and all labels, on the CPU."""
+    return torch.cat([s[1].cpu() for s in sets]), torch.cat([s[2].cpu() for s in sets])
+
+
+def _shown(row: Disclosed) -> str:
+    return json.dumps(row.shown, allow_nan=False) + "\n"
+
+
+def _hidden(row: Disclosed) -> str:
+    """Returns the line of what only a simulation may show, or an empty string if there
+    is nothing.
+    """
+    if not row.hidden:
+        return ""
+    return json.dumps({"round": row.shown["round"], **row.hidden}, allow_nan=False) + "\n"
+
+
+def resumed_rounds(file: Path) -> list[int]:
+    """Returns the rounds after which a run was resumed, from its resumed.json; none without the
+    file.
+
+    Raises:
+        ValueError: the file is damaged.
+        OSError: the file cannot be read.
+    """
+    if not file.exists():
+        return []
+    try:
+        rounds = load_json(file)["after_rounds"]
+        if not isinstance(rounds, list) or any(type(one) is not int or one < 0 for one in rounds):
+            raise TypeError("it must list rounds")
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{error!r:.80}") from None
+    if rounds != sorted(rounds):
+        raise ValueError("its rounds must not fall")
+    return rounds
+
+
+def _fresh(base: Path, name: str) -> tuple[Path, Path]:
+    """Creates the `.incomplete` folder, and returns the unused final path and the `.incomplete`
+    one; runs of the same second are numbered.
+    """
+    number = 1
+    while True:
+        final = base / (name if number == 1 else f"{name}-{number}")
+        path = final.with_name(f"{final.name}{INCOMPLETE}")
+        with suppress(FileExistsError):
+            path.mkdir()
+            # checked only now, because a run of the same second may have ended just before
+            if not final.exists():
+                return final, path
+            path.rmdir()
+        number += 1
+
+
+def _sync_all(folder: Path) -> None:
+    """Flushes everything in a folder to the disk: first the files, then the folder entries."""
+    for where, _, names in os.walk(folder, topdown=False):
+        for name in names:
+            with open_regular(Path(where) / name) as file:
+                os.fsync(file.fileno())
+        sync_folder(Path(where))
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Raises an error of the operating system (no rights, no space, no folder) as an
+    OutputError.
+    """
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise OutputError(
+            f"cannot write the run folder {path}: {getattr(error, 'strerror', None) or error}"
+        ) from None

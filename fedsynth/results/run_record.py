@@ -1,0 +1,332 @@
+"""The record of a run, from its private start to its results; used by simulations and by runs over
+nodes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from fedsynth.config.settings import RunSettings
+from fedsynth.core.context import RoundContext
+from fedsynth.core.messages import Message
+from fedsynth.core.state import ServerState
+from fedsynth.data.files import one_line
+from fedsynth.errors import FedsynthError
+from fedsynth.federation.observer import Observer
+from fedsynth.federation.privacy_plan import PrivacyPlan
+from fedsynth.federation.protocol import Refusal
+from fedsynth.federation.round_loop import Played
+from fedsynth.federation.server import Server
+from fedsynth.privacy.errors import PrivacyError
+from fedsynth.privacy.ledger.history import History
+from fedsynth.privacy.report.build import build_report, write_report
+from fedsynth.privacy.report.figures import Began, Event
+from fedsynth.privacy.report.pages import event_text
+from fedsynth.results import privacy_summary
+from fedsynth.results.disclosed import (
+    Declared,
+    Disclosed,
+    check_facts,
+    declared_row,
+    declared_summary,
+    disclosed,
+    finite,
+    lost_clients,
+)
+from fedsynth.results.measure import Measure
+from fedsynth.results.report_facts import handed_over, report_facts, rows_before
+from fedsynth.results.result import summarise
+from fedsynth.results.run_folder import SERVER, RunFolder
+from fedsynth.synthesizer.condensation.sets import synthetic_sets
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The outcome of a run.
+
+    Attributes:
+        accuracy: the final model's accuracy; None: it was not tested.
+        report: the privacy report; None without privacy.
+        summary: the summary that may be shown.
+        folder: the run folder; None: nothing was written.
+    """
+
+    accuracy: float | None
+    report: dict[str, Any] | None
+    summary: dict[str, Any]
+    folder: Path | None
+
+
+@dataclass
+class RunRecord:
+    """The record of one run.
+
+    Args:
+        settings: the run's settings.
+        plan: the plan of a private run; None without differential privacy.
+        folder: the run folder; None: nothing is written.
+        observer: receives notes and rows.
+        measure: measures the run's models.
+        test: the kind of test images: "public", "private" or "none".
+        simulated: all clients are in one process; otherwise each is where its data are, and what
+            only a simulation may show is not recorded.
+
+    Attributes:
+        warnings: the warnings to include in the report; complete before `begin`.
+        rows: the rows of the rounds so far.
+        events: the deviations from the plan.
+    """
+
+    settings: RunSettings
+    plan: PrivacyPlan | None
+    folder: RunFolder | None
+    observer: Observer
+    measure: Measure
+    test: str
+    simulated: bool
+    warnings: list[str] = field(default_factory=list)
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+    _missing: set[str] = field(default_factory=set)
+
+    def begin(self, histories: Sequence[History]) -> None:
+        """Writes the initial state of a private run, with the current contents of its clients'
+        ledgers, unless it exists. A resumed run adds its warnings.
+        """
+        if self.plan is None or self.folder is None:
+            return
+        if not self.folder.has_begun:
+            began = Began.today(self.folder.name)
+            start = privacy_summary.start(
+                self.plan, histories, self.test, began, self.warnings, simulated=self.simulated
+            ).to_json()
+        else:
+            start = self.folder.private_start()
+            start["warnings"] = list(dict.fromkeys([*start["warnings"], *self.warnings]))
+        self.folder.write_private_start(start)
+
+    def go_on(self, folder: RunFolder, rows: Sequence[dict[str, Any]]) -> None:
+        """Resumes after these rounds, in the folder that has them."""
+        self.rows = list(rows)
+        done = len(rows)
+        rounds = self.settings.rounds
+        folder.rewrite_metrics([self._disclosed(row) for row in rows])
+        self.observer.note(f"the run goes on after {done} of {rounds} rounds")
+        for after in folder.resumed(done) if done < rounds else folder.resumptions():
+            self.events.append(Event(kind="resumed", after=after))
+
+    def row(
+        self, state: ServerState, context: RoundContext, played: Played, started: float
+    ) -> Disclosed:
+        """Records the row of a finished round, and returns it split into what may be shown and what
+        may not.
+
+        Args:
+            state: the server's state after the round.
+            context: the round's context.
+            played: the result of the round.
+            started: the start of the round, by `time.perf_counter`.
+
+        Raises:
+            UnaccountedReleaseError: a fact of the method may not be in a row.
+        """
+        number = context.round
+        method, exchange = self.settings.method, self.measure.exchange
+        declared = None if self.plan is None else method.discloses
+
+        def of_server() -> Mapping[str, Any]:
+            return check_facts(method.facts(state, context), declared)
+
+        def of_clients() -> Mapping[str, Any]:
+            facts = exchange.facts(context, played.there)
+            return check_facts(method.merge_facts(facts), declared)
+
+        row: dict[str, Any] = {"round": number}
+        row.update(check_facts(method.planned_facts(context), declared))
+        row.update(self.figures("facts of the server", of_server))
+        row.update(self.figures("facts of the clients", of_clients))
+        if number % self.settings.evaluate_every == 0 or number == self.settings.rounds:
+            row.update(self.measure.row(state, context, self.figures))
+        if self.plan is not None:
+            histories = exchange.histories()
+            if self.plan.guaranteed(histories):
+                row["epsilon"] = self.plan.epsilon(histories)
+        row["upload_floats"] = sum(m.floats for sent in played.sent.values() for m in sent)
+        row["client_upload_bytes"] = [sum(m.nbytes for m in sent) for sent in played.sent.values()]
+        row["upload_bytes"] = sum(row["client_upload_bytes"])
+        if len(context.active) < context.clients:
+            row["participants"] = list(context.active)
+        row.update(lost_clients(played))
+        row["seconds"] = round(time.perf_counter() - started, 3)
+        shown = self._disclosed(row)
+        self.rows.append(row)
+        return shown
+
+    def tell(self, row: Disclosed) -> None:
+        """Writes a round's row, and passes it to the observer."""
+        if self.folder is not None:
+            self.folder.append_metrics(row)
+        self.observer.round_ended(row.shown)
+
+    def ended_early(self, refusal: Refusal) -> str:
+        """Records that a client's refusal has ended the run, and returns that in words."""
+        done = len(self.rows)
+        self.events.append(Event.ended(done, refusal.spent, refusal.reason))
+        return self.deviations[-1]
+
+    @property
+    def deviations(self) -> tuple[str, ...]:
+        """The deviations from the plan, in words."""
+        rounds = self.settings.rounds
+        cap = None if self.settings.privacy is None else self.settings.privacy.epsilon
+        return tuple(
+            event_text(event, rounds, cap, simulated=self.simulated) for event in self.events
+        )
+
+    def figures(self, name: str, make: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
+        """Computes figures about the run, with None in place of non-finite numbers.
+
+        A failure here never ends a run, because its rounds may be charged, and a resumed run is
+        charged again for the unfinished round. Figures that cannot be computed are noted once.
+
+        Args:
+            name: the name of the figures, for the note.
+            make: computes them.
+
+        Returns:
+            The figures; empty if they cannot be computed.
+
+        Raises:
+            PrivacyError: the figures may not be shown, or a ledger cannot be written.
+        """
+        try:
+            return dict(finite(make()))
+        except PrivacyError:
+            raise
+        except Exception as error:
+            self.missing(name, error)
+            return {}
+
+    def missing(self, name: str, error: Exception) -> None:
+        """Notes once that something about the run is missing; once, because a full disk
+        stays full.
+        """
+        if name not in self._missing:
+            self._missing.add(name)
+            kind = "" if isinstance(error, FedsynthError) else f"{type(error).__name__}: "
+            self.observer.note(f"warning: no {name}: {kind}{one_line(error)}")
+
+    def end(
+        self,
+        server: Server,
+        context: RoundContext,
+        uploads: Mapping[int, Message],
+        histories: Sequence[History],
+        *,
+        secret: bool = True,
+    ) -> Ended:
+        """Writes report, results and summary, and gives the folder its final name.
+
+        Args:
+            server: the server after its last step.
+            context: the context of a round of the run.
+            uploads: the uploads of the last round that counted.
+            histories: the contents of the clients' ledgers.
+            secret: whether all clients' noise came from the operating system's keys.
+        """
+        accuracy = self.measure.final_accuracy(self.rows, server.state, context, self.figures)
+        report = promise = declared = None
+        if self.plan is not None:
+            report = self._report(self.plan, histories, secret=secret)
+            promise = privacy_summary.summary(self.plan, histories, simulated=self.simulated)
+            declared = declared_summary(type(self.settings.method))
+        summary = summarise(
+            self.settings,
+            self.rows,
+            accuracy,
+            device=str(context.device),
+            test=self.test,
+            privacy=None if promise is None else promise.to_json(),
+        )
+        allowed = self._allowed(summary, declared)
+        shown = dict(allowed.shown)
+        if self.folder is None:
+            return Ended(accuracy, report, shown, None)
+        report = self._write_results(self.folder, server, context, uploads, report)
+        folder = self.folder.finish(allowed)
+        return Ended(accuracy, report, {**shown, "folder": str(folder)}, folder)
+
+    def _write_results(
+        self,
+        folder: RunFolder,
+        server: Server,
+        context: RoundContext,
+        uploads: Mapping[int, Message],
+        report: dict[str, Any] | None,
+    ) -> dict[str, Any] | None:
+        """Writes the report first and the pictures last, so that a failed picture never costs a
+        result.
+
+        Returns the report with the hashes of the files that exist by then.
+        """
+        method = self.settings.method
+        if report is not None:
+            write_report(report, folder.path)
+        folder.write_model(server.final_parameters())
+        sent = synthetic_sets(uploads)
+        sets: list[tuple[int, Tensor, Tensor]]
+        sets = [(client, one.images, one.labels) for client, one in sent.items()]
+        soft = [one.soft_labels() for one in sent.values()]
+        if (images := method.synthetic(server.state, context)) is not None:
+            sets.append((SERVER, *images))
+            soft.append(method.synthetic_soft_labels(server.state, context))
+        if sets:
+            folder.write_synthetic(sets, context.spec, soft)
+        artefacts = method.artefacts(server.state)
+        folder.write_artefacts(artefacts)
+        if report is not None:
+            report = {**report, "files": handed_over(folder.path)}
+            write_report(report, folder.path)
+        try:
+            if sets:
+                folder.draw_synthetic(sets, context.spec)
+            folder.draw_artefacts(artefacts, context.spec.class_names)
+        except Exception as error:
+            self.missing("picture", error)
+        return report
+
+    def _report(
+        self, plan: PrivacyPlan, histories: Sequence[History], *, secret: bool
+    ) -> dict[str, Any]:
+        began, warnings = Began.today(None), self.warnings
+        if self.folder is not None:  # a resumed run was begun by another process
+            start = self.folder.private_start()
+            began, warnings = Began(**start["run"]), start["warnings"]
+        facts = report_facts(
+            plan,
+            len(self.rows),
+            self.events,
+            test=self.test,
+            secret=secret,
+            began=began,
+            warnings=warnings,
+            simulated=self.simulated,
+        )
+        return build_report(facts, histories, rows_before(plan))
+
+    def _disclosed(self, row: Mapping[str, Any]) -> Disclosed:
+        declared = None if self.plan is None else declared_row(type(self.settings.method))
+        return self._allowed(row, declared)
+
+    def _allowed(self, values: Mapping[str, Any], declared: Declared | None) -> Disclosed:
+        """Splits a row or a summary; over nodes, drops what depends on the records, which is not
+        kept there.
+        """
+        found = disclosed(values, declared)
+        return found if self.simulated else Disclosed(found.shown)

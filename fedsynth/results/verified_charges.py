@@ -1,0 +1,316 @@
+"""The charges of a private run, recomputed from its folder: its plan, and the rows of its clients'
+ledgers that belong to the plan, do not, or are missing.
+
+The plan is made as the run made it (`PrivacyPlan`), from the contents of the ledgers when the run
+began. A resumed run takes its plan from here, too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from fedsynth.core.context import RoundContext
+from fedsynth.core.method import Method
+from fedsynth.federation.privacy_plan import PrivacyPlan
+from fedsynth.federation.round_loop import FIRST_EXCHANGE, needed_uploads
+from fedsynth.federation.run_data import data_set_id
+from fedsynth.privacy.accounting import epsilon_by_round
+from fedsynth.privacy.errors import BudgetExceededError
+from fedsynth.privacy.ledger import read_ledger
+from fedsynth.privacy.ledger.history import History
+from fedsynth.privacy.plans import FIRST, MAIN
+from fedsynth.privacy.releases import Release
+from fedsynth.privacy.report.build import over_clients
+from fedsynth.privacy.report.figures import Event
+from fedsynth.privacy.report.file import HeldRows
+from fedsynth.privacy.report.verify import differences
+from fedsynth.results.disclosed import LOST, NOT_COUNTED, REJECTED
+from fedsynth.results.run_files import MismatchError, RunFiles, ledger_files, read_run
+from fedsynth.results.run_folder import PRIVATE_START, RESUMED
+
+CALIBRATED = 2e-3
+"""Relative tolerance of σ. Calibration finds it to 0.1 %, and another version of the libraries may
+return another value within that.
+"""
+MAX_REASON = 1000
+"""Maximum number of characters of a reason that another party gave."""
+Rows = Mapping[str, Sequence[Release]]
+
+
+def rebuilt(run: RunFiles, before: Rows) -> PrivacyPlan:
+    """Returns the run's plan for the case that its clients' ledgers held these rows when it began.
+
+    Raises:
+        MismatchError: σ is not what the plan gives.
+    """
+    run.settings.method.check_model(run.context.architecture)
+    plan = PrivacyPlan.make(run.settings, run.context, _histories(run, before))
+    stated = run.stated["noise_multiplier"]
+    found = plan.privacy.noise_multiplier
+    given = run.settings.privacy and run.settings.privacy.noise_multiplier
+    tolerance = 0.0 if given else CALIBRATED
+    if stated is None or found is None or not math.isclose(stated, found, rel_tol=tolerance):
+        raise MismatchError(
+            f"{PRIVATE_START} says σ = {stated}, and config.toml and the ledgers give {found}"
+        )
+    return replace(plan, privacy=replace(plan.privacy, noise_multiplier=stated))
+
+
+def _histories(run: RunFiles, rows: Rows) -> list[History]:
+    """Returns the clients' histories with these rows, in client order."""
+    return [History(client, tuple(rows[client])) for client in run.stated["ledgers"]]
+
+
+def plan_when_it_began(
+    folder: Path,
+    histories: Sequence[History],
+    *,
+    method: type[Method],
+    rows: Sequence[dict[str, Any]],
+) -> PrivacyPlan:
+    """Returns the plan with which a run that is to be resumed began.
+
+    Args:
+        folder: the run folder.
+        histories: the current contents of the clients' ledgers, in client order.
+        method: the run's method.
+        rows: the rows of the finished rounds, from the checkpoint.
+
+    Raises:
+        PrivacyError: a file is damaged, a ledger is not the one that the run began with, or it
+            lacks what the run has charged: the run would forget it, and exceed its cap.
+    """
+    run = replace(read_run(folder, method), rows=list(rows))
+    start = run.stated["ledgers"]
+    if [one.client for one in histories] != list(start):
+        raise MismatchError(f"the run's clients are not those of {PRIVATE_START}")
+    files, _ = ledger_files(folder, run, None)
+    if files is None:
+        raise MismatchError("the run's ledgers are not where its config.toml says")
+    for one in histories:
+        began = start[one.client]
+        chains = read_ledger(files / f"{one.client}.jsonl").chains
+        if len(chains) <= began["rows"] or chains[began["rows"]] != began["chain"]:
+            raise MismatchError(f"{one.client}: its ledger is not the one that the run began with")
+    charges = Charges(run, HeldRows({one.client: one.releases for one in histories}))
+    for client, lacking in charges.lacking.items():
+        if lacking:
+            raise MismatchError(
+                f"{client}: its ledger has lost rows that the run has charged: {_row(lacking[0])}"
+            )
+    return charges.plan
+
+
+class Charges:
+    """A run's plan, and the rows added to its clients' ledgers since it began.
+
+    Args:
+        run: the run's files.
+        held: the ledger rows that the report covers.
+
+    Attributes:
+        absent: indices of the clients that are missing from the report; only over nodes.
+        done: the number of finished rounds.
+        plan: the plan with which the run began.
+        now: the current contents of its clients' ledgers.
+        own: by client, the rows that this run has charged, in round order.
+        foreign: by client, the other rows since the run began.
+        lacking: by client, the rows that the plan charges but the ledger lacks.
+
+    Raises:
+        MismatchError: the report's clients are not the run's, or σ is not what the plan gives.
+    """
+
+    def __init__(self, run: RunFiles, held: HeldRows) -> None:
+        self.run = run
+        self.held = held
+        start = run.stated["ledgers"]
+        self.absent = [number for number, client in enumerate(start) if client not in held.rows]
+        if not set(held.rows) <= set(start) or (self.absent and not run.served):
+            raise MismatchError(f"the report has other clients than {PRIVATE_START}")
+        self.done = len(run.rows)
+        rows = {client: held.rows.get(client, ()) for client in start}
+        self._before = {client: rows[client][: start[client]["rows"]] for client in start}
+        self.plan = rebuilt(run, self._before)
+        self.now = _histories(run, rows)
+        self.own: dict[str, list[Release]] = {}
+        self.foreign: dict[str, list[Release]] = {}
+        self.lacking: dict[str, list[Release]] = {}
+        for number, client in enumerate(start):
+            self._sort_rows(number, client, rows[client][start[client]["rows"] :])
+
+    @property
+    def alone(self) -> bool:
+        """Returns whether no other run has charged the ledgers since this one began."""
+        return not any(self.foreign.values())
+
+    def _sort_rows(self, number: int, client: str, since: Sequence[Release]) -> None:
+        """Sorts a client's rows since the start into those that the plan charges and others. The
+        plan also charges a round under way, and charges a round again if the run was resumed in it.
+        """
+        left = list(since)
+        own: list[Release] = []
+        self.lacking[client] = []
+        last = min(self.done + 1, self.plan.run.rounds)
+        for round_number in self.plan.participation.rounds_of(number, last):
+            for planned, needed in self._charged(number, self.in_round(round_number)):
+                if not _take(planned, left, own) and needed and round_number <= self.done:
+                    self.lacking[client].append(planned)
+        for after in self.run.resumed:  # a round that was cut off is charged again
+            context = self.in_round(after + 1)
+            if number in context.active:
+                for planned in self.plan.client_rows(number, context):
+                    _take(planned, left, own)
+        self.own[client] = sorted(own, key=lambda row: row.round)
+        self.foreign[client] = left
+
+    def in_round(self, number: int) -> RoundContext:
+        active = self.plan.participation.in_round(number)
+        return replace(self.run.context, round=number, participants=active)
+
+    def _charged(self, client: int, context: RoundContext) -> list[tuple[Release, bool]]:
+        """Returns the rows that a round may add to a client's ledger, each with whether it must be
+        there.
+
+        A client whose first upload was rejected gets no second request, and no client does if the
+        first exchange missed the quorum. Over nodes it is unknown whether a lost client was
+        charged.
+        """
+        number = context.round
+        row = self.run.rows[number - 1] if number <= self.done else {}
+        rows = self.plan.client_rows(client, context)
+        lost, rejected = _mapping(row, LOST), _mapping(row, REJECTED)
+        if self.run.served and str(client) in {**lost, **rejected}:
+            return [(release, False) for release in rows]
+        found: list[tuple[Release, bool]] = []
+        two = self._two_exchanges(number)
+        failures = self.plan.run.failures
+        for plan, release in zip(self.plan.client_plans(client, context), rows, strict=True):
+            if not failures.released(number, client, plan.phase, two=two):
+                continue
+            if plan.phase == FIRST or not two:
+                found.append((release, True))
+            elif _mapping(row, NOT_COUNTED).get("exchange") != FIRST:
+                why = str(rejected.get(str(client), ""))
+                found.append((release, not why.startswith(FIRST_EXCHANGE)))
+        return found
+
+    def _two_exchanges(self, number: int) -> bool:
+        """Returns whether the round has two exchanges with releases."""
+        return any(one.phase == FIRST for one in self.plan.round_plans(number))
+
+    def problems(self) -> list[str]:
+        """Returns the rows that a ledger lacks, and, for a ledger of only this run, the rows beyond
+        the plan.
+        """
+        privacy = self.run.settings.privacy
+        kept = self.run.served or (privacy is not None and privacy.ledger_folder is not None)
+        problems = []
+        for client, start in self.run.stated["ledgers"].items():
+            found = []
+            if not self.held.begins_with(client, start):
+                count = start["rows"]
+                found.append(f"the ledger's first {count} rows are not those of {PRIVATE_START}")
+            for row in self.lacking[client]:
+                text = f"by config.toml {_row(row)} is charged, and the ledger has no such row"
+                found.append(text)
+            ledger = self.held.ledgers.get(client)
+            if ledger is not None:
+                noted = Counter(n for rows, n in ledger.resumptions if rows >= start["rows"])
+                if Counter(self.run.resumed) - noted:
+                    found.append(f"{RESUMED} has a resumption that its ledger does not have")
+            if not kept:
+                for row in self.foreign[client]:
+                    text = f"the ledger has {_row(row)}, which by config.toml is not charged"
+                    found.append(text)
+                if ledger is not None and ledger.dataset != data_set_id(self.run.settings):
+                    found.append("the ledger is another data set's or partition's")
+            problems += [f"{client}: {one}" for one in found]
+        return problems
+
+    def refusal(self) -> Event | None:
+        """Returns the event that the cap allows no further round, or None if it allows one."""
+        try:
+            self.plan.check_round(self.done + 1, self.now)
+        except BudgetExceededError as error:
+            return Event.ended(self.done, error.spent, str(error))
+        return None
+
+    def epsilon_by_round(self) -> dict[int, float]:
+        """Returns the worst client's ε after each round from this run's own rows; round 0 is the ε
+        from before the run.
+        """
+        privacy = self.plan.privacy
+        histories = {}
+        for client, before in self._before.items():
+            earlier = [replace(row, round=0) for row in before]
+            rows = [*earlier, *self.own[client]]
+            histories[client] = epsilon_by_round(rows, privacy.delta, privacy.adjacency)
+        return {point.round: point.worst for point in over_clients(histories)}
+
+    def expected_losses(self, number: int) -> dict[str, Any]:
+        """Returns the fields that a round's row must have about clients whose uploads were not
+        used.
+
+        In a simulation they follow from the run's seed. Over nodes, and for a rejected upload, the
+        row's own reasons are used.
+        """
+        row = self.run.rows[number - 1]
+        active = self.plan.participation.in_round(number)
+        rejected = _of_clients(_mapping(row, REJECTED), active)
+        ended = _mapping(row, NOT_COUNTED).get("exchange", MAIN)
+        lost: dict[str, Any] = {}
+        for client in active:
+            failure = self.plan.run.failures.of(number, client)
+            if failure is None or str(client) in rejected:
+                continue
+            if ended == MAIN or failure.phase == FIRST:
+                lost[str(client)] = failure.kind
+        stated = _of_clients(_mapping(row, LOST), active)
+        lost |= {client: why for client, why in stated.items() if client in rejected}
+        if self.run.served:
+            lost = stated
+        there = len(active) - len({*lost, *rejected})
+        needed = needed_uploads(self.plan.run.quorum, len(active))
+        expected: dict[str, Any] = {LOST: lost, REJECTED: rejected}
+        if there < needed:
+            first = self._two_exchanges(number) and ended == FIRST
+            expected[NOT_COUNTED] = {
+                "exchange": FIRST if first else MAIN,
+                "uploads": there,
+                "needed": needed,
+            }
+        return {key: value for key, value in expected.items() if value}
+
+
+def _take(planned: Release, left: list[Release], own: list[Release]) -> bool:
+    """Moves the first row that equals the planned one, up to rounding, from `left` to `own`."""
+    for row in left:
+        if not differences("", asdict(planned), asdict(row)):
+            left.remove(row)
+            own.append(row)
+            return True
+    return False
+
+
+def _of_clients(reasons: Mapping[str, Any], active: Sequence[int]) -> dict[str, str]:
+    """Returns the reasons of participating clients that are short enough strings."""
+    return {
+        str(client): reasons[str(client)]
+        for client in active
+        if isinstance(reasons.get(str(client)), str) and len(reasons[str(client)]) <= MAX_REASON
+    }
+
+
+def _mapping(row: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    value = row.get(key)
+    return value if isinstance(value, dict) else {}
+
+
+def _row(row: Release) -> str:
+    return f"{row.quantity} in round {row.round} (σ = {row.noise_multiplier:.6g})"

@@ -1,0 +1,348 @@
+"""A canary audit of a user's own settings: the real run of any private method, with canaries in it.
+
+No record of anybody's is read: the clients hold random images of the data set's shape, which are
+public, and as many as it declares (up to a bound). So the audit costs no privacy and charges no
+kept ledger; its ledgers, masks and noise are as real as a run's. What comes out is a lower bound on
+ε, from one run (`fedsynth.privacy.audit`), to be set beside the ε that the ledger claims: an audit
+can find a fault, and cannot prove privacy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedsynth.config.settings import RunSettings
+from fedsynth.core.context import RoundContext
+from fedsynth.data.arrays import IntArray
+from fedsynth.data.images import ImageData, from_arrays
+from fedsynth.data.registry import DatasetSpec
+from fedsynth.errors import SettingError
+from fedsynth.federation.client_budget import ClientBudget
+from fedsynth.federation.context import public_context, resolve_device
+from fedsynth.federation.costs import plan_of
+from fedsynth.federation.observer import Observer
+from fedsynth.federation.run_data import (
+    PUBLIC,
+    Clients,
+    declared,
+    specification,
+    with_declared,
+)
+from fedsynth.privacy.audit import epsilon_lower_bound, guesses_for, right_guesses
+from fedsynth.privacy.errors import PrivacyError, PrivacySettingError
+from fedsynth.privacy.mechanism_facts import mechanism_facts
+from fedsynth.privacy.randomness import SecretGenerator
+from fedsynth.privacy.releases import USER, is_real
+from fedsynth.privacy.report.build import write_report
+from fedsynth.privacy.report.file import read_json, read_report
+from fedsynth.results.report_facts import provenance
+from fedsynth.seeding import numpy_generator, torch_generator
+from fedsynth.simulation.audit.canaries import KINDS, Canaries
+from fedsynth.simulation.run import Simulation
+from fedsynth.validation import check_choice, check_number
+
+MAX_CANARIES = 10**7
+
+REST, OTHERS = 1000, 100
+"""At most so many random records has the audited client beside the canaries, and another client."""
+
+
+@dataclass(frozen=True)
+class AuditResult:
+    """What one audit found.
+
+    Attributes:
+        method, mechanism: their names.
+        canaries: m.
+        guesses: how many of them the auditor spoke of, chosen before the run.
+        correct: how often rightly.
+        confidence: that the bound is not above the true ε.
+        delta: δ.
+        epsilon_lower_bound: what the guesses prove ε to be at least.
+        epsilon: what the audited client's ledger claims.
+    """
+
+    method: str
+    mechanism: str
+    canaries: int
+    guesses: int
+    correct: int
+    confidence: float
+    delta: float
+    epsilon_lower_bound: float
+    epsilon: float
+
+    @property
+    def fault(self) -> bool:
+        """Whether the claim is refuted."""
+        return self.epsilon_lower_bound > self.epsilon
+
+    def entry(self, command: str) -> dict[str, Any]:
+        """The audit section of a privacy report; `command` repeats the audit, with other coins."""
+        return {
+            "command": command,
+            "method": self.method,
+            "mechanism": self.mechanism,
+            "canaries": self.canaries,
+            "guesses": self.guesses,
+            "correct": self.correct,
+            "confidence": self.confidence,
+            "delta": self.delta,
+            "epsilon_lower_bound": self.epsilon_lower_bound,
+        }
+
+
+def audit_run(
+    settings: RunSettings,
+    *,
+    canaries: int = 1000,
+    canaries_as: str = "vectors",
+    guesses: int | None = None,
+    confidence: float = 0.999,
+    spec: DatasetSpec | None = None,
+    observer: Observer | None = None,
+    test_only: np.random.Generator | None = None,
+) -> AuditResult:
+    """Runs what `settings` describe, with canaries in one client's data, and bounds ε from below.
+
+    The client is one that takes part in most rounds. A kept ledger is not touched: ε is that of
+    this run alone.
+
+    Args:
+        canaries: m, each in the data by a fair coin.
+        canaries_as: "vectors" or "images", see `fedsynth.simulation.audit.canaries`.
+        guesses: even; fixed before the run. None: two fifths of the canaries.
+        confidence: that the bound does not exceed the true ε; of this one audit.
+        spec: of your own data; None takes `settings.dataset`'s.
+        test_only: a seeded generator of coins, masks and noise, for tests.
+
+    Raises:
+        SettingError, PrivacyError: no privacy settings, nothing claimed, or numbers out of range.
+    """
+    check_choice(None, "canaries_as", canaries_as, KINDS)
+    guesses = guesses_for(canaries) if guesses is None else guesses
+    _check_numbers(canaries, guesses, confidence)
+    if settings.folder is not None and spec is None:
+        settings = with_declared(settings, declared(settings))
+        spec = specification(settings)
+    run = AuditedRun(
+        _audited(settings, spec), spec, canaries, canaries_as, observer or Observer(), test_only
+    )
+    if run.plan.chief.shares > 1:
+        raise SettingError(
+            None,
+            "aggregation",
+            "must be own for an audit: a client's upload alone has less noise than what is charged "
+            "for the sum",
+        )
+    run.watch()
+    correct = right_guesses(run.canaries.scores.numpy(), run.canaries.included.numpy(), guesses)
+    delta = run.plan.privacy.delta
+    return AuditResult(
+        method=run.method.name,
+        mechanism=run.plan.chief.mechanism,
+        canaries=canaries,
+        guesses=guesses,
+        correct=correct,
+        confidence=confidence,
+        delta=delta,
+        epsilon_lower_bound=epsilon_lower_bound(correct, guesses, canaries, delta, confidence),
+        epsilon=run.claimed(),
+    )
+
+
+def _check_numbers(canaries: int, guesses: int, confidence: float) -> None:
+    check_number(None, "canaries", canaries, 2, MAX_CANARIES, whole=True)
+    if not 2 <= guesses <= canaries or guesses % 2:
+        raise SettingError(
+            None,
+            "guesses",
+            f"must be an even number from 2 to the {canaries} canaries, got {guesses}",
+        )
+    if not 0.5 <= confidence < 1:
+        raise SettingError(None, "confidence", f"must be in [0.5, 1), got {confidence}")
+
+
+def _audited(settings: RunSettings, spec: DatasetSpec | None) -> RunSettings:
+    """The settings with fresh ledgers, and public sizes as they are, though none is held out."""
+    if settings.privacy is None:
+        raise SettingError(
+            "privacy",
+            "noise_multiplier",
+            "or privacy.epsilon must be set: an audit tests a claim of differential privacy",
+        )
+    mechanism = settings.privacy.mechanism
+    if mechanism is not None and not mechanism_facts(mechanism).guaranteed:
+        raise PrivacySettingError(
+            "privacy", "mechanism", "claims no ε, so there is nothing to audit", value=mechanism
+        )
+    found = spec or specification(settings)
+    privacy = settings.privacy
+    if privacy.ledger is not None:  # σ for what is left in the kept ledger, which is only read
+        privacy = replace(plan_of(settings).privacy, epsilon=None, ledger=None)
+    nominal = public_context(settings, found, torch.device("cpu")).nominal_size
+    return replace(
+        settings,
+        partition=replace(settings.partition, local_test=0.0),
+        privacy=replace(privacy, nominal_size=nominal),
+        client_failures=0.0,  # the audited client releases all that the plan has for it
+    )
+
+
+class AuditedRun(Simulation):
+    """A run of which nothing is kept but what its releases say of the canaries.
+
+    Attributes:
+        canaries: with their scores.
+    """
+
+    def __init__(
+        self,
+        settings: RunSettings,
+        spec: DatasetSpec | None,
+        canaries: int,
+        kind: str,
+        observer: Observer,
+        test_only: np.random.Generator | None,
+    ) -> None:
+        spec = spec or specification(settings)
+        self._client = _busiest(settings)
+        train, test, parts = _random_federation(settings, spec, self._client, canaries)
+        coins = np.random.default_rng() if test_only is None else test_only
+        self.canaries = Canaries(
+            kind,
+            train.labels[-canaries:],
+            included=torch.from_numpy(coins.random(canaries) < 0.5),
+            rest=len(parts[self._client]),
+            generator=torch_generator(settings.seed, "canaries"),
+        )
+        among = len(train) - canaries + self.canaries.among_records()
+        parts[self._client] = torch.cat([parts[self._client], among])
+        device = resolve_device(settings.device)
+        if settings.privacy is not None and settings.privacy.unit == USER:
+            train = replace(train, groups=torch.arange(len(train)))  # each canary is a user
+        super().__init__(
+            settings,
+            Clients(train, [part.numpy() for part in parts]),
+            train.to(device),
+            (test.to(device), PUBLIC),
+            parts,
+            observer,
+            None,
+        )
+        self.canaries.memory_bytes = self.context.memory_bytes
+        for client in self.exchange.clients:
+            if client.budget is not None and test_only is not None:
+                client.budget.secret = SecretGenerator(test_only=test_only)
+        self.budget.make_series = self.canaries.series
+
+    @property
+    def budget(self) -> ClientBudget:
+        """The audited client's.
+
+        Raises:
+            SettingError: the run is not private.
+        """
+        budget = self.exchange.clients[self._client].budget
+        if budget is None:
+            raise SettingError(None, "privacy", "must be set for an audit")
+        return budget
+
+    def watch(self) -> None:
+        """All rounds, as `run` has them, up to a cap; nothing is evaluated or written."""
+        for number in range(1, self.settings.rounds + 1):
+            refusal = self.play(self.round_context(number))
+            if refusal is not None:
+                self.observer.note(f"the run ends after {number - 1} rounds: {refusal.reason}")
+                return
+
+    def _after_uploads(self, context: RoundContext) -> None:
+        """Nothing: which classes random images leave out is no news."""
+
+    def claimed(self) -> float:
+        """ε by the audited client's ledger."""
+        return self.plan.epsilon([self.budget.history()])
+
+
+def _busiest(settings: RunSettings) -> int:
+    """A client that takes part in most rounds."""
+    drawn = settings.schedule()
+    clients = range(settings.partition.clients)
+    return max(clients, key=lambda client: len(drawn.rounds_of(client, settings.rounds)))
+
+
+def _random_federation(
+    settings: RunSettings, spec: DatasetSpec, client: int, canaries: int
+) -> tuple[ImageData, ImageData, list[Tensor]]:
+    """Random images: (training data, the last `canaries` nobody's; test data; parts)."""
+    nominal = settings.privacy.nominal_size if settings.privacy is not None else None
+    most = [REST if k == client else OTHERS for k in range(settings.partition.clients)]
+    sizes = [max(spec.classes, min(round(nominal or 0), size)) for size in most]
+    rng = numpy_generator(settings.seed, "audit")
+    classes = np.arange(spec.classes)
+
+    def images(labels: IntArray) -> ImageData:
+        pixels = rng.integers(0, 256, (len(labels), *spec.image_shape), dtype=np.uint8)
+        return from_arrays(pixels, labels, spec)
+
+    labels = [np.resize(classes, size) for size in [*sizes, canaries]]
+    train = images(np.concatenate(labels))
+    test = images(classes)
+    return train, test, list(torch.arange(sum(sizes)).split(sizes))
+
+
+def settings_of_run(folder: Path, settings: RunSettings) -> RunSettings:
+    """A finished run's settings for its audit: the σ that it used and the rounds that it had.
+
+    Args:
+        folder: the run folder.
+        settings: of its config.toml, which must be what its privacy report was made with.
+
+    Raises:
+        SettingError: the folder has no summary of a private run.
+        PrivacyError: no report of this version, or one of other settings.
+    """
+    no_run = SettingError(None, "folder", "is no folder of a finished private run", value=folder)
+    try:
+        summary = read_json(folder / "summary.json", "run's summary")
+    except PrivacyError:
+        raise no_run from None
+    promise = summary.get("differential_privacy")
+    sigma = promise.get("noise_multiplier") if isinstance(promise, dict) else None
+    rounds = summary.get("rounds")
+    if not is_real(sigma) or type(rounds) is not int:
+        raise no_run
+    if settings.privacy is None or rounds < 1:
+        raise SettingError(
+            None, "folder", "is of a run that released nothing that could be audited", value=folder
+        )
+    _report(folder, settings)
+    privacy = replace(settings.privacy, noise_multiplier=sigma, epsilon=None, ledger=None)
+    return replace(settings, privacy=privacy, rounds=rounds)
+
+
+def write_audit(folder: Path, settings: RunSettings, entry: Mapping[str, Any]) -> None:
+    """Puts an audit's entry into a run's privacy report, and writes the report again.
+
+    Args:
+        folder, settings: as in `settings_of_run`.
+        entry: `AuditResult.entry`.
+
+    Raises:
+        PrivacyError: no report of this version, or one of other settings.
+    """
+    write_report({**_report(folder, settings), "audit": dict(entry)}, folder)
+
+
+def _report(folder: Path, settings: RunSettings) -> dict[str, Any]:
+    report = read_report(folder)
+    if report["provenance"].get("config") != provenance(settings)["config"]:
+        raise PrivacyError(f"{folder}/config.toml is not what its privacy report was made with")
+    return report

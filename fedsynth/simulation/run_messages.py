@@ -1,0 +1,68 @@
+"""What a simulation says of itself: before its first round, and of classes that nobody sends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fedsynth.config.resolve import model_is_set
+from fedsynth.config.settings import RunSettings
+from fedsynth.data.registry import DatasetSpec
+from fedsynth.federation.privacy_plan import PrivacyPlan
+from fedsynth.results import privacy_summary
+from fedsynth.synthesizer.condensation.sets import SyntheticSet
+
+UNPROTECTED = (
+    "no differential privacy: what clients send is not protected (privacy.epsilon protects it)"
+)
+NO_LATER_EPSILON = "no run on these data can have an ε afterwards"
+
+
+def headline(settings: RunSettings, plan: PrivacyPlan | None) -> list[str]:
+    """What the run promises, or that it promises nothing."""
+    if plan is not None:
+        return privacy_summary.headline(plan)
+    lines: list[str] = [UNPROTECTED]
+    if settings.ledger is not None:
+        lines.append(f"  the ledgers in {settings.ledger} say so: {NO_LATER_EPSILON}")
+    return lines
+
+
+def warnings(settings: RunSettings) -> list[str]:
+    """Settings that do not do what somebody may expect of them."""
+    method = settings.method
+    found: list[str] = []
+    if method.personal and not settings.partition.local_test:
+        found.append(
+            f"warning: {method.name}'s clients keep models of their own, which nothing tests here "
+            "(partition.local_test=0.2)"
+        )
+    if not method.takes_model and model_is_set(settings):
+        found.append(
+            f"warning: {method.name} has a model of its own: what model.name and its kin say "
+            "changes nothing"
+        )
+    return found
+
+
+def missing_classes(
+    sets: Sequence[SyntheticSet], spec: DatasetSpec, *, guaranteed: bool
+) -> list[str]:
+    """A warning, where the clients' sets lack a class.
+
+    Args:
+        sets: of all clients; none where the method has none.
+        spec: the data set's.
+        guaranteed: counts are released with noise.
+    """
+    sent = {label for one in sets for label in one.labels.unique().tolist()}
+    missing = sorted(set(range(spec.classes)) - sent) if sets else []
+    if not missing:
+        return []
+    names = ", ".join(spec.class_names[c] for c in missing)
+    why = "no client has min_examples examples of it (method.min_examples=1)"
+    if guaranteed:
+        why = (
+            "no client's released count of it is clearly above the counts' noise (a larger "
+            "budget helps)"
+        )
+    return [f"warning: nobody sends images of {names}: {why}"]

@@ -1,0 +1,150 @@
+"""A federation on one machine: `simulate` checks what a user gave, divides one data set among the
+clients, and has `simulated_run` run it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from fedsynth.config.checks import check_method
+from fedsynth.config.settings import RunSettings
+from fedsynth.data.arrays import IntArray
+from fedsynth.data.images import ImageData, require_all_classes
+from fedsynth.data.load_folder import FolderData
+from fedsynth.data.partition import check_parts, partition
+from fedsynth.data.partition_settings import GIVEN
+from fedsynth.data.users import check_one_client_each
+from fedsynth.federation.context import check_compiler, cpu_threads, resolve_device
+from fedsynth.federation.observer import Observer
+from fedsynth.federation.run_data import (
+    Clients,
+    data_of_run,
+    protects_users,
+    require_a_ledger,
+)
+from fedsynth.privacy.ledger.folder import check_names
+from fedsynth.results.loggers import Logger, Several
+from fedsynth.results.result import RunResult
+from fedsynth.results.run_folder import RunFolder
+from fedsynth.simulation.run import Simulation
+from fedsynth.simulation.stderr_observer import Spoken
+
+
+def simulate(
+    settings: RunSettings,
+    *,
+    data: tuple[ImageData, ImageData | None] | FolderData | None = None,
+    parts: Sequence[IntArray] | None = None,
+    names: Sequence[str] | None = None,
+    test: str | None = None,
+    output: Path | str | None = None,
+    observer: Observer | None = None,
+    download: bool = False,
+    resume: Path | str | None = None,
+    quiet: bool = False,
+    trained: Path | str | None = None,
+) -> RunResult:
+    """Runs a federation.
+
+    Args:
+        settings: the run's.
+        data: (train, test) of your own, where test may be None, or what `load_folder` gives, whose
+            sites are then the clients; None loads `settings.folder`, or `settings.dataset`. With
+            differential privacy all of `train.spec` is public: declare a round `train_size`, not
+            the true one, or set `nominal_size` and `max_records`. Unless it is the specification of
+            a published data set, differential privacy then needs `PrivacySettings(ledger=...)`.
+        parts: your own clients: for each the positions of its examples in the training data; of
+            `settings.partition` only `local_test` is then used.
+        names: the clients' names, one for each part: a kept ledger, and the privacy report, know
+            them by these. They are public. None: client-000, client-001, … (a client whose records
+            a kept ledger is for goes by that ledger's name).
+        test: "public" or "private", what the test images are, or "none": they are not used. None:
+            those of a published data set are public, your own are private. With differential
+            privacy, what is measured on private ones stands in `simulation_only` alone.
+        output: the folder that run folders go into; None writes nothing.
+        observer: told of progress. None: each round is a line on stderr.
+        download: let torchvision fetch the data set if it is not there.
+        resume: the folder of a run that did not finish, of the same settings, data and parts: the
+            run goes on after its last whole round, with the numbers that it would have had. A round
+            that was cut off is repeated, and with differential privacy charged again. `output` is
+            then not looked at.
+        quiet: without an observer, say nothing.
+        trained: a folder in which open runs of one round, with `output`, keep what their clients
+            have trained, and take from it what another run has: from the same start, on the same
+            data, in the same order. A round's seconds count what that took then.
+
+    Returns:
+        The result; without any round (`metrics` is empty, `deviations` says why) where earlier runs
+        on the same ledgers have spent what the cap allows.
+
+    Raises:
+        FedsynthError, PrivacyError: bad input, before the run folder is made; DivergedError, later;
+            CheckpointError, of a run that cannot be resumed.
+        KeyboardInterrupt: as it came; the observer was told what the run has done and spent.
+
+    >>> from fedsynth import FedAvg, ModelSettings, RunSettings, load_dataset
+    >>> method = FedAvg(local_epochs=2, batch=32, lr=0.1)
+    >>> settings = RunSettings(method, rounds=2, model=ModelSettings("linear"))
+    >>> train, test = load_dataset("digits")
+    >>> two_clients = [np.arange(700), np.arange(700, 1438)]  # positions in the training data
+    >>> result = simulate(settings, data=(train, test), parts=two_clients)
+    >>> len(result.metrics), result.accuracy > 0.8
+    (2, True)
+    """
+    if settings.privacy is not None:
+        check_method(settings.method)
+    device = resolve_device(settings.device)
+    if settings.compile:
+        check_compiler(device)
+    if observer is None:
+        observer = Observer() if quiet else Spoken(settings)
+    if isinstance(observer, Logger):
+        observer = Several([observer])  # its failure does not end the run
+    found = data_of_run(settings, data, test, observer.note, download=download)
+    settings = found.settings
+    train = found.train
+    tested = found.test
+    parts = found.parts if parts is None else parts
+    names = found.names if names is None and parts is found.parts else names
+    require_a_ledger(settings, train.spec)
+    if parts is not None:
+        check_parts(parts, len(train))
+        settings = replace(
+            settings,
+            partition=replace(settings.partition, kind=GIVEN, clients=len(parts), subset=1.0),
+        )
+    else:
+        parts = partition(
+            train.labels.cpu().numpy(),
+            settings.resolved_partition,
+            train.spec.classes,
+            *train.origins(),
+        )
+    settings.report.check_clients(len(parts))
+    if settings.privacy is None:
+        require_all_classes(train)
+    folder = None if output is None else Path(output)
+    positions = [np.asarray(part, np.int64) for part in parts]
+    if protects_users(settings):
+        check_one_client_each(positions, train)
+    declared = None if names is None else check_names(names, len(parts))
+    with cpu_threads(settings.threads):
+        result = Simulation(
+            settings,
+            Clients(train, positions, declared),
+            train.to(device),
+            (None if tested is None else tested.to(device), found.test_kind),
+            [torch.from_numpy(part) for part in positions],
+            observer,
+            folder,
+            download,
+            None if resume is None else RunFolder.reopen(Path(resume)),
+            None if trained is None else Path(trained),
+        ).run()
+    if found.left_out:
+        observer.note(f"left out of the data: {found.left_out}")
+    return result

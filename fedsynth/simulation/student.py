@@ -1,0 +1,297 @@
+"""A network trained on a synthetic set that somebody handed over, and on nothing else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fedsynth.data.folder_checks import Skip
+from fedsynth.data.images import ImageData
+from fedsynth.data.load import load_dataset
+from fedsynth.data.load_folder import read_as
+from fedsynth.data.registry import DatasetSpec
+from fedsynth.data.shared_set import SUMS, SharedSet, load_synthetic
+from fedsynth.errors import FedsynthError, OutputError, SettingError, unknown_value
+from fedsynth.evaluation.accuracy import accuracy
+from fedsynth.federation.context import resolve_device
+from fedsynth.models.registry import ModelSettings, has_given_weights, own_model, usual_depth
+from fedsynth.models.weights import require_finite
+from fedsynth.privacy.files import file_hash
+from fedsynth.privacy.report.file import read_json
+from fedsynth.results.run_folder import MODEL
+from fedsynth.results.saved_model import (
+    Architecture,
+    images_of_model,
+    load_model,
+    teaches,
+    write_model,
+)
+from fedsynth.synthesizer.condensation.student import StudentSettings, train_student
+
+AUTO, SOFT, HARD = "auto", "soft", "hard"
+LABELS = (AUTO, SOFT, HARD)
+NOBODY = "none"
+
+
+@dataclass(frozen=True, eq=False)
+class Student:
+    """A trained network, and what it learned from.
+
+    Attributes:
+        network: in evaluation mode, from normalised images to logits.
+        architecture: what it is.
+        found: the synthetic set; what is guaranteed of it holds of the network.
+        labels: "soft" or "hard".
+        how: it was trained.
+        taught: a teacher labelled changed copies.
+        guaranteed: what is guaranteed of the set holds of the network: nothing but the set went in,
+            and a teacher that its guarantee covers. Of other teachers that is not known, nor of
+            weights that the network began with. Of a class of your own it is taken at its word.
+    """
+
+    network: nn.Module
+    architecture: Architecture
+    found: SharedSet
+    labels: str
+    how: StudentSettings
+    taught: bool
+    guaranteed: bool
+
+    def save(self, file: str | Path) -> None:
+        """Writes weights, architecture and what it learned from, for `load_model`.
+
+        Raises:
+            OutputError: the file cannot be written, or would lie in a synthetic set.
+        """
+        facts = {
+            "learned_from": f"{len(self.found.labels)} images of {self.found.spec.name}",
+            "labels": self.labels,
+            "training": json.dumps(asdict(self.how)),
+            "taught": json.dumps(self.taught),
+            "epsilon": json.dumps(self.found.epsilon if self.guaranteed else None),
+            "delta": json.dumps(self.found.delta if self.guaranteed else None),
+        }
+        write_model(require_place(Path(file)), self.network, self.architecture, facts)
+
+    def accuracy_on(self, test: ImageData) -> float:
+        """The share of test images that it labels rightly; they may be on any device."""
+        return accuracy(self.network, test.to(next(self.network.parameters()).device))
+
+
+def require_place(file: Path) -> Path:
+    """Refuses a file that is a folder, or would make a synthetic set another than was handed over.
+
+    Raises:
+        OutputError: names it.
+    """
+    if file.is_dir():
+        raise OutputError(f"{file} is a folder: name a file")
+    if any((folder / SUMS).is_file() for folder in file.resolve().parents):
+        raise OutputError(
+            f"{file} would lie in a synthetic set, whose hashes list its files: name another place"
+        )
+    return file
+
+
+def student_of_set(
+    folder: str | Path,
+    model: ModelSettings | nn.Module | Callable[..., nn.Module] | None = None,
+    how: StudentSettings | None = None,
+    *,
+    labels: str = AUTO,
+    teacher: str | Path | nn.Module = AUTO,
+    device: str = "auto",
+    report: Callable[[int, int], None] = lambda done, total: None,
+) -> Student:
+    """Trains a network on a folder that was handed over.
+
+    Args:
+        folder: as `export_run` and `synthesize` make it; its hashes are compared.
+        model: the network: settings, or a module or class of your own as `RunSettings.model` takes
+            it; None: `network_for(the set's)`.
+        how: it is trained; its seed is the network's, too. None: `StudentSettings()`.
+        labels: "soft", those that are kept with the images; "hard", their classes; "auto": soft
+            ones where there are any.
+        teacher: what labels changed copies of the images: a model, or a path as `load_model` takes
+            it; "auto": the set's own model, if one was handed over that was not trained on these
+            images; "none": copies keep their image's label.
+        device: "auto", "cpu" or "cuda".
+        report: told of steps that are done, and of how many there are.
+
+    Raises:
+        DataFilesMissingError, DataFilesCorruptError: there is no set, or it was changed.
+        SettingError: soft labels of a set that has none, a network that cannot take its images, or
+            a teacher of other images, or of classes with other names.
+        UnknownNameError: other labels than those.
+        DeviceError: no such device.
+        OutputError: a teacher that cannot be read, or the training has diverged.
+
+    >>> import tempfile
+    >>> from fedsynth import StudentSettings, owner_settings, synthesize
+    >>> settings = owner_settings({"model": {"width": 8}, "privacy": {"epsilon": 8}})  # digits
+    >>> place = tempfile.mkdtemp()
+    >>> run = synthesize(settings, f"{place}/share", runs=f"{place}/runs")
+    >>> how = StudentSettings(steps=20, views=1)
+    >>> student_of_set(f"{place}/share", ModelSettings("linear"), how).labels
+    'hard'
+    """
+    how = how or StudentSettings()
+    found = load_synthetic(folder)
+    if labels not in LABELS:
+        raise unknown_value(None, "labels", labels, LABELS)
+    if labels == SOFT and found.soft_labels is None:
+        raise SettingError(None, "labels", "cannot be soft: the set has no soft labels")
+    soft = labels != HARD and found.soft_labels is not None
+    target = found.soft_labels if soft and found.soft_labels is not None else found.labels
+    where = resolve_device(device)
+    if model is None:
+        model = network_for(found.spec)
+    settings = model if isinstance(model, ModelSettings) else own_model(model)
+    architecture = Architecture(found.spec, settings)
+    network = architecture.network(how.seed).to(where)
+    asked = teacher if how.views else NOBODY  # without copies it has nothing to label
+    tutor, covered = _teacher(Path(folder), asked, found.spec)
+    covered = covered and not has_given_weights(settings)
+    train_student(
+        network,
+        found.normalised().to(where),
+        target.to(where),
+        how,
+        teacher=None if tutor is None else tutor.to(where),
+        report=report,
+    )
+    require_finite(network)
+    kind = SOFT if soft else HARD
+    taught = tutor is not None
+    return Student(network.eval(), architecture, found, kind, how, taught, covered)
+
+
+def network_for(spec: DatasetSpec, **asked: Any) -> ModelSettings:
+    """A network for a set's images: a ConvNet of width 32, unless something else is asked for.
+
+    Args:
+        spec: the set's.
+        asked: settings of a model; None: not asked for.
+
+    >>> from fedsynth.data.registry import dataset_spec
+    >>> network_for(dataset_spec("digits"), width=8, norm=None).depth
+    2
+    """
+    usual = {"width": 32, "depth": usual_depth(spec.image_shape)}
+    return ModelSettings(**usual | {key: one for key, one in asked.items() if one is not None})
+
+
+def _teacher(
+    folder: Path, named: str | Path | nn.Module, spec: DatasetSpec
+) -> tuple[nn.Module | None, bool]:
+    """Who labels copies, and whether the set's guarantee covers that model."""
+    own = folder / MODEL
+    if isinstance(named, nn.Module):
+        return _fitting(named, "the teacher", spec), False
+    if str(named) == NOBODY or (str(named) == AUTO and not (own.is_file() and teaches(own))):
+        return None, True
+    if str(named) == AUTO:
+        try:
+            return _fitting(load_model(folder), str(folder), spec), True
+        except OutputError as error:
+            raise OutputError(f"{error} (teacher={NOBODY} does without it)") from None
+    place = Path(named)
+    if place.resolve() in (folder.resolve(), own.resolve()):
+        return _fitting(load_model(folder), str(folder), spec), True
+    model = _fitting(load_model(place, spec=spec), str(place), spec)
+    _refuse_other_images(place, spec)
+    return model, _vouched_for(folder, place)
+
+
+def _fitting(model: nn.Module, name: str, spec: DatasetSpec) -> nn.Module:
+    mode = model.training
+    model.eval()
+    device = next((one.device for one in model.state_dict().values()), "cpu")
+    try:
+        with torch.no_grad():
+            made = model(torch.zeros(2, *spec.image_shape, device=device))
+    except (RuntimeError, FedsynthError):
+        made = torch.empty(0)
+    model.train(mode)
+    if made.shape != (2, spec.classes):
+        raise SettingError(None, "teacher", f"of {name} is for other images than the set's")
+    return model
+
+
+def _refuse_other_images(place: Path, spec: DatasetSpec) -> None:
+    """Refuses a teacher whose classes are called otherwise than the set's, or that takes pixels
+    normalised otherwise: it would label copies, and wrongly."""
+    its = images_of_model(place)
+    if its is None:
+        return
+    if (its.class_names, its.mean, its.std) != (spec.class_names, spec.mean, spec.std):
+        reason = (
+            f"of {place} is for images of {its.name}, and the set's are of {spec.name}: its "
+            "classes, or how its pixels are normalised, are others"
+        )
+        raise SettingError(None, "teacher", reason)
+
+
+def _vouched_for(share: Path, run: Path) -> bool:
+    """Returns True if the set's report is that of the run's folder, apart from the files, and the
+    run's report has the hash of the folder's model."""
+    of_set = share / "privacy_report.json"
+    of_run = run / "privacy_report.json"
+    model = run / MODEL
+    if not (of_set.is_file() and of_run.is_file() and model.is_file()):
+        return False
+    stated = read_json(of_set, "privacy report")
+    report = read_json(of_run, "privacy report")
+    own = ("files", "handed_over")
+    same = all(stated.get(key) == value for key, value in report.items() if key not in own)
+    files = report.get("files")
+    return same and isinstance(files, dict) and files.get(MODEL) == file_hash(model)
+
+
+def real_images(
+    spec: DatasetSpec,
+    *,
+    folder: str | Path | None = None,
+    skip: Skip | None = None,
+    dataset: str | None = None,
+    data_root: Path | None = None,
+    download: bool = False,
+    note: Callable[[str], None] = lambda text: None,
+) -> ImageData | None:
+    """Real images to test a student on: those of a folder, or the test images of a data set.
+
+    Args:
+        spec: of the synthetic set, whose size and classes they must have.
+        folder: of CLASS/files; they are resized.
+        skip: what of it may be left out; None: nothing.
+        dataset: by name.
+        data_root: folder of the data sets.
+        download: let torchvision fetch the data set.
+        note: told which files were left out.
+
+    Returns:
+        None where neither is named.
+
+    Raises:
+        SettingError: both are named, or a data set of other images.
+        DataError: the files are missing or damaged, or of other classes.
+    """
+    if folder is not None and dataset is not None:
+        raise SettingError("data", "dataset", "is named beside data.test_folder: give one")
+    if folder is not None:
+        return read_as(Path(folder), spec, note, skip)[0]
+    if dataset is None:
+        return None
+    found = load_dataset(dataset, data_root, download=download)[1]
+    theirs = found.spec
+    if theirs.image_shape != spec.image_shape or theirs.class_names != spec.class_names:
+        raise SettingError(
+            "data", "dataset", "has other images or classes than the synthetic set", value=dataset
+        )
+    return ImageData(found.images, found.labels, spec)  # normalised as the synthetic ones are

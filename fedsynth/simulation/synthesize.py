@@ -1,0 +1,120 @@
+"""One data owner's private synthetic set: FedDM or FedStats with a single client, and what may
+leave the house of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from fedsynth.config.resolve import resolve
+from fedsynth.config.settings import RunSettings
+from fedsynth.core.method import Method
+from fedsynth.errors import SettingError
+from fedsynth.federation.observer import Observer
+from fedsynth.federation.run_data import specification
+from fedsynth.methods import DEFAULT_METHOD
+from fedsynth.models.registry import usual_depth
+from fedsynth.privacy.errors import PrivacySettingError
+from fedsynth.results.export import UNPROTECTED, export_run, require_new
+from fedsynth.results.result import RunResult
+from fedsynth.simulation.simulate import simulate
+from fedsynth.synthesizer.condensation.sets import SyntheticSet
+
+Preset = Mapping[str, Mapping[str, Any]]
+TWO_ROUNDS: Preset = {"run": {"rounds": 2}, "model": {"width": 32}}
+PRESETS: Mapping[str, Preset] = {
+    "feddm": {
+        **TWO_ROUNDS,
+        "method": {"ipc": 10, "iterations": 20, "image_lr": 5.0, "server_epochs": 100},
+    },
+    "fedstats": {"run": {"rounds": 32}, "method": {"ipc": 100, "drawn_ipc": 400}},
+}
+"""What differs from a method's defaults (of others: `TWO_ROUNDS`). FedDM's 20 × 1000 releases leave
+nothing at any ε that one would state; FedStats makes no images unless they are asked for."""
+ONE_OWNER: Mapping[str, Any] = {"kind": "iid", "clients": 1}
+
+
+def owner_settings(given: Mapping[str, Mapping[str, Any]]) -> RunSettings:
+    """The settings of one owner's synthetic set, from sections as `resolve` takes them.
+
+    Where nothing else is given they are `PRESETS`'; all images are those of one client, whatever
+    sites the folder has.
+
+    Raises:
+        DataError: the set is to be private, and nobody has declared what is public of the images.
+
+    >>> settings = owner_settings({"method": {"ipc": 20}, "privacy": {"epsilon": 8}})
+    >>> settings.method.ipc, settings.method.iterations, settings.partition.clients
+    (20, 20, 1)
+    """
+    sections = {name: dict(values) for name, values in given.items()}
+    name = str(sections.get("run", {}).get("method", DEFAULT_METHOD)).lower()
+    for section, values in PRESETS.get(name, TWO_ROUNDS).items():
+        sections[section] = {**values, **sections.get(section, {})}
+    sections["partition"] = {**ONE_OWNER, **sections.get("partition", {})}
+    settings = resolve(sections)
+    method = settings.method
+    if settings.privacy is None or not method.takes_model or "depth" in sections["model"]:
+        return settings
+    depth = usual_depth(specification(settings).image_shape)
+    return replace(settings, model=replace(settings.model, depth=depth))
+
+
+def synthesize(
+    settings: RunSettings,
+    out: str | Path,
+    *,
+    runs: str | Path = "runs",
+    unprotected: bool = False,
+    with_model: bool = False,
+    observer: Observer | None = None,
+    download: bool = False,
+) -> RunResult:
+    """Makes one owner's synthetic set, and a folder of what may leave the house of it.
+
+    Args:
+        settings: `owner_settings`'.
+        out: the folder to be made (`export_run`).
+        runs: where the run folder goes, which stays in the house: what is private of the run is in
+            it.
+        unprotected: also without differential privacy.
+        with_model: hand over the run's model, too.
+        observer: told of progress.
+        download: let torchvision fetch a named data set.
+
+    Raises:
+        FedsynthError, PrivacyError: as `simulate` and `export_run`; what can be known beforehand is
+            said before anything is released.
+
+    >>> synthesize(owner_settings({}), "share")
+    Traceback (most recent call last):
+    fedsynth.privacy.errors.PrivacySettingError: ...
+    """
+    target = Path(out)
+    require_new(target)
+    if settings.privacy is None and not unprotected:
+        reason = (
+            "must be given: without it the images may show real ones, and nothing is guaranteed "
+            f"to anybody (--{UNPROTECTED}, {UNPROTECTED}=True: make them all the same)"
+        )
+        raise PrivacySettingError("privacy", "epsilon", reason)
+    _check_images(settings.method)
+    result = simulate(settings, output=runs, observer=observer, download=download)
+    if result.folder is not None and result.metrics:
+        kind = type(settings.method)
+        export_run(
+            result.folder, target, unprotected=unprotected, with_model=with_model, method=kind
+        )
+    return result
+
+
+def _check_images(method: Method) -> None:
+    """Refuses a method that would leave no synthetic images, before it releases anything."""
+    if issubclass(method.upload, SyntheticSet) or method.makes_images([1]):
+        return
+    if method.images_from:
+        raise SettingError("method", "ipc", f"must be set: images need {method.images_from}")
+    reason = "must be one that makes synthetic images: feddm, fedstats or fedaf"
+    raise SettingError("run", "method", reason, value=method.name)

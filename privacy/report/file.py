@@ -1,0 +1,216 @@
+"""Reading of a privacy report, other JSON files of a run folder, and the ledger rows that a report
+is about. All of them are untrusted input."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fedsynth.privacy.errors import LedgerError, PrivacyError
+from fedsynth.privacy.files import decode_json, read_text
+from fedsynth.privacy.ledger import Ledger, read_ledger
+from fedsynth.privacy.releases import Release
+from fedsynth.privacy.report.figures import SCHEMA_VERSION, schema_problems
+
+HOSTILE = (
+    KeyError,
+    TypeError,
+    AttributeError,
+    ValueError,
+    IndexError,
+    ArithmeticError,
+    RecursionError,
+    MemoryError,
+)
+"""The exceptions that unforeseen values may raise in code that expects valid ones."""
+SHORT = reprlib.Repr()
+"""Shortens values of such files for messages."""
+SHORT.maxstring = SHORT.maxother = 120
+
+
+def read_report(path: Path) -> dict[str, Any]:
+    """Returns the JSON report in a run folder or at its own path; checks only its version.
+
+    Raises:
+        PrivacyError: there is none, or it has another schema version.
+    """
+    file = path / "privacy_report.json" if path.is_dir() else path
+    report = read_json(file, "privacy report")
+    version = report.get("schema_version")
+    if version != SCHEMA_VERSION or type(version) is not int:
+        raise PrivacyError(
+            f"{file} has report schema {SHORT.repr(version)}, and this fedsynth reads "
+            f"{SCHEMA_VERSION}"
+        )
+    return report
+
+
+def sound_report(path: Path) -> dict[str, Any]:
+    """Returns a report whose shape is valid, so that it can be rendered. Its values are not
+    verified.
+
+    Raises:
+        PrivacyError: there is none, or it is damaged.
+    """
+    report = read_report(path)
+    problems = schema_problems(report)
+    if problems:
+        raise PrivacyError(f"the report at {path} is damaged: {'; '.join(problems)}")
+    return report
+
+
+def read_json(file: Path, what: str) -> dict[str, Any]:
+    """Returns the JSON object in an untrusted file.
+
+    Args:
+        file: the file's path.
+        what: the file's kind, for errors.
+
+    Raises:
+        PrivacyError: it cannot be read, or is not a JSON object.
+    """
+    try:
+        text = read_text(file)
+    except OSError as error:
+        raise PrivacyError(f"cannot read a {what} at {file}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise PrivacyError(f"{file} is not a {what}: it is not UTF-8") from None
+    return parse_json(text, f"{file} is not a {what}")
+
+
+def parse_json(text: str, complaint: str) -> dict[str, Any]:
+    """Returns a JSON object without NaN, infinities, duplicate keys or lone surrogates.
+
+    Raises:
+        PrivacyError: the text is not such an object; the message begins with `complaint`.
+    """
+    try:
+        value = decode_json(text)
+    except (ValueError, MemoryError) as error:
+        raise PrivacyError(f"{complaint}: {error}") from None
+    if not isinstance(value, dict):
+        raise PrivacyError(f"{complaint}: it is no JSON object")
+    return value
+
+
+@dataclass(frozen=True)
+class HeldRows:
+    """The rows that a report is about.
+
+    Attributes:
+        rows: client → its rows.
+        ledgers: client → its file's ledger, for clients with a file.
+        problems: the differences between files and report.
+        note: what was compared; empty: no file.
+    """
+
+    rows: dict[str, tuple[Release, ...]] = field(default_factory=dict)
+    ledgers: dict[str, Ledger] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    note: str = ""
+
+    def chains(self, client: str) -> Sequence[str]:
+        """Returns the chain hashes of the header and rows of a client's file; empty without a
+        file."""
+        return self.ledgers[client].chains if client in self.ledgers else ()
+
+    def begins_with(self, client: str, start: Mapping[str, Any]) -> bool:
+        """Returns whether a client's file, if any, has the chain hash that `start` states for its
+        first rows."""
+        hashes = self.chains(client)
+        return start["rows"] >= len(hashes) or bool(hashes[start["rows"]] == start["chain"])
+
+
+def held_rows(report: Mapping[str, Any], files: Path | None, *, exact: bool) -> HeldRows:
+    """Returns the rows that the report is about.
+
+    Args:
+        report: a report of a valid shape.
+        files: the folder of the ledger files; None: there is none, and the report's own rows are
+            used.
+        exact: the files must hold exactly these rows; otherwise (a ledger that is kept across runs)
+            they may have grown since.
+
+    Raises:
+        PrivacyError: the report's own ledger section is damaged.
+    """
+    heads = report["ledger_heads"]
+    stated = stated_rows(report)
+    if files is None:
+        held = HeldRows({client: tuple(stated.get(client, ())) for client in heads})
+        for client, rows in held.rows.items():
+            head = heads[client]["rows"]
+            if len(rows) != head:
+                held.problems.append(
+                    f"{client}: the report has {len(rows)} rows, and its ledger head {head}"
+                )
+        return held
+    held = HeldRows(note=f"the report's rows were compared with the ledger files in {files}")
+    damaged = _read_ledgers(held, files)
+    if exact or not set(heads) <= set(held.ledgers):
+        held.problems.extend(damaged)
+    for client in held.ledgers:
+        if exact and client not in heads:
+            held.problems.append(f"{files} has a ledger of {client}, which the report lacks")
+    for client, head in heads.items():
+        if client in held.ledgers:
+            _compare(held, client, head, exact=exact)
+        else:
+            held.problems.append(f"{files} has no ledger of {client}")
+            held.rows[client] = tuple(stated.get(client, ()))
+    return held
+
+
+def stated_rows(report: Mapping[str, Any]) -> dict[str, list[Release]]:
+    """Returns each client's rows, expanded from the report's ledger section.
+
+    Raises:
+        PrivacyError: the section is damaged.
+    """
+    rows: dict[str, list[Release]] = {}
+    try:
+        for entry in report["ledger"]:
+            fields = {
+                key: value for key, value in entry.items() if key not in ("rounds", "clients")
+            }
+            releases = [Release.from_json({**fields, "round": n}) for n in entry["rounds"]]
+            for client in entry["clients"]:
+                rows.setdefault(client, []).extend(releases)
+    except (*HOSTILE, PrivacyError) as error:
+        raise PrivacyError(f"the report's ledger section is damaged: {error}") from None
+    return rows
+
+
+def _read_ledgers(held: HeldRows, folder: Path) -> list[str]:
+    """Adds the ledgers in a folder to `held`; returns problems with files."""
+    problems: list[str] = []
+    for path in sorted(folder.glob("*.jsonl")):
+        try:
+            ledger = read_ledger(path)
+        except LedgerError as error:
+            problems.append(str(error))
+            continue
+        if path.stem == ledger.client:
+            held.ledgers[ledger.client] = ledger
+        else:
+            problems.append(f"{path} is the ledger of {SHORT.repr(ledger.client)}")
+    return problems
+
+
+def _compare(held: HeldRows, client: str, head: Mapping[str, Any], *, exact: bool) -> None:
+    """Adds one client's rows to `held`, and compares its file with the report's head."""
+    rows = held.ledgers[client].releases
+    count = head["rows"]
+    if count > len(rows) or (exact and count != len(rows)):
+        held.problems.append(
+            f"{client}: the ledger file has {len(rows)} rows, and the report states {count}"
+        )
+    elif held.chains(client)[count] != head["chain"]:
+        held.problems.append(
+            f"{client}: the chain hash of the ledger file's first {count} rows is not the "
+            "report's: they are other rows"
+        )
+    held.rows[client] = rows if exact else rows[:count]

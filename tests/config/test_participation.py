@@ -1,0 +1,285 @@
+"""Partial participation: who, reproducibly; what it means for ledgers, σ and the clients'
+memories."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fedsynth import FedAvg, ModelSettings
+from fedsynth.config.participation import Participation, PlannedEpsilon, shown_rounds
+from fedsynth.config.resolve import resolve
+from fedsynth.config.settings import RunSettings
+from fedsynth.data.images import ImageData, from_arrays
+from fedsynth.data.registry import dataset_spec
+from fedsynth.data.users import hold_out
+from fedsynth.errors import SettingError
+from fedsynth.federation.costs import plan_of
+from fedsynth.federation.run_data import data_set_id
+from fedsynth.methods.shared import condensing
+from fedsynth.privacy.accounting import epsilon
+from fedsynth.privacy.errors import LedgerError
+from fedsynth.privacy.ledger import Ledger
+from fedsynth.privacy.releases import Release
+from fedsynth.results.privacy_summary import headline
+from fedsynth.results.verification import verify_run
+from fedsynth.simulation.simulate import simulate
+
+
+def test_four_of_twenty_drawn_anew_and_by_the_seed() -> None:
+    some = Participation(0, 20, 0.2)
+    rounds = [some.in_round(n) for n in range(1, 201)]
+    assert all(len(set(mine)) == 4 and list(mine) == sorted(mine) for mine in rounds)
+    assert rounds[:5] == [Participation(0, 20, 0.2).in_round(n) for n in range(1, 6)]
+    assert rounds[:5] != [Participation(1, 20, 0.2).in_round(n) for n in range(1, 6)]
+    counts = np.bincount(np.concatenate(rounds), minlength=20)
+    assert counts.min() > 20  # 40 expected, deviation 5.7
+    assert some.rounds_of(3, 200) == tuple(n for n, mine in enumerate(rounds, 1) if 3 in mine)
+    assert len(Participation(0, 3, 0.33).in_round(1)) == 1
+    assert Participation(0, 3, 1.0).in_round(7) == (0, 1, 2)
+
+
+def test_a_share_that_is_no_client_is_refused() -> None:
+    """Catches: 1 % of three clients, which was silently a third of them."""
+    with pytest.raises(
+        SettingError, match=r"run.participation 0.01 of 3 clients is not one.*0.333"
+    ):
+        Participation(0, 3, 0.01)
+    settings = RunSettings(FedAvg(), rounds=1, participation=0.01, model=ModelSettings("linear"))
+    with pytest.raises(
+        SettingError, match=r"0.01 of 10 clients is not one: it must be at least 0.1"
+    ):
+        simulate(settings, quiet=True)
+
+
+def test_busiest_clients_are_those_of_a_count_round_by_round() -> None:
+    some, groups, after = Participation(3, 12, 0.3), [0, 1, 0, 2] * 3, (1, 2, 7, 40)
+    expected = [
+        [max(len(some.rounds_of(k, n)) for k in range(12) if groups[k] == g) for g in range(3)]
+        for n in after
+    ]
+    assert some.most_rounds(groups, after).tolist() == expected
+    everybody = Participation(3, 12, 1.0).most_rounds(groups, (1, 10**12))
+    assert everybody.tolist() == [[1, 1, 1], [10**12] * 3]
+
+
+def test_a_plan_is_that_of_every_clients_own_rows(tmp_path: Path) -> None:
+    """The oracle composes each client's rows one by one, those of earlier runs and those
+    planned."""
+    given = {"noise_multiplier": 2.0, "ledger": tmp_path, "sample_rate": 0.1, "mechanism": "dp-sgd"}
+    settings = tiny(rounds=6, privacy=given)
+    spent = Release(1, "images", "m", "c", 3.0, 1.0, 1.0, "full", 4, 7)
+    for client, times in ((1, 1), (2, 5), (3, 1)):
+        ledger = Ledger(
+            f"client-{client:03d}", tmp_path / f"client-{client:03d}.jsonl",
+            dataset=data_set_id(settings),
+        )  # fmt: skip
+        for _ in range(times):
+            ledger.charge(spent)
+    run = plan_of(settings)
+    who = Participation(0, 4, 0.5)
+    for number, found in run.planned_epsilon_by_round().items():
+        rows = [
+            [*held.releases, *run.planned(who.rounds_of(k, number))]
+            for k, held in enumerate(run.histories)
+        ]
+        assert found == pytest.approx(max(epsilon(each, 1e-5) for each in rows), rel=1e-12)
+    assert run.planned_epsilon() == run.planned_epsilon_by_round()[6]
+
+
+def test_a_long_plan_states_epsilon_after_chosen_rounds() -> None:
+    assert shown_rounds(1000) == tuple(range(1, 1001))
+    assert shown_rounds(1001)[:7] == (1, 2, 5, 10, 20, 50, 100)
+    assert shown_rounds(1001)[-3:] == (800, 1000, 1001)
+    assert len(shown_rounds(10**12)) < 50
+    asked: list[int] = []
+    table = PlannedEpsilon((1, 5), lambda position: float(asked.append(position) or 2.0))
+    assert (list(table), len(table), asked) == ([1, 5], 2, [])  # a composition only where one looks
+    assert (table[5], table[5], asked) == (2.0, 2.0, [1])
+    with pytest.raises(KeyError):
+        table[3]
+
+
+def test_planning_draws_each_round_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a plan whose time grows with the square of the rounds, or with clients times
+    rounds."""
+    drawn: list[int] = []
+    original = Participation._drawn
+
+    def watch(self: Participation, number: int) -> Any:
+        drawn.append(number)
+        return original(self, number)
+
+    monkeypatch.setattr(Participation, "_drawn", watch)
+    settings = tiny(
+        run={"method": "fedavg", "rounds": 40, "participation": 0.1, "seed": 987},
+        partition={"clients": 200},
+        privacy={"epsilon": 8.0},
+    )
+    run = plan_of(settings)
+    headline(run)
+    assert len(dict(run.planned_epsilon_by_round())) == 40
+    assert sorted(drawn[:40]) == list(range(1, 41))
+    assert len(drawn) == 40
+
+
+@pytest.mark.parametrize("privacy", [{"noise_multiplier": 3.0}, {}])
+def test_no_client_pays_for_a_round_that_one_ledger_cannot_take(
+    privacy: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = {"method": "fedavg", "rounds": 1}
+    settings = tiny(run=run, privacy={**privacy, "ledger": tmp_path})
+    simulate(settings)
+    before = {path: path.read_bytes() for path in tmp_path.glob("*.jsonl")}
+    last = max(before)
+    check = Ledger.check_writable
+
+    def refuse(self: Ledger) -> None:
+        if self.path == last:  # as root, file modes refuse nothing
+            raise LedgerError(f"cannot write to ledger {last}")
+        check(self)
+
+    monkeypatch.setattr(Ledger, "check_writable", refuse)
+    with pytest.raises(LedgerError, match="cannot write"):
+        simulate(settings)
+    assert {path: path.read_bytes() for path in before} == before
+
+
+def tiny(method: str = "fedavg", rounds: int = 3, **sections: Any) -> RunSettings:
+    fast = {
+        "fedavg": {"local_epochs": 1},
+        "fedkf": {"local_epochs": 1, "generator_width": 4, "generator_batch": 4},
+        "feddm": {"iterations": 2, "ipc": 1, "server_epochs": 2},
+        "fedaf": {"iterations": 2, "ipc": 1, "server_epochs": 2},
+    }
+    base = {
+        "run": {"method": method, "rounds": rounds, "participation": 0.5},
+        "partition": {"clients": 4},
+        "model": {"width": 4, "depth": 2},
+        "method": fast[method],
+    }
+    return resolve({**base, **sections})
+
+
+@pytest.mark.parametrize("method", ["feddm", "fedaf"])
+def test_a_client_that_comes_back_goes_on_from_its_images(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Newcomers beside it start afresh, and do not make it start anew: what it starts from is what
+    it remembers."""
+    seen: list[tuple[int, ...]] = []
+    original = condensing.with_kept_images
+
+    def spy(fresh: Any, segments: Any, memories: Any) -> Any:
+        seen.append(tuple("images" in m for m in memories))
+        start, new = original(fresh, segments, memories), fresh()
+        for position, memory in enumerate(memories):
+            mine = segments.of(position)
+            expected = memory["images"].view_as(start[mine]) if "images" in memory else new[mine]
+            assert torch.equal(start[mine], expected)
+        return start
+
+    monkeypatch.setattr(condensing, "with_kept_images", spy)
+    simulate(tiny(method, rounds=4))
+    who, known = Participation(0, 4, 0.5), set[int]()
+    for number, flags in enumerate(seen, 1):
+        assert flags == tuple(k in known for k in who.in_round(number))
+        known |= set(who.in_round(number))
+    assert any(len(set(flags)) == 2 for flags in seen)  # the mixed case happened
+
+
+def test_privacy_counts_the_rounds_that_a_client_takes_part_in(tmp_path: Path) -> None:
+    """σ is found for the client with most rounds; the others spend less; the report verifies."""
+    settings = tiny(rounds=4, privacy={"epsilon": 5.0})
+    result = simulate(settings, output=tmp_path)
+    rounds = [len(Participation(0, 4, 0.5).rounds_of(k, 4)) for k in range(4)]
+    assert len(set(rounds)) > 1
+    assert result.privacy is not None
+    promise: Any = result.privacy["guarantee"]
+    spent = [promise["epsilon_by_client"][f"client-{k:03d}"] for k in range(4)]
+    assert 4.95 < max(spent) <= 5.0
+    assert np.argsort(spent, kind="stable").tolist() == np.argsort(rounds, kind="stable").tolist()
+    sections = settings.to_mapping()
+    everybody = plan_of(resolve({**sections, "run": {**sections["run"], "participation": 1.0}}))
+    assert result.summary["differential_privacy"]["noise_multiplier"] < everybody.sigma
+    assert result.folder is not None
+    assert verify_run(result.folder).problems == []
+    assert "no amplification" in (result.folder / "privacy_report.md").read_text()
+
+
+def random_data(records: int, seed: int = 0) -> ImageData:
+    rng = np.random.default_rng(seed)
+    images = rng.integers(0, 256, (records, 1, 8, 8)).astype(np.uint8)
+    return from_arrays(images, rng.integers(0, 10, records), dataset_spec("digits"))
+
+
+def test_local_splits_are_disjoint_and_of_the_share_that_was_asked_for() -> None:
+    data = random_data(3000)
+    parts = [np.arange(2000), np.array([2001]), np.array([], np.int64), np.arange(2100, 3000)]
+    training, testing = hold_out(parts, 0.2, 0, data)
+    for part, a, b in zip(parts, training, testing, strict=True):
+        assert sorted([*a, *b]) == part.tolist()
+    assert 330 < len(testing[0]) < 470
+    assert hold_out(parts, 0.2, 1, data)[1][0].tolist() != testing[0].tolist()
+
+
+def test_removing_a_record_moves_no_other_from_one_split_to_the_other() -> None:
+    """A file without one record renumbers all after it: a split by position moves hundreds."""
+    data = random_data(1000)
+    (before,), _ = hold_out([np.arange(1000)], 0.2, 0, data)
+    for removed in (0, 500, 999):
+        rest = np.delete(np.arange(1000), removed)
+        (after,), _ = hold_out([np.arange(999)], 0.2, 0, data.subset(rest))
+        assert set(before.tolist()) ^ set(rest[after].tolist()) <= {removed}
+
+
+def test_equal_records_stand_on_the_same_side() -> None:
+    data = random_data(200)
+    twice = data.subset(np.concatenate([np.arange(200)[::-1], np.arange(200)]))
+    (training,), (testing,) = hold_out([np.arange(400)], 0.3, 0, twice)
+    assert len(testing) > 0
+    assert set((399 - testing).tolist()) == set(testing.tolist())
+    assert set((399 - training).tolist()) == set(training.tolist())
+
+
+def test_the_label_is_part_of_a_record() -> None:
+    """A hash of the images alone would put both on the same side."""
+    data = random_data(300)
+    other = ImageData(data.images, (data.labels + 1) % 10, data.spec)
+    (one,), _ = hold_out([np.arange(300)], 0.5, 0, data)
+    (two,), _ = hold_out([np.arange(300)], 0.5, 0, other)
+    assert one.tolist() != two.tolist()
+
+
+def test_a_ledger_is_the_records_and_not_how_they_are_split() -> None:
+    plain, split, some = (
+        tiny(),
+        tiny(partition={"clients": 4, "local_test": 0.2}),
+        tiny(partition={"clients": 4, "subset": 0.5}),
+    )
+    assert data_set_id(plain) == data_set_id(split) != data_set_id(some)
+    # of the first version: ledgers are kept for long
+    assert data_set_id(resolve({})) == "digits-3840bad0acf7"
+
+
+def test_local_metrics_stand_in_the_rows_and_with_privacy_only_in_simulation_only(
+    tmp_path: Path,
+) -> None:
+    partitioned = {"partition": {"clients": 4, "local_test": 0.2}}
+    row = simulate(tiny(**partitioned)).metrics[-1]
+    assert 0 <= row["local"]["wlp"] <= row["local"]["amp"] <= 1
+    assert len(row["local"]["client_accuracy"]) == 4
+    private = simulate(tiny(**partitioned, privacy={"epsilon": 5.0}), output=tmp_path).folder
+    assert private is not None
+    for path in private.rglob("*"):
+        if path.is_file() and "simulation_only" not in path.parts:
+            content = path.read_bytes()
+            assert not [one for one in (b"wlp", b"client_accuracy") if one in content], path
+    assert '"wlp"' in (private / "simulation_only" / "rounds.jsonl").read_text()
+    report = (private / "privacy_report.md").read_text()
+    assert "own test splits" in report
+    assert "times the share 0.8 that trains" in report

@@ -1,0 +1,462 @@
+"""Flower's side, without its processes: records, what a SuperLink answers, keys, the app folder,
+and what the commands refuse."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import ssl
+import stat
+import sys
+import time
+import tomllib
+from base64 import b64encode
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from fedsynth.cli.app import app
+from fedsynth.deployment.flower import joining
+from fedsynth.deployment.flower.joining import Door
+from fedsynth.deployment.flower.launch import Gate, allowed
+from fedsynth.deployment.flower.processes import QUIET, FlowerError, environment
+from fedsynth.deployment.flower.serving import Link, write_app
+from fedsynth.deployment.node import Node
+from fedsynth.deployment.policy import Owner
+from fedsynth.deployment.proposal import Proposal, own_proposal
+from fedsynth.deployment.record_source import PartOf
+from fedsynth.errors import MessageError, OutputError, SettingError
+
+GIVEN = {"run": {"method": "feddm", "rounds": 2}, "partition": {"clients": 3}}
+
+
+def flwr() -> None:
+    pytest.importorskip("flwr", reason="flwr is not installed: pip install 'fedsynth[flower]'")
+
+
+@pytest.fixture
+def in_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a process of a run, whose messages are made with its numbers."""
+    flwr()
+    from flwr.supercore.task_identity import TaskIdentity
+
+    for name in ("run_id", "node_id", "task_id"):
+        monkeypatch.setattr(TaskIdentity, f"_{name}", 1)
+
+
+# ---------------------------------------------------------------------------------- the mapping
+
+
+@pytest.mark.usefixtures("in_a_run")
+def test_a_message_comes_back_as_it_was_sent() -> None:
+    from fedsynth.deployment.flower.records import from_record, request, to_record
+
+    sent = os.urandom(70_000)
+    assert from_record(to_record("a" * 16, sent)) == ("a" * 16, sent)
+    message = request("a" * 16, sent, 7, 30.0)
+    assert message.metadata.dst_node_id == 7
+    assert message.metadata.ttl == 30.0
+    assert from_record(message.content) == ("a" * 16, sent)
+
+
+@pytest.mark.parametrize("change", ["missing", "other types", "empty"])
+def test_a_record_of_anybody_elses_is_no_message(change: str) -> None:
+    flwr()
+    from flwr.app import ConfigRecord, RecordDict
+
+    from fedsynth.deployment.flower.records import from_record, to_record
+
+    record = to_record("a" * 16, b"x")
+    if change == "missing":
+        record = RecordDict({"weights": ConfigRecord({"run": "a"})})
+    elif change == "other types":
+        record = RecordDict({"fedsynth": ConfigRecord({"run": 3, "frames": "text"})})
+    else:
+        record = RecordDict({})
+    with pytest.raises(MessageError, match="no message of fedsynth"):
+        from_record(record)
+
+
+@pytest.mark.usefixtures("in_a_run")
+def test_over_the_grid_silence_errors_and_other_runs_are_no_answers() -> None:
+    from flwr.app import Message
+    from flwr.app.error import Error
+
+    from fedsynth.deployment.flower.records import reply
+    from fedsynth.deployment.flower.server_app import OverGrid
+
+    class Grid:
+        """Five nodes: an answer, one of another run, an error, silence, and one that is gone."""
+
+        def push_messages(self, messages: Any) -> list[str]:
+            self.sent = {}
+            for number, message in enumerate(messages):
+                message.metadata.__dict__["_message_id"] = f"m{number}"
+                self.sent[f"m{number}"] = message
+            return [*list(self.sent)[:-1], ""]
+
+        def pull_messages(self, names: list[str]) -> list[Any]:
+            answers = {
+                "m0": lambda to: reply("mine", b"yes", to),
+                "m1": lambda to: reply("other", b"yes", to),
+                "m2": lambda to: Message(Error(1, "it broke"), reply_to=to),
+            }
+            return [answers[name](self.sent[name]) for name in names if name in answers]
+
+    carrier = OverGrid(Grid(), look=0.01)
+    carrier.run = "mine"
+    started = time.monotonic()
+    found = carrier.ask(dict.fromkeys(range(5), b"?"), 0.3)
+    assert time.monotonic() - started < 5
+    assert found[0] == b"yes"
+    assert found[1] == "answers for run 'other'"
+    assert "it broke" in found[2]
+    assert 3 not in found
+    assert found[4] == "is gone"
+
+
+# -------------------------------------------------------------------------- what a SuperLink answers
+
+
+@pytest.mark.parametrize(
+    ("path", "client", "answered"),
+    [
+        ("/v1/fleet/pull-messages", ("192.0.2.7", 1), True),
+        ("/v1/control/start-run", ("192.0.2.7", 1), False),
+        ("/v1/runtime/acquire-task", ("192.0.2.7", 1), False),
+        ("/v1/fleet/../control/start-run", ("192.0.2.7", 1), False),
+        ("/v1/fleetcontrol", ("192.0.2.7", 1), False),
+        ("/docs", ("2001:db8::1", 1), False),
+        ("/v1/control/start-run", None, False),
+        ("/v1/control/start-run", ("localhost.example.org", 1), False),
+        ("/v1/control/start-run", ("127.0.0.1", 1), True),
+        ("/v1/control/start-run", ("::1", 1), True),
+    ],
+)
+def test_control_is_for_the_machine_itself(
+    path: str, client: tuple[str, int] | None, answered: bool
+) -> None:
+    assert allowed(path, client) == answered
+    reached: list[str] = []
+    sent: list[dict[str, Any]] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        reached.append(scope["path"])
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    insecure = SimpleNamespace(state=SimpleNamespace(enable_supernode_auth=False))
+    scope = {"type": "http", "path": path, "client": client, "app": insecure}
+    asyncio.run(Gate(app)(scope, None, send))
+    assert bool(reached) == answered
+    assert [one.get("status") for one in sent] == ([] if answered else [403, None])
+
+
+@pytest.mark.parametrize(
+    ("headers", "answered"),
+    [
+        ("known", True),
+        ("none", False),
+        ("unknown key", False),
+        ("another's signature", False),
+        ("old", False),
+        ("no base64", False),
+    ],
+)
+def test_a_strangers_request_is_refused_before_its_body_is_read(
+    headers: str, answered: bool
+) -> None:
+    flwr()
+    from flwr.supercore.date import now
+    from flwr.supercore.primitives.asymmetric import (
+        generate_key_pairs,
+        public_key_to_bytes,
+        sign_message,
+    )
+
+    (known, public), (other, others) = generate_key_pairs(), generate_key_pairs()
+    raw = public_key_to_bytes(others if headers == "unknown key" else public)
+    at = (now() - timedelta(days=headers == "old")).isoformat()
+    signed = sign_message(known if headers in ("known", "old") else other, at.encode())
+    key = b"\xff!" if headers == "no base64" else b64encode(raw)
+    fields = {
+        b"flwr-public-key": key,
+        b"flwr-timestamp": at.encode(),
+        b"flwr-signature": b64encode(signed),
+    }
+    linkstate = SimpleNamespace(
+        get_node_id_by_public_key={public_key_to_bytes(public): 7}.get,
+    )
+    state = SimpleNamespace(
+        enable_supernode_auth=True,
+        linkstate_factory=SimpleNamespace(state=lambda: linkstate),
+    )
+    scope = {
+        "type": "http",
+        "path": "/v1/fleet/push-object",
+        "client": ("192.0.2.7", 1),
+        "app": SimpleNamespace(state=state),
+        "headers": [] if headers == "none" else list(fields.items()),
+    }
+    read: list[str] = []
+    sent: list[dict[str, Any]] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+
+    async def receive() -> dict[str, Any]:
+        read.append("the body")
+        return {}
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    asyncio.run(Gate(app)(scope, receive, send))
+    assert bool(read) == answered
+    assert [one.get("status") for one in sent] == ([] if answered else [401, None])
+
+
+# ---------------------------------------------------------------------------------- connecting
+
+
+class Attempts:
+    """Plays a server that is there or not, and SuperNodes that end."""
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, outcomes: list[tuple[str, str, bool]]
+    ) -> None:
+        """outcomes: of each attempt why nobody listens, why the SuperNode ends, and whether it was
+        connected; the last one stays."""
+        self.outcomes = outcomes
+        self.clock = 0.0
+        monkeypatch.setattr(joining, "require_flower", lambda: None)
+        monkeypatch.setattr(joining, "time", self)
+        monkeypatch.setattr(Door, "unreachable", lambda door: self.outcomes[0][0])
+        monkeypatch.setattr(joining, "_Connection", lambda *given: self)
+
+    def monotonic(self) -> float:
+        return self.clock
+
+    def sleep(self, seconds: float) -> None:
+        self.clock += seconds
+        self.outcomes = self.outcomes[1:] or self.outcomes
+
+    def serve(self, going: Any, *, once: bool) -> str:
+        self.was_made = self.outcomes[0][2]
+        self.clock += 100 * self.was_made
+        return self.outcomes[0][1]
+
+
+NOBODY = ("nobody listens", "", False)
+TAKEN = ("", "a client with this key is connected", False)
+LOST = ("", "the server does not answer any more", True)
+WORKS = ("", "", True)
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "said", "seconds"),
+    [
+        ([WORKS], [], 100),
+        ([NOBODY, NOBODY, WORKS], ["nobody listens"], 106),
+        ([TAKEN, TAKEN, NOBODY, WORKS], ["a client with this key", "nobody listens"], 109),
+        ([LOST, NOBODY, LOST, WORKS], ["does not answer", "nobody", "does not answer"], 309),
+        ([NOBODY], ["nobody listens", "no connection"], 60),
+        ([LOST, *[TAKEN] * 99], ["does not answer", "with this key", "no connection"], 160),
+    ],
+)
+def test_a_client_reconnects_and_says_why_for_so_long(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    outcomes: list[tuple[str, str, bool]],
+    said: list[str],
+    seconds: float,
+) -> None:
+    attempts = Attempts(monkeypatch, outcomes)
+    lines: list[str] = []
+    node = Node(0, tmp_path, PartOf(), Owner(), say=lines.append)
+    try:
+        joining.join(node, Door("127.0.0.1:9", None), wait=60.0)
+    except FlowerError as error:
+        lines.append(str(error))
+    assert len(lines) == len(said)
+    assert all(part in line for part, line in zip(said, lines, strict=True))
+    assert seconds <= attempts.clock <= seconds + 3
+
+
+def test_a_client_that_the_server_refuses_leaves(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """So that another one with the same key can connect."""
+    Attempts(monkeypatch, [WORKS])
+    node = Node(0, tmp_path, PartOf(), Owner())
+    node.refused = "its ledger does not continue"
+    with pytest.raises(FlowerError, match="refuses this client: its ledger does not"):
+        joining.join(node, Door("127.0.0.1:9", None))
+
+
+def test_nobody_listening_is_noticed_at_once() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        assert "nobody listens" in Door(f"127.0.0.1:{port}", None).unreachable()
+        taken.listen()
+        assert not Door(f"127.0.0.1:{port}", None).unreachable()
+
+
+# ---------------------------------------------------------------------------------- keys
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    pytest.importorskip("cryptography", reason="the flower extra is not installed")
+    from fedsynth.deployment.flower.keys import make_keys
+
+    make_keys(tmp_path / "keys", 2, ("federation.example.org", "192.0.2.7"))
+    return tmp_path / "keys"
+
+
+def test_a_servers_certificate_is_its_cas_and_has_its_names(keys: Path) -> None:
+    """By OpenSSL's own verification, as a client's."""
+    context = ssl.create_default_context(cafile=str(keys / "ca.crt"))
+    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    server.load_cert_chain(keys / "server.crt", keys / "server.key")
+    for host, sound in (
+        ("federation.example.org", True),
+        ("192.0.2.7", True),
+        ("127.0.0.1", True),
+        ("elsewhere.example.org", False),
+    ):
+        assert shakes_hands(context, server, host) == sound, host
+
+
+def shakes_hands(client: ssl.SSLContext, server: ssl.SSLContext, host: str) -> bool:
+    """Whether the two agree, in memory."""
+    one = ssl.MemoryBIO()
+    other = ssl.MemoryBIO()
+    here = client.wrap_bio(one, other, server_hostname=host)
+    there = server.wrap_bio(other, one, server_side=True)
+    done = [False, False]
+    for _ in range(10):
+        for side, end in enumerate((here, there)):
+            try:
+                end.do_handshake()
+                done[side] = True
+            except ssl.SSLWantReadError:
+                pass
+            except ssl.SSLCertVerificationError:
+                return False
+        if all(done):
+            return True
+    return False
+
+
+def test_keys_are_their_owners_alone_and_never_replaced(keys: Path) -> None:
+    from fedsynth.deployment.flower.keys import make_keys
+
+    for name in ("server.key", "client-000", "client-001"):
+        assert stat.S_IMODE((keys / name).stat().st_mode) == 0o600
+    with pytest.raises(OutputError, match="cannot write keys"):
+        make_keys(keys, 2)
+
+
+# ---------------------------------------------------------------------------------- the commands
+
+
+def test_a_link_beyond_this_machine_needs_keys(keys: Path) -> None:
+    with pytest.raises(SettingError, match="keys are needed"):
+        Link(9092, None, 2, "0.0.0.0")
+    with pytest.raises(SettingError, match="host"):
+        Link(9092, keys, 2, "192.0.2.7")
+    with pytest.raises(SettingError, match=r"client-002\.pub is missing"):
+        Link(9092, keys, 3)
+    link = Link(9092, keys, 2, "0.0.0.0")
+    assert "--enable-supernode-auth" in link.arguments
+    assert "--disable-runtime-dependency-installation" in link.arguments
+    assert tomllib.loads(link.connection())["superlink"]["here"]["address"] == "127.0.0.1:9092"
+    assert [file.name for file in link.public_keys] == ["client-000.pub", "client-001.pub"]
+    assert "--insecure" in Link(9092, None, 2).arguments
+
+
+def test_a_door_beyond_this_machine_needs_tls(keys: Path) -> None:
+    for server in ("federation.example.org:9092", "192.0.2.7:9092"):
+        with pytest.raises(SettingError, match="TLS"):
+            Door(server, None)
+    with pytest.raises(SettingError, match="HOST:PORT"):
+        Door("federation.example.org", keys / "ca.crt")
+    with pytest.raises(SettingError, match="needs TLS"):
+        Door("127.0.0.1:9092", None, keys / "client-000")
+    arguments = Door("192.0.2.7:9092", keys / "ca.crt", keys / "client-000").arguments
+    assert "--insecure" not in arguments
+
+
+def test_nothing_of_flowers_reports_or_installs(tmp_path: Path) -> None:
+    found = environment(tmp_path)
+    assert {name: found[name] for name in QUIET} == dict(QUIET)
+    assert found["FLWR_TELEMETRY_ENABLED"] == "0"
+    assert found["FLWR_HOME"] == str(tmp_path)
+
+
+def test_an_app_folder_is_what_flower_and_our_server_read(tmp_path: Path) -> None:
+    proposal = own_proposal(GIVEN)
+    write_app(tmp_path / "app", proposal, {"output": "/somewhere"})
+    project = tomllib.loads((tmp_path / "app" / "pyproject.toml").read_text())
+    app = project["tool"]["flwr"]["app"]
+    assert app["config"]["output"] == "/somewhere"
+    stated = json.loads(app["config"]["proposal"])
+    assert Proposal.from_json(stated).agreement == proposal.agreement
+    flwr()
+    from flwr.supercore.object_ref import validate
+
+    for component in app["components"].values():
+        assert validate(component, project_dir=tmp_path / "app") == (True, None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["client", "--server", "127.0.0.1:1", "--number", "0", "--ledger", "L"], "--data names"),
+        (["server"], "--keys is needed"),
+        (["deploy", "keys", "K", "--clients", "0"], "must be at least 1"),
+        (["deploy", "init", "A", "--spec", "/nothing.toml"], "says no specification"),
+    ],
+)
+def test_a_mistake_is_one_line(arguments: list[str], said: str) -> None:
+    if arguments[0] in ("client", "server"):
+        flwr()
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 2
+    assert said in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_without_flower_the_commands_say_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from fedsynth.deployment.flower import processes
+
+    monkeypatch.setitem(sys.modules, "flwr", None)
+    needs: list[Callable[[], Any]] = [
+        processes.require_flower,
+        lambda: processes.command("flwr"),
+    ]
+    for need in needs:
+        with pytest.raises(processes.FlowerError, match="pip install"):
+            need()
+
+
+@pytest.mark.parametrize("own", ["data", "policy"])
+def test_a_server_does_not_choose_an_owners_ledger(own: str, tmp_path: Path) -> None:
+    """Flower's app takes the folder of homes from the server's run, for trials."""
+    flwr()
+    from fedsynth.deployment.flower.client_app import node_of
+
+    with pytest.raises(MessageError, match="needs a home of its own"):
+        node_of({"partition-id": 0, own: str(tmp_path / own)}, str(tmp_path / "elsewhere"))

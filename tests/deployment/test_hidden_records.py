@@ -1,0 +1,253 @@
+"""What a server sees of a private node does not depend on which records its owner has: their
+number, labels and pixels, and whether code raises on some of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from fedsynth import resolve
+from fedsynth.data.images import ImageData
+from fedsynth.data.registry import DatasetSpec
+from fedsynth.deployment import networked_run as served
+from fedsynth.deployment import node
+from fedsynth.deployment.carrier import Timeouts
+from fedsynth.deployment.frames import Frame
+from fedsynth.deployment.messages import unpack
+from fedsynth.deployment.networked_run import Post, serve
+from fedsynth.deployment.node import Node
+from fedsynth.deployment.policy import Owner, Policy
+from fedsynth.deployment.proposal import Proposal
+from fedsynth.deployment.record_source import ClassFolders, Source
+from fedsynth.features.feature_map import FeatureMap
+from fedsynth.features.registry import register_features
+from fedsynth.models.registry import register_model
+from tests.deployment.test_nodes import Hand
+from tests.deployment.test_secure_runs import injected
+
+SPEC = DatasetSpec(
+    "scans", 1, 8, 8, 3, 60, 1, (0.5,), (0.25,), ("a", "b", "c"), "our clinic", groups=30
+)
+RUN = "0123456789abcdef"
+RAISES, DROPS, INFINITE = 255, 254, 253
+"""Grey values of images on which code misbehaves."""
+CLEAN = (9, 80, *range(100, 116))
+HOSTILE = (*CLEAN, RAISES, DROPS, INFINITE, RAISES)
+RECORDS = {"none": (), "one": (7,), "a pass": tuple(range(64)), "clean": CLEAN, "hostile": HOSTILE}
+
+
+def images(pixels: tuple[int, ...]) -> ImageData:
+    """Returns an image of each grey value, two of a user."""
+    made = torch.tensor(pixels, dtype=torch.uint8).view(-1, 1, 1, 1).repeat(1, 1, 8, 8)
+    labels = torch.full((len(made),), 2)
+    groups = torch.arange(len(made)) // 2
+    return ImageData(made, labels, SPEC, groups=groups, may_be_empty=True)
+
+
+@dataclass(frozen=True)
+class Given:
+    """A source of these records."""
+
+    data: ImageData
+
+    def read(self, proposal: Proposal, number: int) -> ImageData:
+        return self.data
+
+    def objections(self, proposal: Proposal, said: bool) -> list[str]:
+        return []
+
+    def identifier(self, proposal: Proposal) -> str:
+        return "scans"
+
+
+def misbehaving(x: Tensor, values: Tensor) -> Tensor:
+    """Returns the values of pixels in [0, 1], unless an image is black (as those that fill up a
+    pass are) or hostile."""
+    least = x.amin(dim=(1, 2, 3))
+    plain = least == x.amax(dim=(1, 2, 3))
+    grey = torch.where(plain, (255 * least).round(), -1)
+    if bool(((grey == RAISES) | (grey == 0)).any()):  # an assertion would describe the tensor
+        raise ValueError("a hostile image")
+    values = torch.where((grey == INFINITE)[:, None], torch.inf, values)
+    return values[grey != DROPS]
+
+
+def hostile_map(shape: tuple[int, int, int]) -> FeatureMap:
+    def function(x: Tensor) -> Tensor:
+        return misbehaving(x, x.flatten(1)[:, :16])
+
+    return FeatureMap("hostile", shape, 16, 4.0, 2.0, "pixels", function)
+
+
+class HostileModel(nn.Module):
+    """Misbehaves half-way."""
+
+    def __init__(self, shape: tuple[int, int, int], classes: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(64, 8)
+        self.classifier = nn.Linear(8, classes)
+
+    def embed(self, x: Tensor) -> Tensor:
+        return misbehaving(x / 4 + 0.5, torch.relu(self.first(x.flatten(1))))
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.classifier(self.embed(x))
+        return logits
+
+
+@pytest.fixture(autouse=True)
+def own_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Registers the hostile code, whose trial on public images other tests look at."""
+    torch.set_num_threads(1)
+    register_features("hostile", hostile_map)
+    register_model("hostile", HostileModel)
+    for module in (node, served):
+        monkeypatch.setattr(module, "check_private_steps", lambda *args: [])
+
+
+STEPS: dict[str, dict[str, Any]] = {
+    "feddm": {"iterations": 2, "ipc": 1, "server_epochs": 1},
+    "fedavg": {"local_steps": 2},
+    "fedstats": {"features": "hostile"},
+}
+
+
+def sections(method: str, **more: Any) -> dict[str, dict[str, Any]]:
+    model = {} if method == "fedstats" else {"name": "hostile"}
+    return {
+        "run": {"method": method, "rounds": 1, "device": "cpu", "quorum": 0.1},
+        "partition": {"clients": 2, **more.get("partition", {})},
+        "model": more.get("model", model),
+        "method": STEPS[method],
+        "privacy": {
+            "noise_multiplier": 5.0,
+            "nominal_size": 30,
+            **({} if method == "fedstats" else {"sample_rate": 1.0}),
+            **more.get("privacy", {}),
+        },
+    }
+
+
+def answers(folder: Path, given: Any, records: Source) -> tuple[list[Any], list[bytes], str]:
+    """Returns the kind, facts and length of each answer of the first of two nodes, the payloads,
+    and what its owner was told; with noise that can be repeated."""
+    seen: list[Any] = []
+    told: list[str] = []
+    payloads: list[bytes] = []
+    # "features" sends the classes whose released counts are above a floor
+    fixed_size = given["privacy"].get("mechanism") != "features"
+
+    def look(number: int, sent: bytes, answer: bytes) -> bytes:
+        if number == 100:
+            for one in unpack(answer):
+                frame = Frame.from_bytes(one)
+                facts = {key: value for key, value in frame.facts.items() if key != "history"}
+                sized = fixed_size or frame.kind != "answer"
+                seen.append((frame.kind, facts, len(one) if sized else 0))
+                payloads.append(frame.payload)
+        return answer
+
+    says = {"classes": SPEC.class_names, "height": 8, "width": 8, "channels": 1}
+    owner = Owner(Policy(**says))
+    nodes = {}
+    others = Given(images(CLEAN))
+    for k, own, say in ((0, records, told.append), (1, others, lambda _: None)):
+        home = folder / str(k)
+        nodes[100 + k] = Node(k, home, own, owner, device="cpu", say=say, secret=injected(k))
+    proposal = Proposal(RUN, resolve(given, own_data="scans"), SPEC)
+    post = Post(Hand(nodes, look), Timeouts(join=0.2, answer=60, look=0.05))
+    serve(proposal, post, folder / "runs")
+    return seen, payloads, "\n".join(told)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        pytest.param(sections("feddm", partition={"local_test": 0.3}), id="residual"),
+        pytest.param(sections("feddm", privacy={"mechanism": "features"}), id="features"),
+        pytest.param(sections("fedavg", privacy={"unit": "user", "user_records": 1}), id="users"),
+        pytest.param(sections("fedstats"), id="statistics"),
+        pytest.param(
+            sections("fedavg", model={"name": "linear", "features": "hostile"}), id="on features"
+        ),
+    ],
+)
+def test_answers_do_not_depend_on_records(tmp_path: Path, given: Any) -> None:
+    """Neither kind nor length nor text. Records on which code misbehaves contribute zero: the same
+    bits are released as without them."""
+    found = {}
+    sent = {}
+    for number, (name, pixels) in enumerate(RECORDS.items()):
+        found[name], sent[name], told = answers(
+            tmp_path / str(number), given, Given(images(pixels))
+        )
+    assert "contributes nothing: ValueError" in told
+    assert {kind for kind, _, _ in found["clean"]} == {"answer"}
+    for name, seen in found.items():
+        assert seen == found["clean"], name
+    if given["privacy"].get("mechanism") != "features":  # which also releases counts
+        assert sent["hostile"] == sent["clean"]
+        assert sent["one"] != sent["clean"]
+
+
+def scans(folder: Path) -> Path:
+    """Writes an owner's images of two of the three classes, and whose they are."""
+    drawn = np.random.default_rng(0).integers(0, 256, (12, 8, 8), np.uint8)
+    rows = ["path,user"]
+    for k, image in enumerate(drawn):
+        path = f"{'ab'[k % 2]}/{k:02}.png"
+        write(folder / path, image)
+        rows.append(f"{path},patient {k // 3}")
+    (folder / "users.csv").write_text("\n".join(rows))
+    return folder
+
+
+def write(file: Path, image: Any = None) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(np.zeros((8, 8), np.uint8) if image is None else image).save(file)
+
+
+def spoil(folder: Path) -> None:
+    """Adds files that are no records, of each kind one."""
+    (folder / "a" / "w.png").write_bytes(b"no image")
+    (folder / "a" / "x.jpg").write_bytes(b"\xff\xd8\xff")
+    (folder / "a" / "y.png").touch()
+    (folder / "a" / "x.dcm").write_bytes(b"DICM")
+    (folder / "a" / "z.png").symlink_to(folder / "nothing")
+    for name in ("x.png", "a/deeper/and/x.png", "flu/x.png", "A/x.png"):
+        write(folder / name)
+
+
+def listed(folder: Path) -> None:
+    """Adds a manifest, with a file that is missing and one of no class."""
+    paths = [f"{label}/{k:02}.png" for label in "ab" for k in range(12)]
+    rows = [f"{path},{path[0]}" for path in paths if (folder / path).exists()]
+    rows += ["a/missing.png,a", "a/00.png.png,flu"]
+    (folder / "manifest.csv").write_text("\n".join(["path,label", *rows]))
+
+
+@pytest.mark.parametrize("unit", ["record", "user"])
+@pytest.mark.parametrize("listing", [False, True])
+def test_a_file_that_is_no_record_changes_nothing(tmp_path: Path, unit: str, listing: bool) -> None:
+    """Nor does a folder of such files only."""
+    given = sections("feddm", privacy={"unit": unit})
+    sound = answers(tmp_path / "sound", given, ClassFolders(scans(tmp_path / "data")))
+    assert {kind for kind, _, _ in sound[0]} == {"answer"}
+    folder = scans(tmp_path / "spoiled")
+    spoil(folder)
+    if listing:
+        listed(folder)
+    seen, sent, _ = answers(tmp_path / "1", given, ClassFolders(folder))
+    assert (seen, sent) == sound[:2]
+    empty = tmp_path / "empty"
+    (empty / "a").mkdir(parents=True)
+    if listing:
+        (empty / "a" / "x.png").write_bytes(b"no image")
+    assert answers(tmp_path / "none", given, ClassFolders(empty))[0] == sound[0]

@@ -1,0 +1,995 @@
+"""Data owners' nodes and a server's run over them, without Flower: what a message carries, what a
+policy allows, and what a ledger refuses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+from torch import Tensor
+
+from fedsynth import register_model, resolve, simulate
+from fedsynth.core.messages import ModelParameters
+from fedsynth.data.declaration import proposal as declaration
+from fedsynth.data.registry import DatasetSpec, dataset_spec
+from fedsynth.deployment import networked_run as served
+from fedsynth.deployment.carrier import Timeouts
+from fedsynth.deployment.frames import Frame
+from fedsynth.deployment.messages import majority_schema, pack, unpack
+from fedsynth.deployment.networked_run import Post, Served, serve
+from fedsynth.deployment.node import Node
+from fedsynth.deployment.node_exchange import TooFewClientsError
+from fedsynth.deployment.owner_report import request_words
+from fedsynth.deployment.policy import ANY, Owner, Policy
+from fedsynth.deployment.proposal import Proposal, new_run, own_proposal
+from fedsynth.deployment.record_source import ClassFolders, PartOf
+from fedsynth.deployment.session import Session
+from fedsynth.errors import CheckpointError, DataError, MessageError, SettingError
+from fedsynth.federation import client_group, position_leak_check
+from fedsynth.federation.protocol import Terms
+from fedsynth.methods import METHODS, method_class
+from fedsynth.methods.fedsum import FedSum
+from fedsynth.models.small import Mlp
+from fedsynth.privacy.accounting import epsilon
+from fedsynth.privacy.errors import (
+    BudgetExceededError,
+    PrivacySettingError,
+    RequestRefusedError,
+)
+from fedsynth.privacy.guard import Guard
+from fedsynth.privacy.ledger import Ledger, read_ledger
+from fedsynth.privacy.releases import Release
+from fedsynth.results.checkpoint import Kept
+from fedsynth.results.verification import verify_run
+from tests.families import by_family
+from tests.small import small_settings
+from tests.special import SPECIAL, special_file
+
+CLIENTS = 3
+PRIVATE = {"noise_multiplier": 5.0}
+PROTECTING = by_family((m for m in METHODS if method_class(m).protects), ("fedavg", "fedstats"))
+
+
+def sections(name: str, **more: Any) -> dict[str, dict[str, Any]]:
+    """Two rounds of a method on the digits, with a subset and small steps."""
+    run = {"method": name, "rounds": 2, "device": "cpu", "evaluate_every": 2}
+    return {
+        "run": {**run, **more.pop("run", {})},
+        "partition": {"clients": CLIENTS, "subset": 0.2, "alpha": 1.0},
+        "model": {"width": 4, "depth": 2, "norm": "batch" if name == "fedbn" else "instance"},
+        "method": small_settings(name),
+        **more,
+    }
+
+
+class StoppedError(Exception):
+    """The server's process is gone."""
+
+
+@dataclass
+class Hand:
+    """Carries messages to nodes in this process.
+
+    Args:
+        nodes_: by their number, 100 and more.
+        change: of (node, message, answer) what arrives; None: nothing.
+    """
+
+    nodes_: dict[int, Node]
+    change: Callable[[int, bytes, bytes], bytes | str | None] = lambda node, sent, answer: answer
+    run: str = ""
+    asked: list[tuple[int, list[str]]] = field(default_factory=list)
+
+    def nodes(self) -> Sequence[int]:
+        return list(self.nodes_)
+
+    def ask(self, messages: Mapping[int, bytes], seconds: float) -> dict[int, bytes | str]:
+        found: dict[int, bytes | str] = {}
+        for node, sent in messages.items():
+            self.asked.append((node, [Frame.from_bytes(one).kind for one in unpack(sent)]))
+            arrived = self.change(node, sent, self.nodes_[node].answer(self.run, sent))
+            if arrived is not None:
+                found[node] = arrived
+        return found
+
+
+@dataclass
+class Place:
+    """Owners, each with a folder, and a server's."""
+
+    folder: Path
+    said: list[str] = field(default_factory=list)
+
+    def node(self, number: int, policy: Policy | None = None, **more: Any) -> Node:
+        owner = Owner(policy) if policy is not None else Owner(approved=frozenset({ANY}))
+        home = self.folder / f"owner-{number}"
+        return Node(number, home, PartOf(), owner, device="cpu", say=self.said.append, **more)
+
+    def hand(self, *nodes: Node) -> Hand:
+        return Hand({100 + node.number: node for node in nodes or map(self.node, range(CLIENTS))})
+
+    def serve(
+        self, given: Any, hand: Hand | None = None, *, join: float = 0.2, **more: Any
+    ) -> Served:
+        post = Post(hand or self.hand(), Timeouts(join=join, answer=60, look=0.05))
+        return serve(own_proposal(given), post, self.folder / "runs", **more)
+
+    def ledger(self, number: int) -> tuple[Any, ...]:
+        return read_ledger(self.folder / f"owner-{number}" / f"client-{number:03d}.jsonl").releases
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    torch.set_num_threads(1)
+    return Place(tmp_path)
+
+
+@pytest.mark.parametrize("method", by_family(METHODS, ("solo", "fedaf", "fedkf")))
+def test_a_run_over_nodes_ends_as_a_simulation(place: Place, method: str) -> None:
+    """All that passes between a server and its clients is bytes."""
+    given = sections(method)
+    served = place.serve(given)
+    together = simulate(resolve(given))
+    for name, value in together.model.state_dict().items():
+        torch.testing.assert_close(served.parameters[name], value, rtol=1e-5, atol=1e-6, msg=name)
+    name = "common_accuracy" if method in ("solo", "fedbn") else "test_accuracy"
+    assert served.metrics[-1].get(name) == together.metrics[-1].get(name)
+
+
+@pytest.mark.parametrize("method", PROTECTING)
+def test_a_private_run_over_nodes_charges_as_planned(place: Place, method: str) -> None:
+    """σ is found for all clients, and each charges its own ledger by it."""
+    given = sections(method, privacy={"epsilon": 8.0})
+    if resolve(given).method.sums_alone:
+        given["run"]["quorum"] = 1.0
+    served = place.serve(given)
+    together = simulate(resolve(given), output=place.folder / "simulated", quiet=True)
+    assert together.folder is not None
+    assert served.metrics[-1]["epsilon"] == together.metrics[-1]["epsilon"]
+    for number in range(CLIENTS):
+        ledger = read_ledger(together.folder / "ledger" / f"client-{number:03d}.jsonl")
+        assert place.ledger(number) == ledger.releases
+
+
+def test_what_the_server_makes_is_kept_with_its_soft_labels(place: Place) -> None:
+    """FedStats' images, as a simulation keeps them."""
+    given = sections("fedstats", method={"features": "pixels", "ipc": 1, "image_steps": 2})
+    kept = load_file(place.serve(given).folder / "synthetic.safetensors")
+    together = simulate(resolve(given), output=place.folder / "simulated", quiet=True)
+    assert together.folder is not None
+    expected = load_file(together.folder / "synthetic.safetensors")
+    assert kept.keys() == expected.keys() >= {"images", "labels", "soft_labels", "client"}
+    assert kept["client"].tolist() == [-1] * 10
+    torch.testing.assert_close(kept["soft_labels"], expected["soft_labels"], rtol=0, atol=1e-3)
+
+
+def test_an_owner_is_warned_once_of_rows_that_depend_on_their_position(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With what it reads before it joins, and neither again with the next message nor when the
+    server asks it to join again; and in all reports."""
+    moved = SimpleNamespace(moved=True, finding="")
+    monkeypatch.setattr(position_leak_check, "_trials", lambda *args: [moved])
+    joins: list[tuple[int, bytes]] = []
+    hand = place.hand()
+
+    def warned() -> int:
+        return sum("depend on its position" in line for line in place.said)
+
+    def look(node: int, sent: bytes, answer: bytes) -> bytes:
+        if b'"kind": "join"' in sent:
+            joins.append((node, sent))
+            assert warned() == len(joins)
+        return answer
+
+    hand.change = look
+    place.serve(sections("feddm", privacy=PRIVATE), hand)
+    assert warned() == len(joins) == CLIENTS
+    hand.nodes_[joins[0][0]].answer(hand.run, joins[0][1])
+    assert warned() == CLIENTS
+    reports = list(place.folder.rglob("privacy_report.json"))
+    assert len(reports) == CLIENTS + 1
+    for file in reports:
+        [warning] = json.loads(file.read_text())["verdict"]["warnings"]
+        assert "depend on its position" in warning
+        assert verify_run(file.parent).problems == []
+
+
+def test_a_model_that_draws_is_declined_before_a_ledger_is_made(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Drawing(Mlp):
+        def embed(self, x: Tensor) -> Tensor:
+            return torch.nn.functional.dropout(super().embed(x), 0.5)
+
+    register_model("own-drawing", lambda image_shape, classes: Drawing(image_shape, classes, 16))
+    given = sections("feddm", privacy=PRIVATE, model={"name": "own-drawing"})
+    with pytest.raises(SettingError, match="draws random numbers"):
+        place.serve(given)
+    monkeypatch.setattr(served, "check_private_steps", lambda *args: [])  # a server may not look
+    with pytest.raises(TooFewClientsError, match="0 of 3 clients have joined"):
+        place.serve(given)
+    declined = [line for line in place.said if "declined: model.name own-drawing draws" in line]
+    assert len(declined) == CLIENTS
+    assert not list(place.folder.glob("owner-*/*.jsonl"))
+
+
+def test_a_try_that_fails_decides_over_nothing(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches an error of the try that leaves the node: its process would end."""
+
+    def fails(*args: Any) -> bool:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(position_leak_check, "_trials", fails)
+    assert place.serve(sections("feddm", privacy=PRIVATE)).metrics
+    assert sum("could not be tried: out of memory" in line for line in place.said) == CLIENTS
+
+
+def test_a_round_is_one_message_an_exchange(place: Place) -> None:
+    hand = place.hand()
+    place.serve(sections("feddm", privacy=PRIVATE), hand)
+    of_one = [kinds for node, kinds in hand.asked if node == 101]
+    step = ["prepare", "begin", "step", "facts", "history"]
+    assert of_one == [["join"], ["start", *step], step, ["history", "end"]]
+
+
+def test_each_message_may_find_another_process(place: Place) -> None:
+    """As Flower's plain SuperNodes start one for each: what a client keeps is in its files."""
+
+    class Fresh(Hand):
+        def ask(self, messages: Mapping[int, bytes], seconds: float) -> dict[int, bytes | str]:
+            self.nodes_ = {100 + k: place.node(k) for k in range(CLIENTS)}
+            return super().ask(messages, seconds)
+
+    for method, more in (("fedaf", {}), ("feddm", {"privacy": PRIVATE})):
+        given = sections(method, **more)
+        served = place.serve(given, Fresh(place.hand().nodes_))
+        if more:
+            assert [len(h.releases) for h in served.histories] == [len(place.ledger(0))] * 3
+            continue
+        together = simulate(resolve(given))
+        for name, value in together.model.state_dict().items():
+            torch.testing.assert_close(served.parameters[name], value, rtol=1e-5, atol=1e-6)
+
+
+def test_nothing_but_the_ledgers_rows_and_released_values_leaves_a_private_node(
+    place: Place,
+) -> None:
+    """No record, no count, no name of a file: every byte of every answer is looked at."""
+    arrived: list[bytes] = []
+
+    def look(node: int, sent: bytes, answer: bytes) -> bytes:
+        arrived.append(answer)
+        return answer
+
+    hand = place.hand()
+    hand.change = look
+    served = place.serve(sections("feddm", privacy=PRIVATE), hand)
+    together = simulate(resolve(sections("feddm", privacy=PRIVATE)))
+    assert served.metrics[-1]["epsilon"] == together.metrics[-1]["epsilon"]
+    assert "seconds" not in json.loads((served.folder / "metrics.jsonl").read_text().split("\n")[0])
+    everything = b"".join(arrived)
+    assert str(place.folder).encode() not in everything
+    source = PartOf()
+    proposal = own_proposal(sections("feddm", privacy=PRIVATE))
+    for number in range(CLIENTS):
+        data = source.read(proposal, number)
+        assert f'"size": {len(data)}'.encode() not in everything
+        for image in data.images[:20]:
+            assert image.numpy().tobytes() not in everything
+
+
+# ------------------------------------------------------------------------------ who says no
+
+
+def decided(place: Place, policy: Policy, given: Any) -> Served:
+    """A run in which the last client goes by a policy."""
+    return place.serve(given, place.hand(*map(place.node, range(2)), place.node(2, policy)))
+
+
+@pytest.mark.parametrize(
+    ("policy", "why"),
+    [
+        ({"methods": ["fedavg"]}, "method feddm is not allowed (fedavg)"),
+        ({"rounds": 1}, "2 rounds are more than the 1 allowed"),
+        ({"delta": 1e-6}, "δ = 1e-05 is above"),
+        ({"settings": {"model.width": [8, 64]}}, "model.width = 4 is not allowed"),
+        ({"settings": {"model.name": ["linear"]}}, "model.name = 'convnet' is not allowed"),
+        ({"settings": {"partition.clients": [4, 9]}}, "partition.clients = 3 is not allowed"),
+        ({"settings": {"method.nothing": ["x"]}}, "method.nothing = None is not allowed"),
+    ],
+)
+def test_a_policy_names_what_it_does_not_allow(policy: dict[str, Any], why: str) -> None:
+    proposal = own_proposal(sections("feddm", privacy=PRIVATE))
+    [objection] = Policy.from_mapping(policy).objections(proposal)
+    assert objection.startswith(why)
+
+
+def test_a_policy_declines_and_the_run_goes_on(place: Place) -> None:
+    served = decided(place, Policy(methods=("fedavg",)), sections("feddm", privacy=PRIVATE))
+    for row in served.metrics:
+        assert "method feddm is not allowed" in row["lost"]["2"]
+    assert not list((place.folder / "owner-2").glob("*.jsonl"))  # not even a ledger was made
+    assert any("declined: method feddm" in one for one in place.said)
+    assert len(served.histories) == 2
+    assert any("client 2 took no part" in one for one in served.deviations)
+
+
+def test_open_runs_need_to_be_allowed() -> None:
+    [why] = Policy().objections(own_proposal(sections("fedavg")))
+    assert "without differential privacy" in why
+    paper = sections("feddm", privacy={**PRIVATE, "mechanism": "paper"})
+    [why] = Policy().objections(own_proposal(paper))
+    assert "gives no guarantee" in why
+
+
+class InTheOpen(FedSum):
+    """A method that shares noise and sends its uploads as they are."""
+
+    @property
+    def sums_alone(self) -> bool:
+        return False
+
+
+def test_noise_that_needs_a_sum_is_refused_where_none_is_made(place: Place) -> None:
+    """An upload would have σ/√H of noise, by an H that the server derives of its own number of
+    clients."""
+    secure = {"aggregation": "secure"}
+    given = sections("fedsum", run={"quorum": 1.0}, method=secure, privacy=PRIVATE)
+    known = own_proposal(given)
+    method = InTheOpen(aggregation="secure")
+    proposal = replace(known, settings=replace(known.settings, method=method))
+    with pytest.raises(PrivacySettingError, match="is not made under masks"):
+        serve(proposal, Post(place.hand(), Timeouts(join=0.2)), place.folder / "runs")
+    data = PartOf().read(proposal, 0)
+    runtime = Session(place.folder / "s", proposal, 0, data, Ledger("c")).remote.runtime
+    with pytest.raises(PrivacySettingError, match="is not made under masks"):
+        runtime.start(Terms(None, 5.0))
+    assert joined(place.node(0), known).kind == "answer"
+
+
+def joined(node: Node, proposal: Proposal) -> Frame:
+    """What a node answers to a server that proposes this."""
+    frame = Frame("join", {"proposal": proposal.to_json(), "after": 0, "number": 1})
+    [answer] = unpack(node.answer(proposal.run, pack([frame.to_bytes()])))
+    return Frame.from_bytes(answer)
+
+
+def test_a_policys_cap_holds_at_each_charge(place: Place) -> None:
+    """The run has no cap of its own, and its server asks on: the ledger stays where it was."""
+    served = decided(place, Policy(epsilon=1.5, delta=1e-5), sections("feddm", privacy=PRIVATE))
+    assert "lost" not in served.metrics[0]
+    assert served.metrics[1]["lost"]["2"].startswith("declines: ")
+    assert len(place.ledger(2)) * 2 == len(place.ledger(0))
+    again = decided(place, Policy(epsilon=1.5, delta=1e-5), sections("feddm", privacy=PRIVATE))
+    assert all("2" in row["lost"] for row in again.metrics)
+    assert len(place.ledger(2)) * 4 == len(place.ledger(0))
+
+
+def test_an_owners_cap_is_at_the_owners_delta() -> None:
+    """A run's δ is its server's: with a larger one the same releases have a smaller ε."""
+    row = Release(1, "sums", "residual", "each", 5.0, 1.0, 1.0, "full", 3, 10)
+    at_owners = epsilon([row], 1e-5)
+    assert epsilon([row], 1e-2) < 0.9 * at_owners < at_owners < 0.9 * epsilon([row], 1e-9)
+    for factor, refused in ((0.95, True), (1.05, False)):
+        cap = Owner(Policy(epsilon=factor * at_owners, delta=1e-5)).cap
+        for servers in (1e-2, 1e-9):
+            guard = Guard(Ledger("c"), servers, None, owner=cap)
+            if refused:
+                with pytest.raises(BudgetExceededError, match="δ = 1e-05"):
+                    guard.check([row])
+            else:
+                guard.check([row])
+
+
+def test_where_all_budgets_are_spent_the_run_ends(place: Place) -> None:
+    policy = Policy(epsilon=1.5, delta=1e-5)
+    hand = place.hand(*(place.node(k, policy) for k in range(CLIENTS)))
+    served = place.serve(sections("feddm", privacy=PRIVATE), hand)
+    assert len(served.metrics) == 1
+    assert any("ended after 1 of 2 rounds" in one for one in served.deviations)
+
+
+def test_an_approval_is_of_one_agreement(place: Place) -> None:
+    proposal = own_proposal(sections("feddm", privacy=PRIVATE))
+    assert Owner(approved=frozenset({proposal.agreement})).objections(proposal) == []
+    other = own_proposal(sections("feddm", privacy={"noise_multiplier": 4.0}))
+    assert Owner(approved=frozenset({proposal.agreement})).objections(other)
+    assert Owner().objections(proposal)
+    assert replace(proposal, run=new_run()).agreement == proposal.agreement
+    policy = Policy(methods=("fedavg",))  # a hand's approval does not lift what the policy says
+    assert Owner(policy, frozenset({ANY})).objections(proposal)
+    assert Owner(Policy(), frozenset({"0" * 16})).objections(proposal)
+
+
+SLIPS: list[dict[str, Any]] = [
+    {"method": ["feddm"]},
+    *({"methods": odd} for odd in ("feddm", [], [1])),
+    *({"epsilon": odd} for odd in (0, 8.0, "8", True)),
+    {"epsilon": 8.0, "delta": 1.0},
+    {"epsilon": float("nan"), "delta": 1e-5},
+    {"delta": 1e300},
+    {"open": "no"},
+    {"classes": ["a", ["b"]]},
+    *({"rounds": odd} for odd in (1.5, 10**30)),
+    *({"height": 64.0}, {"channels": True}),
+    {"settings": ["model.width"]},
+    *({"settings": {"model.width": odd}} for odd in (8, [[1]], [{"a": 1}])),
+]
+
+
+def test_a_slip_in_a_policy_allows_nothing() -> None:
+    for given in SLIPS:
+        with pytest.raises(SettingError, match="policy"):
+            Policy.from_mapping(given)
+
+
+@pytest.mark.parametrize("kind", [*SPECIAL, "deep"])
+def test_special_files_say_no_policy_and_no_specification(tmp_path: Path, kind: str) -> None:
+    file = tmp_path / "x.toml"
+    if kind == "deep":
+        file.write_text("x = " + "[" * 100_000)
+    else:
+        special_file(file, kind)
+    for read in (Policy.read, lambda path: own_proposal({}, path)):
+        with pytest.raises(SettingError, match=r"regular file|bytes, more than|levels deep"):
+            read(file)
+
+
+def test_durations_are_finite() -> None:
+    for seconds in (float("nan"), float("inf"), -1, 1e300, True, "60"):
+        for name in ("join", "answer", "look"):
+            with pytest.raises(SettingError, match=rf"^{name}_seconds must be "):
+                Timeouts(**{name: seconds})  # type: ignore[arg-type]
+
+
+def test_an_owner_reads_what_it_is_asked_for() -> None:
+    for method in METHODS:
+        given = {"run": {"method": method, "rounds": 2}, "partition": {"clients": CLIENTS}}
+        lines = "\n".join(request_words(own_proposal(given), 1, None))
+        assert f"asks client 1 of 3: {method}, 2 rounds, data set digits" in lines
+        assert "no differential privacy: what it sends is not protected" in lines
+
+
+def test_an_owner_reads_what_it_costs_on_top_of_what_was_spent(place: Place) -> None:
+    given = sections("feddm", privacy=PRIVATE)
+    place.serve(given)
+    place.serve(given)
+    shown = [one for one in place.said if "asks client 0" in one]
+    assert "privacy: ε = 1.95" in shown[0]
+    assert "of this, ε = 1.95 stands in the ledgers" in shown[1]
+
+
+# ------------------------------------------------------------------------------ what is not sound
+
+
+def instead(how: str, answer: bytes) -> bytes | str | None:
+    """What arrives in place of an answer to a step."""
+    *before, step, facts, history = map(Frame.from_bytes, unpack(answer))
+    words: dict[str, tuple[str, dict[str, Any]]] = {
+        "error": ("error", {"text": "x" * 9999}),
+        "refusal": ("refusal", {"kind": "request", "reason": "no"}),
+        "declined": ("refusal", {"kind": "budget", "reason": "spent"}),
+    }
+    if how in words:
+        kind, stated = words[how]
+        step = replace(step, kind=kind, facts={**step.facts, **stated})
+        return pack([one.to_bytes() for one in (*before, step)])
+    if how in ("another client", "an earlier request"):
+        changed = {"client": 2} if how == "another client" else {"number": 3}
+        step = replace(step, facts={**step.facts, **changed})
+    if how == "no message":
+        step = replace(step, payload=b"\xff" * 100)
+    if how == "damaged ledger":
+        history = replace(history, facts={**history.facts, "history": {"releases": 7}})
+    whole = pack([one.to_bytes() for one in (*before, step, facts, history)])
+    others: dict[str, bytes | str | None] = {
+        "silence": None,
+        "is gone": "is gone",
+        "empty": b"",
+        "junk": b"\xff" * 40,
+        "no frame": pack([b"x"]),
+        "unnumbered": pack([Frame("answer", {}).to_bytes()] * 5),
+        "too few": pack([one.to_bytes() for one in before]),
+        "long": whole + bytes(140 * 2**20),
+    }
+    return others.get(how, whole)
+
+
+WAYS = {
+    "silence": "does not answer in time",
+    "is gone": "is gone",
+    "empty": "no frames of fedsynth",
+    "junk": "no frames of fedsynth",
+    "no frame": "no frame of fedsynth",
+    "unnumbered": "was asked request",
+    "too few": "does not answer all",
+    "another client": "was asked request",
+    "an earlier request": "was asked request",
+    "long": "bytes, above the",
+    "error": "answers with an error: xxx",
+    "refusal": "refuses: no",
+    "declined": "declines: spent",
+    "damaged ledger": "history is damaged",
+}
+
+
+def failing(hand: Hand, hows: Sequence[str], *nodes: int) -> Hand:
+    """These nodes fail in the step of each of the first rounds, in these ways."""
+
+    def fails(node: int, sent: bytes, answer: bytes) -> bytes | str | None:
+        if node not in nodes or b'"kind": "step"' not in sent:
+            return answer
+        for number, how in enumerate(hows, 1):
+            if f'"round": {number},'.encode() in sent:
+                return instead(how, answer)
+        return answer
+
+    hand.change = fails
+    return hand
+
+
+def test_a_client_that_fails_is_lost_for_the_round_and_no_more(place: Place) -> None:
+    """It fails in another way in each round. The reason is short, and the round is the others'."""
+    hows = [*WAYS, "no message"]
+    given = sections("fedavg", run={"rounds": len(hows) + 1}, privacy=PRIVATE)
+    served = place.serve(given, failing(place.hand(), hows, 101))
+    for how, row in zip(hows, served.metrics, strict=False):
+        key = "rejected" if how == "no message" else "lost"
+        assert list(row.get(key, [])) == ["1"], how
+        assert WAYS.get(how, "no message of fedsynth") in row[key]["1"]
+        assert len(row[key]["1"]) < 600
+        assert [bool(sent) for sent in row["client_upload_bytes"]] == [True, False, True]
+    assert "lost" not in served.metrics[-1]
+
+
+def test_what_all_clients_refuse_is_the_servers_mistake(place: Place) -> None:
+    with pytest.raises(RequestRefusedError, match="no"):
+        place.serve(sections("fedavg"), failing(place.hand(), ["refusal"], 100, 101, 102))
+
+
+def test_nobody_who_answers_is_no_quorum(place: Place) -> None:
+    served = place.serve(sections("fedavg"), failing(place.hand(), ["silence"], 100, 101, 102))
+    assert served.metrics[0]["not_counted"] == {"exchange": "main", "uploads": 0, "needed": 2}
+    assert "not_counted" not in served.metrics[1]
+
+
+def test_facts_that_no_method_could_merge_are_left_out() -> None:
+    good = {"generator": {"classes": 3, "class_entropy": 0.5}}
+    odd: tuple[Any, ...] = (
+        None,
+        7,
+        [],
+        {},
+        {"generator": 7},
+        {"generator": {"classes": 3}},
+        {"generator": {"classes": "3", "class_entropy": 0.5}},
+        {"generator": {"classes": 1e300, "class_entropy": 0.5}},
+        {"generator": {"classes": {"deep": {"deeper": 1}}, "class_entropy": 0.5}},
+        {"generator": {"classes": True, "class_entropy": 0.5}},
+    )
+    for one in odd:
+        assert majority_schema([good, one, good]) == [good, good]
+    assert majority_schema([{}, {}]) == []
+
+
+def test_below_the_quorum_nobody_begins(place: Place) -> None:
+    with pytest.raises(TooFewClientsError, match="1 of 3 clients have joined, and 2"):
+        place.serve(sections("fedavg"), place.hand(place.node(0)))
+
+
+def test_a_number_is_one_nodes_alone(place: Place) -> None:
+    """Two nodes of the same number, and one whose key is for another: neither takes its place."""
+    notes: list[str] = []
+
+    class Notes:
+        def note(self, text: str) -> None:
+            notes.append(text)
+
+        def step(self, *_: Any) -> None: ...
+
+        def round_ended(self, _: Any) -> None: ...
+
+    hand = place.hand()
+    hand.nodes_[200] = Node(
+        1, place.folder / "thief", PartOf(), Owner(approved=frozenset({ANY})), say=lambda _: None
+    )
+    served = place.serve(sections("fedavg"), hand, observer=Notes())
+    assert "lost" not in served.metrics[0]
+    assert any("node 200 cannot join" in one for one in notes)
+    post = Post(hand, Timeouts(join=0.2, look=0.05), {100: 0, 101: 2, 102: 1, 200: 1})
+    served = serve(own_proposal(sections("fedavg")), post, place.folder / "more", observer=Notes())
+    assert set(served.metrics[0]["lost"]) == {"2"}  # 200 holds the key of client 1
+    assert any("which its key is not for" in one for one in notes)
+
+
+def test_a_run_that_goes_on_has_its_own_settings_and_checkpoint(place: Place) -> None:
+    hand = place.hand()
+
+    def stops(node: int, sent: bytes, answer: bytes) -> bytes:
+        if b'"kind": "step"' in sent and b'"round": 2' in sent:
+            raise StoppedError
+        return answer
+
+    hand.change = stops
+    with pytest.raises(StoppedError):
+        place.serve(sections("fedavg"), hand)
+    [folder] = (place.folder / "runs").glob("*.incomplete")
+    with pytest.raises(CheckpointError, match="has other settings"):
+        place.serve(sections("fedavg", run={"rounds": 5}), resume=folder)
+    for file in (folder / "checkpoint").iterdir():
+        file.unlink()
+    with pytest.raises(CheckpointError, match="is gone"):
+        place.serve(sections("fedavg"), resume=folder)
+
+
+def test_a_private_run_that_goes_on_charges_what_is_asked_otherwise(place: Place) -> None:
+    """Two clients had not answered the round that is repeated; the first is asked with another
+    model than before."""
+    given = sections("feddm", privacy=PRIVATE)
+    policy = Policy(epsilon=8.0, delta=1e-5)
+    hand = place.hand(*(place.node(k, policy) for k in range(CLIENTS)))
+    asked: list[int] = []
+
+    def stops(node: int, sent: bytes, answer: bytes) -> bytes:
+        if b'"kind": "step"' in sent:
+            asked.append(node)
+        if len(asked) == 4:
+            raise StoppedError
+        return answer
+
+    class Moves(Hand):
+        def ask(self, messages: Mapping[int, bytes], seconds: float) -> dict[int, bytes | str]:
+            return super().ask({k: otherwise(one) for k, one in messages.items()}, seconds)
+
+    hand.change = stops
+    with pytest.raises(StoppedError):
+        place.serve(given, hand)
+    [folder] = (place.folder / "runs").glob("*.incomplete")
+    served = place.serve(given, Moves(hand.nodes_), resume=folder)
+    rows = [len(place.ledger(k)) for k in range(CLIENTS)]
+    assert rows[0] * 2 == rows[1] * 3 == rows[2] * 3
+    assert served.metrics[-1]["epsilon"] > simulate(resolve(given)).metrics[-1]["epsilon"]
+    assert served.report is not None
+    assert served.report["ledger_heads"]["client-000"]["rows_before"] == 0
+
+
+# ------------------------------------------------------------------------------ what a server says
+
+
+def proposed(**more: Any) -> dict[str, Any]:
+    stated = own_proposal(sections("feddm", privacy=PRIVATE)).to_json()
+    return {**stated, **more}
+
+
+def test_an_unsound_proposal_is_refused(place: Place) -> None:
+    spec = proposed()["spec"]
+    odd_settings: tuple[Any, ...] = ({"run": []}, {"own": {"x": 1}}, {"run": {"method": "nothing"}})
+    odd_specs: tuple[Any, ...] = ({}, {**spec, "classes": "10"}, {**spec, "more": 1})
+    unsound: list[Any] = [None, [], {}, proposed(settings={"run": {"rounds": -1}})]
+    unsound += [proposed(run=run) for run in ("../../home", "0" * 15 + "/")]
+    unsound += [proposed(settings=odd) for odd in odd_settings]
+    unsound += [proposed(spec=odd) for odd in odd_specs]
+    for stated in unsound:
+        frame = Frame("join", {"proposal": stated, "after": 0, "number": 1})
+        run = stated.get("run", "") if isinstance(stated, dict) else ""
+        [answer] = unpack(place.node(0).answer(str(run), pack([frame.to_bytes()])))
+        assert Frame.from_bytes(answer).kind == "error", stated
+    assert not (place.folder / "owner-0").exists()
+
+
+def test_a_server_names_no_place_of_an_owners(place: Place) -> None:
+    """Neither a folder of ledgers or of data, nor a device: these are the owner's own."""
+    stated = proposed()
+    stated["settings"]["privacy"]["ledger"] = str(place.folder / "theirs")
+    stated["settings"]["data"]["data_root"] = "/etc"
+    stated["settings"]["run"]["device"] = "cuda"
+    settings = Proposal.from_json(stated).settings
+    assert settings.privacy is not None
+    assert (settings.privacy.ledger, settings.data_root, settings.device) == (None, None, "auto")
+
+
+def test_a_client_answers_only_runs_that_it_has_joined(place: Place) -> None:
+    node = place.node(0)
+    for run in ("0" * 16, "..", "", "/etc/passwd", "a" * 300):
+        frame = Frame("step", {"number": 1, "round": 1})
+        [answer] = unpack(node.answer(run, pack([frame.to_bytes()])))
+        said = Frame.from_bytes(answer)
+        assert said.kind == "error"
+        assert "has not joined" in said.facts["text"]
+
+
+def test_settings_cannot_change_after_a_client_has_joined(place: Place) -> None:
+    node = place.node(0)
+    first = own_proposal(sections("feddm", privacy=PRIVATE))
+    other = own_proposal(sections("feddm", privacy={"noise_multiplier": 0.1}))
+    for proposal, kind in ((first, "answer"), (replace(other, run=first.run), "error")):
+        frame = Frame("join", {"proposal": proposal.to_json(), "after": 0, "number": 1})
+        [answer] = unpack(node.answer(first.run, pack([frame.to_bytes()])))
+        assert Frame.from_bytes(answer).kind == kind
+
+
+def test_bytes_that_are_no_bundle() -> None:
+    for sent in (b"", b"\x01", bytes(8), pack([b"a"]) + b"b", pack([b"abc"])[:-1]):
+        with pytest.raises(MessageError, match="no frames of fedsynth"):
+            unpack(sent)
+
+
+# ------------------------------------------------------------------------------ own data
+
+
+def test_an_owners_images_are_read_by_class(tmp_path: Path) -> None:
+    spec = DatasetSpec(
+        "scans", 1, 8, 8, 2, 100, 10, (0.5,), (0.5,), ("healthy", "ill"), "our clinic"
+    )
+    drawn = np.random.default_rng(0).integers(0, 256, (3, 8, 8), np.uint8)
+    (tmp_path / "healthy").mkdir()
+    (tmp_path / "ill").mkdir()
+    for name, image in zip(("healthy/a", "healthy/b", "ill/a"), drawn, strict=True):
+        Image.fromarray(image).save(tmp_path / f"{name}.png")
+    given = {"run": {"method": "fedavg"}, "partition": {"clients": 2}}
+    proposal = Proposal(new_run(), resolve(given, own_data="scans"), spec)
+    data = ClassFolders(tmp_path).read(proposal, 0)
+    assert data.labels.tolist() == [0, 0, 1]
+    np.testing.assert_array_equal(data.images[:, 0], drawn)
+    assert Proposal.from_json(json.loads(json.dumps(proposal.to_json()))) == proposal
+    (tmp_path / "flu").mkdir()
+    Image.fromarray(drawn[0]).save(tmp_path / "flu" / "a.png")
+    with pytest.raises(DataError, match="has a class 'flu' that scans does not have"):
+        ClassFolders(tmp_path).read(proposal, 0)
+    with pytest.raises(DataError, match="there is no folder"):
+        ClassFolders(tmp_path / "nothing").read(proposal, 0)
+
+
+def test_a_class_is_a_folder_of_the_owners_and_no_other_place(tmp_path: Path) -> None:
+    """Images lie wherever such a name would lead, so that a name which is followed is read."""
+    own = tmp_path / "data" / "own"
+    for place in (own.parent, own / "ill", tmp_path / "secret"):
+        place.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.zeros((8, 8), np.uint8)).save(place / "a.png")
+    (own.parent / "link").symlink_to(tmp_path / "secret")
+    given = {"run": {"method": "fedavg"}, "partition": {"clients": 2}}
+    settings = resolve(given, own_data="scans")
+    for name in ("nobody", "..", ".", "", "../../secret", "../link", "ill/..", "ä" * 200):
+        spec = DatasetSpec("scans", 1, 8, 8, 2, 9, 9, (0.5,), (0.5,), ("ill", name), "x")
+        data = ClassFolders(own).read(Proposal(new_run(), settings, spec), 0)
+        assert data.labels.tolist() == [0]
+
+
+def scans(**more: Any) -> DatasetSpec:
+    known = DatasetSpec("scans", 1, 8, 8, 2, 9, 9, (0.5,), (0.5,), ("healthy", "ill"), "x")
+    return replace(known, **more)
+
+
+def with_scans(folder: Path) -> Path:
+    """An owner's folder of images of both classes."""
+    drawn = np.random.default_rng(0).integers(0, 256, (20, 8, 8), np.uint8)
+    for k, image in enumerate(drawn):
+        place = folder / ("healthy", "ill")[k % 2]
+        place.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(image).save(place / f"{k}.png")
+    return folder
+
+
+@pytest.mark.parametrize("declared", [False, True])
+def test_a_server_does_not_learn_which_images_fit(tmp_path: Path, declared: bool) -> None:
+    """What an owner says of its images decides, also where images of what is asked are there."""
+    folder = with_scans(tmp_path / "data")
+    says = {"classes": ("healthy", "ill"), "height": 8, "width": 8, "channels": 1}
+    policy = Policy() if declared else Policy(**says)
+    if declared:
+        text = declaration(scans(), [], 20, 0).replace('by = ""', 'by = "A"')
+        (folder / "fedsynth.toml").write_text(text.replace('date = ""', 'date = "2026-01-01"'))
+
+    def answer(number: int, owner: Owner, spec: DatasetSpec) -> Frame:
+        settings = resolve(sections("feddm", privacy=PRIVATE), own_data="scans")
+        node = Node(0, tmp_path / str(number), ClassFolders(folder), owner, device="cpu")
+        return joined(node, Proposal(new_run(), settings, spec))
+
+    assert answer(0, Owner(policy), scans()).kind == "answer"
+    others = [{"height": 16}, {"width": 16}, {"class_names": ("ill", "healthy")}]
+    (folder / "flu").mkdir()
+    for number, other in enumerate([*others, {"class_names": ("healthy", "flu")}], 1):
+        told = answer(number, Owner(policy), scans(**other))
+        assert told.kind == "refusal"
+        assert "owner" in told.facts["reason"]
+    if not declared:
+        told = answer(9, Owner(approved=frozenset({ANY})), scans())
+        assert "says no classes and image size" in told.facts["reason"]
+
+
+def test_data_that_cannot_be_read_as_a_whole_are_one_answer(tmp_path: Path) -> None:
+    says = {"classes": ("healthy", "ill"), "height": 8, "width": 8, "channels": 1}
+    answers = set()
+    for name in ("folder", "list", "link"):
+        folder = tmp_path / name
+        if name != "folder":
+            with_scans(folder)
+        if name == "list":
+            (folder / "manifest.csv").write_bytes(b"path,label\n\xff\xfe")
+        if name == "link":
+            (folder / "again").symlink_to(folder / "ill")
+        said: list[str] = []
+        owner = Owner(Policy(**says))
+        home = tmp_path / f"home-{name}"
+        node = Node(0, home, ClassFolders(folder), owner, device="cpu", say=said.append)
+        settings = resolve(sections("feddm", privacy=PRIVATE), own_data="scans")
+        answers.add(joined(node, Proposal(new_run(), settings, scans())).to_bytes())
+        assert str(folder) in said[-1]
+    assert len(answers) == 1
+    assert b"cannot take part" in answers.pop()
+
+
+def asked_of(place: Place, given: Any) -> tuple[Proposal, list[bytes]]:
+    """What a server has asked its first client in a whole run."""
+    caught: list[bytes] = []
+    hand = place.hand()
+
+    def catch(node: int, sent: bytes, answer: bytes) -> bytes:
+        if node == 100:
+            caught.append(sent)
+        return answer
+
+    hand.change = catch
+    place.serve(given, hand)
+    first = Frame.from_bytes(unpack(caught[0])[0]).facts["proposal"]
+    return Proposal.from_json(first), caught
+
+
+def otherwise(sent: bytes) -> bytes:
+    """The same message with another model in its step."""
+    frames = [Frame.from_bytes(one) for one in unpack(sent)]
+    for place, frame in enumerate(frames):
+        if frame.kind == "step":
+            model = ModelParameters.from_bytes(frame.payload)
+            moved = {name: value + 1e-3 for name, value in model.parameters.items()}
+            payload = replace(model, parameters=moved).to_bytes()
+            frames[place] = replace(frame, payload=payload)
+    return pack([frame.to_bytes() for frame in frames])
+
+
+def test_joining_again_is_no_way_to_more_releases(place: Place) -> None:
+    """What is asked with another model is answered so often as a server that goes on needs it, and
+    without a cap once, whichever process of the node is asked; an approval is of one run."""
+    proposal, caught = asked_of(place, sections("feddm", privacy=PRIVATE))
+    capped = Policy(epsilon=50.0, delta=1e-5)
+    for number, (policy, most) in enumerate(((capped, 3), (None, 1))):
+        home = place.folder / f"again-{number}"
+        approved = frozenset({proposal.agreement})
+        owner = Owner(policy) if policy is not None else Owner(approved=approved)
+        kinds = []
+        sent = caught[1]
+        for _ in range(5):
+            node = Node(0, home, PartOf(), owner, device="cpu", say=place.said.append)
+            node.answer(proposal.run, caught[0])
+            last = unpack(node.answer(proposal.run, sent))
+            sent = otherwise(sent)
+            kinds.append([Frame.from_bytes(one).facts.get("text", "") for one in last])
+        refused = ["was answered before" in " ".join(texts) for texts in kinds]
+        assert refused == [False] * most + [True] * (5 - most)
+        once = len(place.ledger(0)) // 2
+        assert len(read_ledger(home / "client-000.jsonl").releases) == most * once
+        other = replace(proposal, run=new_run())
+        told = joined(Node(0, home, PartOf(), owner, device="cpu"), other)
+        assert told.kind == ("answer" if policy is not None else "refusal")
+
+
+@pytest.mark.parametrize("method", ["feddm", "fedaf"])
+def test_the_same_question_has_the_same_answer_and_costs_nothing(
+    place: Place, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer was lost, or the server begins again: the same bytes come from what is kept, in
+    this process and in another one, though the policy allows no release more; no step is taken, and
+    the client goes on from where that step left it."""
+    given = sections(method, privacy={"noise_multiplier": 50.0})
+    if method == "fedaf":  # whose first phase is an exchange of its own
+        given["method"] = {**given["method"], "knowledge_from": "first-phase"}
+    proposal, caught = asked_of(place, given)
+    steps = [one for one in caught if b'"kind": "step"' in one]
+    home = place.folder / "another"
+    owner = Owner(approved=frozenset({ANY}))
+    nodes = [Node(0, home, PartOf(), owner, device="cpu") for _ in range(3)]
+    nodes[0].answer(proposal.run, caught[0])
+
+    def payloads(node: Node, sent: bytes) -> list[bytes]:
+        frames = [Frame.from_bytes(one) for one in unpack(node.answer(proposal.run, sent))]
+        assert [one.kind for one in frames] == ["answer"] * len(unpack(sent))
+        return [one.payload for one in frames]
+
+    first = [payloads(nodes[0], sent) for sent in steps]
+    rows = read_ledger(home / "client-000.jsonl").releases
+    kept = memories(home)
+
+    def never(*given: Any, **more: Any) -> Any:
+        raise AssertionError("a step is taken again")
+
+    monkeypatch.setattr(client_group, "view", never)
+    assert payloads(nodes[0], steps[-1]) == first[-1]
+    assert payloads(nodes[1], steps[-1]) == first[-1]  # another process
+    nodes[2].answer(proposal.run, caught[0])  # and one whose server begins anew
+    assert [payloads(nodes[2], sent) for sent in steps] == first
+    assert read_ledger(home / "client-000.jsonl").releases == rows
+    assert memories(home) == kept
+
+
+def memories(home: Path) -> dict[str, dict[str, list[float]]]:
+    """What a client keeps after its rounds."""
+    return {
+        file.name: {
+            name: value.flatten().tolist()
+            for name, value in Kept.from_bytes(file.read_bytes()).memory.items()
+        }
+        for file in home.glob("runs/*/memory-*")
+    }
+
+
+def test_a_server_that_goes_on_keeps_the_noise_that_it_began_with(place: Place) -> None:
+    """Where a budget is given, the server finds σ for all clients; told anew it is the same one."""
+    proposal, caught = asked_of(place, sections("feddm", privacy={"epsilon": 5.0}))
+    home = place.folder / "again"
+
+    def node() -> Node:
+        owner = Owner(approved=frozenset({ANY}))
+        return Node(0, home, PartOf(), owner, device="cpu", say=place.said.append)
+
+    for sent in caught[:2]:
+        node().answer(proposal.run, sent)
+    rows = read_ledger(home / "client-000.jsonl").releases
+    assert rows
+    frames = [Frame.from_bytes(one) for one in unpack(otherwise(caught[1]))]
+    facts = dict(frames[0].facts)
+    for factor, kind in ((0.5, "error"), (2.0, "error"), (1.0, "answer")):
+        node().answer(proposal.run, caught[0])  # joins again
+        told = {**facts, "noise_multiplier": facts["noise_multiplier"] * factor}
+        other = [replace(frames[0], facts=told), *frames[1:]]
+        answers = unpack(node().answer(proposal.run, pack([one.to_bytes() for one in other])))
+        assert Frame.from_bytes(answers[0]).kind == kind
+        more = read_ledger(home / "client-000.jsonl").releases
+        assert (len(more) > len(rows)) == (kind == "answer")
+
+
+def test_what_fails_in_a_step_is_one_answer_whatever_it_was(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its kind could go by the records; the owner reads it."""
+    given = sections("feddm", privacy=PRIVATE)
+    proposal, caught = asked_of(place, given)
+    answers = set()
+    for number, error in enumerate((ValueError("row 7"), KeyError(3), RuntimeError("1 image"))):
+
+        def fails(*given: Any, error: Exception = error) -> Any:
+            raise error
+
+        said: list[str] = []
+        owner = Owner(approved=frozenset({ANY}))
+        home = place.folder / f"fails-{number}"
+        node = Node(0, home, PartOf(), owner, device="cpu", say=said.append)
+        node.answer(proposal.run, caught[0])
+        with monkeypatch.context() as patch:
+            patch.setattr(client_group, "view", fails)
+            answers.add(unpack(node.answer(proposal.run, caught[1]))[-1])
+        assert any(repr(error) in one for one in said)
+    assert len(answers) == 1
+    assert "is told why" in Frame.from_bytes(answers.pop()).facts["text"]
+
+
+def test_an_owners_ledger_is_for_its_own_records(place: Place) -> None:
+    """A trial with another partition has other records: the ledger says so, and nothing runs."""
+    place.serve(sections("feddm", privacy=PRIVATE))
+    other = sections("feddm", privacy=PRIVATE)
+    other["partition"]["alpha"] = 0.3
+    with pytest.raises(TooFewClientsError, match="0 of 3 clients have joined"):
+        place.serve(other)
+    assert any("carry-over" in one or "belongs to" in one for one in place.said)
+    assert dataset_spec("digits").name == "digits"

@@ -1,0 +1,326 @@
+"""A server that was killed and resumes: its report covers every client that was ever charged, and
+its clients come back, each with its own ledger."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fedsynth import Observer, resolve, simulate
+from fedsynth.deployment.frames import Frame
+from fedsynth.deployment.messages import pack, unpack
+from fedsynth.deployment.networked_run import Served
+from fedsynth.deployment.node import Node
+from fedsynth.deployment.policy import Policy
+from fedsynth.errors import CheckpointError
+from fedsynth.privacy.accounting import epsilon
+from fedsynth.results.verification import verify_run
+from tests.deployment.test_nodes import CLIENTS, PRIVATE, Hand, Place, StoppedError, sections
+
+LAST = CLIENTS - 1
+
+
+class Notes(Observer):
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.said.append(text)
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    torch.set_num_threads(1)
+    return Place(tmp_path)
+
+
+def killed(
+    place: Place,
+    given: Any,
+    hand: Hand,
+    steps: int,
+    resume: Path | None = None,
+    kind: str = "step",
+) -> Path:
+    """The folder of a run whose server is killed when it has asked so many times for steps, or for
+    another kind of frame."""
+    before = hand.change
+    asked: list[int] = []
+
+    def stops(node: int, sent: bytes, answer: bytes) -> bytes | str | None:
+        if f'"kind": "{kind}"'.encode() in sent:
+            asked.append(node)
+        if len(asked) == steps:
+            raise StoppedError
+        return before(node, sent, answer)
+
+    hand.change = stops
+    with pytest.raises(StoppedError):
+        place.serve(given, hand, resume=resume)
+    hand.change = before
+    [folder] = (place.folder / "runs").glob("*.incomplete")
+    return folder
+
+
+def covers_everybody(place: Place, served: Served, ever: Sequence[int]) -> None:
+    """The report has a row for each one in the ledgers, and its ε never falls."""
+    assert served.report is not None
+    heads: Any = served.report["ledger_heads"]
+    assert sorted(heads) == [f"client-{k:03d}" for k in ever]
+    spent = max(epsilon(place.ledger(k), 1e-5) for k in ever)
+    guarantee: Any = served.report["guarantee"]
+    assert guarantee["epsilon"] >= spent * (1 - 1e-9)
+    for k in ever:
+        assert heads[f"client-{k:03d}"]["rows"] >= len(place.ledger(k))
+    stated = [row["epsilon"] for row in served.metrics]
+    assert stated == sorted(stated)
+    assert verify_run(served.folder).problems == []
+
+
+# (steps that the killed server asks for; whether the client's answer to the last one arrives)
+@pytest.mark.parametrize("steps", [CLIENTS + 1, 2 * CLIENTS])
+def test_a_client_that_does_not_join_again_stays_in_the_report(place: Place, steps: int) -> None:
+    """Killed in round 2, before and after the last client took its step: it may be charged more
+    than its last statement says, and the report counts it."""
+    given = sections("feddm", privacy=PRIVATE, run={"rounds": 4})
+    hand = place.hand()
+    folder = killed(place, given, hand, steps)
+    served = place.serve(given, place.hand(*map(place.node, range(LAST))), resume=folder)
+    covers_everybody(place, served, range(CLIENTS))
+    assert all("has not joined" in row["lost"][str(LAST)] for row in served.metrics[1:])
+    assert any(f"client {LAST} has not stated its ledger" in one for one in served.deviations)
+    assert not any("took no part" in one for one in served.deviations)
+    assert not (served.folder / "checkpoint").exists()
+
+
+def test_a_server_that_was_killed_before_its_results_asks_nobody_again(place: Place) -> None:
+    """All rounds are in its checkpoint, and so is what the clients stated in them."""
+    given = sections("feddm", privacy=PRIVATE)
+    folder = killed(place, given, place.hand(), 1, kind="end")
+    served = place.serve(given, place.hand(*map(place.node, range(LAST))), resume=folder)
+    covers_everybody(place, served, range(CLIENTS))
+    assert served.deviations == ()
+
+
+def test_a_client_that_is_away_for_one_restart_is_taken_by_its_word_again(place: Place) -> None:
+    given = sections("feddm", privacy=PRIVATE, run={"rounds": 4})
+    hand = place.hand()
+    folder = killed(place, given, hand, CLIENTS + 1)  # the last one is not asked for round 2
+    killed(place, given, place.hand(*map(place.node, range(LAST))), LAST + 1, folder)
+    served = place.serve(given, place.hand(*hand.nodes_.values()), resume=folder)
+    covers_everybody(place, served, range(CLIENTS))
+    assert not any("has not stated" in one for one in served.deviations)
+    for number in range(CLIENTS):  # their own reports count the run's rows as the run's
+        [own] = (place.folder / f"owner-{number}").glob("runs/*/privacy_report.json")
+        head = json.loads(own.read_text())["ledger_heads"][f"client-{number:03d}"]
+        assert head["rows_before"] == 0
+        assert verify_run(own.parent).problems == []
+
+
+def test_a_client_that_falls_silent_is_counted_as_charged(place: Place) -> None:
+    """Without any restart: its answer to the last round is lost, and it never answers again."""
+    hand = place.hand()
+    hand.change = lambda node, sent, answer: (
+        None if node == 100 + LAST and (b'"round": 2' in sent or b'"end"' in sent) else answer
+    )
+    served = place.serve(sections("feddm", privacy=PRIVATE), hand)
+    covers_everybody(place, served, range(CLIENTS))
+    assert any("in round 2: counted as charged" in one for one in served.deviations)
+
+
+def test_a_client_that_declines_a_round_is_not_counted_as_charged(place: Place) -> None:
+    """Its policy's budget is spent before the step, and then it is gone."""
+    hand = place.hand(
+        place.node(0), place.node(1), place.node(LAST, Policy(epsilon=1.5, delta=1e-5))
+    )
+    hand.change = lambda node, sent, answer: (
+        None if node == 100 + LAST and b'"end"' in sent else answer
+    )
+    served = place.serve(sections("feddm", privacy=PRIVATE), hand)
+    assert served.report is not None
+    heads: Any = served.report["ledger_heads"]
+    head = heads[f"client-{LAST:03d}"]
+    assert head["rows"] == len(place.ledger(LAST))
+    covers_everybody(place, served, range(CLIENTS))
+
+
+def test_a_report_that_drops_such_a_client_is_noticed(place: Place) -> None:
+    """And so is one that names another round, in which the client was there."""
+    given = sections("feddm", privacy=PRIVATE, run={"rounds": 3})
+    folder = killed(place, given, place.hand(), 2 * CLIENTS)
+    served = place.serve(given, place.hand(*map(place.node, range(LAST))), resume=folder)
+    file = served.folder / "privacy_report.json"
+    report = json.loads(file.read_text())
+    *events, unstated = report["events"]
+    assert (unstated["kind"], unstated["rounds"]) == ("unstated", [2])
+    for other in ({"rounds": [1]}, {"client": "7"}):
+        file.write_text(json.dumps({**report, "events": [*events, {**unstated, **other}]}))
+        assert verify_run(served.folder).problems
+
+
+@pytest.mark.parametrize("size", [True, False])
+def test_an_open_run_keeps_the_terms_that_it_began_with(place: Place, size: bool) -> None:
+    """The sizes of those that are away, by which clients are drawn, are still what they were."""
+    run = {"rounds": 3, "sampling": "size", "participation": 0.67} if size else {"rounds": 3}
+    given = sections("fedavg", run={**run, "quorum": 0.3})
+    hand = place.hand()
+    told: list[Any] = []
+
+    def look(node: int, sent: bytes, answer: bytes) -> bytes:
+        head = sent.split(b'"sizes": ')
+        told.extend([head[1].split(b"]")[0]] if len(head) > 1 else [])
+        return answer
+
+    hand.change = look
+    folder = killed(place, given, hand, LAST + 1 if size else CLIENTS + 1)
+    again = place.hand(*map(place.node, range(LAST)))
+    again.change = look
+    place.serve(given, again, resume=folder)
+    assert len(set(told)) == 1
+
+
+# --------------------------------------------------------------------------------- coming back
+
+
+def test_a_client_that_missed_the_last_rounds_comes_back(place: Place) -> None:
+    """Its memory is of an earlier round than the server resumes after, and the newest that it
+    has."""
+    given = sections("scaffold", run={"rounds": 4})
+    hand = place.hand()
+    hand.change = lambda node, sent, answer: (
+        None if node == 102 and b'"round": 2' in sent else answer
+    )
+    missed = {"hand": hand, "steps": 2 * CLIENTS + 1}
+    # the step was taken and its answer lost; without it the client has no memory of round 2
+    [home] = [place.folder / f"owner-{LAST}"]
+    folder = killed(place, given, **missed)
+    for file in home.glob("runs/*/*-2*"):
+        file.unlink()
+    notes = Notes()
+    served = place.serve(
+        given, place.hand(*map(place.node, range(CLIENTS))), resume=folder, observer=notes
+    )
+    assert "lost" in served.metrics[1]
+    assert not any("lost" in row for row in served.metrics[2:]), notes.said
+
+
+@pytest.mark.parametrize("share", [1.0, 0.34])
+def test_a_resumed_run_ends_as_one_that_nobody_has_stopped(place: Place, share: float) -> None:
+    """With partial participation most clients have no memory of the round before the restart."""
+    given = sections("scaffold", run={"rounds": 6, "participation": share})
+    together = simulate(resolve(given))
+    hand = place.hand()
+    folder = killed(place, given, hand, 5)
+    served = place.serve(given, place.hand(*map(place.node, range(CLIENTS))), resume=folder)
+    assert not any("lost" in row for row in served.metrics)
+    assert any("resumed after" in one for one in served.deviations)
+    for name, value in together.model.state_dict().items():
+        torch.testing.assert_close(served.parameters[name], value, rtol=1e-5, atol=1e-6)
+
+
+# ------------------------------------------------------------------------- two clients, one key
+
+
+def other_home(place: Place, how: str) -> Path:
+    """The home of a second process with the key of client 0."""
+    home = place.folder / f"second-{how}"
+    if how == "copy of an earlier time":
+        shutil.copytree(place.folder / "earlier", home)
+    return home
+
+
+@pytest.mark.parametrize("how", ["fresh", "copy of an earlier time"])
+def test_a_second_client_with_a_key_does_not_take_the_firsts_place(place: Place, how: str) -> None:
+    """After a restart it is asked first: its ledger is not the one that was charged. It leaves, and
+    the first one joins."""
+    given = sections("feddm", privacy=PRIVATE, run={"rounds": 3})
+    hand = place.hand()
+
+    def copies(node: int, sent: bytes, answer: bytes) -> bytes:
+        if b'"round": 1' in sent and b'"kind": "step"' in sent and node == 101:
+            shutil.copytree(place.folder / "owner-0", place.folder / "earlier")
+        return answer
+
+    hand.change = copies
+    folder = killed(place, given, hand, 2 * CLIENTS + 1)
+    first = hand.nodes_[100]
+    second = Node(
+        0, other_home(place, how), first.source, first.owner, device="cpu", say=place.said.append
+    )
+
+    class Taken(Hand):
+        """Where one is connected, the other one is not."""
+
+        def nodes(self) -> Sequence[int]:
+            if second.refused and self.nodes_[100] is second:
+                self.nodes_[100] = first
+                return [101, 102]
+            return list(self.nodes_)
+
+    again = Taken({**hand.nodes_, 100: second})
+    served = place.serve(given, again, resume=folder, join=60)
+    assert "does not continue the" in second.refused
+    assert not first.refused
+    assert not any("lost" in row for row in served.metrics)
+    covers_everybody(place, served, range(CLIENTS))
+    heads: Any = served.report["ledger_heads"] if served.report else {}
+    assert heads["client-000"]["rows"] == len(place.ledger(0))
+
+
+def test_a_ledger_that_is_replaced_within_a_run_is_no_answer(place: Place) -> None:
+    """Its upload is not used, and what the first one was charged stays."""
+    hand = place.hand()
+
+    def replaced(node: int, sent: bytes, answer: bytes) -> bytes:
+        if node != 100 or b'"round": 2' not in sent:
+            return answer
+        *others, last = [Frame.from_bytes(one) for one in unpack(answer)]
+        history = {**last.facts["history"], "releases": last.facts["history"]["releases"][1:]}
+        last = replace(last, facts={**last.facts, "history": history})
+        return pack([one.to_bytes() for one in (*others, last)])
+
+    hand.change = replaced
+    served = place.serve(sections("feddm", privacy=PRIVATE), hand)
+    assert served.metrics[1]["lost"].keys() == {"0"}
+    heads: Any = served.report["ledger_heads"] if served.report else {}
+    assert heads["client-000"]["rows"] == heads["client-001"]["rows"]
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda node: setattr(node, "name", "client-001"), "is another client's"),
+        (lambda node: setattr(node, "number", 7), "has 3 clients, and this one is number 7"),
+    ],
+)
+def test_who_cannot_join_is_told_why(
+    place: Place, change: Callable[[Node], None], why: str
+) -> None:
+    nodes = [place.node(k) for k in range(CLIENTS)]
+    change(nodes[2])
+    hand = Hand(dict(enumerate(nodes, 100)))
+    notes = Notes()
+    served = place.serve(sections("feddm", privacy=PRIVATE), hand, observer=notes)
+    assert "lost" in served.metrics[0]
+    assert why in "\n".join([*notes.said, *place.said])
+
+
+@pytest.mark.parametrize("damage", ["gone", "cut", "edited"])
+def test_a_damaged_file_of_clients_ends_the_resumption(place: Place, damage: str) -> None:
+    given = sections("feddm", privacy=PRIVATE)
+    folder = killed(place, given, place.hand(), CLIENTS + 1)
+    file = folder / "checkpoint" / "clients.json"
+    text = file.read_text()
+    if damage == "gone":
+        file.unlink()
+    else:
+        file.write_text(text[:-9] if damage == "cut" else text.replace('"steps": ', '"steps": 1'))
+    with pytest.raises(CheckpointError):
+        place.serve(given, resume=folder)

@@ -1,0 +1,714 @@
+"""Runs over nodes whose server sees sums alone: what it holds, who may be lost, and that the result
+is the simulation's."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fedsynth import resolve, simulate
+from fedsynth.deployment.carrier import Timeouts
+from fedsynth.deployment.frames import Frame
+from fedsynth.deployment.messages import pack, unpack
+from fedsynth.deployment.networked_run import Post, Served, serve
+from fedsynth.deployment.policy import Owner, Policy
+from fedsynth.deployment.proposal import Proposal, own_proposal
+from fedsynth.deployment.secure_aggregation import primitives
+from fedsynth.deployment.secure_aggregation.client import (
+    Identities,
+    SumClient,
+    SumTerms,
+    read_identities,
+)
+from fedsynth.deployment.secure_aggregation.messages import Keys, Present, Roster, Sealed, Shares
+from fedsynth.deployment.secure_aggregation.primitives import SecureSumError, Words
+from fedsynth.deployment.secure_aggregation.quantization import sum_form, with_parcel
+from fedsynth.deployment.secure_exchange import SecureStep, SumDesk
+from fedsynth.errors import SettingError
+from fedsynth.federation.context import public_context
+from fedsynth.federation.protocol import Total
+from fedsynth.federation.server import Server
+from fedsynth.privacy import grid, randomness
+from fedsynth.privacy.report.pages import render_markdown
+from fedsynth.privacy.report.pages import words as words_of
+from tests.deployment.test_nodes import CLIENTS, Hand, Place, StoppedError, joined, place
+from tests.families import by_family
+from tests.simulation.test_unchanged import RepeatableNoise
+from tests.small import small_settings
+
+pytest.importorskip("cryptography", reason="the secure extra is not installed")
+__all__ = ["place"]
+PRIVATE = {"noise_multiplier": 2.0}
+METHODS = ["fedstats", "fedsum"]
+
+
+def sections(name: str, clients: int = CLIENTS, **more: Any) -> dict[str, dict[str, Any]]:
+    """Two rounds on the digits, with sums that the server alone does not see the parts of."""
+    given = {**small_settings(name), "aggregation": "secure", **more.pop("method", {})}
+    if name == "fedsum":
+        given["networks"] = 2
+    run = {"method": name, "rounds": 2, "device": "cpu", "evaluate_every": 2}
+    all_needed = "privacy" in more and "honest" not in given  # H and one who may look
+    return {
+        "run": {**run, "quorum": 1.0 if all_needed else 0.6, **more.pop("run", {})},
+        "partition": {"clients": clients, "subset": 0.2, "alpha": 1.0},
+        "model": {"width": 4, "depth": 2, "norm": "instance"},
+        "method": given,
+        **more,
+    }
+
+
+def of_four(name: str) -> dict[str, dict[str, Any]]:
+    """A private run of four that can lose one: the noise is that of two, and one may look."""
+    run = {"quorum": 0.75}
+    return sections(name, 4, run=run, method={"honest": 2}, privacy=PRIVATE)
+
+
+def injected(number: int) -> Callable[[], randomness.SecretGenerator]:
+    """The noise that `simulated` gives the client with this number."""
+    noise: Any = RepeatableNoise(number)
+    return lambda: randomness.SecretGenerator(test_only=noise)
+
+
+def simulated(given: Any, monkeypatch: pytest.MonkeyPatch, output: Path | None = None) -> Any:
+    """The same run in one process, with noise that can be repeated."""
+    made = itertools.count()
+    clients = given["partition"]["clients"]
+    with monkeypatch.context() as patch:
+        fresh = lambda: RepeatableNoise(next(made) % clients)  # noqa: E731
+        patch.setattr(randomness, "_fresh_generator", fresh)
+        return simulate(resolve(given), output=output, quiet=True)
+
+
+def close(served: Served, together: Any) -> None:
+    """The models are the same, but for rounding: to 1e-5 of a tensor's largest number. (Open
+    sums are rounded to 2^-32, which a ridge regression on few examples makes 2e-5 of a weight.)"""
+    for name, value in together.model.state_dict().items():
+        scale = max(1.0, float(value.abs().max())) if value.is_floating_point() else 1.0
+        atol = 1e-5 * scale
+        torch.testing.assert_close(served.parameters[name], value, rtol=0, atol=atol, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("method", "privacy"),
+    [("fedstats", PRIVATE), ("fedsum", {**PRIVATE, "clip": 1e9})],
+)
+def test_with_injected_noise_the_result_is_the_simulations(
+    place: Place, method: str, privacy: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also on a grid with steps larger than 1, which a large clip has, and with identities."""
+    given = sections(method, privacy=privacy)
+    known = identified(place.folder)
+    nodes = [place.node(k, secret=injected(k), identities=known[k]) for k in range(CLIENTS)]
+    served = place.serve(given, place.hand(*nodes))
+    together = simulated(given, monkeypatch)
+    close(served, together)
+    assert served.metrics[-1]["epsilon"] == together.metrics[-1]["epsilon"]
+
+
+def test_two_releases_in_one_exchange_are_added_up_each_on_its_grid(
+    place: Place, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Features and small pictures, whose noises differ; the images are made of both."""
+    given = sections("fedstats", privacy=PRIVATE, method={"ipc": 2, "image_steps": 1})
+    nodes = [place.node(k, secret=injected(k)) for k in range(CLIENTS)]
+    served = place.serve(given, place.hand(*nodes))
+    together = simulated(given, monkeypatch, tmp_path / "runs")
+    close(served, together)
+    made, wanted = (
+        load_file(folder / "synthetic.safetensors") for folder in (served.folder, together.folder)
+    )
+    torch.testing.assert_close(made["images"], wanted["images"], rtol=0, atol=1e-3)
+    torch.testing.assert_close(made["soft_labels"], wanted["soft_labels"], rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("method", by_family(METHODS, ("fedstats",)))
+def test_each_message_may_find_another_process(
+    place: Place, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a sum needs from one question to the next is in the owner's files, and gone after it.
+    Without noise the result is the simulation's."""
+
+    class Fresh(Hand):
+        def ask(self, messages: Mapping[int, bytes], seconds: float) -> dict[int, bytes | str]:
+            self.nodes_ = {100 + k: place.node(k) for k in range(CLIENTS)}
+            return super().ask(messages, seconds)
+
+    served = place.serve(sections(method), Fresh(place.hand().nodes_))
+    close(served, simulate(resolve(sections(method)), quiet=True))
+    assert not list(place.folder.glob("owner-*/runs/*/sum.json"))
+
+
+def test_some_clients_of_a_round_have_a_sum_of_their_own(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three of four take part, who are known to each other by their places among these."""
+    run = {"participation": 0.75, "quorum": 0.7, "rounds": 3}
+    given = sections("fedsum", 4, run=run, method={"honest": 2}, privacy=PRIVATE)
+    nodes = [place.node(k, secret=injected(k)) for k in range(4)]
+    served = place.serve(given, place.hand(*nodes))
+    taking = [row["participants"] for row in served.metrics]
+    assert any(some != [0, 1, 2] for some in taking)
+    close(served, simulated(given, monkeypatch))
+
+
+# ---------------------------------------------------------------------------- what a server holds
+
+
+@dataclass
+class Seen:
+    """What the clients would have sent in the open, and what their server was sent.
+
+    Attributes:
+        plain: words, by (round, exchange, place of the client).
+        uploads: the same as messages.
+        masked: words that arrived, likewise.
+        totals: the sums that the server made its states of.
+        held: everything that stood in the server's objects and files, as bytes.
+    """
+
+    plain: dict[tuple[int, str, int], Words] = field(default_factory=dict)
+    uploads: dict[tuple[int, str, int], Any] = field(default_factory=dict)
+    masked: dict[tuple[int, str, int], Words] = field(default_factory=dict)
+    totals: dict[tuple[int, str], Total] = field(default_factory=dict)
+    held: list[bytes] = field(default_factory=list)
+
+
+def watched(monkeypatch: pytest.MonkeyPatch, runs: Path) -> Seen:
+    """Looks on at both sides of every sum."""
+    seen = Seen()
+    masked, unmasked, total_of = SumDesk.masked, SecureStep._run, Server.receive_total
+
+    def at_client(self: SumDesk, frame: Frame, phase: str, context: Any, step: Any) -> Any:
+        def watched_step() -> Any:
+            reply = step()
+            where = (context.round, phase, self._place(context))
+            seen.plain[where] = sum_form(self._runtime.method, phase, context).encode(reply)
+            seen.uploads[where] = reply
+            return reply
+
+        return masked(self, frame, phase, context, watched_step)
+
+    def at_server(self: SecureStep, clients: Any, request: Any) -> Total:
+        made = unmasked(self, clients, request)
+        for place_, words in self.server.masked.items():
+            seen.masked[self.context.round, self.phase, place_] = words
+        return made
+
+    def made(self: Server, phase: str, total: Total, context: Any) -> None:
+        seen.totals[context.round, phase] = total
+        total_of(self, phase, total, context)
+        seen.held.extend(parts_of(self))
+        seen.held.extend(file.read_bytes() for file in runs.rglob("*") if file.is_file())
+
+    answered = SecureStep._answers
+
+    def collected(self: SecureStep, *asked: Any) -> Any:
+        found = answered(self, *asked)
+        seen.held.extend(parts_of(self.server))
+        return found
+
+    monkeypatch.setattr(SumDesk, "masked", at_client)
+    monkeypatch.setattr(SecureStep, "_run", at_server)
+    monkeypatch.setattr(SecureStep, "_answers", collected)
+    monkeypatch.setattr(Server, "receive_total", made)
+    return seen
+
+
+def parts_of(thing: Any, known: set[int] | None = None) -> list[bytes]:
+    """All bytes, arrays and tensors that can be reached from an object."""
+    known = set() if known is None else known
+    if id(thing) in known:
+        return []
+    known.add(id(thing))
+    if isinstance(thing, bytes):
+        return [thing]
+    if isinstance(thing, np.ndarray):
+        return [thing.tobytes()]
+    if isinstance(thing, torch.Tensor):
+        return [thing.detach().cpu().numpy().tobytes()]
+    inner: list[Any] = []
+    if isinstance(thing, Mapping):
+        inner = [*thing.keys(), *thing.values()]
+    elif isinstance(thing, list | tuple | set | frozenset):
+        inner = list(thing)
+    elif type(thing).__module__.startswith("fedsynth"):
+        slots = getattr(thing, "__dict__", {})
+        inner = list(slots.values())
+    return [part for one in inner for part in parts_of(one, known)]
+
+
+def as_words(content: bytes) -> Words:
+    """All words of eight bytes in some bytes, wherever they begin."""
+    found = [
+        np.frombuffer(content[k : len(content) - (len(content) - k) % 8], "<u8") for k in range(8)
+    ]
+    return np.concatenate(found) if content else np.zeros(0, np.uint64)
+
+
+@pytest.mark.parametrize("method", by_family(METHODS, ("fedstats",)))
+def test_the_server_holds_masked_vectors_and_the_sum_alone(
+    place: Place, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every byte that it is sent, every object that it has on the way, and every file of its run:
+    no word of an upload, as fixed point, double or float, stands in it; masked words say nothing of
+    the upload; and the sum is that of the uploads."""
+    arrived: list[bytes] = []
+
+    def look(node: int, sent: bytes, answer: bytes) -> bytes:
+        arrived.append(answer)
+        return answer
+
+    monkeypatch.setattr(grid, "FINE", 2.0**30)  # so fine that no word is another's by chance
+    seen = watched(monkeypatch, place.folder / "runs")
+    hand = place.hand()
+    hand.change = look
+    place.serve(sections(method, privacy=PRIVATE), hand)
+    assert len(seen.plain) == CLIENTS * (3 if method == "fedstats" else 2)
+    everything = np.unique(np.concatenate([as_words(one) for one in [*arrived, *seen.held]]))
+    of_the_masked = np.concatenate([one.astype("<u8") for one in seen.masked.values()])
+    assert np.isin(of_the_masked, everything).all()  # what is there would be found
+    for where, words in seen.plain.items():
+        values = np.concatenate(
+            [t.double().numpy().ravel() for _, t in seen.uploads[where].arrays()]
+        )
+        assert not np.isin(words, everything).any()
+        assert not np.isin(values.view(np.uint64), everything).any()
+        short = values.astype(np.float32)
+        pairs_ = np.frombuffer(short[: len(short) // 2 * 2].tobytes(), "<u8")
+        assert not np.isin(pairs_, everything).any()
+        check_uniform(seen.masked[where], words)
+    for (number, phase), total in seen.totals.items():
+        for name, found in total.message.arrays():
+            parts = [getattr(seen.uploads[number, phase, k], name).double() for k in range(CLIENTS)]
+            torch.testing.assert_close(found, torch.stack(parts).sum(0), rtol=1e-15, atol=1e-12)
+
+
+def check_uniform(masked: Words, plain: Words) -> None:
+    """Kolmogorov and Smirnov's distance from the uniform distribution modulo 2^64, and the
+    correlation with what was masked: each is beyond these in one of 10^5 honest cases or fewer."""
+    n = len(masked)
+    share = np.sort(masked.astype(np.float64) / 2.0**64)
+    steps = np.arange(1, n + 1) / n
+    assert np.abs(share - steps).max() < 2.6 / np.sqrt(n)
+    signed = plain.view(np.int64).astype(np.float64)
+    found = np.corrcoef(masked.astype(np.float64), signed)[0, 1]
+    assert abs(found) < 5 / np.sqrt(n)
+    bits = np.unpackbits((masked - plain).view(np.uint8))
+    assert abs(bits.mean() - 0.5) < 2.5 / np.sqrt(len(bits))
+
+
+def test_what_looks_at_masks_sees_a_mask_that_is_none() -> None:
+    """The broken twins of the check above: no mask, and one of 32 bits."""
+    rng = np.random.default_rng(0)
+    plain = rng.normal(0, 2.0**40, 500).astype(np.int64).view(np.uint64)
+    check_uniform(plain + rng.integers(0, 2**64, 500, np.uint64), plain)
+    for mask in (np.zeros(500, np.uint64), rng.integers(0, 2**32, 500, np.uint64)):
+        with pytest.raises(AssertionError):
+            check_uniform(plain + mask, plain)
+
+
+# ----------------------------------------------------------------------------------- who is lost
+
+
+def silent(question: str, gone: set[int], number: int = 1) -> Callable[..., bytes | None]:
+    """Loses the answers of some nodes to this question of a round's main exchange."""
+
+    def change(node: int, sent: bytes, answer: bytes) -> bytes | None:
+        frames = [Frame.from_bytes(one) for one in unpack(sent)]
+        asked = [one for one in frames if one.kind == question]
+        here = [one for one in asked if one.facts["round"] == number]
+        return None if here and here[0].facts["phase"] == "main" and node in gone else answer
+
+    return change
+
+
+@pytest.mark.parametrize("question", ["keys", "shares", "step", "unmask"])
+def test_a_client_that_is_lost_before_a_question_is_left_out_of_the_sum(
+    place: Place, question: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who is lost at the last one has sent its vector, which counts."""
+    seen = watched(monkeypatch, place.folder / "runs")
+    hand = place.hand(*[place.node(k) for k in range(4)])
+    hand.change = silent(question, {103})
+    served = place.serve(of_four("fedsum"), hand)
+    counted = (0, 1, 2, 3) if question == "unmask" else (0, 1, 2)
+    assert seen.totals[1, "main"].clients == counted
+    assert seen.totals[2, "main"].clients == (0, 1, 2, 3)
+    assert ("3" in served.metrics[0].get("lost", {})) == (question != "unmask")
+    assert "not_counted" not in served.metrics[0]
+    for name, found in seen.totals[1, "main"].message.arrays():
+        parts = [getattr(seen.uploads[1, "main", k], name).double() for k in counted]
+        torch.testing.assert_close(found, torch.stack(parts).sum(0), rtol=1e-15, atol=1e-12)
+
+
+@pytest.mark.parametrize("question", ["shares", "unmask"])
+def test_of_fewer_clients_than_the_noise_counts_on_there_is_no_sum(
+    place: Place, question: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two, whose noise is what is charged, there is none either: one of them may look."""
+    seen = watched(monkeypatch, place.folder / "runs")
+    hand = place.hand(*[place.node(k) for k in range(4)])
+    hand.change = silent(question, {102, 103})
+    served = place.serve(of_four("fedsum"), hand)
+    assert (1, "main") not in seen.totals
+    assert served.metrics[0]["not_counted"] == {"exchange": "main", "uploads": 0, "needed": 3}
+    assert "there is no sum" in served.metrics[0]["rejected"]["0"]
+    assert "not_counted" not in served.metrics[1]
+    # who has not answered a step has paid nothing
+    spent = 2 if question in ("keys", "shares") else 4
+    assert len(place.ledger(0)) == spent
+
+
+@pytest.mark.parametrize("question", ["shares", "step"])
+def test_who_sends_nonsense_is_out_of_the_sum(place: Place, question: str) -> None:
+    """An answer of another kind is its client's fault, and no one else's."""
+    hand = place.hand(*[place.node(k) for k in range(4)])
+    lose = silent(question, {103})
+
+    def change(node: int, sent: bytes, answer: bytes) -> bytes | None:
+        if lose(node, sent, answer) is not None:
+            return answer
+        frames = [Frame.from_bytes(one) for one in unpack(answer)]
+        at = [Frame.from_bytes(one).kind for one in unpack(sent)].index(question)
+        frames[at] = replace(frames[at], payload=frames[at].payload[:-1])
+        return pack([one.to_bytes() for one in frames])
+
+    hand.change = change
+    served = place.serve(of_four("fedsum"), hand)
+    assert "3" in served.metrics[0]["rejected"]
+    assert "not_counted" not in served.metrics[0]
+
+
+def test_a_quorum_below_what_a_sum_needs_is_refused_at_the_start(place: Place) -> None:
+    """By the command, before anything is started, and by the run itself; a quorum of H is none."""
+    given = sections("fedsum", 5, run={"quorum": 0.6}, method={"honest": 3}, privacy=PRIVATE)
+    said = r"quorum=0\.6 must be at least 0\.8: a secure sum needs 4 of 5 clients"
+    usual = {**given, "method": {**given["method"], "honest": 0}}
+    with pytest.raises(SettingError, match="at least 1: a secure sum needs 5 of 5 clients"):
+        own_proposal(usual)
+    with pytest.raises(SettingError, match=said) as error:
+        own_proposal(given)
+    assert "\n" not in str(error.value)
+    enough = own_proposal({**given, "run": {**given["run"], "quorum": 0.8}})
+    few = replace(enough, settings=replace(enough.settings, quorum=0.6))
+    with pytest.raises(SettingError, match=said):
+        serve(few, Post(place.hand(), Timeouts(join=0.2)), place.folder / "runs")
+    assert not (place.folder / "runs").exists()
+    own = {**given, "method": {**given["method"], "aggregation": "own"}}
+    assert own_proposal(own).settings.quorum == 0.6
+
+
+# --------------------------------------------------------------------------- what a server asks for
+
+
+@dataclass
+class Asked:
+    """A sum of which the test is the server, up to a question."""
+
+    place: Place
+    nodes: list[Any]
+    proposal: Proposal
+    where: dict[str, Any]
+    message: bytes
+
+    def ask(self, node: Any, kind: str, payload: bytes = b"", **more: Any) -> Frame:
+        frame = Frame(kind, {**self.where, **more, "number": 1}, payload)
+        return Frame.from_bytes(unpack(node.answer(self.proposal.run, pack([frame.to_bytes()])))[0])
+
+    def shared(self) -> dict[int, Sealed]:
+        """The first two questions."""
+        keys = {k: Keys.from_bytes(self.ask(n, "keys").payload) for k, n in enumerate(self.nodes)}
+        roster = Roster(keys).to_bytes()
+        made = {
+            k: Sealed.from_bytes(self.ask(n, "shares", roster).payload)
+            for k, n in enumerate(self.nodes)
+        }
+        return {k: Sealed({j: made[j].of[k] for j in made if j != k}) for k in made}
+
+    def step(self, number: int, sealed: Sealed) -> Frame:
+        payload = with_parcel(sealed.to_bytes(), self.message)
+        return self.ask(self.nodes[number], "step", payload)
+
+
+@pytest.fixture
+def asked(place: Place) -> Asked:
+    """Three nodes that have joined a private run of FedSum."""
+    return all_asked(place, sections("fedsum", privacy=PRIVATE))
+
+
+@pytest.fixture
+def four_asked(place: Place) -> Asked:
+    """Four, of which a sum needs three."""
+    return all_asked(place, of_four("fedsum"))
+
+
+def all_asked(place: Place, given: dict[str, dict[str, Any]]) -> Asked:
+    proposal = own_proposal(given)
+    clients = given["partition"]["clients"]
+    nodes = [place.node(k) for k in range(clients)]
+    context = public_context(proposal.settings, proposal.spec, torch.device("cpu"))
+    method = proposal.settings.method
+    state = method.initial_state(context.architecture.state_dict())
+    everybody = list(range(clients))
+    where = {"round": 1, "participants": everybody, "phase": "main", "sum": "ab" * 16}
+    message = method.broadcast(state, context).to_bytes()
+    made = Asked(place, nodes, proposal, where, message)
+    for node in nodes:
+        assert joined(node, proposal).kind == "answer"
+        start = {"sizes": None, "noise_multiplier": 2.0}
+        assert made.ask(node, "start", **start).kind == "answer"
+    return made
+
+
+def test_both_shares_of_a_client_are_never_given(four_asked: Asked) -> None:
+    """A server that says first that a client is lost, and then that it is there, gets the first
+    answer again and no other; nor under another name of the sum, nor after it was begun anew."""
+    asked = four_asked
+    passed = asked.shared()
+    for k in range(4):
+        assert asked.step(k, passed[k]).kind == "answer"
+    first = Present((0, 1, 2)).to_bytes()
+    given = asked.ask(asked.nodes[0], "unmask", first)
+    shares = Shares.from_bytes(given.payload)
+    assert (set(shares.own), set(shares.keys)) == ({0, 1, 2}, {3})
+    both = Present((0, 1, 2, 3)).to_bytes()
+    assert asked.ask(asked.nodes[0], "unmask", both).kind == "error"
+    assert asked.ask(asked.nodes[0], "unmask", both, sum="cd" * 16).kind == "error"
+    assert asked.ask(asked.nodes[0], "unmask", first).payload == given.payload
+    assert asked.ask(asked.nodes[0], "keys").kind == "answer"  # the same answer, of the same sum
+    assert asked.ask(asked.nodes[0], "unmask", both).kind == "error"
+    other = asked.place.node(1)  # another process of an owner's
+    assert asked.ask(other, "unmask", first).kind == "answer"
+    assert asked.ask(asked.nodes[1], "unmask", both).kind == "error"
+    assert asked.ask(asked.nodes[1], "unmask", first).kind == "answer"  # the kept one
+
+
+def test_an_upload_leaves_in_a_sum_alone(asked: Asked) -> None:
+    """The step by itself, in a sum that was not begun, with too few clients, and a second one are
+    refused, and nothing is charged but the one step."""
+
+    def rows() -> int:
+        found = list(asked.place.folder.glob("owner-0/*.jsonl"))
+        return len(asked.place.ledger(0)) if found else 0
+
+    node = asked.nodes[0]
+    plain = {k: v for k, v in asked.where.items() if k != "sum"}
+    frame = Frame("step", {**plain, "number": 1}, asked.message)
+    [told] = unpack(node.answer(asked.proposal.run, pack([frame.to_bytes()])))
+    assert "in sums alone" in Frame.from_bytes(told).facts["text"]
+    assert asked.step(0, Sealed({})).kind == "error"
+    passed = asked.shared()
+    assert asked.step(0, Sealed({})).kind == "error"
+    assert rows() == 0
+    asked.where["sum"] = "cd" * 16  # the one before is over for this client
+    passed = asked.shared()
+    assert asked.step(0, passed[0]).kind == "answer"
+    assert rows() == 2
+    other = Sealed({k: v for k, v in passed[0].of.items() if k != 2})
+    assert asked.step(0, other).kind == "error"
+    assert rows() == 2
+
+
+def test_a_sum_of_too_few_is_not_unmasked(asked: Asked) -> None:
+    """H = 2 of three clients: one that is told of itself alone keeps its mask on."""
+    passed = asked.shared()
+    for k in range(CLIENTS):
+        assert asked.step(k, passed[k]).kind == "answer"
+    assert asked.ask(asked.nodes[1], "unmask", Present((1,)).to_bytes()).kind == "error"
+
+
+def identified(folder: Path, clients: int = CLIENTS) -> list[Identities]:
+    """What `--identity` and `--identities` of each client read."""
+    from cryptography.hazmat.primitives import serialization as ser
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+    public = folder / "identities"
+    public.mkdir()
+    for k in range(clients):
+        key = Ed25519PrivateKey.generate()
+        plain = ser.NoEncryption()
+        (folder / f"own-{k}.pem").write_bytes(
+            key.private_bytes(ser.Encoding.PEM, ser.PrivateFormat.PKCS8, plain)
+        )
+        (public / f"client-{k:03d}.pem").write_bytes(
+            key.public_key().public_bytes(ser.Encoding.PEM, ser.PublicFormat.SubjectPublicKeyInfo)
+        )
+    return [read_identities(folder / f"own-{k}.pem", public) for k in range(clients)]
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_with_identities_a_server_cannot_take_a_clients_place(asked: Asked, known: bool) -> None:
+    """It gives its own keys out as client 2's; without identities nobody can tell."""
+    folder = asked.place.folder
+    if known:
+        for node, one in zip(asked.nodes, identified(folder), strict=True):
+            node.identities = one
+            assert joined(node, asked.proposal).kind == "answer"
+            start = {"sizes": None, "noise_multiplier": 2.0}
+            assert asked.ask(node, "start", **start).kind == "answer"
+    keys = {k: Keys.from_bytes(asked.ask(n, "keys").payload) for k, n in enumerate(asked.nodes)}
+    mine = replace(keys[2], mask=primitives.public(primitives.new_key()), channel=keys[2].channel)
+    false = asked.ask(asked.nodes[0], "shares", Roster({**keys, 2: mine}).to_bytes())
+    assert false.kind == ("error" if known else "answer")
+    true = asked.ask(asked.nodes[1], "shares", Roster(keys).to_bytes())
+    assert true.kind == "answer"
+
+
+def test_a_server_that_begins_anew_gets_another_sum_and_pays_again(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is killed when all masked vectors are there: what it repeats has fresh noise and masks, as
+    two sums of the same uploads with others present would tell one by their difference."""
+    given = sections("fedsum", privacy={**PRIVATE, "epsilon": 60.0})
+    monkeypatch.setattr(grid, "FINE", 2.0**30)  # so fine that no word is another's by chance
+    hand = place.hand()
+    seen = watched(monkeypatch, place.folder / "runs")
+
+    def stops(node: int, sent: bytes, answer: bytes) -> bytes:
+        if b'"kind": "unmask"' in sent and b'"round": 2' in sent:
+            raise StoppedError
+        return answer
+
+    hand.change = stops
+    with pytest.raises(StoppedError):
+        place.serve(given, hand)
+    first = {where: words for where, words in seen.plain.items() if where[0] == 2}
+    assert len(first) == CLIENTS
+    [folder] = (place.folder / "runs").glob("*.incomplete")
+    place.serve(given, place.hand(*hand.nodes_.values()), resume=folder)
+    for where, words in first.items():
+        assert not np.isin(seen.plain[where], words).any()
+    assert len(place.ledger(0)) == 3 * 2
+
+
+def test_the_reports_say_that_the_sum_was_executed_and_what_it_rests_on(place: Place) -> None:
+    given = sections("fedsum", privacy=PRIVATE)
+    served = place.serve(given)
+    owners = list(place.folder.glob("owner-*/runs/*/privacy_report.json"))
+    assert len(owners) == CLIENTS
+    for report in [served.report, *(json.loads(file.read_text()) for file in owners)]:
+        assert report is not None
+        assert (report["shares"], report["min_clients"]) == (2, 3)
+        text = render_markdown(report)
+        assert "secure aggregation: aggregation executed" in text
+        assert "at most 1 client of a sum, and everybody else" in text
+        assert "A secure aggregation reveals" not in text
+    assert any("sends its part of a sum masked" in one for one in place.said)
+    together = simulate(resolve(given), quiet=True)
+    assumed: Any = together.privacy
+    assert words_of(assumed).secure_aggregation().startswith("assumed, not executed")
+    told = json.loads((served.folder / "summary.json").read_text())["differential_privacy"]
+    assert told["aggregation"] == "executed"
+    assert together.summary["differential_privacy"]["aggregation"] == "assumed, not executed"
+
+
+def test_a_policy_allows_shared_noise_by_name_or_with_the_others_keys(place: Place) -> None:
+    """Catches: a policy's ε that a server gets round, who plays all clients but one."""
+    proposal = own_proposal(sections("fedstats", 100, run={"quorum": 1.0}, privacy=PRIVATE))
+    policy = Policy(epsilon=1.0, delta=1e-5)
+    [said] = policy.objections(proposal)
+    assert "each client adds the noise of one of 99, and a server that makes clients up" in said
+    assert not policy.objections(proposal, identified=True)
+    assert not replace(policy, settings={"method.aggregation": ("secure",)}).objections(proposal)
+    own = own_proposal(sections("fedstats", 100, method={"aggregation": "own"}, privacy=PRIVATE))
+    assert not policy.objections(own)
+    declined = joined(place.node(0, policy), proposal)
+    assert (declined.kind, "know the other owners' keys" in declined.facts["reason"]) == (
+        "refusal",
+        True,
+    )
+
+
+def opened(place: Place, clients: int, policy: Policy | None = None, **method: Any) -> Asked:
+    """Nodes that have joined a run of FedStats without differential privacy, as `asked`."""
+    given = sections("fedstats", clients, method=method)
+    given["run"]["rounds"] = 3
+    proposal = own_proposal(given)
+    nodes = [place.node(k, policy) for k in range(clients)]
+    context = public_context(proposal.settings, proposal.spec, torch.device("cpu"))
+    chosen: Any = proposal.settings.method
+    state = chosen.initial_state(context.architecture.state_dict())
+    everybody = list(range(clients))
+    where = {"round": 1, "participants": everybody, "phase": "first", "sum": "ab" * 16}
+    message = chosen.first_request(state, context).to_bytes()
+    made = Asked(place, nodes, proposal, where, message)
+    for node in nodes:
+        made_ready(made, node)
+    return made
+
+
+def made_ready(asked: Asked, node: Any) -> None:
+    assert joined(node, asked.proposal).kind == "answer"
+    clients = asked.proposal.settings.partition.clients
+    start = {"sizes": [100] * clients, "noise_multiplier": None}
+    assert asked.ask(node, "start", **start).kind == "answer"
+
+
+def test_what_a_client_keeps_of_a_sum_nobody_else_reads(asked: Asked) -> None:
+    passed = asked.shared()
+    assert asked.step(0, passed[0]).kind == "answer"
+    kept = [path for path in asked.place.folder.glob("owner-0/runs/*/*") if path.is_file()]
+    assert {"sum.json", "session.json"} <= {path.name for path in kept}
+    assert {path.stat().st_mode & 0o777 for path in kept} == {0o600}
+
+
+def test_who_takes_part_is_the_settings_and_not_the_servers_to_say(place: Place) -> None:
+    """Without differential privacy, too: of fewer a sum would need fewer, down to one."""
+    asked = opened(place, 5, honest=2)
+    for some in ([0], [0, 1], [0, 1, 2, 3]):
+        assert asked.ask(asked.nodes[0], "keys", participants=some).kind == "error"
+    assert asked.ask(asked.nodes[0], "keys").kind == "answer"
+
+
+def test_a_client_goes_on_in_the_same_sum_alone() -> None:
+    terms = SumTerms(b"one", threshold=3, clients=3, length=2)
+    stated = SumClient(1, terms).to_json()
+    assert SumClient.from_json(stated, 1, terms, None).number == 1
+    for number, other in (
+        (0, terms),
+        (1, replace(terms, threshold=2)),
+        (1, replace(terms, length=3)),
+    ):
+        with pytest.raises(SecureSumError, match="takes part in another sum"):
+            SumClient.from_json(stated, number, other, None)
+
+
+def test_an_open_exchange_is_not_repeated_whatever_the_owners_cap(place: Place) -> None:
+    """The difference of two sums of the same uploads, one of them without a client, is its
+    upload."""
+    asked = opened(place, CLIENTS, Policy(open=True, epsilon=8.0, delta=1e-5))
+    passed = asked.shared()
+    for k in range(CLIENTS):
+        assert asked.step(k, passed[k]).kind == "answer"
+    for node in asked.nodes:
+        made_ready(asked, node)
+    asked.where["sum"] = "cd" * 16
+    passed = asked.shared()
+    assert asked.step(0, passed[0]).kind == "error"
+
+
+def test_an_approval_by_hand_is_of_one_open_run_of_sums(place: Place) -> None:
+    asked = opened(place, CLIENTS)
+    passed = asked.shared()
+    node = place.node(0)
+    node.owner = Owner(approved=frozenset({asked.proposal.agreement}))
+    assert asked.step(0, passed[0]).kind == "answer"
+    again = joined(node, replace(asked.proposal, run="0123456789abcdef"))
+    assert again.kind == "refusal"
+    assert "its approval was for run" in again.facts["reason"]
+
+
+def test_a_round_that_is_no_number_of_a_round_ends_nobodys_process(asked: Asked) -> None:
+    for question in ("keys", "shares", "step", "unmask", "prepare"):
+        for number in (10**300, 0, -1):
+            assert asked.ask(asked.nodes[0], question, round=number).kind == "error"

@@ -1,0 +1,211 @@
+"""`fedsynth privacy verify` of runs over nodes: the server's folder, and each owner's own report;
+what was tampered with is noticed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from fedsynth.cli.app import app
+from fedsynth.deployment.policy import Policy
+from fedsynth.privacy.ledger import Ledger
+from fedsynth.privacy.releases import Release
+from fedsynth.privacy.report.figures import Event
+from fedsynth.privacy.report.pages import render_html, render_markdown
+from fedsynth.results.verification import verify_run
+from tests.deployment.test_nodes import CLIENTS, Place, StoppedError, sections
+from tests.deployment.test_secure_runs import sections as secure_sections
+from tests.results.test_tampering import computed
+
+PRIVATE = {"noise_multiplier": 5.0}
+CAPPED = {"noise_multiplier": 5.0, "epsilon": 1.5}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two rounds, in which one client declines the second by its policy."""
+    torch.set_num_threads(1)
+    place = Place(tmp_path_factory.mktemp("served"))
+    policy = Policy(epsilon=1.5, delta=1e-5)
+    nodes = [place.node(0), place.node(1), place.node(2, policy)]
+    place.serve(sections("feddm", privacy=PRIVATE), place.hand(*nodes))
+    return place.folder
+
+
+@pytest.fixture
+def folder(finished: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(finished, tmp_path / "run"))
+
+
+def servers(folder: Path) -> Path:
+    [found] = (folder / "runs").iterdir()
+    return found
+
+
+def owners(folder: Path, number: int = 0) -> Path:
+    [found] = (folder / f"owner-{number}" / "runs").iterdir()
+    return found
+
+
+def test_a_servers_folder_and_each_owners_verify(folder: Path) -> None:
+    found = verify_run(servers(folder))
+    assert found.problems == []
+    assert found.notes[0].startswith("the ledgers are the data owners'")
+    for number in range(CLIENTS):
+        found = verify_run(owners(folder, number))
+        assert found.problems == []
+        assert any("compared with the ledger files" in str(note) for note in found.notes)
+    result = CliRunner().invoke(app, ["privacy", "verify", str(owners(folder))])
+    assert result.exit_code == 0, result.output
+
+
+@pytest.mark.parametrize("kind", ["fedstats", "fedsum", "absent", "ended", "resumed"])
+def test_other_runs_verify(tmp_path: Path, kind: str) -> None:
+    """Sums that the server saw alone; a client that took no part; a cap that ended the run; and a
+    server that was killed in its second round."""
+    torch.set_num_threads(1)
+    place = Place(tmp_path)
+    given = sections("feddm", privacy=CAPPED if kind == "ended" else PRIVATE)
+    if kind in ("fedstats", "fedsum"):
+        given = secure_sections(kind, privacy=PRIVATE)
+    declines = Policy(methods=("fedavg",)) if kind == "absent" else None
+    hand = place.hand(place.node(0), place.node(1), place.node(2, declines))
+    if kind == "resumed":
+        steps: list[int] = []
+
+        def stops(node: int, sent: bytes, answer: bytes) -> bytes:
+            steps.extend([node] if b'"kind": "step"' in sent else [])
+            if len(steps) == CLIENTS + 2:
+                raise StoppedError
+            return answer
+
+        hand.change = stops
+        with pytest.raises(StoppedError):
+            place.serve(given, hand)
+        again = place.hand(*hand.nodes_.values())
+        place.serve(given, again, resume=servers(tmp_path))
+    else:
+        place.serve(given, hand)
+    assert verify_run(servers(tmp_path)).problems == []
+    for number in range(CLIENTS - (kind == "absent")):
+        assert verify_run(owners(tmp_path, number)).problems == []
+
+
+Tamper = Callable[[Path], None]
+
+
+def change(name: str, edit: Callable[[Any], Any]) -> Tamper:
+    """A change of a JSON file; of a report with its pages made anew."""
+
+    def tamper(folder: Path) -> None:
+        file = folder / name
+        content = json.loads(file.read_text())
+        content = edit(content) or content
+        file.write_text(json.dumps(content, ensure_ascii=False) + "\n")
+        if name == "privacy_report.json":
+            (folder / "privacy_report.md").write_text(render_markdown(content))
+            (folder / "privacy_report.html").write_text(render_html(content))
+
+    return tamper
+
+
+def put(path: str, value: Any) -> Callable[[Any], Any]:
+    def edit(content: Any) -> None:
+        *way, last = path.split("/")
+        for name in way:
+            content = content[name]
+        content[last] = value
+
+    return edit
+
+
+def fewer_rounds(report: Any) -> None:
+    """A round less of the first client, and all figures of the report by it."""
+    for row in report["ledger"]:
+        row["rounds"] = row["rounds"][:-1] or row["rounds"]
+    for head in report["ledger_heads"].values():
+        head["rows"] //= 2
+    computed(report)
+
+
+def config(was: str, becomes: str) -> Tamper:
+    def tamper(folder: Path) -> None:
+        text = (folder / "config.toml").read_text()
+        assert was in text
+        (folder / "config.toml").write_text(text.replace(was, becomes))
+
+    return tamper
+
+
+def line(number: int, edit: Callable[[Any], Any]) -> Tamper:
+    def tamper(folder: Path) -> None:
+        lines = (folder / "metrics.jsonl").read_text().splitlines()
+        row = json.loads(lines[number])
+        edit(row)
+        lines[number] = json.dumps(row)
+        (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+
+    return tamper
+
+
+REPORT = "privacy_report.json"
+OF_BOTH: dict[str, Tamper] = {
+    "a smaller epsilon": change(REPORT, put("guarantee/epsilon", 0.5)),
+    "a row less": change(REPORT, fewer_rounds),
+    "another client": change(REPORT, put("ledger_heads/stranger", {"rows": 0, "chain": None, "rows_before": 0})),
+    "another trust model": change(REPORT, put("min_clients", 2)),
+    "no mention of who sees the time": change(REPORT, put("scope", [])),
+    "an event of nobody's": change(REPORT, put("events", [Event(kind="absent", client="1", why="ill").to_json()])),
+    "another sigma at the start": change("privacy_start.json", put("noise_multiplier", 9.0)),
+    "another sigma of the run": config("noise_multiplier = 5.0", "noise_multiplier = 9.0"),
+    "another delta": config("delta = 1e-05", "delta = 1e-06"),
+    "no page": lambda folder: (folder / "privacy_report.html").unlink(),
+}  # fmt: skip
+OF_SERVERS: dict[str, Tamper] = {
+    "epsilon of the summary": change("summary.json", put("differential_privacy/epsilon", 0.5)),
+    "epsilon of a round": line(1, put("epsilon", 99.0)),
+    "a count": line(0, put("class_counts", [1])),
+    "nobody lost": line(1, lambda row: row.pop("lost")),
+    "a stranger lost": line(1, put("lost", {"7": "away"})),
+    "a round less": lambda folder: line(0, put("round", 2))(folder),
+    "a simulation's": change("privacy_start.json", put("simulated", True)),
+    "another model": lambda folder: (folder / "model.safetensors").write_bytes(b"x"),
+}  # fmt: skip
+OF_OWNERS: dict[str, Tamper] = {
+    "another client's number": change("owner.json", put("client", 7)),
+    "more rounds": change("owner.json", put("rounds", 9)),
+    "fewer rounds": change("owner.json", put("rounds", 1)),
+    "rows that were there before": change("privacy_start.json", put("ledgers/client-000/rows", 1)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*OF_BOTH, *OF_SERVERS])
+def test_what_was_tampered_with_in_a_servers_folder_is_noticed(folder: Path, name: str) -> None:
+    {**OF_BOTH, **OF_SERVERS}[name](servers(folder))
+    assert verify_run(servers(folder)).problems
+
+
+@pytest.mark.parametrize("name", ["a row less", "another delta", "no page", *OF_OWNERS])
+def test_what_was_tampered_with_in_an_owners_folder_is_noticed(folder: Path, name: str) -> None:
+    {**OF_BOTH, **OF_OWNERS}[name](owners(folder))
+    assert verify_run(owners(folder)).problems
+
+
+def test_an_owners_ledger_decides(folder: Path) -> None:
+    """It may grow by other runs; a row that it has lost, or another in its place, is noticed."""
+    file = folder / "owner-0" / "client-000.jsonl"
+    whole = file.read_text()
+    row = Release(1, "sums", "residual", "each", 5.0, 1.0, 1.0, "full", 3, 10)
+    Ledger("client-000", file, dataset=None).charge(row)
+    assert verify_run(owners(folder)).problems == []
+    lines = whole.splitlines(keepends=True)
+    for fewer in (lines[:-1], [lines[0], *lines[2:]]):
+        file.write_text("".join(fewer))
+        assert verify_run(owners(folder)).problems

@@ -1,0 +1,443 @@
+"""What leaves the house of a run: these files and no others, and nothing in them that does not
+belong there."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, safe_open, save_file
+from torch import Tensor
+
+from fedsynth import export_run, load_synthetic, owner_settings, resolve, simulate, synthesize
+from fedsynth.data.registry import DatasetSpec
+from fedsynth.data.shared_set import SharedSet, write_hashes
+from fedsynth.errors import (
+    DataError,
+    DataFilesCorruptError,
+    DataFilesMissingError,
+    OutputError,
+    SettingError,
+)
+from fedsynth.privacy.errors import PrivacyError, PrivacySettingError
+from fedsynth.privacy.files import file_hash
+from fedsynth.privacy.report.formatting import format_epsilon
+from fedsynth.results.export import Share, readme
+from fedsynth.results.result import RunResult
+from fedsynth.results.verification import verify_run
+from tests.own_images import declare, make_folder
+
+TINY = {
+    "run": {"rounds": 1, "device": "cpu"},
+    "method": {"ipc": 2, "iterations": 2, "server_epochs": 1, "min_examples": 1},
+    "model": {"width": 4, "depth": 2},
+    "privacy": {"epsilon": 8.0},
+}
+REPORTS = ["privacy_report.html", "privacy_report.json", "privacy_report.md"]
+
+
+@pytest.fixture(scope="module")
+def secret_place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of sites whose names, and whose path, nobody may see."""
+    place = tmp_path_factory.mktemp("home") / "dr-who" / "ward7"
+    declare(make_folder(place, ("tardis", "gallifrey"), each=23), sites=())
+    return place
+
+
+@pytest.fixture(scope="module")
+def share(secret_place: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One owner's synthetic set of it."""
+    out = tmp_path_factory.mktemp("out")
+    settings = owner_settings({**TINY, "data": {"folder": str(secret_place)}})
+    synthesize(settings, out / "share", runs=out / "runs")
+    return out / "share"
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
+
+
+def test_exactly_these_files(share: Path) -> None:
+    """Catches: a config, a ledger, a model, a picture of who has what."""
+    images = [
+        f"images/{name}/{row:05d}.png"
+        for name, rows in (("00-ill", (0, 1)), ("01-well", (2, 3)))
+        for row in rows
+    ]
+    assert files(share) == sorted(
+        ["README.md", "SHA256SUMS", *images, *REPORTS, "synthetic.safetensors"]
+    )
+    assert {(share / name).stat().st_mode & 0o777 for name in files(share)} == {0o644}
+    subprocess.run(["sha256sum", "--check", "--quiet", "SHA256SUMS"], cwd=share, check=True)
+
+
+def test_nothing_in_them_tells_of_the_house(share: Path, secret_place: Path) -> None:
+    check_house(share, secret_place)
+
+
+def check_house(share: Path, secret_place: Path) -> None:
+    """Catches: a path, a site's or a person's name, the true number of images."""
+    import getpass
+
+    names = ["dr-who", "ward7", "tardis", "gallifrey", "A. Keller", "fedsynth-ledger", str(share)]
+    names += [str(secret_place.parent), f"/{getpass.getuser()}/"]
+    for name in files(share):
+        content = (share / name).read_bytes()
+        assert [one for one in names if one.encode() in content] == [], name
+    by_chance = r"[0-9a-f]{32,}|\d{8}-\d{6}|\d+:\d+(:\d+)?"  # hashes, the run's name, times of day
+    for name in ("README.md", "privacy_report.md"):
+        text = re.sub(by_chance, "", (share / name).read_text())
+        assert re.findall(r"(?<![\d.])(92|46)(?![\d.])", text) == []
+
+
+def test_a_handed_over_folder_has_a_report_of_its_own_files(
+    share: Path, secret_place: Path, tmp_path: Path
+) -> None:
+    """config.toml has paths, which its hash would let somebody guess who knows the rest."""
+    (run,) = (share.parent / "runs").iterdir()
+    with_model = export_run(run, tmp_path / "share", with_model=True)
+    check_house(with_model, secret_place)
+    for folder, more in ((share, []), (with_model, ["model.safetensors"])):
+        lines = (folder / "SHA256SUMS").read_text().splitlines()
+        sums = {line[66:]: line[:64] for line in lines}
+        listed = json.loads((folder / "privacy_report.json").read_text())["files"]
+        assert sorted(listed) == sorted(["README.md", "synthetic.safetensors", *more])
+        assert all(sums[name] == digest for name, digest in listed.items())
+        text = (folder / "privacy_report.md").read_text()
+        assert "These files were handed over together with this report" in text
+        assert all(digest in text for digest in listed.values())
+        for name in REPORTS:
+            assert file_hash(run / "config.toml") not in (folder / name).read_text()
+        modes = {path.stat().st_mode & 0o777 for path in folder.rglob("*") if path.is_file()}
+        assert modes == {0o644}
+    assert verify_run(run).problems == []
+
+
+def test_one_owner_is_reported_with_the_declared_sites(tmp_path: Path) -> None:
+    """`--sites` was refused unless it named one client, and the report told of a federation."""
+    for number, (sites, shown) in enumerate((("", "north, south"), ("Mitte,Nord", "Mitte, Nord"))):
+        place = make_folder(tmp_path / f"clinic-{number}")
+        declare(place)
+        declaration = place / "fedsynth.toml"
+        words = declaration.read_text().replace("[sizes]", 'person = "patient"\n\n[sizes]')
+        declaration.write_text(words)
+        given = {**TINY, "data": {"folder": str(place)}}
+        settings = owner_settings({**given, "report": {"sites": sites} if sites else {}})
+        share = tmp_path / f"share-{number}"
+        synthesize(settings, share, runs=tmp_path / "runs")
+        text = (share / "privacy_report.md").read_text()
+        assert f"| sites | {shown} (client-000) |" in text
+        assert "one data owner's computation" in text
+        assert "## A patient with several examples" in text
+        assert "a federation" not in text
+
+
+def test_tensors_are_in_pixel_units_with_their_promise(share: Path) -> None:
+    """Catches: normalised images, which a recipient would normalise again."""
+    file = share / "synthetic.safetensors"
+    tensors = load_file(file)
+    assert sorted(tensors) == ["images", "labels"]
+    images = tensors["images"]
+    assert (images.dtype, list(images.shape)) == (torch.float32, [4, 1, 16, 16])
+    assert tensors["labels"].tolist() == [0, 0, 1, 1]
+    with safe_open(file, framework="pt") as opened:
+        facts = opened.metadata()
+    assert facts["pixels"].startswith("float32; 0 is black, 1 is white")
+    stated = "format pixels data_set class_names mean std made_by epsilon delta"
+    assert sorted(facts) == sorted(stated.split())
+    drawn = np.asarray(Image.open(share / "images" / "01-well" / "00003.png"))
+    assert np.array_equal(drawn, np.clip(np.rint(images[3, 0].numpy() * 255), 0, 255))
+    (run,) = (share.parent / "runs").iterdir()
+    sent = load_file(run / "synthetic.safetensors")["images"]
+    found = load_synthetic(share)
+    assert torch.allclose(found.normalised(), sent, atol=1e-5)
+    assert torch.allclose(found.images, sent * 0.25 + 0.5, atol=1e-6)
+    report = json.loads((share / "privacy_report.json").read_text())
+    assert found.epsilon == report["guarantee"]["epsilon"] <= 8
+    assert (found.delta, found.spec.class_names) == (1e-5, ("ill", "well"))
+    assert (found.soft_labels, found.clients) == (None, None)
+    readme = (share / "README.md").read_text()
+    assert f"ε = {format_epsilon(found.epsilon)} at" in readme
+    assert "Not protected: a person with several examples" in readme
+
+
+def test_the_readme_trains_in_ten_lines(share: Path) -> None:
+    """Runs the README's code as a recipient would, without fedsynth."""
+    code = re.search(r"```python\n(.*?)```", (share / "README.md").read_text(), re.S)
+    assert code is not None
+    assert code[1].count("\n") <= 16
+    assert "fedsynth" not in code[1]
+    done = subprocess.run(
+        [sys.executable, "-c", code[1]], cwd=share, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(r"loss \d+\.\d+, accuracy [01]\.\d+\n", done.stdout)
+    accuracy = float(done.stdout.split()[-1])
+    assert accuracy > 0.9  # four images
+
+
+def copied(share: Path, to: Path) -> Path:
+    import shutil
+
+    return Path(shutil.copytree(share, to / "copy"))
+
+
+def test_changed_files_are_refused(share: Path, tmp_path: Path) -> None:
+    for number, (name, error, text) in enumerate(
+        (
+            ("privacy_report.json", DataFilesCorruptError, "privacy_report.json was changed"),
+            ("synthetic.safetensors", DataFilesCorruptError, "was changed since"),
+            ("more.txt", DataFilesCorruptError, "has more.txt, which SHA256SUMS does not list"),
+        )
+    ):
+        folder = copied(share, tmp_path / str(number))
+        with (folder / name).open("ab") as file:
+            file.write(b" ")
+        with pytest.raises(error, match=text):
+            load_synthetic(folder)
+    folder = copied(share, tmp_path / "gone")
+    (folder / "README.md").unlink()
+    with pytest.raises(DataFilesMissingError, match=r"lacks README.md"):
+        load_synthetic(folder)
+    (folder / "SHA256SUMS").write_text("0 ../../etc/passwd\n")
+    with pytest.raises(DataFilesCorruptError, match="is damaged"):
+        load_synthetic(folder)
+
+
+def remade(share: Path, to: Path, tensors: dict[str, Tensor], **stated: str) -> Path:
+    """The set with other tensors or metadata, and the hashes of its new files."""
+    folder = copied(share, to)
+    file = folder / "synthetic.safetensors"
+    with safe_open(file, framework="pt") as opened:
+        metadata = {**opened.metadata(), **stated}
+    save_file({**load_file(file), **tensors}, file, metadata=metadata)
+    write_hashes(folder)
+    return folder
+
+
+def one_value(value: float) -> Tensor:
+    images = torch.rand(4, 1, 16, 16)
+    images[2, 0, 3, 3] = value
+    return images
+
+
+def shares(*row: float) -> dict[str, Tensor]:
+    soft = torch.full((4, 2), 0.5)
+    soft[1] = torch.tensor(row)
+    return {"soft_labels": soft}
+
+
+EMPTY = {"images": torch.rand(0, 1, 16, 16), "labels": torch.zeros(0, dtype=torch.int64)}
+UNSOUND: list[tuple[dict[str, Tensor], dict[str, str], str]] = [
+    ({"images": one_value(float("nan"))}, {}, "not finite"),
+    ({"images": one_value(1e38)}, {}, "above 1e\\+06"),
+    ({"images": torch.rand(4, 1, 16, 16).to(torch.complex64)}, {}, "not floating-point"),
+    (EMPTY, {}, "no images"),
+    ({"images": torch.rand(5, 1, 16, 16)}, {}, "labels are not one"),
+    ({"labels": torch.tensor([0, 0, 1, 2])}, {}, "classes that there are not"),
+    ({"client": torch.tensor([0, 1])}, {}, "client are not one"),
+    ({"other": torch.rand(4)}, {}, "'other'"),
+    (shares(-0.5, 1.5), {}, "soft labels are negative"),
+    (shares(0.5, 0.6), {}, "do not sum to 1"),
+    ({"soft_labels": torch.full((4, 3), 1 / 3)}, {}, "a share of each class"),
+    ({}, {"std": "[1e-300]"}, "not finite"),
+    ({}, {"mean": "[" * 50_000}, "levels deep"),
+    ({}, {"class_names": "3"}, "does not describe"),
+    ({}, {"delta": "null"}, "one of ε and δ"),
+]
+
+
+@pytest.mark.parametrize(("tensors", "stated", "why"), UNSOUND)
+def test_values_that_no_set_has_are_refused(
+    share: Path, tmp_path: Path, tensors: dict[str, Tensor], stated: dict[str, str], why: str
+) -> None:
+    with pytest.raises(DataFilesCorruptError, match=why) as caught:
+        load_synthetic(remade(share, tmp_path, tensors, **stated))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["images/link", "synthetic.safetensors", "pipe"])
+def test_a_set_has_plain_files_and_nothing_else(share: Path, tmp_path: Path, name: str) -> None:
+    """A link to a folder was skipped, and a pipe waited for."""
+    folder = copied(share, tmp_path)
+    if name == "pipe":
+        os.mkfifo(folder / name)
+    else:
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to(share / "images" if "link" in name else share / name)
+    with pytest.raises(DataFilesCorruptError, match=f"{name} is neither a plain file"):
+        load_synthetic(folder)
+
+
+# ------------------------------------------------------------------------------ a run's result
+def digits_run(tmp_path: Path, method: str = "feddm", **sections: Any) -> RunResult:
+    fast = {
+        "feddm": {"ipc": 1, "iterations": 1, "server_epochs": 1},
+        "fedaf": {"ipc": 1, "iterations": 1, "server_epochs": 1},
+        "fedavg": {"local_epochs": 1},
+    }
+    given = {
+        "run": {"method": method, "rounds": 1, "device": "cpu"},
+        "partition": {"clients": 2},
+        "method": fast[method],
+        "model": {"width": 4, "depth": 2},
+        **sections,
+    }
+    return simulate(resolve(given), output=tmp_path / "runs", quiet=True)
+
+
+def test_of_several_clients_it_says_whose_each_is(tmp_path: Path) -> None:
+    run = digits_run(tmp_path, privacy={"noise_multiplier": 3.0})
+    assert run.folder is not None
+    found = load_synthetic(export_run(run.folder, tmp_path / "share"))
+    assert found.clients is not None
+    assert sorted(set(found.clients.tolist())) == [0, 1]
+    assert torch.allclose(
+        found.normalised()[found.clients == 1],
+        run.uploads[1].images,
+        atol=1e-4,  # type: ignore[attr-defined]
+    )
+
+
+def test_soft_labels_go_with_their_images(tmp_path: Path) -> None:
+    """Catches: FedAF's images without R; rows that do not sum to one; uint8 taken for
+    normalised."""
+    run = digits_run(tmp_path, "fedaf", privacy={"noise_multiplier": 3.0})
+    assert run.folder is not None
+    out = export_run(run.folder, tmp_path / "share")
+    found = load_synthetic(out)
+    assert found.soft_labels is not None
+    assert torch.allclose(found.soft_labels.sum(1), torch.ones(len(found.labels)), atol=1e-5)
+    sent: Any = run.uploads[0]
+    first = found.labels[0]
+    expected = sent.soft[first] if sent.present[first] else torch.eye(10)[first]
+    assert torch.allclose(found.soft_labels[0], expected)
+    assert 0 <= found.images.min() <= found.images.max() <= 1
+    assert 'data["soft_labels"]' in (out / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("sections", "lacks", "words"),
+    [
+        ({}, "had no differential privacy", "**There is no differential privacy.**"),
+        (
+            {"privacy": {"noise_multiplier": 3.0, "mechanism": "paper"}},
+            "had a mechanism that guarantees nothing",
+            "**Nothing is guaranteed**",
+        ),
+    ],
+)
+def test_what_guarantees_nothing_needs_a_word(
+    sections: dict[str, Any], lacks: str, words: str, tmp_path: Path
+) -> None:
+    """Catches: real images that leave the house as if they were protected."""
+    folder = digits_run(tmp_path, **sections).folder
+    assert folder is not None
+    with pytest.raises(OutputError, match=rf"{lacks}.*unprotected=True"):
+        export_run(folder, tmp_path / "share")
+    out = export_run(folder, tmp_path / "share", unprotected=True)
+    assert all((out / name).exists() is bool(sections) for name in REPORTS)
+    assert words in (out / "README.md").read_text()
+    assert load_synthetic(out).epsilon is None
+
+
+def test_what_is_not_exported(tmp_path: Path) -> None:
+    """Catches: an ε that somebody wrote into the report; a folder that is overwritten."""
+    models = digits_run(tmp_path, "fedavg", privacy={"noise_multiplier": 3.0}).folder
+    folder = digits_run(tmp_path, privacy={"noise_multiplier": 3.0}).folder
+    assert models is not None
+    assert folder is not None
+    out = tmp_path / "share"
+    with pytest.raises(OutputError, match="made no synthetic images: fedavg sends models"):
+        export_run(models, out)
+    (tmp_path / "x.incomplete").mkdir()
+    with pytest.raises(OutputError, match="did not finish"):
+        export_run(tmp_path / "x.incomplete", out)
+    assert not out.exists()
+    out.mkdir()
+    (out / "mine").write_text("x")
+    with pytest.raises(OutputError, match="is there already"):
+        export_run(folder, out)
+    assert files(out) == ["mine"]
+    path = folder / "privacy_report.json"
+    report = json.loads(path.read_text())
+    report["guarantee"]["epsilon"] = 0.1
+    path.write_text(json.dumps(report))
+    with pytest.raises(PrivacyError, match="does not follow from its settings"):
+        export_run(folder, tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+
+
+def test_an_owner_s_set_of_class_statistics(tmp_path: Path) -> None:
+    """FedStats with one client: images and soft labels within ε, made by the owner's own server."""
+    given = {
+        "run": {"method": "fedstats", "rounds": 2},
+        "method": {"ipc": 2, "drawn_ipc": 1},
+        "privacy": TINY["privacy"],
+    }
+    result = synthesize(owner_settings(given), tmp_path / "share", runs=tmp_path / "runs")
+    found = load_synthetic(tmp_path / "share")
+    assert len(found.labels) == 30
+    assert found.soft_labels is not None
+    assert found.clients is None
+    assert 7.9 < (found.epsilon or 0) <= 8
+    assert result.accuracy is not None
+    assert result.accuracy > 0.8  # of the classifier: 1,497 records of one owner
+    usual = owner_settings({"run": {"method": "fedstats"}, "privacy": TINY["privacy"]})
+    assert (usual.rounds, usual.partition.clients, usual.method.images_each) == (32, 1, 500)  # type: ignore[attr-defined]
+
+
+def test_mistakes_are_said_before_anything_is_spent(secret_place: Path, tmp_path: Path) -> None:
+    data = {"folder": str(secret_place)}
+    open_settings = owner_settings({**TINY, "data": data, "privacy": {}})
+    with pytest.raises(PrivacySettingError, match=r"privacy.epsilon must be given.*unprotected"):
+        synthesize(open_settings, tmp_path / "share", runs=tmp_path / "runs")
+    local = {"run": {**TINY["run"], "method": "fedavg"}, "privacy": TINY["privacy"], "data": data}
+    with pytest.raises(
+        SettingError, match=r"run.method=fedavg must be one that makes synthetic images"
+    ):
+        synthesize(owner_settings(local), tmp_path / "share", runs=tmp_path / "runs")
+    without = {
+        "run": {"method": "fedstats", "rounds": 1},
+        "method": {"ipc": 0, "drawn_ipc": 0},
+        "privacy": TINY["privacy"],
+        "data": data,
+    }
+    with pytest.raises(SettingError, match=r"method.ipc must be set: images need ipc or drawn_ipc"):
+        synthesize(owner_settings(without), tmp_path / "share", runs=tmp_path / "runs")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "x").write_text("")
+    with pytest.raises(OutputError, match="is there already"):
+        synthesize(
+            owner_settings({**TINY, "data": data}), tmp_path / "full", runs=tmp_path / "runs"
+        )
+    undeclared = make_folder(tmp_path / "new")
+    with pytest.raises(DataError, match="fedsynth data describe"):
+        owner_settings({"data": {"folder": str(undeclared)}, "privacy": {"epsilon": 8.0}})
+    with pytest.raises(DataFilesMissingError, match="there is no folder"):
+        owner_settings(
+            {"data": {"folder": str(tmp_path / "mistyped")}, "privacy": {"epsilon": 8.0}}
+        )
+    assert not (tmp_path / "runs").exists()
+
+
+def test_names_of_a_stranger_stay_text_in_the_readme() -> None:
+    """Catches: a class that is called like a table's cell or like HTML."""
+    images = torch.rand(2, 1, 8, 8)
+    names = ("<b>ill</b>", "a|b", "*well*")
+    spec = DatasetSpec("[x](y)", 1, 8, 8, 3, 2, 1, (0.5,), (0.25,), names, "x")
+    found = SharedSet(images, torch.tensor([0, 1]), None, None, spec, None, None)
+    text = readme(Share(found, "fedsynth", None, None, False, None, ""))
+    assert r"| 0 | \<b\>ill\</b\> |" in text
+    assert r"| 1 | a\|b |" in text
+    assert r"# Synthetic images of \[x\](y)" in text
+    assert "There is no differential privacy" in text

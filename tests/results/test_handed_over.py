@@ -1,0 +1,116 @@
+"""What a run's report says of who ran it and of the files that it hands over, and that it is
+verified."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fedsynth import from_arrays, load_dataset
+from fedsynth.config.report_settings import ReportSettings
+from fedsynth.config.resolve import resolve
+from fedsynth.errors import SettingError
+from fedsynth.privacy.files import file_hash
+from fedsynth.privacy.settings import NO_LEDGER
+from fedsynth.results.verification import verify_run
+from fedsynth.simulation.simulate import simulate
+
+TINY = {
+    "run": {"method": "feddm", "rounds": 2, "device": "cpu"},
+    "partition": {"kind": "iid", "clients": 2},
+    "model": {"width": 4, "depth": 1},
+    "method": {"iterations": 1, "server_epochs": 1, "ipc": 1},
+    "privacy": {"noise_multiplier": 3.0},
+    "report": {"responsible": "Klinikum Mitte", "sites": "Mitte, Nord"},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    result = simulate(resolve(TINY), output=tmp_path_factory.mktemp("runs"))
+    assert result.folder is not None
+    report = json.loads((result.folder / "privacy_report.json").read_text())
+    assert report == json.loads(json.dumps(result.privacy))
+    return result.folder
+
+
+def test_the_report_names_the_run_and_its_files(folder: Path) -> None:
+    report = json.loads((folder / "privacy_report.json").read_text())
+    assert report["run"]["id"] == folder.name
+    assert report["run"]["date"].replace("-", "") == folder.name[:8]
+    assert report["run"]["responsible"] == "Klinikum Mitte"
+    assert report["run"]["sites"] == {"client-000": "Mitte", "client-001": "Nord"}
+    assert set(report["files"]) == {
+        "model.safetensors",
+        "synthetic.safetensors",
+        "metrics.jsonl",
+        "config.toml",
+    }
+    for name, digest in report["files"].items():
+        assert file_hash(folder / name) == digest
+    found = verify_run(folder)
+    assert found.problems == []
+    assert any("id, date, responsible, sites" in note for note in found.notes)
+
+
+def test_another_model_or_another_hospital_is_noticed(folder: Path) -> None:
+    """Old form: any model.safetensors could lie beside a report."""
+    model = folder / "model.safetensors"
+    config = folder / "config.toml"
+    for file, change in (
+        (model, model.read_bytes() + b"x"),
+        (config, config.read_bytes().replace(b"Mitte", b"Mitre", 1)),
+    ):
+        before = file.read_bytes()
+        file.write_bytes(change)
+        problems = verify_run(folder).problems
+        file.write_bytes(before)
+        assert any(one.startswith(f"files.{file.name} says ") for one in problems)
+    assert verify_run(folder).problems == []
+
+
+def test_each_round_leaves_a_picture_and_the_counts_are_there_to_read(folder: Path) -> None:
+    pictures = sorted(path.name for path in (folder / "synthetic_by_round").iterdir())
+    assert pictures == ["round-00001.png", "round-00002.png"]
+    counts = json.loads((folder / "simulation_only" / "partition.json").read_text())
+    assert counts["class_names"] == [str(digit) for digit in range(10)]
+    assert np.array(counts["counts"]).shape == (2, 10)
+
+
+def test_sites_are_as_many_as_clients_and_texts_are_lines() -> None:
+    with pytest.raises(SettingError, match=r"report\.sites must name each of the 3 clients' sites"):
+        simulate(resolve({**TINY, "partition": {"kind": "iid", "clients": 3}}))
+    for wrong in ({"sites": "a,,b"}, {"purpose": "x\ny"}, {"responsible": "x" * 301}):
+        with pytest.raises(SettingError, match=f"report.{next(iter(wrong))} must"):
+            ReportSettings(**wrong)
+
+
+def test_what_is_said_of_a_run_stands_in_its_settings_and_nothing_else_does() -> None:
+    assert "report" not in resolve({**TINY, "report": {}}).to_mapping()
+    settings = resolve(TINY)
+    assert resolve(settings.to_mapping()) == settings
+
+
+def test_own_data_are_called_public_only_where_their_owner_says_so(tmp_path: Path) -> None:
+    train, _ = load_dataset("digits")
+    spec = replace(train.spec, name="scans", train_size=600, source="a hospital")
+    data = from_arrays(train.images.numpy(), train.labels.numpy(), spec)
+    parts = np.split(np.arange(600), [300])
+    pages = []
+    for ledger in (str(tmp_path / "ledgers"), NO_LEDGER):
+        privacy = {"noise_multiplier": 3.0, "ledger": ledger, "max_records": 1000}
+        result = simulate(
+            resolve({**TINY, "privacy": privacy}, own_data="scans"),
+            data=(data, None),
+            parts=parts,
+            output=tmp_path / "runs",
+        )
+        assert result.folder is not None
+        pages.append((result.folder / "privacy_report.md").read_text().split("# Datasheet")[0])
+    assert "scans: the operator's own; its specification is public, its records are not" in pages[0]
+    assert "declared public by the operator" not in pages[0]
+    assert "declared public by the operator" in pages[1]

@@ -1,0 +1,253 @@
+"""Observers hear a run from its start to its end, and loggers write it down: each into the real
+library, without a network, and skipped where that is not installed."""
+
+from __future__ import annotations
+
+import csv
+import json
+import struct
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fedsynth.config.resolve import resolve
+from fedsynth.config.settings import RunSettings
+from fedsynth.errors import OutputError, SettingError
+from fedsynth.federation.observer import Observer
+from fedsynth.results import loggers
+from fedsynth.results.loggers import LOGGERS, Several, make_loggers, numbers_of
+from fedsynth.simulation.simulate import simulate
+
+TINY: dict[str, dict[str, Any]] = {
+    "run": {"method": "fedavg", "rounds": 2, "device": "cpu"},
+    "partition": {"kind": "iid", "clients": 2, "local_test": 0.2},
+    "model": {"name": "linear"},
+    "method": {"local_steps": 1},
+}
+PRIVATE = {**TINY, "partition": {"kind": "iid", "clients": 2}, "privacy": {"noise_multiplier": 2.0}}
+
+
+class Heard(Observer):
+    def __init__(self) -> None:
+        self.events: list[tuple[str, Any]] = []
+
+    def started(self, settings: RunSettings, folder: Path | None) -> None:
+        self.events.append(("started", (settings.rounds, folder)))
+
+    def note(self, text: str) -> None:
+        self.events.append(("note", text))
+
+    def step(self, round: int, phase: str, done: int, total: int) -> None:
+        self.events.append(("step", round))
+
+    def round_ended(self, row: Mapping[str, Any]) -> None:
+        self.events.append(("round", row["round"]))
+
+    def ended(self, summary: Mapping[str, Any] | None) -> None:
+        self.events.append(("ended", summary))
+
+
+def test_a_run_is_heard_from_its_start_to_its_end(tmp_path: Path) -> None:
+    one, other = Heard(), Heard()
+    result = simulate(resolve(TINY), output=tmp_path, observer=Several([one, other]))
+    assert one.events == other.events
+    kinds = [kind for kind, _ in one.events]
+    assert kinds[0] == "started"
+    assert one.events[0][1] == (2, result.folder)
+    assert "step" in kinds
+    assert [what for kind, what in one.events if kind == "round"] == [1, 2]
+    assert one.events[-1] == ("ended", result.summary)
+
+
+def test_a_run_that_fails_is_heard_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard = Heard()
+
+    def stop(row: Mapping[str, Any]) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(heard, "round_ended", stop)
+    with pytest.raises(KeyboardInterrupt):
+        simulate(resolve(TINY), observer=heard)
+    assert heard.events[-1] == ("ended", None)
+
+
+def logged(name: str, base: Path, sections: dict[str, Any] = TINY) -> Path:
+    (logger,) = make_loggers([name], base, private=False)
+    result = simulate(resolve(sections), output=base / "runs", observer=logger)
+    assert result.folder is not None
+    return result.folder
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_csv_has_a_line_a_round_and_drops_those_that_are_repeated(tmp_path: Path) -> None:
+    folder = logged("csv", tmp_path)
+    file = tmp_path / "csv" / f"{folder.name}.csv"
+    lines = list(csv.DictReader(file.open()))
+    for line, row in zip(lines, rows_of(folder), strict=True):
+        assert int(line["round"]) == row["round"]
+        assert float(line["test_accuracy"]) == pytest.approx(row["test_accuracy"])
+        assert float(line["local/amp"]) == pytest.approx(row["local"]["amp"])
+    (again,) = make_loggers(["csv"], tmp_path, private=False)
+    again.started(resolve(TINY), folder)  # goes on after its first round
+    again.round_ended({"round": 2, "test_accuracy": 0.25})
+    lines = list(csv.DictReader(file.open()))
+    assert [line["round"] for line in lines] == ["1", "2"]
+    assert lines[1]["test_accuracy"] == "0.25"
+
+
+def test_a_private_run_logs_what_its_metrics_say_and_no_more(tmp_path: Path) -> None:
+    folder = logged("csv", tmp_path, PRIVATE)
+    lines = list(csv.DictReader((tmp_path / "csv" / f"{folder.name}.csv").open()))
+    allowed = {key for row in rows_of(folder) for key in numbers_of(row)}
+    assert set(lines[0]) == allowed
+    assert "seconds" not in lines[0]
+    assert float(lines[1]["epsilon"]) == pytest.approx(rows_of(folder)[1]["epsilon"])
+
+
+def test_tensorboard(tmp_path: Path) -> None:
+    pytest.importorskip(
+        "tensorboard", reason="tensorboard is not installed (fedsynth[tensorboard])"
+    )
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    folder = logged("tensorboard", tmp_path)
+    events = EventAccumulator(str(tmp_path / "tensorboard" / folder.name))
+    events.Reload()
+    found = [(one.step, one.value) for one in events.Scalars("test_accuracy")]
+    assert found == [(row["round"], pytest.approx(row["test_accuracy"])) for row in rows_of(folder)]
+    assert "local/amp" in events.Tags()["scalars"]
+    (text,) = events.Tensors("settings/text_summary")
+    assert b'run.method = "fedavg"' in text.tensor_proto.string_val[0]
+
+
+def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("mlflow", reason="mlflow is not installed (fedsynth[mlflow])")
+    pytest.importorskip("sqlalchemy", reason="sqlalchemy is not installed (fedsynth[mlflow])")
+    from mlflow.tracking import MlflowClient
+
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    folder = logged("mlflow", tmp_path)
+    client = MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}")
+    experiment = client.get_experiment_by_name("fedsynth")
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert run.info.run_name == folder.name
+    assert run.info.status == "FINISHED"
+    assert run.data.params["run.method"] == "fedavg"
+    history = client.get_metric_history(run.info.run_id, "test_accuracy")
+    assert sorted((one.step, one.value) for one in history) == [
+        (row["round"], pytest.approx(row["test_accuracy"])) for row in rows_of(folder)
+    ]
+
+
+def test_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = pytest.importorskip("wandb", reason="wandb is not installed (fedsynth[wandb])")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    real = wandb.init
+    made: list[Any] = []
+
+    def init(**values: Any) -> Any:
+        made.append(real(**values))
+        return made[-1]
+
+    monkeypatch.setattr(wandb, "init", init)
+    folder = logged("wandb", tmp_path)
+    (run,) = made
+    assert run.name == folder.name
+    assert run.config["run.method"] == "fedavg"
+    (kept,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
+    keys = [b"local/amp", b"final/test_accuracy"]
+    numbers = [row["test_accuracy"] for row in rows_of(folder)]
+    until = time.monotonic() + 30  # wandb's own process writes the file
+    while not _all_there(kept.read_bytes(), keys, numbers) and time.monotonic() < until:
+        time.sleep(0.2)
+    assert _all_there(kept.read_bytes(), keys, numbers)
+
+
+def _all_there(written: bytes, keys: list[bytes], numbers: list[float]) -> bool:
+    """Numbers stand there as JSON or as doubles, by wandb's version."""
+    forms = [(json.dumps(value).encode(), struct.pack("<d", value)) for value in numbers]
+    return all(key in written for key in keys) and all(
+        any(form in written for form in some) for some in forms
+    )
+
+
+def test_what_cannot_be_logged_is_said_before_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(SettingError, match="log must be one of csv, tensorboard, wandb, mlflow"):
+        list(make_loggers(["excel"], tmp_path, private=False))
+    for name, module in (
+        ("tensorboard", "torch.utils.tensorboard"),
+        ("wandb", "wandb"),
+        ("mlflow", "mlflow.tracking"),
+    ):
+        monkeypatch.setitem(__import__("sys").modules, module, None)
+        with pytest.raises(OutputError, match=rf"pip install 'fedsynth\[{name}\]'"):
+            LOGGERS[name](tmp_path)
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow"])
+def test_a_logger_that_cannot_begin_is_one_error_of_ours(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches: tracebacks of a library without a key, rights or a server."""
+
+    def refuse(*args: object, **values: object) -> None:
+        raise RuntimeError("no API key\nconfigured")
+
+    fake = SimpleNamespace(init=refuse, MlflowClient=refuse, SummaryWriter=refuse)
+    monkeypatch.setattr(loggers, "import_module", lambda module: fake)
+    heard = Heard()
+    with pytest.raises(OutputError) as caught:
+        simulate(resolve(TINY), observer=Several([heard, LOGGERS[name](tmp_path)]))
+    assert str(caught.value) == f"cannot log to {name}: RuntimeError: no API key configured"
+    assert not [kind for kind, _ in heard.events if kind == "round"]
+
+    def broken(module: str) -> None:
+        raise AttributeError("partially initialised")
+
+    monkeypatch.setattr(loggers, "import_module", broken)
+    with pytest.raises(OutputError, match=f"cannot log to {name}: AttributeError: partially"):
+        LOGGERS[name](tmp_path)
+
+
+def test_a_logger_that_fails_costs_no_run(tmp_path: Path) -> None:
+    """And an observer that fails is no logger: its error is the caller's."""
+
+    class Full(loggers.CsvLogger):
+        def _write(self, values: Mapping[str, float], round: int) -> None:
+            raise OutputError("no place")
+
+    heard = Heard()
+    simulate(resolve(TINY), observer=Several([heard, Full(tmp_path)]))
+    said = [what for kind, what in heard.events if kind == "note" and "logs no more" in what]
+    assert said == ["warning: Full logs no more: no place"]
+    assert heard.events[-1][0] == "ended"
+
+    class Failing(Observer):
+        def round_ended(self, row: Mapping[str, Any]) -> None:
+            raise ValueError("mine")
+
+    with pytest.raises(ValueError, match="mine"):
+        simulate(resolve(TINY), observer=Several([Failing()]))
+
+
+def test_that_times_are_stamped_is_said_of_a_private_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Stamping(loggers.CsvLogger):
+        stamps_times = True
+
+    monkeypatch.setattr(loggers, "LOGGERS", {"csv": loggers.CsvLogger, "stamping": Stamping})
+    said = [one for one in make_loggers(["csv", "stamping"], tmp_path, private=True)]
+    assert "stamping stamp the time" in str(said[-1])
+    assert len(list(make_loggers(["csv"], tmp_path, private=True))) == 1
+    assert len(list(make_loggers(["stamping"], tmp_path, private=False))) == 1

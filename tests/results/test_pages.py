@@ -1,0 +1,247 @@
+"""Curves and the page of several runs: what they hold, of whom, and that nothing private is shown
+unasked."""
+
+from __future__ import annotations
+
+import json
+import re
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from typer.testing import CliRunner
+
+from fedsynth.cli.app import app
+from fedsynth.config.resolve import resolve
+from fedsynth.errors import OutputError
+from fedsynth.results.compare import by_seed, differing, labels
+from fedsynth.results.curves import NEEDS_MATPLOTLIB, curve, curves, curves_svg, write_png
+from fedsynth.results.folders import Run, RunFolderError, finished_runs
+from fedsynth.results.page import runs_page
+from fedsynth.simulation.simulate import simulate
+
+LOCAL = {
+    "run": {"method": "fedavg", "rounds": 2, "device": "cpu"},
+    "partition": {"kind": "iid", "clients": 2, "local_test": 0.2},
+    "model": {"name": "linear"},
+    "method": {"local_steps": 1},
+}
+IMAGES: dict[str, dict[str, Any]] = {
+    "run": {"method": "feddm", "rounds": 2, "device": "cpu"},
+    "partition": {"kind": "iid", "clients": 2},
+    "model": {"width": 4, "depth": 1},
+    "method": {"iterations": 1, "server_epochs": 1, "ipc": 1},
+}
+PRIVATE = {**IMAGES, "privacy": {"noise_multiplier": 3.0}}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Run]]:
+    """FedAvg with seeds 0 and 1, FedDM, and FedDM with privacy."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    base = tmp_path_factory.mktemp("runs")
+    other = {**LOCAL, "run": {**LOCAL["run"], "seed": 1}}
+    found = []
+    for sections in (LOCAL, other, IMAGES, PRIVATE):
+        folder = simulate(resolve(sections), output=base).folder
+        assert folder is not None
+        found.append(Run.read(folder))
+    yield found
+    torch.set_num_threads(before)
+
+
+class Page(HTMLParser):
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.text: list[str] = []
+        self.images: list[dict[str, str]] = []
+        self.tables: list[list[str]] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        if tag == "img":
+            self.images.append(dict(attrs))
+        elif tag not in ("meta", "wbr"):
+            self.open.append(tag)
+        if tag == "table":
+            self.tables.append([])
+        if tag == "th":
+            self.tables[-1].append(dict(attrs).get("scope", ""))
+
+    def handle_startendtag(self, tag: str, attrs: Any) -> None:
+        pass
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+
+def test_a_curve_is_of_the_rows(runs: list[Run]) -> None:
+    rows = runs[0].rows
+    accuracies = [row["test_accuracy"] for row in rows]
+    assert curve(runs[0], "test_accuracy", "rounds") == list(zip([1, 2], accuracies, strict=True))
+    sent = [row["upload_bytes"] / 1e6 for row in rows]
+    assert [a for a, _ in curve(runs[0], "test_accuracy", "bytes")] == pytest.approx(
+        [sent[0], sent[0] + sent[1]]
+    )
+    took = [row["seconds"] for row in rows]
+    assert curve(runs[0], "local.amp", "seconds")[1][0] == pytest.approx(sum(took))
+    spent = [row["epsilon"] for row in runs[3].rows]
+    assert [a for a, _ in curve(runs[3], "test_accuracy", "eps")] == spent
+    with pytest.raises(RunFolderError, match="says no seconds"):
+        curve(runs[3], "test_accuracy", "seconds")
+    with pytest.raises(RunFolderError, match="has no ε"):
+        curve(runs[0], "test_accuracy", "eps")
+    with pytest.raises(RunFolderError, match=r"has no local\.amp"):
+        curve(runs[2], "local.amp", "rounds")
+
+
+def test_seeds_are_averaged_with_their_deviation(runs: list[Run]) -> None:
+    assert [len(group) for group in by_seed(runs)] == [2, 1, 1]
+    (line, *_) = curves(runs, "test_accuracy", "rounds", mean=True)
+    a, b = (run.rows[-1]["test_accuracy"] for run in runs[:2])
+    across, middle = line.points[-1]
+    assert across == 2
+    assert middle == pytest.approx((a + b) / 2)
+    _, low, high = line.band[-1]
+    assert high - low == pytest.approx(2 * abs(a - b) / 2**0.5)
+    assert "mean of 2 seeds" in line.name
+
+
+def test_runs_without_the_points_are_left_out_with_a_note(runs: list[Run]) -> None:
+    notes: list[str] = []
+    assert len(curves(runs, "local.amp", "rounds", note=notes.append)) == 2
+    assert [note.split(" has no ")[0] for note in notes] == [
+        f"left out: the run {run.name}" for run in runs[2:]
+    ]
+    with pytest.raises(RunFolderError, match=r"has no local\.amp"):
+        curves(runs[2:], "local.amp", "rounds")
+
+
+def test_what_only_one_of_two_private_runs_names_is_a_difference(runs: list[Run]) -> None:
+    """Catches: a run with ε and one with σ that are called the same."""
+    private = runs[3]
+    settings = {k: v for k, v in private.settings.items() if k != "privacy.noise_multiplier"}
+    by_epsilon = replace(private, settings={**settings, "privacy.epsilon": 8.0})
+    assert differing([private, by_epsilon]) == [{"privacy.noise_multiplier": 3.0}, {}]
+    assert not any(key.startswith("privacy.") for key in differing(runs)[3])
+
+
+def test_runs_are_called_by_what_differs(runs: list[Run]) -> None:
+    names = labels(runs)
+    assert names[0].startswith("fedavg seed=0")
+    assert names[1].startswith("fedavg seed=1")
+    assert names[3].startswith("feddm private")
+    assert labels([runs[0], runs[0]]) == ["fedavg #1", "fedavg #2"]
+    many = []
+    for seed in range(3):
+        settings = {**runs[0].settings, "run.seed": seed, "partition.alpha": seed / 7}
+        settings |= {"model.name": "x" * 30, "model.width": seed, "method.lr": 0.1 * seed}
+        many.append(replace(runs[0], settings=settings))
+    names = labels(many)
+    assert len(set(names)) == 3
+    assert max(map(len, names)) <= 40  # four lines of settings, before
+
+
+def test_pictures_of_curves(runs: list[Run], tmp_path: Path, monkeypatch: Any) -> None:
+    lines = curves(runs, "test_accuracy", "rounds")
+    svg = ElementTree.fromstring(curves_svg(lines, "test_accuracy", "rounds"))
+    drawn = [one for one in svg.iter() if one.tag.endswith("polyline")]
+    assert len(drawn) == 4
+    legend = [one for one in svg if one.tag.endswith("}text")]
+    assert len(legend) == 4
+    assert min(float(one.get("y", 0)) for one in legend) >= 14  # not cut off at the upper edge
+    write_png(tmp_path / "c.png", lines, "test_accuracy", "rounds")
+    with Image.open(tmp_path / "c.png") as picture:
+        assert picture.size[0] > 800
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+    with pytest.raises(OutputError, match=re.escape(NEEDS_MATPLOTLIB)):
+        write_png(tmp_path / "c.png", lines, "test_accuracy", "rounds")
+
+
+def test_the_page_has_all_of_it_in_itself(runs: list[Run]) -> None:
+    text = runs_page(runs)
+    page = Page(text)
+    assert page.open == []
+    assert not re.search(r"<script|https?://(?!www\.w3\.org/2000/svg)|<link|@import|url\(", text)
+    said = " ".join(page.text)
+    for heading in ("Learning curves", "Who has what", "Synthetic images", "Fairness", "Privacy"):
+        assert f">{heading}</h2>" in text
+    assert "Generators" not in said  # no run has one
+    for run in runs:
+        assert run.name in said
+    amp = runs[0].rows[-1]["local"]["amp"]
+    assert f"{100 * amp:.2f} %" in said
+    assert all(image["alt"] and image["src"].startswith("data:image/png") for image in page.images)
+    assert len(page.images) == 4  # two rounds of the two runs with images
+    assert all("col" in heads and "row" in heads for heads in page.tables)
+    assert "privacy.<wbr>noise_<wbr>multiplier" in text  # no word is broken in its middle
+    accuracy = f"{100 * runs[0].summary['test_accuracy']:.2f} %"
+    assert f'<td data-head="accuracy">{accuracy}</td>' in text  # on a phone: a line each
+
+
+def test_who_has_what_of_a_private_run_is_shown_on_request_alone(runs: list[Run]) -> None:
+    private = runs[3]
+    counts = json.loads((private.folder / "simulation_only" / "partition.json").read_text())
+    row = "".join(f">{n}</td>" for n in counts["counts"][0])
+    shown = re.sub(r'<td style="[^"]*"', "", runs_page([private]))
+    assert row not in shown
+    assert "is shown on request only" in shown
+    assert "Not to be handed on" not in shown
+    asked = re.sub(r'<td style="[^"]*"', "", runs_page([private], simulation_only=True))
+    assert row in asked
+    assert "Not to be handed on" in asked
+
+
+def test_what_a_stranger_wrote_stays_text(runs: list[Run], tmp_path: Path) -> None:
+    bad = "<script>alert(1)</script>\u202e"
+    run = runs[0]
+    strange = replace(
+        run,
+        folder=tmp_path / "<b>x",
+        summary={**run.summary, "method": bad, "dataset": bad},
+        settings={**run.settings, bad: bad},
+    )
+    text = runs_page([strange])
+    assert "<script" not in text
+    assert "<b>" not in text
+    assert "\u202e" not in text
+
+
+def test_the_commands(runs: list[Run], tmp_path: Path) -> None:
+    folders = [str(run.folder) for run in runs[:2]]
+    made = CliRunner().invoke(app, ["report", *folders, "--output", str(tmp_path / "r.html")])
+    assert made.exit_code == 0
+    assert "2 runs" in (tmp_path / "r.html").read_text()
+    for ending in ("svg", "html", "png"):
+        file = tmp_path / f"c.{ending}"
+        out = CliRunner().invoke(app, ["plot", *folders, "--output", str(file), "--by", "seconds"])
+        assert out.exit_code == 0, out.stderr
+        assert file.stat().st_size > 1000
+    for wrong, words in (
+        (["--output", "c.pdf"], "must end in .svg, .png or .html"),
+        (["--by", "hours"], "by cannot be 'hours'"),
+        (["--metric", "speed"], "has no speed"),
+    ):
+        out = CliRunner().invoke(app, ["plot", *folders, *wrong])
+        assert out.exit_code == 2
+        assert words in out.stderr
+    assert len(finished_runs([runs[0].folder.parent])) == 4
+    (tmp_path / "sweep").mkdir()
+    (tmp_path / "sweep" / "cell").symlink_to(runs[0].folder.parent)
+    assert len(finished_runs([tmp_path / "sweep"])) == 4
+    with pytest.raises(RunFolderError, match="there is no folder"):
+        finished_runs([tmp_path / "nothing"])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(RunFolderError, match="no finished run"):
+        finished_runs([tmp_path / "empty"])

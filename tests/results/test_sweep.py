@@ -1,0 +1,273 @@
+"""Sweeps: which runs a file asks for, that they go on where they were stopped, how many go at once,
+and what their table says."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from fedsynth.cli import runs_commands
+from fedsynth.cli.app import app
+from fedsynth.cli.runs_commands import train_command
+from fedsynth.errors import FedsynthError
+from fedsynth.results import sweep as sweeps
+from fedsynth.results.sweep import finished, run_sweep
+from fedsynth.results.sweep_file import Sweep, SweepError, read_sweep
+from fedsynth.results.tables import FORMATS, render, sweep_lines
+
+GRID = """
+[run]
+rounds = 2
+[grid]
+method = ["fedavg", "fedprox"]
+alpha = [0.1, 1.0]
+seed = [0, 1, 2]
+[grid.fedprox]
+mu = [0.01, 0.1]
+[methods.fedavg]
+lr = 0.5
+"""
+# In place of `fedsynth train`: leaves what a run leaves, notes when it went, and takes a while.
+FAKE = """
+import json, pathlib, sys, time, tomllib
+args = dict(zip(sys.argv[2::2], sys.argv[3::2]))
+resumed = "--resume" in args
+place = pathlib.Path(args["--resume"]) if resumed else pathlib.Path(args["--output"]) / "20260101-000000-x"
+config = (place if resumed else pathlib.Path(args["--config"]).parent) / "config.toml"
+run = tomllib.loads(config.read_text())
+seed, alpha = run["run"]["seed"], run["partition"]["alpha"]
+begun = time.time()
+time.sleep(SECONDS)
+if seed == FAILS:
+    sys.exit("fedsynth: error: no place")
+final = place.with_suffix("")
+place.rename(final) if resumed else final.mkdir()
+accuracy = 0.5 + 0.1 * seed + 0.01 * alpha
+summary = {"method": run["run"]["method"], "test_accuracy": accuracy, "upload_bytes": 1000, "seconds": 1.5}
+(final / "summary.json").write_text(json.dumps(summary))
+(final / "times.json").write_text(json.dumps([begun, time.time(), resumed]))
+"""
+Made = Callable[..., Sweep]
+
+
+@pytest.fixture
+def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Made:
+    """`made(text, seconds=…, fails=…)`: a sweep whose runs are quick imitations."""
+
+    def make(text: str, seconds: float = 0.0, fails: int = -1) -> Sweep:
+        script = tmp_path / "fake.py"
+        script.write_text(FAKE.replace("SECONDS", str(seconds)).replace("FAILS", str(fails)))
+        monkeypatch.setattr(runs_commands, "COMMAND", (sys.executable, str(script)))
+        monkeypatch.setattr(sweeps, "PAUSE", 0.01)
+        file = tmp_path / "skew.toml"
+        file.write_text(text)
+        return replace(read_sweep(file), output=tmp_path / "out")
+
+    return make
+
+
+def times(sweep: Sweep) -> list[list[float]]:
+    found = [finished(sweep, cell) for cell in sweep.cells]
+    return [json.loads((folder / "times.json").read_text()) for folder in found if folder]
+
+
+def test_the_grid_is_every_combination(made: Made) -> None:
+    sweep = made(GRID)
+    assert len(sweep.cells) == 2 * 3 + 2 * 3 * 2
+    assert sweep.axes == ("method", "alpha", "seed", "mu")
+    assert len({cell.key for cell in sweep.cells}) == len(sweep.cells)
+    for cell in sweep.cells:
+        settings: Any = cell.settings
+        assert settings.rounds == 2
+        assert settings.method.name == cell.values["method"]
+        assert settings.partition.alpha == cell.values["alpha"]
+        assert settings.seed == cell.values["seed"]
+        if settings.method.name == "fedavg":
+            assert settings.method.lr == 0.5
+        else:
+            assert settings.method.mu == cell.values["mu"]
+    assert made("[run]\nrounds = 1\n").cells[0].words == ""  # no grid: one run
+
+
+def test_full_names_of_a_runs_settings_are_the_short_ones(made: Made) -> None:
+    full = GRID.replace("\nmethod =", '\n"run.method" =').replace("\nseed =", '\n"run.seed" =')
+    assert full.count('"run.') == 2
+    sweep = made(full)
+    assert sweep.axes == made(GRID).axes
+    assert [cell.key for cell in sweep.cells] == [cell.key for cell in made(GRID).cells]
+
+
+def test_another_setting_is_another_run_and_another_device_is_not(made: Made) -> None:
+    one = made('[grid]\nmethod = ["fedavg"]\nseed = [0]\n').cells[0]
+    other = made('[run]\nrounds = 4\n[grid]\nmethod = ["fedavg"]\nseed = [0]\n').cells[0]
+    there = made('[run]\ndevice = "cpu"\n[grid]\nmethod = ["fedavg"]\nseed = [0]\n').cells[0]
+    assert one.key != other.key
+    assert one.key == there.key
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[grid]\nalpha = 0.1\n", "alpha must be a list of values"),
+        ("[grid]\nalpha = [[1]]\n", "numbers, texts or booleans"),
+        ("[grid]\nalpah = [1]\n", "the run of alpah=1: .*alpah"),
+        ('[grid]\n"modle.width" = [1]\n', "names no section"),
+        ("[grid]\nalpha = [1]\n[grid.fedprox]\nmu = [1]\n", "no run of the sweep has method"),
+        ("[grid]\nalpha = [1]\n[methods.fedprox]\nmu = 1\n", "no run of the sweep has method"),
+        ('[grid]\nalpha = [1.0]\n"partition.alpha" = [2.0]\n', "are one setting"),
+        ("[grid]\nalpha = [1.0, 1.0]\n", "two runs of the grid have the same settings"),
+        ("[grid]\nseed = [" + "0," * 101 + "]\nalpha = [" + "1.0," * 101 + "]\n", "more than"),
+        ("[sweep]\njobs = 0\n", "sweep.jobs must be between 1 and 1000"),
+        ("[methods]\nfedavg = 1\n", "methods.fedavg must be a table, got 1"),
+    ],
+)
+def test_what_is_no_sweep_is_one_error_before_any_run(made: Made, text: str, words: str) -> None:
+    with pytest.raises(FedsynthError, match=words):
+        made(text)
+
+
+def test_runs_are_made_once_and_their_table_has_mean_and_deviation(made: Made) -> None:
+    text = '[grid]\nmethod = ["fedavg"]\nalpha = [0.1, 1.0]\nseed = [0, 1, 2]\n'
+    sweep = made(text)
+    assert [line.finished for line in sweep_lines(sweep)] == [0, 0]
+    told: list[str] = []
+    ended = run_sweep(sweep, train_command, told.append)
+    assert len(ended.made) == 6
+    assert ended.failed == []
+    before = times(sweep)
+    again = run_sweep(made(text), train_command, told.append)
+    assert len(again.before) == 6
+    assert again.made == []
+    assert times(sweep) == before
+    lines = sweep_lines(sweep)
+    for line, alpha in zip(lines, (0.1, 1.0), strict=True):
+        expected = [0.5 + 0.1 * seed + 0.01 * alpha for seed in range(3)]
+        assert line.values == {"method": "fedavg", "alpha": alpha}
+        assert line.results["test_accuracy"].mean == pytest.approx(statistics.fmean(expected))
+        assert line.results["test_accuracy"].std == pytest.approx(0.1)
+    texts = {form: render(sweep, lines, form) for form in FORMATS}
+    assert "60.10 ± 10.00" in texts["table"]
+    assert "| fedavg | 0.1 | 3 | 60.10 ± 10.00 |" in texts["markdown"]
+    assert r"fedavg & 0.1 & 3 & $60.10 \pm 10.00$" in texts["latex"]
+    assert r"test accuracy (\%)" in texts["latex"]
+    rows = list(csv.DictReader(io.StringIO(texts["csv"])))
+    assert float(rows[1]["test_accuracy_mean"]) == pytest.approx(0.61)
+    assert rows[0]["epsilon_mean"] == ""
+
+
+def test_a_run_that_was_stopped_is_resumed(made: Made) -> None:
+    sweep = made('[grid]\nmethod = ["fedavg"]\nseed = [0]\n')
+    place = sweep.output / sweep.cells[0].key / "20260101-000000-x.incomplete"
+    place.mkdir(parents=True)
+    (place / "config.toml").write_text("[run]\nmethod='fedavg'\nseed=0\n[partition]\nalpha=0.5\n")
+    run_sweep(sweep, train_command, lambda text: None)
+    assert times(sweep)[0][2] is True
+
+
+def test_one_that_fails_is_said_and_the_others_go_on(made: Made) -> None:
+    sweep = made('[grid]\nmethod = ["fedavg"]\nseed = [0, 1, 2]\n', fails=1)
+    told: list[str] = []
+    ended = run_sweep(sweep, train_command, told.append)
+    assert [cell.values["seed"] for cell, _ in ended.failed] == [1]
+    assert any("failed (exit code 1)" in one and "no place" in one for one in told)
+    (line,) = sweep_lines(sweep)
+    assert (line.finished, line.planned) == (2, 3)
+    assert "2/3" in render(sweep, [line], "table")
+
+
+def test_a_long_run_is_heard_of(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches: a sweep that is silent for minutes."""
+    monkeypatch.setattr("fedsynth.results.sweep.NEWS_SECONDS", 0.2)
+    monkeypatch.setattr("fedsynth.results.sweep.last_line", lambda log: "round 3/20")
+    told: list[str] = []
+    run_sweep(made("[grid]\nseed = [0]\n", seconds=0.5), train_command, told.append)
+    assert told[0].startswith("1 runs in ")
+    assert "seed=0: round 3/20" in told
+
+
+def most_at_once(sweep: Sweep) -> int:
+    spans = times(sweep)
+    return max(sum(a <= begun < b for a, b, _ in spans) for begun, _, _ in spans)
+
+
+def test_so_many_go_at_once_as_places_and_memory_allow(made: Made) -> None:
+    grid = '[run]\nmemory_gb = 2\n[grid]\nmethod = ["fedavg"]\nseed = [0, 1, 2, 3]\n'
+    for sweep, most in (("jobs = 3\n", 3), ("jobs = 4\nmemory_gb = 6.5\n", 2)):
+        plan = made(f"[sweep]\n{sweep}{grid}", seconds=0.3)
+        plan = replace(plan, output=plan.output / str(most))
+        run_sweep(plan, train_command, lambda text: None)
+        assert most_at_once(plan) == most
+    with pytest.raises(SweepError, match="is counted with 3 GB"):
+        run_sweep(made(f"[sweep]\nmemory_gb = 2.5\n{grid}"), train_command, lambda text: None)
+
+
+def test_runs_that_charge_the_same_ledgers_go_one_after_the_other(
+    made: Made, tmp_path: Path
+) -> None:
+    ledger = f'[privacy]\nnoise_multiplier = 3.0\nledger = "{tmp_path}/ledgers"\n'
+    grid = '[grid]\nmethod = ["fedavg"]\nseed = [0, 1]\n'
+    sweep = made(f"[sweep]\njobs = 2\n{ledger}{grid}", seconds=0.3)
+    run_sweep(sweep, train_command, lambda text: None)
+    assert most_at_once(sweep) == 1
+
+
+def test_a_sweep_that_is_interrupted_stops_its_runs(made: Made) -> None:
+    sweep = made('[sweep]\njobs = 2\n[grid]\nmethod = ["fedavg"]\nseed = [0, 1]\n', seconds=60)
+
+    def tell(text: str) -> None:
+        if "seed=1" in text:
+            raise KeyboardInterrupt
+
+    before = threading.active_count()
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        run_sweep(sweep, train_command, tell)
+    assert time.monotonic() - began < 30
+    assert threading.active_count() == before
+    assert times(sweep) == []
+
+
+def test_the_command(made: Made, tmp_path: Path) -> None:
+    made('[grid]\nmethod = ["fedavg"]\nseed = [0, 1]\n', fails=1)
+    common = ["sweep", str(tmp_path / "skew.toml"), "--output", str(tmp_path / "there")]
+    listed = CliRunner().invoke(app, [*common, "--dry-run"])
+    assert listed.stdout.count("to do") == 2
+    ran = CliRunner().invoke(
+        app, [*common, "--table", str(tmp_path / "t.md"), "--format", "markdown"]
+    )
+    assert ran.exit_code == 1  # one of them failed
+    assert (tmp_path / "t.md").read_text().startswith("| method | runs | test accuracy (%)")
+    shown = CliRunner().invoke(app, [*common, "--only-table"])
+    assert shown.exit_code == 0
+    assert "1/2" in shown.stdout
+    wrong = CliRunner().invoke(app, [*common, "--format", "excel"])
+    assert wrong.exit_code == 2
+    assert "format cannot be" in wrong.stderr
+
+
+def test_a_real_run(tmp_path: Path) -> None:
+    file = tmp_path / "one.toml"
+    file.write_text(
+        '[run]\nmethod = "fedavg"\nrounds = 1\ndevice = "cpu"\n[partition]\nclients = 2\n'
+        '[model]\nname = "linear"\n[method]\nlocal_steps = 1\n[grid]\nseed = [3]\n'
+    )
+    sweep = replace(read_sweep(file), output=tmp_path / "out")
+    told: list[str] = []
+    ended = run_sweep(sweep, train_command, told.append)
+    assert ended.failed == [], told
+    (line,) = sweep_lines(sweep)
+    mean = line.results["test_accuracy"].mean
+    assert mean is not None
+    assert 0 < mean <= 1

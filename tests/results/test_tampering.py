@@ -1,0 +1,628 @@
+"""Every tampering with a run folder is noticed, also where the rest of the report is made to fit.
+
+What is out of reach is in docs/privacy.md: a folder of which *all* files were made again, which
+only a signature shows.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import tomllib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from fedsynth.config.resolve import resolve
+from fedsynth.privacy.errors import PrivacyError
+from fedsynth.privacy.ledger import Ledger, read_ledger
+from fedsynth.privacy.releases import ADJACENCIES
+from fedsynth.privacy.report import build as sections
+from fedsynth.privacy.report.figures import Event, schema_problems
+from fedsynth.privacy.report.file import stated_rows
+from fedsynth.privacy.report.pages import render_html, render_markdown
+from fedsynth.results.report_facts import handed_over, provenance
+from fedsynth.results.verification import verify_run
+from fedsynth.simulation.simulate import simulate
+from fedsynth.toml_file import to_toml
+
+NAME, START = "privacy_report.json", "privacy_start.json"
+ENDED = Event(kind="ended", after=1, why="x")
+Report = dict[str, Any]
+Tamper = Callable[[Path], Any]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def run(output: Path, **privacy: Any) -> Path:
+    """The folder of two tiny private rounds with three clients."""
+    chosen = {
+        "run": {"method": "feddm", "rounds": 2, "device": "cpu"},
+        "partition": {"clients": 3},
+        "model": {"width": 4, "depth": 2},
+        "method": {"iterations": 3, "ipc": 1, "server_epochs": 1},
+        "privacy": {"noise_multiplier": 1.0, **privacy},
+    }
+    folder = simulate(resolve(chosen), output=output).folder
+    assert folder is not None
+    return folder
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """ε above 10, so that there is a warning, and a cap that is not reached."""
+    return run(tmp_path_factory.mktemp("runs"), epsilon=50.0, sample_rate=1.0)
+
+
+@pytest.fixture
+def folder(finished: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(finished, tmp_path / finished.name))
+
+
+def found(folder: Path, **values: Any) -> list[str]:
+    return verify_run(folder, **values).problems
+
+
+def rewrite(file: Path, content: Any) -> None:
+    file.write_text(json.dumps(content, ensure_ascii=False) + "\n")
+
+
+def pages(folder: Path, report: Report) -> None:
+    """Writes the report, and pages that say what it says, where it has the shape of one."""
+    rewrite(folder / "privacy_report.json", report)
+    if not schema_problems(report):
+        (folder / "privacy_report.md").write_text(render_markdown(report))
+        (folder / "privacy_report.html").write_text(render_html(report))
+
+
+def computed(report: Report) -> None:
+    """Makes all figures fit the report's own rows, δ and adjacency."""
+    rows, promise = stated_rows(report), report["guarantee"]
+    adjacency = report["adjacency"]
+    if promise is None or adjacency not in ADJACENCIES:
+        return
+    promise = sections.guarantee(rows, promise["delta"], adjacency).to_json()
+    report["guarantee"] = promise
+    worst = promise["worst_client"]
+    accountant = sections.accountant(rows, worst, promise["delta"], adjacency)
+    report["accountant"] = accountant.to_json()
+
+
+def edit(change: Callable[[Report], Any]) -> Tamper:
+    """A change of the report, after which its figures are computed again and its pages are made
+    anew."""
+
+    def tamper(folder: Path) -> None:
+        report = json.loads((folder / "privacy_report.json").read_text())
+        change(report)
+        computed(report)
+        pages(folder, report)
+
+    return tamper
+
+
+def at(content: Any, path: str) -> tuple[Any, Any]:
+    """What holds the last key of a path such as `scope/0/status`, and that key."""
+    *first, last = [int(key) if key.isdigit() else key for key in path.split("/")]
+    for key in first:
+        content = content[key]
+    return content, last
+
+
+def changed(name: str, path: str, value: Any) -> Tamper:
+    """One value of a JSON file, and nothing else."""
+
+    def tamper(folder: Path) -> None:
+        content = json.loads((folder / name).read_text())
+        where, key = at(content, path)
+        where[key] = value
+        rewrite(folder / name, content)
+
+    return tamper
+
+
+def put(path: str, value: Any) -> Tamper:
+    """One value of the report, with figures and pages that fit."""
+
+    def change(report: Report) -> None:
+        where, key = at(report, path)
+        where[key] = value
+
+    return edit(change)
+
+
+def drop(path: str) -> Tamper:
+    def change(report: Report) -> None:
+        where, key = at(report, path)
+        del where[key]
+
+    return edit(change)
+
+
+def config(section: str, **values: Any) -> Tamper:
+    """A change of config.toml, with the report's hash of it made to fit."""
+
+    def tamper(folder: Path) -> None:
+        read = tomllib.loads((folder / "config.toml").read_text())
+        read[section] = {
+            k: v for k, v in {**read.get(section, {}), **values}.items() if v is not None
+        }
+        (folder / "config.toml").write_text(to_toml(read))
+        report = json.loads((folder / "privacy_report.json").read_text())
+        report["provenance"]["config"] = provenance(resolve(read))["config"]
+        pages(folder, report)
+
+    return tamper
+
+
+def text(name: str, old: str, new: str) -> Tamper:
+    def tamper(folder: Path) -> None:
+        content = (folder / name).read_text()
+        assert old in content
+        (folder / name).write_text(content.replace(old, new, 1))
+
+    return tamper
+
+
+def both(*tampers: Tamper) -> Tamper:
+    def tamper(folder: Path) -> None:
+        for one in tampers:
+            one(folder)
+
+    return tamper
+
+
+def delete(name: str) -> Tamper:
+    def tamper(folder: Path) -> None:
+        path = folder / name
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+    return tamper
+
+
+def hide_last_rows(report: Report) -> None:
+    report["ledger_kept"] = True
+    rows = {client: some[:1] for client, some in stated_rows(report).items()}
+    report["ledger"] = [entry.to_json() for entry in sections.folded_ledger(rows)]
+
+
+def without_client(report: Report) -> None:
+    for entry in report["ledger"]:
+        entry["clients"].remove("client-002")
+    del report["ledger_heads"]["client-002"]
+
+
+def renamed_client(report: Report) -> None:
+    for entry in report["ledger"]:
+        entry["clients"] = [c.replace("client-000", "client-009") for c in entry["clients"]]
+    report["ledger_heads"]["client-009"] = report["ledger_heads"].pop("client-000")
+
+
+def renamed_mechanism(report: Report) -> None:
+    report.update(json.loads(json.dumps(report).replace('"residual"', '"gradient"')))
+
+
+def more_noise(report: Report) -> None:
+    for entry in report["ledger"]:
+        entry["noise_multiplier"] = 10.0
+
+
+def swapped_files(folder: Path) -> None:
+    one = folder / "ledger" / "client-000.jsonl"
+    other = folder / "ledger" / "client-001.jsonl"
+    content = one.read_text()
+    one.write_text(other.read_text())
+    other.write_text(content)
+
+
+def truncated(folder: Path) -> None:
+    file = folder / "ledger" / "client-001.jsonl"
+    file.write_text("".join(file.read_text().splitlines(keepends=True)[:-1]))
+
+
+def rewritten_ledger(folder: Path) -> None:
+    """Fewer steps at every client, with sound chains, heads and figures: but config.toml plans
+    other ones."""
+    report = json.loads((folder / "privacy_report.json").read_text())
+    for path in sorted((folder / "ledger").iterdir()):
+        old = read_ledger(path)
+        rows = old.releases
+        path.unlink()
+        made = Ledger(old.client, path, dataset=old.dataset)
+        for row in rows:
+            made.charge(replace(row, steps=1))
+        report["ledger_heads"][old.client]["chain"] = made.history().chain
+    for entry in report["ledger"]:
+        entry["steps"] = 1
+    computed(report)
+    pages(folder, report)
+
+
+def no_rounds(folder: Path) -> None:
+    """The run as if its cap had allowed no round."""
+    (folder / "metrics.jsonl").unlink()
+    changed("summary.json", "rounds", 0)(folder)
+    put("rounds_done", 0)(folder)
+
+
+def fewer_rounds(folder: Path) -> None:
+    """The run as if it had ended after round 1, in all files but the ledgers."""
+    file = folder / "metrics.jsonl"
+    file.write_text(file.read_text().splitlines(keepends=True)[0])
+    changed("summary.json", "rounds", 1)(folder)
+    put("rounds_done", 1)(folder)
+
+
+def fitting(*tampers: Tamper) -> Tamper:
+    """Changes of files, after which the report has the hashes of the files that are there."""
+
+    def tamper(folder: Path) -> None:
+        for one in tampers:
+            one(folder)
+        report = json.loads((folder / "privacy_report.json").read_text())
+        pages(folder, {**report, "files": handed_over(folder)})
+
+    return tamper
+
+
+def row(number: int, path: str, value: Any) -> Tamper:
+    """One value of a round's row of metrics."""
+
+    def tamper(folder: Path) -> None:
+        file = folder / "metrics.jsonl"
+        rows = [json.loads(line) for line in file.read_text().splitlines()]
+        where, key = at(rows[number - 1], path)
+        where[key] = value
+        file.write_text("".join(json.dumps(one) + "\n" for one in rows))
+
+    return fitting(tamper)
+
+
+def summary(path: str, value: Any) -> Tamper:
+    return changed("summary.json", path, value)
+
+
+def tensors(name: str, change: Callable[[dict[str, torch.Tensor]], Any]) -> Tamper:
+    """A change of a file's tensors."""
+
+    def tamper(folder: Path) -> None:
+        with safe_open(folder / name, framework="pt") as file:
+            facts = file.metadata()
+        found = load_file(folder / name)
+        change(found)
+        save_file(found, folder / name, metadata=facts)
+
+    return fitting(tamper)
+
+
+def invented_resumption(folder: Path) -> None:
+    (folder / "resumed.json").write_text('{"after_rounds": [1]}')
+    put("events", [Event(kind="resumed", after=1).to_json()])(folder)
+
+
+def fifo(name: str) -> Tamper:
+    def tamper(folder: Path) -> None:
+        (folder / name).unlink(missing_ok=True)
+        os.mkfifo(folder / name)
+
+    return tamper
+
+
+def source(folder: Path) -> None:
+    (folder / "sources").mkdir()
+    (folder / "sources" / "n_k.py").write_text("312, 17, 4")
+
+
+# values that are changed together, each of which must be named
+REPORT_VALUES: dict[str, Any] = {
+    "guarantee/worst_client": "client-001", "epsilon_cap": 15.0, "planned_rounds": 9,
+    "rounds_done": 1, "verdict/formal": False, "verdict/reasons": ["a count was logged"],
+    "verdict/warnings": ["all is well"], "shares": 2, "counted_shares": 2, "min_clients": 3,
+    "simulated": False, "abandoned": True, "handed_over": True, "own_code": ["the model x"],
+    "noise_multiplier": 10.0, "adjacency": "replace-one", "max_records": 10,
+    "data_set/train_size": 10, "public_items/sample rate q": "0.01", "public_items/x": "y",
+    "scope/1/status": "accounted", "events": [ENDED.to_json()], "randomness": "quantum",
+    "published": [], "provenance/config": "0" * 32, "provenance/torch": "audited by X",
+    "method": "fedavg", "unit/kind": "user", "unit/user_records": 1, "unit/person": "client",
+    "run/responsible": "X", "ledger_heads/client-000/rows_before": 1, "ledger_kept": True,
+    "files/config.toml": "0" * 64, "accountant/computation": "x", "accountant/rdp_epsilon": 0.1,
+    **{f"guarantee/{path}": 0.01 for path in (
+        *("delta", "epsilon", "best_guess_at_most", "epsilon_by_client/client-001"),
+        *("epsilon_by_round/0/median", "epsilon_by_round/1/worst", "groups/1/epsilon"),
+        *("epsilon_by_round/0/clients/client-002", "epsilon_of_delta/2/epsilon"),
+        *("epsilon_of_delta/0/delta", "attack_success/0/true_positive_rate_at_most"),
+        "epsilon_of_each_release_alone/0/epsilon",
+    )},
+}  # fmt: skip
+DP = "differential_privacy"
+SUMMARY_VALUES: dict[str, Any] = {
+    f"{DP}/epsilon": 0.1, f"{DP}/delta": 1e-9, f"{DP}/noise_multiplier": 9.0, f"{DP}/seal": 1,
+    "epsilon": 0.1, "method": "fedavg", "folder": 1, "settings/iterations": 1, "seed": 31217,
+    "upload_bytes": 31217, "sources": {"n_k": [312, 17]}, "test_accuracy": {"patients": [312, 17]},
+    "models": {"n_k": {"test_accuracy": 0.5}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "where", "values"),
+    [(NAME, "", REPORT_VALUES), ("summary.json", "summary.json.", SUMMARY_VALUES)],
+)
+def test_every_value_is_compared(
+    name: str, where: str, values: dict[str, Any], folder: Path
+) -> None:
+    for path, value in values.items():
+        changed(name, path, value)(folder)
+    problems = found(folder)
+    for path in values:
+        words = where + re.sub(r"/(\d+)(?=/)", r"[\1]", path).replace("/", ".") + " "
+        assert any(one.startswith(words) for one in problems), (words, problems)
+
+
+TAMPERINGS: list[tuple[Tamper, str]] = [
+    (edit(hide_last_rows), "ledger[0].rounds has 1"),
+    (both(changed(NAME, "delta", 6e-4), put("guarantee/delta", 6e-4)), "delta says 0.0006"),
+    (edit(without_client), "client-002, which the report lacks"),
+    (
+        both(edit(without_client), delete("ledger/client-002.jsonl")),
+        "other clients than privacy_start.json",
+    ),
+    (edit(renamed_client), "has no ledger of client-009"),
+    (put("test_only_randomness", True), "verdict.formal says True"),
+    (put("audit", "passed: proves ε ≤ 0.1"), "audit is wrong"),
+    (edit(more_noise), "ledger[0].noise_multiplier says 10"),
+    (edit(renamed_mechanism), "mechanism says 'gradient'"),
+    (drop("scope/0"), "scope has"),
+    (put("provenance/seal", "1.0"), "provenance.seal says '1.0'"),
+    (put("ledger_heads/client-000/rows", 1), "the report states 1"),
+    (put("ledger_heads/client-000/chain", None), "the chain hash"),
+    (put("scope/0/seal", "x"), "scope.0.seal is no key"),
+    (drop("own_code"), "own_code is missing"),
+    (text("privacy_report.md", "ε = ", "ε = 0."), ".md does not say"),
+    (text("privacy_report.html", "<p>", "<p>Good. "), ".html does not say"),
+    (swapped_files, "client-000.jsonl is the ledger of 'client-001'"),
+    (truncated, "the ledger file has 1 rows, and the report states 2"),
+    (text("ledger/client-000.jsonl", '"steps": 3', '"steps": 1'), "was edited"),
+    (rewritten_ledger, "by config.toml synthetic"),
+    (delete("ledger"), "there is no ledger folder"),
+    (
+        both(
+            config("privacy", noise_multiplier=10.0),
+            changed("privacy_start.json", "noise_multiplier", 10.0),
+        ),
+        "by config.toml synthetic",
+    ),
+    (config("privacy", noise_multiplier=None), "config.toml and the ledgers give"),
+    (config("privacy", delta=6e-4), "guarantee.delta says 1e-05"),
+    (config("privacy", clip=0.1), "by config.toml synthetic"),
+    (config("privacy", ledger="/nowhere"), "ledger_kept says False"),
+    (config("run", rounds=3), "no cap explains the end there"),
+    (config("run", participation=0.34), "which by config.toml is not charged"),
+    (config("partition", clients=2), "has 2 clients, and privacy_start.json 3"),
+    (config("partition", alpha=0.1), "another data set's or partition's"),
+    (text("config.toml", '"feddm"', '"mine"'), "a method of your own"),
+    (text("config.toml", '"digits"', '"mnist"'), "names the data set 'mnist'"),
+    (text("config.toml", "[method]", "[method]\nx = 1"), "'x'"),
+    (text("config.toml", "[run]", "[run"), "not valid TOML"),
+    (changed(START, "ledgers/client-000/rows", 1), "ledger_heads.client-000.rows_before says 0"),
+    (
+        changed(START, "ledgers/client-000/chain", "0"),
+        "first 0 rows are not those of privacy_start.json",
+    ),
+    (changed(START, "data_set/train_size", 10), "gives digits another train_size"),
+    (changed(START, "data_set/mean", "x"), "specification"),
+    (
+        changed(START, "test_images", "private"),
+        "round 1 has an accuracy, and the test images are private",
+    ),
+    (changed(START, "schema_version", 2), "is of schema 2"),
+    (changed(START, "run/date", "2020-01-01"), "run.date says"),
+    (changed(START, "warnings", ["rows mix"]), "verdict.warnings has 0 entries"),
+    (changed(START, "x", 1), "x is no key"),
+    (row(1, "epsilon", 0.1), "epsilon of round 1 says 0.1"),
+    (fitting(text("metrics.jsonl", '"round": 1', '"round": 2')), "is not of round 1"),
+    (row(1, "seconds", 1.5), "round 1 says 'seconds', which may not be"),
+    (row(1, "test_accuracy", {"n_k": 1}), "test_accuracy in a shape"),
+    (
+        row(2, "models", {"n_k": {"test_accuracy": 0.5}}),
+        "a model 'n_k', which the method does not make",
+    ),
+    (row(2, "models", {"aca": {"local": {"amp": 0.5}}}), "says 'local', which may not be shown"),
+    (row(2, "participants", [0, 2]), "participants says [0, 2]"),
+    (row(1, "domain_accuracy", {"n_k=312": 0.5}), "of a domain that the"),
+    (row(2, "lost", {"1": "n_k=312"}), "lost says"),
+    (
+        both(row(2, "client_upload_bytes", [1, 2, 3, 4]), row(2, "upload_bytes", 10)),
+        "sizes of uploads",
+    ),
+    (changed("summary.json", "test_accuracy", 0.5), "says 0.5"),
+    (no_rounds, "no cap explains the end there"),
+    (fewer_rounds, "no cap explains the end there"),
+    (invented_resumption, "a resumption that its ledger does not"),
+    (lambda folder: (folder / "resumed.json").write_text('{"after_rounds": [2]}'), "names round 2"),
+    (fifo("resumed.json"), "resumed.json is damaged"),
+    (fifo("metrics.jsonl"), "metrics.jsonl"),
+    (fifo("summary.json"), "summary.json is missing"),
+    (
+        fitting(lambda folder: rewrite(folder / "artefacts.json", {"n_k": [[312]]})),
+        "artefacts.json is there, and the run makes none",
+    ),
+    (source, "sources/n_k.py is not the file"),
+    (
+        tensors("model.safetensors", lambda t: t.update({min(t): torch.zeros(3)})),
+        "model.safetensors.",
+    ),
+    (
+        fitting(lambda folder: (folder / "model.safetensors").write_bytes(b"x")),
+        "model.safetensors cannot be read",
+    ),
+    (
+        tensors("synthetic.safetensors", lambda t: t.update(n_k=torch.tensor([312]))),
+        "synthetic.safetensors.n_k says",
+    ),
+    (
+        tensors("synthetic.safetensors", lambda t: t["client"].fill_(312)),
+        "names clients or classes that there are not",
+    ),
+    (
+        lambda folder: (folder / "model.safetensors").write_bytes(b"x"),
+        "files.model.safetensors says",
+    ),
+]
+
+
+@pytest.mark.parametrize(("tamper", "words"), TAMPERINGS, ids=[words for _, words in TAMPERINGS])
+def test_tampering_is_noticed(tamper: Tamper, words: str, folder: Path) -> None:
+    tamper(folder)
+    problems = found(folder)
+    assert any(words in problem for problem in problems), problems
+    assert all(len(problem) < 2000 for problem in problems)
+
+
+def test_files_that_are_gone_are_named(folder: Path) -> None:
+    names = ["synthetic.safetensors", "metrics.jsonl", "summary.json", "model.safetensors"]
+    for name in (*names, "privacy_report.md", "privacy_report.html"):
+        (folder / name).unlink()
+        assert f"{name} is missing" in found(folder)
+    for name in ("privacy_start.json", "config.toml"):
+        (folder / name).unlink()
+        assert f"{name} is missing" in found(folder)
+
+
+def test_images_where_a_run_makes_none_are_noticed(folder: Path, tmp_path: Path) -> None:
+    """The report vouched for them: `files` had their hash."""
+    chosen = {
+        "run": {"method": "fedavg", "rounds": 1, "device": "cpu"},
+        "partition": {"clients": 2},
+        "model": {"name": "linear"},
+        "method": {"local_steps": 1},
+        "privacy": {"noise_multiplier": 3.0},
+    }
+    averaged = simulate(resolve(chosen), output=tmp_path / "averaged").folder
+    assert averaged is not None
+    assert found(averaged) == []
+    name = "synthetic.safetensors"
+    fitting(lambda to: shutil.copy(folder / name, to / name))(averaged)
+    assert found(averaged) == [f"{name} is there, and the run makes none"]
+
+
+DEEP = "[" * 100_000 + "]" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        *(("summary.json", one) for one in ("[]", "\ud800", '{"a": 1, "a": 2}')),
+        *(("metrics.jsonl", one) for one in ("{}\n", f'{{"round": {DEEP}}}\n')),
+        ("metrics.jsonl", '{"round": 1, "epsilon": {}}\n{"round": 2, "epsilon": 1e999}\n'),
+        *(("privacy_start.json", one) for one in ("\0", f'{{"ledgers": {DEEP}}}')),
+        ("config.toml", '[privacy]\nnoise_multiplier = 1e400\n[run]\nmethod = "feddm"'),
+        ("config.toml", "[model]\nwidth = 100000000000\n[privacy]\nnoise_multiplier = 1.0"),
+        ("resumed.json", '{"after_rounds": [1, 0]}'),
+        ("synthetic.safetensors", "\0" * 100),
+    ],
+)
+def test_damaged_files_are_a_mismatch_or_an_error_and_no_traceback(
+    name: str, content: str, folder: Path
+) -> None:
+    (folder / name).write_bytes(content.encode("utf-8", "surrogatepass"))
+    try:
+        problems = found(folder)
+    except PrivacyError as error:
+        problems = [str(error)]
+    assert problems
+    assert all(len(problem) < 2000 for problem in problems)
+
+
+def test_a_report_of_another_version_is_said_to_be_one(folder: Path) -> None:
+    put("provenance/fedsynth", "0.0.9")(folder)
+    assert found(folder) == []
+    put("randomness", "as it was in 0.0.9")(folder)
+    assert "made by fedsynth 0.0.9" in found(folder)[-1]
+
+
+def test_pages_of_other_renderers_are_not_compared_and_that_is_said(folder: Path) -> None:
+    put("provenance/jinja2", "2.0")(folder)
+    text("privacy_report.md", "ε = ", "ε is ")(folder)
+    result = verify_run(folder)
+    assert result.problems == []
+    assert "were not compared: they were rendered by jinja2 2.0" in " ".join(result.notes)
+
+
+def test_a_run_without_a_guarantee_cannot_be_turned_into_a_formal_one(
+    folder: Path, tmp_path: Path
+) -> None:
+    """The verdict, and also everything else, of the formal report of the same settings."""
+    paper = run(tmp_path, mechanism="paper")
+    report = json.loads((paper / "privacy_report.json").read_text())
+    honest = json.loads((folder / "privacy_report.json").read_text())
+    pages(paper, {**report, "verdict": honest["verdict"]})
+    assert any("verdict.formal says True" in problem for problem in found(paper))
+    pages(paper, honest)
+    assert any("guarantee says {" in problem for problem in found(paper))
+
+
+def test_a_kept_ledger_out_of_reach_is_said(tmp_path: Path) -> None:
+    folder = run(tmp_path, ledger=str(tmp_path / "kept"))
+    (tmp_path / "kept").rename(tmp_path / "moved")
+    result = verify_run(folder)
+    assert result.problems == []
+    assert "no ledger file was compared" in result.notes[0]
+    assert "moved" in verify_run(folder, ledger=tmp_path / "moved").notes[0]
+    assert found(folder, ledger=tmp_path / "nowhere") == [
+        f"there is no ledger folder {tmp_path / 'nowhere'}"
+    ]
+    edit(hide_last_rows)(folder)
+    assert any("has 1 rows, and its ledger head 2" in problem for problem in found(folder))
+    edit(lambda r: [head.update(rows=1) for head in r["ledger_heads"].values()])(folder)
+    assert any("by config.toml synthetic" in problem for problem in found(folder))
+    assert any("chain hash" in p for p in found(folder, ledger=tmp_path / "moved"))
+
+
+def test_what_ends_a_run_before_its_last_round_is_the_cap(tmp_path: Path) -> None:
+    folder = run(tmp_path, noise_multiplier=3.0, epsilon=3.0)
+    report = json.loads((folder / "privacy_report.json").read_text())
+    (stated,) = report["events"]
+    assert (stated["kind"], stated["after"], stated["client"]) == ("ended", 1, "client-000")
+    for key, value in (
+        *(("after", 0), ("client", "client-002"), ("epsilon", 1.2), ("epsilon_next", 3.1)),
+        *(("why", "the clients had enough"), ("kind", "absent"), ("epsilon", None)),
+    ):
+        pages(folder, {**report, "events": [{**stated, key: value}]})
+        assert [p.split()[0] for p in found(folder)] == [f"events[0].{key}"], key
+    pages(folder, {**report, "events": []})
+    assert found(folder) == ["events has 0 entries, and should have 1"]
+
+
+def test_fewer_steps_than_a_straggler_has_are_noticed(tmp_path: Path) -> None:
+    """Clients that do not finish, and their passes, are drawn publicly."""
+    chosen = {
+        "run": {"method": "fedprox", "rounds": 2, "device": "cpu"},
+        "partition": {"clients": 3},
+        "model": {"width": 4, "depth": 2},
+        "method": {"local_epochs": 4, "batch": 128, "stragglers": 0.7},
+        "privacy": {"noise_multiplier": 3.0},
+    }
+    folder = simulate(resolve(chosen), output=tmp_path).folder
+    assert folder is not None
+    assert found(folder) == []
+    row(1, "stragglers", {"0": 1, "1": 312})(folder)
+    assert any("round 1 stragglers" in problem for problem in found(folder))
+    rewritten_ledger(folder)
+    assert sum("is charged, and the ledger has no such row" in text for text in found(folder)) == 6

@@ -1,0 +1,295 @@
+"""Honest run folders verify, of every kind; and a run that did not finish can be reported."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+
+from fedsynth import FedAvg, from_arrays, load_dataset
+from fedsynth.config.resolve import resolve
+from fedsynth.config.settings import RunSettings
+from fedsynth.core.context import RoundContext
+from fedsynth.federation import server
+from fedsynth.federation.in_process import InProcess
+from fedsynth.privacy.errors import PrivacyError
+from fedsynth.privacy.ledger import Ledger
+from fedsynth.privacy.report.build import write_report
+from fedsynth.results.verification import is_unfinished, unfinished_report, verify_run
+from fedsynth.simulation.simulate import RunResult, simulate
+
+FAST = {"local_epochs": 1, "batch": 128}
+Report = dict[str, Any]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def settings(method: str = "feddm", clients: int = 3, **privacy: Any) -> dict[str, Any]:
+    own = {"iterations": 3, "ipc": 1, "server_epochs": 1} if method == "feddm" else dict(FAST)
+    return {
+        "run": {"method": method, "rounds": 2, "device": "cpu"},
+        "partition": {"clients": clients},
+        "model": {"width": 4, "depth": 2},
+        "method": own,
+        "privacy": {"noise_multiplier": 1.0, **privacy},
+    }
+
+
+def run(output: Path, sections_: dict[str, Any], **values: Any) -> Path:
+    result: RunResult = simulate(resolve(sections_), output=output, **values)
+    assert result.folder is not None
+    return result.folder
+
+
+def found(folder: Path, **values: Any) -> list[str]:
+    return verify_run(folder, **values).problems
+
+
+# ----------------------------------------------------------------------- honest runs of many kinds
+
+
+def with_private_test_images_and_named_clients(output: Path) -> Path:
+    train, test = load_dataset("digits")
+    spec = replace(train.spec, name="scans", train_size=600)
+    made = [from_arrays(one.images.numpy(), one.labels.numpy(), spec) for one in (train, test)]
+    return run(
+        output,
+        settings(max_records=1000, ledger=str(output / "kept")),
+        data=(made[0], made[1]),
+        parts=np.split(np.arange(600), [100, 350]),
+        names=["east", "north", "west"],
+        test="private",
+    )
+
+
+def with_users(output: Path) -> Path:
+    train, test = load_dataset("digits")
+    users = np.arange(len(train)) // 20
+    data = from_arrays(train.images.numpy(), train.labels.numpy(), train.spec, groups=users)
+    privacy = {"unit": "user", "nominal_size": 5, "user_records": 8}
+    parts = np.split(np.arange(600), [100, 340])
+    return run(output, settings(**privacy), data=(data, test), parts=parts)
+
+
+def ended_by_the_cap(output: Path) -> Path:
+    folder = run(output, settings(noise_multiplier=3.0, epsilon=3.0))
+    assert "ended after 1 of 2 rounds" in (folder / "privacy_report.md").read_text()
+    return folder
+
+
+def after_a_run_without_privacy(output: Path) -> Path:
+    kept = str(output / "kept")
+    run(output, {**settings("fedavg"), "privacy": {"ledger": kept}})
+    folder = run(output, settings(mechanism="features", ledger=kept))
+    text = (folder / "privacy_report.md").read_text()
+    assert "no differential privacy guarantee" in text
+    assert "a run on the same data without differential privacy" in text
+    return folder
+
+
+def kept_twice(output: Path) -> Path:
+    kept = str(output / "kept")
+    first = run(output, settings(ledger=kept))
+    run(output, settings("fedavg", ledger=kept))
+    return first
+
+
+def kept_after_another(output: Path) -> Path:
+    kept = str(output / "kept")
+    run(output, settings(ledger=kept, noise_multiplier=4.0))
+    both: dict[str, Any] = settings("fedavg", ledger=kept, epsilon=8.0)
+    del both["privacy"]["noise_multiplier"]
+    folder = run(output, both)
+    heads = json.loads((folder / "privacy_report.json").read_text())["ledger_heads"]
+    assert {(head["rows_before"], head["rows"]) for head in heads.values()} == {(2, 4)}
+    return folder
+
+
+HONEST: dict[str, Callable[[Path], Path]] = {
+    "two releases": lambda out: run(out, settings(mechanism="features")),
+    "paper": lambda out: run(out, settings(mechanism="paper")),
+    "zero-out, four sums": lambda out: run(out, settings(adjacency="zero-out", four_sums=True)),
+    "replace-one": lambda out: run(out, settings("fedavg", adjacency="replace-one", clip=0.5)),
+    "participation": lambda out: run(
+        out,
+        {
+            **settings("fedavg", 5),
+            "run": {"method": "fedavg", "rounds": 3, "device": "cpu", "participation": 0.4},
+        },
+    ),
+    "own test splits": lambda out: run(
+        out, {**settings("fedavg"), "partition": {"clients": 2, "local_test": 0.2, "subset": 0.5}}
+    ),
+    "architectures": lambda out: run(
+        out,
+        {
+            **settings("feddf"),
+            "run": {"method": "feddf", "rounds": 1, "device": "cpu"},
+            "model": {"width": 4, "depth": 2, "clients": "convnet,linear"},
+            "method": {**FAST, "server_steps": 2, "proxy": "noise"},
+        },
+    ),
+    "private test images, named clients": with_private_test_images_and_named_clients,
+    "users": with_users,
+    "a cap": ended_by_the_cap,
+    "after a run without privacy": after_a_run_without_privacy,
+    "a kept ledger that has grown since": kept_twice,
+    "a kept ledger with earlier rows": kept_after_another,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", HONEST)
+def test_honest_runs_verify(kind: str, tmp_path: Path) -> None:
+    folder = HONEST[kind](tmp_path)
+    result = verify_run(folder)
+    assert result.problems == []
+    assert "were compared with the ledger files" in result.notes[0]
+    assert verify_run(folder / "privacy_report.json").problems == []
+
+
+def test_a_method_of_ones_own_is_given(tmp_path: Path) -> None:
+    @dataclass(frozen=True)
+    class Mine(FedAvg):
+        name: ClassVar[str] = "mine"
+
+    chosen = resolve(settings("fedavg"))
+    result = simulate(replace(chosen, method=Mine(local_epochs=1, batch=128)), output=tmp_path)
+    assert result.folder is not None
+    assert verify_run(result.folder, method=Mine).problems == []
+    assert "method of your own" in " ".join(found(result.folder))
+
+
+def test_two_runs_that_share_a_kept_ledger_verify(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other run's rows come between this one's, and its cap ends this one in the middle of a
+    round."""
+    kept = tmp_path / "kept"
+    prepare = InProcess.prepare
+
+    def charged_meanwhile(self: InProcess, context: RoundContext) -> Any:
+        refusals = prepare(self, context)
+        budgets = [one.budget for one in self.clients if one.budget is not None]
+        for ledger in [one.ledger for one in budgets] if context.round == 2 else ():
+            Ledger(ledger.client, ledger.path, dataset=ledger.dataset).charge(
+                replace(ledger.releases[-1], quantity="something else", round=7)
+            )
+        return refusals
+
+    monkeypatch.setattr(InProcess, "prepare", charged_meanwhile)
+    capped = settings(ledger=str(kept), noise_multiplier=3.0, epsilon=4.0)
+    folder = run(tmp_path, capped)
+    monkeypatch.undo()
+    assert found(folder) == []
+    report = json.loads((folder / "privacy_report.json").read_text())
+    [event] = report["events"]
+    assert (event["kind"], event["after"], event["client"]) == ("ended", 1, "client-000")
+    row = json.loads((folder / "metrics.jsonl").read_text())
+    (folder / "metrics.jsonl").write_text(json.dumps({**row, "epsilon": 1.0}) + "\n")
+    assert any("must be between" in problem for problem in found(folder))
+
+
+def test_noise_that_a_test_injected_leaves_its_verdict(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def secret(**options: Any) -> Any:
+        return original(test_only=np.random.default_rng(0))
+
+    import fedsynth.federation.client_budget as client_budget
+
+    original = client_budget.SecretGenerator
+    monkeypatch.setattr(client_budget, "SecretGenerator", secret)
+    folder = run(tmp_path, settings())
+    monkeypatch.undo()
+    assert "not private" in (folder / "privacy_report.md").read_text()
+    assert found(folder) == []
+
+
+# ------------------------------------------------------------------------- runs that did not finish
+
+
+class StoppedError(Exception):
+    """Stands for whatever ends a process."""
+
+
+def stopped(output: Path, chosen: RunSettings, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run that ends in round 2 after the clients' releases, as a crash would end it."""
+    check = server.check_finite
+
+    def crash(tensors: Mapping[str, torch.Tensor], whose: str, number: int) -> None:
+        if number == 2:
+            raise StoppedError
+        check(tensors, whose, number)
+
+    monkeypatch.setattr(server, "check_finite", crash)
+    with pytest.raises(StoppedError):
+        simulate(chosen, output=output)
+    monkeypatch.undo()
+    (folder,) = output.glob("*.incomplete")
+    return folder
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_run_that_was_stopped_can_be_reported(
+    kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    privacy = {"ledger": str(tmp_path / "kept")} if kept else {}
+    if kept:
+        run(tmp_path, settings("fedavg", **privacy))
+    folder = stopped(tmp_path, resolve(settings(**privacy)), monkeypatch)
+    assert is_unfinished(folder)
+    with pytest.raises(PrivacyError, match="has no report yet: fedsynth privacy report"):
+        verify_run(folder)
+    report: Any = unfinished_report(folder)
+    write_report(report, folder)
+    assert found(folder) == []
+    text = (folder / "privacy_report.md").read_text()
+    assert "abandoned after 1 of 2 rounds" in text
+    assert "This run did not finish" in text
+    head = report["ledger_heads"]["client-000"]
+    assert (head["rows_before"], head["rows"]) == ((2, 4) if kept else (0, 2))
+    entries = [entry for entry in report["ledger"] if entry["mechanism"] == "residual"]
+    assert [entry["rounds"] for entry in entries] == [[1, 2]]
+    write_report({**report, "abandoned": False}, folder)
+    assert found(folder) == ["abandoned says False, and should say True"]
+
+
+def test_an_abandoned_runs_metrics_may_be_torn_and_its_ledgers_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = tmp_path / "kept"
+    folder = stopped(tmp_path, resolve(settings(ledger=str(kept))), monkeypatch)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"round": 2, "epsi')
+    kept.rename(tmp_path / "moved")
+    with pytest.raises(PrivacyError, match="with --ledger"):
+        unfinished_report(folder)
+    write_report(unfinished_report(folder, ledger=tmp_path / "moved"), folder)
+    assert found(folder, ledger=tmp_path / "moved") == []
+    (folder / "metrics.jsonl").unlink()
+    assert any("rounds_done" in problem for problem in found(folder))
+    (tmp_path / "moved" / "client-001.jsonl").unlink()
+    with pytest.raises(PrivacyError, match="client-001"):
+        unfinished_report(folder, ledger=tmp_path / "moved")
+
+
+def test_nothing_can_be_reported_of_a_run_without_privacy(tmp_path: Path) -> None:
+    chosen = settings()
+    del chosen["privacy"]
+    folder = run(tmp_path, chosen)
+    (folder / "summary.json").unlink()
+    assert is_unfinished(folder)
+    with pytest.raises(PrivacyError, match="no differential privacy"):
+        unfinished_report(folder)

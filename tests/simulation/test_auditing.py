@@ -1,0 +1,270 @@
+"""The audit of a run's own settings through every mechanism: honest, and broken twins; seeded."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from fedsynth.config.resolve import resolve
+from fedsynth.config.settings import RunSettings
+from fedsynth.errors import FedsynthError
+from fedsynth.federation.costs import plan_of
+from fedsynth.privacy.errors import PrivacyError
+from fedsynth.privacy.guard import Guard
+from fedsynth.privacy.mechanisms import clip_rows
+from fedsynth.privacy.randomness import SecretGenerator
+from fedsynth.privacy.releases import Release
+from fedsynth.simulation.audit.auditing import AuditedRun, AuditResult, audit_run
+from fedsynth.simulation.simulate import simulate
+
+CONDENSE = {"iterations": 16, "ipc": 1, "server_epochs": 1}
+TRAIN = {"local_steps": 4, "batch": 20}
+MECHANISMS: dict[str, tuple[str, dict[str, Any]]] = {
+    "residual": ("feddm", CONDENSE),
+    "gradient": ("feddm", {**CONDENSE, "iterations": 3}),
+    "features": ("feddm", {**CONDENSE, "count_noise": 10.0}),
+    "fedaf": ("fedaf", CONDENSE),
+    "dp-sgd": ("fedavg", TRAIN),
+    "fedfm": ("fedfm", {**TRAIN, "weight": 0.5}),
+}
+
+WIDTHS = {"gradient": 8, "dp-sgd": 16, "fedfm": 16}
+
+
+def settings_with(mechanism: str, **privacy: Any) -> RunSettings:
+    """Two rounds on the digits' shape; each client nominally has 100 records, beside the
+    canaries."""
+    method, of_method = MECHANISMS[mechanism]
+    if method == "feddm":
+        privacy["mechanism"] = mechanism
+    return resolve(
+        {
+            "run": {"method": method, "rounds": 2, "device": "cpu"},
+            "partition": {"clients": 1},
+            "model": {"width": WIDTHS.get(mechanism, 32)},
+            "method": of_method,
+            "privacy": {"nominal_size": 100, **privacy},
+        }
+    )
+
+
+@cache
+def settings_of(mechanism: str, epsilon: float, **privacy: Any) -> RunSettings:
+    """With the σ that ε takes, found once."""
+    found = plan_of(settings_with(mechanism, epsilon=epsilon, **privacy)).privacy
+    return settings_with(mechanism, noise_multiplier=found.noise_multiplier, **privacy)
+
+
+def all_records(mechanism: str) -> dict[str, float]:
+    """DP-SGD without sampling, which hides canaries from most releases, and these faults too."""
+    return {"sample_rate": 1.0} if mechanism in ("dp-sgd", "fedfm") else {}
+
+
+def seeded(settings: RunSettings, seed: int = 0, **options: Any) -> AuditResult:
+    return audit_run(settings, test_only=np.random.default_rng(seed), **options)
+
+
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+def test_an_honest_run_is_not_refuted_and_the_audit_has_power(mechanism: str) -> None:
+    found = seeded(settings_of(mechanism, 3.0))
+    assert 2.97 < found.epsilon <= 3
+    assert 0.3 < found.epsilon_lower_bound < found.epsilon
+
+
+@pytest.mark.parametrize("mechanism", ["features", "dp-sgd"])
+def test_images_go_through_the_network_and_an_honest_run_is_not_refuted(mechanism: str) -> None:
+    found = seeded(settings_of(mechanism, 10.0), canaries=200, canaries_as="images")
+    assert 0.2 < found.epsilon_lower_bound < found.epsilon
+
+
+def a_quarter_of_the_noise(patch: pytest.MonkeyPatch) -> None:
+    original = SecretGenerator.normal
+    patch.setattr(
+        SecretGenerator,
+        "normal",
+        lambda self, shape, deviation, device="cpu": original(self, shape, deviation / 4, device),
+    )
+
+
+def no_clipping(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("fedsynth.privacy.mechanisms.clip_rows", lambda rows, clip: rows.double())
+
+
+def test_a_missing_clip_shows_in_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails where canaries are scored with clipped vectors, though the release has longer ones."""
+    audited = resolve(
+        {
+            "run": {"method": "fedavg", "rounds": 1, "device": "cpu"},
+            "partition": {"clients": 1},
+            "model": {"width": 48},
+            "method": {"local_steps": 1},
+            "privacy": {"nominal_size": 100, "noise_multiplier": 1.4, "sample_rate": 1.0},
+        }
+    )
+    assert not seeded(audited, canaries_as="images").fault
+    no_clipping(monkeypatch)
+    found = seeded(audited, canaries_as="images")
+    assert 2.8 < found.epsilon < 3
+    assert found.fault
+
+
+def features_and_logits_clipped_apart(patch: pytest.MonkeyPatch) -> None:
+    def apart(rows: Tensor, clip: float) -> Tensor:
+        return torch.cat([clip_rows(rows[:, :-10], clip), clip_rows(rows[:, -10:], clip)], dim=1)
+
+    patch.setattr("fedsynth.privacy.mechanisms.clip_rows", apart)
+
+
+def the_same_noise_in_every_round(patch: pytest.MonkeyPatch) -> None:
+    drawn: dict[tuple[int, int], Tensor] = {}
+    calls: Counter[int] = Counter()
+    original, one_round = SecretGenerator.normal, AuditedRun.play
+
+    def normal(self: SecretGenerator, *args: Any) -> Tensor:
+        calls[id(self)] += 1
+        key = id(self), calls[id(self)]
+        if key not in drawn:
+            drawn[key] = original(self, *args)
+        return drawn[key]
+
+    def start_again(self: AuditedRun, context: Any) -> Any:
+        calls.clear()
+        return one_round(self, context)
+
+    patch.setattr(SecretGenerator, "normal", normal)
+    patch.setattr(AuditedRun, "play", start_again)
+
+
+def one_release_of_each_series_charged(patch: pytest.MonkeyPatch) -> None:
+    original = Guard.charge
+    patch.setattr(Guard, "charge", lambda self, release: original(self, replace(release, steps=1)))
+
+
+Twin = Callable[[pytest.MonkeyPatch], None]
+# the canaries turn their sign from round to round: the same noise cancels in their scores
+FAULTS: dict[Twin, float] = {
+    a_quarter_of_the_noise: 2.0,
+    no_clipping: 1.0,
+    the_same_noise_in_every_round: 2.0,
+    one_release_of_each_series_charged: 9.0,
+}
+
+
+@pytest.mark.parametrize(
+    ("mechanism", "twin"),
+    [
+        *((mechanism, a_quarter_of_the_noise) for mechanism in MECHANISMS),
+        *((mechanism, no_clipping) for mechanism in ("residual", "dp-sgd", "fedaf")),
+        ("features", the_same_noise_in_every_round),
+        ("dp-sgd", the_same_noise_in_every_round),
+        ("residual", one_release_of_each_series_charged),
+    ],
+)
+def test_broken_twins_are_caught_at_a_claim_of_1_to_3(
+    mechanism: str, twin: Twin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = settings_of(mechanism, FAULTS[twin], **all_records(mechanism))
+    twin(monkeypatch)
+    found = seeded(settings)
+    assert 0.99 < found.epsilon < 3
+    assert found.fault
+
+
+@pytest.mark.parametrize(
+    ("twin", "mechanism", "rounds", "privacy"),
+    [
+        (features_and_logits_clipped_apart, "residual", 2, {}),
+        (the_same_noise_in_every_round, "residual", 3, {}),
+        (a_quarter_of_the_noise, "dp-sgd", 2, {"sample_rate": 0.1}),
+    ],
+)
+def test_faults_that_the_docs_call_too_small_for_it(
+    twin: Twin,
+    mechanism: str,
+    rounds: int,
+    privacy: dict[str, float],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Who makes the audit stronger corrects docs/privacy.md."""
+    settings = replace(settings_of(mechanism, 3.0, **privacy), rounds=rounds)
+    twin(monkeypatch)
+    found = seeded(settings)
+    assert 0.3 < found.epsilon_lower_bound < found.epsilon
+
+
+def test_an_audit_plans_what_the_run_plans_and_leaves_a_kept_ledger_alone(tmp_path: Path) -> None:
+    """Public sizes stay as they are, though the random data are fewer and none is held out."""
+    given_settings = resolve(
+        {
+            "run": {"method": "feddm", "rounds": 1, "device": "cpu"},
+            "partition": {"clients": 3, "local_test": 0.2},
+            "model": {"width": 8},
+            "method": {"iterations": 2, "ipc": 1, "server_epochs": 1, "batch": 8},
+            "privacy": {"epsilon": 2.0, "ledger": str(tmp_path)},
+        }
+    )
+    simulate(replace(given_settings, privacy=replace(given_settings.privacy, epsilon=1.0)))  # type: ignore[type-var]
+
+    def files() -> dict[str, bytes]:
+        return {p.name: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+
+    before = files()
+    rows: list[Release] = []
+    original = AuditedRun.claimed
+
+    def claimed(self: AuditedRun) -> float:
+        rows.extend(self.budget.history().releases)
+        return original(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AuditedRun, "claimed", claimed)
+        found = seeded(given_settings, canaries=50)
+    assert rows == plan_of(given_settings).planned()
+    assert 0 < found.epsilon < 2
+    assert files() == before
+
+
+def test_the_client_is_one_that_takes_part_most_often() -> None:
+    few = settings_of("residual", 2.0)
+    few = replace(
+        few,
+        participation=0.34,
+        rounds=4,
+        partition=replace(few.partition, clients=3),
+        method=replace(few.method, iterations=1, ipc=1),
+    )
+    found = seeded(few, canaries=20)
+    assert found.epsilon == pytest.approx(plan_of(few).planned_epsilon())
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "message"),
+    [
+        ({"privacy": None}, {}, "privacy.noise_multiplier or privacy.epsilon must be set"),
+        ({}, {"canaries": 1}, "canaries must be at least 2"),
+        ({}, {"guesses": 7}, "even number"),
+        ({}, {"guesses": 1002}, "even number"),
+        ({}, {"confidence": 1.0}, "confidence must be in"),
+        ({}, {"canaries_as": "vector"}, "vectors"),
+        ({"memory_gb": 1e-6}, {"canaries_as": "images"}, "canaries are too many"),
+    ],
+)
+def test_what_cannot_be_audited_is_refused_by_name(
+    change: dict[str, Any], options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises((FedsynthError, PrivacyError), match=message):
+        audit_run(replace(settings_of("residual", 2.0), **change), **options)
+
+
+def test_a_mechanism_without_a_claim_is_refused() -> None:
+    with pytest.raises(PrivacyError, match="claims no ε"):
+        audit_run(resolve({"privacy": {"noise_multiplier": 1.0, "mechanism": "paper"}}))

@@ -1,0 +1,152 @@
+"""Canaries in one client's releases: what is summed, what the auditor sees, and how it scores."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.stats import norm
+from torch import Tensor
+
+from fedsynth.privacy.errors import PrivacyError
+from fedsynth.privacy.guard import Guard
+from fedsynth.privacy.ledger import Ledger
+from fedsynth.privacy.randomness import SecretGenerator
+from fedsynth.privacy.releases import Release
+from fedsynth.simulation.audit.canaries import (
+    COLUMNS,
+    Canaries,
+    draw_directions,
+    log_likelihood_ratios,
+)
+
+
+def canaries(kind: str, count: int = 20, rest: int = 30) -> Canaries:
+    coins = torch.arange(count) % 3 == 0
+    generator = torch.Generator().manual_seed(0)
+    return Canaries(kind, torch.arange(count) % 10, coins, rest, generator)
+
+
+def pushed(
+    some: Canaries, width: int, device: torch.device, rate: float = 1.0, scale: float = 1.0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One release with next to no noise: (release, sampled records, rows that were handed in)."""
+    sampler = "full" if rate == 1 else "poisson"
+    row = Release(1, "x", "m", "x", 1e-9, 2.0, rate, sampler, 1, 10 * width)
+    secret = SecretGenerator(test_only=np.random.default_rng(0))
+    series = some.series(row, 10, Guard(Ledger("0"), 1e-5, None), secret)
+    records = some.rest + len(some.among_records())
+    labels = torch.cat([torch.arange(some.rest) % 10, some.labels[some.among_records()]])
+    sampled = series.sample(records)
+    rows = scale * torch.randn(records, width, generator=torch.Generator().manual_seed(1))
+    for some_of_them in sampled.split(7):
+        series.add(rows[some_of_them].to(device), labels[some_of_them].to(device))
+    return series.release().cpu().double(), sampled, rows
+
+
+def sums(rows: Tensor, labels: Tensor, clip: float) -> Tensor:
+    rows = rows.double() * (clip / rows.double().norm(dim=1, keepdim=True)).clamp_max(1)
+    return torch.zeros(10, rows.shape[1], dtype=torch.float64).index_add(0, labels, rows)
+
+
+def test_vectors_stand_for_the_canaries_that_are_in_and_for_nobody_else(
+    device: torch.device,
+) -> None:
+    some = canaries("vectors")
+    released, sampled, rows = pushed(some, 5, device)
+    assert len(sampled) == 30 + int(some.included.sum())
+    left = released - sums(rows[:30], torch.arange(30) % 10, 2.0)
+    number_in = torch.bincount(some.labels[some.included], minlength=10)
+    assert number_in.tolist() == [1, 0, 1, 1, 0, 1, 1, 0, 1, 1]
+    torch.testing.assert_close(left.norm(dim=1), 2.0 * number_in.double(), rtol=0, atol=1e-5)
+    assert bool((some.scores[some.included] > 0).all())
+    assert bool((some.scores[~some.included] < 0).all())
+
+
+@pytest.mark.parametrize("rate", [1.0, 0.5])
+def test_images_that_are_out_are_shown_to_the_auditor_and_not_summed(
+    device: torch.device, rate: float
+) -> None:
+    some = canaries("images")
+    released, sampled, rows = pushed(some, 5, device, rate)
+    assert set(range(30, 50)) <= set(sampled.tolist())
+    masks = np.random.default_rng(0).random(50) < rate
+    takes = torch.from_numpy(masks) & torch.cat([torch.ones(30, dtype=torch.bool), some.included])
+    labels = torch.cat([torch.arange(30) % 10, some.labels])
+    torch.testing.assert_close(released, sums(rows[takes], labels[takes], 2.0), atol=1e-5, rtol=0)
+
+
+def test_images_of_any_norm_are_scored_by_their_clipped_vectors(device: torch.device) -> None:
+    """Catches: norms in float32, which overflow above 1e19."""
+    scores = []
+    for scale in (1e3, 1e30):
+        some = canaries("images")
+        pushed(some, 5, device, scale=scale)
+        scores.append(some.scores)
+    torch.testing.assert_close(*scores, rtol=1e-3, atol=1e-3)
+    assert bool((scores[1][some.included] > 0).all())
+    assert bool((scores[1][~some.included] < 0).all())
+
+
+def test_a_record_that_never_comes_to_the_sum_is_an_error() -> None:
+    """Catches: a capped batch, which the accounting does not know."""
+    some = canaries("vectors")
+    row = Release(1, "x", "m", "x", 1.0, 2.0, 1.0, "full", 1, 50)
+    series = some.series(row, 10, Guard(Ledger("0"), 1e-5, None), SecretGenerator())
+    series.sample(37)
+    series.add(torch.ones(36, 5), torch.zeros(36, dtype=torch.int64))
+    with pytest.raises(PrivacyError, match="of 37 sampled records 36"):
+        series.release()
+
+
+@pytest.mark.parametrize("rate", [1.0, 0.3])
+def test_scores_are_the_likelihood_ratio_with_the_others_as_noise(rate: float) -> None:
+    """Against A_i and its inverse as written, for vectors that overlap."""
+    rng = np.random.default_rng(0)
+    u, y, s = rng.normal(size=(6, 4)), rng.normal(size=4), 0.7
+    expected = []
+    for i in range(6):
+        others = np.delete(u, i, axis=0)
+        noise = s**2 * np.eye(4) + rate / 2 * (1 - rate / 2) * others.T @ others
+        z = u[i] @ np.linalg.solve(noise, y - rate / 2 * others.sum(axis=0))
+        k = u[i] @ np.linalg.solve(noise, u[i])
+        expected.append(np.log(1 - rate + rate * np.exp(z - k / 2)))
+    got = log_likelihood_ratios(torch.tensor(y), torch.tensor(u), s, rate, orthogonal=False)
+    np.testing.assert_allclose(got.numpy(), expected, rtol=1e-9)
+
+
+@pytest.mark.parametrize("rate", [1.0, 0.3])
+def test_the_score_of_an_orthogonal_canary_is_the_ratio_of_two_densities(rate: float) -> None:
+    directions = draw_directions(5, 8, torch.Generator().manual_seed(0))
+    u, s = 2.0 * directions.units, 0.7
+    y = torch.randn(8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    along = (directions.units @ y).numpy()
+    out, sampled = norm.pdf(along, 0, s), norm.pdf(along, 2.0, s)
+    expected = np.log(((1 - rate) * out + rate * sampled) / out)
+    for orthogonal in (True, False):
+        apart = u[:1] if not orthogonal else u
+        got = log_likelihood_ratios(y, apart, s, rate, orthogonal=orthogonal).numpy()
+        np.testing.assert_allclose(got, expected[: len(apart)], rtol=1e-9)
+
+
+@given(count=st.integers(1, 40), width=st.integers(1, 60), seed=st.integers(0, 99))
+@settings(max_examples=40, deadline=None)
+def test_directions_are_unit_vectors_and_orthogonal_where_there_is_room(
+    count: int, width: int, seed: int
+) -> None:
+    drawn = draw_directions(count, width, torch.Generator().manual_seed(seed))
+    gram = drawn.units @ drawn.units.T
+    torch.testing.assert_close(gram.diagonal(), torch.ones(count, dtype=torch.float64))
+    assert drawn.orthogonal == (count <= width)
+    assert sorted(drawn.columns.tolist()) == list(range(width))
+    if drawn.orthogonal:
+        assert float((gram - torch.eye(count)).abs().max()) < 1e-12
+
+
+def test_directions_of_a_wide_release_lie_in_some_coordinates_of_all_parts() -> None:
+    drawn = draw_directions(3, 10 * COLUMNS, torch.Generator().manual_seed(0))
+    assert len(set(drawn.columns.tolist())) == COLUMNS
+    tenths = torch.bincount(drawn.columns // COLUMNS, minlength=10)
+    assert int(tenths.min()) > COLUMNS / 10 * 0.8

@@ -1,0 +1,309 @@
+"""Clients that fail: who is lost, what is charged, what is kept, and what goes on."""
+
+from __future__ import annotations
+
+import functools
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fedsynth import RunResult, load_dataset, resolve, simulate
+from fedsynth.config.participation import (
+    CRASHED,
+    KINDS,
+    LATE,
+    TIMED_OUT,
+    Failure,
+    Failures,
+)
+from fedsynth.core.context import RoundContext
+from fedsynth.federation.context import public_context
+from fedsynth.federation.in_process import InProcess
+from fedsynth.federation.round_loop import needed_uploads
+from fedsynth.federation.server import Server
+from fedsynth.methods import METHODS, method_class
+from fedsynth.privacy.plans import FIRST, MAIN
+from fedsynth.results.verification import verify_run
+from fedsynth.simulation.run import Simulation
+from tests.families import by_family
+from tests.simulation.test_unchanged import CLIENTS, case, private
+
+ROUNDS = 4
+FAILING = {"rounds": ROUNDS, "client_failures": 0.5, "quorum": 0.25, "seed": 2}
+PRIVATE = [name for name in METHODS if method_class(name).protects]
+
+
+def settings_of(given: Mapping[str, Mapping[str, Any]]) -> Any:
+    return resolve({name: values for name, values in given.items() if values})
+
+
+@functools.cache
+def failing(name: str, **run: Any) -> RunResult:
+    first = {"method": {"knowledge_from": "first-phase"}} if name == "fedaf" else {}
+    return simulate(settings_of(case(name, run={**FAILING, **run}, **first)))
+
+
+# --------------------------------------------------------------------------------------- who fails
+
+
+def test_failures_are_a_share_of_each_kind_and_repeat() -> None:
+    drawn = Failures(seed=1, share=0.3)
+    every = [drawn.of(number, client) for number in range(1, 41) for client in range(100)]
+    assert every == [drawn.of(number, client) for number in range(1, 41) for client in range(100)]
+    found = [one for one in every if one is not None]
+    assert len(found) == pytest.approx(1200, abs=4 * np.sqrt(4000 * 0.3 * 0.7))
+    for kind in KINDS:
+        for phase in (FIRST, MAIN):
+            of_it = sum(one == Failure(kind, phase) for one in found)
+            assert of_it == pytest.approx(200, abs=60)
+    others = [Failures(seed=2, share=0.3).of(1, client) for client in range(100)]
+    assert others != every[:100]
+    assert not any(Failures(1, 0.0).of(1, client) for client in range(100))
+    assert all(Failures(1, 1.0).of(1, client) for client in range(100))
+
+
+@pytest.mark.parametrize(
+    ("failure", "two", "first", "main"),
+    [
+        (None, True, True, True),
+        (Failure(CRASHED, FIRST), True, False, False),
+        (Failure(CRASHED, MAIN), True, True, False),
+        (Failure(TIMED_OUT, FIRST), True, True, False),
+        (Failure(LATE, FIRST), True, True, False),
+        (Failure(LATE, MAIN), True, True, True),
+        (Failure(CRASHED, FIRST), False, True, False),
+        (Failure(TIMED_OUT, FIRST), False, True, True),
+        (Failure(LATE, MAIN), False, True, True),
+    ],
+)
+def test_what_is_released_before_a_failure(
+    failure: Failure | None, two: bool, first: bool, main: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Failures, "of", lambda self, number, client: failure)
+    drawn = Failures(0, 0.5)
+    if two:
+        assert drawn.released(1, 0, FIRST, two=True) == first
+    assert drawn.released(1, 0, MAIN, two=two) == main
+
+
+# ----------------------------------------------------------------------------------- every method
+
+
+def expected_losses(seed: int, number: int) -> dict[str, str]:
+    drawn = Failures(seed, 0.5)
+    found = {str(client): drawn.of(number, client) for client in range(CLIENTS)}
+    return {client: one.kind for client, one in found.items() if one is not None}
+
+
+@pytest.mark.parametrize("name", by_family(METHODS, ("fedavg", "fedaf", "fedstats")))
+def test_every_method_goes_on_with_whoever_is_there(name: str) -> None:
+    result = failing(name)
+    assert [row["round"] for row in result.metrics] == list(range(1, ROUNDS + 1))
+    losses = [row.get("lost", {}) for row in result.metrics]
+    assert losses == [expected_losses(2, number) for number in range(1, ROUNDS + 1)]
+    assert {why for lost in losses for why in lost.values()} == set(KINDS)
+    assert not any("rejected" in row for row in result.metrics)
+    assert all(bool(torch.isfinite(t).all()) for t in result.model.state_dict().values())
+    there = [CLIENTS - len(lost) for lost in losses]
+    assert max(there) > min(there) >= 1
+
+
+def test_failures_repeat_with_the_seed() -> None:
+    again = failing.__wrapped__("fedaf")
+    for key, value in failing("fedaf").model.state_dict().items():
+        assert torch.equal(again.model.state_dict()[key], value)
+
+
+@pytest.mark.parametrize("name", ["fedaf", "fedfm"])
+def test_a_client_lost_in_the_first_exchange_is_not_asked_in_the_second(name: str) -> None:
+    """And one that is lost in the second has had its say in the first."""
+    method = {"knowledge_from": "first-phase"} if name == "fedaf" else {}
+    settings = settings_of(case(name, run=FAILING, method=method))
+    asked: dict[tuple[int, str], list[int]] = {}
+
+    class Watching(Server):
+        def check(self, phase: str, replies: Any, context: RoundContext) -> Any:
+            asked[context.round, phase] = sorted(replies)
+            return super().check(phase, replies, context)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fedsynth.simulation.run.Server", Watching)
+        simulate(settings)
+    phases = set()
+    for number in range(1, ROUNDS + 1):
+        drawn = {client: settings.failures.of(number, client) for client in range(CLIENTS)}
+        phases |= {one.phase for one in drawn.values() if one is not None}
+        in_first = [k for k, one in drawn.items() if one is None or one.phase == MAIN]
+        assert asked[number, FIRST] == in_first
+        if len(in_first) >= needed_uploads(0.25, CLIENTS):
+            assert asked[number, MAIN] == [k for k, one in drawn.items() if one is None]
+    assert phases == {FIRST, MAIN}
+
+
+@pytest.mark.parametrize("name", ["fedfm", "scaffold"])
+def test_a_round_below_the_quorum_leaves_the_model(name: str) -> None:
+    models = []
+
+    class Watching(Server):
+        def request(self, phase: str, context: RoundContext) -> Any:
+            models.append((context.round, self.state))
+            return super().request(phase, context)
+
+    run = {**FAILING, "quorum": 0.75}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fedsynth.simulation.run.Server", Watching)
+        result = simulate(settings_of(case(name, run=run)))
+    before = dict(reversed(models))  # the first request of each round
+    missed = [row["round"] for row in result.metrics if "not_counted" in row]
+    assert 0 < len(missed) < ROUNDS
+    for number in range(1, ROUNDS):
+        same = before[number] is before[number + 1]
+        assert same == (number in missed)
+    for number in missed:
+        row = result.metrics[number - 1]
+        there = CLIENTS - len(row["lost"])
+        assert row["not_counted"]["needed"] == 3
+        assert row["not_counted"]["uploads"] >= there
+    last = max(set(range(1, ROUNDS + 1)) - set(missed))
+    gone = result.metrics[last - 1].get("lost", {})
+    assert [str(k) for k in result.uploads] == [str(k) for k in range(4) if str(k) not in gone]
+
+
+def test_a_run_in_which_no_round_counts_ends_with_the_first_model() -> None:
+    settings = settings_of(case("fedavg", run={**FAILING, "client_failures": 1.0}))
+    result = simulate(settings)
+    assert all(row["not_counted"]["uploads"] == 0 for row in result.metrics)
+    assert result.uploads == {}
+    context = public_context(settings, load_dataset("digits")[0].spec, torch.device("cpu"))
+    for name, value in context.architecture.state_dict().items():
+        assert torch.equal(result.model.state_dict()[name], value)
+
+
+@pytest.mark.parametrize(("kind", "moves"), [(CRASHED, False), (TIMED_OUT, False), (LATE, True)])
+def test_what_a_client_that_failed_remembers(
+    kind: str, moves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(self: Failures, number: int, client: int) -> Failure | None:
+        return Failure(kind, MAIN) if client == 1 and number == 2 else None
+
+    monkeypatch.setattr(Failures, "of", fails)
+    memories = []
+    played = Simulation.play
+
+    def watch(self: Simulation, context: RoundContext) -> Any:
+        memories.append(self.exchange.clients[1].memory)
+        done = played(self, context)
+        memories.append(self.exchange.clients[1].memory)
+        return done
+
+    monkeypatch.setattr(Simulation, "play", watch)
+    simulate(settings_of(case("scaffold")))
+    assert memories[1] is not memories[0]
+    assert (memories[3] is not memories[2]) == moves
+
+
+# ------------------------------------------------------------------------------------------ privacy
+
+
+def private_run(name: str, folder: Path, **run: Any) -> RunResult:
+    more = {"method": {"knowledge_from": "first-phase"}} if name == "fedaf" else {}
+    given = private(name, run={**FAILING, **run}, **more)
+    return simulate(settings_of(given), output=folder)
+
+
+@pytest.mark.parametrize("name", by_family(PRIVATE, ("fedavg", "fedfm")))
+def test_a_private_run_with_failures_is_verified(name: str, tmp_path: Path) -> None:
+    """Also with rounds that do not count, and for some of them not even have a second exchange."""
+    result = private_run(name, tmp_path, quorum=0.75, rounds=3)
+    assert result.folder is not None
+    found = verify_run(result.folder)
+    assert found.problems == []
+    assert any("lost" in row for row in result.metrics)
+    missed = [row["not_counted"]["exchange"] for row in result.metrics if "not_counted" in row]
+    assert missed
+    assert (FIRST in missed) == (name in ("fedfm", "fedaf", "fedstats"))
+
+
+def test_what_was_computed_is_charged_and_what_was_not_is_not(tmp_path: Path) -> None:
+    """A client that never starts is charged nothing, and one whose answer is lost for all."""
+    result = private_run("fedfm", tmp_path)
+    assert result.folder is not None
+    settings = result.settings
+    kinds = set()
+    for client in range(CLIENTS):
+        file = result.folder / "ledger" / f"client-{client:03d}.jsonl"
+        rows = [json.loads(line) for line in file.read_text().splitlines()]
+        charged = [(row["round"], row["mechanism"]) for row in rows if "mechanism" in row]
+        for number in range(1, ROUNDS + 1):
+            failure = settings.failures.of(number, client)
+            first = failure is None or failure.phase == MAIN or failure.kind != CRASHED
+            main = failure is None or (failure.phase == MAIN and failure.kind != CRASHED)
+            assert charged.count((number, "sums")) == (2 if first else 0)
+            assert charged.count((number, "dp-sgd")) == (1 if main else 0)
+            if failure is not None:
+                kinds.add((failure.kind, failure.phase))
+    assert len(kinds) >= 4
+    assert verify_run(result.folder).problems == []
+
+
+def changed_rows(folder: Path, change: Any) -> list[str]:
+    file = folder / "metrics.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    change(rows)
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return verify_run(folder).problems
+
+
+def test_what_a_row_says_of_losses_is_verified(tmp_path: Path) -> None:
+    result = private_run("fedfm", tmp_path / "runs")
+    assert result.folder is not None
+    number = next(row["round"] for row in result.metrics if "lost" in row)
+
+    def nobody(rows: Any) -> None:
+        del rows[number - 1]["lost"]
+
+    def another(rows: Any) -> None:
+        rows[number - 1]["lost"] = {"3": "crashed", "0": "too late", "7": "crashed"}
+
+    def uncounted(rows: Any) -> None:
+        rows[number - 1]["not_counted"] = {"exchange": "first", "uploads": 0, "needed": 1}
+
+    def odd(rows: Any) -> None:
+        rows[number - 1]["lost"] = ["all"]
+
+    def rejected(rows: Any) -> None:
+        rows[number - 1]["rejected"] = {"9": "weight is -1"}
+
+    for position, change in enumerate((nobody, another, uncounted, odd, rejected)):
+        copied = tmp_path / str(position)
+        shutil.copytree(result.folder, copied)
+        problems = changed_rows(copied, change)
+        assert any(f"metrics.jsonl: round {number}" in text for text in problems), problems
+
+
+def test_a_rows_rejection_is_shown_in_a_private_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is wrong with a message follows from the message, which was released."""
+    honest = InProcess.step
+
+    def step(self: InProcess, *arguments: Any) -> Any:
+        replies = honest(self, *arguments)
+        bad = {k: replace(m, weight=-1.0) if k == 2 else m for k, m in replies.messages.items()}  # type: ignore[call-arg]
+        return replace(replies, messages=bad)
+
+    monkeypatch.setattr(InProcess, "step", step)
+    result = simulate(settings_of(private("fedavg")), output=tmp_path)
+    assert result.folder is not None
+    shown = [
+        json.loads(line) for line in (result.folder / "metrics.jsonl").read_text().splitlines()
+    ]
+    assert shown[0]["rejected"] == {"2": "weight is -1, and must be in [0, 1]"}
+    assert verify_run(result.folder).problems == []

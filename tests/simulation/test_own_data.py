@@ -1,0 +1,424 @@
+"""A user's own data: nothing is called public unasked, and every run on them is counted."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fedsynth.config.participation import Participation
+from fedsynth.config.resolve import resolve
+from fedsynth.config.settings import RunSettings
+from fedsynth.data.images import ImageData, from_arrays
+from fedsynth.data.registry import dataset_spec
+from fedsynth.errors import DataError, FedsynthError, SettingError
+from fedsynth.federation.observer import Observer
+from fedsynth.privacy.accounting import epsilon
+from fedsynth.privacy.errors import (
+    LedgerError,
+    PrivacyError,
+    PrivacySettingError,
+    UnaccountedReleaseError,
+)
+from fedsynth.privacy.ledger import read_ledger
+from fedsynth.privacy.ledger.folder import LedgerFolder
+from fedsynth.privacy.settings import NO_LEDGER, PrivacySettings
+from fedsynth.results.verification import verify_run
+from fedsynth.simulation.simulate import simulate
+from fedsynth.toml_file import to_toml
+
+OWN = replace(
+    dataset_spec("digits"), name="scans", train_size=200, test_size=40, source="our clinic"
+)
+DECLARED_PUBLIC = re.compile(r"declare\w*[^.;|\n]{0,60}public")
+PARTS = [np.arange(120), np.arange(120, 200)]
+
+
+def scans(n: int = 200, seed: int = 0, name: str = "scans") -> ImageData:
+    images = np.random.default_rng(seed).integers(0, 256, (n, 1, 8, 8)).astype(np.uint8)
+    return from_arrays(images, np.arange(n) % 10, replace(OWN, name=name))
+
+
+def tiny(method: str = "feddm", **sections: Any) -> RunSettings:
+    fast = {
+        "feddm": {"iterations": 1, "ipc": 1, "server_epochs": 1},
+        "real": {"server_epochs": 1, "min_examples": 1},
+        "fedavg": {"local_epochs": 1},
+    }
+    run = {"method": method, "rounds": 1, "device": "cpu", **sections.pop("run", {})}
+    given = {"model": {"width": 4, "depth": 2}, "method": fast[method], "run": run, **sections}
+    return resolve(given)
+
+
+def private(**privacy: Any) -> dict[str, Any]:
+    return {"noise_multiplier": 3.0, "max_records": 1000, **privacy}
+
+
+def texts(folder: Path) -> dict[str, str]:
+    """Everything readable outside simulation_only."""
+    return {
+        str(p.relative_to(folder)): p.read_text()
+        for p in folder.rglob("*")
+        if p.suffix in (".json", ".jsonl", ".md", ".toml", ".html")
+        and "simulation_only" not in p.parts
+    }
+
+
+def said_of_the_data(folder: Path) -> str:
+    """A report's verdict, scope and public items."""
+    report = json.loads((folder / "privacy_report.json").read_text())
+    return json.dumps([report[key] for key in ("verdict", "scope", "public_items")])
+
+
+class Listener(Observer):
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+# ------------------------------------------------------------ ledgers are demanded
+def test_own_data_need_a_ledger_or_a_word(tmp_path: Path) -> None:
+    """Catches: 'the data are declared public' of data that nobody declared public."""
+    with pytest.raises(
+        PrivacySettingError, match=r"privacy.ledger must name a folder .*'scans'.* or say 'none"
+    ) as caught:
+        simulate(tiny(privacy=private()), data=(scans(), None), output=tmp_path / "runs")
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "runs").exists()
+    said = simulate(
+        tiny(privacy=private(ledger=NO_LEDGER)), data=(scans(), None), output=tmp_path / "runs"
+    )
+    assert said.folder is not None
+    text = said_of_the_data(said.folder)
+    assert "scans: the operator's own, declared public by the operator" in text
+    assert DECLARED_PUBLIC.search(text)
+    config = (said.folder / "config.toml").read_text()
+    assert f'ledger = "{NO_LEDGER}"' in config
+    kept = simulate(
+        tiny(privacy=private(ledger=tmp_path / "ledgers")),
+        data=(scans(), None),
+        output=tmp_path / "runs",
+    )
+    assert kept.folder is not None
+    assert not DECLARED_PUBLIC.search(said_of_the_data(kept.folder))
+    assert not (kept.folder / "ledger").exists()
+
+
+def test_a_published_data_set_is_named_where_no_ledger_is_kept(tmp_path: Path) -> None:
+    folder = simulate(tiny(privacy=private(max_records=2000)), output=tmp_path).folder
+    assert folder is not None
+    report = json.loads((folder / "privacy_report.json").read_text())
+    assert report["public_items"]["data set"].startswith("digits, published: scikit-learn's")
+    assert not report["ledger_kept"]
+    fresh = (folder / "privacy_report.md").read_text().split("No ledger was kept over runs")[1]
+    assert "earlier and later runs on the same data are not counted" in fresh
+    (test,) = [entry for entry in report["scope"] if entry["access"] == "test set"]
+    assert test["note"].startswith("of the published data set digits")
+    assert not DECLARED_PUBLIC.search(said_of_the_data(folder))
+
+
+@pytest.mark.parametrize("words", ["none", "None: this data set is public!", "", "none:"])
+def test_nearly_the_words_are_no_folder(words: str) -> None:
+    with pytest.raises(PrivacySettingError, match="or exactly 'none: this data set is public'"):
+        PrivacySettings(noise_multiplier=1.0, ledger=words)
+
+
+def test_the_words_go_through_a_config_file() -> None:
+    import tomllib
+
+    settings = tiny(privacy=private(ledger=NO_LEDGER))
+    assert settings.privacy is not None
+    assert (settings.privacy.ledger, settings.privacy.ledger_folder) == (NO_LEDGER, None)
+    assert resolve(tomllib.loads(to_toml(settings.to_mapping()))) == settings
+
+
+# ---------------------------------------------------------- a ledger knows its data
+def test_records_keep_their_budget_in_whatever_order_the_clients_come(tmp_path: Path) -> None:
+    """Catches: [A, B] then [B, A] gave A twice the budget, in two ledgers."""
+    alone = {Participation(seed, 2, 0.5).in_round(1)[0]: seed for seed in range(20)}
+    once = simulate(tiny(privacy=private(ledger=NO_LEDGER)), data=(scans(), None), parts=PARTS)
+    cap = 1.2 * once.summary["differential_privacy"]["epsilon"]
+    sections = {
+        "partition": {"clients": 2, "seed": 0},
+        "privacy": private(epsilon=cap, ledger=str(tmp_path / "ledgers")),
+    }
+    results = [
+        simulate(
+            tiny(run={"participation": 0.5, "seed": alone[place]}, **sections),
+            data=(scans(), None),
+            parts=parts,
+            output=tmp_path / "runs",
+        )
+        for place, parts in ((0, PARTS), (1, PARTS[::-1]), (0, PARTS[::-1]))
+    ]
+    assert [len(result.metrics) for result in results] == [1, 0, 1]  # A, A again, B
+    rows = {
+        path.stem: read_ledger(path).releases for path in (tmp_path / "ledgers").glob("*.jsonl")
+    }
+    assert {name: len(mine) for name, mine in rows.items()} == {"client-000": 1, "client-001": 1}
+    assert all(0 < epsilon(mine, 1e-5) <= cap for mine in rows.values())
+    over: Any = results[1].privacy
+    assert results[1].accuracy is None
+    assert results[1].folder is None  # a run that could not begin leaves nothing
+    assert [event["kind"] for event in over["events"]] == ["ended"]
+    assert "ended after 0 of 1 rounds: client client-000: ε is" in results[1].deviations[0]
+    assert len(list((tmp_path / "runs").iterdir())) == 2
+
+
+def test_names_are_the_clients_and_no_other_data_are_charged_to_them(tmp_path: Path) -> None:
+    settings, names = tiny(privacy=private(ledger=tmp_path / "ledgers")), ["north", "St.Mary"]
+    first: Any = simulate(settings, data=(scans(), None), parts=PARTS, names=names).privacy
+    assert set(first["guarantee"]["epsilon_by_client"]) == set(names)
+    second: Any = simulate(
+        settings, data=(scans(), None), parts=PARTS[::-1], names=names[::-1]
+    ).privacy
+    assert second["guarantee"]["epsilon"] > 1.3 * first["guarantee"]["epsilon"]
+    changed = scans()
+    changed.images[5, 0, 3, 3] ^= 1
+    for data, parts, text in (
+        (scans(), PARTS[::-1], "80 records that .*St.Mary.jsonl was charged for"),
+        (changed, PARTS, r"client 'north' has other records .*\(1 are new, 1 are gone\)"),
+        (scans(seed=1), PARTS, r"\(120 are new, 120 are gone\)"),
+    ):
+        with pytest.raises(LedgerError, match=text):
+            simulate(settings, data=(data, None), parts=parts, names=names)
+    LedgerFolder(tmp_path / "ledgers").carry_over("north")
+    third: Any = simulate(settings, data=(changed, None), parts=PARTS, names=names).privacy
+    assert third["guarantee"]["epsilon"] > second["guarantee"]["epsilon"]
+    with pytest.raises(PrivacySettingError, match="list of 2 names"):
+        simulate(settings, data=(scans(), None), parts=PARTS, names=["north"])
+
+
+def test_changed_files_under_unchanged_settings_are_refused(tmp_path: Path) -> None:
+    """Clients by a named partition: the settings are the same, the records are not."""
+    settings = tiny(partition={"kind": "iid", "clients": 2}, privacy=private(ledger=tmp_path))
+    simulate(settings, data=(scans(), None))
+    simulate(replace(settings, rounds=2), data=(scans(), None))
+    with pytest.raises(LedgerError, match="other records than those"):
+        simulate(settings, data=(scans(seed=1), None))
+    assert {len(each.releases) for each in LedgerFolder(tmp_path).ledgers().values()} == {3}
+
+
+def test_another_seed_is_the_same_data_where_clients_are_given(tmp_path: Path) -> None:
+    settings = tiny(privacy=private(ledger=tmp_path))
+    for seed in (0, 1):
+        simulate(replace(settings, seed=seed), data=(scans(), None), parts=PARTS)
+    assert {len(each.releases) for each in LedgerFolder(tmp_path).ledgers().values()} == {2}
+
+
+def test_hashes_of_the_same_records_differ_from_folder_to_folder(tmp_path: Path) -> None:
+    """Catches: hashes without the folder's key, which anybody could compute of a guessed record."""
+    seen: list[set[bytes]] = []
+    for name in ("one", "two"):
+        privacy = private(ledger=tmp_path / name)
+        simulate(tiny(privacy=privacy), data=(scans(), None), parts=PARTS)
+        lists = (path for path in (tmp_path / name / "private").iterdir() if path.suffix != ".key")
+        packed = b"".join(path.read_bytes() for path in lists)
+        seen.append({packed[at : at + 16] for at in range(0, len(packed), 16)})
+    assert [len(hashes) for hashes in seen] == [200, 200]
+    assert not seen[0] & seen[1]
+
+
+def test_the_key_and_the_fingerprints_stay_where_they_are(tmp_path: Path) -> None:
+    """A run leaves nothing of a kept ledger but its rows; its own ledger has no fingerprint."""
+    privacy = private(ledger=tmp_path / "ledgers")
+    folder = simulate(tiny(privacy=privacy), data=(scans(), None), output=tmp_path / "runs").folder
+    assert folder is not None
+    assert verify_run(folder, ledger=tmp_path / "ledgers").problems == []
+    kept = tmp_path / "ledgers" / "private"
+    secrets = [path.read_bytes() for path in kept.iterdir()]
+    names = [path.name for path in kept.iterdir() if path.name != "records.key"]
+    for file in (p for p in folder.rglob("*") if p.is_file()):
+        content = file.read_bytes()
+        assert not any(secret in content or secret.hex().encode() in content for secret in secrets)
+        assert not any(name.encode() in content for name in names)
+    fresh = simulate(tiny(privacy=private(max_records=2000)), output=tmp_path / "runs").folder
+    assert fresh is not None
+    for ledger in (fresh / "ledger").iterdir():
+        header = json.loads(ledger.read_text().splitlines()[0])
+        assert set(header) == {"fedsynth_ledger", "client", "dataset", "created", "chain"}
+
+
+# -------------------------------------------------- runs without privacy count too
+@pytest.mark.parametrize("method", ["real", "fedavg"])
+def test_a_run_without_privacy_leaves_its_row_and_later_reports_say_so(
+    method: str, tmp_path: Path
+) -> None:
+    """Catches: raw images are published, and the next report on the same data says ε = 2."""
+    ledgers, listener = tmp_path / "ledgers", Listener()
+    open_run = tiny(method, run={"rounds": 2}, privacy={"ledger": str(ledgers)})
+    assert open_run.privacy is None
+    result = simulate(open_run, data=(scans(), None), parts=PARTS, observer=listener)
+    assert result.privacy is None
+    assert "no run on these data can have an ε afterwards" in listener.notes[1]
+    for ledger in LedgerFolder(ledgers).ledgers().values():
+        assert [row.round for row in ledger.releases] == [1, 2]
+        assert all(
+            "without differential privacy" in (row.unaccounted or "") for row in ledger.releases
+        )
+    for target in ({"epsilon": 8.0}, {"epsilon": 8.0, "noise_multiplier": None}):
+        capped = {k: v for k, v in private(ledger=ledgers, **target).items() if v is not None}
+        with pytest.raises(UnaccountedReleaseError, match="ε = 8 cannot be kept to") as caught:
+            simulate(tiny(privacy=capped), data=(scans(), None), parts=PARTS)
+        assert f"a round of {method} (none): a run on the same data" in str(caught.value)
+    later = simulate(
+        tiny(privacy=private(ledger=ledgers)),
+        data=(scans(), None),
+        parts=PARTS,
+        output=tmp_path / "runs",
+    )
+    assert later.folder is not None
+    assert verify_run(later.folder, ledger=ledgers).problems == []
+    text = (later.folder / "privacy_report.md").read_text()
+    assert "no differential privacy guarantee" in text
+    assert (
+        f"a round of {method} (none): a run on the same data without differential privacy" in text
+    )
+    assert not any("epsilon" in row for row in later.metrics)
+    assert later.summary["differential_privacy"]["epsilon"] is None
+
+
+def test_the_row_is_there_before_anything_leaves_a_client(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fedsynth.methods.real import Real
+
+    rows: list[int] = []
+    step = Real.client_step
+
+    def watched(self: Real, *args: Any) -> Any:
+        rows.extend(len(each.releases) for each in LedgerFolder(tmp_path).ledgers().values())
+        return step(self, *args)
+
+    monkeypatch.setattr(Real, "client_step", watched)
+    simulate(tiny("real", privacy={"ledger": tmp_path}), data=(scans(), None), parts=PARTS)
+    assert set(rows) == {1}
+
+
+def test_only_those_whose_data_are_shown_are_charged(tmp_path: Path) -> None:
+    """Who takes part; everybody where sizes decide, or own test splits are measured."""
+    (who,) = Participation(0, 2, 0.5).in_round(1)
+    cases: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+        "part": ({}, {}),
+        "sizes": ({"sampling": "size"}, {}),
+        "splits": ({}, {"local_test": 0.5}),
+    }
+    for name, (run, partition) in cases.items():
+        settings = tiny(
+            "fedavg",
+            run={"participation": 0.5, **run},
+            partition=partition,
+            privacy={"ledger": str(tmp_path / name)},
+        )
+        simulate(settings, data=(scans(), None), parts=PARTS)
+        ledgers = LedgerFolder(tmp_path / name).ledgers()
+        charged = {client for client, each in ledgers.items() if each.releases}
+        assert charged == ({f"client-00{who}"} if name == "part" else {"client-000", "client-001"})
+
+
+def test_a_ledger_alone_goes_through_a_config_file(tmp_path: Path) -> None:
+    import tomllib
+
+    settings = tiny("real", privacy={"ledger": str(tmp_path)})
+    assert (settings.privacy, settings.ledger) == (None, tmp_path)
+    assert resolve(tomllib.loads(to_toml(settings.to_mapping()))) == settings
+    assert tiny("real", privacy={"ledger": NO_LEDGER}).ledger is None
+    with pytest.raises(SettingError, match=r"privacy\.ledger"):
+        replace(tiny(privacy=private()), ledger=tmp_path)
+    with pytest.raises(PrivacySettingError, match="noise_multiplier"):
+        tiny(privacy={"ledger": str(tmp_path), "delta": 1e-6})
+
+
+# ------------------------------------------------------------------------ test images
+def run_on(test: ImageData | None, out: Path, declared: str | None = None, **privacy: Any) -> Any:
+    settings = tiny("fedavg", run={"rounds": 2}, **({"privacy": privacy} if privacy else {}))
+    return simulate(settings, data=(scans(), test), parts=PARTS, test=declared, output=out)
+
+
+@pytest.mark.parametrize("declared", [None, "private"])
+def test_what_is_measured_on_private_test_images_stands_in_simulation_only(
+    declared: str | None, tmp_path: Path
+) -> None:
+    """Own images are private unless their owner says otherwise."""
+    result = run_on(scans(40, 1), tmp_path, declared, **private(ledger=NO_LEDGER))
+    hidden = [
+        json.loads(x)
+        for x in (result.folder / "simulation_only/rounds.jsonl").read_text().splitlines()
+    ]
+    assert [0 <= row["private_test"]["test_accuracy"] <= 1 for row in hidden] == [True, True]
+    assert result.accuracy == hidden[-1]["private_test"]["test_accuracy"]
+    for name, text in texts(result.folder).items():
+        assert "private_test" not in text, name
+        assert "test_accuracy" not in text or '"test_accuracy": null' in text, name
+    summary = json.loads((result.folder / "summary.json").read_text())
+    assert summary["test_data"] == "private"
+    report = json.loads((result.folder / "privacy_report.json").read_text())
+    (test,) = [entry for entry in report["scope"] if entry["access"].startswith("test set")]
+    assert test["status"] == "simulation-only"
+
+
+def test_declared_public_test_images_are_called_that_and_shown(tmp_path: Path) -> None:
+    result = run_on(scans(40, 1), tmp_path, "public", **private(ledger=NO_LEDGER))
+    rows = [json.loads(x) for x in (result.folder / "metrics.jsonl").read_text().splitlines()]
+    assert rows[-1]["test_accuracy"] == result.accuracy == result.summary["test_accuracy"]
+    assert "test_data" not in result.summary
+    report = json.loads((result.folder / "privacy_report.json").read_text())
+    (test,) = [entry for entry in report["scope"] if entry["access"] == "test set"]
+    assert (test["status"], test["note"].split(";")[0]) == (
+        "public",
+        "declared public by the operator",
+    )
+
+
+@pytest.mark.parametrize("privacy", [{}, private(ledger=NO_LEDGER)])
+def test_without_test_images_a_run_has_no_accuracy(privacy: dict[str, Any], tmp_path: Path) -> None:
+    result = run_on(None, tmp_path, **privacy)
+    assert result.accuracy is None
+    assert (result.summary["test_accuracy"], result.summary["test_data"]) == (None, "none")
+    assert not any("test_accuracy" in row for row in result.metrics)
+    if privacy:
+        report = json.loads((result.folder / "privacy_report.json").read_text())
+        assert not any("test set" in entry["access"] for entry in report["scope"])
+
+
+def test_without_privacy_private_test_images_are_like_all_else(tmp_path: Path) -> None:
+    result = run_on(scans(40, 1), tmp_path, "private")
+    assert "test_data" not in result.summary
+    assert result.summary["test_accuracy"] == result.accuracy == result.metrics[-1]["test_accuracy"]
+
+
+@pytest.mark.parametrize("method", ["fedkf", "fedbn"])
+def test_methods_with_variants_and_own_models_run_without_test_images(method: str) -> None:
+    own = {"fedkf": {"method": {"generator_width": 4}}, "fedbn": {"model": {"norm": "batch"}}}[
+        method
+    ]
+    sections = {
+        "run": {"method": method, "rounds": 1, "device": "cpu"},
+        "model": {"width": 4, "depth": 2, **own.get("model", {})},
+        "method": {"local_epochs": 1, "batch": 64, **own.get("method", {})},
+        "partition": {"local_test": 0.3},
+    }
+    result = simulate(resolve(sections), data=(scans(), None), parts=PARTS)
+    assert result.accuracy is None
+    assert 0 <= result.metrics[-1]["local"]["amp"] <= 1
+    if method == "fedkf":
+        assert result.summary["models"] == {}
+
+
+def test_data_and_words_that_cannot_be(tmp_path: Path) -> None:
+    cases: list[tuple[Any, str | None, type[Exception], str]] = [
+        ((scans(), "public"), None, DataError, "or \\(train, None\\)"),
+        ((None, scans()), None, DataError, "each made by"),
+        ((scans(), scans(name="other")), None, DataError, "same specification"),
+        ((scans(), scans()), "secret", FedsynthError, "secret"),
+    ]
+    for data, test, kind, text in cases:
+        with pytest.raises((kind, PrivacyError), match=text):
+            simulate(tiny(), data=data, test=test)

@@ -1,0 +1,268 @@
+"""Runs on folders of a user's own images: what they need, what they say, what they show."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fedsynth import ImageData, load_dataset, load_folder, resolve, simulate
+from fedsynth.config.settings import RunSettings
+from fedsynth.errors import DataError, PartitionError, SettingError
+from fedsynth.federation.costs import plan_of
+from fedsynth.privacy.errors import LedgerError, PrivacySettingError
+from fedsynth.results.verification import verify_run
+from fedsynth.simulation.audit.auditing import audit_run
+from fedsynth.toml_file import read_sections
+from tests.interrupted import interrupted_in_round
+from tests.own_images import declare, make_folder
+
+BUDGET = {"noise_multiplier": 3.0}
+
+
+def tiny(folder: Path, **sections: Any) -> RunSettings:
+    run = {"rounds": 1, "device": "cpu", **sections.pop("run", {})}
+    data = {"folder": str(folder), **sections.pop("data", {})}
+    method = {"ipc": 1, "iterations": 2, "server_epochs": 1, "min_examples": 1}
+    model = {"width": 4, "depth": 2}
+    return resolve({"run": run, "data": data, "method": method, "model": model, **sections})
+
+
+@pytest.fixture
+def clinic(tmp_path: Path) -> Path:
+    """A folder of two sites, with a signed declaration."""
+    declare(make_folder(tmp_path / "clinic"))
+    return tmp_path / "clinic"
+
+
+def test_each_site_is_a_client(tmp_path: Path) -> None:
+    result = simulate(tiny(make_folder(tmp_path, ("a", "b", "c"))), quiet=True)
+    assert sorted(result.uploads) == [0, 1, 2]
+    assert (result.settings.partition.kind, result.settings.partition.clients) == ("given", 3)
+
+
+def test_a_loaded_folder_is_data_of_a_run(tmp_path: Path) -> None:
+    run = {"method": "fedavg", "rounds": 1}
+    settings = resolve({"run": run, "model": {"name": "linear"}, "partition": {"kind": "iid"}})
+    found = load_folder(make_folder(tmp_path))
+    assert len(simulate(settings, data=found, quiet=True).uploads) == 2
+    divided = simulate(settings, data=(found.train, None), quiet=True)
+    assert len(divided.uploads) == settings.partition.clients
+
+
+def test_classes_alone_need_a_partition(tmp_path: Path) -> None:
+    make_folder(tmp_path, sites=())
+    with pytest.raises(PartitionError, match=r"have no sites .*\(partition.kind=dirichlet"):
+        simulate(tiny(tmp_path), quiet=True)
+    result = simulate(tiny(tmp_path, partition={"kind": "iid", "clients": 2}), quiet=True)
+    assert len(result.uploads) == 2
+
+
+def test_private_runs_need_a_signed_declaration(tmp_path: Path) -> None:
+    """Catches: sizes, classes or shape of private images that become public unasked."""
+    folder = make_folder(tmp_path)
+    with pytest.raises(DataError, match=f"fedsynth data describe {folder} proposes") as caught:
+        simulate(tiny(folder, privacy=BUDGET), output=tmp_path / "runs", quiet=True)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(DataError, match="must be told what is public"):
+        simulate(tiny(folder, privacy=BUDGET), data=load_folder(folder), quiet=True)
+    declare(folder, by="")
+    with pytest.raises(DataError, match="is not signed off"):
+        simulate(tiny(folder, privacy=BUDGET), output=tmp_path / "runs", quiet=True)
+    assert not (tmp_path / "runs").exists()
+    declare(folder, ledger="")
+    with pytest.raises(PrivacySettingError, match="ledger must name a folder"):
+        simulate(tiny(folder, privacy=BUDGET), quiet=True)
+
+
+def test_a_private_run_goes_by_the_declaration(clinic: Path, tmp_path: Path) -> None:
+    result = simulate(tiny(clinic, privacy=BUDGET), output=tmp_path / "runs", quiet=True)
+    report: Any = result.privacy
+    assert report["max_records"] == 100
+    assert report["public_items"]["nominal records of a client"].startswith("25 ")  # 50 over 2
+    assert report["data_set"]["train_size"] == 50
+    assert set(report["guarantee"]["epsilon_by_client"]) == {"north", "south"}
+    assert result.folder is not None
+    assert verify_run(result.folder).problems == []
+    assert (clinic / "fedsynth-ledger" / "north.jsonl").exists()
+    # the images stand where they stood: the ledgers among them are none
+    again: Any = simulate(tiny(clinic, privacy=BUDGET), quiet=True).privacy
+    assert again["guarantee"]["epsilon"] > 1.2 * report["guarantee"]["epsilon"]
+
+
+def test_another_ledger_than_the_declared_one_is_refused(clinic: Path, tmp_path: Path) -> None:
+    """Catches: images whose budget is spent, and a run that begins at nothing beside it."""
+    elsewhere = {**BUDGET, "ledger": str(tmp_path / "elsewhere")}
+    with pytest.raises(SettingError, match="must be that of the declaration") as caught:
+        simulate(tiny(clinic, privacy=elsewhere), output=tmp_path / "runs", quiet=True)
+    assert (caught.value.section, caught.value.key) == ("privacy", "ledger")
+    same = {**BUDGET, "ledger": str(clinic / "fedsynth-ledger")}
+    assert simulate(tiny(clinic, privacy=same), quiet=True).privacy is not None
+
+
+def test_a_report_does_not_depend_on_how_many_images_there_are(tmp_path: Path) -> None:
+    """Catches: any true count in what a private run says."""
+    said = []
+    for each in (5, 9):
+        folder = tmp_path / f"{each}" / "clinic"
+        declare(make_folder(folder, each=each))
+        run = simulate(tiny(folder, privacy=BUDGET), output=tmp_path / f"{each}", quiet=True)
+        report: Any = run.privacy
+        # the folder's name has the time; hashes are of files that hold released noise
+        own = ("ledger_heads", "run", "files")
+        said.append({k: v for k, v in report.items() if k not in own})
+    assert said[0] == said[1]
+
+
+def test_a_dry_run_reads_the_declaration_alone(clinic: Path) -> None:
+    for image in clinic.rglob("*.png"):
+        image.unlink()
+    plan = plan_of(tiny(clinic, privacy={"epsilon": 8.0}))
+    assert (plan.run.partition.clients, plan.max_records, plan.nominal_size) == (2, 100, 25)
+    assert [one.client for one in plan.histories] == ["north", "south"]
+
+
+# ------------------------------------------------------------------------------ the test images
+@pytest.mark.parametrize("kind", ["public", "none", ""])
+def test_test_images_are_what_they_are_declared_to_be(
+    clinic: Path, tmp_path: Path, kind: str
+) -> None:
+    """Catches: accuracy on private test images in a file that is not simulation_only's."""
+    declare_test = make_folder(tmp_path / "test", sites=(), each=3)
+    data = {"test_folder": str(declare_test), "test": kind}
+    result = simulate(tiny(clinic, data=data, privacy=BUDGET), output=tmp_path / "runs", quiet=True)
+    folder = result.folder
+    assert folder is not None
+    summary = json.loads((folder / "summary.json").read_text())
+    rows = (folder / "metrics.jsonl").read_text()
+    hidden = (folder / "simulation_only" / "rounds.jsonl").read_text()
+    scope = {
+        one["access"]: one["status"]
+        for one in json.loads((folder / "privacy_report.json").read_text())["scope"]
+    }
+    assert verify_run(folder).problems == []
+    public = kind == "public"
+    assert ("test_accuracy" in rows) == public
+    assert (summary["test_accuracy"] is not None) == public
+    assert ("private_test" in hidden) == (kind in ("private", ""))
+    assert scope.get("test set") == ("public" if public else None)
+    assert ("test set, and accuracies on it" in scope) == (kind in ("private", ""))
+    assert summary.get("test_data") == (None if public else kind or "private")
+
+
+def test_public_test_images_can_be_left_out() -> None:
+    settings = resolve({"run": {"method": "fedavg", "rounds": 1}, "model": {"name": "linear"}})
+    assert simulate(settings, test="none", quiet=True).accuracy is None
+
+
+def test_test_images_that_also_train_are_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches: copies of training images under other names in the test folder; a public data set
+    has such images as it came, and is not looked at."""
+    make_folder(tmp_path / "scans")
+    make_folder(tmp_path / "test", sites=(), each=2)  # drawn from the same seeds
+    simulate(tiny(tmp_path / "scans", data={"test_folder": str(tmp_path / "test")}))
+    assert "2 of 4 test images are the same, pixel by pixel" in capsys.readouterr().err
+    train, test = load_dataset("digits")
+    linear = resolve({"run": {"method": "fedavg", "rounds": 1}, "model": {"name": "linear"}})
+    simulate(linear, data=(train, test.subset(np.arange(5))))
+    assert "pixel by pixel" not in capsys.readouterr().err
+    own = replace(train, spec=replace(train.spec, name="mine"))
+    simulate(linear, data=(own, own.subset(np.arange(5))))
+    assert "5 of 5 test images are the same" in capsys.readouterr().err
+
+
+def test_what_was_skipped_is_said_at_the_end_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_folder(tmp_path)
+    (folder / "north" / "ill" / "00.png").write_bytes(b"x")
+    (folder / "north" / "ill" / "07.dcm").write_bytes(b"x")
+    simulate(tiny(folder, data={"skip_corrupt": True, "skip_other": True, "image_size": "16"}))
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last == (
+        "left out of the data: 1 images that cannot be read, .dcm: 1 (north/ill/07.dcm)"
+    )
+
+
+def test_a_published_data_set_with_a_part_missing_is_said(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train, test = load_dataset("digits")
+    few = (train.subset(np.arange(1000)), test)
+    monkeypatch.setattr("fedsynth.federation.run_data.load_dataset", lambda *_, **__: few)
+    sections = {"run": {"method": "fedavg", "rounds": 1}, "model": {"name": "linear"}}
+    simulate(resolve(sections))
+    assert "digits has 1,000 training images here, and 1,438 as" in capsys.readouterr().err
+    simulate(resolve({**sections, "privacy": {"noise_multiplier": 3.0}}))
+    assert "missing" not in capsys.readouterr().err  # it depends on private data
+
+
+# ------------------------------------------------------------------------------------- settings
+def test_own_images_have_no_published_name(tmp_path: Path) -> None:
+    """Catches: a report that takes a user's own folder for MNIST."""
+    folder = make_folder(tmp_path / "mnist")
+    with pytest.raises(SettingError, match=r"data.dataset is the name of a published data set"):
+        tiny(folder, data={"dataset": "mnist"})
+    assert tiny(folder).dataset == "own mnist"
+
+
+def test_training_images_alone_are_refused_in_words(tmp_path: Path) -> None:
+    """Catches: "cannot unpack non-iterable ImageData object"."""
+    train: ImageData = load_folder(make_folder(tmp_path)).train
+    for wrong in (train, [1, 2, 3], "digits"):
+        with pytest.raises(DataError, match=r"data must be \(train, test\)") as caught:
+            simulate(tiny(tmp_path), data=wrong, quiet=True)  # type: ignore[arg-type]
+        assert "\n" not in str(caught.value)
+
+
+def test_what_one_owner_spent_is_not_forgotten_at_the_sites(clinic: Path) -> None:
+    """Catches: a budget twice for the same images, once pooled and once by site."""
+    simulate(tiny(clinic, partition={"kind": "iid", "clients": 1}, privacy=BUDGET), quiet=True)
+    with pytest.raises(LedgerError, match=r"records that .*client-000.jsonl was charged for"):
+        simulate(tiny(clinic, privacy=BUDGET), quiet=True)
+
+
+def test_an_audit_goes_by_the_declaration_and_reads_no_image(clinic: Path) -> None:
+    for image in clinic.rglob("*.png"):
+        image.unlink()
+    settings = tiny(clinic, privacy=BUDGET)
+    found = audit_run(settings, canaries=20, guesses=4, confidence=0.9)
+    assert 0 < found.epsilon < 20
+    assert not (clinic / "fedsynth-ledger").exists()
+
+
+# ------------------------------------------------------------------------- users, and going on
+def test_patients_are_protected_by_the_users_of_the_images(tmp_path: Path) -> None:
+    """Catches: users.csv that nobody reads, and so a guarantee for images alone."""
+    folder = make_folder(tmp_path / "clinic")
+    declare(folder, users=20)
+    by_user = {**BUDGET, "unit": "user", "nominal_size": 10}
+    with pytest.raises(DataError, match="does not say whose its records are"):
+        simulate(tiny(folder, privacy=by_user), quiet=True)
+    images = sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*.png"))
+    rows = [f"{name},patient {number // 3}" for number, name in enumerate(images)]
+    (folder / "users.csv").write_text("path,user\n" + "\n".join(rows))
+    report: Any = simulate(tiny(folder, privacy=by_user), quiet=True).privacy
+    assert report["unit"]["kind"] == "user"
+
+
+def test_a_run_on_a_folder_goes_on_where_it_stopped(
+    clinic: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches: a resumed run whose declaration has filled other settings than config.toml's."""
+    settings = tiny(clinic, run={"rounds": 2}, privacy=BUDGET)
+    with interrupted_in_round(2, monkeypatch), pytest.raises(KeyboardInterrupt):
+        simulate(settings, output=tmp_path / "runs", quiet=True)
+    (left,) = (tmp_path / "runs").iterdir()
+    again = resolve(read_sections(left / "config.toml"))
+    done = simulate(again, resume=left, quiet=True)
+    assert len(done.metrics) == 2
+    assert done.folder is not None
+    assert verify_run(done.folder).problems == []
+    assert len(done.deviations) == 1

@@ -1,0 +1,233 @@
+"""The round loop: reproducible by its seed, accounted where it is private, refusing what it
+must."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fedsynth.config.resolve import resolve
+from fedsynth.config.settings import RunSettings
+from fedsynth.data.images import from_arrays
+from fedsynth.data.registry import dataset_spec
+from fedsynth.errors import DataError, DivergedError, PartitionError, SettingError
+from fedsynth.federation.observer import Observer
+from fedsynth.methods.feddm import FedDM
+from fedsynth.privacy.accounting import epsilon
+from fedsynth.privacy.errors import BudgetExceededError, LedgerError, PrivacySettingError
+from fedsynth.privacy.ledger import Ledger
+from fedsynth.privacy.releases import Release
+from fedsynth.simulation.simulate import simulate
+
+
+def tiny(method: str = "feddm", **privacy: Any) -> RunSettings:
+    fast = {
+        "feddm": {"iterations": 2, "ipc": 1, "server_epochs": 2},
+        "fedavg": {"local_epochs": 1},
+        "real": {"server_epochs": 2},
+    }
+    return resolve(
+        {
+            "run": {"method": method, "rounds": 2, "device": "cpu"},
+            "partition": {"clients": 3},
+            "model": {"width": 4},
+            "method": fast[method],
+            "privacy": privacy,
+        }
+    )
+
+
+def same(a: torch.nn.Module, b: torch.nn.Module) -> bool:
+    return all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("method", ["feddm", "fedavg"])
+def test_a_run_is_reproduced_by_its_seed_unless_it_is_private(method: str) -> None:
+    first, second = simulate(tiny(method)), simulate(tiny(method))
+    assert same(first.model, second.model)
+    accuracies = [[row["test_accuracy"] for row in run.metrics] for run in (first, second)]
+    assert accuracies[0] == accuracies[1]
+    assert not same(first.model, simulate(replace(tiny(method), seed=5)).model)
+    private = tiny(method, noise_multiplier=3.0)
+    assert not same(simulate(private).model, simulate(private).model)
+
+
+def test_nothing_touches_the_global_generators() -> None:
+    torch_state, numpy_state = torch.get_rng_state(), np.random.get_state()[1].copy()  # type: ignore[index,union-attr]  # noqa: NPY002
+    simulate(tiny())
+    simulate(tiny("fedavg", noise_multiplier=3.0))
+    assert torch.equal(torch_state, torch.get_rng_state())
+    assert np.array_equal(numpy_state, np.random.get_state()[1])  # type: ignore[index]  # noqa: NPY002
+
+
+def test_charged_rows_are_the_rounds_that_ran_and_the_report_holds_them(tmp_path: Path) -> None:
+    result = simulate(tiny(noise_multiplier=3.0), output=tmp_path)
+    assert result.folder is not None
+    ledgers = sorted((result.folder / "ledger").iterdir())
+    assert len(ledgers) == 3
+    dataset = json.loads(ledgers[0].read_text().splitlines()[0])["dataset"]
+    rows = Ledger("client-000", ledgers[0], dataset=dataset).releases
+    assert [(r.round, r.steps) for r in rows] == [(1, 2), (2, 2)]
+    spent = epsilon(rows, 1e-5)
+    assert result.metrics[-1]["epsilon"] == pytest.approx(spent)
+    assert result.summary["differential_privacy"]["epsilon"] == pytest.approx(spent)
+
+
+def test_epsilon_alone_calibrates_for_the_whole_run() -> None:
+    """Catches: calibration for one round only."""
+    spent = simulate(tiny(epsilon=4.0)).summary["differential_privacy"]
+    assert 3.9 < spent["epsilon"] <= 4.0
+    sigma = spent["noise_multiplier"]
+    assert epsilon([Release(1, "x", "x", "x", sigma, 1.0, 1.0, "full", 2, 1)], 1e-5) < 3.0
+
+
+def test_a_hard_cap_ends_the_run_in_order() -> None:
+    rows = [Release(1, "x", "x", "x", 3.0, 1.0, 1.0, "full", 2, 1)]
+    cap = epsilon(rows, 1e-5) * 1.05  # one round fits, two do not
+    result = simulate(tiny(noise_multiplier=3.0, epsilon=cap))
+    assert len(result.metrics) == 1
+    assert result.summary["differential_privacy"]["epsilon"] <= cap
+    with pytest.raises(BudgetExceededError):
+        simulate(tiny(noise_multiplier=3.0, epsilon=cap / 3))
+
+
+def test_a_kept_ledger_carries_over_runs(tmp_path: Path) -> None:
+    """Catches: ledger reset by a new run folder."""
+    settings = tiny(noise_multiplier=3.0, ledger=tmp_path / "ledgers")
+    first = simulate(settings, output=tmp_path / "runs").summary["differential_privacy"]["epsilon"]
+    second = simulate(settings, output=tmp_path / "runs").summary["differential_privacy"]["epsilon"]
+    assert second > 1.3 * first
+    other = replace(settings, partition=replace(settings.partition, seed=9))
+    with pytest.raises(LedgerError, match="belongs to"):
+        simulate(other)
+
+
+def test_delta_is_checked_against_the_public_bound() -> None:
+    simulate(tiny(noise_multiplier=3.0, delta=5e-4))
+    with pytest.raises(PrivacySettingError, match=r"1 / privacy\.max_records"):
+        simulate(tiny(noise_multiplier=3.0, delta=5e-4, max_records=10_000))
+    with pytest.raises(PrivacySettingError, match="at least 1, got 0"):
+        tiny(noise_multiplier=3.0, max_records=0)
+    with pytest.raises(PrivacySettingError, match="below the 1438 records"):
+        simulate(tiny(noise_multiplier=3.0, max_records=1000))
+
+
+def test_a_class_nobody_has_is_refused_only_without_privacy() -> None:
+    """With DP on, class presence is private: no rule may look at it."""
+    rng = np.random.default_rng(0)
+    train = from_arrays(
+        rng.integers(0, 256, (200, 1, 8, 8)).astype(np.uint8),
+        np.arange(200) % 9,
+        dataset_spec("digits"),
+    )
+    with pytest.raises(DataError, match="class"):
+        simulate(tiny(), data=(train, train))
+    simulate(tiny(noise_multiplier=3.0), data=(train, train))
+
+
+def test_divergence_is_said_and_leaves_no_finished_folder(tmp_path: Path) -> None:
+    settings = tiny("fedavg")
+    settings = replace(settings, method=replace(settings.method, lr=1e30, momentum=0.0))  # type: ignore[call-arg]
+    with pytest.raises(DivergedError, match=r"round 1: parameters.* of the client 0 is not finite"):
+        simulate(settings, output=tmp_path)
+    assert all(folder.name.endswith(".incomplete") for folder in tmp_path.iterdir())
+
+
+def test_a_run_in_which_nobody_sends_an_image_is_refused() -> None:
+    many = replace(tiny(), partition=replace(tiny().partition, clients=500, min_size=0))
+    with pytest.raises(SettingError, match="nobody sends an image"):
+        simulate(many)
+
+
+def test_accuracy_is_the_test_sets() -> None:
+    """A test set whose labels are the model's own predictions gives 1, one of other labels gives 0,
+    whatever the training set."""
+    from fedsynth.data.images import ImageData, normalise
+    from fedsynth.data.load import load_dataset
+
+    train, test = load_dataset("digits")
+    model = simulate(tiny(), data=(train, test)).model
+    with torch.no_grad():
+        predicted = model(normalise(test.images, test.spec)).argmax(dim=1)
+    for shift, expected in ((0, 1.0), (1, 0.0)):
+        labelled = ImageData(test.images, (predicted + shift) % 10, test.spec)
+        assert simulate(tiny(), data=(train, labelled)).accuracy == expected
+
+
+def test_memories_go_from_round_to_round() -> None:
+    """Images kept over rounds move twice; restarted ones go back to the start first."""
+    kept = simulate(tiny()).uploads[0]
+    settings = tiny()
+    restarted = simulate(replace(settings, method=replace(settings.method, restart=True))).uploads[
+        0
+    ]  # type: ignore[call-arg]
+    assert not torch.allclose(
+        dict(kept.arrays())["images"], dict(restarted.arrays())["images"], atol=1e-3
+    )
+
+
+def test_your_own_clients() -> None:
+    rng = np.random.default_rng(0)
+    images = rng.integers(0, 256, (200, 1, 8, 8)).astype(np.uint8)
+    labels = np.arange(200) % 10
+    data = from_arrays(images, labels, dataset_spec("digits"))
+    parts = [np.flatnonzero(labels < 3), np.flatnonzero(labels >= 3)]
+    uploads = simulate(tiny(), data=(data, data), parts=parts).uploads
+    sent = [dict(uploads[k].arrays())["labels"].tolist() for k in (0, 1)]
+    assert sent == [[0, 1, 2], [3, 4, 5, 6, 7, 8, 9]]
+    for bad, text in (
+        ([[0, 1], [1, 2]], "client 1: an example is given twice"),
+        ([[0, 200]], "must lie in"),
+        ([[0.5]], "whole numbers"),
+        ([], "at least one client"),
+    ):
+        with pytest.raises(PartitionError, match=text):
+            simulate(tiny(), data=(data, data), parts=bad)  # type: ignore[arg-type]
+
+
+def test_a_class_that_nobody_sends_is_said() -> None:
+    class Listener(Observer):
+        def __init__(self) -> None:
+            self.notes: list[str] = []
+
+        def note(self, text: str) -> None:
+            self.notes.append(text)
+
+    rng, listener = np.random.default_rng(0), Listener()
+    labels = np.concatenate([np.arange(180) % 9, [9, 9]])
+    data = from_arrays(
+        rng.integers(0, 256, (182, 1, 8, 8)).astype(np.uint8), labels, dataset_spec("digits")
+    )
+    simulate(tiny(), data=(data, data), parts=[np.arange(182)], observer=listener)
+    assert listener.notes[0].startswith("no differential privacy")
+    assert "nobody sends images of 9" in listener.notes[1]
+
+
+def test_the_memory_bound_splits_clients_and_changes_nothing_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """--memory-gb: a bound of 0.2 MB lets one client go at a time; the uploads are the same."""
+    sizes: list[int] = []
+    step = FedDM.client_step
+
+    def watched(self: FedDM, message: Any, clients: Any, memories: Any, context: Any) -> Any:
+        sizes.append(len(clients.ids))
+        return step(self, message, clients, memories, context)
+
+    monkeypatch.setattr(FedDM, "client_step", watched)
+    given: dict[str, dict[str, Any]] = {
+        "run": {"rounds": 1},
+        "method": {"server_epochs": 1, "iterations": 3},
+    }
+    wide = simulate(resolve(given)).uploads
+    narrow = simulate(resolve({**given, "run": {"rounds": 1, "memory_gb": 0.0002}})).uploads
+    assert sizes == [5, 1, 1, 1, 1, 1]
+    for k, upload in wide.items():
+        for name, tensor in upload.arrays():
+            torch.testing.assert_close(tensor, dict(narrow[k].arrays())[name], atol=1e-4, rtol=1e-4)

@@ -1,0 +1,343 @@
+"""An exported set, with the run's model and without, and a network trained on it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from fedsynth import (
+    FedStats,
+    ModelSettings,
+    PrivacySettings,
+    RunSettings,
+    StudentSettings,
+    export_run,
+    load_dataset,
+    load_model,
+    load_synthetic,
+    owner_settings,
+    simulate,
+    synthesize,
+)
+from fedsynth.data.images import normalise
+from fedsynth.errors import (
+    DataError,
+    DataFilesCorruptError,
+    OutputError,
+    SettingError,
+    UnknownNameError,
+)
+from fedsynth.features import register_features, register_file
+from fedsynth.features.registry import _OWN
+from fedsynth.own_code import load_own
+from fedsynth.results.result import RunResult
+from fedsynth.results.saved_model import Architecture, images_of_model, write_model
+from fedsynth.simulation.student import real_images, student_of_set
+from tests.own_images import make_folder
+
+BRIEF = StudentSettings(steps=3, views=1)
+LINEAR = ModelSettings("linear")
+
+
+@pytest.fixture(autouse=True)
+def registered() -> Iterator[None]:
+    """Forgets maps that a test has registered."""
+    before = dict(_OWN)
+    yield
+    _OWN.clear()
+    _OWN.update(before)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> RunResult:
+    method = FedStats(ipc=2, drawn_ipc=20)
+    settings = RunSettings(method, rounds=3, privacy=PrivacySettings(epsilon=20.0))
+    return simulate(settings, output=tmp_path_factory.mktemp("runs"), quiet=True)
+
+
+@pytest.fixture(scope="module")
+def share(run: RunResult, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("out") / "share"
+    return export_run(str(run.folder), place, with_model=True)
+
+
+@pytest.fixture
+def bare(run: RunResult, tmp_path: Path) -> Path:
+    """The set without the run's model."""
+    return export_run(str(run.folder), tmp_path / "bare")
+
+
+def metadata(file: Path) -> dict[str, str]:
+    with safe_open(file, framework="pt") as opened:
+        found: dict[str, str] = opened.metadata()
+    return found
+
+
+def changed(file: Path, to: Path, shift: float = 0.0, **stated: str) -> Path:
+    """A model's file with other weights or metadata."""
+    weights = {name: value + shift for name, value in load_file(file).items()}
+    save_file(weights, to, metadata={**metadata(file), **stated})
+    return to
+
+
+# ------------------------------------------------------------------------------- the run's model
+def test_the_model_goes_with_the_set_and_gives_the_run_s_logits(
+    run: RunResult, share: Path, bare: Path
+) -> None:
+    test = load_dataset("digits")[1]
+    images = normalise(test.images[:20], test.spec)
+    found = load_model(share)
+    assert not found.training
+    with torch.no_grad():
+        torch.testing.assert_close(found(images), run.model.eval()(images))
+    assert "model.safetensors" in (share / "SHA256SUMS").read_text()
+    assert "`fedsynth.load_model" in (share / "README.md").read_text()
+    stated = json.loads(metadata(share / "model.safetensors")["settings"])
+    assert sorted(stated) == ["method", "model", "run"]
+    assert stated["run"] == {"method": "fedstats"}
+    assert not (bare / "model.safetensors").exists()
+    assert "load_model" not in (bare / "README.md").read_text()
+    with pytest.raises(OutputError, match="without the run's model"):
+        load_model(bare)
+    with pytest.raises(OutputError, match="does not say of which architecture"):
+        load_model(f"{run.folder}/model.safetensors")
+    told = images_of_model(Path(str(run.folder)))
+    assert told is not None
+    assert told.name == "digits"
+
+
+def test_a_model_that_was_changed_on_the_way_is_refused(run: RunResult, tmp_path: Path) -> None:
+    made = export_run(str(run.folder), tmp_path / "share", with_model=True)
+    changed(made / "model.safetensors", made / "model.safetensors", shift=1)
+    with pytest.raises(DataFilesCorruptError, match="was changed"):
+        load_model(made)
+
+
+LARGE = {"width": 100_000, "height": 100_000}
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "words"),
+    [
+        *(
+            ("settings", text, "cannot be used")
+            for text in (
+                '{"run": {"method": "nosuch"}}',
+                '{"run": {"method": "fedstats"}, "method": {"features": "nosuch"}}',
+                '{"model": {"width": -1}}',
+                "{",
+            )
+        ),
+        ("spec", '{"name": [1]}', "cannot be used"),
+        ("spec", LARGE, "too many"),  # of a file of a kilobyte
+        ("spec", {"width": 20_000}, "parameters"),
+        ("logits", '"x"', "cannot be used"),
+    ],
+)
+def test_a_hostile_file_is_an_error_of_one_line(
+    key: str, text: Any, words: str, share: Path, tmp_path: Path
+) -> None:
+    file = share / "model.safetensors"
+    stated = {key: text}
+    if isinstance(text, dict):
+        spec = {**json.loads(metadata(file)["spec"]), **text}
+        stated = {"spec": json.dumps(spec), "settings": '{"model": {"name": "linear"}}'}
+    with pytest.raises(OutputError, match=words) as caught:
+        load_model(changed(file, tmp_path / "model.safetensors", **stated))
+    assert "\n" not in str(caught.value)
+
+
+def test_other_settings_of_a_stranger_are_not_taken(share: Path, tmp_path: Path) -> None:
+    """Catches: a file whose sections on data or privacy touch this machine."""
+    file = share / "model.safetensors"
+    settings = json.loads(metadata(file)["settings"])
+    settings["run"]["rounds"] = 10**9
+    text = json.dumps({**settings, "data": {"folder": "/x"}, "privacy": {"epsilon": -1}})
+    assert load_model(changed(file, tmp_path / "model.safetensors", settings=text)) is not None
+
+
+ENCODER = """
+import torch
+from fedsynth.features import measured_map
+
+def encoder(image_shape):
+    weight = torch.randn(64, 12, generator=torch.Generator().manual_seed({seed}))
+    return measured_map("mine", image_shape, lambda x: (x.flatten(1) @ weight).tanh())
+"""
+
+
+def test_an_encoder_with_other_weights_is_found_out(tmp_path: Path) -> None:
+    """Catches: a model that loads without a word, and says something else of every image."""
+    file = tmp_path / "enc.py"
+    file.write_text(ENCODER.format(seed=0))
+    name = register_file(f"{file}:encoder")
+    method = FedStats(features=name, drawn_ipc=2)
+    settings = RunSettings(method, rounds=2, privacy=PrivacySettings(epsilon=20.0))
+    result = simulate(settings, output=tmp_path / "runs", quiet=True)
+    share = export_run(str(result.folder), tmp_path / "share", with_model=True)
+    readme = (share / "README.md").read_text()
+    assert f"code that is not here: `{name}`" in readme
+    assert 'load_model("THIS_FOLDER", features="PATH/enc.py:encoder")' in readme
+    assert "`fedsynth student`, `PATH/enc.py:encoder` is the option of features" in readme
+    assert load_model(share, features=f"{file}:encoder") is not None
+    build = _OWN[name][0]
+    file.write_text(ENCODER.format(seed=1))
+    other, _ = load_own("method", "features", f"{file}:encoder")
+    register_features(name, other)  # as a file does that loads weights which have changed
+    with pytest.raises(OutputError, match=r"something else of public .*enc.py:encoder@"):
+        load_model(share)
+    register_features(name, build)
+    assert load_model(share) is not None
+    del _OWN[name]
+    with pytest.raises(OutputError, match="give that file again"):
+        load_model(share)
+
+
+# ------------------------------------------------------------------------------------ the student
+def test_soft_labels_and_the_set_s_own_teacher_are_the_default(
+    run: RunResult, share: Path, bare: Path
+) -> None:
+    made = student_of_set(share, LINEAR, BRIEF)
+    plain = student_of_set(share, LINEAR, BRIEF, labels="hard", teacher="none")
+    of_run = student_of_set(bare, LINEAR, BRIEF, teacher=str(run.folder))
+    assert (made.labels, made.taught) == ("soft", True)
+    assert (plain.labels, plain.taught) == ("hard", False)
+    assert of_run.taught
+    for name, value in made.network.state_dict().items():
+        torch.testing.assert_close(value, of_run.network.state_dict()[name])
+        assert not torch.equal(value, plain.network.state_dict()[name])
+
+
+def test_a_student_learns_from_the_set_and_is_read_back(share: Path, tmp_path: Path) -> None:
+    """Catches: a student of wrong labels, or one whose file is another network's."""
+    made = student_of_set(share, ModelSettings(width=8, depth=2), StudentSettings(300, views=2))
+    test = real_images(made.found.spec, dataset="digits")
+    assert test is not None
+    assert test.spec.mean == made.found.spec.mean  # normalised as the student's images were
+    assert made.accuracy_on(test) > 0.6  # a tenth by chance
+    made.save(tmp_path / "deep" / "student.safetensors")
+    again = load_model(tmp_path / "deep" / "student.safetensors")
+    images = made.found.normalised()[:5]
+    with torch.no_grad():
+        torch.testing.assert_close(again(images), made.network(images))
+    for name in ("student.safetensors", "synthetic.safetensors", "images/student.safetensors"):
+        with pytest.raises(OutputError, match="in a synthetic set"):
+            made.save(share / name)
+    with pytest.raises(OutputError, match="is a folder"):
+        made.save(tmp_path)
+    assert load_synthetic(share).labels.shape == made.found.labels.shape
+
+
+DIGITS = load_dataset("digits")[1].spec
+OTHERS: list[tuple[dict[str, Any], str]] = [
+    ({"width": 16}, "for other images"),
+    ({"class_names": tuple("abcdefghij")}, "is for images of others, and the set's are of digits"),
+    ({"std": (0.1,)}, "is for images of others"),
+]
+
+
+@pytest.mark.parametrize(("other", "words"), OTHERS)
+def test_a_teacher_of_other_images_is_refused(
+    other: dict[str, Any], words: str, share: Path, tmp_path: Path
+) -> None:
+    """Catches: labels of garments for digits, from a model that takes images of the same shape."""
+    for spec in (DIGITS, replace(DIGITS, name="others", **other)):
+        of = Architecture(spec, LINEAR)
+        write_model(tmp_path / f"{spec.name}.safetensors", of.network(), of)
+    assert student_of_set(share, LINEAR, BRIEF, teacher=tmp_path / "digits.safetensors").taught
+    with pytest.raises(SettingError, match=words):
+        student_of_set(share, LINEAR, BRIEF, teacher=tmp_path / "others.safetensors")
+
+
+def test_what_cannot_be_is_refused(share: Path, tmp_path: Path) -> None:
+    spec = load_synthetic(share).spec
+    assert real_images(spec) is None
+    scans = make_folder(tmp_path / "scans", ("a",), each=3)
+    for error, words, call in (
+        (UnknownNameError, "labels", lambda: student_of_set(share, LINEAR, BRIEF, labels="sof")),
+        (
+            OutputError,
+            "is no folder of a finished run, no set",
+            lambda: student_of_set(share, LINEAR, BRIEF, teacher=tmp_path),
+        ),
+        (
+            SettingError,
+            "for other images",
+            lambda: student_of_set(share, LINEAR, BRIEF, teacher=torch.nn.Flatten()),
+        ),
+        (
+            SettingError,
+            "other images or classes",
+            lambda: real_images(spec, dataset="synthetic(1,1)"),
+        ),
+        (SettingError, "give one", lambda: real_images(spec, dataset="digits", folder=tmp_path)),
+        (DataError, "does not have", lambda: real_images(spec, folder=scans)),
+    ):
+        with pytest.raises(error, match=words):
+            call()
+
+
+class Mine(torch.nn.Sequential):
+    """A user's own network."""
+
+    def __init__(self, image_shape: tuple[int, int, int], classes: int) -> None:
+        size = image_shape[1] * image_shape[2]
+        super().__init__(torch.nn.Flatten(), torch.nn.Linear(size, classes))
+
+
+def test_the_guarantee_is_the_set_s_where_nothing_else_went_in(
+    run: RunResult, share: Path, tmp_path: Path
+) -> None:
+    """Catches: the set's ε claimed of a network that learned from an unprotected run's model, or
+    began with weights that were trained on private data before."""
+    settings = RunSettings(FedStats(drawn_ipc=2), rounds=1)
+    folder = simulate(settings, output=tmp_path / "open", quiet=True).folder
+    assert folder is not None
+    set_too = export_run(folder, tmp_path / "other", unprotected=True, with_model=True)
+    no_copies = StudentSettings(steps=2, views=0)
+    for teacher, model, how, holds in (
+        ("auto", LINEAR, BRIEF, True),
+        ("none", LINEAR, BRIEF, True),
+        (str(run.folder), LINEAR, BRIEF, True),
+        (str(folder), LINEAR, BRIEF, False),
+        (str(set_too), LINEAR, BRIEF, False),
+        (str(share), LINEAR, BRIEF, True),
+        (f"{share}/model.safetensors", LINEAR, BRIEF, True),
+        (load_model(folder), LINEAR, BRIEF, False),
+        (str(folder), LINEAR, no_copies, True),  # it has nothing to label
+        ("auto", Mine, BRIEF, True),
+        ("auto", Mine((1, 8, 8), 10), BRIEF, False),
+    ):
+        made = student_of_set(share, model, how, teacher=teacher)
+        assert made.guaranteed is holds, (teacher, model)
+        assert made.taught is (teacher != "none" and how is BRIEF)
+        if model is not LINEAR:
+            assert isinstance(made.network, Mine)
+            continue
+        made.save(tmp_path / "made.safetensors")
+        stated = json.loads(metadata(tmp_path / "made.safetensors")["epsilon"])
+        assert stated == (made.found.epsilon if holds else None)
+
+
+def test_a_set_without_soft_labels_has_none_to_learn(tmp_path: Path) -> None:
+    given = {
+        "run": {"rounds": 1},
+        "method": {"ipc": 1, "iterations": 1, "server_epochs": 1},
+        "model": {"width": 4, "depth": 2},
+        "privacy": {"epsilon": 8.0},
+    }
+    out = tmp_path / "share"
+    synthesize(owner_settings(given), out, runs=tmp_path / "runs", with_model=True)
+    made = student_of_set(out, LINEAR, BRIEF)
+    assert (made.labels, made.taught) == ("hard", False)  # its model was trained on these images
+    assert "labels the copies" not in (out / "README.md").read_text()
+    with pytest.raises(SettingError, match="no soft labels"):
+        student_of_set(out, LINEAR, BRIEF, labels="soft")

@@ -1,0 +1,154 @@
+"""Whole runs that protect users: reports, ledgers, refusals, and that a user more moves nothing but
+their own contribution."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from fedsynth.config.resolve import resolve
+from fedsynth.config.settings import RunSettings
+from fedsynth.data.images import ImageData, from_arrays
+from fedsynth.data.registry import dataset_spec
+from fedsynth.errors import DataError, PartitionError
+from fedsynth.federation.run_data import divided
+from fedsynth.privacy.errors import LedgerError, PrivacySettingError
+from fedsynth.privacy.mechanisms import GaussianSums, Released
+from fedsynth.privacy.releases import USER
+from fedsynth.results.verification import verify_run
+from fedsynth.simulation.simulate import RunResult, simulate
+
+SPEC = dataset_spec("digits")
+USERS = np.repeat(np.arange(30), 10)  # 10 records each; ten users a client
+PARTS = [np.arange(100), np.arange(100, 200), np.arange(200, 300)]
+
+
+def people(users: np.ndarray = USERS) -> tuple[ImageData, ImageData]:
+    rng = np.random.default_rng(0)
+    images = rng.integers(0, 256, (len(users), 1, 8, 8)).astype(np.uint8)
+    data = from_arrays(images, rng.integers(0, 10, len(users)), SPEC)
+    return ImageData(data.images, data.labels, SPEC, None, torch.from_numpy(users)), data
+
+
+def settings(method: str = "feddm", **privacy: Any) -> RunSettings:
+    values = {"iterations": 2, "ipc": 1, "server_epochs": 1}
+    return resolve({
+        "run": {"method": method, "rounds": 2},
+        "model": {"width": 4, "depth": 2},
+        "partition": {"clients": 3},
+        "method": values if method == "feddm" else {"local_steps": 1},
+        "privacy": {"noise_multiplier": 3.0, "unit": "user", "nominal_size": 10, **privacy},
+    })  # fmt: skip
+
+
+def run(output: Path | None = None, **privacy: Any) -> RunResult:
+    return simulate(settings(**privacy), data=people(), parts=PARTS, output=output)
+
+
+def test_the_report_says_who_is_protected_and_is_verified(tmp_path: Path) -> None:
+    result = run(tmp_path, user_records=4)
+    report: Any = result.privacy
+    assert report["unit"] == {"kind": USER, "person": "person", "user_records": 4}
+    assert report["public_items"]["nominal persons of a client"].startswith("10 (declared)")
+    assert "nominal records of a client" not in report["public_items"]
+    assert {row["unit"] for row in report["ledger"]} == {USER}
+    assert [group["units"] for group in report["guarantee"]["groups"]] == [2, 5]
+    assert result.folder is not None
+    assert verify_run(result.folder).problems == []
+    text = (result.folder / "privacy_report.md").read_text()
+    assert "for one person of one client" in text
+    assert "2 persons together" in text
+
+
+@pytest.mark.parametrize("method", ["fedavg"])
+def test_epsilon_counts_users_by_the_public_number_of_them(method: str) -> None:
+    """The rate is the method's batch over the nominal number of users; the divisor likewise: 1 if
+    that is smaller."""
+    report: Any = simulate(settings(method), data=people(), parts=PARTS).privacy
+    assert {row["sample_rate"] for row in report["ledger"]} == {1.0}
+
+
+@pytest.mark.parametrize(("local_test", "user_records"), [(0.0, None), (0.3, 3)])
+def test_a_user_more_moves_sums_by_at_most_the_clip_and_nobody_elses_records(
+    local_test: float, user_records: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through the engine: split, bound, sampling at rate 1, clipping. All releases are forced to
+    zero."""
+    sums: list[tuple[Tensor, float]] = []
+
+    def release(self: GaussianSums) -> Released:
+        assert self._sums is not None
+        self._users.close(self._sums)
+        sums.append((self._sums.clone(), self._release.sensitivity))
+        self._sums, self.steps_left = None, self.steps_left - 1
+        return Released(torch.zeros(self._groups, self._width))
+
+    monkeypatch.setattr(GaussianSums, "release", release)
+    bound = {} if user_records is None else {"user_records": user_records}
+    given = settings(**bound, sample_rate=1.0, clip=0.05).to_mapping()
+    given["partition"]["local_test"] = local_test
+    data, test = people()
+    runs = []
+    for gone in (None, 3, 7):
+        kept = np.flatnonzero(gone != USERS) if gone is not None else np.arange(300)
+        parts = [np.flatnonzero(np.isin(kept, part)) for part in PARTS]
+        sums.clear()
+        simulate(resolve(given), data=(data.subset(kept), test), parts=parts)
+        runs.append(list(sums))
+    moved = []
+    for other in runs[1:]:
+        assert len(other) == len(runs[0]) > 0
+        for (a, clip), (b, _) in zip(runs[0], other, strict=True):
+            moved.append(float((a - b).norm()) / clip)
+    assert max(moved) <= 1 + 1e-6
+    assert max(moved) > 0.5  # somebody trains, and is clipped
+
+
+@pytest.mark.parametrize(("unit", "cut"), [("user", False), ("record", True)])
+def test_the_engine_splits_by_what_it_protects(unit: str, cut: bool) -> None:
+    given = settings(unit=unit, nominal_size=100).to_mapping()
+    given["partition"]["local_test"] = 0.3
+    training, testing = divided(resolve(given), [torch.from_numpy(p) for p in PARTS], people()[0])
+    assert all(len(part) for part in (*training, *testing))
+    shared = [set(USERS[a]) & set(USERS[b]) for a, b in zip(training, testing, strict=True)]
+    assert any(shared) == cut
+
+
+def test_what_users_need() -> None:
+    with pytest.raises(PrivacySettingError, match=r"needs privacy\.nominal_size"):
+        resolve({"privacy": {"noise_multiplier": 1.0, "unit": "user"}})
+    with pytest.raises(PrivacySettingError, match="one of record, user"):
+        settings(unit="household")
+    with pytest.raises(PrivacySettingError, match="user_records"):
+        settings(unit="record", user_records=3)
+    data, test = people()
+    with pytest.raises(DataError, match="whose its records are"):
+        simulate(settings(), data=(test, test), parts=PARTS)
+    with pytest.raises(PartitionError, match="records of one user"):
+        simulate(
+            settings(),
+            data=(data, test),
+            parts=[np.arange(95), np.arange(95, 200), np.arange(200, 300)],
+        )
+
+
+def test_a_kept_ledger_protects_one_unit(tmp_path: Path) -> None:
+    run(ledger=tmp_path / "ledgers")
+    with pytest.raises(LedgerError, match="protect a user"):
+        run(ledger=tmp_path / "ledgers", unit="record", nominal_size=100)
+    run(ledger=tmp_path / "ledgers")
+
+
+def test_users_can_be_audited() -> None:
+    """Each canary is a user; the claim of an honest run stands."""
+    from fedsynth.simulation.audit.auditing import audit_run
+
+    found = audit_run(
+        settings(noise_multiplier=2.0), canaries=40, test_only=np.random.default_rng(0)
+    )
+    assert 0 <= found.epsilon_lower_bound <= found.epsilon
