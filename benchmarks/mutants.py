@@ -44,10 +44,10 @@ SOURCES = {  # how many faults, the folder, and the files that they are drawn fr
         "privacy",
         "mechanisms dpsgd grid guard passes products randomness",
     ),
-    "ledger": (10, "privacy", "ledger ledger_folder ledger_lines report_file history"),
+    "ledger": (10, "privacy", "ledger/* report/file"),
     "condensation": (10, "fedsynth/synthesizer/condensation", "*"),
     "distillation": (10, "fedsynth/synthesizer/generation", "*"),
-    "engine": (10, "fedsynth", "federation/exchange/* federation/simul* training/*"),
+    "engine": (10, "fedsynth", "federation/* simulation/run training/*"),
     "methods": (20, "fedsynth", "methods/* methods/shared/* methods/statistics/* models/* core/*"),
 }
 TESTS = {  # below tests/; each group of files is run where those before find nothing
@@ -61,7 +61,7 @@ TESTS = {  # below tests/; each group of files is run where those before find no
         "privacy/test_[c-z]*",
         "privacy",
     ),
-    "ledger": ("privacy/test_ledger*", "privacy federation/test_own_data*"),
+    "ledger": ("privacy/test_ledger*", "privacy simulation/test_own_data*"),
     "condensation": (
         "synthesizer/test_[dfknpsw]*",
         "synthesizer/test_matchers*",
@@ -73,15 +73,15 @@ TESTS = {  # below tests/; each group of files is run where those before find no
         "methods/test_ens* methods/test_fedkf*",
     ),
     "engine": (
-        "training federation/test_se[rt]*",
-        "federation/test_sim* federation/test_cl* federation/test_p[al]*",
-        "federation/test_unch*",
-        "federation/test_re* federation/test_kept* federation/test_proc*",
+        "training federation/test_ser* config/test_set*",
+        "simulation/test_sim* federation/test_cl* config/test_pa*",
+        "simulation/test_unch*",
+        "simulation/test_re* results/test_kept* deployment/test_re*",
     ),
     "methods": (
         "methods/test_[bclr]* methods/test_fe[ad]* models core methods",
-        "federation/test_unch*",
-        "privacy/test_thr* federation/test_[lsp]*",
+        "simulation/test_unch*",
+        "privacy/test_thr* federation/test_[lp]* simulation/test_s* deployment/test_s*",
     ),
 }
 SWAPS = {

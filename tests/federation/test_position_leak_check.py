@@ -17,11 +17,13 @@ from fedsynth import simulate
 from fedsynth.config.resolve import resolve
 from fedsynth.config.settings import RunSettings
 from fedsynth.data.registry import dataset_spec
+from fedsynth.features.row_products import two_sided
 from fedsynth.federation import position_leak_check
 from fedsynth.federation.context import public_context
 from fedsynth.federation.position_leak_check import check_private_steps
 from fedsynth.federation.privacy_plan import PrivacyPlan
 from fedsynth.federation.step_trial import LEAST, records_of_step
+from fedsynth.models import feature_linear
 from fedsynth.privacy import dpsgd
 from fedsynth.results.verification import verify_run
 from fedsynth.synthesizer.condensation.loop import NetworkFeatures
@@ -152,7 +154,14 @@ def test_models_on_features_are_tried_as_they_are_summed(
 
 def test_fedstats_is_tried_with_what_a_server_may_send(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a trial at the first weights only, where products with T, the identity, are exact."""
-    monkeypatch.setattr("fedsynth.features.row_products.LANES", 1)
+
+    def moved(left: torch.Tensor, rows: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        product = two_sided(left, rows, right)
+        if not torch.equal(left, torch.eye(len(left))):
+            product[5] = torch.nextafter(product[5], torch.full_like(product[5], 9.0))
+        return product
+
+    monkeypatch.setattr(feature_linear, "two_sided", moved)
     assert len(warned(settings("fedstats", "mnist"))) == 1
 
 
