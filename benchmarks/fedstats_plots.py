@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from library.rows import STATISTICS_SEEDS, by_key, percents
-from library.statistics_tables import DATASETS, NOISES
+from documents.fedstats import DATASETS, NOISES
+from library.rows import STATISTICS_SEEDS, percents
 
 DOCS = Path(__file__).resolve().parent.parent / "docs" / "images"
 EPSILONS = ("0.5", "1", "3", "10")
@@ -38,15 +38,12 @@ MARKS = ("*", "X", "D")
 class Cells:
     """Means and deviations of the table's cells."""
 
-    def __init__(self) -> None:
-        self._rows = by_key("fedstats_table")
-
     def values(
         self, dataset: str, epsilon: str, noise: str, alpha: str, clients: int
     ) -> list[float]:
         """In %, of each seed that there is."""
         name = f"{dataset} eps={epsilon} {noise} alpha={alpha} K={clients}"
-        return percents(self._rows, name, STATISTICS_SEEDS)
+        return percents("fedstats_table", name, STATISTICS_SEEDS)
 
 
 def line(axes: Any, points: Sequence[tuple[float, list[float]]], label: str, colour: str) -> None:

@@ -14,34 +14,22 @@ in the document so, whatever its line breaks. Every other decimal number, and ev
 %, points or times, is an error, unless it is no measurement: in code, after a name of a setting or
 a reference (`FREE`), or between `<!-- given -->` and `<!-- end -->`, as papers' figures are.
 
-The tables are in `library/*_tables.py`, which `PARTS` lists.
+The tables are declared in `documents/*.py` and rendered by `library/pivot.py`.
 """
 
 from __future__ import annotations
 
 import argparse
 import difflib
+import importlib
+import pkgutil
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from library import (
-    compare_tables,
-    feature_tables,
-    fedaf_tables,
-    feddm_tables,
-    fedkf_tables,
-    fedsum_tables,
-    how_long_tables,
-    one_shot_tables,
-    privacy_tables,
-    reliability_tables,
-    reproduction_tables,
-    speed_tables,
-    statistics_tables,
-)
+import documents
 from library.rows import LAST_COMMIT, READ, SCRIPTS, RowsError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -54,21 +42,10 @@ DOCUMENTS = (
         if path.relative_to(ROOT / "docs").parts[0] not in MADE
     ),
 )
-PARTS = (
-    feddm_tables,
-    fedaf_tables,
-    fedkf_tables,
-    one_shot_tables,
-    compare_tables,
-    fedsum_tables,
-    privacy_tables,
-    speed_tables,
-    reliability_tables,
-    reproduction_tables,
-    statistics_tables,
-    feature_tables,
-    how_long_tables,
-)
+PARTS = [
+    importlib.import_module(f"documents.{part.name}")
+    for part in pkgutil.iter_modules(documents.__path__)
+]
 TABLES: dict[str, Callable[[], str]] = {
     name: made for part in PARTS for name, made in part.TABLES.items()
 }
@@ -142,9 +119,7 @@ class Sentence:
         return made + text[end:]
 
 
-SENTENCES = [
-    Sentence(document, text, values) for part in PARTS for document, text, values in part.SENTENCES
-]
+SENTENCES = [Sentence(*sentence) for part in PARTS for sentence in getattr(part, "SENTENCES", ())]
 
 
 def written(document: str, text: str) -> str:

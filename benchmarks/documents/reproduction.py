@@ -1,11 +1,12 @@
-"""The tables of docs/reproduction.md, from the rows of results/reproduction/*.jsonl."""
+"""docs/reproduction.md, from the rows of results/reproduction/*.jsonl."""
 
 from __future__ import annotations
 
 import json
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from fedsynth.reproduction.comparison import Line, format_number, lines
@@ -14,34 +15,29 @@ from fedsynth.reproduction.presets import Cell, Preset, cell_words, dataset_of
 from fedsynth.reproduction.rows import Rows
 from fedsynth.reproduction.runs import changed_settings
 from library import RESULTS
-from library.rows import (
-    NOTHING,
-    READ,
-    REPRODUCTION,
-    Row,
-    RowsError,
-    by_key,
-    case,
-    percents,
-    spread,
-    table,
-)
+from library.pivot import COUNT, Axis, Fields, Table, figure, text
+from library.rows import READ, REPRODUCTION, Row, RowsError, case, number, percents
 
-FOLDER = RESULTS / "reproduction"
+DOCUMENT = "docs/reproduction.md"
 CURVES = "fedprox:synthetic"
-NETWORK_SEEDS = range(5)
 AT = (20, 50, 100, 150, 200)
 ACCURACIES = ("test_accuracy_pct", "best_test_accuracy_pct", "amp_pct")
+NETWORKS: Fields = {
+    "file": "networks_per_round",
+    "key": "{dataset} M={networks}",
+    "less": "{dataset} M=0",
+    "seeds": range(5),
+}
 
 
 def _rows() -> dict[str, dict[str, Any]]:
     READ.append(REPRODUCTION)
-    return Rows(FOLDER).all()
+    return Rows(RESULTS / "reproduction").all()
 
 
 def _finished() -> list[tuple[Preset, Line]]:
-    """A line for each published number, and each curve, that a finished run speaks of; of runs
-    with changed settings apart."""
+    """A line for each published number, and each curve, of finished runs; runs with changed
+    settings are apart."""
     rows = _rows()
     changes = {json.dumps(row["changes"], sort_keys=True) for row in rows.values()}
     datasets = {dataset_of(row["cell"]["dataset"]) for row in rows.values()}
@@ -50,8 +46,8 @@ def _finished() -> list[tuple[Preset, Line]]:
     for name in preset_names():
         one = preset(name)
         cells = [cell for cell in one.cells if dataset_of(cell.dataset) in datasets]
-        for text in sorted(changes):
-            changed = json.loads(text)
+        for change in sorted(changes):
+            changed = json.loads(change)
             made = lines(one, _may_have(cells, changed, rows), seeds, rows, changes=changed)
             found += [(one, line) for line in made if line.seeds or line.diverged]
     return found
@@ -60,7 +56,7 @@ def _finished() -> list[tuple[Preset, Line]]:
 def _may_have(
     cells: Sequence[Cell], changed: dict[str, Any], rows: dict[str, dict[str, Any]]
 ) -> Sequence[Cell]:
-    """Of methods that ran so: others may have no setting of that name."""
+    """The cells of methods that ran with these changes: others may not have the setting."""
     if not changed:
         return cells
     methods = {row["cell"]["method"] for row in rows.values() if row["changes"] == changed}
@@ -73,61 +69,57 @@ def _changed(line: Line) -> str:
     return f" (`{words}`)" if words else ""
 
 
-def _compared() -> str:
-    """Published beside reproduced."""
-    head = ["table", "cell", "metric", "published", "reproduced", "seeds"]
-    body = [
-        [
-            f"`{one.name}`",
-            f"{line.cell}{_changed(line)}{line.reduced}",
-            line.number.label,
-            format_number(line.number.value, line.number.std),
-            format_number(line.mean, line.std),
-            str(len(line.seeds)),
-            line.verdict,
-            f"{sum(line.seconds) / 3600:.2f}",
-            ", ".join(line.commits),
-        ]
+def _columns(*titles: str) -> Axis:
+    """Columns of texts that the rows' axis has made."""
+    return [(title, text(title)) for title in titles]
+
+
+def _texts(labels: tuple[str, ...], **texts: str) -> tuple[tuple[str, ...], Fields]:
+    """A row of such texts."""
+    return labels, {"records": [texts]}
+
+
+def _compared() -> Axis:
+    """Published beside reproduced numbers."""
+    return [
+        _texts(
+            (f"`{one.name}`", f"{line.cell}{_changed(line)}{line.reduced}"),
+            metric=line.number.label,
+            published=format_number(line.number.value, line.number.std),
+            reproduced=format_number(line.mean, line.std),
+            seeds=str(len(line.seeds)),
+            verdict=line.verdict,
+            hours=f"{sum(line.seconds) / 3600:.2f}",
+            commit=", ".join(line.commits),
+        )
         for one, line in _finished()
         if line.number.value is not None
     ]
-    return table([*head, "verdict", "hours", "commit"], body)
 
 
-def _curves() -> str:
-    """FedProx's test accuracy by rounds: the paper has figures, and no numbers."""
-    body = []
-    rows = _rows()
+def _curves() -> Axis:
+    """FedProx's cells with runs: the paper has figures, and no numbers."""
     one = preset(CURVES)
-    for cell in one.cells:
-        mine = [
-            row
-            for row in rows.values()
-            if row["preset"] == CURVES and row["cell"] == cell.columns() and not row["changes"]
-        ]
-        if mine:
-            body.append([cell_words(cell, one), *_by_rounds(mine), str(len(mine))])
-    rounds = [f"round {number}" for number in AT]
-    return table(["", *rounds, "last 20 rounds", "their spread", "seeds"], body)
+    rows = [row for row in _rows().values() if row["preset"] == CURVES and not row["changes"]]
+    cells = [
+        (cell_words(cell, one), [row for row in rows if row["cell"] == cell.columns()])
+        for cell in one.cells
+    ]
+    return [(words, {"records": mine}) for words, mine in cells if mine]
 
 
-def _by_rounds(rows: Sequence[Row]) -> list[str]:
-    """Mean accuracies at some rounds, over the last 20, and the standard deviation over these
-    rounds, averaged over seeds."""
-    curves = [row["curve"]["test_accuracy"] for row in rows]
-    cells = []
-    for number in AT:
-        at = [100 * curve[number - 1] for curve in curves if len(curve) >= number]
-        cells.append(f"{statistics.mean(at):.1f}" if at else NOTHING)
-    ends = [[100 * value for value in curve[-20:]] for curve in curves]
-    cells.append(f"{statistics.mean(map(statistics.mean, ends)):.1f}")
-    cells.append(f"{statistics.mean(map(statistics.pstdev, ends)):.1f}")
-    return cells
+def _at(row: Row, number: int) -> float | None:
+    curve = row["curve"]["test_accuracy"]
+    return curve[number - 1] if len(curve) >= number else None
 
 
-def _orders() -> str:
+def _last(row: Row, of: Any) -> float:
+    return of([100 * value for value in row["curve"]["test_accuracy"][-20:]])  # type: ignore[no-any-return]
+
+
+def _orders() -> Axis:
     """The methods' order, published and reproduced, where two or more of a setting are finished,
-    in whatever precision."""
+    in any precision."""
     groups: dict[tuple[str, str, str], list[tuple[str, float, float]]] = {}
     for one, line in _finished():
         mean = line.mean
@@ -135,53 +127,88 @@ def _orders() -> str:
             continue
         cell = next(c for c in one.cells if cell_words(c, one) == line.cell)
         setting = line.cell.replace(cell.method, "", 1).split("; ")[0]  # then remarks on a number
-        key = one.name, f"{' '.join(setting.split())}{_changed(line)}", line.number.label
+        where = f"{' '.join(setting.split())}{_changed(line)}"
+        key = f"`{one.name}`", where, line.number.label
         groups.setdefault(key, []).append((cell.method, line.number.value, mean))
-    body = []
-    for (name, where, metric), methods in groups.items():
-        if len(methods) > 1:
-            pairs = [(a, b) for k, a in enumerate(methods) for b in methods[k + 1 :]]
-            same = sum((a[1] - b[1]) * (a[2] - b[2]) > 0 for a, b in pairs)
-            there = sorted(methods, key=lambda m: m[1], reverse=True)
-            here = sorted(methods, key=lambda m: m[2], reverse=True)
-            orders = [" > ".join(name for name, _, _ in one) for one in (there, here)]
-            body.append([f"`{name}`", where, metric, *orders, f"{same} of {len(pairs)}"])
-    head = ["table", "cell", "metric", "published order", "reproduced order", "pairs alike"]
-    return table(head, body)
+    return [_order(key, methods) for key, methods in groups.items() if len(methods) > 1]
 
 
-def _presets() -> str:
+def _order(
+    labels: tuple[str, ...], methods: Sequence[tuple[str, float, float]]
+) -> tuple[tuple[str, ...], Fields]:
+    pairs = [(a, b) for k, a in enumerate(methods) for b in methods[k + 1 :]]
+    same = sum((a[1] - b[1]) * (a[2] - b[2]) > 0 for a, b in pairs)
+    there, here = (
+        " > ".join(one[0] for one in sorted(methods, key=lambda m: m[place], reverse=True))
+        for place in (1, 2)
+    )
+    alike = f"{same} of {len(pairs)}"
+    return _texts(labels, **dict(zip(ORDERS, (there, here, alike), strict=True)))
+
+
+ORDERS = ("published order", "reproduced order", "pairs alike")
+
+
+def _presets() -> Axis:
     """All tables: how many cells, how many can be run, how many are finished."""
     finished: dict[str, set[str]] = {}
     for one, line in _finished():
         if not line.changes:
             finished.setdefault(one.name, set()).add(line.cell)
-    body = []
+    made = []
     for name in preset_names():
         one = preset(name)
         runnable = sum(not one.refusal(cell) for cell in one.cells)
-        counts = [str(len(one.cells)), str(runnable), str(len(finished.get(name, ())))]
-        body.append([f"`{name}`", one.source, one.title, *counts])
-    return table(["preset", "source", "what it shows", "cells", "runnable", "finished"], body)
+        counts = (len(one.cells), runnable, len(finished.get(name, ())))
+        texts = dict(zip(("cells", "runnable", "finished"), map(str, counts), strict=True))
+        made.append(_texts((f"`{name}`", one.source, one.title), **texts))
+    return made
 
 
-def _networks_per_round() -> str:
-    """FedDM with M networks a round beside the literal loop, the same seeds in pairs."""
-    rows = by_key("networks_per_round")
-    body = []
-    for dataset in ("mnist", "fashion-mnist"):
-        literal = percents(rows, f"{dataset} M=0", NETWORK_SEEDS)
-        for networks in (0, 5, 20, 50):
-            name = f"{dataset} M={networks}"
-            found = percents(rows, name, NETWORK_SEEDS)
-            if not found:
-                continue
-            title = "a new network in every step" if networks == 0 else f"M = {networks}"
-            # seeds are made from 0 on: what a row has of them is the first ones
-            pairs = [one - other for one, other in zip(found, literal, strict=False)]
-            difference = spread(pairs, len(NETWORK_SEEDS), 2, "+") if networks else ""
-            body.append([dataset, title, spread(found, len(NETWORK_SEEDS)), difference])
-    return table(["", "networks of a round", "accuracy", "− the first"], body)
+def _networks() -> Axis:
+    """FedDM with M networks a round beside the literal loop."""
+    return [
+        (
+            (dataset, f"M = {networks}" if networks else "a new network in every step"),
+            {"dataset": dataset, "networks": networks},
+        )
+        for dataset in ("mnist", "fashion-mnist")
+        for networks in (0, 5, 20, 50)
+    ]
+
+
+TABLES = {
+    "reproduction": Table(
+        _compared,
+        _columns("metric", "published", "reproduced", "seeds", "verdict", "hours", "commit"),
+        corner=("table", "cell"),
+    ),
+    "networks-per-round": Table(
+        _networks(),
+        [("accuracy", {"less": None}), ("− the first", {"sign": "+"})],
+        NETWORKS,
+        corner=("", "networks of a round"),
+        least=1,
+    ),
+    "reproduction-curves": Table(
+        _curves,
+        [
+            *(
+                (f"round {number}", figure(partial(_at, number=number), ".1f", 100))
+                for number in AT
+            ),
+            ("last 20 rounds", figure(partial(_last, of=statistics.mean), ".1f")),
+            ("their spread", figure(partial(_last, of=statistics.pstdev), ".1f")),
+            ("seeds", COUNT),
+        ],
+    ),
+    "reproduction-orders": Table(_orders, _columns(*ORDERS), corner=("table", "cell", "metric")),
+    "reproduction-presets": Table(
+        _presets,
+        _columns("cells", "runnable", "finished"),
+        corner=("preset", "source", "what it shows"),
+    ),
+}
 
 
 def _first_rounds() -> list[str]:
@@ -194,16 +221,17 @@ def _first_rounds() -> list[str]:
 def _fifty_networks() -> list[str]:
     """By data set: how far apart the means of M = 50 and of the literal loop are, the standard
     error of that as if seeds were not paired, and in how many pairs M = 50 is behind."""
-    rows = by_key("networks_per_round")
     found = []
     for dataset in ("mnist", "fashion-mnist"):
-        few, literal = (percents(rows, f"{dataset} M={m}", NETWORK_SEEDS) for m in (50, 0))
-        if not len(few) == len(literal) == len(NETWORK_SEEDS):
+        few, literal = (
+            percents("networks_per_round", f"{dataset} M={m}", NETWORKS["seeds"]) for m in (50, 0)
+        )
+        if not len(few) == len(literal) == len(NETWORKS["seeds"]):
             raise RowsError("results/networks_per_round.jsonl lacks seeds of M = 50 or M = 0")
         error = math.sqrt((statistics.variance(few) + statistics.variance(literal)) / len(few))
         difference = statistics.mean(few) - statistics.mean(literal)
         behind = sum(one < other for one, other in zip(few, literal, strict=True))
-        found += [f"{difference:+.2f}".replace("-", "−"), f"{error:.2f}", str(behind)]
+        found += [number(difference, "+.2f"), f"{error:.2f}", str(behind)]
     return found
 
 
@@ -270,36 +298,29 @@ def _gain_of_few() -> list[str]:
     return [f"{value:.0f}" for value in (min(beyond), max(beyond))]
 
 
-TABLES: dict[str, Callable[[], str]] = {
-    "reproduction": _compared,
-    "networks-per-round": _networks_per_round,
-    "reproduction-curves": _curves,
-    "reproduction-orders": _orders,
-    "reproduction-presets": _presets,
-}
-SENTENCES: list[tuple[str, str, Callable[[], Sequence[str]]]] = [
+SENTENCES = [
     (
-        "docs/reproduction.md",
+        DOCUMENT,
         "takes {} minutes in the literal loop, {} with M = 50 and {} with M = 20 ({} and {} times "
         "as fast)",
         _networks_time,
     ),
     (
-        "docs/reproduction.md",
+        DOCUMENT,
         "On MNIST the means of M = 50 and the literal loop are {} apart, with a standard error of "
         "{}, and M = 50 is behind in {} pairs of five; on Fashion-MNIST {}, {} and {} of five",
         _fifty_networks,
     ),
     (
-        "docs/reproduction.md",
+        DOCUMENT,
         "FedAvg's WLP swings from {} to {} in the last 20 rounds and the last is its best; over "
         "these 20, FedKF's mean WLP is {} (ACA) and {} (OCA) where FedAvg's is {} and {}",
         _worst_local,
     ),
-    ("docs/reproduction.md", "{} % after the first and {} % after the second", _first_rounds),
-    ("docs/reproduction.md", "{} to {} points over FedAvg's last model", _gain_of_few),
+    (DOCUMENT, "{} % after the first and {} % after the second", _first_rounds),
+    (DOCUMENT, "{} to {} points over FedAvg's last model", _gain_of_few),
     (
-        "docs/reproduction.md",
+        DOCUMENT,
         "over the last 20 rounds its mean WLP is {} (ACA) and {} (OCA), FedKF's {} and {}, "
         "FedAvg's {} and {}",
         _worst_local_of_few,

@@ -1,0 +1,91 @@
+"""Robust aggregation and load: docs/reliability.md."""
+
+from __future__ import annotations
+
+import statistics
+from functools import partial
+
+from library.pivot import Cell, Fields, Table, axis, cross, figure, spread_of, text
+from library.rows import number, percents
+
+DOCUMENT = "docs/reliability.md"
+ROBUST: Fields = {"file": "robust_table", "seeds": range(3), "digits": 1}
+
+
+def _ended(cell: Cell) -> str:
+    """Mean ± deviation over seeds, or that runs end."""
+    ended = sum("diverged" in row for row in cell.records)
+    if ended and ended == len(cell.records):
+        return "the run ends"
+    runs = f" ({ended} of {len(cell.records)} runs end)" if ended else ""
+    return f"{spread_of(cell)}{runs}"
+
+
+def _robust(alpha: str) -> Table:
+    return Table(
+        axis(
+            "rule",
+            {"none": "average", "median": "`median`", "trimmed": "`trimmed`", "clip": "`clip`"},
+        ),
+        axis(
+            "attack",
+            {
+                "none": "nobody lies",
+                "sign": "sign flipped, five times as far",
+                "scale": "100 times the model",
+                "nan": "a NaN",
+            },
+        ),
+        {**ROBUST, "key": "{rule}, {attack}, alpha=" + alpha, "show": _ended},
+    )
+
+
+TABLES = {
+    "robust-even": _robust("1"),
+    "robust-skewed": _robust("0.1"),
+    "load-digits": Table(
+        cross(
+            axis("active", {"10": "10", "tenth": "a tenth", "all": "all"}),
+            [(f"{clients:,}", {"clients": clients}) for clients in (10, 100, 300, 1000)],
+            join=None,
+        ),
+        [
+            ("active", text("active")),
+            ("peak, MiB", figure("peak_mib", ".0f")),
+            (
+                "ms a client and round",
+                figure(lambda row: row["seconds"] / row["rounds"] / row["active"], ".1f", 1000),
+            ),
+        ],
+        {"file": "load", "key": "digits, {clients} clients, {active} a round"},
+        corner=("take part", "clients"),
+    ),
+    "soak": Table(
+        axis("case", ("fedavg", "fedavg private", "feddm", "feddm private")),
+        [
+            ("rounds", text("rounds")),
+            ("KiB a round (100 to 300)", figure("kib_a_round", ".1f")),
+            (
+                "open files, first and last round",
+                text(lambda row: " and ".join(map(str, row["files"]))),
+            ),
+        ],
+        {"file": "load", "key": "soak {case}"},
+        corner="run",
+    ),
+}
+
+
+def _costs(alpha: str) -> list[str]:
+    """Points that each rule loses to the average, where nobody lies."""
+    plain, *ruled = (
+        statistics.mean(percents("robust_table", f"{rule}, none, alpha={alpha}", range(3)))
+        for rule in ("none", "median", "trimmed", "clip")
+    )
+    return [number(plain - own, ".1f") for own in ruled]
+
+
+SENTENCES = [
+    (DOCUMENT, "at Dir(1) `median` {}, `trimmed` {}, `clip` {}", partial(_costs, "1")),
+    (DOCUMENT, "at Dir(0.1) `median` {}, `trimmed` {}, `clip` {}", partial(_costs, "0.1")),
+]
