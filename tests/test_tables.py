@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-TITLE = "# Results, beside the papers'\n"
+TITLE = "# Results\n"
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 
 
