@@ -14,14 +14,14 @@ from fedsynth.reproduction.preset_files import preset, preset_names
 from fedsynth.reproduction.presets import Cell, Preset, cell_words, dataset_of
 from fedsynth.reproduction.rows import Rows
 from fedsynth.reproduction.runs import changed_settings
-from library import RESULTS
-from library.pivot import COUNT, Axis, Fields, Table, figure, text
+from library import RESULTS, pivot
+from library.pivot import Axis, Fields, Table, figure, text
 from library.rows import READ, REPRODUCTION, Row, RowsError, case, number, percents
 
 DOCUMENT = "docs/reproduction.md"
 CURVES = "fedprox:synthetic"
-AT = (20, 50, 100, 150, 200)
-ACCURACIES = ("test_accuracy_pct", "best_test_accuracy_pct", "amp_pct")
+METHODS = {"fedavg": "FedAvg", "fedprox (mu = 0)": "μ = 0", "fedprox": "μ = 1"}
+MARKS = {"above": " ↑", "below": " ↓"}
 NETWORKS: Fields = {
     "file": "networks_per_round",
     "key": "{dataset} M={networks}",
@@ -69,100 +69,40 @@ def _changed(line: Line) -> str:
     return f" (`{words}`)" if words else ""
 
 
-def _columns(*titles: str) -> Axis:
-    """Columns of texts that the rows' axis has made."""
-    return [(title, text(title)) for title in titles]
+def _compared(where: str, *names: str) -> Axis:
+    """Published and reproduced numbers of some presets, with a row for each cell.
 
-
-def _texts(labels: tuple[str, ...], **texts: str) -> tuple[tuple[str, ...], Fields]:
-    """A row of such texts."""
-    return labels, {"records": [texts]}
-
-
-def _compared() -> Axis:
-    """Published beside reproduced numbers."""
-    return [
-        _texts(
-            (f"`{one.name}`", f"{line.cell}{_changed(line)}{line.reduced}"),
-            metric=line.number.label,
-            published=format_number(line.number.value, line.number.std),
-            reproduced=format_number(line.mean, line.std),
-            seeds=str(len(line.seeds)),
-            verdict=line.verdict,
-            hours=f"{sum(line.seconds) / 3600:.2f}",
-            commit=", ".join(line.commits),
-        )
-        for one, line in _finished()
-        if line.number.value is not None
-    ]
+    Args:
+        where: the column of the cells that, with the method, tells them apart.
+        names: of the presets.
+    """
+    found: dict[tuple[str, str], dict[str, str]] = {}
+    for one, line in _finished():
+        if one.name in names and line.number.value is not None:
+            cell = next(c for c in one.cells if cell_words(c, one) == line.cell)
+            labels = getattr(cell, where), f"{cell.method}{_changed(line)}{line.reduced}"
+            texts = found.setdefault(labels, {"hours": f"{sum(line.seconds) / 3600:.2f}"})
+            here = f"{format_number(line.mean, line.std)}{MARKS.get(line.verdict, '')}"
+            texts[f"{line.number.label} here"] = here
+            texts[line.number.label] = format_number(line.number.value, line.number.std)
+    return [(labels, {"records": [texts]}) for labels, texts in found.items()]
 
 
 def _curves() -> Axis:
-    """FedProx's cells with runs: the paper has figures, and no numbers."""
-    one = preset(CURVES)
+    """FedProx's data sets and shares of stragglers; the paper prints no numbers."""
+    found: dict[tuple[str, str], dict[str, list[Row]]] = {}
     rows = [row for row in _rows().values() if row["preset"] == CURVES and not row["changes"]]
-    cells = [
-        (cell_words(cell, one), [row for row in rows if row["cell"] == cell.columns()])
-        for cell in one.cells
-    ]
-    return [(words, {"records": mine}) for words, mine in cells if mine]
+    for cell in preset(CURVES).cells:
+        runs: list[Row] = [row for row in rows if row["cell"] == cell.columns()]
+        found.setdefault((cell.dataset, cell.note), {})[cell.method] = runs
+    return [(labels, {"runs": runs}) for labels, runs in found.items()]
 
 
-def _at(row: Row, number: int) -> float | None:
-    curve = row["curve"]["test_accuracy"]
-    return curve[number - 1] if len(curve) >= number else None
-
-
-def _last(row: Row, of: Any) -> float:
-    return of([100 * value for value in row["curve"]["test_accuracy"][-20:]])  # type: ignore[no-any-return]
-
-
-def _orders() -> Axis:
-    """The methods' order, published and reproduced, where two or more of a setting are finished,
-    in any precision."""
-    groups: dict[tuple[str, str, str], list[tuple[str, float, float]]] = {}
-    for one, line in _finished():
-        mean = line.mean
-        if line.number.value is None or mean is None or line.number.label not in ACCURACIES:
-            continue
-        cell = next(c for c in one.cells if cell_words(c, one) == line.cell)
-        setting = line.cell.replace(cell.method, "", 1).split("; ")[0]  # then remarks on a number
-        where = f"{' '.join(setting.split())}{_changed(line)}"
-        key = f"`{one.name}`", where, line.number.label
-        groups.setdefault(key, []).append((cell.method, line.number.value, mean))
-    return [_order(key, methods) for key, methods in groups.items() if len(methods) > 1]
-
-
-def _order(
-    labels: tuple[str, ...], methods: Sequence[tuple[str, float, float]]
-) -> tuple[tuple[str, ...], Fields]:
-    pairs = [(a, b) for k, a in enumerate(methods) for b in methods[k + 1 :]]
-    same = sum((a[1] - b[1]) * (a[2] - b[2]) > 0 for a, b in pairs)
-    there, here = (
-        " > ".join(one[0] for one in sorted(methods, key=lambda m: m[place], reverse=True))
-        for place in (1, 2)
-    )
-    alike = f"{same} of {len(pairs)}"
-    return _texts(labels, **dict(zip(ORDERS, (there, here, alike), strict=True)))
-
-
-ORDERS = ("published order", "reproduced order", "pairs alike")
-
-
-def _presets() -> Axis:
-    """All tables: how many cells, how many can be run, how many are finished."""
-    finished: dict[str, set[str]] = {}
-    for one, line in _finished():
-        if not line.changes:
-            finished.setdefault(one.name, set()).add(line.cell)
-    made = []
-    for name in preset_names():
-        one = preset(name)
-        runnable = sum(not one.refusal(cell) for cell in one.cells)
-        counts = (len(one.cells), runnable, len(finished.get(name, ())))
-        texts = dict(zip(("cells", "runnable", "finished"), map(str, counts), strict=True))
-        made.append(_texts((f"`{name}`", one.source, one.title), **texts))
-    return made
+def _end(cell: pivot.Cell) -> str:
+    """Returns the mean and the standard deviation over the last 20 rounds."""
+    (row,) = cell.records
+    last = [100 * value for value in row["curve"]["test_accuracy"][-20:]]
+    return f"{statistics.mean(last):.1f} ± {statistics.pstdev(last):.1f}"
 
 
 def _networks() -> Axis:
@@ -178,10 +118,23 @@ def _networks() -> Axis:
 
 
 TABLES = {
-    "reproduction": Table(
-        _compared,
-        _columns("metric", "published", "reproduced", "seeds", "verdict", "hours", "commit"),
-        corner=("table", "cell"),
+    "reproduction-accuracy": Table(
+        partial(_compared, "dataset", "feddm:table2", "fedhydra:table1"),
+        [
+            ("published", text("test_accuracy_pct")),
+            ("here", text("test_accuracy_pct here")),
+            ("hours", text("hours")),
+        ],
+        corner=("data", "method"),
+    ),
+    "reproduction-fedkf": Table(
+        partial(_compared, "partition", "fedkf:table5", "fedkf:table12"),
+        [
+            column
+            for metric, title in (("amp_pct", "AMP"), ("fm", "FM"), ("wlp_pct", "WLP"))
+            for column in ((f"{title}, paper", text(metric)), ("here", text(f"{metric} here")))
+        ],
+        corner=("partition", "method"),
     ),
     "networks-per-round": Table(
         _networks(),
@@ -193,20 +146,15 @@ TABLES = {
     "reproduction-curves": Table(
         _curves,
         [
-            *(
-                (f"round {number}", figure(partial(_at, number=number), ".1f", 100))
-                for number in AT
-            ),
-            ("last 20 rounds", figure(partial(_last, of=statistics.mean), ".1f")),
-            ("their spread", figure(partial(_last, of=statistics.pstdev), ".1f")),
-            ("seeds", COUNT),
+            (f"{title}, {when}", {"method": method, **fields})
+            for when, fields in (
+                ("round 20", figure("curve.test_accuracy.19", ".1f", 100)),
+                ("end", {"show": _end}),
+            )
+            for method, title in METHODS.items()
         ],
-    ),
-    "reproduction-orders": Table(_orders, _columns(*ORDERS), corner=("table", "cell", "metric")),
-    "reproduction-presets": Table(
-        _presets,
-        _columns("cells", "runnable", "finished"),
-        corner=("preset", "source", "what it shows"),
+        {"records": lambda cell: cell["runs"][cell["method"]]},
+        corner=("data", "stragglers"),
     ),
 }
 
