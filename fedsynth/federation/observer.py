@@ -1,5 +1,7 @@
-"""Who is told of a run's progress. The engine tells; the command line shows; tests and notebooks
-may listen."""
+"""Observers: objects that the engine calls on a run's events.
+
+The command line uses one to print progress; tests and notebooks can use their own.
+"""
 
 from __future__ import annotations
 

@@ -143,7 +143,7 @@ class Logger(Observer):
         return OutputError(f"cannot log to {self.name}: {type(error).__name__}: {one_line(error)}")
 
     def step(self, round: int, phase: str, done: int, total: int) -> None:
-        """How far a long round is; not of a private run."""
+        """Logs the progress of a long round; nothing for a private run."""
         if self._private or time.monotonic() - self._last_step < STEP_SECONDS:
             return
         self._last_step = time.monotonic()

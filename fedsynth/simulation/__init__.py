@@ -1,1 +1,1 @@
-"""What a user starts on one machine: runs, synthesis, distillation, students and audits."""
+"""Entry points for one machine: runs, synthesis, distillation, students and audits."""

@@ -174,11 +174,11 @@ class Simulation:
         return partial(plan_when_it_began, resumed.path, method=type(self.method), rows=rows)
 
     def _announce(self, long: str | None, *, new: bool) -> None:
-        """What the observer is told before the first round.
+        """Notifies the observer before the first round.
 
         Args:
-            long: how long the run takes, if that is worth a line.
-            new: the run is not resumed.
+            long: a line on the expected duration; None: no such line.
+            new: False for a resumed run.
         """
         settings = self.settings
         lines = [] if self.over else run_messages.headline(settings, self.agreed.plan)
@@ -223,7 +223,7 @@ class Simulation:
         return self._finish()
 
     def round_context(self, number: int) -> RoundContext:
-        """What the steps of this round know."""
+        """Returns the context of this round's steps."""
         context = self._plain_context(number)
         keeper = self.checkpoints.steps_of(number)
         return context if keeper is None else replace(context, keeper=keeper)
@@ -276,7 +276,7 @@ class Simulation:
         )
 
     def _spent(self) -> str:
-        """What has been spent by now, in words; empty without a guarantee."""
+        """Returns the text on the cost so far; empty without a guarantee."""
         histories = self.exchange.histories() if self._private else []
         if not self._private or not self.plan.guaranteed(histories):
             return ""
@@ -378,8 +378,8 @@ class Simulation:
 
 
 def _may_share(settings: RunSettings) -> bool:
-    """Whether what clients train can be another run's: of one open round, which a disk has room
-    for, and with the package's own networks and methods, whose words say all of them."""
+    """Returns True if runs can share trained client models: runs of one round without privacy,
+    whose models and methods are built in, so that their settings identify them."""
     own = is_own_model(settings.model) or is_own_method(settings.method) or own_sources(settings)
     return settings.rounds == 1 and settings.privacy is None and not own
 

@@ -1,4 +1,4 @@
-"""What a simulation says of itself: before its first round, and of classes that nobody sends."""
+"""Messages of a simulation: before its first round, and about classes that no client sends."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NO_LATER_EPSILON = "no run on these data can have an ε afterwards"
 
 
 def headline(settings: RunSettings, plan: PrivacyPlan | None) -> list[str]:
-    """What the run promises, or that it promises nothing."""
+    """Returns the lines on the run's guarantee, or on its absence."""
     if plan is not None:
         return privacy_summary.headline(plan)
     lines: list[str] = [UNPROTECTED]

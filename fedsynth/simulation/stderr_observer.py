@@ -77,7 +77,7 @@ class Pace:
         return max(self._phases.values(), default=0.0) * self._rounds
 
     def words(self) -> str:
-        """That for the progress bar; of a long first round what it takes at the least."""
+        """Returns the remaining time for the progress bar; in a long first round, a lower bound."""
         left = self.left()
         if left is not None:
             return f"about {duration(left)} left"
@@ -115,10 +115,10 @@ def duration(seconds: float) -> str:
 
 
 def accuracies(row: Mapping[str, Any], personal: bool) -> list[tuple[str, str]]:
-    """What a round's row, or a run's summary, says of accuracy, as names and values.
+    """Returns the accuracies in a metrics record or a summary, as names and values.
 
     Args:
-        personal: clients have models of their own: their own test splits' figures come first.
+        personal: clients have personal models, so the accuracy on their test splits comes first.
     """
     found = []
     if row.get("test_accuracy") is not None:

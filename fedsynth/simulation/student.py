@@ -190,7 +190,7 @@ def network_for(spec: DatasetSpec, **asked: Any) -> ModelSettings:
 def _teacher(
     folder: Path, named: str | Path | nn.Module, spec: DatasetSpec
 ) -> tuple[nn.Module | None, bool]:
-    """Who labels copies, and whether the set's guarantee covers that model."""
+    """Returns the teacher, if any, and whether the set's guarantee covers it."""
     own = folder / MODEL
     if isinstance(named, nn.Module):
         return _fitting(named, "the teacher", spec), False

@@ -56,16 +56,16 @@ REST, OTHERS = 1000, 100
 
 @dataclass(frozen=True)
 class AuditResult:
-    """What one audit found.
+    """The result of one audit.
 
     Attributes:
         method, mechanism: their names.
-        canaries: m.
-        guesses: how many of them the auditor spoke of, chosen before the run.
-        correct: how often rightly.
-        confidence: that the bound is not above the true ε.
+        canaries: the number of canaries m.
+        guesses: the number of canaries that the auditor guessed, chosen before the run.
+        correct: the number of correct guesses.
+        confidence: the probability that the bound is at most the true ε.
         delta: δ.
-        epsilon_lower_bound: what the guesses prove ε to be at least.
+        epsilon_lower_bound: the lower bound on ε that the guesses prove.
         epsilon: what the audited client's ledger claims.
     """
 
@@ -81,7 +81,7 @@ class AuditResult:
 
     @property
     def fault(self) -> bool:
-        """Whether the claim is refuted."""
+        """True if the audit refutes the claimed ε."""
         return self.epsilon_lower_bound > self.epsilon
 
     def entry(self, command: str) -> dict[str, Any]:

@@ -146,10 +146,11 @@ class Canaries:
         return len(self.labels)
 
     def among_records(self) -> Tensor:
-        """Which canaries stand among the client's records, after the rest, int64 [n].
+        """Returns the indices of the canaries that follow the client's records, int64 [n].
 
-        Vectors that are in. Images all do, since the auditor has to know what the method makes of
-        those that are out too; `ImageSums` keeps them out of every sum.
+        For vectors, these are the included canaries. For images, these are all canaries, since the
+        auditor needs the contributions of excluded ones, too; `ImageSums` leaves those out of every
+        sum.
         """
         everybody = torch.arange(len(self))
         return everybody if self.kind == IMAGES else everybody[self.included]
@@ -225,7 +226,7 @@ class AuditedSums(GaussianSums):
         raise NotImplementedError  # abstract
 
     def _replaced(self, canary_N: Tensor) -> Tensor:
-        """Which of these records `_vectors` has given other vectors than the method's, bool [N]."""
+        """Returns a mask of the records whose vectors `_vectors` has replaced, bool [N]."""
         return torch.zeros_like(canary_N, dtype=torch.bool)
 
     def _contributions(self, members: Tensor) -> tuple[Tensor, Tensor | None, bool]:
@@ -233,12 +234,12 @@ class AuditedSums(GaussianSums):
         raise NotImplementedError  # abstract
 
     def _clip_is_missing(self, released_GD: Tensor) -> bool:
-        """Whether the release is nearer to the expected sum of the vectors as they came than of
-        the clipped ones. It looks at the release only, so the bound holds whatever it answers."""
+        """Returns True if the release is closer to the expected sum of unclipped vectors than to
+        that of clipped ones. It uses only the release, so the bound holds for either result."""
         return False
 
     def sample(self, records: int) -> Tensor:
-        """As in `GaussianSums`."""
+        """Samples records like `GaussianSums`, together with the canaries."""
         if records != len(self._records):
             raise PrivacyError(
                 f"an audit of {len(self._records)} records was asked to sample {records}"
@@ -250,16 +251,19 @@ class AuditedSums(GaussianSums):
         return given
 
     def add(self, rows_ND: Tensor, groups_N: Tensor, sample: Sample | None = None) -> None:
-        """As in `GaussianSums`; where users are the units, each has one record here, so that
-        clipping users and clipping records is the same."""
+        """Adds vectors like `GaussianSums`. If users are the units, each has one record here, so
+        that clipping users and clipping records is the same."""
         rows, _, taken = self._look(rows_ND.detach(), groups_N)
         left = None if sample is None else sample.where(taken.cpu())
         super().add(rows[taken], groups_N[taken], left)
 
     def add_products(self, products: Products, sample: Sample | None = None) -> None:
-        """As in `GaussianSums`: records, and canaries that are images, go through the products, so
-        that a clip that is missing there shows; they are written out for the auditor alone. Of
-        canaries that are vectors of their own there are no factors: they go through `add`."""
+        """Adds products like `GaussianSums`.
+
+        Records and image canaries are added as products, so that the audit detects a missing clip
+        there; they are expanded only for the auditor. Vector canaries have no factors and are
+        added by `add`.
+        """
         written = products.rows()
         groups = torch.zeros(len(written), dtype=torch.int64, device=written.device)
         rows, canary, taken = self._look(written, groups)
@@ -285,7 +289,7 @@ class AuditedSums(GaussianSums):
         return rows, canary, self._taken[here].to(rows_ND.device)
 
     def release(self) -> Released:
-        """As in `GaussianSums`; then every canary is scored.
+        """Releases the sums like `GaussianSums`, then scores every canary.
 
         Raises:
             PrivacyError: not all sampled records came to the sum.
@@ -326,7 +330,7 @@ class VectorSums(AuditedSums):
         return rank
 
     def sample(self, records: int) -> Tensor:
-        """As in `AuditedSums`."""
+        """Samples records like `AuditedSums`, and draws the canaries' directions."""
         given = super().sample(records)
         self._sign = (-1.0) ** (self._release.round + self.steps_left)
         largest = max(len(members) for members in self._members)

@@ -1,0 +1,160 @@
+"""Public names, docstrings and options keep to the terms of docs/glossary.md."""
+
+from __future__ import annotations
+
+import ast
+import re
+import tomllib
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("fedsynth", "privacy", "cli")
+DENY_LIST = Path(__file__).with_name("deny_list.toml")
+OPTION = re.compile(r"--([a-z][a-z-]+)(?:/.*)?")
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+DOCUMENTED = (ast.Module, ast.ClassDef, *FUNCTIONS)
+
+
+@cache
+def deny_list() -> dict[str, Any]:
+    return tomllib.loads(DENY_LIST.read_text(encoding="utf-8"))
+
+
+@cache
+def modules() -> tuple[tuple[str, ast.Module], ...]:
+    """The path and the tree of each product file."""
+    paths = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
+    real = [path for path in paths if path == path.resolve()]  # fedsynth/cli is a link to cli
+    return tuple(
+        (path.relative_to(ROOT).as_posix(), ast.parse(path.read_text(encoding="utf-8")))
+        for path in real
+    )
+
+
+def public_names(body: list[ast.stmt]) -> Iterator[str]:
+    """The public functions, arguments, classes and attributes of a module or class."""
+    for node in body:
+        if isinstance(node, FUNCTIONS):
+            if node.name.startswith("_") and not node.name.startswith("__"):
+                continue
+            yield node.name
+            arguments = node.args
+            every = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+            every += [arg for arg in (arguments.vararg, arguments.kwarg) if arg is not None]
+            yield from (arg.arg for arg in every if not arg.arg.startswith("_"))
+        elif isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            yield node.name
+            yield from public_names(node.body)
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names = [name for target in targets for name in ast.walk(target)]
+            yield from (
+                name.id
+                for name in names
+                if isinstance(name, ast.Name) and not name.id.startswith("_")
+            )
+
+
+def options(tree: ast.Module) -> Iterator[str]:
+    """The names of options in a module of the command line, as identifiers."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            match = OPTION.fullmatch(node.value)
+            if match:
+                yield match[1].replace("-", "_")
+
+
+def refused_name(name: str) -> str | None:
+    """The reason why a public name is refused, or None."""
+    replacement = deny_list()["replaced"].get(name)
+    if replacement is not None:
+        return f"`{name}`: use `{replacement}`"
+    words = set(name.lower().strip("_").split("_"))
+    if words and words <= set(deny_list()["vague_words"].split()):
+        return f"`{name}`: name the thing that it holds or does"
+    return None
+
+
+def refused_docstrings(tree: ast.Module) -> Iterator[str]:
+    starts = tuple(start + " " for start in deny_list()["docstring_starts"].strip().split("|"))
+    for node in ast.walk(tree):
+        if isinstance(node, DOCUMENTED):
+            text = ast.get_docstring(node) or ""
+            if text.startswith(starts):
+                yield text.splitlines()[0]
+
+
+def faults(path: str, tree: ast.Module) -> dict[str, str]:
+    """By refused name or docstring, the reason."""
+    found = {}
+    names = list(public_names(tree.body))
+    if path.startswith("cli/"):
+        names += options(tree)
+    for name in names:
+        reason = refused_name(name)
+        if reason is not None:
+            found[name] = f"{path}: {reason}"
+    for line in refused_docstrings(tree):
+        found[line] = f"{path}: begin with a verb or a noun: {line!r}"
+    return found
+
+
+@cache
+def all_faults() -> dict[str, str]:
+    return {key: why for path, tree in modules() for key, why in faults(path, tree).items()}
+
+
+def exceptions() -> set[str]:
+    listed = deny_list()["exceptions"]
+    return {*listed["names"], *listed["docstrings"]}
+
+
+def test_public_names_and_docstrings_are_not_on_the_deny_list() -> None:
+    assert len(modules()) > 200
+    new = [why for key, why in all_faults().items() if key not in exceptions()]
+    assert not new, "\n".join(new)
+
+
+BAD = '''
+"""Whether a thing is there."""
+
+LEAST = 3
+
+class Told:
+    """What the clients know."""
+
+    made: int
+
+    def found(self, others): ...
+
+    def _told(self, mine): ...
+
+def private_plans(): ...
+
+option("--found-again")
+'''
+
+
+def test_a_bad_sample_is_refused() -> None:
+    found = faults("cli/sample.py", ast.parse(BAD))
+    assert set(found) == {
+        "Whether a thing is there.",
+        "What the clients know.",
+        *("LEAST", "Told", "made", "found", "others", "private_plans", "found_again"),
+    }
+    assert "release_plans" in found["private_plans"]
+
+
+@pytest.mark.parametrize("name", ["given_norm", "num_clients", "DatasetSpec", "__init__"])
+def test_good_names_pass(name: str) -> None:
+    assert refused_name(name) is None
+
+
+def test_the_glossary_names_this_deny_list() -> None:
+    text = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
+    assert DENY_LIST.relative_to(ROOT).as_posix() in text
