@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from library.pivot import Axis, Cell, Table, axis, figure, text
+from library.pivot import Axis, Cell, Table, axis, figure
 from library.rows import Row, RowsError, apart, case, lines, number, percents, spread
 
 ENGINES = {
@@ -35,12 +35,6 @@ def _step(cell: Cell) -> str:
     return seconds if engine == "reference" else f"{seconds} ({ratio:.1f}×)"
 
 
-def _clients() -> Axis:
-    """How many times as fast clients are trained together, and whether the rule does it."""
-    here = [row for row in lines("local_training") if row["machine"].startswith("CPU")]
-    return [(row["case"], {"records": [row]}) for row in here]
-
-
 def _passes() -> Axis:
     """The newest row of each case."""
     newest = {row["case"]: row for row in lines("fixed_passes")}
@@ -48,15 +42,6 @@ def _passes() -> Axis:
 
 
 TABLES = {
-    "local-training": Table(
-        _clients,
-        [
-            ("batch", text("batch")),
-            ("times as fast", figure("ratio", ".1f")),
-            ("together", text(lambda row: "yes" if row["used together"] else "no")),
-        ],
-        corner="clients and network",
-    ),
     "fixed-passes": Table(
         _passes,
         [("time over passes as long as the sample", figure("constant over as the sample", ".2f"))],
