@@ -85,13 +85,13 @@ class Merged:
             single = max(single, up + min(spread, -math.log1p(-q)))
             variance += steps * min(growth, 1 / σ) ** 2
             resolve = min(resolve, 0.02 * growth)
-        least = max(
+        min_step = max(
             resolve,
             single / 6e4,
             20 * self.mu / 5e5,
             (variance / 2 + 20 * math.sqrt(variance)) / 1.5e6,
         )
-        return next((step for step in _LADDER if step >= least), None)
+        return next((step for step in _LADDER if step >= min_step), None)
 
     @property
     def without_sampling(self) -> float:
@@ -123,7 +123,7 @@ class Totals:
         """Returns the totals of `number` rounds that each have these releases."""
         if number == 0:
             return Totals()
-        return Totals(tuple((σ, q, number * each) for σ, q, each in self.steps), self.unbounded)
+        return Totals(tuple((σ, q, number * count) for σ, q, count in self.steps), self.unbounded)
 
 
 def _folded(rows: Iterable[tuple[float, float, int]], unbounded: bool) -> Totals:
@@ -168,15 +168,15 @@ def _one_step(σ: float, q: float, interval: float, replace: bool = False) -> An
     )
 
 
-def _dense(one: Any, steps: int) -> Any:
+def _dense(distribution: Any, steps: int) -> Any:
     """Returns one step's loss distribution in dense form. dp-accounting converts it itself, but
     decides by computing points ** steps, a number of a million digits or more."""
     from dp_accounting.pld import privacy_loss_distribution as pld
 
     if steps < 10_000:  # then points ** steps is cheap to compute
-        return one
-    add = None if one._symmetric else one._pmf_add.to_dense_pmf()
-    return pld.PrivacyLossDistribution(one._pmf_remove.to_dense_pmf(), add)
+        return distribution
+    add = None if distribution._symmetric else distribution._pmf_add.to_dense_pmf()
+    return pld.PrivacyLossDistribution(distribution._pmf_remove.to_dense_pmf(), add)
 
 
 @lru_cache(maxsize=4)  # up to about 60 MB each
@@ -322,19 +322,19 @@ def describe_accountant(releases: Sequence[Release], adjacency: str = ADD_REMOVE
     merged = merge(releases, adjacency)
     interval = merged.interval if merged else None
     if interval is not None:
-        how = "discretised PLD, connect-the-dots"
+        computation = "discretised PLD, connect-the-dots"
     elif merged and merged.sampled:
-        how = (
+        computation = (
             "upper bound that ignores the subsampling (the tight composition is too large to "
             "compute)"
         )
     else:
-        how = "exact Gaussian composition (nothing is subsampled)"
+        computation = "exact Gaussian composition (nothing is subsampled)"
     return {
         "name": "privacy loss distributions (PLD), pessimistic rounding; exact where nothing is "
         "subsampled",
         "library": f"dp-accounting {version('dp-accounting')}",
-        "computation": how,
+        "computation": computation,
         "discretisation_interval": interval,
     }
 

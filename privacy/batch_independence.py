@@ -54,7 +54,7 @@ class GlobalGenerators:
     def position(self) -> tuple[Any, ...]:
         """Returns a value that changes when any of the generators is used."""
         cpu, on_device, legacy, python = self._states()
-        torch_states = [one.numpy().tobytes() for one in (cpu, on_device) if one is not None]
+        torch_states = [state.numpy().tobytes() for state in (cpu, on_device) if state is not None]
         return *torch_states, repr(legacy[1:]), legacy[1].tobytes(), python
 
     def rewind(self) -> None:
@@ -96,17 +96,17 @@ class OperationWatch(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        made = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
         if torch.Tag.nondeterministic_seeded in func.tags and not SHARED_DRAWS.search(name):
             self.draws.append(name)
         if UNINITIALISED.fullmatch(name):
-            made.fill_(self._fill)
-        several = made if isinstance(made, tuple | list) else (made,)
-        for one in several if self._keeps else ():
-            if isinstance(one, Tensor | bool | int | float):
-                self.values.append((name, torch.as_tensor(one).detach().clone()))
-        return made
+            result.fill_(self._fill)
+        several = result if isinstance(result, tuple | list) else (result,)
+        for value in several if self._keeps else ():
+            if isinstance(value, Tensor | bool | int | float):
+                self.values.append((name, torch.as_tensor(value).detach().clone()))
+        return result
 
 
 def dependence_on_batch(
@@ -163,16 +163,16 @@ class _Trial:
         owner = getattr(self._function, "__self__", self._function)
         watch = OperationWatch()
         self._generators.rewind()  # as each run does first
-        before = self._generators.position()
+        position = self._generators.position()
         first = self._run(images, watch)
-        if watch.draws or self._generators.position() != before:
+        if watch.draws or self._generators.position() != position:
             return f"{DRAWS}{f' ({watch.draws[0]})' if watch.draws else ''}"
         state = _state(owner)
         base = OperationWatch(1.0, keeps_values=True)
         if _differ(first, self._run(images, base)):
             return KEEPS_STATE
         shifted = [self._run(images.roll(k, 0)).roll(-k, 0) for k in (1, 3)]
-        if any(_differ(first, one) for one in shifted):
+        if any(_differ(first, output) for output in shifted):
             return POSITION
         for chosen in (torch.arange(ROWS) % 2 == 0, torch.arange(ROWS) < ROWS // 2):
             finding = self._mixing(first, base, chosen.to(images.device))
@@ -181,7 +181,7 @@ class _Trial:
         if _state(owner) != state or _differ(first, self._run(images)):
             return KEEPS_STATE
         # in pairs, as normalisation layers of 1×1 maps refuse a single example
-        pairs = torch.cat([self._run(some) for some in images.split(2)])
+        pairs = torch.cat([self._run(pair) for pair in images.split(2)])
         shorter = self._run(images[:-1])
         return LENGTH if _differ(first, pairs) or _differ(first[:-1], shorter) else ""
 
@@ -205,20 +205,20 @@ class _Trial:
 
 def _state(owner: object) -> dict[str, object]:
     """Returns those of a module's parameters, buffers and attributes that can be compared."""
-    found: dict[str, object] = {}
+    state: dict[str, object] = {}
     if not isinstance(owner, nn.Module):
-        return found
+        return state
     for name, tensor in owner.state_dict().items():
-        found[name] = tensor.cpu().view(torch.uint8).numpy().tobytes()
+        state[name] = tensor.cpu().view(torch.uint8).numpy().tobytes()
     for path, module in owner.named_modules():
         for key, value in vars(module).items():
             if isinstance(value, Tensor):
-                found[f"{path}.{key}"] = value.detach().cpu().double().sum().item()
+                state[f"{path}.{key}"] = value.detach().cpu().double().sum().item()
             elif isinstance(value, bool | int | float | str):
-                found[f"{path}.{key}"] = value
+                state[f"{path}.{key}"] = value
             elif isinstance(value, dict | list | set):
-                found[f"{path}.{key}"] = len(value)
-    return found
+                state[f"{path}.{key}"] = len(value)
+    return state
 
 
 def rounding(device: torch.device, precision: torch.dtype = torch.float32) -> float:
@@ -230,9 +230,9 @@ def rounding(device: torch.device, precision: torch.dtype = torch.float32) -> fl
 def _changed(a: Tensor, b: Tensor) -> Tensor:
     if not a.is_floating_point():
         return a != b
-    a, b = (one.double().nan_to_num(0.0, 0.0, 0.0) for one in (a, b))
-    most = a.abs().max() if a.numel() else 0.0
-    changed: Tensor = (a - b).abs() > rounding(a.device) * most
+    a, b = (values.double().nan_to_num(0.0, 0.0, 0.0) for values in (a, b))
+    largest = a.abs().max() if a.numel() else 0.0
+    changed: Tensor = (a - b).abs() > rounding(a.device) * largest
     return changed
 
 

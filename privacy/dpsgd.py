@@ -201,8 +201,8 @@ def dp_sgd(
                 y = padded(labels_N[part], length)
                 if by_factors is not None and short:
                     with torch.no_grad():
-                        made = clipped_product(*by_factors(x, y), series.sensitivity)
-                    series.add_products(made.part(slice(len(part))), sample)
+                        products = clipped_product(*by_factors(x, y), series.sensitivity)
+                    series.add_products(products.part(slice(len(part))), sample)
                     continue
                 if by_factors is not None:
                     rows = _written_out(by_factors, x, y)
@@ -297,11 +297,11 @@ def example_gradients(network: nn.Module, x_NCHW: Tensor, labels_N: Tensor) -> T
     noise: for audits and checks on public images. The network is unchanged."""
     from opacus.grad_sample import GradSampleModule
 
-    own = copy.deepcopy(network).train().requires_grad_(True)
-    wrapped = GradSampleModule(own, loss_reduction="sum")
+    model = copy.deepcopy(network).train().requires_grad_(True)
+    wrapped = GradSampleModule(model, loss_reduction="sum")
     with torch.enable_grad():
         rows = _per_example_gradients(
-            own, list(own.parameters()), x_NCHW, labels_N, cross_entropies
+            model, list(model.parameters()), x_NCHW, labels_N, cross_entropies
         )
     wrapped.to_standard_module()
     return rows
@@ -344,12 +344,12 @@ def _per_example_gradients(
     `grad_sample`, which is cleared afterwards."""
     _forget_passes(model)
     with _quiet_hooks(), _in_plain_order(model):
-        each = loss(model, x_NCHW, labels_N)
-        if each.shape != (len(x_NCHW),):  # otherwise unusual shapes could mix the examples
+        losses = loss(model, x_NCHW, labels_N)
+        if losses.shape != (len(x_NCHW),):  # otherwise unusual shapes could mix the examples
             raise PrivacyError(
-                f"a loss of each example must have shape [{len(x_NCHW)}], got {list(each.shape)}"
+                f"a loss of each example must have shape [{len(x_NCHW)}], got {list(losses.shape)}"
             )
-        each.sum().backward()
+        losses.sum().backward()
     missing = {id(p) for p in parameters if p.grad_sample is None}  # type: ignore[attr-defined]
     if missing:
         name = next(name for name, p in model.named_parameters() if id(p) in missing)

@@ -129,20 +129,20 @@ def plain_files(root: Path, leave_out: Collection[str] = ()) -> list[str]:
         OSError: a folder cannot be read.
         UnsuitableFileError: something is neither a file nor a folder, such as a symbolic link.
     """
-    found = []
-    for where, folders, names in os.walk(root, onerror=_raise):
-        if Path(where) == root:
+    paths = []
+    for parent, folders, names in os.walk(root, onerror=_raise):
+        if Path(parent) == root:
             folders[:] = [name for name in folders if name not in leave_out]
             names = [name for name in names if name not in leave_out]
         for name in (*folders, *names):
-            path = Path(where) / name
+            path = Path(parent) / name
             mode = path.lstat().st_mode
             if stat.S_ISREG(mode):
-                found.append(path.relative_to(root).as_posix())
+                paths.append(path.relative_to(root).as_posix())
             elif not stat.S_ISDIR(mode):
                 reason = f"{path.relative_to(root)} is neither a plain file nor a folder"
                 raise UnsuitableFileError(errno.EINVAL, reason, str(path))
-    return sorted(found)
+    return sorted(paths)
 
 
 def read_text(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> str:
@@ -186,11 +186,11 @@ def load_toml(path: Path) -> dict[str, Any]:
         if re.sub(r"\.{2,}", "", part).count(".") > MAX_DEPTH:
             raise ValueError(_too_deep())
     try:
-        found = tomllib.loads(text)
+        table = tomllib.loads(text)
     except RecursionError:
         raise ValueError(_too_deep()) from None
-    _check_depth(found, largest=2**63 - 1)
-    return found
+    _check_depth(table, largest=2**63 - 1)
+    return table
 
 
 def decode_json(text: str | bytes) -> Any:
@@ -253,10 +253,10 @@ def _finite(literal: str) -> float:
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    table = dict(pairs)
+    if len(table) < len(pairs):
         raise ValueError("a key stands twice in one object")
-    return found
+    return table
 
 
 def _raise(error: OSError) -> NoReturn:

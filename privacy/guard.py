@@ -43,15 +43,15 @@ class Guard:
     ) -> None:
         check_delta(delta, None)
         check_adjacency(adjacency)
-        own = [] if cap is None else [Cap(cap, delta)]
-        self._caps = (*own, *([] if owner is None else [owner]))
-        for one in self._caps:
-            check_delta(one.delta, None)
-            if not (one.epsilon > 0 and math.isfinite(one.epsilon)):
+        run_caps = [] if cap is None else [Cap(cap, delta)]
+        self._caps = (*run_caps, *([] if owner is None else [owner]))
+        for limit in self._caps:
+            check_delta(limit.delta, None)
+            if not (limit.epsilon > 0 and math.isfinite(limit.epsilon)):
                 raise PrivacySettingError(
                     "privacy",
                     "epsilon",
-                    f"as a cap must be a finite number above 0, got {one.epsilon!r}",
+                    f"as a cap must be a finite number above 0, got {limit.epsilon!r}",
                 )
         self.ledger = ledger
         self.adjacency = adjacency
@@ -71,14 +71,14 @@ class Guard:
         """Does the same as `check`, with `rows` instead of the ledger's rows."""
         self.check_unit(rows)
         for cap in self._caps:
-            after = epsilon([*rows, *planned], cap.delta, self.adjacency)
-            if after > cap.epsilon:
-                now = epsilon(rows, cap.delta, self.adjacency)
+            new_cost = epsilon([*rows, *planned], cap.delta, self.adjacency)
+            if new_cost > cap.epsilon:
+                cost = epsilon(rows, cap.delta, self.adjacency)
                 raise BudgetExceededError(
-                    f"client {self.ledger.client!r}: ε is {format_epsilon(now)} now and would be "
-                    f"{format_epsilon(after)} with the planned release, above the cap "
+                    f"client {self.ledger.client!r}: ε is {format_epsilon(cost)} now and would be "
+                    f"{format_epsilon(new_cost)} with the planned release, above the cap "
                     f"{cap.epsilon:g} (δ = {cap.delta:g})",
-                    (self.ledger.client, now, after),
+                    (self.ledger.client, cost, new_cost),
                 )
 
     def check_unit(self, rows: Sequence[Release]) -> None:

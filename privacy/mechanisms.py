@@ -66,8 +66,8 @@ def clipped_sums(rows_ND: Tensor, groups_N: Tensor, groups: int, clip: float) ->
     """
     sums = rows_ND.new_zeros(groups, rows_ND.shape[1], dtype=torch.float64)
     at_once = _rows_at_once(rows_ND, rows_ND.shape[1])
-    for rows, where in zip(rows_ND.split(at_once), groups_N.split(at_once), strict=True):
-        members = torch.nn.functional.one_hot(where, groups).to(torch.float64)
+    for rows, chunk_groups in zip(rows_ND.split(at_once), groups_N.split(at_once), strict=True):
+        members = torch.nn.functional.one_hot(chunk_groups, groups).to(torch.float64)
         sums.addmm_(members.T, clip_rows(rows, clip))
     return sums
 
@@ -83,8 +83,8 @@ def on_grid(sums: Tensor, noise: Tensor, grid: Grid) -> Tensor:
     on the sums. In `sums + noise`, large sums would round off the noise. Ties go to even steps.
     """
     steps = sums / grid.spacing  # exact: the spacing is a power of two
-    whole = torch.round(steps)
-    return (whole + torch.round(steps - whole + noise / grid.spacing)) * grid.spacing
+    rounded = torch.round(steps)
+    return (rounded + torch.round(steps - rounded + noise / grid.spacing)) * grid.spacing
 
 
 class UserSums:
@@ -113,12 +113,12 @@ class UserSums:
         """Adds rows to `sums` [groups, width] in place. User numbers are ascending, and on the CPU;
         the last user stays open."""
         at_once = _rows_at_once(rows_ND, self._groups * self._width)
-        pieces = [one.split(at_once) for one in (rows_ND, groups_N, users_N, shares_N)]
+        pieces = [column.split(at_once) for column in (rows_ND, groups_N, users_N, shares_N)]
         for rows, group, user, share in zip(*pieces, strict=True):
-            numbers, where = user.unique_consecutive(return_inverse=True)
+            numbers, user_index = user.unique_consecutive(return_inverse=True)
             table = sums.new_zeros(len(numbers), self._groups, self._width)
             parts = clip_rows(rows, USER_ROW * self._clip) * share.to(rows.device)[:, None]
-            table.index_put_((where.to(rows.device), group), parts, accumulate=True)
+            table.index_put_((user_index.to(rows.device), group), parts, accumulate=True)
             if self._open is not None and self._open[0] == int(numbers[0]):
                 table[0] += self._open[1]
             else:
@@ -247,7 +247,7 @@ class GaussianSums:
             PrivacyError: as `add`; the bound exceeds the charged sensitivity, or there is more than
                 one group.
         """
-        before = self._open_sums(sample)
+        open_sums = self._open_sums(sample)
         if self._groups != 1 or products.width != self._width:
             raise PrivacyError(
                 f"charged for {self._groups} groups of {self._width} coordinates, got products of "
@@ -259,15 +259,15 @@ class GaussianSums:
                 f"{products.bound:g}"
             )
         sums = products.sums(None if sample is None else sample.shares)
-        self._sums = before.to(sums.device, non_blocking=True) + sums
+        self._sums = open_sums.to(sums.device, non_blocking=True) + sums
 
     def _open_sums(self, sample: Sample | None) -> Tensor:
         """Returns the sums of the open step; if users are the units, refuses records without
         users."""
         if self._sums is None:
             raise PrivacyError("no step is open: records must be sampled before they are summed")
-        known = sample is not None and sample.users is not None and sample.shares is not None
-        if self._unit == USER and not known:
+        has_users = sample is not None and sample.users is not None and sample.shares is not None
+        if self._unit == USER and not has_users:
             raise PrivacyError(
                 "charged for users as the unit: rows come with whose they are, and are clipped by "
                 "user"

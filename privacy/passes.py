@@ -39,7 +39,7 @@ def power_of_two(bound: float) -> int:
     return 1 << max(0, int(bound).bit_length() - 1)
 
 
-def pass_length(expected: float | None, start_over_row: float, most: int) -> int:
+def pass_length(expected: float | None, start_over_row: float, limit: int) -> int:
     """Returns the number of records in a pass: a power of two that does not depend on the data.
 
     If a pass has a fixed cost of s rows, n records in passes of p cost n + (n/p)·s + p/2 rows, as
@@ -50,9 +50,9 @@ def pass_length(expected: float | None, start_over_row: float, most: int) -> int
         expected: n, the public expected number of records of a step (q times the nominal size);
             None if undeclared, which gives the longest passes.
         start_over_row: s, the fixed cost of a pass, in rows.
-        most: the largest number that memory allows.
+        limit: the largest number that memory allows.
     """
-    longest = power_of_two(most)
+    longest = power_of_two(limit)
     if expected is None:
         return longest
     best = power_of_two(math.sqrt(2 * expected * start_over_row))
@@ -93,25 +93,25 @@ def values_of_each(compute: Callable[..., Tensor], records: Sequence[Tensor], no
     try:
         return _values(compute, records)
     except Exception as error:
-        others = [_public_like(one) for one in records]
-        missing = torch.full_like(_values(compute, others)[:1], torch.nan)
+        fillers = [_public_like(record) for record in records]
+        missing = torch.full_like(_values(compute, fillers)[:1], torch.nan)
         note(
             f"an image (or a blank one, which fills up a pass) contributes nothing: {error!r:.300}"
         )
-        return _among(compute, records, others, missing, list(range(len(records[0]))))
+        return _among(compute, records, fillers, missing, list(range(len(records[0]))))
 
 
 def _among(
     compute: Callable[..., Tensor],
     records: Sequence[Tensor],
-    others: Sequence[Tensor],
+    fillers: Sequence[Tensor],
     missing: Tensor,
     positions: list[int],
 ) -> Tensor:
     """Returns the values at some positions; bisects them if `compute` raises."""
-    trial = [other.clone() for other in others]
-    for one, record in zip(trial, records, strict=True):
-        one[positions] = record[positions]
+    trial = [other.clone() for other in fillers]
+    for tensor, record in zip(trial, records, strict=True):
+        tensor[positions] = record[positions]
     try:
         return _values(compute, trial)[positions]
     except Exception:
@@ -119,7 +119,7 @@ def _among(
         if half == 0:
             return missing
         parts = (positions[:half], positions[half:])
-        return torch.cat([_among(compute, records, others, missing, part) for part in parts])
+        return torch.cat([_among(compute, records, fillers, missing, part) for part in parts])
 
 
 def _values(compute: Callable[..., Tensor], records: Sequence[Tensor]) -> Tensor:

@@ -209,8 +209,8 @@ class Allowance(Generic[S]):
         """
         if name in self._plans:
             return self._plans[name]
-        known = ", ".join(map(repr, (*self._plans, *self._elsewhere)))
-        reason = f"no release {name!r} is planned (Method.private_plans names {known})"
+        planned = ", ".join(map(repr, (*self._plans, *self._elsewhere)))
+        reason = f"no release {name!r} is planned (Method.private_plans names {planned})"
         if name in self._elsewhere:
             reason = (
                 f"{name!r} is planned for the {self._elsewhere[name]} phase of a round, and was "
@@ -245,8 +245,8 @@ class Allowance(Generic[S]):
 class GroupAllowance(Generic[S]):
     """The allowances of a group of clients, in the group's order."""
 
-    def __init__(self, each: Sequence[Allowance[S]]) -> None:
-        self._each = tuple(each)
+    def __init__(self, allowances: Sequence[Allowance[S]]) -> None:
+        self._each = tuple(allowances)
 
     def plan(self, name: str) -> PrivatePlan:
         """Returns the plan with this name, if all clients of the group have the same.
@@ -256,8 +256,8 @@ class GroupAllowance(Generic[S]):
                 dimension), so that each must be asked separately.
         """
         self._refuse_nothing(name)
-        first, *others = [one.plan(name) for one in self._each]
-        if any(other != first for other in others):
+        first, *other_plans = [allowance.plan(name) for allowance in self._each]
+        if any(other != first for other in other_plans):
             raise UnplannedReleaseError(
                 f"the clients of this group have different plans {name!r}: ask alone(position)"
             )
@@ -267,9 +267,9 @@ class GroupAllowance(Generic[S]):
         """Returns each client's charged series of the plan with this name; takes none if one
         refuses."""
         self._refuse_nothing(name)
-        for one in self._each:
-            one.check(name)
-        return [one.take(name) for one in self._each]
+        for allowance in self._each:
+            allowance.check(name)
+        return [allowance.take(name) for allowance in self._each]
 
     def alone(self, position: int) -> GroupAllowance[S]:
         """Returns one client's group allowance; a series taken from either is taken from both."""

@@ -52,9 +52,9 @@ class Products(ABC):
         """Returns N."""
         return len(next(iter(self._factors().values())))
 
-    def part(self, taken: slice | Tensor) -> Self:
+    def part(self, indices: slice | Tensor) -> Self:
         """Returns the vectors of some of the examples."""
-        factors = {name: factor[taken] for name, factor in self._factors().items()}
+        factors = {name: factor[indices] for name, factor in self._factors().items()}
         return dataclasses.replace(self, **factors)  # type: ignore[type-var]
 
     @abstractmethod

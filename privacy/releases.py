@@ -66,10 +66,10 @@ class Release:
     shares: int = 1
 
     def __post_init__(self) -> None:
-        for name, least in (("round", 0), ("steps", 1), ("dimension", 1), ("shares", 1)):
+        for name, minimum in (("round", 0), ("steps", 1), ("dimension", 1), ("shares", 1)):
             value = getattr(self, name)
-            whole = type(value) is int and value >= least
-            require(whole, name, f"must be a whole number of at least {least}", value)
+            valid = type(value) is int and value >= minimum
+            require(valid, name, f"must be a whole number of at least {minimum}", value)
         for name in ("quantity", "mechanism", "clipped"):
             require(isinstance(getattr(self, name), str), name, "must be text", getattr(self, name))
         σ = self.noise_multiplier
@@ -101,7 +101,7 @@ class Release:
         require(set(row) == names, "row", rule, sorted(row))
         # The rows of a ledger share their strings, which take most of their memory.
         shared: dict[str, Any] = {
-            key: sys.intern(one) if type(one) is str else one for key, one in row.items()
+            key: sys.intern(item) if type(item) is str else item for key, item in row.items()
         }
         return cls(**shared)
 
@@ -124,8 +124,10 @@ def require(ok: bool, key: str, rule: str, value: object, section: str | None = 
 
 def check_adjacency(adjacency: str) -> None:
     """Refuses an adjacency that is not in `ADJACENCIES`."""
-    known = ", ".join(ADJACENCIES)
-    require(adjacency in ADJACENCIES, "adjacency", f"must be one of {known}", adjacency, "privacy")
+    choices = ", ".join(ADJACENCIES)
+    require(
+        adjacency in ADJACENCIES, "adjacency", f"must be one of {choices}", adjacency, "privacy"
+    )
 
 
 def check_delta(delta: float, max_records: int | None) -> None:
@@ -138,7 +140,7 @@ def check_delta(delta: float, max_records: int | None) -> None:
     require(is_real(delta) and 0 < delta < 1, "delta", "must be in (0, 1)", delta, "privacy")
     if max_records is None:
         return
-    known = type(max_records) is int and max_records >= 1
-    require(known, "max_records", "must be a whole number of at least 1", max_records, "privacy")
+    valid = type(max_records) is int and max_records >= 1
+    require(valid, "max_records", "must be a whole number of at least 1", max_records, "privacy")
     rule = f"must be at most 1 / privacy.max_records = {1 / max_records:.3g}"
     require(delta * max_records <= 1, "delta", rule, delta, "privacy")

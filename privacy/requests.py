@@ -93,5 +93,5 @@ def check_named(name: str, sent: Mapping[str, Tensor], expected: Mapping[str, Te
     odd = sorted(set(sent) ^ set(expected))
     if odd:
         raise RequestRefusedError(f"the server's {name} is of another architecture: {odd[0]!r:.80}")
-    for key, own in expected.items():
-        check_tensor(f"{name} {key}", sent[key], tuple(own.shape), own.dtype)
+    for key, reference in expected.items():
+        check_tensor(f"{name} {key}", sent[key], tuple(reference.shape), reference.dtype)

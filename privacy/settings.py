@@ -31,24 +31,24 @@ RANGES = {
 """The ranges of useful values, within which sums, squares and quotients stay finite."""
 
 
-def ledger_setting(given: Path | str) -> Path | str:
+def ledger_setting(value: Path | str) -> Path | str:
     """Returns a folder as an absolute path, or `NO_LEDGER` unchanged.
 
     Raises:
         PrivacySettingError: a text that resembles `NO_LEDGER`, an empty text (an empty `Path` is
             the current folder), or the home of a user who does not exist.
     """
-    words = str(given).strip()
-    if words == NO_LEDGER:
+    text = str(value).strip()
+    if text == NO_LEDGER:
         return NO_LEDGER
     try:
-        words.encode()  # it must be valid in the run folder's config.toml
-        folder = Path(given).expanduser().absolute()
+        text.encode()  # it must be valid in the run folder's config.toml
+        folder = Path(value).expanduser().absolute()
     except (UnicodeEncodeError, RuntimeError) as error:
         raise PrivacySettingError("privacy", "ledger", f"names no folder: {error}") from None
-    hint = "" if words else " (a variable that is not set?)"
-    nearly = words.casefold().split(":")[0] in ("none", "") or "\0" in words
-    _require(not nearly, "ledger", f"must be a folder{hint}, or exactly {NO_LEDGER!r}", words)
+    hint = "" if text else " (a variable that is not set?)"
+    nearly = text.casefold().split(":")[0] in ("none", "") or "\0" in text
+    _require(not nearly, "ledger", f"must be a folder{hint}, or exactly {NO_LEDGER!r}", text)
     return folder
 
 
@@ -142,10 +142,10 @@ class PrivacySettings:
             _require(ok, name, "must be a positive number", value)
         rate = self.sample_rate
         _require(rate is None or 0 < rate <= 1, "sample_rate", "must be in (0, 1]", rate)
-        for name, (least, most) in RANGES.items():
+        for name, (low, high) in RANGES.items():
             value = getattr(self, name)
-            inside = value is None or least <= value <= most
-            _require(inside, name, f"must be from {least:g} up to {most:g}", value)
+            inside = value is None or low <= value <= high
+            _require(inside, name, f"must be from {low:g} up to {high:g}", value)
         self._check_unit()
         if self.mechanism is not None and not mechanism_facts(self.mechanism).guaranteed:
             self._check_without_guarantee(self.mechanism)
@@ -178,10 +178,10 @@ class PrivacySettings:
                 "to have"
             )
             raise PrivacySettingError("privacy", "unit", reason, value=USER)
-        most = self.user_records
-        ok = most is None or (self.unit == USER and most >= 1)
+        limit = self.user_records
+        ok = limit is None or (self.unit == USER and limit >= 1)
         rule = f"must be a whole number of at least 1, with privacy.unit={USER}"
-        _require(ok, "user_records", rule, most)
+        _require(ok, "user_records", rule, limit)
 
     @property
     def ledger_folder(self) -> Path | None:

@@ -134,14 +134,14 @@ def signature_problems(folder: Path, key: Ed25519PublicKey) -> list[str]:
     return _changes(content["files"], file_hashes(folder))
 
 
-def _changes(signed: dict[str, str], found: dict[str, str]) -> list[str]:
+def _changes(signed: dict[str, str], current: dict[str, str]) -> list[str]:
     problems = []
-    for name in {**signed, **found}:
-        if name not in found:
+    for name in {**signed, **current}:
+        if name not in current:
             problems.append(f"{name} was signed, and is gone")
         elif name not in signed:
             problems.append(f"{name} was added after signing")
-        elif found[name] != signed[name]:
+        elif current[name] != signed[name]:
             problems.append(f"{name} was changed after signing")
     return problems
 

@@ -103,34 +103,39 @@ class LedgerFolder:
                 another ledger was charged for; the message explains what to do. No ledger is
                 changed then.
         """
-        with self._locked() as known:
-            digests = records(known.key)
-            present = [Counter(row.tobytes() for row in each) for each in digests]
-            here = dict(zip(names or known.names(present), present, strict=True))
-            for name in here:
-                if name in known.ledgers:
-                    self._refuse_unknown(name, known.ledgers[name])
-                    known.ledgers[name].check_dataset(dataset)
-            for name in here:
-                self._check(name, known, here)
-            opened = [self._opened(name, own, known, dataset) for name, own in here.items()]
+        with self._locked() as index:
+            digests = records(index.key)
+            present = [
+                Counter(row.tobytes() for row in client_records) for client_records in digests
+            ]
+            records_by_client = dict(zip(names or index.names(present), present, strict=True))
+            for name in records_by_client:
+                if name in index.ledgers:
+                    self._refuse_unknown(name, index.ledgers[name])
+                    index.ledgers[name].check_dataset(dataset)
+            for name in records_by_client:
+                self._check(name, index, records_by_client)
+            opened = [
+                self._opened(name, client_records, index, dataset)
+                for name, client_records in records_by_client.items()
+            ]
         for ledger in opened:
-            ledger.confirm = functools.partial(self._confirmed, ledger.client, here)
+            ledger.confirm = functools.partial(self._confirmed, ledger.client, records_by_client)
         return opened
 
     @contextmanager
-    def _confirmed(self, name: str, here: Mapping[str, Records]) -> Iterator[None]:
+    def _confirmed(self, name: str, records_by_client: Mapping[str, Records]) -> Iterator[None]:
         """Checks again before a ledger's first charge, as another run may have started meanwhile.
 
         Neither run noticed the other when it opened its ledgers, as no budget had been spent yet.
         """
-        with self._locked() as known:
-            if name not in known.ledgers or not known.is_current(name, here[name]):
+        with self._locked() as index:
+            if name not in index.ledgers or not index.is_current(name, records_by_client[name]):
                 raise LedgerError(
                     f"{self._file(name)} was meanwhile taken by another run, for other records: "
                     "nothing was charged; run again"
                 )
-            self._check(name, known, here)
+            self._check(name, index, records_by_client)
             yield
 
     def ledgers(self) -> dict[str, Ledger]:
@@ -168,8 +173,8 @@ class LedgerFolder:
         """
         ledgers = self.ledgers()
         if client not in ledgers:
-            known = f"; there are {', '.join(ledgers)}" if ledgers else ""
-            raise LedgerError(f"there is no ledger of {client!r} in {self.path}{known}")
+            listed = f"; there are {', '.join(ledgers)}" if ledgers else ""
+            raise LedgerError(f"there is no ledger of {client!r} in {self.path}{listed}")
         ledgers[client].carry_over()
         return len(ledgers[client].releases)
 
@@ -187,24 +192,24 @@ class LedgerFolder:
     def _command(self, name: str) -> str:
         return f"fedsynth privacy carry-over {shlex.quote(str(self.path))} {name}"
 
-    def _check(self, name: str, known: _Known, here: Mapping[str, Records]) -> None:
+    def _check(self, name: str, index: _Known, records_by_client: Mapping[str, Records]) -> None:
         """Refuses records that differ from the ledger's, or that belong to another ledger."""
-        ledger = known.ledgers.get(name)
+        ledger = index.ledgers.get(name)
         bound = ledger is not None and ledger.bound
-        present = here[name]
-        if bound and known.is_current(name, present):
+        present = records_by_client[name]
+        if bound and index.is_current(name, present):
             return
         spent = ledger is not None and ledger.releases
-        before: Records = known.current(name) if spent else Counter()
-        new = present - before
-        self._refuse_moved(name, new, known, here)
-        if lost := next((known.orphans[record] for record in new if record in known.orphans), None):
+        previous: Records = index.current(name) if spent else Counter()
+        new = present - previous
+        self._refuse_moved(name, new, index, records_by_client)
+        if lost := next((index.orphans[record] for record in new if record in index.orphans), None):
             raise LedgerError(
                 f"client {name!r} has records that a ledger in {self.path} was kept for which is "
                 f"gone: {_lost(lost)}"
             )
         if bound:
-            gone = (before - present).total()
+            gone = (previous - present).total()
             raise LedgerError(
                 f"client {name!r} has other records than those that {self._file(name)} was "
                 f"charged for ({new.total()} are new, {gone} are gone): bring those, or "
@@ -214,21 +219,23 @@ class LedgerFolder:
             )
 
     def _refuse_moved(
-        self, name: str, new: Records, known: _Known, here: Mapping[str, Records]
+        self, name: str, new: Records, index: _Known, records_by_client: Mapping[str, Records]
     ) -> None:
         """Refuses records of `name` that the ledger of another client was charged for."""
         moved: Counter[str] = Counter()
         for record in new:
-            for other in known.owners.get(record, set()) - {name}:
-                now = known.current(other)[record]
+            for other in index.owners.get(record, set()) - {name}:
+                count = index.current(other)[record]
                 # A record that the other client still has, as often as before, is a different
                 # record with the same bytes.
-                if not 0 < now <= here.get(other, Counter())[record]:
+                if not 0 < count <= records_by_client.get(other, Counter())[record]:
                     moved[other] += 1
-        for other, ledger in known.ledgers.items():
-            if new and not (other in here and known.is_current(other, here[other])):
+        for other, ledger in index.ledgers.items():
+            if new and not (
+                other in records_by_client and index.is_current(other, records_by_client[other])
+            ):
                 self._refuse_unknown(other, ledger)
-                known.current(other)  # refuses a missing list, which cannot be compared
+                index.current(other)  # refuses a missing list, which cannot be compared
             if moved[other]:
                 raise LedgerError(
                     f"client {name!r} has {moved[other]} records that {self._file(other)} was "
@@ -237,13 +244,13 @@ class LedgerFolder:
                     "what one owner's synthetic set was made of stays one owner's"
                 )
 
-    def _opened(self, name: str, present: Records, known: _Known, dataset: str) -> Ledger:
-        records = known.fingerprint(name, present)
-        ledger = known.ledgers.get(name)
-        known.keep(records, present)
+    def _opened(self, name: str, present: Records, index: _Known, dataset: str) -> Ledger:
+        records = index.fingerprint(name, present)
+        ledger = index.ledgers.get(name)
+        index.keep(records, present)
         if ledger is None:
             return Ledger(name, self._file(name), dataset=dataset, records=records)
-        if ledger.may_change or not known.is_current(name, present) or ledger.dataset != dataset:
+        if ledger.may_change or not index.is_current(name, present) or ledger.dataset != dataset:
             ledger.take_records(records, dataset)
         return ledger
 
@@ -313,8 +320,8 @@ class _Known:
         such as none.
         """
         hashed = name.encode() + b"\0" + _packed(records)
-        made = hashlib.blake2b(hashed, key=self.key, digest_size=32, person=b"fedsynth ledger")
-        return made.hexdigest()
+        digest = hashlib.blake2b(hashed, key=self.key, digest_size=32, person=b"fedsynth ledger")
+        return digest.hexdigest()
 
     def is_current(self, name: str, records: Records) -> bool:
         """Returns whether these are exactly the records that the ledger is for."""
@@ -326,38 +333,42 @@ class _Known:
         it."""
         if name not in self._current:
             ledger = self.ledgers[name]
-            found = self._list(ledger.records[-1]) if ledger.records else None
-            if ledger.bound and (found is None or not self.is_current(name, found)):
+            records = self._list(ledger.records[-1]) if ledger.records else None
+            if ledger.bound and (records is None or not self.is_current(name, records)):
                 raise LedgerError(
                     f"{self._folder / ledger.records[-1]}, which lists the records of client "
                     f"{name!r}, is gone or damaged: bring it back from a backup"
                 )
-            self._current[name] = Counter() if found is None else found
+            self._current[name] = Counter() if records is None else records
         return self._current[name]
 
     def names(self, present: Sequence[Records]) -> tuple[str, ...]:
         """Returns names for clients that declared none: that of their records' ledger, else a
         default one."""
-        own = default_names(len(present))
-        found: dict[int, str] = {}
-        for k, name in enumerate(own):
+        defaults = default_names(len(present))
+        matched: dict[int, str] = {}
+        for k, name in enumerate(defaults):
             if name in self.ledgers and self.is_current(name, present[k]):
-                found[k] = name
+                matched[k] = name
         free: dict[bytes, list[str]] = {}
         for name, ledger in self.ledgers.items():
             listed = self._list(ledger.records[-1]) if ledger.records else None
-            if listed is not None and name not in found.values():
+            if listed is not None and name not in matched.values():
                 free.setdefault(_packed(listed), []).append(name)
         for k, records in enumerate(present):
-            if k not in found and free.get(_packed(records)):
-                found[k] = free[_packed(records)].pop(0)
-        taken = set(found.values())
-        used = {*taken, *(name for k, name in enumerate(own) if k not in found), *self.ledgers}
+            if k not in matched and free.get(_packed(records)):
+                matched[k] = free[_packed(records)].pop(0)
+        matched_names = set(matched.values())
+        used = {
+            *matched_names,
+            *(name for k, name in enumerate(defaults) if k not in matched),
+            *self.ledgers,
+        }
         spare = (f"client-{k:03d}" for k in itertools.count() if f"client-{k:03d}" not in used)
-        for k, name in enumerate(own):
-            if k not in found:
-                found[k] = next(spare) if name in taken else name
-        return tuple(found[k] for k in range(len(own)))
+        for k, name in enumerate(defaults):
+            if k not in matched:
+                matched[k] = next(spare) if name in matched_names else name
+        return tuple(matched[k] for k in range(len(defaults)))
 
     def keep(self, fingerprint: str, records: Records) -> None:
         if not (self._folder / fingerprint).exists():

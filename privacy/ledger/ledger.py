@@ -223,14 +223,14 @@ class Ledger:
     def _append(self, file: FileIO, entry: dict[str, Any]) -> None:
         """Writes a line durably; the file must be locked, and all its lines read."""
         line, _ = encode(entry, self._read.chain)
-        whole = False
+        complete = False
         try:
-            whole = file.write(line) == len(line)
-            if not whole:
+            complete = file.write(line) == len(line)
+            if not complete:
                 raise OSError("the disk took only part of the line")
             os.fsync(file.fileno())
         except OSError as error:
-            if not whole:  # otherwise the line is in the file, and counts
+            if not complete:  # otherwise the line is in the file, and counts
                 self._take_back(file)
             raise LedgerError(f"cannot write to ledger {self.path}: {error}") from error
         self._catch_up(file, self.client)

@@ -62,11 +62,11 @@ def encode(entry: dict[str, Any], chain: str) -> tuple[bytes, str]:
     return json.dumps({**entry, "chain": digest}, allow_nan=False).encode() + b"\n", digest
 
 
-def read_on(known: Lines, data: bytes, client: str | None, path: Path | None) -> Lines:
+def read_on(lines: Lines, data: bytes, client: str | None, path: Path | None) -> Lines:
     """Returns the content after `data`, the bytes of the file that follow those already read.
 
     Args:
-        known: the content so far.
+        lines: the content so far.
         data: the new bytes.
         client: the client that the ledger must belong to; None: any.
         path: the file's path, for errors.
@@ -74,28 +74,28 @@ def read_on(known: Lines, data: bytes, client: str | None, path: Path | None) ->
     Raises:
         LedgerError: a line is torn, damaged or unknown, or the header is another client's.
     """
-    if known.size + len(data) == 0:
+    if lines.size + len(data) == 0:
         raise LedgerError(f"ledger {path} is empty: an append-only file was edited")
     if data and not data.endswith(b"\n"):
         raise LedgerError(
             f"the last line of ledger {path} is torn, so that a charge was under way: "
             f"{repair_command(path)} takes it out"
         )
-    releases = list(known.releases)
-    chains = list(known.chains)
+    releases = list(lines.releases)
+    chains = list(lines.chains)
     for number, line in enumerate(data.splitlines()):
-        entry, chain = _decode(line, known.chain, path)
-        if known.size == 0 and number == 0:
-            known = _header(entry, client, path)
+        entry, chain = _decode(line, lines.chain, path)
+        if lines.size == 0 and number == 0:
+            lines = _header(entry, client, path)
             chains.append(chain)
         elif "entry" in entry:
-            known = _noted(known, entry, len(releases), path)
+            lines = _noted(lines, entry, len(releases), path)
         else:
             releases.append(_release(entry, len(releases) + 2, path))
             chains.append(chain)
-        known = replace(known, chain=chain)
-    size = known.size + len(data)
-    return replace(known, releases=tuple(releases), chains=tuple(chains), size=size)
+        lines = replace(lines, chain=chain)
+    size = lines.size + len(data)
+    return replace(lines, releases=tuple(releases), chains=tuple(chains), size=size)
 
 
 def repair_command(path: Path | None) -> str:
@@ -132,19 +132,19 @@ def _header(header: dict[str, Any], client: str | None, path: Path | None) -> Li
     return Lines(owner, dataset=dataset, records=records, charged=records)
 
 
-def _noted(known: Lines, entry: dict[str, Any], rows: int, path: Path | None) -> Lines:
+def _noted(lines: Lines, entry: dict[str, Any], rows: int, path: Path | None) -> Lines:
     """Returns the content after a line that is not a release and that follows `rows` releases."""
     if entry["entry"] == RESUMED and type(entry.get("after")) is int:
-        return replace(known, resumptions=(*known.resumptions, (rows, entry["after"])))
+        return replace(lines, resumptions=(*lines.resumptions, (rows, entry["after"])))
     if entry["entry"] == MAY_CHANGE:
-        return replace(known, may_change=True)
+        return replace(lines, may_change=True)
     if entry["entry"] == RECORDS and {"records", "dataset"} <= entry.keys():
         new = str(entry["records"])
         return replace(
-            known,
+            lines,
             dataset=str(entry["dataset"]),
-            records=(*known.records, new),
-            charged=(*known.charged, new) if rows else (new,),
+            records=(*lines.records, new),
+            charged=(*lines.charged, new) if rows else (new,),
             may_change=False,
         )
     raise LedgerError(f"ledger {path} has an entry that this fedsynth does not know")
@@ -191,21 +191,23 @@ def repair_ledger(path: Path) -> Repair | None:
         with open_regular(path, writing=True, max_bytes=MAX_TEXT_BYTES) as file:
             lock(file, path)
             data = file.readall()
-            whole = data.rfind(b"\n") + 1
-            if whole == len(data):
+            complete_size = data.rfind(b"\n") + 1
+            if complete_size == len(data):
                 read_on(Lines(), data, None, path)
                 return None
             try:
                 read_on(Lines(), data + b"\n", None, path)
                 counts = True
             except LedgerError:
-                read_on(Lines(), data[:whole], None, path)
+                read_on(Lines(), data[:complete_size], None, path)
                 counts = False
-            repair = Repair(data[whole:].decode(errors="replace"), counts, _keep_copy(path, data))
+            repair = Repair(
+                data[complete_size:].decode(errors="replace"), counts, _keep_copy(path, data)
+            )
             if counts:
                 file.write(b"\n")
             else:
-                file.truncate(whole)
+                file.truncate(complete_size)
             os.fsync(file.fileno())
             return repair
     except OSError as error:

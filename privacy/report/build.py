@@ -70,22 +70,28 @@ def build_report(
             ledger.
     """
     facts.check()
-    rows = {one.client: one.releases for one in histories}
+    rows = {history.client: history.releases for history in histories}
     reasons = [*facts.verdict.reasons, *reasons_in_ledgers(rows)]
-    reasons += [f"{one.access}: {one.note}" for one in facts.scope if one.status == UNACCOUNTED]
+    reasons += [
+        f"{history.access}: {history.note}"
+        for history in facts.scope
+        if history.status == UNACCOUNTED
+    ]
     formal = not reasons and not facts.test_only_randomness
-    whole = bool(rows) or not formal
-    require(whole, "ledgers", "must hold at least one client's for a privacy report", rows)
+    has_rows = bool(rows) or not formal
+    require(has_rows, "ledgers", "must hold at least one client's for a privacy report", rows)
     promise = guarantee(rows, facts.delta, facts.adjacency) if formal else None
     worst = None if promise is None else promise.worst_client
-    before = rows_before or {}
+    previous_rows = rows_before or {}
     heads = {
-        one.client: LedgerHead(
-            rows=len(one.releases), chain=one.chain, rows_before=before.get(one.client, 0)
+        history.client: LedgerHead(
+            rows=len(history.releases),
+            chain=history.chain,
+            rows_before=previous_rows.get(history.client, 0),
         )
-        for one in histories
+        for history in histories
     }
-    counted = [facts.shares, *(row.shares for some in rows.values() for row in some)]
+    counted = [facts.shares, *(row.shares for releases in rows.values() for row in releases)]
     stated = {name: getattr(facts, name) for name in ReportFacts.model_fields}
     stated["verdict"] = Verdict(formal=formal, reasons=reasons, warnings=facts.verdict.warnings)
     stated["published"] = facts.published if formal else []
@@ -139,22 +145,34 @@ def guarantee(ledgers: Mapping[str, Rows], delta: float, adjacency: str) -> Guar
     attacks; each figure is the largest over the clients."""
     by_client = {name: epsilon(rows, delta, adjacency) for name, rows in ledgers.items()}
     worst = max(by_client, key=lambda name: by_client[name])
-    histories = {name: epsilon_by_round(each, delta, adjacency) for name, each in ledgers.items()}
+    histories = {
+        name: epsilon_by_round(client_rows, delta, adjacency)
+        for name, client_rows in ledgers.items()
+    }
     # the worst client may depend on δ, on the attack and on the group size
-    different = list({totals(each): each for each in ledgers.values()}.values())
+    different = list(
+        {totals(client_rows): client_rows for client_rows in ledgers.values()}.values()
+    )
     curve = []
     for point in sorted({*CURVE_DELTAS, delta}, reverse=True):
         highest = max(epsilon(rows, point, adjacency) for rows in different)
         curve.append(CurvePoint(delta=point, epsilon=highest))
-    found = [attack_success(rows, adjacency=adjacency) for rows in different]
+    success_rates = [attack_success(rows, adjacency=adjacency) for rows in different]
     attacks = []
-    for rate in found[0]:
-        power = max(attack[rate] for attack in found)
+    for rate in success_rates[0]:
+        power = max(attack[rate] for attack in success_rates)
         attacks.append(Attack(false_positive_rate=rate, true_positive_rate_at_most=power))
     groups = []
     for size in GROUPS:
-        each = [group(rows, delta, size, adjacency) for rows in different]
-        groups.append(max(each, key=lambda one: math.inf if one.epsilon is None else one.epsilon))
+        size_groups = [group(rows, delta, size, adjacency) for rows in different]
+        groups.append(
+            max(
+                size_groups,
+                key=lambda size_group: (
+                    math.inf if size_group.epsilon is None else size_group.epsilon
+                ),
+            )
+        )
     return Guarantee(
         epsilon=by_client[worst],
         delta=delta,
@@ -173,12 +191,12 @@ def over_clients(histories: Mapping[str, Mapping[int, float]]) -> list[AfterRoun
     """Returns the worst, the median and every client's ε after each round; a client without a new
     release keeps its ε."""
     table: list[AfterRound] = []
-    now = dict.fromkeys(histories, 0.0)
+    current = dict.fromkeys(histories, 0.0)
     for number in sorted({number for history in histories.values() for number in history}):
-        now = {name: history.get(number, now[name]) for name, history in histories.items()}
-        worst = max(now.values())
-        median = statistics.median(now.values())
-        table.append(AfterRound(round=number, worst=worst, median=median, clients=now))
+        current = {name: history.get(number, current[name]) for name, history in histories.items()}
+        worst = max(current.values())
+        median = statistics.median(current.values())
+        table.append(AfterRound(round=number, worst=worst, median=median, clients=current))
     return table
 
 
@@ -189,8 +207,10 @@ def alone(rows: Rows, delta: float, adjacency: str) -> list[ReleaseKind]:
     for row in rows:
         kinds[row.quantity, row.mechanism].append(row)
     return [
-        ReleaseKind(quantity=quantity, mechanism=mechanism, epsilon=epsilon(some, delta, adjacency))
-        for (quantity, mechanism), some in sorted(kinds.items())
+        ReleaseKind(
+            quantity=quantity, mechanism=mechanism, epsilon=epsilon(releases, delta, adjacency)
+        )
+        for (quantity, mechanism), releases in sorted(kinds.items())
     ]
 
 
@@ -208,15 +228,15 @@ def group(rows: Rows, delta: float, size: int, adjacency: str) -> Group:
         scaled = [replace(row, noise_multiplier=row.noise_multiplier / size) for row in rows]
         exact = epsilon(scaled, delta, adjacency)
         return Group(units=size, epsilon=exact, exact=True)
-    least = epsilon(rows, delta, adjacency)
+    single_epsilon = epsilon(rows, delta, adjacency)
     merged = merge(rows, adjacency)
     for factor in range(40):
-        each = least * (1 + factor / 10)
-        spread = math.fsum(math.exp(min(i * each, 700.0)) for i in range(size))
+        group_epsilon = single_epsilon * (1 + factor / 10)
+        spread = math.fsum(math.exp(min(i * group_epsilon, 700.0)) for i in range(size))
         if merged is None or spread * merged.slack > delta:  # beyond the accountant's accuracy
             break
-        if delta_of(merged, each) * spread <= delta:
-            return Group(units=size, epsilon=size * each, exact=False)
+        if delta_of(merged, group_epsilon) * spread <= delta:
+            return Group(units=size, epsilon=size * group_epsilon, exact=False)
     return Group(units=size, epsilon=None, exact=False)
 
 

@@ -368,16 +368,18 @@ def schema_problems(value: Any, shape: type[BaseModel] = Report) -> list[str]:
 
 def faults(error: ValidationError) -> list[str]:
     """Returns the faults of an invalid value, one line each."""
-    found = error.errors(include_url=False, include_context=False, include_input=False)
-    lines = [_line(one["loc"], one["type"], one["msg"]) for one in found[:MAX_SHOWN_FAULTS]]
-    hidden = len(found) - MAX_SHOWN_FAULTS
+    errors = error.errors(include_url=False, include_context=False, include_input=False)
+    lines = [
+        _line(error_["loc"], error_["type"], error_["msg"]) for error_ in errors[:MAX_SHOWN_FAULTS]
+    ]
+    hidden = len(errors) - MAX_SHOWN_FAULTS
     return [*lines, f"and {hidden} more"] if hidden > 0 else lines
 
 
-def _line(where: Sequence[int | str], kind: str, message: str) -> str:
-    path = ".".join(_short_key(str(part)) for part in where)
-    words = {"missing": "is missing", "extra_forbidden": "is no key of a report"}
-    return f"{path or 'it'} {words.get(kind, 'is wrong: ' + message)}"
+def _line(location: Sequence[int | str], kind: str, message: str) -> str:
+    path = ".".join(_short_key(str(part)) for part in location)
+    reasons = {"missing": "is missing", "extra_forbidden": "is no key of a report"}
+    return f"{path or 'it'} {reasons.get(kind, 'is wrong: ' + message)}"
 
 
 def _short_key(name: str) -> str:

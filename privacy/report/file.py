@@ -140,28 +140,28 @@ def held_rows(report: Mapping[str, Any], files: Path | None, *, exact: bool) -> 
     heads = report["ledger_heads"]
     stated = stated_rows(report)
     if files is None:
-        held = HeldRows({client: tuple(stated.get(client, ())) for client in heads})
-        for client, rows in held.rows.items():
+        ledger_rows = HeldRows({client: tuple(stated.get(client, ())) for client in heads})
+        for client, rows in ledger_rows.rows.items():
             head = heads[client]["rows"]
             if len(rows) != head:
-                held.problems.append(
+                ledger_rows.problems.append(
                     f"{client}: the report has {len(rows)} rows, and its ledger head {head}"
                 )
-        return held
-    held = HeldRows(note=f"the report's rows were compared with the ledger files in {files}")
-    damaged = _read_ledgers(held, files)
-    if exact or not set(heads) <= set(held.ledgers):
-        held.problems.extend(damaged)
-    for client in held.ledgers:
+        return ledger_rows
+    ledger_rows = HeldRows(note=f"the report's rows were compared with the ledger files in {files}")
+    damaged = _read_ledgers(ledger_rows, files)
+    if exact or not set(heads) <= set(ledger_rows.ledgers):
+        ledger_rows.problems.extend(damaged)
+    for client in ledger_rows.ledgers:
         if exact and client not in heads:
-            held.problems.append(f"{files} has a ledger of {client}, which the report lacks")
+            ledger_rows.problems.append(f"{files} has a ledger of {client}, which the report lacks")
     for client, head in heads.items():
-        if client in held.ledgers:
-            _compare(held, client, head, exact=exact)
+        if client in ledger_rows.ledgers:
+            _compare(ledger_rows, client, head, exact=exact)
         else:
-            held.problems.append(f"{files} has no ledger of {client}")
-            held.rows[client] = tuple(stated.get(client, ()))
-    return held
+            ledger_rows.problems.append(f"{files} has no ledger of {client}")
+            ledger_rows.rows[client] = tuple(stated.get(client, ()))
+    return ledger_rows
 
 
 def stated_rows(report: Mapping[str, Any]) -> dict[str, list[Release]]:
@@ -184,8 +184,8 @@ def stated_rows(report: Mapping[str, Any]) -> dict[str, list[Release]]:
     return rows
 
 
-def _read_ledgers(held: HeldRows, folder: Path) -> list[str]:
-    """Adds the ledgers in a folder to `held`; returns problems with files."""
+def _read_ledgers(ledger_rows: HeldRows, folder: Path) -> list[str]:
+    """Adds the ledgers in a folder to `ledger_rows`; returns problems with files."""
     problems: list[str] = []
     for path in sorted(folder.glob("*.jsonl")):
         try:
@@ -194,23 +194,23 @@ def _read_ledgers(held: HeldRows, folder: Path) -> list[str]:
             problems.append(str(error))
             continue
         if path.stem == ledger.client:
-            held.ledgers[ledger.client] = ledger
+            ledger_rows.ledgers[ledger.client] = ledger
         else:
             problems.append(f"{path} is the ledger of {SHORT.repr(ledger.client)}")
     return problems
 
 
-def _compare(held: HeldRows, client: str, head: Mapping[str, Any], *, exact: bool) -> None:
-    """Adds one client's rows to `held`, and compares its file with the report's head."""
-    rows = held.ledgers[client].releases
+def _compare(ledger_rows: HeldRows, client: str, head: Mapping[str, Any], *, exact: bool) -> None:
+    """Adds one client's rows to `ledger_rows`, and compares its file with the report's head."""
+    rows = ledger_rows.ledgers[client].releases
     count = head["rows"]
     if count > len(rows) or (exact and count != len(rows)):
-        held.problems.append(
+        ledger_rows.problems.append(
             f"{client}: the ledger file has {len(rows)} rows, and the report states {count}"
         )
-    elif held.chains(client)[count] != head["chain"]:
-        held.problems.append(
+    elif ledger_rows.chains(client)[count] != head["chain"]:
+        ledger_rows.problems.append(
             f"{client}: the chain hash of the ledger file's first {count} rows is not the "
             "report's: they are other rows"
         )
-    held.rows[client] = rows if exact else rows[:count]
+    ledger_rows.rows[client] = rows if exact else rows[:count]

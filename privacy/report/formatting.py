@@ -74,7 +74,7 @@ def format_rounds(rounds: Sequence[int]) -> str:
             ranges[-1].append(number)
         else:
             ranges.append([number])
-    parts = [f"{some[0]}" if len(some) == 1 else f"{some[0]}–{some[-1]}" for some in ranges]
+    parts = [f"{span[0]}" if len(span) == 1 else f"{span[0]}–{span[-1]}" for span in ranges]
     repeated = sorted({number for number in rounds if rounds.count(number) > 1})
     text = ", ".join(parts)
     if repeated:
@@ -88,7 +88,7 @@ def band(epsilon: float) -> str:
     >>> band(0.5), band(8.0), band(30.0)
     ('strong', 'reasonable', 'weak, or none')
     """
-    return next(words for most, _, words in BANDS if epsilon <= most)
+    return next(label for limit, _, label in BANDS if epsilon <= limit)
 
 
 def printable(text: str) -> str:
@@ -103,7 +103,7 @@ def as_markdown(value: Any) -> Any:
     """Returns a report with all texts printable, on one line, and escaped for Markdown, as a report
     is untrusted input."""
     if isinstance(value, str):
-        text = _MARKDOWN.sub(lambda found: "\\" + found[0], printable(value))
+        text = _MARKDOWN.sub(lambda match: "\\" + match[0], printable(value))
         start = _BLOCK_START.match(text)
         if start is None:
             return text

@@ -55,15 +55,15 @@ MAX_CLIENT_LINES = 50
 
 def _environment() -> Environment:
     """Returns the templates' environment."""
-    made = Environment(
+    environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent / "templates"),
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
         autoescape=False,  # texts are escaped as Markdown, from which HTML is rendered
     )
-    made.globals |= {"bands": BANDS, "caveat": CAVEAT, "files": FILES}
-    made.filters |= {
+    environment.globals |= {"bands": BANDS, "caveat": CAVEAT, "files": FILES}
+    environment.filters |= {
         "band": band,
         "down": down,
         "epsilon": format_epsilon,
@@ -75,7 +75,7 @@ def _environment() -> Environment:
         "percent": format_percent,
         "rounds": format_rounds,
     }
-    return made
+    return environment
 
 
 _TEMPLATES = _environment()
@@ -133,9 +133,9 @@ def summary_rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("steps a round", _distinct(str(row["steps"]) for row in ledger)),
     ]
     if promise is not None:
-        each = promise["epsilon_by_client"].values()
-        median = format_epsilon(statistics.median(each))
-        spread = f"min {format_epsilon(min(each))}, median {median}"
+        epsilons = promise["epsilon_by_client"].values()
+        median = format_epsilon(statistics.median(epsilons))
+        spread = f"min {format_epsilon(min(epsilons))}, median {median}"
         cap = report["epsilon_cap"]
         rows.append(("ε over clients", spread))
         rows.append(("budget", "no cap" if cap is None else f"cap {cap:g}"))
@@ -176,8 +176,10 @@ def render_markdown(report: Mapping[str, Any]) -> str:
     with _sound():
         text = _TEMPLATES.get_template("report.md.j2").render(r=as_markdown(_complete(report)))
     lines = [line.rstrip() for line in text.splitlines()]
-    kept = [line for number, line in enumerate(lines) if line or (number and lines[number - 1])]
-    return "\n".join(kept).rstrip() + "\n"
+    text_lines = [
+        line for number, line in enumerate(lines) if line or (number and lines[number - 1])
+    ]
+    return "\n".join(text_lines).rstrip() + "\n"
 
 
 def render_html(report: Mapping[str, Any]) -> str:
@@ -251,8 +253,8 @@ def _plots(report: Mapping[str, Any]) -> dict[str, str]:
         first_broad=True,
     )
     kinds = [
-        (printable(f"{one['quantity']} ({one['mechanism']})"), one["epsilon"])
-        for one in promise["epsilon_of_each_release_alone"]
+        (printable(f"{kind['quantity']} ({kind['mechanism']})"), kind["epsilon"])
+        for kind in promise["epsilon_of_each_release_alone"]
     ]
     curve = [(point["delta"], point["epsilon"]) for point in promise["epsilon_of_delta"]]
     return {

@@ -82,7 +82,7 @@ def line_plot(
     Returns:
         The SVG text; empty without any point.
     """
-    lines = [one if isinstance(one, Line) else Line(*one) for one in series]
+    lines = [curve if isinstance(curve, Line) else Line(*curve) for curve in series]
     scale = _Scale.of(lines, faint, log_x=log_x, from_zero=from_zero)
     if scale is None:
         return ""
@@ -112,13 +112,13 @@ def line_plot(
 
 def bar_plot(bars: Sequence[tuple[str, float]], *, y: str) -> str:
     """Draws a horizontal bar for each (name, value ≥ 0), followed by its value."""
-    most = max((value for _, value in bars), default=0.0) or 1.0
+    longest = max((value for _, value in bars), default=0.0) or 1.0
     drawn = [
         {
             "name": name,
             "value": f"{value:.4g}",
             "top": 8 + 44 * number,
-            "length": round(value / most * (WIDTH - 120), 1),
+            "length": round(value / longest * (WIDTH - 120), 1),
             "colour": COLOURS[number % len(COLOURS)],
         }
         for number, (name, value) in enumerate(bars)
@@ -196,14 +196,14 @@ class _Scale:
 
     def ticks_x(self) -> list[float]:
         """Returns the values that the x axis labels."""
-        whole = all(float(value).is_integer() for value in self.values_x)
-        if len(self.values_x) <= 10 and (whole or self.log_x):
+        integral = all(float(value).is_integer() for value in self.values_x)
+        if len(self.values_x) <= 10 and (integral or self.log_x):
             return list(self.values_x)
         if self.log_x:
             last = len(self.values_x) - 1
             return [self.values_x[round(i * last / 7)] for i in range(8)]
-        found = ticks(self.left, self.right, 8)
-        return [value for value in found if not whole or value.is_integer()]
+        positions = ticks(self.left, self.right, 8)
+        return [value for value in positions if not integral or value.is_integer()]
 
 
 def _drawn(line: Line, number: int, scale: _Scale, first_broad: bool) -> dict[str, Any]:

@@ -47,18 +47,22 @@ class Verification:
 
 
 def report_problems(
-    report: Mapping[str, Any], facts: ReportFacts, held: HeldRows, rows_before: Mapping[str, int]
+    report: Mapping[str, Any],
+    facts: ReportFacts,
+    ledger_rows: HeldRows,
+    rows_before: Mapping[str, int],
 ) -> list[str]:
     """Returns all differences between a report and the one that follows from facts and rows.
 
     Args:
         report: a report of a valid shape (`schema_problems`).
         facts: the public facts.
-        held: the ledger rows.
+        ledger_rows: the ledger rows.
         rows_before: client → number of rows in its ledger when the run began.
     """
     histories = [
-        History(client, rows, _chain(report, held, client)) for client, rows in held.rows.items()
+        History(client, rows, _chain(report, ledger_rows, client))
+        for client, rows in ledger_rows.rows.items()
     ]
     try:
         expected = build_report(facts, histories, rows_before)
@@ -73,12 +77,12 @@ def report_problems(
     return [*problems, *differences("", expected, report)]
 
 
-def _chain(report: Mapping[str, Any], held: HeldRows, client: str) -> str | None:
+def _chain(report: Mapping[str, Any], ledger_rows: HeldRows, client: str) -> str | None:
     """Returns the chain hash over a client's rows: from its file, or the stated one without a
     file."""
-    hashes = held.chains(client)
-    if len(held.rows[client]) < len(hashes):
-        return hashes[len(held.rows[client])]
+    hashes = ledger_rows.chains(client)
+    if len(ledger_rows.rows[client]) < len(hashes):
+        return hashes[len(ledger_rows.rows[client])]
     stated: str | None = report["ledger_heads"][client]["chain"]
     return stated
 
@@ -93,7 +97,7 @@ def taken_as_stated(report: Mapping[str, Any]) -> list[str]:
         "the run's own warnings, and what a trial of the clients' steps found": True,
         "the counts of the audit": report["audit"] is not None,
     }
-    return [fact for fact, there in facts.items() if there]
+    return [fact for fact, present in facts.items() if present]
 
 
 def page_problems(report: Mapping[str, Any], folder: Path) -> tuple[list[str], list[str]]:
@@ -105,9 +109,9 @@ def page_problems(report: Mapping[str, Any], folder: Path) -> tuple[list[str], l
         folder: the pages' folder.
     """
     other = []
-    for name, own in renderer_versions().items():
+    for name, version in renderer_versions().items():
         stated = report["provenance"].get(name)
-        if stated != own:
+        if stated != version:
             other.append(f"{name} {SHORT.repr(stated)[1:-1]}")
     if other:
         made_by = ", ".join(other)
@@ -173,24 +177,24 @@ def _audit_problems(stated: Mapping[str, Any], report: Mapping[str, Any]) -> lis
 _MISSING = object()
 
 
-def differences(where: str, expected: Any, stated: Any) -> list[str]:
+def differences(location: str, expected: Any, stated: Any) -> list[str]:
     """Returns every leaf in which two JSON values differ; figures may differ by `TOLERANCE`."""
-    found: list[str] = []
+    problems: list[str] = []
     if isinstance(expected, Mapping) and isinstance(stated, Mapping):
         for key in {**expected, **stated}:
-            path = f"{where}.{_key(key)}" if where else _key(key)
-            found += differences(path, expected.get(key, _MISSING), stated.get(key, _MISSING))
-        return found
+            path = f"{location}.{_key(key)}" if location else _key(key)
+            problems += differences(path, expected.get(key, _MISSING), stated.get(key, _MISSING))
+        return problems
     if isinstance(expected, list) and isinstance(stated, list):
         if len(expected) != len(stated):
-            return [f"{where} has {len(stated)} entries, and should have {len(expected)}"]
-        for number, (one, other) in enumerate(zip(expected, stated, strict=True)):
-            found += differences(f"{where}[{number}]", one, other)
-        return found
-    small = 0.0 if where.rpartition(".")[2] == "delta" else 1e-12  # δ may be that small itself
+            return [f"{location} has {len(stated)} entries, and should have {len(expected)}"]
+        for number, (entry, other) in enumerate(zip(expected, stated, strict=True)):
+            problems += differences(f"{location}[{number}]", entry, other)
+        return problems
+    small = 0.0 if location.rpartition(".")[2] == "delta" else 1e-12  # δ may be that small itself
     if _same(expected, stated, small):
         return []
-    return [f"{where} says {_short(stated)}, and should say {_short(expected)}"]
+    return [f"{location} says {_short(stated)}, and should say {_short(expected)}"]
 
 
 def _key(key: Any) -> str:
