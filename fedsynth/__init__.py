@@ -11,11 +11,9 @@ The names below are loaded when first used, so that importing fedsynth does not 
 
 from __future__ import annotations
 
-from importlib import import_module
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from fedsynth.lazily import homes
+from fedsynth._lazy_import import lazy_exports
 from fedsynth.methods import CLASSES
 from fedsynth.version import __version__ as __version__
 
@@ -58,13 +56,4 @@ if TYPE_CHECKING:
     from fedsynth.synthesizer.condensation.student import train_student as train_student
     from fedsynth.synthesizer.generation.one_teacher import DataFreeDistiller as DataFreeDistiller
 else:
-    _HOMES = {**homes(Path(__file__)), **CLASSES}
-    __all__ = sorted(_HOMES)
-
-    def __getattr__(name: str) -> Any:
-        if name not in _HOMES:
-            raise AttributeError(f"module 'fedsynth' has no attribute {name!r}")
-        return getattr(import_module(_HOMES[name]), name)
-
-    def __dir__() -> list[str]:
-        return __all__
+    __all__, __getattr__, __dir__ = lazy_exports(__name__, __file__, CLASSES)

@@ -1,0 +1,27 @@
+"""Differential privacy of what data owners release: mechanisms, accounting, ledgers and reports.
+
+The names below are the stable interface for custom pipelines (docs/library.md). Each name is
+imported on first use.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fedsynth._lazy_import import lazy_exports
+
+if TYPE_CHECKING:
+    from fedsynth.privacy.accounting import (
+        calibrate_noise_multiplier as calibrate_noise_multiplier,
+    )
+    from fedsynth.privacy.accounting import epsilon as epsilon
+    from fedsynth.privacy.errors import BudgetExceededError as BudgetExceededError
+    from fedsynth.privacy.errors import PrivacyError as PrivacyError
+    from fedsynth.privacy.ledger import Ledger as Ledger
+    from fedsynth.privacy.ledger import read_ledger as read_ledger
+    from fedsynth.privacy.owner import DataOwner as DataOwner
+    from fedsynth.privacy.plans import PrivatePlan as PrivatePlan
+    from fedsynth.privacy.releases import Release as Release
+    from fedsynth.privacy.settings import PrivacySettings as PrivacySettings
+else:
+    __all__, __getattr__, __dir__ = lazy_exports(__name__, __file__)

@@ -110,15 +110,15 @@ class OperationWatch(TorchDispatchMode):
 
 
 def dependence_on_batch(
-    function: Callable[[Tensor], Tensor], shape: tuple[int, int, int], device: torch.device
+    function: Callable[[Tensor], Tensor], shape: tuple[int, ...], device: torch.device
 ) -> str:
     """Returns how an example's value depends on more than the example, or "" if a trial finds
     nothing.
 
     Args:
-        function: images [N, C, H, W] -> values [N, …].
-        shape: (C, H, W).
-        device: the device of the images.
+        function: records [N, …] -> values [N, …].
+        shape: of one record, such as (C, H, W).
+        device: the records' device.
 
     >>> shape = (1, 4, 4)
     >>> dependence_on_batch(lambda x: x.flatten(1), shape, torch.device("cpu"))
@@ -135,7 +135,7 @@ class _Trial:
         self,
         function: Callable[[Tensor], Tensor],
         generators: GlobalGenerators,
-        shape: tuple[int, int, int],
+        shape: tuple[int, ...],
         device: torch.device,
     ) -> None:
         draws = np.random.default_rng(0)  # not torch's: another watch may be active
@@ -190,7 +190,8 @@ class _Trial:
         changes both times was computed from examples of both halves."""
         both = []
         for replaced in (chosen, ~chosen):
-            images = torch.where(replaced.view(-1, 1, 1, 1), self._others, self._images)
+            one_each = replaced.view(-1, *[1] * (self._images.dim() - 1))
+            images = torch.where(one_each, self._others, self._images)
             watch = OperationWatch(1.0, keeps_values=True)
             if _differ(first[~replaced], self._run(images, watch)[~replaced]):
                 return MIXES

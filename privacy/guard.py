@@ -12,6 +12,10 @@ from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.releases import ADD_REMOVE, RECORD, Release, check_adjacency, check_delta
 from fedsynth.privacy.report.formatting import format_epsilon
 
+NOTHING_LEFT = 2e-3
+"""The share of a budget with which a release would be only noise. Calibration leaves about half of
+it."""
+
 
 @dataclass(frozen=True)
 class Cap:

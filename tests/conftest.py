@@ -10,6 +10,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores: a thread eac
 import pytest
 import torch
 
+from fedsynth.privacy.randomness import SecretGenerator
+
 NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 
@@ -17,3 +19,13 @@ NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA devi
 def device(request: pytest.FixtureRequest) -> torch.device:
     """The CPU and, marked, a GPU."""
     return torch.device(request.param)
+
+
+@pytest.fixture
+def without_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mechanisms add no noise; clipping and charges are unchanged."""
+
+    def zeros(_: SecretGenerator, shape: tuple[int, ...], *__: object) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.float64)
+
+    monkeypatch.setattr(SecretGenerator, "normal", zeros)

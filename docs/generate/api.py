@@ -1,8 +1,12 @@
-"""The library's reference: every name that `import fedsynth` offers, in groups, for autodoc."""
+"""The library's reference: every name that `fedsynth`, `fedsynth.synthesizer` and
+`fedsynth.privacy` export, in groups, for autodoc."""
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import fedsynth
+from fedsynth import privacy, synthesizer
 from fedsynth.methods import CLASSES
 
 GROUPS: dict[str, tuple[str, ...]] = {
@@ -53,6 +57,9 @@ FUNCTIONS = "autofunction"
 CLASS = "autoclass"
 
 
+NAMESPACES = {"Custom synthesis": synthesizer, "Privacy": privacy}
+
+
 def groups() -> dict[str, tuple[str, ...]]:
     """Every exported name, in one group each; the methods are the last."""
     offered = set(dir(fedsynth)) - {"__version__"}
@@ -65,12 +72,16 @@ def groups() -> dict[str, tuple[str, ...]]:
 
 def pages() -> dict[str, str]:
     """`api/GROUP.md` for each group, and their list."""
-    made = {f"api/{_file(title)}.md": _page(title, names) for title, names in groups().items()}
-    entries = "\n".join(_file(title) for title in groups())
+    made = {
+        f"api/{_file(title)}.md": _page(title, names, fedsynth) for title, names in groups().items()
+    }
+    for title, module in NAMESPACES.items():
+        made[f"api/{_file(title)}.md"] = _page(title, tuple(dir(module)), module)
+    entries = "\n".join(_file(title) for title in (*groups(), *NAMESPACES))
     made["api/index.md"] = f"""# The library
 
-Use the names that `import fedsynth` offers; the modules below it may move. Importing fedsynth
-imports neither torch nor any method until a name is used.
+The names that `fedsynth`, `fedsynth.synthesizer` and `fedsynth.privacy` export are stable; other
+modules may move. Importing them imports neither torch nor any method until a name is used.
 
 ```{{toctree}}
 :maxdepth: 2
@@ -85,12 +96,13 @@ def _file(title: str) -> str:
     return title.lower().replace(" ", "-")
 
 
-def _page(title: str, names: tuple[str, ...]) -> str:
-    return f"# {title}\n\n" + "\n\n".join(map(_directive, names)) + "\n"
+def _page(title: str, names: tuple[str, ...], module: ModuleType) -> str:
+    entries = [_directive(name, module) for name in names]
+    return f"# {title}\n\n" + "\n\n".join(entries) + "\n"
 
 
-def _directive(name: str) -> str:
-    kind = CLASS if isinstance(getattr(fedsynth, name), type) else FUNCTIONS
+def _directive(name: str, module: ModuleType) -> str:
+    kind = CLASS if isinstance(getattr(module, name), type) else FUNCTIONS
     options = "" if kind == FUNCTIONS or name in CLASSES else "\n   :members:"
-    body = f".. {kind}:: fedsynth.{name}{options}"
+    body = f".. {kind}:: {module.__name__}.{name}{options}"
     return f"## {name}\n\n```{{eval-rst}}\n{body}\n```"

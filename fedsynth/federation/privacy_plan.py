@@ -34,7 +34,7 @@ from fedsynth.privacy.errors import (
     UnplannedReleaseError,
 )
 from fedsynth.privacy.grid import Grid
-from fedsynth.privacy.guard import Cap, Guard
+from fedsynth.privacy.guard import NOTHING_LEFT, Cap, Guard
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.ledger.history import History
 from fedsynth.privacy.mechanism_facts import MechanismFacts, mechanism_facts
@@ -42,12 +42,6 @@ from fedsynth.privacy.plans import PrivatePlan, check_plans
 from fedsynth.privacy.releases import Release, check_delta
 from fedsynth.privacy.report.build import reasons_in_ledgers
 from fedsynth.privacy.settings import PrivacySettings
-
-NOTHING_LEFT = 2e-3
-"""Share of a budget that is too small to plan a run with. It is more than what remains after a run
-that was planned to spend the whole budget, because σ is found to 0.1 %. For so small a budget σ
-would be some twenty times as large as for the whole, or thousands of times.
-"""
 
 
 @dataclass(frozen=True)

@@ -10,15 +10,17 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from fedsynth._lazy_import import exported_names
 from fedsynth.errors import SettingError, unknown_name
-from fedsynth.lazily import homes
 
 if TYPE_CHECKING:
     from fedsynth.core.method import Method
     from fedsynth.own_code import OwnCode
 
 DEFAULT_METHOD = "feddm"
-CLASSES: Mapping[str, str] = MappingProxyType(homes(Path(__file__).with_name("registry.py")))
+CLASSES: Mapping[str, str] = MappingProxyType(
+    exported_names(Path(__file__).with_name("registry.py"))
+)
 """The module of each registered class."""
 
 

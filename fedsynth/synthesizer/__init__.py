@@ -7,19 +7,13 @@ first use.
 
 from __future__ import annotations
 
-from importlib import import_module
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from fedsynth.lazily import homes
+from fedsynth._lazy_import import lazy_exports
 
 if TYPE_CHECKING:
-    from fedsynth.synthesizer.condensation.loop import condense as condense
-    from fedsynth.synthesizer.condensation.matchers import ExactMatcher as ExactMatcher
-    from fedsynth.synthesizer.condensation.matchers import GradientMatcher as GradientMatcher
-    from fedsynth.synthesizer.condensation.matchers import ResidualMatcher as ResidualMatcher
-    from fedsynth.synthesizer.condensation.sets import SyntheticSet as SyntheticSet
-    from fedsynth.synthesizer.condensation.sets import train_on_union as train_on_union
+    from fedsynth.synthesizer.condensation.student import StudentSettings as StudentSettings
+    from fedsynth.synthesizer.condensation.student import train_student as train_student
     from fedsynth.synthesizer.generation.ensembles import Stratification as Stratification
     from fedsynth.synthesizer.generation.ensembles import average_of_logits as average_of_logits
     from fedsynth.synthesizer.generation.ensembles import (
@@ -32,14 +26,11 @@ if TYPE_CHECKING:
         OneShotDistillation as OneShotDistillation,
     )
     from fedsynth.synthesizer.generation.one_teacher import DataFreeDistiller as DataFreeDistiller
+    from fedsynth.synthesizer.pipeline import FeatureMatching as FeatureMatching
+    from fedsynth.synthesizer.pipeline import GradientMatching as GradientMatching
+    from fedsynth.synthesizer.pipeline import ResidualMatching as ResidualMatching
+    from fedsynth.synthesizer.pipeline import SyntheticRecords as SyntheticRecords
+    from fedsynth.synthesizer.pipeline import condense as condense
+    from fedsynth.synthesizer.pipeline import mean_distance as mean_distance
 else:
-    _HOMES = homes(Path(__file__))
-    __all__ = sorted(_HOMES)
-
-    def __getattr__(name: str) -> Any:
-        if name not in _HOMES:
-            raise AttributeError(f"module 'fedsynth.synthesizer' has no attribute {name!r}")
-        return getattr(import_module(_HOMES[name]), name)
-
-    def __dir__() -> list[str]:
-        return __all__
+    __all__, __getattr__, __dir__ = lazy_exports(__name__, __file__)

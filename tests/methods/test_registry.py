@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 import fedsynth
+from fedsynth._lazy_import import exported_names
 from fedsynth.config.resolve import resolve
 from fedsynth.core.method import Method
-from fedsynth.lazily import homes
 from fedsynth.methods import CLASSES, METHODS, method_class, name_of
 from fedsynth.methods.shared.local import TrainsLocally
 
@@ -74,8 +74,8 @@ def test_what_is_offered_is_what_type_checkers_see(tmp_path: Path) -> None:
         "import os as os\nfrom a import B\nfrom c.d import E as E\nfrom f import G as H\n"
         "if True:\n    from i import J as J, k as k\nfrom . import L as L\n"
     )
-    assert homes(file) == {"E": "c.d", "J": "i", "k": "i"}
-    offered = homes(PACKAGE / "__init__.py")
+    assert exported_names(file) == {"E": "c.d", "J": "i", "k": "i"}
+    offered = exported_names(PACKAGE / "__init__.py")
     assert set(fedsynth.__all__) == set(offered) | set(CLASSES)
     assert {"RunSettings", "simulate", "__version__"} <= set(offered)
     for name in fedsynth.__all__:

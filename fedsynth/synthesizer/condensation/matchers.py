@@ -24,9 +24,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fedsynth.core.client import OpenClients, PrivateClients, Segments, chunk
+from fedsynth.core.client import OpenClients, Segments, chunk
 from fedsynth.models.frozen import VectorJacobian
-from fedsynth.privacy.mechanisms import GaussianSums
+from fedsynth.privacy.mechanisms import GaussianSums, Released
 from fedsynth.privacy.passes import padded, power_of_two
 from fedsynth.privacy.plans import UnaccountedNoise
 from fedsynth.synthesizer.condensation.sets import BatchIndices
@@ -67,6 +67,20 @@ class Matcher(Protocol):
     """Computes the gradient [S, ipc, C, H, W] for one condensation step."""
 
     def gradient(self, step: int, features: FeatureMap, synthetic: Tensor) -> Tensor: ...
+
+
+class PrivateSums(Protocol):
+    """Private records, of clients in a run (`PrivateClients`) or of one `DataOwner`."""
+
+    def class_sums(
+        self,
+        series: Sequence[GaussianSums],
+        rows: Callable[[Tensor, Tensor], Tensor],
+        /,
+        *,
+        start_over_row: float = 4.0,
+    ) -> Released:
+        """Returns noisy sums by class of a vector of each sampled record."""
 
 
 class SyntheticPass:
@@ -236,7 +250,7 @@ class ResidualMatcher:
 
     def __init__(
         self,
-        clients: PrivateClients,
+        clients: PrivateSums,
         series: Sequence[GaussianSums],
         divisor: float,
         columns: int | None = None,
@@ -273,7 +287,7 @@ class GradientMatcher:
     """
 
     def __init__(
-        self, clients: PrivateClients, series: Sequence[GaussianSums], divisor: float
+        self, clients: PrivateSums, series: Sequence[GaussianSums], divisor: float
     ) -> None:
         self._clients = clients
         self._series = series

@@ -1,0 +1,5 @@
+"""Runs the command line as `python -m fedsynth`."""
+
+from fedsynth.cli.app import main
+
+main()

@@ -1,0 +1,148 @@
+"""A data owner's releases outside a federation: what is charged, what is public, what is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fedsynth.privacy import BudgetExceededError, DataOwner, PrivacyError, read_ledger
+from fedsynth.privacy.errors import ForbiddenLayerError, LedgerError, PrivacySettingError
+from fedsynth.training.optimisers import MomentumSgd
+
+
+def records(count: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.rand(count, 6, generator=generator), torch.arange(count) % 3
+
+
+def owner(count: int = 300, *, epsilon: float = 2.0, **settings: object) -> DataOwner:
+    x, y = records(count)
+    return DataOwner(
+        "a", x, y, classes=3, nominal_size=300, epsilon=epsilon, delta=1e-5, **settings
+    )
+
+
+def test_without_noise_the_mean_is_numpys(without_noise: None) -> None:
+    x, y = records(300)
+    mean = owner(epsilon=5).noisy_mean(clip=10.0)
+    expected = np.stack([x[y == label].numpy().mean(axis=0) for label in range(3)])
+    np.testing.assert_allclose(mean.numpy(), expected, atol=1e-5)
+
+
+def test_the_mean_is_clipped_and_divided_by_public_numbers(without_noise: None) -> None:
+    x = torch.full((30, 2), 100.0)
+    only = DataOwner("a", x, nominal_size=60, epsilon=5, delta=1e-5)
+    norm = torch.linalg.vector_norm(only.noisy_mean(clip=1.0))
+    assert float(norm) == pytest.approx(30 / 60, abs=1e-6)
+
+
+def test_values_outside_the_bounds_are_clamped(without_noise: None) -> None:
+    x = torch.tensor([[-5.0], [7.0]])
+    only = DataOwner("a", x, nominal_size=2, epsilon=5, delta=1e-5, bounds=(0, 1))
+    assert float(only.noisy_mean(clip=1.0)) == pytest.approx(0.5, abs=1e-6)
+
+
+def test_one_record_more_changes_no_ledger_row_and_no_pass(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: dict[int, list[tuple[int, ...]]] = {}
+    rows = {}
+    for count in (300, 301):
+        shapes: list[tuple[int, ...]] = []
+
+        def values(x: Tensor, shapes: list[tuple[int, ...]] = shapes) -> Tensor:
+            shapes.append(tuple(x.shape))
+            return x
+
+        one = owner(count)
+        monkeypatch.setattr(one, "check_independent", lambda values: None)
+        one.noisy_mean(values, clip=1.0, total_epsilon=1.0)
+        one.fit(nn.Linear(6, 3), MomentumSgd(0.1), steps=2, batch_size=30, clip=1.0)
+        seen[count] = sorted(set(shapes))
+        rows[count] = one._ledger.releases
+    assert seen[300] == seen[301]
+    assert rows[300] == rows[301]
+    assert len(rows[300]) == 2
+
+
+def test_the_budget_covers_all_releases() -> None:
+    one = owner(epsilon=2.0)
+    one.noisy_mean(clip=1.0, total_epsilon=1.0)
+    assert 0.99 < one.spent() <= 1.0
+    one.fit(nn.Linear(6, 3), MomentumSgd(0.1), steps=3, batch_size=30, clip=1.0)
+    assert 1.99 < one.spent() <= 2.0
+    before = one._ledger.releases
+    with pytest.raises(BudgetExceededError, match="of 2"):
+        one.noisy_mean(clip=1.0)
+    assert one._ledger.releases == before
+
+
+def test_a_user_counts_once(without_noise: None) -> None:
+    """Catches clipping by record: the user with 99 records would outweigh the other."""
+    x = torch.cat([torch.ones(99, 1), torch.zeros(1, 1)])
+    users = torch.cat([torch.zeros(99), torch.ones(1)]).long()
+    one = DataOwner("a", x, nominal_size=2, epsilon=5, delta=1e-5, users=users)
+    assert float(one.noisy_mean(clip=1.0)) == pytest.approx(0.5, abs=1e-6)
+    assert {row.unit for row in one._ledger.releases} == {"user"}
+
+
+def test_a_kept_ledger_is_continued_and_refuses_other_records(tmp_path: Path) -> None:
+    owner(ledger=tmp_path).noisy_mean(clip=1.0, total_epsilon=1.0)
+    again = owner(ledger=tmp_path)
+    assert 0.99 < again.spent() <= 1.0
+    assert read_ledger(tmp_path / "a.jsonl").releases == again._ledger.releases
+    with pytest.raises(LedgerError, match="other records"):
+        owner(200, ledger=tmp_path)
+
+
+def test_a_function_that_mixes_records_is_refused_before_the_charge() -> None:
+    one = owner()
+    with pytest.raises(PrivacyError, match="mixes the examples"):
+        one.noisy_mean(lambda x: x - x.mean(dim=0), clip=1.0)
+    with pytest.raises(ForbiddenLayerError):
+        one.fit(nn.BatchNorm1d(6), MomentumSgd(0.1), steps=1, batch_size=30, clip=1.0)
+    assert one._ledger.releases == ()
+
+
+def test_the_report_is_that_of_the_ledger(tmp_path: Path) -> None:
+    one = owner()
+    one.noisy_mean(clip=1.0)
+    for suffix in (".html", ".md", ".json"):
+        one.report(tmp_path / f"report{suffix}")
+    assert "one data owner's computation" in (tmp_path / "report.md").read_text()
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["guarantee"]["epsilon"] == pytest.approx(one.spent())
+    with pytest.raises(PrivacySettingError, match="must end in"):
+        one.report(tmp_path / "report.pdf")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"y": torch.zeros(5).long()}, "one label for each record"),
+        ({"y": torch.full((10,), 3)}, "labels from 0 to 2"),
+        ({"nominal_size": 0}, "nominal_size"),
+        ({"bounds": (1, 0)}, "bounds"),
+        ({"delta": 2.0}, "delta"),
+        ({"epsilon": -1.0}, "epsilon"),
+    ],
+)
+def test_arguments_are_checked(change: dict[str, object], message: str) -> None:
+    sound = {"y": torch.arange(10) % 3, "nominal_size": 10, "epsilon": 1.0, "delta": 1e-5}
+    with pytest.raises(PrivacySettingError, match=message):
+        DataOwner("a", torch.rand(10, 2), classes=3, **{**sound, **change})
+
+
+def test_rows_of_equal_plans_differ_in_the_round_only() -> None:
+    one = owner(epsilon=4.0)
+    one.noisy_mean(clip=1.0, total_epsilon=2.0)
+    one.noisy_mean(clip=1.0, total_epsilon=3.0)
+    first, second = one._ledger.releases
+    assert (first.round, second.round) == (1, 2)
+    assert replace(second, round=1, noise_multiplier=first.noise_multiplier) == first

@@ -1,0 +1,156 @@
+"""Condensation of plain tensors: gradients against autograd, charges, and what is public."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fedsynth import synthesizer
+from fedsynth.errors import DataError, DivergedError
+from fedsynth.models.convnet import ConvNet
+from fedsynth.privacy import BudgetExceededError, DataOwner, PrivacyError
+from fedsynth.seeding import forked_rng
+from fedsynth.synthesizer import (
+    FeatureMatching,
+    GradientMatching,
+    ResidualMatching,
+    condense,
+    mean_distance,
+)
+from fedsynth.synthesizer.pipeline import Networks, Objective
+
+CLASSES = 3
+
+
+def records(count: int = 60) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.rand(count, 1, 8, 8, generator=generator), torch.arange(count) % CLASSES
+
+
+def fixed_network() -> nn.Module:
+    with forked_rng(1, "network"):
+        return nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.ReLU())
+
+
+def convnet() -> nn.Module:
+    with forked_rng(1, "network"):
+        return ConvNet((1, 8, 8), CLASSES, width=16, depth=2)
+
+
+def owner(count: int = 60, epsilon: float = 5.0) -> DataOwner:
+    x, y = records(count)
+    return DataOwner(
+        "a", x, y, classes=CLASSES, nominal_size=60, epsilon=epsilon, delta=1e-5, bounds=(0, 1)
+    )
+
+
+def by_autograd(network: nn.Module, synthetic: Tensor) -> Tensor:
+    """The gradient of Σ_c ‖mean u(B_c) − mean u(S_c)‖² by autograd, with all records as B_c."""
+    x, y = records()
+    leaf = synthetic.clone().requires_grad_()
+    if isinstance(network, ConvNet):
+        embedded = [network.embed(x), network.embed(leaf.flatten(0, 1))]
+        real, made = [torch.cat([h, network.classifier(h)], dim=1) for h in embedded]
+    else:
+        real, made = network(x), network(leaf.flatten(0, 1))
+    made = made.view(CLASSES, synthetic.shape[1], -1)
+    loss = sum(
+        (real[y == label].mean(dim=0) - made[label].mean(dim=0)).square().sum()
+        for label in range(CLASSES)
+    )
+    return torch.autograd.grad(loss, leaf)[0]
+
+
+@pytest.mark.parametrize("network", [fixed_network, convnet])
+@pytest.mark.parametrize("kind", ["open", "residual", "gradient", "loss"])
+def test_every_objective_has_the_losss_gradient(
+    kind: str, network: Networks, without_noise: None
+) -> None:
+    """The private ones without noise, and with a clip that no record reaches."""
+    x, y = records()
+    plan = {"clip": 1e3, "steps": 1}
+    makers: dict[str, Callable[[], Objective]] = {
+        "open": lambda: FeatureMatching(x, y, network, classes=CLASSES, steps=1),
+        "residual": lambda: ResidualMatching(owner(), network, **plan),
+        "gradient": lambda: GradientMatching(owner(), network, **plan),
+        "loss": lambda: GradientMatching(
+            owner(), network, loss=lambda r, s: mean_distance(r, s), **plan
+        ),
+    }
+    objective = makers[kind]()
+    synthetic = objective.start(2, seed=0)
+    objective.begin()
+    gradient = objective.gradient(0, synthetic)
+    expected = by_autograd(network(), synthetic)
+    assert torch.allclose(gradient, expected, atol=1e-5)
+
+
+def test_one_record_more_changes_no_charge_and_no_divisor() -> None:
+    made = {}
+    for count in (60, 61):
+        one = owner(count, epsilon=2.0)
+        objective = ResidualMatching(one, convnet, clip=1.0, steps=3, sample_rate=0.5)
+        condense(objective, per_class=2, lr=0.1)
+        made[count] = (one._ledger.releases, objective._divisor, one.spent())
+    assert made[60] == made[61]
+    assert 1.99 < made[60][2] <= 2.0
+
+
+def test_nothing_is_charged_before_the_loop_or_after_a_refusal() -> None:
+    one = owner(epsilon=2.0)
+    objective = ResidualMatching(one, fixed_network, clip=1.0, steps=2)
+    assert one.spent() == 0
+    condense(objective, per_class=1, lr=0.1)
+    with pytest.raises(BudgetExceededError):
+        condense(objective, per_class=1, lr=0.1)
+
+    class Mixing(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return (x - x.mean(dim=0)).flatten(1)
+
+    other = owner(epsilon=2.0)
+    with pytest.raises(PrivacyError, match="mixes the examples"):
+        condense(ResidualMatching(other, Mixing, clip=1.0, steps=2), per_class=1, lr=0.1)
+    assert other.spent() == 0
+
+
+def test_condensation_is_reproducible_and_stays_within_the_bounds() -> None:
+    x, y = records()
+    settings = {"classes": CLASSES, "steps": 5, "bounds": (0, 1)}
+    state = torch.get_rng_state()
+
+    def random_network() -> nn.Module:
+        return nn.Sequential(nn.Flatten(), nn.Linear(64, 16))
+
+    first, second = (
+        condense(FeatureMatching(x, y, random_network, **settings), per_class=2, lr=50.0)
+        for _ in range(2)
+    )
+    assert torch.equal(first.x, second.x)
+    assert torch.equal(state, torch.get_rng_state())
+    assert first.x.min() >= 0
+    assert first.x.max() <= 1
+    assert first.y.tolist() == [0, 0, 1, 1, 2, 2]
+
+
+def test_what_cannot_be_condensed_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    x, y = records()
+    with pytest.raises(DataError, match="class 3 has no record"):
+        FeatureMatching(x, y, fixed_network, classes=4, steps=1)
+    unbounded = FeatureMatching(x, y, fixed_network, classes=CLASSES, steps=20)
+    with pytest.raises(DivergedError, match="take lr below"):
+        condense(unbounded, per_class=1, lr=1e30, progress=True)
+    assert "condensing" in capsys.readouterr().err
+
+
+def test_every_public_name_is_imported_on_first_use() -> None:
+    assert {getattr(synthesizer, name).__name__ for name in synthesizer.__all__} == set(
+        dir(synthesizer)
+    )
+    code = "import sys, fedsynth.synthesizer, fedsynth.privacy; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
