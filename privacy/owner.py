@@ -25,7 +25,6 @@ from fedsynth.privacy.batch_independence import ADVICE, dependence_on_batch
 from fedsynth.privacy.dpsgd import (
     DpSgdSettings,
     ExampleLoss,
-    Optimiser,
     check_example_gradients,
     dp_sgd,
 )
@@ -247,7 +246,7 @@ class DataOwner:
     def fit(
         self,
         model: nn.Module,
-        optimiser: Optimiser,
+        optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
         *,
         steps: int,
         batch_size: float,
@@ -259,7 +258,8 @@ class DataOwner:
 
         Args:
             model: a network without batch norm, dropout and buffers.
-            optimiser: receives the noisy mean gradients.
+            optimizer: parameters -> a torch optimizer, such as `torch.optim.Adam`, which gets the
+                noisy mean gradients.
             steps: number of steps; each draws a Poisson sample.
             batch_size: the expected size of a sample.
             clip: L2 bound of one example's gradient.
@@ -283,7 +283,7 @@ class DataOwner:
             dimension=sum(p.numel() for p in model.parameters()),
         )
         series = self.charge(plan, total_epsilon)
-        settings = DpSgdSettings(optimiser, batch_size)
+        settings = DpSgdSettings(_TorchOptimiser(optimizer), batch_size)
         dp_sgd(
             model,
             lambda indices: self._x[indices],
@@ -335,3 +335,19 @@ class DataOwner:
         )
         report = build_report(facts, [self._ledger.history()])
         path.write_text(renderers[path.suffix](report), encoding="utf-8")
+
+
+class _TorchOptimiser:
+    """A torch optimizer as `Optimiser`, on one vector of all parameters."""
+
+    def __init__(self, make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> None:
+        self._make = make
+
+    def init(self, w: Tensor) -> tuple[Tensor, ...]:
+        self._vector = nn.Parameter(w)  # shares memory with w
+        self._optimizer = self._make([self._vector])
+        return ()
+
+    def update(self, w: Tensor, gradient: Tensor, state: tuple[Tensor, ...]) -> None:
+        self._vector.grad = gradient
+        self._optimizer.step()

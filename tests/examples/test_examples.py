@@ -31,6 +31,25 @@ def test_the_custom_pipeline(capsys: pytest.CaptureFixture[str]) -> None:
     assert "ε = 5.00" in capsys.readouterr().out
 
 
+def test_the_programs_of_the_librarys_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The programs on plain tensors, each at most 25 lines, one after the other."""
+    page = (EXAMPLES.parent / "docs" / "library.md").read_text(encoding="utf-8")
+    section = page.split("## Condense your tensors")[1].split("\n## ")[0]
+    programs = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    assert len(programs) == 3
+    assert max(len(program.splitlines()) for program in programs) <= 25
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {}
+    for program in programs:
+        exec(compile(program, "library.md", "exec"), names)
+    first, second = map(float, re.findall(r"[\d.]+(?=\n)", capsys.readouterr().out))
+    assert 4.99 < first <= 5
+    assert 2.99 < second <= 3
+    assert "Privacy report" in (tmp_path / "report.html").read_text(encoding="utf-8")
+
+
 def test_own_data_and_own_clients(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main = runpy.run_path(str(EXAMPLES / "own_data.py"))["main"]
     accuracy = main(tmp_path / "runs", tmp_path / "ledgers")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +15,6 @@ from torch import Tensor, nn
 
 from fedsynth.privacy import BudgetExceededError, DataOwner, PrivacyError, read_ledger
 from fedsynth.privacy.errors import ForbiddenLayerError, LedgerError, PrivacySettingError
-from fedsynth.training.optimisers import MomentumSgd
 
 
 def records(count: int) -> tuple[Tensor, Tensor]:
@@ -26,6 +27,28 @@ def owner(count: int = 300, *, epsilon: float = 2.0, **settings: object) -> Data
     return DataOwner(
         "a", x, y, classes=3, nominal_size=300, epsilon=epsilon, delta=1e-5, **settings
     )
+
+
+def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def test_without_noise_training_is_torchs(without_noise: None) -> None:
+    """Full batches, a clip that no gradient reaches: torch's own steps with momentum."""
+
+    def with_momentum(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.5, momentum=0.9)
+
+    model = nn.Linear(6, 3)
+    twin = copy.deepcopy(model)
+    owner(epsilon=50).fit(model, with_momentum, steps=3, batch_size=300, clip=1e3)
+    x, y = records(300)
+    optimizer = with_momentum(twin.parameters())
+    for _ in range(3):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(twin(x), y).backward()
+        optimizer.step()
+    assert torch.allclose(model.weight, twin.weight, atol=1e-5)
 
 
 def test_without_noise_the_mean_is_numpys(without_noise: None) -> None:
@@ -63,7 +86,7 @@ def test_one_record_more_changes_no_ledger_row_and_no_pass(
         one = owner(count)
         monkeypatch.setattr(one, "check_independent", lambda values: None)
         one.noisy_mean(values, clip=1.0, total_epsilon=1.0)
-        one.fit(nn.Linear(6, 3), MomentumSgd(0.1), steps=2, batch_size=30, clip=1.0)
+        one.fit(nn.Linear(6, 3), sgd, steps=2, batch_size=30, clip=1.0)
         seen[count] = sorted(set(shapes))
         rows[count] = one._ledger.releases
     assert seen[300] == seen[301]
@@ -75,7 +98,7 @@ def test_the_budget_covers_all_releases() -> None:
     one = owner(epsilon=2.0)
     one.noisy_mean(clip=1.0, total_epsilon=1.0)
     assert 0.99 < one.spent() <= 1.0
-    one.fit(nn.Linear(6, 3), MomentumSgd(0.1), steps=3, batch_size=30, clip=1.0)
+    one.fit(nn.Linear(6, 3), sgd, steps=3, batch_size=30, clip=1.0)
     assert 1.99 < one.spent() <= 2.0
     before = one._ledger.releases
     with pytest.raises(BudgetExceededError, match="of 2"):
@@ -106,7 +129,7 @@ def test_a_function_that_mixes_records_is_refused_before_the_charge() -> None:
     with pytest.raises(PrivacyError, match="mixes the examples"):
         one.noisy_mean(lambda x: x - x.mean(dim=0), clip=1.0)
     with pytest.raises(ForbiddenLayerError):
-        one.fit(nn.BatchNorm1d(6), MomentumSgd(0.1), steps=1, batch_size=30, clip=1.0)
+        one.fit(nn.BatchNorm1d(6), sgd, steps=1, batch_size=30, clip=1.0)
     assert one._ledger.releases == ()
 
 
