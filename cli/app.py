@@ -144,11 +144,11 @@ def partition(
     from fedsynth.federation.run_data import data_of_run
     from fedsynth.methods.feddm import FedDM
 
-    found = data_of_run(resolve(merged({}, chosen)), None, None, note, download=download)
-    settings = found.settings
-    data = found.train
+    run_data = data_of_run(resolve(merged({}, chosen)), None, None, note, download=download)
+    settings = run_data.settings
+    data = run_data.train
     labels = data.labels.numpy()
-    parts = found.parts or divide(
+    parts = run_data.parts or divide(
         labels, settings.resolved_partition, data.spec.classes, *data.origins()
     )
     counts = count_matrix(labels, parts, data.spec.classes)
@@ -184,8 +184,8 @@ def _dry_run(sections: Sections, as_json: bool) -> None:
         if settings.ledger is not None:
             print(f"  the ledgers in {settings.ledger} would say so: {NO_LATER_EPSILON}")
         return
-    if words := long_draw(settings):
-        note(words)
+    if warning := long_draw(settings):
+        note(warning)
     planned = plan_of(settings)
     guaranteed = planned.guaranteed(planned.histories)
     if guaranteed:
@@ -225,8 +225,8 @@ def _run(
     keep_large_allocations()
     first = "\n".join(filter(None, (from_preset(sections), threads)))
     loggers = loggers_of(log, output if resume is None else resume.parent, settings)
-    with make_observer(settings, first) as shown, ended_by_signals():
-        observer = shown if not loggers else Several([shown, *loggers])
+    with make_observer(settings, first) as display, ended_by_signals():
+        observer = display if not loggers else Several([display, *loggers])
         result = simulate(
             settings, output=output, observer=observer, download=download, resume=resume
         )

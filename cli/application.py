@@ -46,7 +46,7 @@ class Group(TyperGroup):
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         with formatter.section("Commands"):
             formatter.write_dl(
-                [(name, _first_paragraph(one.help)) for name, one in self.commands.items()]
+                [(name, _first_paragraph(command.help)) for name, command in self.commands.items()]
             )
 
 
@@ -79,11 +79,11 @@ def ended_by_signals() -> Iterator[None]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         raise TerminatedError
 
-    before = signal.signal(signal.SIGTERM, terminate)
+    previous = signal.signal(signal.SIGTERM, terminate)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, previous)
 
 
 # The parser's own errors (an unknown option, text in place of a number). Their location depends on
@@ -117,9 +117,9 @@ class OneLineGroup(Group):
                 code = super().main(*args, **options, standalone_mode=False)  # type: ignore[misc]
                 _flush()
         except _UsageError as error:
-            where = getattr(getattr(error, "ctx", None), "command_path", self.name)
+            path = getattr(getattr(error, "ctx", None), "command_path", self.name)
             what: Any = error
-            fail(f"{what.format_message().rstrip('.')} (see {where} --help)")
+            fail(f"{what.format_message().rstrip('.')} (see {path} --help)")
         if standalone:
             sys.exit(code)
         return code
@@ -203,15 +203,15 @@ def _reader_has_left() -> bool:
 
     Their buffered output is then discarded.
     """
-    left = False
+    closed = False
     for stream in (sys.stdout, sys.stderr):
         poll = select.poll()
         if stream is not None:
             poll.register(stream.fileno(), 0)  # for errors only
         if poll.poll(0):
             _discard(stream)
-            left = True
-    return left
+            closed = True
+    return closed
 
 
 def _discard(stream: TextIO) -> None:

@@ -89,14 +89,14 @@ def explaining(cls: type) -> list[type]:
     from dataclasses import fields, is_dataclass
     from inspect import getdoc
 
-    found = []
+    bases = []
     open_ = [cls]
-    for one in open_:  # the list grows in the loop
+    for base in open_:  # the list grows in the loop
         named = [
-            getattr(sys.modules[one.__module__], name, None)
-            for name in re.findall(r"`([A-Z]\w+)`", getdoc(one) or "")
+            getattr(sys.modules[base.__module__], name, None)
+            for name in re.findall(r"`([A-Z]\w+)`", getdoc(base) or "")
         ]
-        for other in (*named, *one.__mro__[1:]):
+        for other in (*named, *base.__mro__[1:]):
             if (
                 isinstance(other, type)
                 and is_dataclass(other)
@@ -104,8 +104,8 @@ def explaining(cls: type) -> list[type]:
                 and other not in open_
             ):
                 open_.append(other)
-                found.append(other)
-    return found
+                bases.append(other)
+    return bases
 
 
 @takes_settings(

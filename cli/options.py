@@ -39,26 +39,26 @@ def path_argument(help: str, metavar: str = PATH) -> Any:
     return typer.Argument(parser=named_path, metavar=metavar, help=help)
 
 
-def named_path(given: str | Path) -> Path:
+def named_path(text: str | Path) -> Path:
     """Returns the file or folder of an option, with `~` expanded.
 
     Raises:
         typer.BadParameter: no file can have that name, or it cannot be accessed.
     """
-    if "\0" in str(given):
+    if "\0" in str(text):
         raise typer.BadParameter("a file's name has no zero byte")
     try:
-        path = Path(given).expanduser()
-        found = os.stat(path)
+        path = Path(text).expanduser()
+        status = os.stat(path)
     except RuntimeError:
-        raise typer.BadParameter(f"{str(given)!r}: there is no such user's home") from None
+        raise typer.BadParameter(f"{str(text)!r}: there is no such user's home") from None
     except (FileNotFoundError, NotADirectoryError):
         return path  # the command reports or creates it
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "it is no name of a file"
-        raise typer.BadParameter(f"{str(given)[:200]!r}: {reason}") from None
-    if stat.S_ISDIR(found.st_mode) and not os.access(path, os.X_OK):
-        raise typer.BadParameter(f"{str(given)!r}: no right to look into that folder")
+        raise typer.BadParameter(f"{str(text)[:200]!r}: {reason}") from None
+    if stat.S_ISDIR(status.st_mode) and not os.access(path, os.X_OK):
+        raise typer.BadParameter(f"{str(text)!r}: no right to look into that folder")
     return path
 
 
@@ -227,23 +227,23 @@ def takes_settings(
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         @wraps(command)
         def run(**values: Any) -> None:
-            given: Sections = {section: {} for section in KEYS}
+            sections: Sections = {section: {} for section in KEYS}
             for option in options:
                 value = values.pop(option.parameter)
                 if value is not None:
                     plain = str(value) if option.kind is Path else value
-                    given[option.section][option.key] = plain
+                    sections[option.section][option.key] = plain
             texts = values.pop("settings") if others else None
-            command(with_set_options(given, texts or []), **values)
+            command(with_set_options(sections, texts or []), **values)
 
-        own = inspect.signature(command, eval_str=True)
-        _, *rest = own.parameters.values()
+        signature = inspect.signature(command, eval_str=True)
+        _, *rest = signature.parameters.values()
         parameters = [option.signature() for option in options]
-        parameters += [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in rest]
+        parameters += [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in rest]
         if others:
             parameters.append(_parameter("settings", Set))
-        run.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
-        run.__annotations__ = {one.name: one.annotation for one in parameters}
+        run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         return run
 
     return decorate
@@ -274,7 +274,7 @@ def _parameter(name: str, annotation: Any) -> inspect.Parameter:
 @cache
 def _fields(section: str) -> dict[str, tuple[type, str]]:
     """Returns the type and the help of each field of a section's classes."""
-    found = {}
+    fields = {}
     for place in CLASSES[section]:
         file, _, name = place.partition(":")
         tree = ast.parse((PACKAGE / file).read_text(encoding="utf-8"))
@@ -283,18 +283,18 @@ def _fields(section: str) -> dict[str, tuple[type, str]]:
         for node in cls.body:
             if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
                 kind, _, _ = ast.unparse(node.annotation).partition(" |")
-                found[node.target.id] = (_KINDS.get(kind, str), helps.get(node.target.id, ""))
-    return found
+                fields[node.target.id] = (_KINDS.get(kind, str), helps.get(node.target.id, ""))
+    return fields
 
 
 def _helps(docstring: str) -> dict[str, str]:
     """Returns the first sentence on each field in a docstring's Args."""
     _, _, arguments = docstring.partition("Args:\n")
-    found = {}
+    helps = {}
     for names, text in _FIELD_TEXT.findall(arguments.partition("\n\n")[0]):
-        words = " ".join(text.split())
-        first = re.split(r"(?<=\.) (?=[A-Z`\"])", words)[0]
+        sentence = " ".join(text.split())
+        first = re.split(r"(?<=\.) (?=[A-Z`\"])", sentence)[0]
         if re.match("[a-z]{2}", first):  # a word, not a symbol such as σ
             first = first[0].upper() + first[1:]
-        found.update(dict.fromkeys(names.split(", "), first))
-    return found
+        helps.update(dict.fromkeys(names.split(", "), first))
+    return helps

@@ -92,8 +92,8 @@ def _steps_setting(method: str, steps: int) -> dict[str, Any]:
 
     if method == "real":  # the command refuses it later
         return {}
-    known = {f.name for f in fields(method_class(method))}
-    name = next((one for one in ("iterations", "local_epochs") if one in known), None)
+    keys = {f.name for f in fields(method_class(method))}
+    name = next((key for key in ("iterations", "local_epochs") if key in keys), None)
     if name is None:
         raise OptionError(f"--steps has no meaning for {method}")
     return {name: steps}
@@ -106,7 +106,8 @@ def _warn(plans: list[MechanismCosts]) -> None:
             note(f"{p.mechanism} exceeds ε = {p.target:g} in round {first} with this σ")
     if any(p.epsilon[max(p.epsilon)] > 10 for p in plans):
         say(
-            "warning: ε above 10 is a weak guarantee; --epsilon 8 finds the noise for a stronger one"
+            "warning: ε above 10 is a weak guarantee; --epsilon 8 finds the noise for a stronger "
+            "one"
         )
 
 
@@ -131,9 +132,9 @@ def print_costs(plans: list[MechanismCosts]) -> None:
 
     console = Console()
     table = Table(title=f"plan, for one example of one client, δ = {plans[0].delta:g}")
-    told = any("signal_to_noise" in row for p in plans for row in p.rows)
+    has_signal = any("signal_to_noise" in row for p in plans for row in p.rows)
     names = ("mechanism", "ε", "releases", "σ", "clip", "q", "a round")
-    for name in (*names, "S/N") if told else names:
+    for name in (*names, "S/N") if has_signal else names:
         table.add_column(name, no_wrap=name != "releases")  # numbers are not truncated
     for p in plans:
         for number, row in enumerate(p.rows):
@@ -149,19 +150,19 @@ def print_costs(plans: list[MechanismCosts]) -> None:
                 *([f"{row['signal_to_noise']:.3g}"] if "signal_to_noise" in row else []),
             )
     console.print(table)
-    if told:
+    if has_signal:
         print(SIGNAL)
     numbers = sorted(plans[0].epsilon)
-    shown = numbers
+    selected = numbers
     if len(numbers) > 10:
         chosen = {1, 2, 3, 5, numbers[-1]}
         every = max(1, len(numbers) // 5)
-        shown = [n for n in numbers if n in chosen or n % every == 0]
+        selected = [n for n in numbers if n in chosen or n % every == 0]
     by_round = Table(title="ε after round")
     by_round.add_column("round")
     for p in plans:
         by_round.add_column(p.mechanism)
-    for n in shown:
+    for n in selected:
         by_round.add_row(str(n), *(format_epsilon(p.epsilon[n]) for p in plans))
     console.print(by_round)
 
@@ -199,13 +200,13 @@ def repair(
     """
     from fedsynth.privacy.ledger.lines import repair_ledger
 
-    done = repair_ledger(ledger)
-    if done is None:
+    result = repair_ledger(ledger)
+    if result is None:
         print(f"no line of {ledger} is torn: nothing is changed")
         return
-    print(f"torn line: {done.line!r}")
-    if done.counts:
+    print(f"torn line: {result.line!r}")
+    if result.counts:
         print("  it lacks only its line break, so it counts: the break is added")
     else:
         print("  taken out: nothing was released for it")
-    print(f"the ledger as it was: {done.copy}")
+    print(f"the ledger as it was: {result.copy}")

@@ -68,10 +68,10 @@ class CpuUse:
             return None
         return cls(time.monotonic(), machine, time.process_time())
 
-    def others(self, later: CpuUse) -> float:
+    def others(self, end: CpuUse) -> float:
         """Returns how many CPUs other processes used from this measurement to a later one."""
-        used = (later.machine - self.machine) - (later.process - self.process)
-        return max(0.0, used / max(later.at - self.at, 1e-3))
+        used = (end.machine - self.machine) - (end.process - self.process)
+        return max(0.0, used / max(end.at - self.at, 1e-3))
 
 
 def fewer_threads(began: CpuUse | None, usual: int) -> int | None:
@@ -84,9 +84,9 @@ def fewer_threads(began: CpuUse | None, usual: int) -> int | None:
     if {"OMP_NUM_THREADS", "MKL_NUM_THREADS"} & os.environ.keys():
         return None  # the user's choice
     free = min(float(usual), cpu_quota())
-    now = CpuUse.now()
-    if began is not None and now is not None:
-        free = min(free, len(os.sched_getaffinity(0)) - began.others(now))
+    usage = CpuUse.now()
+    if began is not None and usage is not None:
+        free = min(free, len(os.sched_getaffinity(0)) - began.others(usage))
     threads = max(1, math.floor(free + 0.5))
     return threads if threads < usual else None
 
@@ -95,8 +95,8 @@ def cpu_quota(root: Path = CGROUPS) -> float:
     """Returns the CPUs that the container's quota allows; infinity without one."""
     for names in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
         try:
-            words = " ".join((root / name).read_text(encoding="ascii") for name in names).split()
-            quota, period = (float(word) for word in words)
+            parts = " ".join((root / name).read_text(encoding="ascii") for name in names).split()
+            quota, period = (float(word) for word in parts)
         except (OSError, ValueError):  # none, or "max"
             continue
         if quota > 0:
@@ -106,11 +106,11 @@ def cpu_quota(root: Path = CGROUPS) -> float:
 
 def _busy_seconds(text: str) -> float:
     """Returns the seconds in which this process's CPUs were busy, from the text of /proc/stat."""
-    mine = {f"cpu{number}" for number in os.sched_getaffinity(0)}
+    cores = {f"cpu{number}" for number in os.sched_getaffinity(0)}
     ticks = 0
     for line in text.splitlines():
-        name, *words = line.split()
-        if name in mine:
-            times = [int(word) for word in words][:_GUEST]
+        name, *columns = line.split()
+        if name in cores:
+            times = [int(word) for word in columns][:_GUEST]
             ticks += sum(times) - sum(times[_IDLE])
     return ticks / os.sysconf("SC_CLK_TCK")

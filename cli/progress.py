@@ -45,9 +45,11 @@ class LiveObserver(Spoken):
     def _print(self, text: str) -> None:
         self._progress.console.print(text, markup=False, highlight=False)
 
-    def _show_step(self, phase: str, done: int, total: int, left: str) -> None:
-        words = f"{self._mark}{phase}"
-        self._progress.update(self._task, description=words, completed=done, total=total, left=left)
+    def _show_step(self, phase: str, done: int, total: int, remaining: str) -> None:
+        text = f"{self._mark}{phase}"
+        self._progress.update(
+            self._task, description=text, completed=done, total=total, left=remaining
+        )
 
 
 @contextmanager
@@ -70,13 +72,13 @@ def make_observer(settings: RunSettings, first: str = "", mark: str = "") -> Ite
 
 def loggers_of(names: Sequence[str], base: Path, settings: RunSettings) -> list[Logger]:
     """Returns the requested loggers, and prints the messages about them."""
-    found: list[Logger] = []
-    for one in make_loggers(names, base, private=settings.privacy is not None):
-        if isinstance(one, str):
-            say(one)
+    loggers: list[Logger] = []
+    for logger in make_loggers(names, base, private=settings.privacy is not None):
+        if isinstance(logger, str):
+            say(logger)
         else:
-            found.append(one)
-    return found
+            loggers.append(logger)
+    return loggers
 
 
 def show_result(

@@ -68,18 +68,18 @@ def report(
     check_choice(None, "format", form, ("markdown", "json", "html"))
     with_own_code(chosen)
     _report_unfinished(run, ledger)
-    found = sound_report(run)
+    content = sound_report(run)
     render = {"markdown": render_markdown, "html": render_html, "json": _json}
-    text = render[form](found)
+    text = render[form](content)
     if output is None:
         print(text, end="")
     else:
         write_text(output, text)
 
 
-def _json(found: dict[str, Any]) -> str:
+def _json(report: dict[str, Any]) -> str:
     """Returns JSON; terminal control characters are escaped."""
-    text = json.dumps(found, indent=2, ensure_ascii=False) + "\n"
+    text = json.dumps(report, indent=2, ensure_ascii=False) + "\n"
     return "".join(c if c.isprintable() or c == "\n" else json.dumps(c)[1:-1] for c in text)
 
 
@@ -92,8 +92,8 @@ def _report_unfinished(run: Path, ledger: Path | None) -> None:
 
     if is_unfinished(run):
         write_report(unfinished_report(run, ledger=ledger), run)
-        words = "the run did not finish; its report was built from its ledgers and written into"
-        note(f"{words} {run}")
+        message = "the run did not finish; its report was built from its ledgers and written into"
+        note(f"{message} {run}")
 
 
 @takes_settings(*OWN_CODE, others=False)
@@ -117,9 +117,9 @@ def verify(
 
     key = None if public_key is None else read_public_key(public_key)
     with_own_code(chosen)
-    found = verify_run(run, ledger=ledger)
+    result = verify_run(run, ledger=ledger)
     problems, note = _signature(run if run.is_dir() else run.parent, key)
-    problems = [*found.problems, *problems]
+    problems = [*result.problems, *problems]
     for problem in problems[:SHOWN]:
         print(f"mismatch: {printable(problem)}")
     if len(problems) > SHOWN:
@@ -131,7 +131,7 @@ def verify(
         "summary.json and metrics.jsonl agree with it "
         "(bookkeeping only: this does not attest that noise was added)"
     )
-    for text in (*found.notes, note):
+    for text in (*result.notes, note):
         print(printable(text))
 
 
@@ -238,10 +238,10 @@ def audit(
     if guesses is not None:
         numbers["guesses"] = guesses
     if run is None:
-        found, command = _audit_options(config, chosen, numbers)
+        result, command = _audit_options(config, chosen, numbers)
     else:
-        found, command = _audit_folder(run, config, chosen, numbers)
-    _show(found, command, as_json)
+        result, command = _audit_folder(run, config, chosen, numbers)
+    _show(result, command, as_json)
 
 
 def _audit_options(
@@ -276,18 +276,22 @@ def _audit_folder(
     sections = read_config(run / "config.toml")
     settings = resolve(sections)
     _same(settings, resolve(merged(sections, {"run": {}, **chosen})), run)
-    found = _audited(settings_of_run(run, settings), numbers, f"settings of {run}")
-    said = {"--run": run.resolve().name, "--canaries": found.canaries, "--guesses": found.guesses}
-    said |= {"--canaries-as": numbers["canaries_as"], "--confidence": found.confidence}
-    words = [str(word) for option in said.items() for word in option]
-    command = shlex.join(["fedsynth", "privacy", "audit", *words])
-    write_audit(run, settings, found.entry(command))
-    return found, command
+    result = _audited(settings_of_run(run, settings), numbers, f"settings of {run}")
+    options = {
+        "--run": run.resolve().name,
+        "--canaries": result.canaries,
+        "--guesses": result.guesses,
+    }
+    options |= {"--canaries-as": numbers["canaries_as"], "--confidence": result.confidence}
+    arguments = [str(word) for option in options.items() for word in option]
+    command = shlex.join(["fedsynth", "privacy", "audit", *arguments])
+    write_audit(run, settings, result.entry(command))
+    return result, command
 
 
-def _same(settings: RunSettings, wanted: RunSettings, run: Path) -> None:
+def _same(settings: RunSettings, audited: RunSettings, run: Path) -> None:
     """Refuses options that differ from the run's config."""
-    ours = wanted.to_mapping()
+    ours = audited.to_mapping()
     theirs = settings.to_mapping()
     differ = [
         f"{section}.{key}"
@@ -311,22 +315,23 @@ def _audited(settings: RunSettings, numbers: dict[str, Any], first: str) -> Audi
         return audit_run(settings, observer=observer, **numbers)
 
 
-def _show(found: AuditResult, command: str, as_json: bool) -> None:
+def _show(result: AuditResult, command: str, as_json: bool) -> None:
     from fedsynth.privacy.audit import CAVEAT, down
     from fedsynth.privacy.report.formatting import format_epsilon
 
     if as_json:
-        facts = {**found.entry(command), "epsilon": found.epsilon, "fault": found.fault}
+        facts = {**result.entry(command), "epsilon": result.epsilon, "fault": result.fault}
         print(json.dumps(facts, indent=2, ensure_ascii=False))
     else:
         print(
-            f"ε = {format_epsilon(found.epsilon)} claimed (δ = {found.delta:g}) · audited lower "
-            f"bound {down(found.epsilon_lower_bound)} at {100 * found.confidence:g} % confidence from "
-            f"{found.canaries} canaries, {found.guesses} guesses, {found.correct} right"
+            f"ε = {format_epsilon(result.epsilon)} claimed (δ = {result.delta:g}) · audited lower "
+            f"bound {down(result.epsilon_lower_bound)} at {100 * result.confidence:g} % "
+            f"confidence from {result.canaries} canaries, {result.guesses} guesses, "
+            f"{result.correct} right"
         )
         print(
             f"({CAVEAT}; the canaries are artificial and no record was read: no privacy was spent)"
         )
-    if found.fault:
+    if result.fault:
         print("the claim is refuted: the lower bound is above it", file=sys.stderr)
         raise typer.Exit(1)

@@ -39,10 +39,10 @@ def seconds_of(text: str | None) -> float:
     """
     if text is None:
         return math.inf
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text.strip())
-    if found is None:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text.strip())
+    if match is None:
         raise OptionError(f"--time-budget takes 170m, 2h, 90s or seconds, got {text!r}")
-    return float(found[1]) * UNITS[found[2]]
+    return float(match[1]) * UNITS[match[2]]
 
 
 @takes_settings(*SPEED, others=False)
@@ -189,8 +189,8 @@ def _print_comparison(
     from fedsynth.reproduction.comparison import format_number
     from fedsynth.reproduction.runs import NO_RESULT, scale_words
 
-    done = ("finished", "existing")
-    unfinished = [outcome for outcome in outcomes if outcome.status not in done]
+    complete = ("finished", "existing")
+    unfinished = [outcome for outcome in outcomes if outcome.status not in complete]
     if as_json:
         document = {
             "preset": table.name,
@@ -263,8 +263,8 @@ def _list_tables(as_json: bool) -> None:
         rows.append([*numbers, f"{fact['title']} ({fact['source']})"])
     _print_table(rows)
     print("\nnot covered, because the package does not include their numbers:")
-    for paper, where, what in not_covered():
-        print(f"  {paper}, {where}: {what}")
+    for paper, item, what in not_covered():
+        print(f"  {paper}, {item}: {what}")
 
 
 def _list_cells(table: Preset, cells: Sequence[Cell], as_json: bool, data_root: str | None) -> None:
@@ -307,7 +307,7 @@ def _print_block(block: Block) -> None:
     if block.variant:
         settings += f", measured: {block.variant}"
     if block.when:
-        when = "; ".join(f"{column} {', '.join(words)}" for column, words in block.when.items())
+        when = "; ".join(f"{column} {', '.join(values)}" for column, values in block.when.items())
         settings = f"{when}: {settings}"
     print(settings)
     print(f"    {block.source}: {block.why}" if block.why else f"    {block.source}")

@@ -41,8 +41,8 @@ def runs(
     from fedsynth.results.folders import Run, finished_runs, read_settings, read_summary
     from fedsynth.results.overview import aligned, overview
 
-    given = [*(folders or []), *([output] if output else [])] or [Path("runs")]
-    places = finished_runs(given)
+    paths = [*(folders or []), *([output] if output else [])] or [Path("runs")]
+    places = finished_runs(paths)
     read = [Run(place, read_summary(place), read_settings(place)) for place in places]
     settings = differing(read)
     if as_json:
@@ -52,22 +52,22 @@ def runs(
     head, *figures = overview(read)
     table = [["method", *head, "run", "settings that differ"]]
     for run, row, differ in zip(read, figures, settings, strict=True):
-        words = ", ".join(f"{key}={value}" for key, value in differ.items())
-        table.append([str(run.summary.get("method")), *row, run.name, words])
+        differences = ", ".join(f"{key}={value}" for key, value in differ.items())
+        table.append([str(run.summary.get("method")), *row, run.name, differences])
     print(aligned(table), end="")
 
 
 def _as_json(run: Run, settings: dict[str, Any]) -> dict[str, Any]:
     """Returns a run's results, and those of its settings that differ."""
     summary = run.summary
-    found = {name: summary.get(name) for name in ("method", "dataset", "rounds", "test_accuracy")}
-    found |= summary.get("local") or {}
+    metrics = {name: summary.get(name) for name in ("method", "dataset", "rounds", "test_accuracy")}
+    metrics |= summary.get("local") or {}
     if summary.get("generator"):
-        found["generator"] = summary["generator"]
+        metrics["generator"] = summary["generator"]
     if private := summary.get("differential_privacy"):
-        found["epsilon"] = private.get("epsilon")
+        metrics["epsilon"] = private.get("epsilon")
     sent = {name: summary.get(name) for name in ("upload_bytes", "seconds")}
-    return {"run": run.name, "settings": settings, **found, **sent}
+    return {"run": run.name, "settings": settings, **metrics, **sent}
 
 
 Runs = Annotated[

@@ -21,7 +21,7 @@ def set_options(texts: list[str]) -> Sections:
     """Returns the settings of --set: KEY=VALUE of the method, SECTION.KEY=VALUE of another section
     of a config file.
     """
-    found: Sections = {"method": {}}
+    values: Sections = {"method": {}}
     for text in texts:
         key, equals, value = text.partition("=")
         section, dot, name = key.strip().partition(".")
@@ -33,29 +33,31 @@ def set_options(texts: list[str]) -> Sections:
                 f"--set takes KEY=VALUE of the method, or SECTION.KEY=VALUE of {sections}; "
                 f"got {text!r}"
             )
-        found.setdefault(section, {})[name] = value.strip()
-    return found
+        values.setdefault(section, {})[name] = value.strip()
+    return values
 
 
 def method_settings(texts: list[str]) -> dict[str, Any]:
     """Returns the settings of --set for a command that has only a method's settings."""
-    found = set_options(texts)
-    if len(found) > 1:
-        raise OptionError(f"--set takes a setting of the method here, got one of {list(found)[1]}")
-    return found["method"]
+    sections = set_options(texts)
+    if len(sections) > 1:
+        raise OptionError(
+            f"--set takes a setting of the method here, got one of {list(sections)[1]}"
+        )
+    return sections["method"]
 
 
-def with_set_options(given: Sections, texts: list[str]) -> Sections:
+def with_set_options(sections: Sections, texts: list[str]) -> Sections:
     """Returns the settings of options and --set together.
 
     Args:
-        given: the options' values.
+        sections: the options' values.
         texts: the values of --set.
 
     Raises:
         OptionError: an option and --set give the same setting.
     """
-    together = {section: dict(values) for section, values in given.items()}
+    together = {section: dict(values) for section, values in sections.items()}
     for section, values in set_options(texts).items():
         for name, value in values.items():
             if name in together.setdefault(section, {}):
@@ -74,7 +76,7 @@ def read_config(path: Path | None) -> Sections:
 
 
 def merged(
-    config: Sections, given: Sections, note: Callable[[str], None] = lambda text: None
+    config: Sections, chosen: Sections, note: Callable[[str], None] = lambda text: None
 ) -> Sections:
     """Returns the config file's settings, overridden by options. If the options change the method,
     the old method's settings are dropped, and `note` receives a message.
@@ -83,17 +85,17 @@ def merged(
 
     config = {section: dict(values) for section, values in config.items()}
     old = config.get("run", {}).get("method", DEFAULT_METHOD)
-    new = str(given["run"].get("method", old))
+    new = str(chosen["run"].get("method", old))
     if new != old and config.pop("method", None):
         note(
             f"note: the config's method settings are {old}'s and are left out; {new} has its "
             "defaults, or what options say"
         )
-    if given.get("data", {}).get("folder") and "folder" not in config.get("data", {}):
+    if chosen.get("data", {}).get("folder") and "folder" not in config.get("data", {}):
         # custom images replace a named data set, whose name they do not have
         config.get("data", {}).pop("dataset", None)
         config.get("partition", {}).pop("kind", None)
-    options = _features_where_they_belong(given, new)
+    options = _features_where_they_belong(chosen, new)
     names = dict.fromkeys([*config, *options])
     return {name: {**config.get(name, {}), **options.get(name, {})} for name in names}
 
@@ -122,14 +124,14 @@ def _features_where_they_belong(options: Sections, method: str) -> Sections:
 
 
 def from_table(
-    name: str, config: Path | None, given: Sections, note: Callable[[str], None]
+    name: str, config: Path | None, chosen: Sections, note: Callable[[str], None]
 ) -> Sections:
     """Returns the settings of a published table's cell, overridden by the given ones.
 
     Args:
         name: the table's preset.
         config: of --config, which must not be combined with it.
-        given: the settings of options and --set.
+        chosen: the settings of options and --set.
         note: receives the cell's name, and its published numbers.
 
     Raises:
@@ -143,7 +145,7 @@ def from_table(
     from fedsynth.reproduction.presets import cell_words, preset_sections
 
     table = preset(name)
-    sections, cell = preset_sections(table, given)
+    sections, cell = preset_sections(table, chosen)
     numbers = [
         f"{number.metric} {format_number(number.value, number.std)}"
         for number in cell.numbers
@@ -164,14 +166,14 @@ def from_preset(sections: Sections) -> str:
         return ""  # custom images have no preset
     dataset = str(sections["data"].get("dataset", DEFAULT_DATASET))
     method = method_class(str(sections["run"].get("method", DEFAULT_METHOD)))
-    words = []
+    changed = []
     for section, values in preset_of(dataset, method).items():
         prefix = "" if section in ("method", "run") else f"{section}."
-        given = sections.get(section, {})
-        words += [f"{prefix}{key}={value}" for key, value in values.items() if key not in given]
-    if not words:
+        chosen = sections.get(section, {})
+        changed += [f"{prefix}{key}={value}" for key, value in values.items() if key not in chosen]
+    if not changed:
         return ""
-    return f"preset of {dataset}, where nothing else is given: {', '.join(words)}"
+    return f"preset of {dataset}, where nothing else is given: {', '.join(changed)}"
 
 
 OWN_CODE = ("method", "model", "features")
@@ -210,9 +212,9 @@ def with_own_code(chosen: Sections) -> Sections:
 
     chosen = {section: dict(values) for section, values in chosen.items()}
     for section, key in OWN_SETTINGS:
-        given = str(chosen.get(section, {}).get(key) or "")
-        if given.endswith(".py"):
-            raise SettingError(section, key, f"must be FILE.py:NAME, got {given}")
+        value = str(chosen.get(section, {}).get(key) or "")
+        if value.endswith(".py"):
+            raise SettingError(section, key, f"must be FILE.py:NAME, got {value}")
     method = str(chosen.get("run", {}).get("method") or "")
     if names_a_file(method):
         from fedsynth.methods import register_method
@@ -243,10 +245,10 @@ def refuse_beside_resume(context: typer.Context) -> None:
     for parameter in context.command.params:
         name = parameter.name or ""
         source = context.get_parameter_source(name)
-        given = source is not None and source.name == "COMMANDLINE"
+        explicit = source is not None and source.name == "COMMANDLINE"
         if name in OWN_CODE and names_a_file(str(context.params.get(name))):
             continue  # user code has to be given again
-        if given and name not in BESIDE_RESUME:
+        if explicit and name not in BESIDE_RESUME:
             raise OptionError(
                 f"--resume goes on with the settings of the run's config.toml; {parameter.opts[0]} "
                 "cannot be given beside it"
@@ -268,9 +270,9 @@ def refuse_needless_code(config: Sections, chosen: Sections) -> None:
     from fedsynth.own_code import is_label, names_a_file
 
     for (section, key), places in RECORDED.items():
-        given = str(chosen.get(section, {}).get(key) or "")
-        has = [str(config.get(one, {}).get(name)) for one, name in places]
-        if names_a_file(given) and not any(is_label(one) for one in has):
+        value = str(chosen.get(section, {}).get(key) or "")
+        has = [str(config.get(entry, {}).get(name)) for entry, name in places]
+        if names_a_file(value) and not any(is_label(entry) for entry in has):
             raise SettingError(
-                section, key, f"is {given}, and the run that goes on has no such file of its own"
+                section, key, f"is {value}, and the run that goes on has no such file of its own"
             )

@@ -72,12 +72,12 @@ def describe(
     from fedsynth.data.folder_settings import FolderSettings
 
     settings = FolderSettings(str(folder), **chosen["data"])
-    found = describe_folder(settings, note, name)
-    path = output or found.path
+    description = describe_folder(settings, note, name)
+    path = output or description.path
     if path.exists():
         raise OptionError(f"{path} is there already: remove it, or give --output")
-    write_text(path, found.toml)
-    print(f"{found.table}\n(the table is exact and private: it stands in no file)\n")
+    write_text(path, description.toml)
+    print(f"{description.table}\n(the table is exact and private: it stands in no file)\n")
     print(
         f"written: {path}\nCheck each line: all of it is public. Then fill in [signed_off]; "
         f"`fedsynth synthesize --data {folder} --dp-epsilon 8` (the images of one owner) or "
@@ -167,8 +167,8 @@ def export(
     from fedsynth.results.export import export_run
 
     with_own_code(chosen)
-    made = export_run(run, out, unprotected=unprotected, with_model=with_model)
-    print(f"to hand over: {made}")
+    folder = export_run(run, out, unprotected=unprotected, with_model=with_model)
+    print(f"to hand over: {folder}")
 
 
 TENTHS = 10
@@ -243,41 +243,43 @@ def student(
     numbers: dict[str, Any] = {
         name: value for name, value in given_numbers.items() if value is not None
     }
-    how = StudentSettings(flip=flip, **numbers)
+    settings = StudentSettings(flip=flip, **numbers)
     place = teacher if teacher in ("auto", "none") else named_path(teacher)
-    made = student_of_set(
+    result = student_of_set(
         share,
         network,
-        how,
+        settings,
         labels=labels,
         teacher=place,
         device=run.get("device", "auto"),
         report=_Progress(),
     )
-    made.save(output)
-    copies_of = f", and {how.views} changed copies of each" if how.views else ""
-    whose = " that a model labelled" if made.taught and how.views else ""
-    print(f"learned: {len(made.found.labels)} images, {made.labels} labels{copies_of}{whose}")
-    print(f"guarantee: {_guarantee(made)}")
+    result.save(output)
+    copies_of = f", and {settings.views} changed copies of each" if settings.views else ""
+    labelled = " that a model labelled" if result.taught and settings.views else ""
+    print(
+        f"learned: {len(result.found.labels)} images, {result.labels} labels{copies_of}{labelled}"
+    )
+    print(f"guarantee: {_guarantee(result)}")
     if test is not None:
-        right = 100 * made.accuracy_on(test)
+        right = 100 * result.accuracy_on(test)
         print(f"accuracy: {right:.2f} % of {len(test.labels)} real test images")
         if "test_folder" in data:
             note("of private images that figure is outside any guarantee")
     print(f"student: {output}")
 
 
-def _guarantee(made: Student) -> str:
+def _guarantee(result: Student) -> str:
     from fedsynth.privacy.report.formatting import format_epsilon
 
-    if made.found.epsilon is None:
+    if result.found.epsilon is None:
         return "none: the set has none"
-    epsilon = f"ε = {format_epsilon(made.found.epsilon)} at δ = {made.found.delta:g}"
-    own = made.architecture.own.get("model")
-    if made.guaranteed and own is None:
+    epsilon = f"ε = {format_epsilon(result.found.epsilon)} at δ = {result.found.delta:g}"
+    model = result.architecture.own.get("model")
+    if result.guaranteed and model is None:
         return f"{epsilon}, the set's"
-    if made.guaranteed:
-        return f"{epsilon}, the set's, if nothing in {own} comes from private data"
+    if result.guaranteed:
+        return f"{epsilon}, the set's, if nothing in {model} comes from private data"
     return f"none that is known: the set has {epsilon}, and more than the set went in"
 
 
@@ -290,13 +292,13 @@ class _Progress:
         self._began = 0.0
 
     def __call__(self, done: int, total: int) -> None:
-        now = time.monotonic()
+        time_now = time.monotonic()
         if done == 1:  # the first step is slower, and is not measured
-            self._began = now
+            self._began = time_now
         if done == MEASURED_STEPS < total:
             from fedsynth.simulation.stderr_observer import duration
 
-            seconds = (now - self._began) / (MEASURED_STEPS - 1) * total
+            seconds = (time_now - self._began) / (MEASURED_STEPS - 1) * total
             say(f"{total} steps take about {duration(max(1.0, seconds))}")
         if done * TENTHS // total > (done - 1) * TENTHS // total:
             say(f"step {done} of {total}")
