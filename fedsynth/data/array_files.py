@@ -92,11 +92,11 @@ def read_svhn(path: Path) -> tuple[Bytes, Labels]:
         content = read_regular(path, MAX_SVHN_BYTES)
     except OSError as error:
         raise DataFilesCorruptError(f"{path} cannot be read: {error}") from None
-    found = hashlib.md5(content, usedforsecurity=False).hexdigest()
-    wanted = SVHN_MD5[path.name]
-    if found != wanted:
+    digest = hashlib.md5(content, usedforsecurity=False).hexdigest()
+    expected = SVHN_MD5[path.name]
+    if digest != expected:
         raise DataFilesCorruptError(
-            f"{path} is not the published file: its MD5 is {found}, and should be {wanted}"
+            f"{path} is not the published file: its MD5 is {digest}, and should be {expected}"
         )
     variables = loadmat(BytesIO(content), variable_names=("X", "y"))
     return variables["X"].transpose(3, 2, 0, 1), variables["y"].reshape(-1).astype(np.int64) % 10

@@ -121,9 +121,9 @@ def read_declaration(path: Path) -> Declaration:
         spec = _spec(read)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(map(str, first["loc"]))[:80]
+        location = ".".join(map(str, first["loc"]))[:80]
         raise DataFilesCorruptError(
-            f"{path} is no declaration of images: {where}: {first['msg'][:200]}"
+            f"{path} is no declaration of images: {location}: {first['msg'][:200]}"
         ) from None
     except FedsynthError as error:
         raise DataFilesCorruptError(f"{path} is no declaration of images: {error}") from None

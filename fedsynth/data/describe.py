@@ -44,18 +44,20 @@ def describe_folder(settings: FolderSettings, note: Note, name: str | None = Non
     """
     place = Path(settings.folder)
     undeclared = replace(settings, declaration="")
-    found = read_folder(undeclared, note, name or "", declared=False)
-    spec = found.train.spec
+    data = read_folder(undeclared, note, name or "", declared=False)
+    spec = data.train.spec
     files = find_files(place)
-    parts = found.sites or (np.arange(len(found.train)),)
-    counts = count_matrix(found.train.labels.numpy(), parts, spec.classes)
-    users = 0 if found.train.groups is None else len(found.train.groups.unique())
+    parts = data.sites or (np.arange(len(data.train)),)
+    counts = count_matrix(data.train.labels.numpy(), parts, spec.classes)
+    users = 0 if data.train.groups is None else len(data.train.groups.unique())
     rows = ", ".join(
         f"{number}: {site}" for number, site in enumerate(files.site_names or ("all",))
     )
-    columns = ", ".join(f"{number}: {one}" for number, one in enumerate(spec.class_names))
+    columns = ", ".join(
+        f"{number}: {class_name}" for number, class_name in enumerate(spec.class_names)
+    )
     return Described(
-        proposal(spec, files.site_names, len(found.train), users),
+        proposal(spec, files.site_names, len(data.train), users),
         f"sites {rows}\nclasses {columns}\n{partition_table(counts)}",
         declaration_beside(place),
     )

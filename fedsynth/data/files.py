@@ -16,11 +16,11 @@ MAX_LIST_BYTES = 2**26
 """Size limit of a text file that lists images or users: DomainNet's longest has 5 MB."""
 
 
-def one_line(given: object, most: int = 200) -> str:
-    """Returns text from a file, or from an error that quotes a file, as at most `most` printable
+def one_line(value: object, limit: int = 200) -> str:
+    """Returns text from a file, or from an error that quotes a file, as at most `limit` printable
     characters on one line."""
-    text = " ".join(str(given).split()) or type(given).__name__
-    return "".join(c if c.isprintable() else "?" for c in text[:most])
+    text = " ".join(str(value).split()) or type(value).__name__
+    return "".join(c if c.isprintable() else "?" for c in text[:limit])
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:

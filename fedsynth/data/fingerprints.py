@@ -46,11 +46,13 @@ def record_digests(
     digests = np.empty((len(chosen), size), np.uint8)
     empty = hashlib.blake2b(key=key, digest_size=size, person=_PURPOSE)
     for first in range(0, len(chosen), _AT_ONCE):
-        some = data.subset(chosen[first : first + _AT_ONCE])
-        pixels = some.images.cpu().flatten(1).numpy()
+        chunk = data.subset(chosen[first : first + _AT_ONCE])
+        pixels = chunk.images.cpu().flatten(1).numpy()
         if labels:
-            own = some.labels.cpu().numpy().astype("<i8").view(np.uint8).reshape(len(pixels), -1)
-            pixels = np.concatenate([pixels, own], axis=1)
+            labels_bytes = (
+                chunk.labels.cpu().numpy().astype("<i8").view(np.uint8).reshape(len(pixels), -1)
+            )
+            pixels = np.concatenate([pixels, labels_bytes], axis=1)
         for row, record in enumerate(np.ascontiguousarray(pixels), start=first):
             hashed = empty.copy()
             hashed.update(record)

@@ -59,13 +59,13 @@ def files_of(
         note(f"skipped in {one_line(folder)}: {counted(files.ignored)}")
     if not files.not_read:
         return files
-    there = f"{one_line(folder)} has what is no image that can be read: {counted(files.not_read)}"
+    problem = f"{one_line(folder)} has what is no image that can be read: {counted(files.not_read)}"
     if not skip.other:
         raise DataError(
-            f"{there}; convert it to PNG or remove it, list the images in a manifest.csv, or skip "
-            "it with --skip-other (data.skip_other=True)"
+            f"{problem}; convert it to PNG or remove it, list the images in a manifest.csv, or "
+            "skip it with --skip-other (data.skip_other=True)"
         )
-    note(f"{there}; it is skipped")
+    note(f"{problem}; it is skipped")
     return files
 
 
@@ -96,17 +96,17 @@ def require_declared(files: OwnFiles, declaration: Declaration) -> None:
     Raises:
         DataError: one is not declared, or a declared one has no image.
     """
-    for kind, there, declared in (
+    for kind, names, declared in (
         ("class", files.class_names, declaration.spec.class_names),
         ("site", files.site_names, declaration.sites),
     ):
-        strange = [name for name in there if name not in declared]
+        strange = [name for name in names if name not in declared]
         if strange and (kind == "class" or declared):
             raise DataError(
                 f"{files.root} has a {kind} {one_line(strange[0])!r} that {declaration.path} does "
                 f"not declare; declared: {one_line(', '.join(declared))}"
             )
-        missing = [name for name in declared if name not in there]
+        missing = [name for name in declared if name not in names]
         if missing:
             raise DataError(
                 f"{files.root} has no image of the {kind} {one_line(missing[0])!r}, which "
@@ -127,13 +127,13 @@ def require_declared_counts(train: ImageData, declaration: Declaration) -> None:
             "the bound, and sign again"
         )
     users = 0 if train.groups is None else len(train.groups.unique())
-    for key, there, declared in (
+    for key, count, declared in (
         ("images", len(train), declaration.spec.train_size),
         ("users", users, declaration.spec.groups if users else 0),
     ):
-        if there * FAR_FEWER < declared:
+        if count * FAR_FEWER < declared:
             raise DataError(
-                f"there are {there} {key}, and {declaration.path} declares {declared} in "
+                f"there are {count} {key}, and {declaration.path} declares {declared} in "
                 f"sizes.{key}: a part of them is missing, or the number is wrong (correct it, and "
                 "sign again)"
             )

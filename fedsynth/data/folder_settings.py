@@ -63,9 +63,9 @@ class FolderSettings:
 
     def __post_init__(self) -> None:
         for name in ("folder", "test_folder", "declaration"):
-            given = str(getattr(self, name))
-            if given:
-                object.__setattr__(self, name, str(expanded(given).absolute()))
+            value = str(getattr(self, name))
+            if value:
+                object.__setattr__(self, name, str(expanded(value).absolute()))
         if not self.folder:
             raise SettingError("data", "folder", "must name a folder of images")
         if self.test and self.test not in TESTS:
@@ -111,8 +111,8 @@ class FolderSettings:
         """
         if self.declaration:
             return read_declaration(Path(self.declaration))
-        beside = declaration_beside(Path(self.folder))
-        return read_declaration(beside) if beside.exists() else None
+        path = declaration_beside(Path(self.folder))
+        return read_declaration(path) if path.exists() else None
 
 
 def declaration_beside(folder: Path) -> Path:

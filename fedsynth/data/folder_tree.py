@@ -56,18 +56,19 @@ class Unread:
 
 def by_kind(entries: Sequence[Entry]) -> tuple[Unread, ...]:
     """Counts the entries by kind."""
-    found: dict[str, list[Parts]] = {}
+    parts_by_kind: dict[str, list[Parts]] = {}
     for entry in entries:
-        found.setdefault(entry.kind, []).append(entry.parts)
+        parts_by_kind.setdefault(entry.kind, []).append(entry.parts)
     return tuple(
-        Unread(kind, len(parts), "/".join(min(parts))) for kind, parts in sorted(found.items())
+        Unread(kind, len(parts), "/".join(min(parts)))
+        for kind, parts in sorted(parts_by_kind.items())
     )
 
 
 def counted(unread: Sequence[Unread]) -> str:
     """Returns the counts as text."""
-    left = len(unread) - _KINDS_SHOWN
-    more = f", and {left} more kinds" if left > 0 else ""
+    hidden = len(unread) - _KINDS_SHOWN
+    more = f", and {hidden} more kinds" if hidden > 0 else ""
     return ", ".join(map(str, unread[:_KINDS_SHOWN])) + more
 
 
@@ -83,14 +84,14 @@ def walk(root: Path, files: Collection[str], folders: Collection[Path]) -> list[
         DataFilesCorruptError: a folder cannot be listed, or is reached twice (by a link to another
             folder in the tree, or to one that contains the link).
     """
-    found: list[Entry] = []
+    entries: list[Entry] = []
     seen: dict[tuple[int, int], Path] = {}
     waiting = [root]
     while waiting:
         folder = waiting.pop()
         try:
             _refuse_twice(folder, seen)
-            names = sorted(one.name for one in folder.iterdir())
+            names = sorted(child.name for child in folder.iterdir())
             subfolders = {name for name in names if (folder / name).is_dir()}
         except OSError as error:
             raise DataFilesCorruptError(
@@ -98,17 +99,17 @@ def walk(root: Path, files: Collection[str], folders: Collection[Path]) -> list[
             ) from None
         below = folder.relative_to(root).parts
         if below and all(map(_is_hidden, names)):
-            found.append(Entry(below, EMPTY))
+            entries.append(Entry(below, EMPTY))
         for name in names:
             if folder / name in folders:
                 continue
             if _is_hidden(name):
-                found.append(Entry((*below, name), HIDDEN))
+                entries.append(Entry((*below, name), HIDDEN))
             elif name in subfolders:
                 waiting.append(folder / name)
             elif below or name not in files:
-                found.append(Entry((*below, name), _kind(folder / name)))
-    return sorted(found, key=lambda entry: entry.parts)
+                entries.append(Entry((*below, name), _kind(folder / name)))
+    return sorted(entries, key=lambda entry: entry.parts)
 
 
 def _refuse_twice(folder: Path, seen: dict[tuple[int, int], Path]) -> None:

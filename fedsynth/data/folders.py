@@ -65,17 +65,17 @@ class Reader:
     read: Callable[[DatasetSpec, Path], tuple[Split, Split]]
 
 
-def read_lines(path: Path, name: str, where: str) -> list[str]:
+def read_lines(path: Path, name: str, hint: str) -> list[str]:
     """Returns the lines of a text file of the data set `name`.
 
     Raises:
-        DataFilesMissingError: no such file; the message includes `where` to get it.
+        DataFilesMissingError: no such file; the message includes `hint` to get it.
         DataFilesCorruptError: not a text file.
     """
     try:
         return read_regular(path, MAX_LIST_BYTES).decode("utf-8").splitlines()
     except FileNotFoundError:
-        raise DataFilesMissingError(f"{name}: no {path.name} in {path.parent}; {where}") from None
+        raise DataFilesMissingError(f"{name}: no {path.name} in {path.parent}; {hint}") from None
     except OSError as error:
         raise DataFilesCorruptError(f"{path} cannot be read: {one_line(error)}") from None
     except UnicodeDecodeError:

@@ -73,14 +73,14 @@ def read_cinic10(spec: DatasetSpec, root: Path) -> tuple[Split, Split]:
     return train, test
 
 
-def _by_class(folders: list[Path], spec: DatasetSpec, where: str) -> Split:
+def _by_class(folders: list[Path], spec: DatasetSpec, hint: str) -> Split:
     """Reads the images of each class's folder, sorted by file name."""
     paths: list[Path] = []
     counts = []
     for folder in folders:
         files = images_in(folder)
         if not files:
-            raise DataFilesMissingError(f"{spec.name}: no image in {folder}; {where}")
+            raise DataFilesMissingError(f"{spec.name}: no image in {folder}; {hint}")
         paths += files
         counts.append(len(files))
     return Split(

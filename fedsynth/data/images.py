@@ -74,10 +74,10 @@ class ImageData:
                 f"{name}: images are on {self.images.device} but labels on {labels.device}"
             )
         object.__setattr__(self, "labels", labels)
-        for what, most in (("domains", len(self.spec.domains)), ("groups", None)):
+        for what, limit in (("domains", len(self.spec.domains)), ("groups", None)):
             numbers = getattr(self, what)
             if numbers is not None:
-                checked = _checked_numbers(what, numbers, len(labels), self.spec, most)
+                checked = _checked_numbers(what, numbers, len(labels), self.spec, limit)
                 object.__setattr__(self, what, checked.to(labels.device))
 
     def __repr__(self) -> str:
@@ -167,9 +167,9 @@ def from_arrays(
         x = x.unsqueeze(1)
     _check_image_shape(tuple(x.shape), spec)
     y = _as_tensor(labels, f"{spec.name}: labels")
-    where = None if domains is None else _as_tensor(domains, f"{spec.name}: domains")
-    whose = None if groups is None else _as_tensor(groups, f"{spec.name}: groups")
-    return ImageData(_to_uint8(x, spec), y, spec, where, whose)
+    domain_numbers = None if domains is None else _as_tensor(domains, f"{spec.name}: domains")
+    group_numbers = None if groups is None else _as_tensor(groups, f"{spec.name}: groups")
+    return ImageData(_to_uint8(x, spec), y, spec, domain_numbers, group_numbers)
 
 
 def require_all_classes(data: ImageData) -> None:
@@ -182,9 +182,11 @@ def require_all_classes(data: ImageData) -> None:
     """
     absent = (data.class_counts() == 0).nonzero().flatten().tolist()
     if absent:
-        shown = ", ".join(f"{c} ({data.spec.class_names[c]})" for c in absent[:5])
+        listed = ", ".join(f"{c} ({data.spec.class_names[c]})" for c in absent[:5])
         more = f" and {len(absent) - 5} more" if len(absent) > 5 else ""
-        raise DataError(f"{data.spec.name}: the training set has no example of class {shown}{more}")
+        raise DataError(
+            f"{data.spec.name}: the training set has no example of class {listed}{more}"
+        )
 
 
 def normalise(
@@ -278,20 +280,20 @@ def _check_image_shape(shape: tuple[int, ...], spec: DatasetSpec) -> None:
 
 
 def _checked_numbers(
-    what: str, numbers: Tensor, length: int | None, spec: DatasetSpec, most: int | None
+    what: str, numbers: Tensor, length: int | None, spec: DatasetSpec, limit: int | None
 ) -> Tensor:
     """Returns numbers [length] in [0, most) as int64; None allows any length or any bound."""
     if numbers.dim() != 1 or (length is not None and len(numbers) != length):
-        wanted = "N" if length is None else length
+        expected = "N" if length is None else length
         raise DataError(
-            f"{spec.name}: {what} must have shape [{wanted}], got {list(numbers.shape)}"
+            f"{spec.name}: {what} must have shape [{expected}], got {list(numbers.shape)}"
         )
     if numbers.is_floating_point() or numbers.is_complex() or numbers.dtype == torch.bool:
         raise DataError(f"{spec.name}: {what} must be integers, got {_dtype(numbers)}")
     wide = numbers.long()  # a too large uint64 becomes negative, and is then refused
-    wrong = wide[(wide < 0) | (wide >= (most if most is not None else torch.inf))]
+    wrong = wide[(wide < 0) | (wide >= (limit if limit is not None else torch.inf))]
     if len(wrong):
-        allowed = f"lie in [0, {most})" if most is not None else "be numbers from 0 on"
+        allowed = f"lie in [0, {limit})" if limit is not None else "be numbers from 0 on"
         raise DataError(
             f"{spec.name}: {what} must {allowed}, {len(wrong)} do not, the first is {int(wrong[0])}"
         )

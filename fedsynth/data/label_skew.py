@@ -17,23 +17,23 @@ _FITTED = 1e-6  # tolerance of fitted sums, in examples; below 1, the rounding h
 _WHOLE = 1e-6  # a number this close to an integer counts as one
 
 
-def held_classes(sizes: IntArray, clients: int, each: int, rng: Rng, advice: str) -> IntArray:
-    """Returns counts [K, C] in which every client has `each` classes, and a class's examples are
-    split evenly (±1) among its holders.
+def held_classes(sizes: IntArray, clients: int, per_client: int, rng: Rng, advice: str) -> IntArray:
+    """Returns counts [K, C] in which every client has `per_client` classes, and a class's examples
+    are split evenly (±1) among its holders.
 
     Every class with examples has ⌊Kc/C⌋ or ⌈Kc/C⌉ holders.
 
     Args:
         sizes: examples of each class [C]; only classes with examples count.
         clients: K, with K·each at least the number of those classes.
-        each: c, at most the number of those classes.
+        per_client: c, at most the number of those classes.
         advice: what the user can change, for the error message.
 
     Raises:
         PartitionError: a class has fewer examples than holders.
     """
     present = np.flatnonzero(sizes)
-    places = _places(clients, each, len(present), rng)
+    places = _places(clients, per_client, len(present), rng)
     short = np.flatnonzero(sizes[present] < places)
     if len(short):
         label = int(present[short[0]])
@@ -42,7 +42,7 @@ def held_classes(sizes: IntArray, clients: int, each: int, rng: Rng, advice: str
             f"class {label} has {int(sizes[label])} examples for the {holders} clients that must "
             f"hold it: {advice}"
         )
-    holds = _take(places, clients, each, rng)
+    holds = _take(places, clients, per_client, rng)
     counts = np.zeros((clients, len(sizes)), dtype=np.int64)
     for j, label in enumerate(present.tolist()):
         having = rng.permutation(np.flatnonzero(holds[:, j]))
@@ -50,9 +50,11 @@ def held_classes(sizes: IntArray, clients: int, each: int, rng: Rng, advice: str
     return counts
 
 
-def dominant_classes(sizes: IntArray, clients: int, each: int, share: float, rng: Rng) -> IntArray:
+def dominant_classes(
+    sizes: IntArray, clients: int, per_client: int, share: float, rng: Rng
+) -> IntArray:
     """Returns counts [K, C] of clients of equal size, with the fraction `share` of each client's
-    examples in its `each` dominant classes: FedFM's NIID-2.
+    examples in its `per_client` dominant classes: FedFM's NIID-2.
 
     A client has N/K examples, share·N/(K·m) of them in each of its m dominant classes. The rest is
     spread over the other classes as evenly as the classes' totals allow: equal numbers, fitted to
@@ -67,29 +69,29 @@ def dominant_classes(sizes: IntArray, clients: int, each: int, share: float, rng
     C = len(present)
     totals = sizes[present]
     size = sizes.sum() / clients
-    if each >= C:
+    if per_client >= C:
         raise PartitionError(
-            f"dominant_classes is {each} but there are examples of {C} classes only: lower it"
+            f"dominant_classes is {per_client} but there are examples of {C} classes only: lower it"
         )
-    if share <= each / C:
+    if share <= per_client / C:
         raise PartitionError(
-            f"dominant_share {share:g} is no more than the even share of {each} of {C} classes, "
-            f"{each / C:g}: raise it"
+            f"dominant_share {share:g} is no more than the even share of {per_client} of {C} "
+            f"classes, {per_client / C:g}: raise it"
         )
-    holds = _take(_places(clients, each, C, rng), clients, each, rng)
-    wanted = holds * (share * size / each)
-    left = totals - wanted.sum(axis=0)
-    if left.min() < -_FITTED:
-        j = int(left.argmin())
+    holds = _take(_places(clients, per_client, C, rng), clients, per_client, rng)
+    dominant = holds * (share * size / per_client)
+    remaining = totals - dominant.sum(axis=0)
+    if remaining.min() < -_FITTED:
+        j = int(remaining.argmin())
         raise PartitionError(
             f"class {int(present[j])} has {int(totals[j])} examples, but to dominate "
             f"{int(holds[:, j].sum())} of {clients} clients it "
-            f"needs {totals[j] - left[j]:.0f}: lower dominant_share, or raise dominant_classes or "
-            "clients"
+            f"needs {totals[j] - remaining[j]:.0f}: lower dominant_share, or raise "
+            "dominant_classes or clients"
         )
-    rest = _spread(np.full(clients, (1 - share) * size), left.clip(0), ~holds)
+    rest = _spread(np.full(clients, (1 - share) * size), remaining.clip(0), ~holds)
     counts = np.zeros((clients, len(sizes)), dtype=np.int64)
-    counts[:, present] = _rounded(wanted + rest, totals)
+    counts[:, present] = _rounded(dominant + rest, totals)
     return counts
 
 
@@ -125,8 +127,8 @@ def dominated_dirichlet(sizes: IntArray, clients: int, alpha: float, rng: Rng) -
             free[chosen] = False
             if not free.any():
                 free[:] = True
-            mine = slice(first, first + members)
-            counts[mine, label] = _floored(p, int(of_group[label][number]), rng)
+            group_clients = slice(first, first + members)
+            counts[group_clients, label] = _floored(p, int(of_group[label][number]), rng)
         first += members
     return counts
 
@@ -140,32 +142,32 @@ def _floored(shares: Floats, total: int, rng: Rng) -> IntArray:
 
 def _even(total: int, pieces: int) -> IntArray:
     """Splits `total` into integers that differ by at most one, the larger ones first."""
-    each, over = divmod(total, pieces)
-    return np.where(np.arange(pieces) < over, each + 1, each)
+    size, over = divmod(total, pieces)
+    return np.where(np.arange(pieces) < over, size + 1, size)
 
 
-def _places(clients: int, each: int, classes: int, rng: Rng) -> IntArray:
+def _places(clients: int, per_client: int, classes: int, rng: Rng) -> IntArray:
     """Returns the number of holders of each class: equal up to one, with the larger ones drawn at
     random."""
-    places = np.full(classes, clients * each // classes)
-    places[rng.permutation(classes)[: clients * each % classes]] += 1
+    places = np.full(classes, clients * per_client // classes)
+    places[rng.permutation(classes)[: clients * per_client % classes]] += 1
     return places
 
 
-def _take(places: IntArray, clients: int, each: int, rng: Rng) -> npt.NDArray[np.bool_]:
+def _take(places: IntArray, clients: int, per_client: int, rng: Rng) -> npt.NDArray[np.bool_]:
     """Assigns classes to clients, bool [K, C].
 
     Clients, in random order, take the classes with the most places left; ties are broken at random.
-    This keeps the numbers of places left within one of each other, so every client gets `each`
-    different classes. With K·c = C the clients' classes are disjoint.
+    This keeps the numbers of places left within one of each other, so every client gets
+    `per_client` different classes. With K·c = C the clients' classes are disjoint.
     """
-    left = places.copy()
+    remaining = places.copy()
     classes = len(places)
     holds = np.zeros((clients, classes), dtype=bool)
     for k in rng.permutation(clients):
-        taken = np.lexsort((rng.random(classes), -left))[:each]
-        holds[k, taken] = True
-        left[taken] -= 1
+        chosen = np.lexsort((rng.random(classes), -remaining))[:per_client]
+        holds[k, chosen] = True
+        remaining[chosen] -= 1
     return holds
 
 
@@ -188,9 +190,9 @@ def _spread(rows: Floats, columns: Floats, allowed: npt.NDArray[np.bool_]) -> Fl
     )
 
 
-def _ratio(wanted: Floats, got: Floats) -> Floats:
-    """Returns `wanted` / `got`, and 0 where `got` is 0."""
-    return np.divide(wanted, got, out=np.zeros_like(got), where=got > 0)
+def _ratio(numerator: Floats, denominator: Floats) -> Floats:
+    """Returns `numerator` / `denominator`, and 0 where `denominator` is 0."""
+    return np.divide(numerator, denominator, out=np.zeros_like(denominator), where=denominator > 0)
 
 
 def _rounded(x: Floats, columns: IntArray) -> IntArray:

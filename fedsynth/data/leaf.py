@@ -73,16 +73,16 @@ def _writers(folder: Path, spec: DatasetSpec) -> Writers:
         raise DataFilesCorruptError(f"{folder} cannot be listed: {one_line(error)}") from None
     if not paths:
         raise DataFilesMissingError(f"{spec.name}: no *.json in {folder}; {_LEAF}")
-    found: Writers = {}
+    writers: Writers = {}
     for path in paths:
         for name, arrays in _file(path, spec).items():
-            if name in found:
+            if name in writers:
                 raise DataFilesCorruptError(
                     f"{path}: writer {one_line(repr(name), 80)} is in another file of {folder} "
                     "too: make the files anew"
                 )
-            found[name] = arrays
-    return found
+            writers[name] = arrays
+    return writers
 
 
 def _file(path: Path, spec: DatasetSpec) -> Writers:
@@ -115,50 +115,54 @@ def _file(path: Path, spec: DatasetSpec) -> Writers:
 
 
 def _one_writer(
-    data: object, size: object, where: str, spec: DatasetSpec
+    data: object, size: object, context: str, spec: DatasetSpec
 ) -> tuple[Bytes, IntArray]:
     """Returns pixels uint8 [n, 1, 28, 28], rint(255x), and labels [n]."""
     if not (isinstance(data, dict) and "x" in data and "y" in data):
-        raise DataFilesCorruptError(f"{where}: must have x and y")
-    x = _numbers(data["x"], "x", where)
-    y = _numbers(data["y"], "y", where)
+        raise DataFilesCorruptError(f"{context}: must have x and y")
+    x = _numbers(data["x"], "x", context)
+    y = _numbers(data["y"], "y", context)
     pixels = spec.height * spec.width
     count = size if type(size) in (int, float) else type(size).__name__
     if x.ndim != 2 or x.shape[1] != pixels or y.shape != (len(x),) or count != len(x):
         raise DataFilesCorruptError(
-            f"{where}: x must be n images of {pixels} numbers and y n labels, n = num_samples; "
+            f"{context}: x must be n images of {pixels} numbers and y n labels, n = num_samples; "
             f"got {list(x.shape)}, {list(y.shape)} and {one_line(count, 40)}"
         )
     if not np.issubdtype(y.dtype, np.integer) or y.min() < 0 or y.max() >= spec.classes:
-        raise DataFilesCorruptError(f"{where}: labels must be whole numbers in [0, {spec.classes})")
+        raise DataFilesCorruptError(
+            f"{context}: labels must be whole numbers in [0, {spec.classes})"
+        )
     bad = int(np.count_nonzero(~((x >= 0) & (x <= 1))))  # NaN fails both
     if bad:
-        raise DataFilesCorruptError(f"{where}: {bad} of {x.size} pixels are not numbers in [0, 1]")
+        raise DataFilesCorruptError(
+            f"{context}: {bad} of {x.size} pixels are not numbers in [0, 1]"
+        )
     return np.rint(255 * x).astype(np.uint8).reshape(-1, *spec.image_shape), y.astype(np.int64)
 
 
-def _numbers(given: object, what: str, where: str) -> npt.NDArray[Any]:
+def _numbers(values: object, what: str, context: str) -> npt.NDArray[Any]:
     """Converts a list of numbers, or of equally long lists of numbers: to int64 if all are
     integers, else to float64.
 
     Types are checked before NumPy converts them, because it would make an array of text as wide as
     its longest string.
     """
-    if not isinstance(given, list) or not given or given[0] == []:
+    if not isinstance(values, list) or not values or values[0] == []:
         raise DataFilesCorruptError(
-            f"{where}: {what} is empty or no list; a writer without examples does not belong in "
+            f"{context}: {what} is empty or no list; a writer without examples does not belong in "
             "the file"
         )
-    rows = given if isinstance(given[0], list) else [given]
+    rows = values if isinstance(values[0], list) else [values]
     if not all(isinstance(row, list) for row in rows) or len(set(map(len, rows))) != 1:
-        raise DataFilesCorruptError(f"{where}: the rows of {what} have several lengths")
+        raise DataFilesCorruptError(f"{context}: the rows of {what} have several lengths")
     kinds: set[type] = set().union(*(map(type, row) for row in rows))
     try:
         if kinds <= {int, float}:
-            return np.array(given, np.float64 if float in kinds else np.int64)
+            return np.array(values, np.float64 if float in kinds else np.int64)
     except OverflowError:  # an integer too large for the type
         pass
-    raise DataFilesCorruptError(f"{where}: {what} must hold numbers only")
+    raise DataFilesCorruptError(f"{context}: {what} must hold numbers only")
 
 
 LEAF_READERS: dict[str, Reader] = {

@@ -107,14 +107,14 @@ def _download(name: str, root: Path) -> None:
 
 
 def _data_folder(name: str, root: Path | None) -> Path:
-    given = os.environ.get(ROOT_VARIABLE) if root is None else root
-    if not given:
+    folder = os.environ.get(ROOT_VARIABLE) if root is None else root
+    if not folder:
         source = READERS[name].where if name in READERS else f"{_DOWNLOAD} fetches it"
         raise DataFilesMissingError(
             f"{name}: no data folder was given to look for {_first_file(name)} in; name it with "
             f"data.data_root or {ROOT_VARIABLE} ({source})"
         )
-    return expanded(given)
+    return expanded(folder)
 
 
 def _first_file(name: str) -> str:
@@ -134,8 +134,8 @@ def missing_files(name: str, folder: Path) -> list[str]:
         if name not in _TORCHVISION:
             return []
         groups = (*_TORCHVISION[name].train, *_TORCHVISION[name].test)
-        wanted = [relative for group in groups for relative in group]
-        return [relative for relative in wanted if _locate(folder, relative) is None]
+        required = [relative for group in groups for relative in group]
+        return [relative for relative in required if _locate(folder, relative) is None]
     except OSError as error:  # no permission, or the name is too long
         reason = one_line(error.strerror or error)
         raise DataFilesMissingError(
@@ -162,10 +162,12 @@ def _of_both(splits: tuple[Split, Split], spec: DatasetSpec) -> tuple[ImageData,
 def _locate(folder: Path, relative: str) -> Path | None:
     """Returns the file, or for idx files its compressed form; prefers a regular file."""
     endings = ("", ".gz") if relative.endswith("-ubyte") else ("",)
-    there = [
+    candidates = [
         path for path in (folder / f"{relative}{ending}" for ending in endings) if path.exists()
     ]
-    return next((path for path in there if path.is_file()), there[0] if there else None)
+    return next(
+        (path for path in candidates if path.is_file()), candidates[0] if candidates else None
+    )
 
 
 def _load_split(spec: DatasetSpec, folder: Path, groups: tuple[_Group, ...]) -> ImageData:
@@ -189,9 +191,9 @@ def _load_split(spec: DatasetSpec, folder: Path, groups: tuple[_Group, ...]) -> 
 
 
 def _read_idx_pair(paths: list[Path], spec: DatasetSpec) -> _Arrays:
-    most = spec.train_size + spec.test_size
-    images = read_idx(paths[0], 3, most * spec.height * spec.width)
-    labels = read_idx(paths[1], 1, most)
+    limit = spec.train_size + spec.test_size
+    images = read_idx(paths[0], 3, limit * spec.height * spec.width)
+    labels = read_idx(paths[1], 1, limit)
     if len(images) != len(labels):
         raise DataFilesCorruptError(
             f"{paths[0]} has {len(images)} images but {paths[1]} has {len(labels)} labels"

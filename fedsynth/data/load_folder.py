@@ -184,13 +184,13 @@ def _specification(
     """Returns the declared specification, or else one derived from the files."""
     if declaration is not None:
         spec = declaration.spec
-        for key, given, said in (
+        for key, value, declared in (
             ("image_size", settings.size(), (spec.height, spec.width)),
             ("channels", settings.channels or None, spec.channels),
         ):
-            if given is not None and given != said:
+            if value is not None and value != declared:
                 raise SettingError(
-                    "data", key, f"is another than {declaration.path} declares: {said}"
+                    "data", key, f"is another than {declaration.path} declares: {declared}"
                 )
         return spec
     size = settings.size()
@@ -198,7 +198,7 @@ def _specification(
     if size is None or not channels:
         looks = _looks(files, Skip.of(settings))
         size = size or _one_size(looks, settings.folder)
-        channels = channels or (1 if all(one.grey for one in looks) else 3)
+        channels = channels or (1 if all(look.grey for look in looks) else 3)
     return DatasetSpec(
         name=name or name_of(Path(settings.folder)),
         channels=channels,
@@ -220,19 +220,19 @@ def _looks(files: OwnFiles, skip: Skip) -> list[Look]:
     Raises:
         DataFilesCorruptError: a file cannot be read and may not be skipped, or no file can be read.
     """
-    found = look_at(files.places)
-    failed = {row: one for row, one in enumerate(found) if isinstance(one, str)}
+    results = look_at(files.places)
+    failed = {row: result for row, result in enumerate(results) if isinstance(result, str)}
     _refuse_failed(files, failed, skip)
-    return [one for one in found if isinstance(one, Look)]
+    return [result for result in results if isinstance(result, Look)]
 
 
 def _one_size(looks: Sequence[Look], folder: str) -> tuple[int, int]:
-    sizes = Counter((one.height, one.width) for one in looks)
+    sizes = Counter((look.height, look.width) for look in looks)
     if len(sizes) == 1:
         return next(iter(sizes))
-    shown = ", ".join(f"{height}×{width}" for (height, width), _ in sizes.most_common(3))
+    listed = ", ".join(f"{height}×{width}" for (height, width), _ in sizes.most_common(3))
     raise DataError(
-        f"the images in {folder} have {len(sizes)} sizes ({shown}, …): say to which they are "
+        f"the images in {folder} have {len(sizes)} sizes ({listed}, …): say to which they are "
         "resized with data.image_size=64"
     )
 
@@ -251,8 +251,8 @@ def _read(
         # Lists every skipped file, one a line, because a user who skips files wants to know which.
         head = f"{_how_many(files, failed)} and are left out:"
         note("\n".join([head, *(f"  {line}" for line in _reasons(files, failed))]))
-        kept = np.setdiff1d(np.arange(len(files.paths)), list(failed))
-        images = images[kept]
+        rows = np.setdiff1d(np.arange(len(files.paths)), list(failed))
+        images = images[rows]
         files = files.without(failed)
     number = {name: label for label, name in enumerate(spec.class_names)}
     labels = torch.tensor([number[name] for name in files.labels], dtype=torch.int64)
@@ -282,7 +282,7 @@ def _how_many(files: OwnFiles, failed: Mapping[int, str]) -> str:
 
 
 def _reasons(files: OwnFiles, failed: Mapping[int, str]) -> list[str]:
-    return [f"{one_line(files.paths[row])} ({one})" for row, one in failed.items()]
+    return [f"{one_line(files.paths[row])} ({reason})" for row, reason in failed.items()]
 
 
 def read_as(
@@ -356,8 +356,8 @@ def _by_site(
     if declaration is not None and not declaration.sites:
         return None, None  # declared to be one owner's
     names = in_order(files.sites) if declaration is None else declaration.sites
-    where = np.array(files.sites)
-    return tuple(np.flatnonzero(where == name) for name in names), site_names(names)
+    sites = np.array(files.sites)
+    return tuple(np.flatnonzero(sites == name) for name in names), site_names(names)
 
 
 def site_names(names: Sequence[str]) -> tuple[str, ...]:

@@ -72,10 +72,10 @@ class OwnFiles:
     def without(self, rows: Iterable[int]) -> OwnFiles:
         """Returns all images except those at the given positions."""
         gone = set(rows)
-        kept = [row for row in range(len(self.paths)) if row not in gone]
+        remaining = [row for row in range(len(self.paths)) if row not in gone]
 
         def of_kept(values: tuple[str, ...]) -> tuple[str, ...]:
-            return tuple(values[row] for row in kept)
+            return tuple(values[row] for row in remaining)
 
         return replace(
             self,
@@ -99,18 +99,18 @@ def find_files(place: Path, ledger: Path | None = None) -> OwnFiles:
         DataError: two classes or sites have almost the same name, or sites are named like splits.
     """
     if place.is_file():
-        found = _listed(place)
+        files = _listed(place)
     elif not place.is_dir():
         raise DataFilesMissingError(f"there is no folder {one_line(place)}")
     elif (place / MANIFEST).exists():
-        found = _listed(place / MANIFEST)
+        files = _listed(place / MANIFEST)
     else:
-        found = _in_folders(place, ledger)
-    if not found.paths:
+        files = _in_folders(place, ledger)
+    if not files.paths:
         raise DataFilesMissingError(f"{place} lists no image")
-    _refuse_near_names("classes", found.class_names)
-    _refuse_near_names("sites", found.site_names)
-    return found
+    _refuse_near_names("classes", files.class_names)
+    _refuse_near_names("sites", files.site_names)
+    return files
 
 
 def find_declared(place: Path, classes: Collection[str], *, by_user: bool) -> OwnFiles:
@@ -129,26 +129,28 @@ def find_declared(place: Path, classes: Collection[str], *, by_user: bool) -> Ow
     """
     manifest = place if place.is_file() else place / MANIFEST
     if manifest.exists():
-        found = _listed(manifest)
+        files = _listed(manifest)
     else:
         entries = walk(place, {DECLARATION, USERS_FILE}, {place / LEDGERS})
-        images = [one.parts for one in entries if one.kind == IMAGE and len(one.parts) > 1]
+        images = [entry.parts for entry in entries if entry.kind == IMAGE and len(entry.parts) > 1]
         paths = tuple("/".join(parts) for parts in images)
         labels = tuple(same_name(parts[-2]) for parts in images)
-        others = by_kind([one for one in entries if one.parts not in set(images)])
-        found = OwnFiles(place, paths, labels, None, None, others)
+        unread = by_kind([entry for entry in entries if entry.parts not in set(images)])
+        files = OwnFiles(place, paths, labels, None, None, unread)
     if not by_user:
-        found = replace(found, users=None)
-    elif found.users is None:
-        found = replace(found, users=_users_or_none(found.root / USERS_FILE, found.paths))
-    users = found.users or found.paths
-    left = {
+        files = replace(files, users=None)
+    elif files.users is None:
+        files = replace(files, users=_users_or_none(files.root / USERS_FILE, files.paths))
+    users = files.users or files.paths
+    undeclared = {
         row: NO_USER if label in classes else NOT_DECLARED
-        for row, label in enumerate(found.labels)
+        for row, label in enumerate(files.labels)
         if label not in classes or not users[row]
     }
-    entries = [Entry(PurePosixPath(found.paths[row]).parts, kind) for row, kind in left.items()]
-    return replace(found.without(left), not_read=found.not_read + by_kind(entries))
+    entries = [
+        Entry(PurePosixPath(files.paths[row]).parts, kind) for row, kind in undeclared.items()
+    ]
+    return replace(files.without(undeclared), not_read=files.not_read + by_kind(entries))
 
 
 def _users_or_none(file: Path, paths: Sequence[str]) -> tuple[str, ...]:
@@ -191,10 +193,10 @@ def _in_folders(root: Path, ledger: Path | None) -> OwnFiles:
     entries = walk(root, {DECLARATION, USERS_FILE}, {root / LEDGERS, ledger or root / LEDGERS})
     images = [entry.parts for entry in entries if entry.kind == IMAGE]
     if not images:
-        others = [entry for entry in entries if entry.kind != HIDDEN]
-        there = f" (there are {counted(by_kind(others))})" if others else ""
+        visible = [entry for entry in entries if entry.kind != HIDDEN]
+        listing = f" (there are {counted(by_kind(visible))})" if visible else ""
         raise DataFilesMissingError(
-            f"no image ({', '.join(ENDINGS)}) in {one_line(root)}{there}; {_LAYOUT}"
+            f"no image ({', '.join(ENDINGS)}) in {one_line(root)}{listing}; {_LAYOUT}"
         )
     depth = _depth(root, images)
     labels = tuple(same_name(parts[-2]) for parts in images)
@@ -235,9 +237,9 @@ def _depth(root: Path, images: Sequence[tuple[str, ...]]) -> int:
     first = images[0]
     for parts in images:
         if len(parts) not in (2, 3) or len(parts) != len(first):
-            beside = f" beside {'/'.join(first)}" if parts != first else ""
+            contrast = f" beside {'/'.join(first)}" if parts != first else ""
             raise DataFilesCorruptError(
-                f"{one_line(root)} has {one_line('/'.join(parts) + beside)}; {_LAYOUT}, all alike"
+                f"{one_line(root)} has {one_line('/'.join(parts) + contrast)}; {_LAYOUT}, all alike"
             )
     return len(first)
 
@@ -271,8 +273,8 @@ def _on_disk(root: Path, path: str) -> str:
     place = PurePosixPath()
     for part in PurePosixPath(path).parts:
         forms = [part, *(unicodedata.normalize(form, part) for form in ("NFC", "NFD"))]
-        there = [form for form in forms if (root / place / form).exists()]
-        place /= there[0] if there else part
+        existing = [form for form in forms if (root / place / form).exists()]
+        place /= existing[0] if existing else part
     return place.as_posix()
 
 
@@ -282,6 +284,6 @@ def _unlisted(root: Path, paths: Sequence[str]) -> tuple[Unread, ...]:
     unlisted = []
     for folder in sorted({PurePosixPath(path).parent for path in paths}):
         if (root / folder).is_dir():
-            beside = [folder / one.name for one in images_in(root / folder)]
-            unlisted += [one for one in beside if one.as_posix() not in listed]
-    return by_kind([Entry(one.parts, NOT_LISTED) for one in unlisted])
+            images = [folder / image.name for image in images_in(root / folder)]
+            unlisted += [image for image in images if image.as_posix() not in listed]
+    return by_kind([Entry(image.parts, NOT_LISTED) for image in unlisted])

@@ -50,8 +50,8 @@ def read_pixels(
         with opened_image(paths[position], _refuse_huge) as image:
             images[position] = _scaled(image, channels, height, width)
 
-    found = _each(range(len(paths)), read)
-    return images, {row: one for row, one in enumerate(found) if isinstance(one, str)}
+    results = _each(range(len(paths)), read)
+    return images, {row: result for row, result in enumerate(results) if isinstance(result, str)}
 
 
 def _each(of: Iterable[T], read: Callable[[T], Any]) -> list[Any]:

@@ -59,10 +59,10 @@ def partition(
     _check_origins("domains", domains, len(y))
     _check_origins("groups", groups, len(y))
     if settings.subset < 1:
-        kept = _subset(y, settings)
-        whole = dataclasses.replace(settings, subset=1.0)
-        origins = (None if array is None else array[kept] for array in (domains, groups))
-        return [kept[part] for part in partition(y[kept], whole, classes, *origins)]
+        subset = _subset(y, settings)
+        full = dataclasses.replace(settings, subset=1.0)
+        origins = (None if array is None else array[subset] for array in (domains, groups))
+        return [subset[part] for part in partition(y[subset], full, classes, *origins)]
     if settings.clients > len(y):
         raise PartitionError(
             f"{settings.clients} clients are more than the {len(y)} examples: lower clients"
@@ -103,7 +103,7 @@ def check_parts(parts: Sequence[npt.ArrayLike], examples: int) -> None:
     """
     if not len(parts):
         raise PartitionError("parts must name at least one client")
-    taken = np.zeros(examples, dtype=bool)
+    assigned = np.zeros(examples, dtype=bool)
     for client, part in enumerate(parts):
         indices = np.asarray(part)
         if indices.ndim != 1 or (len(indices) and not np.issubdtype(indices.dtype, np.integer)):
@@ -114,11 +114,11 @@ def check_parts(parts: Sequence[npt.ArrayLike], examples: int) -> None:
         if len(indices) and not 0 <= indices.min() <= indices.max() < examples:
             raise PartitionError(f"client {client}: positions must lie in [0, {examples})")
         indices = indices.astype(np.int64)
-        if len(np.unique(indices)) < len(indices) or taken[indices].any():
+        if len(np.unique(indices)) < len(indices) or assigned[indices].any():
             raise PartitionError(
                 f"client {client}: an example is given twice; each belongs to one client at most"
             )
-        taken[indices] = True
+        assigned[indices] = True
 
 
 def count_matrix(
@@ -176,18 +176,18 @@ def _redrawn(
 ) -> IntArray:
     """Returns the first counts [K, ...] of `draw` with at least `min_size` examples per client."""
     K = settings.clients
-    least = settings.min_size
-    if K * least > total:
+    min_size = settings.min_size
+    if K * min_size > total:
         raise PartitionError(
-            f"{K} clients of at least {least} examples need {K * least}, there are {total}: lower "
-            "min_size or clients"
+            f"{K} clients of at least {min_size} examples need {K * min_size}, there are {total}: "
+            "lower min_size or clients"
         )
     for _ in range(MAX_TRIES):
         counts = draw()
-        if counts.reshape(K, -1).sum(axis=1).min() >= least:
+        if counts.reshape(K, -1).sum(axis=1).min() >= min_size:
             return counts
     raise PartitionError(
-        f"no Dirichlet partition with at least {least} examples for each of {K} clients in "
+        f"no Dirichlet partition with at least {min_size} examples for each of {K} clients in "
         f"{MAX_TRIES} tries at "
         f"alpha={settings.alpha:g}: raise alpha, or lower min_size or clients{instead}"
     )
@@ -201,14 +201,14 @@ def _dirichlet_counts(
     K = settings.clients
     total = int(sizes.sum())
     counts = np.zeros((K, len(sizes)), dtype=np.int64)
-    held = np.zeros(K, dtype=np.int64)
+    client_sizes = np.zeros(K, dtype=np.int64)
     concentration = np.full(K, min(settings.alpha, _ALPHA_CAP))
     for c, size in enumerate(sizes):
         if size == 0:
             continue
         p = rng.dirichlet(concentration)
         # Compared as integers, because N/K would be rounded.
-        open_ = held * K < total if masked else np.ones(K, dtype=bool)
+        open_ = client_sizes * K < total if masked else np.ones(K, dtype=bool)
         reached = np.cumsum(np.where(open_, p, 0.0))
         if not reached[-1] > 0:
             # All of p, to the last bit, went to closed clients. A random open client is the limit
@@ -218,7 +218,7 @@ def _dirichlet_counts(
         # rounded sum would leave an example to the closed clients after it.
         cuts = (reached[:-1] / reached[-1] * size).astype(np.int64)
         counts[:, c] = np.diff(cuts, prepend=0, append=size)
-        held += counts[:, c]
+        client_sizes += counts[:, c]
     return counts
 
 
@@ -275,9 +275,11 @@ def _of_domains(
         )
     parts: list[IntArray] = [np.empty(0, np.int64)] * settings.clients
     for number, domain in enumerate(present):
-        mine = range(number, settings.clients, len(present))
-        pieces = np.array_split(rng.permutation(np.flatnonzero(domains == domain)), len(mine))
-        for client, piece in zip(mine, pieces, strict=True):
+        domain_clients = range(number, settings.clients, len(present))
+        pieces = np.array_split(
+            rng.permutation(np.flatnonzero(domains == domain)), len(domain_clients)
+        )
+        for client, piece in zip(domain_clients, pieces, strict=True):
             parts[client] = piece
     return parts
 
@@ -309,9 +311,11 @@ def _deal(y: IntArray, counts: IntArray, rng: Rng) -> list[IntArray]:
     pieces: list[list[IntArray]] = [[] for _ in counts]
     for c in range(counts.shape[1]):
         index = rng.permutation(np.flatnonzero(y == c))
-        for mine, piece in zip(pieces, np.split(index, np.cumsum(counts[:-1, c])), strict=True):
-            mine.append(piece)
-    return [np.concatenate(mine) for mine in pieces]
+        for client_pieces, piece in zip(
+            pieces, np.split(index, np.cumsum(counts[:-1, c])), strict=True
+        ):
+            client_pieces.append(piece)
+    return [np.concatenate(client_pieces) for client_pieces in pieces]
 
 
 COUNTS: dict[str, Callable[[IntArray, PartitionSettings, Rng], IntArray]] = {

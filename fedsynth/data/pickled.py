@@ -130,11 +130,11 @@ class _Machine:
 
 
 def _named(module: object, attribute: object) -> Callable[..., object]:
-    found = _FUNCTIONS.get(f"{module} {attribute}")
-    if found is None:
+    function = _FUNCTIONS.get(f"{module} {attribute}")
+    if function is None:
         name = one_line(f"{module}.{attribute}", 80)
         raise PickleRefusedError(f"it asks for {name}, which image files do not use")
-    return found
+    return function
 
 
 def _call(function: object, arguments: object) -> object:
@@ -171,9 +171,9 @@ def _dtype(code: object, *_: object) -> _Uint8:
 
 
 def _from_buffer(content: object, kind: object, shape: object, order: object) -> PickledArray:
-    made = PickledArray()
-    made.value = _numbers(content, kind, shape, order)
-    return made
+    array = PickledArray()
+    array.value = _numbers(content, kind, shape, order)
+    return array
 
 
 def _encode(text: str, encoding: str) -> bytes:

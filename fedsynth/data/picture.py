@@ -91,13 +91,13 @@ def partition_png(counts: Counts, path: Path, class_names: Sequence[str] = ()) -
     """
     matrix = _checked_counts(counts)
     K, C = matrix.shape
-    most = int(matrix.max(initial=0))
-    width = max(36, math.ceil(_FONT.getlength(f"{most}")) + 10)
+    largest = int(matrix.max(initial=0))
+    width = max(36, math.ceil(_FONT.getlength(f"{largest}")) + 10)
     names = list(class_names) if len(class_names) == C else [str(c) for c in range(C)]
-    title = f"{K} clients (rows), {C} classes (columns); darkest: {most} examples"
+    title = f"{K} clients (rows), {C} classes (columns); darkest: {largest} examples"
     rows = [f"client {k}" for k in range(K)]
     # the square root keeps small counts visible next to large ones
-    shares = np.sqrt(matrix / (most or 1))
+    shares = np.sqrt(matrix / (largest or 1))
     if C * width <= MAX_WIDTH and K * CELL_HEIGHT <= MAX_HEIGHT:
         texts = [[str(n) if n else "" for n in row] for row in matrix]
         _heat_map(shares, path, title, rows, names, (width, CELL_HEIGHT), texts)
@@ -175,9 +175,11 @@ def by_class(
     rows: list[Tensor] = []
     names = []
     for label in labels_N.unique().tolist():
-        own = images_uint8_NCHW[labels_N == label][:columns]
-        blank = own.new_full((columns - len(own), *own.shape[1:]), GREY[0])
-        rows.append(torch.cat([own, blank]))
+        class_images = images_uint8_NCHW[labels_N == label][:columns]
+        blank = class_images.new_full(
+            (columns - len(class_images), *class_images.shape[1:]), GREY[0]
+        )
+        rows.append(torch.cat([class_images, blank]))
         names.append(str(class_names[label]))
     return torch.cat(rows), names
 
@@ -198,8 +200,8 @@ def image_grid_png(
     """
     if columns < 1:
         raise SettingError(None, "columns", f"must be at least 1, got {columns}")
-    given = images_uint8_NCHW
-    x = given.detach().cpu().numpy() if isinstance(given, Tensor) else np.asarray(given)
+    images = images_uint8_NCHW
+    x = images.detach().cpu().numpy() if isinstance(images, Tensor) else np.asarray(images)
     if x.dtype != np.uint8 or x.ndim != 4 or x.shape[1] not in (1, 3) or x.size == 0:
         raise DataError(
             f"a picture grid needs uint8 [N, 1 or 3, H, W], got {x.dtype} {list(x.shape)}"
@@ -245,8 +247,8 @@ def _shortened(names: Sequence[str]) -> list[str]:
 
 def _checked_counts(counts: Counts) -> Numbers:
     matrix = np.asarray(counts)
-    whole = matrix.ndim == 2 and 0 not in matrix.shape and np.issubdtype(matrix.dtype, np.integer)
-    if not whole or matrix.min() < 0:
+    valid = matrix.ndim == 2 and 0 not in matrix.shape and np.issubdtype(matrix.dtype, np.integer)
+    if not valid or matrix.min() < 0:
         raise DataError(
             f"counts must be integers ≥ 0 [clients, classes], got {matrix.dtype} "
             f"{list(matrix.shape)}"

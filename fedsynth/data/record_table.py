@@ -64,11 +64,11 @@ def read_table(
             if not any(cell.strip() for cell in cells):
                 continue
             line = reader.line_num + skipped
-            where = f"{file}, line {line}"
+            location = f"{file}, line {line}"
             if columns is None:
-                columns = _columns(cells, required, optional, where)
+                columns = _columns(cells, required, optional, location)
             else:
-                yield line, _row(cells, columns, where)
+                yield line, _row(cells, columns, location)
     except csv.Error as error:
         raise DataFilesCorruptError(f"cannot read {file}: {one_line(error)}") from None
     if columns is None:
@@ -108,22 +108,22 @@ def _heading(cell: str) -> str:
 
 
 def _columns(
-    cells: Sequence[str], required: Sequence[str], optional: Sequence[str], where: str
+    cells: Sequence[str], required: Sequence[str], optional: Sequence[str], location: str
 ) -> dict[str, int]:
     """Returns the position of each known column."""
     headings = [_heading(cell) for cell in cells]
     columns: dict[str, int] = {}
     for name in (*required, *optional):
-        found = [at for at, heading in enumerate(headings) if heading in HEADINGS[name]]
-        if len(found) > 1:
-            twice = " and ".join(one_line(cells[at], 40) for at in found)
-            raise DataFilesCorruptError(f"{where}: two columns say the {name}: {twice}")
-        if found:
-            columns[name] = found[0]
+        positions = [at for at, heading in enumerate(headings) if heading in HEADINGS[name]]
+        if len(positions) > 1:
+            twice = " and ".join(one_line(cells[at], 40) for at in positions)
+            raise DataFilesCorruptError(f"{location}: two columns say the {name}: {twice}")
+        if positions:
+            columns[name] = positions[0]
     if any(name not in columns for name in required):
-        there = ", ".join(one_line(cell, 40) for cell in cells[:10])
+        headings_shown = ", ".join(one_line(cell, 40) for cell in cells[:10])
         raise DataFilesCorruptError(
-            f"{where}: needs the columns {_listed(required)}; found: {there}"
+            f"{location}: needs the columns {_listed(required)}; found: {headings_shown}"
         )
     return columns
 
@@ -133,14 +133,14 @@ def _listed(names: Sequence[str]) -> str:
     return " and ".join(f"{name} (or {', '.join(HEADINGS[name][1:])})" for name in names)
 
 
-def _row(cells: Sequence[str], columns: dict[str, int], where: str) -> dict[str, str]:
+def _row(cells: Sequence[str], columns: dict[str, int], location: str) -> dict[str, str]:
     row = {name: same_name(cells[at]) for name, at in columns.items() if at < len(cells)}
     for name in columns:
         if not row.get(name):
-            raise DataFilesCorruptError(f"{where}: {name} is empty")
+            raise DataFilesCorruptError(f"{location}: {name} is empty")
     path = PurePosixPath(cells[columns["path"]].strip())
     if path.is_absolute() or ".." in path.parts or "\0" in str(path):
-        raise DataFilesCorruptError(f"{where}: {one_line(path)} must be a path below the file")
+        raise DataFilesCorruptError(f"{location}: {one_line(path)} must be a path below the file")
     return {**row, "path": path.as_posix()}
 
 
@@ -158,16 +158,16 @@ def read_users(file: Path, paths: Sequence[str]) -> tuple[str, ...]:
             or to none, or leaves a user empty.
     """
     owner = read_owners(file)
-    wanted = [same_name(path) for path in paths]
-    missing = [path for path in wanted if path not in owner]
+    names = [same_name(path) for path in paths]
+    missing = [path for path in names if path not in owner]
     if missing:
-        strange = min(owner.keys() - set(wanted), default=None)
+        strange = min(owner.keys() - set(names), default=None)
         hint = "" if strange is None else f"; it lists {one_line(strange)}, which is no image here"
         raise DataFilesCorruptError(
             f"{file} does not say whose {one_line(missing[0])} is ({len(missing)} such images)"
             f"{hint}"
         )
-    return tuple(owner[path] for path in wanted)
+    return tuple(owner[path] for path in names)
 
 
 def read_owners(file: Path) -> dict[str, str]:

@@ -127,14 +127,14 @@ def spec_from_json(stated: Mapping[str, Any]) -> DatasetSpec:
     Raises:
         KeyError, TypeError, ValueError, SettingError: the values are not a valid specification.
     """
-    names = {one.name for one in fields(DatasetSpec)}
+    names = {field.name for field in fields(DatasetSpec)}
     unknown = sorted(set(stated) - names)
     if unknown:
         raise ValueError(f"a data set's specification has no {unknown[0]!r:.80}")
     values: dict[str, Any] = {k: tuple(v) if k in _TUPLES else v for k, v in stated.items()}
-    for one in fields(DatasetSpec):
-        if one.type == "int" and one.name in values and type(values[one.name]) is not int:
-            raise TypeError(f"{one.name} must be a whole number")
+    for field in fields(DatasetSpec):
+        if field.type == "int" and field.name in values and type(values[field.name]) is not int:
+            raise TypeError(f"{field.name} must be a whole number")
     return DatasetSpec(**values)
 
 

@@ -80,8 +80,10 @@ class SharedSet:
         return (self.images - mean) / torch.tensor(self.spec.std).view(shape)
 
     def __repr__(self) -> str:
-        held = "no guarantee" if self.epsilon is None else f"ε = {format_epsilon(self.epsilon)}"
-        return f"SharedSet({len(self.labels)} images of {self.spec.name!r}, {held})"
+        guarantee = (
+            "no guarantee" if self.epsilon is None else f"ε = {format_epsilon(self.epsilon)}"
+        )
+        return f"SharedSet({len(self.labels)} images of {self.spec.name!r}, {guarantee})"
 
 
 def load_synthetic(folder: str | Path) -> SharedSet:
@@ -135,8 +137,8 @@ def write_set(
         OSError, SafetensorError: the file cannot be written.
     """
     tensors = {"images": images, "labels": labels, "client": clients, "soft_labels": soft_labels}
-    there = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    save_tensors(there, file, {**set_facts(spec, pixels), **(facts or {})})
+    present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    save_tensors(present, file, {**set_facts(spec, pixels), **(facts or {})})
 
 
 def set_facts(spec: DatasetSpec, pixels: str) -> dict[str, str]:
@@ -173,7 +175,7 @@ def shared_set(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Sh
     if delta is not None and delta >= 1:
         raise ValueError(f"its δ is {delta:g}, and must be below 1")
     _check_labels(tensors, len(images), spec.classes)
-    found = SharedSet(
+    synthetic = SharedSet(
         images,
         tensors["labels"],
         tensors.get("soft_labels"),
@@ -182,29 +184,31 @@ def shared_set(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Sh
         epsilon,
         delta,
     )
-    for values in (images, found.normalised()):
+    for values in (images, synthetic.normalised()):
         if not (values.abs() <= MAX_VALUE).all():  # also true for NaN
             raise ValueError(f"its images have values that are not finite, or above {MAX_VALUE:g}")
-    return found
+    return synthetic
 
 
-def _in_units(given: Tensor, metadata: Mapping[str, str]) -> Tensor:
+def _in_units(pixels_NCHW: Tensor, metadata: Mapping[str, str]) -> Tensor:
     """Returns images float32 [N, C, H, W] in which black is 0 and white is 1."""
     pixels = metadata["pixels"]
-    as_stated = given.dtype == torch.uint8 if pixels == BYTES else given.is_floating_point()
-    if given.dim() != 4 or not as_stated:
+    as_stated = (
+        pixels_NCHW.dtype == torch.uint8 if pixels == BYTES else pixels_NCHW.is_floating_point()
+    )
+    if pixels_NCHW.dim() != 4 or not as_stated:
         kind = "bytes" if pixels == BYTES else "floating-point numbers"
         raise ValueError(f"its images are not {kind} [N, C, H, W]")
-    if not given.numel():
+    if not pixels_NCHW.numel():
         raise ValueError("it has no images")
     if pixels == BYTES:
-        return given.float() / 255
+        return pixels_NCHW.float() / 255
     if pixels != NORMALISED:
-        return given.float()
+        return pixels_NCHW.float()
     mean, std = (
         torch.tensor(decode_json(metadata[key])).view(1, -1, 1, 1) for key in ("mean", "std")
     )
-    return (given.float() * std + mean).contiguous()
+    return (pixels_NCHW.float() * std + mean).contiguous()
 
 
 def _check_labels(tensors: Mapping[str, Tensor], count: int, classes: int) -> None:
@@ -291,11 +295,11 @@ def check_hashes(root: Path) -> None:
             raise DataFilesCorruptError(f"{root / SUMS} is damaged: {one_line(line)!r}")
         listed[match[2]] = match[1]
     try:
-        there = set(plain_files(root, leave_out=(SUMS,)))
+        present = set(plain_files(root, leave_out=(SUMS,)))
     except OSError as error:
         raise DataFilesCorruptError(f"cannot read {root}: {one_line(error)}") from None
-    for name in sorted(listed.keys() | there):
-        if name not in there:
+    for name in sorted(listed.keys() | present):
+        if name not in present:
             raise DataFilesMissingError(f"{root} lacks {one_line(name)}, which {SUMS} lists")
         if name not in listed:
             raise DataFilesCorruptError(f"{root} has {one_line(name)}, which {SUMS} does not list")

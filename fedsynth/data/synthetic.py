@@ -61,10 +61,10 @@ def make_synthetic(spec: DatasetSpec) -> tuple[Split, Split]:
         labels = (from_levels(images, spec) @ W + b).argmax(axis=1)
         # a device's examples are independent, so a split by order is a random split
         trains = np.arange(n) < n * 9 // 10
-        for split, mine in zip(rows, (trains, ~trains), strict=True):
-            groups = np.full(int(mine.sum()), device)
+        for split, mask in zip(rows, (trains, ~trains), strict=True):
+            groups = np.full(int(mask.sum()), device)
             split.append(
-                Split(images[mine].reshape(-1, *spec.image_shape), labels[mine], groups=groups)
+                Split(images[mask].reshape(-1, *spec.image_shape), labels[mask], groups=groups)
             )
     train, test = (_joined(split) for split in rows)
     return train, test

@@ -56,8 +56,8 @@ def check_one_client_each(parts: Sequence[IntArray], data: ImageData) -> None:
                 )
 
 
-def bounded(part: IntArray, data: ImageData, most: int, seed: int) -> IntArray:
-    """Returns at most `most` records of each user, sorted: those with the smallest keyed hashes.
+def bounded(part: IntArray, data: ImageData, limit: int, seed: int) -> IntArray:
+    """Returns at most `limit` records of each user, sorted: those with the smallest keyed hashes.
 
     The choice depends only on a user's own records and the public seed, so an additional user does
     not change it for others. Of equal records the first ones are kept.
@@ -70,7 +70,7 @@ def bounded(part: IntArray, data: ImageData, most: int, seed: int) -> IntArray:
     users = users[order]
     starts = np.flatnonzero(np.r_[True, users[1:] != users[:-1]])
     rank = np.arange(len(users)) - np.repeat(starts, np.diff(np.r_[starts, len(users)]))
-    return np.sort(part[order[rank < most]])
+    return np.sort(part[order[rank < limit]])
 
 
 def user_digests(
@@ -88,10 +88,10 @@ def user_digests(
     records = record_digests(data, chosen, key)
     order = np.argsort(users, kind="stable")
     digests = np.empty((len(users), size), np.uint8)
-    for mine in np.split(order, np.flatnonzero(np.diff(users[order])) + 1):
-        own = b"".join(sorted(records[one].tobytes() for one in mine))
-        hashed = hashlib.blake2b(own, key=key, digest_size=size, person=b"fedsynth user")
-        digests[mine] = np.frombuffer(hashed.digest(), np.uint8)
+    for user_rows in np.split(order, np.flatnonzero(np.diff(users[order])) + 1):
+        content = b"".join(sorted(records[row].tobytes() for row in user_rows))
+        hashed = hashlib.blake2b(content, key=key, digest_size=size, person=b"fedsynth user")
+        digests[user_rows] = np.frombuffer(hashed.digest(), np.uint8)
     return digests
 
 
