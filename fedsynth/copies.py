@@ -28,14 +28,14 @@ def copied(network: nn.Module) -> nn.Module:
     >>> other[0].weight is network[0].weight, bool((other[0].weight == network[0].weight).all())
     (False, True)
     """
-    made: nn.Module = _copied(network, {})
-    return made
+    clone: nn.Module = _copied(network, {})
+    return clone
 
 
 def _copied(value: Any, memo: dict[int, Any]) -> Any:
     """Acts as `copy.deepcopy(value, memo)`, with fast paths for the parts of networks."""
     kind: Any = type(value)
-    if kind in PLAIN or (kind is tuple and all(type(one) in PLAIN for one in value)):
+    if kind in PLAIN or (kind is tuple and all(type(item) in PLAIN for item in value)):
         return value
     if id(value) in memo:
         return memo[id(value)]
@@ -46,22 +46,22 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
     if kind is dict:
         named: dict[Any, Any] = {}
         memo[id(value)] = named
-        named.update((_copied(key, memo), _copied(one, memo)) for key, one in value.items())
+        named.update((_copied(key, memo), _copied(item, memo)) for key, item in value.items())
         return named
     if kind in CONTAINERS and not value:
         return memo.setdefault(id(value), kind())
     if isinstance(value, nn.Module) and _is_ordinary(kind):
-        made = object.__new__(kind)
-        memo[id(value)] = made  # before its parts, which may refer to it
-        made.__setstate__({name: _copied(one, memo) for name, one in vars(value).items()})
-        return made
+        clone = object.__new__(kind)
+        memo[id(value)] = clone  # before its parts, which may refer to it
+        clone.__setstate__({name: _copied(item, memo) for name, item in vars(value).items()})
+        return clone
     return copy.deepcopy(value, memo)
 
 
 @cache
 def _is_ordinary(kind: type[nn.Module]) -> bool:
     """Returns whether a module class has all its state in `__dict__` and default copying."""
-    own = ("__deepcopy__", "__reduce__", "__reduce_ex__", "__getstate__")
-    if any(getattr(kind, name, None) is not getattr(nn.Module, name, None) for name in own):
+    hooks = ("__deepcopy__", "__reduce__", "__reduce_ex__", "__getstate__")
+    if any(getattr(kind, name, None) is not getattr(nn.Module, name, None) for name in hooks):
         return False
     return not any("__slots__" in vars(base) for base in kind.__mro__)

@@ -113,36 +113,37 @@ class DeviceMemoryError(FedsynthError):
 
 
 def unknown_name(
-    kind: str, given: str, known: Iterable[str], section: str | None = None, key: str | None = None
+    kind: str, name: str, names: Iterable[str], section: str | None = None, key: str | None = None
 ) -> UnknownNameError:
-    """Returns the error for a name that is not in `known`.
+    """Returns the error for a name that is not in `names`.
 
     Args:
         kind: the kind of thing that it should name.
-        given: the name.
-        known: the valid names; the error suggests near matches or, if there are none, all of them.
+        name: the name.
+        names: the valid names; the error suggests near matches or, if there are none, all of them.
         section, key: the setting whose value is this name.
     """
-    return UnknownNameError(f"unknown {kind} {shown(given)}; {_hint(given, known)}", section, key)
+    return UnknownNameError(f"unknown {kind} {shown(name)}; {_hint(name, names)}", section, key)
 
 
 def unknown_value(
-    section: str | None, key: str, given: str, known: Iterable[str], where: str = ""
+    section: str | None, key: str, value: str, choices: Iterable[str], context: str = ""
 ) -> UnknownNameError:
-    """Returns the error for a setting whose value is not in `known`.
+    """Returns the error for a setting whose value is not in `choices`.
 
     Args:
         section, key: the setting.
-        given: its value.
-        known: the valid values; the error suggests near matches or, if there are none, all of them.
-        where: further text on when this applies (" for convnet").
+        value: its value.
+        choices: the valid values; the error suggests near matches or, if there are none, all of
+            them.
+        context: further text on when this applies (" for convnet").
     """
-    hint = _hint(given, known)
-    text = f"{setting_name(section, key)} cannot be {shown(given)}{where}; {hint}"
+    hint = _hint(value, choices)
+    text = f"{setting_name(section, key)} cannot be {shown(value)}{context}; {hint}"
     return UnknownNameError(text, section, key)
 
 
-def _hint(given: str, known: Iterable[str]) -> str:
+def _hint(value: str, known: Iterable[str]) -> str:
     names = sorted(known)
-    near = difflib.get_close_matches(str(given)[:100].lower(), names, n=3, cutoff=0.5)
+    near = difflib.get_close_matches(str(value)[:100].lower(), names, n=3, cutoff=0.5)
     return f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(names)}"

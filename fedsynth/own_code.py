@@ -49,13 +49,13 @@ class OwnCode:
         return self.file, self.text
 
 
-def names_a_file(given: str) -> bool:
+def names_a_file(setting: str) -> bool:
     """Returns whether this is `FILE.py:NAME`, and not a registered name.
 
     >>> names_a_file("net.py:Net"), names_a_file("convnet")
     (True, False)
     """
-    file, colon, name = given.rpartition(":")
+    file, colon, name = setting.rpartition(":")
     return bool(colon) and file.endswith(".py") and name.isidentifier()
 
 
@@ -69,7 +69,7 @@ def is_label(name: str) -> bool:
 
 
 def given_again(
-    section: str, key: str, label: str, known: Iterable[str], register: str
+    section: str, key: str, label: str, labels: Iterable[str], register: str
 ) -> SettingError:
     """Returns the error for a custom file that this process has not loaded, or only in another
     version.
@@ -77,11 +77,11 @@ def given_again(
     Args:
         section, key: the setting that names it.
         label: its value.
-        known: the registered names.
+        labels: the registered names.
         register: the Python function that registers such a file's class or function.
     """
     file = label.partition("@")[0]
-    changed = [one for one in known if one.partition("@")[0] == file]
+    changed = [other for other in labels if other.partition("@")[0] == file]
     if changed:
         return SettingError(
             section, key, f"is {label}, and what was given is another: {changed[-1]}"
@@ -95,17 +95,17 @@ def given_again(
     )
 
 
-def load_own(section: str, key: str, given: str) -> tuple[Any, OwnCode]:
+def load_own(section: str, key: str, setting: str) -> tuple[Any, OwnCode]:
     """Executes the file of `FILE.py:NAME`; returns the object NAME and the file's `OwnCode`.
 
     Args:
         section, key: the setting that names it.
-        given: its value.
+        setting: its value.
 
     Raises:
         SettingError: the file cannot be read or executed, or has no such name.
     """
-    file, _, name = given.rpartition(":")
+    file, _, name = setting.rpartition(":")
     path = Path(file)
     try:
         path = expand_home(file).absolute()
@@ -116,10 +116,10 @@ def load_own(section: str, key: str, given: str) -> tuple[Any, OwnCode]:
         raise SettingError(section, key, f"names {path}, which cannot be read: {reason}") from None
     code = OwnCode(path.name, name, hashlib.sha256(content).hexdigest(), text)
     module = _executed(section, key, path, code)
-    found = getattr(module, name, None)
-    if found is None:
+    definition = getattr(module, name, None)
+    if definition is None:
         raise SettingError(section, key, f"names {name!r}, which {path} does not define")
-    return found, code
+    return definition, code
 
 
 def _executed(section: str, key: str, path: Path, code: OwnCode) -> Any:

@@ -46,21 +46,21 @@ def check_ranges(settings: Any, **ranges: tuple[float, float]) -> None:
     Raises:
         SettingError: names the setting, its range and what was given.
     """
-    whole = {f.name for f in fields(settings) if f.type in (int, "int")}
-    for name, (least, most) in ranges.items():
+    integers = {f.name for f in fields(settings) if f.type in (int, "int")}
+    for name, (low, high) in ranges.items():
         value = getattr(settings, name)
-        check_number(section_of(settings), name, value, least, most, whole=name in whole)
+        check_number(section_of(settings), name, value, low, high, whole=name in integers)
 
 
 def check_number(
-    section: str | None, key: str, value: Any, least: float, most: float, *, whole: bool = False
+    section: str | None, key: str, value: Any, low: float, high: float, *, whole: bool = False
 ) -> None:
     """Refuses a value outside a closed range, not a number, or not whole where it must be.
 
     Args:
         section, key: the setting, see `SettingError`.
         value: what was given.
-        least, most: the range. It ends at `LARGEST` (whole numbers) or `LARGEST_FLOAT`.
+        low, high: the range. It ends at `LARGEST` (whole numbers) or `LARGEST_FLOAT`.
         whole: whether it must be a whole number.
 
     Raises:
@@ -73,11 +73,11 @@ def check_number(
         raise SettingError(section, key, f"must be a number, got {shown(value)}")
     if not -math.inf < value < math.inf:  # a whole number may be too large for `isfinite`
         raise SettingError(section, key, f"must be a finite number, got {shown(value)}")
-    most = min(most, LARGEST if whole else LARGEST_FLOAT)
-    if not least <= value <= most:
-        allowed = f"between {least:g} and {most:g}"
-        if most >= FAR:  # such a range has only one bound worth printing
-            allowed = f"at least {least:g}" if value < least else f"at most {most:g}"
+    high = min(high, LARGEST if whole else LARGEST_FLOAT)
+    if not low <= value <= high:
+        allowed = f"between {low:g} and {high:g}"
+        if high >= FAR:  # such a range has only one bound worth printing
+            allowed = f"at least {low:g}" if value < low else f"at most {high:g}"
         raise SettingError(section, key, f"must be {allowed}, got {shown(value)}")
 
 
@@ -91,23 +91,23 @@ def check_choices(settings: Any, **choices: Sequence[str]) -> None:
     Raises:
         UnknownNameError: names the setting and the near matches.
     """
-    for name, known in choices.items():
-        check_choice(section_of(settings), name, getattr(settings, name), known)
+    for name, allowed in choices.items():
+        check_choice(section_of(settings), name, getattr(settings, name), allowed)
 
 
-def check_choice(section: str | None, key: str, value: str, known: Sequence[str]) -> None:
+def check_choice(section: str | None, key: str, value: str, allowed: Sequence[str]) -> None:
     """Refuses a value that is not among the known ones, with the near matches.
 
     Args:
         section, key: the setting, see `SettingError`.
         value: what was given.
-        known: the possible values.
+        allowed: the possible values.
 
     Raises:
         UnknownNameError: names the setting and the near matches.
     """
-    if value not in known:
-        raise unknown_value(section, key, value, known)
+    if value not in allowed:
+        raise unknown_value(section, key, value, allowed)
 
 
 def check_embedding(method: str, model: nn.Module) -> None:
@@ -149,8 +149,8 @@ def field_types(cls: Any) -> dict[str, type]:
 
 
 def _first_type(hint: Any) -> type:
-    found: type = get_args(hint)[0] if get_origin(hint) in (Union, UnionType) else hint
-    return found
+    first: type = get_args(hint)[0] if get_origin(hint) in (Union, UnionType) else hint
+    return first
 
 
 def converted(
@@ -181,17 +181,17 @@ def convert(section: str | None, key: str, value: Any, kind: type) -> Any:
             raise TypeError
         if isinstance(value, str) and kind is not str and not value.isascii():
             raise ValueError  # Python would accept the digits of any script
-        found = _whole(value) if kind is int else kind(value)
+        converted = _whole(value) if kind is int else kind(value)
     except (ValueError, KeyError, OverflowError, TypeError):
-        wanted = _IN_WORDS.get(kind, f"of type {kind.__name__}")
-        raise SettingError(section, key, f"must be {wanted}, got {shown(value)}") from None
-    if kind is float and not math.isfinite(found):
+        expected = _IN_WORDS.get(kind, f"of type {kind.__name__}")
+        raise SettingError(section, key, f"must be {expected}, got {shown(value)}") from None
+    if kind is float and not math.isfinite(converted):
         raise SettingError(section, key, f"must be a finite number, got {shown(value)}")
-    if kind is float and abs(found) > LARGEST_FLOAT:
+    if kind is float and abs(converted) > LARGEST_FLOAT:
         raise SettingError(section, key, f"must be a number that fp32 can hold, got {shown(value)}")
-    if kind is int and abs(found) > LARGEST:
-        raise SettingError(section, key, f"must have at most 18 digits, got {shown(found)}")
-    return found
+    if kind is int and abs(converted) > LARGEST:
+        raise SettingError(section, key, f"must have at most 18 digits, got {shown(converted)}")
+    return converted
 
 
 def _whole(value: Any) -> int:

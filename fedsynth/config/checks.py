@@ -23,13 +23,13 @@ from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.seeding import torch_generator
 
 
-def mechanism_of(method: Method, given: PrivacySettings) -> str:
+def mechanism_of(method: Method, privacy: PrivacySettings) -> str:
     """Returns the requested mechanism, or the method's first one.
 
     Raises:
         UnknownNameError: the method has no such mechanism.
     """
-    mechanism = given.mechanism or method.protects[0]
+    mechanism = privacy.mechanism or method.protects[0]
     if mechanism not in method.protects:
         raise unknown_value(
             "privacy", "mechanism", mechanism, method.protects, f" for {method.name}"
@@ -37,17 +37,17 @@ def mechanism_of(method: Method, given: PrivacySettings) -> str:
     return mechanism
 
 
-def most_records(spec: DatasetSpec, given: PrivacySettings) -> int:
+def most_records(spec: DatasetSpec, privacy: PrivacySettings) -> int:
     """Returns the public bound on the number of records of all clients.
 
     Raises:
         PrivacySettingError: it is below the number that the data set declares.
     """
-    most = spec.train_size if given.max_records is None else given.max_records
-    if most < spec.train_size:
+    limit = spec.train_size if privacy.max_records is None else privacy.max_records
+    if limit < spec.train_size:
         reason = f"is below the {spec.train_size} records that the data set declares"
-        raise PrivacySettingError("privacy", "max_records", reason, value=most)
-    return most
+        raise PrivacySettingError("privacy", "max_records", reason, value=limit)
+    return limit
 
 
 def refuse_absence(settings: RunSettings) -> None:
@@ -103,12 +103,12 @@ def refuse_noise_of_absent_clients(settings: RunSettings, plans: Sequence[Privat
     if settings.participation == 1:
         return  # a method knows all clients, and determines itself how many it counts on
     shares = max(plan.shares for plan in plans)
-    there = active_clients(settings.partition.clients, settings.participation)
-    if shares > 1 and shares >= there:
+    active = active_clients(settings.partition.clients, settings.participation)
+    if shares > 1 and shares >= active:
         reason = (
-            f"lets {there} of {settings.partition.clients} clients take part in a round, and the "
+            f"lets {active} of {settings.partition.clients} clients take part in a round, and the "
             f"noise is shared by {shares} others than the one who is attacked: take "
-            f"method.honest of less than {there}, more participation, or each client's own noise"
+            f"method.honest of less than {active}, more participation, or each client's own noise"
         )
         raise SettingError("run", "participation", reason, value=settings.participation)
 
@@ -156,13 +156,13 @@ def check_quorum(settings: RunSettings) -> None:
     """
     taking = active_clients(settings.partition.clients, settings.participation)
     private = settings.privacy is not None
-    least = fewest(settings.method, taking, settings.partition.clients, private=private)
-    if least > taking:
-        reason = f"lets {taking} clients take part in a round, and a sum needs {least}"
+    needed = fewest(settings.method, taking, settings.partition.clients, private=private)
+    if needed > taking:
+        reason = f"lets {taking} clients take part in a round, and a sum needs {needed}"
         raise SettingError("run", "participation", reason, value=settings.participation)
-    if math.ceil(settings.quorum * taking - 1e-9) < least:
-        enough = math.ceil(1000 * least / taking) / 1000
-        reason = f"must be at least {enough:g}: a secure sum needs {least} of {taking} clients"
+    if math.ceil(settings.quorum * taking - 1e-9) < needed:
+        enough = math.ceil(1000 * needed / taking) / 1000
+        reason = f"must be at least {enough:g}: a secure sum needs {needed} of {taking} clients"
         raise SettingError("run", "quorum", reason, value=settings.quorum)
 
 
@@ -182,19 +182,19 @@ def least_steps(settings: RunSettings, spec: DatasetSpec) -> dict[str, int]:
     A client's epoch is counted as its published share of the data in the method's batches; any
     other epoch counts as one step.
     """
-    found: dict[str, int] = {}
+    steps: dict[str, int] = {}
     method = settings.method
     for name in (f.name for f in fields(method)):
         value = getattr(method, name)
         if type(value) is int and name.rpartition("_")[2] in _LENGTHS:
-            found[name] = settings.rounds * value
-    if "local_epochs" in found:
-        if found.get("local_steps"):  # steps replace epochs
-            del found["local_epochs"]
+            steps[name] = settings.rounds * value
+    if "local_epochs" in steps:
+        if steps.get("local_steps"):  # steps replace epochs
+            del steps["local_epochs"]
         else:
             share = spec.train_size * settings.partition.subset / settings.partition.clients
-            found["local_epochs"] *= max(1, int(share / max(1, getattr(method, "batch", 1))))
-    return found
+            steps["local_epochs"] *= max(1, int(share / max(1, getattr(method, "batch", 1))))
+    return steps
 
 
 def long_run(settings: RunSettings, spec: DatasetSpec) -> str | None:

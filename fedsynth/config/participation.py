@@ -76,44 +76,44 @@ class Participation:
             else tuple(n for n in everything if client in self.in_round(n))
         )
 
-    def most_rounds(self, groups: Sequence[int], after: Sequence[int]) -> Counts:
+    def most_rounds(self, groups: Sequence[int], rounds: Sequence[int]) -> Counts:
         """Returns the number of the first n rounds in which the busiest client of each group takes
-        part, for each n in `after`.
+        part, for each n in `rounds`.
 
         Args:
             groups: the group index of each client (0, 1, …).
-            after: numbers of rounds n ≥ 0, ascending. Every round up to the last is drawn, once.
+            rounds: numbers of rounds n ≥ 0, ascending. Every round up to the last is drawn, once.
 
         Returns:
             int64 [len(after), number of groups].
         """
-        return _most_rounds(self, tuple(groups), tuple(after))
+        return _most_rounds(self, tuple(groups), tuple(rounds))
 
 
 @lru_cache(maxsize=4)  # a plan asks several times, and a draw takes 20 µs
 def _most_rounds(
-    participation: Participation, groups: tuple[int, ...], after: tuple[int, ...]
+    participation: Participation, groups: tuple[int, ...], rounds: tuple[int, ...]
 ) -> Counts:
     kinds = max(groups) + 1
     if participation.share >= 1:
-        return np.repeat(np.array(after, dtype=np.int64)[:, None], kinds, axis=1)
-    most = np.zeros((len(after), kinds), dtype=np.int64)
-    where = np.array(groups)
-    for row, counts in enumerate(_attendance(participation, after)):
-        np.maximum.at(most[row], where, counts)
-    return most
+        return np.repeat(np.array(rounds, dtype=np.int64)[:, None], kinds, axis=1)
+    maxima = np.zeros((len(rounds), kinds), dtype=np.int64)
+    group_index = np.array(groups)
+    for row, counts in enumerate(_attendance(participation, rounds)):
+        np.maximum.at(maxima[row], group_index, counts)
+    return maxima
 
 
-def _attendance(participation: Participation, after: Sequence[int]) -> Iterator[Counts]:
-    """Yields for each n in `after` the number of the first n rounds in which each client takes
+def _attendance(participation: Participation, rounds: Sequence[int]) -> Iterator[Counts]:
+    """Yields for each n in `rounds` the number of the first n rounds in which each client takes
     part.
     """
     counts = np.zeros(participation.clients, dtype=np.int64)
-    done = 0
-    for last in after:
-        for number in range(done + 1, last + 1):
+    previous = 0
+    for last in rounds:
+        for number in range(previous + 1, last + 1):
             counts[participation._drawn(number)] += 1
-        done = last
+        previous = last
         yield counts
 
 
@@ -212,9 +212,9 @@ class PlannedEpsilon(Mapping[int, float]):
         after: maps a position in `rounds` to ε.
     """
 
-    def __init__(self, rounds: Sequence[int], after: Callable[[int], float]) -> None:
+    def __init__(self, rounds: Sequence[int], epsilon_after: Callable[[int], float]) -> None:
         self._position = {number: position for position, number in enumerate(rounds)}
-        self._after = after
+        self._after = epsilon_after
         self._known: dict[int, float] = {}
 
     def __getitem__(self, number: int) -> float:

@@ -41,21 +41,21 @@ class ReportSettings:
         for name, text in asdict(self).items():
             if not isinstance(text, str):
                 raise SettingError("report", name, f"must be text, got {text!r:.80}")
-            most = LONGEST_PERSON if name == "person" else LONGEST
-            if name != "sites" and len(text) > most:
+            limit = LONGEST_PERSON if name == "person" else LONGEST
+            if name != "sites" and len(text) > limit:
                 raise SettingError(
-                    "report", name, f"must be of at most {most} characters, got {len(text)}"
+                    "report", name, f"must be of at most {limit} characters, got {len(text)}"
                 )
             if not text.isprintable():
                 raise SettingError("report", name, "must be one line of printable characters")
         if self.sites and not all(self._sites):
             raise SettingError("report", "sites", "must name each site: a name is empty")
-        if any(len(one) > LONGEST for one in self._sites):
+        if any(len(site) > LONGEST for site in self._sites):
             raise SettingError("report", "sites", f"must be names of at most {LONGEST} characters")
 
     @property
     def _sites(self) -> tuple[str, ...]:
-        return tuple(one.strip() for one in self.sites.split(",")) if self.sites else ()
+        return tuple(site.strip() for site in self.sites.split(",")) if self.sites else ()
 
     def check_clients(self, clients: int) -> None:
         """Raises SettingError if there are several clients and not one site for each."""

@@ -44,10 +44,10 @@ def preset_of(dataset: str, method: type[Method]) -> dict[str, dict[str, Any]]:
     """Returns the defaults that a data set changes, as sections of settings."""
     family = dataset.partition("(")[0]  # synthetic(1,1) and all its variants have one preset
     sections = {name: dict(values) for name, values in PRESETS.get(family, {}).items()}
-    own: dict[str, Any] = {}
+    method_preset: dict[str, Any] = {}
     for cls in reversed(method.__mro__):  # bases first
-        own.update(vars(cls).get("presets", {}).get(family, {}))
-    return {**sections, "method": own} if own else sections
+        method_preset.update(vars(cls).get("presets", {}).get(family, {}))
+    return {**sections, "method": method_preset} if method_preset else sections
 
 
 def model_is_set(settings: RunSettings) -> bool:
@@ -57,7 +57,7 @@ def model_is_set(settings: RunSettings) -> bool:
 
 
 def resolve(
-    given: Mapping[str, Mapping[str, Any]],
+    sections: Mapping[str, Mapping[str, Any]],
     *,
     own_method: type[Method] | None = None,
     own_data: str | None = None,
@@ -66,11 +66,11 @@ def resolve(
     defaults.
 
     Args:
-        given: sections such as `{"run": {"method": "feddm"}, "method": {"ipc": 5}}`; text is
+        sections: sections such as `{"run": {"method": "feddm"}, "method": {"ipc": 5}}`; text is
             converted to a setting's type.
-        own_method: a custom method class, in place of the method that `given` names.
-        own_data: the name of custom images, in place of the data set that `given` names; it has no
-            preset.
+        own_method: a custom method class, in place of the method that `sections` names.
+        own_data: the name of custom images, in place of the data set that `sections` names; it has
+            no preset.
 
     Raises:
         UnknownNameError: an unknown section, setting, method, data set or model (with the near
@@ -84,11 +84,11 @@ def resolve(
     Traceback (most recent call last):
     fedsynth.errors.UnknownNameError: ...
     """
-    for name in given:
+    for name in sections:
         if name not in SECTIONS:
             raise unknown_name("section", name, SECTIONS)
-    run = dict(given.get("run", {}))
-    data = dict(given.get("data", {}))
+    run = dict(sections.get("run", {}))
+    data = dict(sections.get("data", {}))
     name = str(run.pop("method", DEFAULT_METHOD))
     _check_source(name, run.pop("method_source", None), own_method)
     root = data.pop("data_root", None)
@@ -100,23 +100,23 @@ def resolve(
         dataset = own_data or dataset_spec(dataset).name
     preset = preset_of(dataset, method) if own_data is None else {}
     run = {**preset.get("run", {}), **run}
-    partition = {**preset.get("partition", {}), **given.get("partition", {})}
+    partition = {**preset.get("partition", {}), **sections.get("partition", {})}
     if folder is not None:
         partition.setdefault("kind", GIVEN)
-    privacy = dict(given.get("privacy", {}))
+    privacy = dict(sections.get("privacy", {}))
     # With only a ledger in the section, the ledger is that of a run without privacy.
     ledger = privacy.pop("ledger") if privacy.keys() == {"ledger"} else None
     values = converted("run", run, RUN_KINDS, "run", also=("method",))
     return RunSettings(
         method=method.from_mapping(
-            {**preset.get("method", {}), **_of_the_method(method, given.get("method", {}))}
+            {**preset.get("method", {}), **_of_the_method(method, sections.get("method", {}))}
         ),
         dataset=dataset,
         data_root=expanded(str(root)).absolute() if root else None,
         partition=from_mapping(PartitionSettings, partition),
-        model=from_mapping(ModelSettings, {**preset.get("model", {}), **given.get("model", {})}),
+        model=from_mapping(ModelSettings, {**preset.get("model", {}), **sections.get("model", {})}),
         privacy=from_mapping(PrivacySettings, privacy) if privacy else None,
-        report=from_mapping(ReportSettings, given.get("report", {})),
+        report=from_mapping(ReportSettings, sections.get("report", {})),
         ledger=None if ledger is None else kept_ledger(str(ledger)),
         folder=folder,
         **values,
@@ -141,10 +141,10 @@ def _of_the_method(method: type[Method], values: Mapping[str, Any]) -> Mapping[s
     """Returns the values. Raises SettingError if one of them is not a setting of the method but of
     another section, and names that section.
     """
-    known = {field.name for field in fields(method)}
+    names = {field.name for field in fields(method)}
     for key in values:
         home = section_of(key)
-        if key not in known and home is not None:
+        if key not in names and home is not None:
             raise SettingError(
                 "method", key, f"is no setting of {method.name}, but {home}.{key} is one"
             )
@@ -178,10 +178,10 @@ def _own_folder(data: Mapping[str, Any]) -> tuple[str, FolderSettings | None]:
     """
     values = dict(data)
     name = values.pop("dataset", None)
-    known = {"dataset": str, "data_root": str, **field_types(FolderSettings)}
+    types = {"dataset": str, "data_root": str, **field_types(FolderSettings)}
     for key in values:
-        if key not in known:
-            raise unknown_name("setting of data", key, known, "data", key)
+        if key not in types:
+            raise unknown_name("setting of data", key, types, "data", key)
     if not values:
         return str(name or DEFAULT_DATASET), None
     if not values.get("folder"):

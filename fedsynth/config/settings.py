@@ -221,13 +221,13 @@ class RunSettings:
     @property
     def own_code(self) -> tuple[str, ...]:
         """Custom code that computes with clients' examples, in words."""
-        found = []
+        names = []
         if is_own_method(self.method):
-            found.append(f"the method {self.method.name}")
+            names.append(f"the method {self.method.name}")
         if self.method.model_sees_data and is_own_model(self.model):
-            found.append(f"the model {self.model.name}")
+            names.append(f"the model {self.model.name}")
         maps = (name for name in self.feature_names if is_own_features(name))
-        return *found, *(f"the feature map {name}" for name in maps)
+        return *names, *(f"the feature map {name}" for name in maps)
 
     def to_mapping(self) -> dict[str, dict[str, Any]]:
         """Returns sections of plain values, without those that are None; `resolve` converts them
@@ -261,14 +261,14 @@ class RunSettings:
         return {name: values for name, values in plain.items() if values}
 
 
-def kept_ledger(given: Path | str) -> Path | None:
+def kept_ledger(setting: Path | str) -> Path | None:
     """Returns the folder in which a run without privacy keeps ledgers; None: the user states that
     there is none.
 
     Raises:
         PrivacySettingError: as in `fedsynth.privacy.settings.ledger_setting`.
     """
-    folder = ledger_setting(given)
+    folder = ledger_setting(setting)
     return folder if isinstance(folder, Path) else None
 
 

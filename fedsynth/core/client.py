@@ -140,8 +140,8 @@ class OpenClients:
         if label is None:
             return part
         # on the CPU: with a mask on a GPU, the host would wait for the number of matches
-        where = torch.nonzero(self._labels[position] == label).flatten()
-        return part[where.to(part.device, non_blocking=True)]
+        indices = torch.nonzero(self._labels[position] == label).flatten()
+        return part[indices.to(part.device, non_blocking=True)]
 
     def images(self, indices: Tensor) -> Tensor:
         """Returns normalised images [N, C, H, W], float32; for a network on a feature map, vectors
@@ -162,9 +162,9 @@ class OpenClients:
         for part in self._parts:
             total: Tensor | None = None
             look_up = feature_table(self.data, features, part, embedding)
-            for some in part.split(FEATURE_PASS):
-                made = rows(look_up(some), self.data.labels[some]).sums()
-                total = made if total is None else total + made
+            for chunk_records in part.split(FEATURE_PASS):
+                chunk_sums = rows(look_up(chunk_records), self.data.labels[chunk_records]).sums()
+                total = chunk_sums if total is None else total + chunk_sums
             if total is None:  # a client without examples
                 nothing = self.data.labels.new_zeros(0)
                 empty = torch.zeros(0, features.dimension, device=nothing.device)
@@ -175,11 +175,11 @@ class OpenClients:
 
 def _once(note: Note) -> Note:
     """Returns a function that passes each line on once: a step has many passes."""
-    told: set[str] = set()
+    noted: set[str] = set()
 
     def pass_on(text: str) -> None:
-        if text not in told:
-            told.add(text)
+        if text not in noted:
+            noted.add(text)
             note(text)
 
     return pass_on
@@ -235,8 +235,8 @@ class PrivateClients:
         self._inputs = _inputs(network, data, self._parts, self._note)
         self._users = None if users is None else users.cpu()
         self._units = [
-            Units(len(own), None if self._users is None else self._users[own])
-            for own in self._records
+            Units(len(records), None if self._users is None else self._users[records])
+            for records in self._records
         ]
 
     def segments(self) -> Segments:
@@ -272,10 +272,10 @@ class PrivateClients:
         Raises:
             UnplannedReleaseError: no such plan in this exchange, or its series was already taken.
         """
-        taken = self._allowance.take(name)
-        for number, one in zip(self.ids, taken, strict=True):
-            one.owner = number
-        return taken
+        mechanisms = self._allowance.take(name)
+        for number, mechanism in zip(self.ids, mechanisms, strict=True):
+            mechanism.owner = number
+        return mechanisms
 
     def _check_owners(self, series: Sequence[GaussianSums]) -> None:
         """Checks that each client's records go only into that client's series.
@@ -284,8 +284,8 @@ class PrivateClients:
             UnplannedReleaseError: a series belongs to another client.
         """
         owners = [
-            number if one.owner is None else one.owner
-            for one, number in zip(series, self.ids, strict=True)
+            number if mechanism.owner is None else mechanism.owner
+            for mechanism, number in zip(series, self.ids, strict=True)
         ]
         if owners != list(self.ids):
             raise UnplannedReleaseError(
@@ -318,7 +318,10 @@ class PrivateClients:
         self._check_owners(series)
         samples = [units.sample(s) for units, s in zip(self._units, series, strict=True)]
         records = torch.cat(
-            [own[sample.records] for own, sample in zip(self._records, samples, strict=True)]
+            [
+                client_records[sample.records]
+                for client_records, sample in zip(self._records, samples, strict=True)
+            ]
         )
         counts = torch.tensor([len(sample) for sample in samples])
         offsets = (counts.cumsum(0) - counts).tolist()
@@ -326,19 +329,21 @@ class PrivateClients:
         device = self._data.labels.device
         size = pass_length(self._expected(series), start_over_row, chunk(device))
         for start in range(0, len(records), size):
-            some = records[start : start + size]
-            stop = start + len(some)
-            labels = self._labels[some]
+            chunk_records = records[start : start + size]
+            stop = start + len(chunk_records)
+            labels = self._labels[chunk_records]
             segments = self.spec.classes * owner[start:stop] + labels
-            each = self._images(some, size), padded(segments, size, fill=-1)
-            made = values_of_each(rows, each, self._note)
+            inputs = self._images(chunk_records, size), padded(segments, size, fill=-1)
+            vectors = values_of_each(rows, inputs, self._note)
             for position in owner[start:stop].unique().tolist():
                 offset = offsets[position]
                 first = max(start, offset)
                 last = min(stop, offset + len(samples[position]))
-                own = slice(first - start, last - start)
+                client_slice = slice(first - start, last - start)
                 part = samples[position].part(first - offset, last - offset)
-                series[position].add(made[own], labels[own].to(device, non_blocking=True), part)
+                series[position].add(
+                    vectors[client_slice], labels[client_slice].to(device, non_blocking=True), part
+                )
         return Released(torch.cat([s.release().to(device) for s in series]))
 
     def feature_sums(
@@ -365,16 +370,21 @@ class PrivateClients:
         size = pass_length(self._expected(series), FEATURE_START, FEATURE_PASS)
         device = self._data.labels.device
         released = []
-        for own, units, one in zip(self._records, self._units, series, strict=True):
-            sample = units.sample(one)
-            records = own[sample.records]
+        for client_records, units, mechanism in zip(
+            self._records, self._units, series, strict=True
+        ):
+            sample = units.sample(mechanism)
+            records = client_records[sample.records]
             look_up = feature_table(self._data, features, records, embedding, self._note)
             for start in range(0, len(records), size):
-                some = records[start : start + size].to(device, non_blocking=True)
-                made = rows(padded(look_up(some), size), padded(self._data.labels[some], size))
-                mine = sample.part(start, start + len(some))
-                one.add_products(made.part(slice(len(some))), mine)
-            released.append(one.release().to(device))
+                chunk_records = records[start : start + size].to(device, non_blocking=True)
+                products = rows(
+                    padded(look_up(chunk_records), size),
+                    padded(self._data.labels[chunk_records], size),
+                )
+                chunk_sample = sample.part(start, start + len(chunk_records))
+                mechanism.add_products(products.part(slice(len(chunk_records))), chunk_sample)
+            released.append(mechanism.release().to(device))
         return Released(torch.cat(released))
 
     def _expected(self, series: Sequence[GaussianSums]) -> float | None:
@@ -387,10 +397,10 @@ class PrivateClients:
     def _images(self, records: Tensor, length: int) -> Tensor:
         """Returns normalised images [length, C, H, W] of these records, padded with black ones;
         for a network on a feature map, z [length, d], padded with zeros."""
-        there = records.to(self._data.labels.device, non_blocking=True)
+        indices = records.to(self._data.labels.device, non_blocking=True)
         if self._inputs is not None:
-            return self._inputs(there, length)
-        images = self._data.images[there]
+            return self._inputs(indices, length)
+        images = self._data.images[indices]
         return normalise(padded(images, length), self.spec)
 
     def fit(
@@ -405,7 +415,7 @@ class PrivateClients:
         """Trains the model of the group's only client in place, by DP-SGD with a series charged for
         `steps` releases; `penalty` sees no data, `loss` is per example (`dp_sgd`)."""
         self._check_owners(series)
-        (one,), (part,), (units,) = series, self._parts, self._units
+        (mechanism,), (part,), (units,) = series, self._parts, self._units
         labels = self._data.labels[part]
         factors = None
         if isinstance(model, OnFeatures) and model.linear:
@@ -415,7 +425,17 @@ class PrivateClients:
             return self._images(part[indices], len(indices))
 
         dp_sgd(
-            model, images, labels, one, steps, settings, penalty, loss, units, factors, self._note
+            model,
+            images,
+            labels,
+            mechanism,
+            steps,
+            settings,
+            penalty,
+            loss,
+            units,
+            factors,
+            self._note,
         )
 
 

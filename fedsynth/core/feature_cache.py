@@ -40,13 +40,13 @@ class _Table:
         self.vectors = torch.zeros(len(data), features.dimension, device=data.images.device)
         self.there = torch.zeros(len(data), dtype=torch.bool)
 
-    def look(self, where: Tensor, make: Look) -> Look:
-        """Returns a function that looks up vectors of the positions `where` (on the CPU); computes
-        the missing ones first."""
-        missing = where[~self.there[where]]
-        for some in missing.split(AT_ONCE) if len(missing) else ():
-            made = make(some)
-            self.vectors[some.to(made.device, non_blocking=True)] = made
+    def look(self, records: Tensor, make: Look) -> Look:
+        """Returns a function that looks up vectors of the positions `records` (on the CPU);
+        computes the missing ones first."""
+        missing = records[~self.there[records]]
+        for chunk in missing.split(AT_ONCE) if len(missing) else ():
+            vectors = make(chunk)
+            self.vectors[chunk.to(vectors.device, non_blocking=True)] = vectors
         self.there[missing] = True
         return self.vectors.__getitem__
 
@@ -86,28 +86,28 @@ def feature_table(
         A function of positions, to φ or z.
     """
     if 4 * len(data) * features.dimension > MOST_BYTES:
-        return lambda some: _turned(_made(data, features, some, note), embedding)
+        return lambda chunk: _turned(_made(data, features, chunk, note), embedding)
     maps = _KEPT.setdefault(data, WeakKeyDictionary())
-    kept = maps.get(features)
-    if kept is None:
-        kept = maps[features] = _Kept(_Table(data, features))
-    phi = kept.features
+    cached = maps.get(features)
+    if cached is None:
+        cached = maps[features] = _Kept(_Table(data, features))
+    phi = cached.features
 
     def make(missing: Tensor) -> Tensor:
         return _made(data, features, missing, note)
 
     def embed(missing: Tensor) -> Tensor:
-        there = missing.to(data.images.device, non_blocking=True)
-        return _turned(phi.look(missing, make)(there), embedding)
+        indices = missing.to(data.images.device, non_blocking=True)
+        return _turned(phi.look(missing, make)(indices), embedding)
 
-    where = records.cpu()
+    cpu_records = records.cpu()
     if embedding is None:
-        return phi.look(where, make)
-    last = kept.embedded
+        return phi.look(cpu_records, make)
+    last = cached.embedded
     if last is None or not last[0].same(embedding):
-        kept.embedded = last = None  # frees the previous one first
-        last = kept.embedded = (embedding.copy(), _Table(data, features))
-    return last[1].look(where, embed)
+        cached.embedded = last = None  # frees the previous one first
+        last = cached.embedded = (embedding.copy(), _Table(data, features))
+    return last[1].look(cpu_records, embed)
 
 
 def keep_features(data: ImageData, features: FeatureMap, vectors_Nd: Tensor) -> None:
@@ -127,12 +127,12 @@ def keep_features(data: ImageData, features: FeatureMap, vectors_Nd: Tensor) -> 
 def _made(data: ImageData, features: FeatureMap, records: Tensor, note: Note | None) -> Tensor:
     parts = [torch.zeros(0, features.dimension, device=data.images.device)]
     with torch.no_grad():
-        for some in records.to(data.images.device, non_blocking=True).split(PASS):
-            images = padded(data.images[some], PASS)
+        for chunk in records.to(data.images.device, non_blocking=True).split(PASS):
+            images = padded(data.images[chunk], PASS)
             vectors = (
                 features(images) if note is None else values_of_each(features, (images,), note)
             )
-            parts.append(vectors[: len(some)])
+            parts.append(vectors[: len(chunk)])
     return torch.cat(parts)
 
 
@@ -141,6 +141,6 @@ def _turned(features_Nd: Tensor, embedding: Embedding | None) -> Tensor:
     if embedding is None:
         return features_Nd
     parts = [features_Nd[:0]]
-    for some in features_Nd.split(EMBEDDING_PASS):
-        parts.append(embedding(padded(some, EMBEDDING_PASS))[: len(some)])
+    for chunk in features_Nd.split(EMBEDDING_PASS):
+        parts.append(embedding(padded(chunk, EMBEDDING_PASS))[: len(chunk)])
     return torch.cat(parts)

@@ -150,12 +150,12 @@ class Packed:
                 continue
             value = _taken(f"{cls.__name__}.{f.name}", f.name, numbers, keys, tensors)
             if not isinstance(value, forms[f.name]):
-                found = type(value).__name__
-                raise MessageError(f"{cls.__name__}.{f.name} cannot be a {found}")
+                kind_name = type(value).__name__
+                raise MessageError(f"{cls.__name__}.{f.name} cannot be a {kind_name}")
             values[f.name] = value
-        left = sorted(map(str, [*tensors, *numbers, *keys, *none]))
-        if left:
-            raise MessageError(f"a message {cls.__name__} has no field {left[0]!r:.80}")
+        unused = sorted(map(str, [*tensors, *numbers, *keys, *none]))
+        if unused:
+            raise MessageError(f"a message {cls.__name__} has no field {unused[0]!r:.80}")
         return cls(**values)
 
     def to(self, device: torch.device | str) -> Self:
@@ -203,10 +203,10 @@ def _header(sent: bytes) -> dict[str, Any]:
         if length > LONGEST_HEADER:
             raise ValueError(f"a header of {length} bytes, above {LONGEST_HEADER}")
         metadata = json.loads(sent[LENGTH_BYTES : LENGTH_BYTES + length])["__metadata__"]
-        found = json.loads(metadata["header"])
-        if metadata["fedsynth_message"] != WIRE_FORMAT or not isinstance(found, dict):
+        header = json.loads(metadata["header"])
+        if metadata["fedsynth_message"] != WIRE_FORMAT or not isinstance(header, dict):
             raise ValueError(f"not of format {WIRE_FORMAT}")
-        return found
+        return header
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise MessageError(f"these bytes are no message of fedsynth: {error!r:.80}") from None
 

@@ -270,8 +270,8 @@ class Method:
 
     def final_parameters(self, state: State) -> Mapping[str, torch.Tensor]:
         """Returns the model that a run ends with, where clients start from another model."""
-        found: Mapping[str, torch.Tensor] = state.parameters
-        return found
+        parameters: Mapping[str, torch.Tensor] = state.parameters
+        return parameters
 
     def personal_parameters(
         self, parameters: Mapping[str, torch.Tensor], memory: Memory

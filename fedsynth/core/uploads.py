@@ -126,8 +126,8 @@ class Array:
         return sizes == self.shape
 
     def _sizes(self) -> str:
-        said = [f"at most {self.rows}" if size is None else str(size) for size in self.shape]
-        return f"[{', '.join(said)}]"
+        sizes = [f"at most {self.rows}" if size is None else str(size) for size in self.shape]
+        return f"[{', '.join(sizes)}]"
 
 
 TOLERANCE = 1e-3
@@ -177,8 +177,8 @@ class Free:
 
     def check(self, name: str, value: Any) -> None:
         if isinstance(value, Mapping):
-            for key, one in value.items():
-                self.check(f"{name}.{key}", one)
+            for key, item in value.items():
+                self.check(f"{name}.{key}", item)
         elif isinstance(value, Tensor):
             size = value.numel() * value.element_size()
             if not _plain(value):
@@ -201,14 +201,14 @@ def most_examples(client: int, context: RoundContext) -> float:
 
 def model_rules(client: int, context: RoundContext) -> dict[str, Rule]:
     """Returns the rules of `ModelParameters`: this client's architecture, and a weight."""
-    own = context.architecture_of(client).state_dict()
+    state = context.architecture_of(client).state_dict()
     return {
-        "parameters": Named.like(own),
+        "parameters": Named.like(state),
         "weight": Number(0.0, most_examples(client, context)),
     }
 
 
-def check_values(name: str, value: Tensor, least: float, most: float) -> None:
+def check_values(name: str, value: Tensor, minimum: float, maximum: float) -> None:
     """Checks in one pass that all values are finite and in a closed range.
 
     Raises:
@@ -219,11 +219,11 @@ def check_values(name: str, value: Tensor, least: float, most: float) -> None:
     low, high = (float(end) for end in torch.aminmax(value.detach()))
     if not (math.isfinite(low) and math.isfinite(high)):
         raise UploadRejectedError(name, "is not finite", diverged=True)
-    if low < least or high > most:
-        worst = low if low < least else high
+    if low < minimum or high > maximum:
+        worst = low if low < minimum else high
         raise UploadRejectedError(
             name,
-            f"holds {worst:.6g}, and must be in [{least:g}, {most:g}]",
+            f"holds {worst:.6g}, and must be in [{minimum:g}, {maximum:g}]",
             diverged=value.is_floating_point(),
         )
 
@@ -251,7 +251,7 @@ def most_bytes(kind: type[Message], rules: Mapping[str, Rule]) -> int:
 
 
 def overlap(
-    tensors: Iterable[tuple[str, Tensor]], others: Iterable[tuple[str, Tensor]] | None = None
+    tensors: Iterable[tuple[str, Tensor]], other_tensors: Iterable[tuple[str, Tensor]] | None = None
 ) -> tuple[str, str] | None:
     """Returns the names of two tensors that share memory; None: no two do.
 
@@ -259,9 +259,10 @@ def overlap(
 
     Args:
         tensors: named tensors.
-        others: named tensors that one of the two must come from; None: both come from `tensors`.
+        other_tensors: named tensors that one of the two must come from; None: both come from
+            `tensors`.
     """
-    groups = (tensors,) if others is None else (tensors, others)
+    groups = (tensors,) if other_tensors is None else (tensors, other_tensors)
     spans = sorted(
         (_span(tensor), number, name)
         for number, group in enumerate(groups)
@@ -270,12 +271,16 @@ def overlap(
     )
     furthest: dict[int, tuple[_Span, str]] = {}  # the furthest-reaching span of each group so far
     for span, number, name in spans:
-        before = furthest.get(number if others is None else 1 - number)
-        if before is not None and span.device == before[0].device and span.start < before[0].end:
-            pair = (name, before[1]) if number == 0 else (before[1], name)
+        previous = furthest.get(number if other_tensors is None else 1 - number)
+        if (
+            previous is not None
+            and span.device == previous[0].device
+            and span.start < previous[0].end
+        ):
+            pair = (name, previous[1]) if number == 0 else (previous[1], name)
             return pair
-        mine = furthest.get(number)
-        if mine is None or (span.device, span.end) > (mine[0].device, mine[0].end):
+        current = furthest.get(number)
+        if current is None or (span.device, span.end) > (current[0].device, current[0].end):
             furthest[number] = (span, name)
     return None
 

@@ -24,11 +24,11 @@ def accuracy_by_domain(right_N: Tensor, data: ImageData) -> dict[str, float]:
     examples have no domain."""
     if data.domains is None:
         return {}
-    here = {name: data.domains == number for number, name in enumerate(data.spec.domains)}
+    masks = {name: data.domains == number for number, name in enumerate(data.spec.domains)}
     return {
-        name: float(right_N[mine].double().mean())
-        for name, mine in here.items()
-        if bool(mine.any())
+        name: float(right_N[mask].double().mean())
+        for name, mask in masks.items()
+        if bool(mask.any())
     }
 
 
@@ -47,19 +47,21 @@ def correct(
     mode = model.training
     model.eval()
     device = data.labels.device
-    where = torch.arange(len(data), device=device) if among is None else among
-    where = where.to(device, non_blocking=True)
-    logits = _logits_of(model, data, where)
+    indices = torch.arange(len(data), device=device) if among is None else among
+    indices = indices.to(device, non_blocking=True)
+    logits = _logits_of(model, data, indices)
     with torch.no_grad():
-        right = [logits(some).argmax(dim=1) == data.labels[some] for some in where.split(batch)]
+        right = [
+            logits(chunk).argmax(dim=1) == data.labels[chunk] for chunk in indices.split(batch)
+        ]
     model.train(mode)
     return torch.cat(right)
 
 
-def _logits_of(model: nn.Module, data: ImageData, where: Tensor) -> Callable[[Tensor], Tensor]:
-    """Returns a function that gives logits of records [M] among `where` [N]."""
+def _logits_of(model: nn.Module, data: ImageData, indices: Tensor) -> Callable[[Tensor], Tensor]:
+    """Returns a function that gives logits of records [M] among `indices` [N]."""
     if isinstance(model, OnFeatures | FeatureLinear):
         on = model
-        look_up = feature_table(data, on.feature_map, where)
+        look_up = feature_table(data, on.feature_map, indices)
         return lambda records: on.from_features(look_up(records))
     return lambda records: model(normalise(data.images[records], data.spec))

@@ -31,14 +31,14 @@ def local_metrics(
         None if no client has a test record.
     """
     accuracies = [r / n if n else None for r, n in zip(right, tested, strict=True)]
-    there = [(a, n) for a, n in zip(accuracies, sizes, strict=True) if a is not None]
-    if not there:
+    measured = [(a, n) for a, n in zip(accuracies, sizes, strict=True) if a is not None]
+    if not measured:
         return None
-    known = [a for a, _ in there]
-    mean = sum(known) / len(known)
+    values = [a for a, _ in measured]
+    mean = sum(values) / len(values)
     return {
-        "amp": sum(a * n for a, n in there) / sum(n for _, n in there),
-        "fm": sum((a - mean) ** 2 for a in known) / len(known),
-        "wlp": min(known),
+        "amp": sum(a * n for a, n in measured) / sum(n for _, n in measured),
+        "fm": sum((a - mean) ** 2 for a in values) / len(values),
+        "wlp": min(values),
         "client_accuracy": accuracies,
     }

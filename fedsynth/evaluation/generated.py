@@ -56,8 +56,8 @@ def tally(
     if asked_N is None:
         return counts[None]
     asked_NC = _one_hot(asked_N.to(scores_NC.device), scores_NC.shape[1])
-    others = [asked_NC] if student_NC is None else [asked_NC, _choices(student_NC)]
-    return torch.stack([counts, *((given_NC & other_NC).sum(dim=0) for other_NC in others)])
+    compared = [asked_NC] if student_NC is None else [asked_NC, _choices(student_NC)]
+    return torch.stack([counts, *((given_NC & other_NC).sum(dim=0) for other_NC in compared)])
 
 
 def describe(tally_RC: Tensor) -> dict[str, float]:
@@ -90,7 +90,7 @@ def average(described: Sequence[Mapping[str, float]]) -> dict[str, float]:
     This reveals generators that each collapse to one class; their pooled images would look diverse.
     """
     names = described[0] if described else {}
-    return {name: sum(each[name] for each in described) / len(described) for name in names}
+    return {name: sum(metrics[name] for metrics in described) / len(described) for name in names}
 
 
 def in_words(facts: Mapping[str, float]) -> str:

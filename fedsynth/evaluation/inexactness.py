@@ -36,20 +36,20 @@ def inexactness(
     """
     if not len(labels_N):
         raise DataError("γ-inexactness is of a client with examples, got none")
-    before = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    state = {name: value.detach().clone() for name, value in model.state_dict().items()}
     training = model.training
     model.eval()
     try:
-        after = _gradient(model, images_NCHW, labels_N)
+        gradient = _gradient(model, images_NCHW, labels_N)
         moved = torch.cat(
             [(p - start[name]).detach().flatten() for name, p in model.named_parameters()]
         )
         model.load_state_dict(dict(start))
         at_start = _gradient(model, images_NCHW, labels_N)
     finally:
-        model.load_state_dict(before)
+        model.load_state_dict(state)
         model.train(training)
-    return float((after + mu * moved).norm() / at_start.norm())
+    return float((gradient + mu * moved).norm() / at_start.norm())
 
 
 def _gradient(model: nn.Module, images_NCHW: Tensor, labels_N: Tensor) -> Tensor:

@@ -100,22 +100,22 @@ class FeatureMap:
             )
         x = pixels_NCHW
         x = x.float() / 255 if x.dtype == torch.uint8 else x.float()
-        made: object = self.function(x)
-        if not isinstance(made, Tensor):
+        features: object = self.function(x)
+        if not isinstance(features, Tensor):
             raise SettingError(
                 None,
                 "function",
                 f"of features {self.name!r} must make a tensor [N, {self.dimension}], got "
-                f"{type(made).__name__}",
+                f"{type(features).__name__}",
             )
-        if tuple(made.shape) != (len(x), self.dimension):
+        if tuple(features.shape) != (len(x), self.dimension):
             raise SettingError(
                 None,
                 "dimension",
                 f"of features {self.name!r} is {self.dimension}, but its function made "
-                f"{tuple(made.shape)} of {len(x)} images",
+                f"{tuple(features.shape)} of {len(x)} images",
             )
-        return made.float()
+        return features.float()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FeatureMap:
         """Returns itself: a map is immutable, and vectors are cached by map object."""

@@ -30,8 +30,8 @@ def cells_of(shape: Shape) -> tuple[int, int, int]:
     >>> cells_of((1, 28, 28)), cells_of((3, 32, 32))
     ((1, 14, 14), (3, 8, 8))
     """
-    most = GREY_SIDE if shape[0] == 1 else COLOUR_SIDE
-    return shape[0], min(most, shape[1]), min(most, shape[2])
+    side = GREY_SIDE if shape[0] == 1 else COLOUR_SIDE
+    return shape[0], min(side, shape[1]), min(side, shape[2])
 
 
 @lru_cache(maxsize=8)
@@ -47,8 +47,10 @@ def low_pass(shape: Shape) -> FeatureMap:
     def function(x_NCHW: Tensor) -> Tensor:
         v = F.adaptive_avg_pool2d(x_NCHW, cells[1:]).flatten(1)
         size = torch.linalg.vector_norm(v, dim=1, keepdim=True)
-        one = torch.full_like(size, CONSTANT)
-        return torch.cat([math.sqrt(1 - CONSTANT**2) * v / size.clamp_min(DARKEST), one], dim=1)
+        constant = torch.full_like(size, CONSTANT)
+        return torch.cat(
+            [math.sqrt(1 - CONSTANT**2) * v / size.clamp_min(DARKEST), constant], dim=1
+        )
 
     return FeatureMap(
         name="low-pass",

@@ -35,7 +35,7 @@ def _images(shape: Shape) -> Tensor:
 def public_vectors(function: Callable[[Tensor], Tensor], shape: Shape) -> Tensor:
     """Returns the random images' feature vectors, [IMAGES, d]."""
     with torch.no_grad():
-        return torch.cat([function(some) for some in _images(shape).split(50)])
+        return torch.cat([function(images) for images in _images(shape).split(50)])
 
 
 def constants(vectors_Nd: Tensor) -> tuple[float, float]:
@@ -141,7 +141,7 @@ class Whitening:
         vectors_Nd: Tensor,
         cells: int,
         floor: float,
-        kept: int | None = None,
+        num_channels: int | None = None,
     ) -> Whitening:
         """Computes the whitening from vectors of public images.
 
@@ -151,15 +151,15 @@ class Whitening:
             cells: the number of cells of each channel.
             floor: added to the eigenvalues, relative to the largest, so that nearly constant
                 directions stay small.
-            kept: the number of channel directions to keep, those in which the images differ most;
-                None keeps all, in the original basis.
+            num_channels: the number of channel directions to keep, those in which the images differ
+                most; None keeps all, in the original basis.
         """
         mean = vectors_Nd.mean(dim=0)
         about = (vectors_Nd - mean).double().unflatten(1, (-1, cells))
         between = torch.einsum("nas,nbs->ab", about, about) / (len(about) * cells)
         across = torch.einsum("nas,nat->st", about, about) / (len(about) * about.shape[1])
         scaled, turns = _inverse_root(between, floor)
-        channels = scaled @ turns.T if kept is None else scaled.T[-kept:].flip(0)
+        channels = scaled @ turns.T if num_channels is None else scaled.T[-num_channels:].flip(0)
         scaled, turns = _inverse_root(across, floor)
         return cls(function, mean, channels.float(), (scaled @ turns.T).float())
 

@@ -67,10 +67,10 @@ def random_images(
             "features", "image_shape", f"must hold sizes of at least 1, got {image_shape}"
         )
     channels, height, width = image_shape
-    made = [torch.empty(0, 3, height, width, device=generator.device)]
+    parts = [torch.empty(0, 3, height, width, device=generator.device)]
     for start in range(0, count, AT_ONCE):
-        made.append(_colour(min(AT_ONCE, count - start), height, width, generator, process))
-    images = torch.cat(made)
+        parts.append(_colour(min(AT_ONCE, count - start), height, width, generator, process))
+    images = torch.cat(parts)
     if channels == 1:
         return images.mean(dim=1, keepdim=True)
     extra = channels - 3
@@ -85,8 +85,8 @@ def _colour(
     """Draws colour images [count, 3, H, W] in [0, 1]."""
     if process != "mixed":
         return _DRAWS[process](count, height, width, generator)
-    each = -(-count // len(_DRAWS))
-    parts = [draw(each, height, width, generator) for draw in _DRAWS.values()]
+    per_process = -(-count // len(_DRAWS))
+    parts = [draw(per_process, height, width, generator) for draw in _DRAWS.values()]
     interleaved = torch.stack(parts, dim=1).flatten(0, 1)  # every prefix then mixes the processes
     return interleaved[:count]
 
@@ -168,9 +168,9 @@ def dead_leaves(count: int, height: int, width: int, generator: torch.Generator)
     return torch.where(free, background, image).clamp(0, 1)
 
 
-def _power_law(uniform: Tensor, least: float, most: float) -> Tensor:
+def _power_law(uniform: Tensor, smallest: float, largest: float) -> Tensor:
     """Returns radii in [least, most] with density proportional to r⁻³, by inversion."""
-    low, high = least**-2, most**-2
+    low, high = smallest**-2, largest**-2
     radii: Tensor = (low - uniform * (low - high)).rsqrt()
     return radii
 
@@ -243,8 +243,8 @@ def _own_convolution(x_NCHW: Tensor, weights: Tensor) -> Tensor:
     half = weights.shape[-1] // 2
     padded = F.pad(x_NCHW, (half, half, half, half), mode="reflect")
     joined = padded.reshape(1, count * channels, *padded.shape[2:])
-    made = F.conv2d(joined, weights.flatten(0, 1), groups=count)
-    return made.view(count, weights.shape[1], *made.shape[2:])
+    output = F.conv2d(joined, weights.flatten(0, 1), groups=count)
+    return output.view(count, weights.shape[1], *output.shape[2:])
 
 
 def _oriented(count: int, generator: torch.Generator) -> Tensor:

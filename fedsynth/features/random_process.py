@@ -87,8 +87,8 @@ def pooled(maps_NCHW: Tensor) -> Tensor:
 @lru_cache(maxsize=1)
 def shipped() -> Dictionary:
     """Loads the dictionary that is shipped with the package."""
-    held = load_file(WEIGHTS)
-    return Dictionary(held["mean"], held["atoms"])
+    tensors = load_file(WEIGHTS)
+    return Dictionary(tensors["mean"], tensors["atoms"])
 
 
 def random_process(shape: Shape) -> FeatureMap:
@@ -115,17 +115,17 @@ def scattering_and_random_process(shape: Shape) -> FeatureMap:
         SettingError: as for `scattering` and `random_process`.
     """
     _check(shape)
-    one = scattering(shape)
+    first = scattering(shape)
     other = random_process(shape)
 
     def function(x_NCHW: Tensor) -> Tensor:
         return torch.cat(
-            [one.function(x_NCHW) / one.radius, other.function(x_NCHW) / other.radius], 1
+            [first.function(x_NCHW) / first.radius, other.function(x_NCHW) / other.radius], 1
         )
 
     vectors = public_vectors(function, shape)
     name = "scattering+random-process"
-    return map_of_vectors(name, shape, function, vectors, one.blocks + other.blocks)
+    return map_of_vectors(name, shape, function, vectors, first.blocks + other.blocks)
 
 
 def _check(shape: Shape) -> None:

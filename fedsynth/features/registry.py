@@ -99,17 +99,17 @@ def _made(name: str, shape: Shape) -> FeatureMap:
     return build(shape)
 
 
-def refuse_unknown_map(name: str, section: str, *others: str) -> NoReturn:
+def refuse_unknown_map(name: str, section: str, *other_names: str) -> NoReturn:
     """Raises the error for an unknown map name, or for a file that has to be registered again.
 
     Args:
         name: the value of the setting `features`.
         section: the setting's section, "method" or "model".
-        others: values allowed in addition to the names of maps.
+        other_names: values allowed in addition to the names of maps.
     """
     if not is_label(name):
-        known = (*others, *feature_names())
-        raise unknown_name("feature map", name, known, section, "features")
+        names = (*other_names, *feature_names())
+        raise unknown_name("feature map", name, names, section, "features")
     raise given_again(section, "features", name, _OWN, "fedsynth.features.register_file")
 
 
@@ -146,43 +146,43 @@ def _checked(name: str, shape: Shape) -> FeatureMap:
         SettingError: the builder fails, or does not return a map for such images.
     """
     try:
-        own: object = _OWN[name][0](shape)
+        feature_map: object = _OWN[name][0](shape)
     except (FedsynthError, MemoryError):
         raise
     except Exception as error:
         reason = f"fails for images of shape {shape}: {type(error).__name__}: {one_line(error)}"
         raise _refused(name, reason) from error
-    if not isinstance(own, FeatureMap):
-        reason = f"what was registered makes {type(own).__name__}, and should make a "
+    if not isinstance(feature_map, FeatureMap):
+        reason = f"what was registered makes {type(feature_map).__name__}, and should make a "
         raise _refused(name, f"{reason}fedsynth.features.FeatureMap of an image shape")
-    if own.image_shape != shape:
-        reason = f"its map is for images of shape {own.image_shape}, and these are {shape}"
+    if feature_map.image_shape != shape:
+        reason = f"its map is for images of shape {feature_map.image_shape}, and these are {shape}"
         raise _refused(name, reason)
-    function = _EachAlone(name, own.function)
+    function = _EachAlone(name, feature_map.function)
     try:
         pixels = torch.linspace(0, 1, 2 * math.prod(shape)).view(2, *shape)
-        own(pixels)  # raises if the output is not as declared
-        function.try_on(torch.device("cpu"), own.image_shape)
+        feature_map(pixels)  # raises if the output is not as declared
+        function.try_on(torch.device("cpu"), feature_map.image_shape)
     except (RuntimeError, AssertionError, NotImplementedError):
         pass  # it may need another device: it is checked there before its first use
-    return replace(own, name=name, function=function)
+    return replace(feature_map, name=name, function=function)
 
 
 def _refused(name: str, reason: str) -> SettingError:
     return SettingError("method", "features", f"{name!r}: {reason}")
 
 
-def register_file(given: str, section: str = "method") -> str:
+def register_file(setting: str, section: str = "method") -> str:
     """Registers the map of a file and returns its name for settings, `FILE.py:NAME@HASH`.
 
     Args:
-        given: `FILE.py:NAME`; the file is executed.
+        setting: `FILE.py:NAME`; the file is executed.
         section: the section of the setting that names it, for error messages.
 
     Raises:
         SettingError: as for `load_own` and `register_features`.
     """
-    build, source = load_own(section, "features", given)
+    build, source = load_own(section, "features", setting)
     register_features(source.label, build, source)
     return source.label
 
@@ -219,5 +219,5 @@ def register_features(name: str, build: Builder, source: OwnCode | None = None) 
             f"{type(build).__name__}",
         )
     _OWN[name] = (build, source)
-    for made in [one for one in _MADE if one[0] == name]:
-        del _MADE[made]
+    for cached in [key for key in _MADE if key[0] == name]:
+        del _MADE[cached]

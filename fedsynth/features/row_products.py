@@ -35,8 +35,8 @@ def two_sided(left_ka: Tensor, rows_Nas: Tensor, right_st: Tensor) -> Tensor:
     """
     left = _both_filled_up(left_ka)
     right = _both_filled_up(right_st)
-    made = left @ _both_filled_up(rows_Nas) @ right
-    return made[..., : len(left_ka), : right_st.shape[1]]
+    products = left @ _both_filled_up(rows_Nas) @ right
+    return products[..., : len(left_ka), : right_st.shape[1]]
 
 
 def filled_up(rows: Tensor) -> Tensor:

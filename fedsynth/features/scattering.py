@@ -231,8 +231,8 @@ def _smoothing(low_H: Real) -> Tensor:
             the highest are kept; the others are below 5 %.
     """
     side = len(low_H)
-    kept = np.concatenate([low_H[: side // 4], low_H[side - side // 4 :]])
-    circulant = np.fft.ifft(np.fft.fft(np.eye(side // 2), axis=0) * kept[:, None], axis=0).real
+    low_half = np.concatenate([low_H[: side // 4], low_H[side - side // 4 :]])
+    circulant = np.fft.ifft(np.fft.fft(np.eye(side // 2), axis=0) * low_half[:, None], axis=0).real
     return torch.from_numpy(circulant[::2].copy()).float()
 
 
@@ -248,7 +248,7 @@ def scattering_features(x_NCHW: Tensor) -> Tensor:
         return _pooled(x_NCHW)
     # a power of two, so that all pieces of a private client's pass have the same length
     at_once = PLANES if x_NCHW.shape[1] == 1 else PLANES // 4
-    return torch.cat([_pooled(some) for some in x_NCHW.split(at_once)])
+    return torch.cat([_pooled(images) for images in x_NCHW.split(at_once)])
 
 
 def _pooled(x_NCHW: Tensor) -> Tensor:

@@ -55,8 +55,8 @@ class SideBySide:
 
     def __call__(self, x_NCHW: Tensor) -> Tensor:
         """Returns vectors [N, Σ d_i]."""
-        each = zip(self.functions, self.factors, strict=True)
-        return torch.cat([function(x_NCHW) * factor for function, factor in each], dim=1)
+        pairs = zip(self.functions, self.factors, strict=True)
+        return torch.cat([function(x_NCHW) * factor for function, factor in pairs], dim=1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,10 +97,10 @@ def mirrored_pair(shape: Shape) -> FeatureMap:
 @lru_cache(maxsize=8)
 def _pair(shape: Shape) -> SideBySide:
     dictionary = random_process(shape).function
-    one, scattered = _whitened(scattering_features, shape, sizes(shape)[1])
+    first, scattered = _whitened(scattering_features, shape, sizes(shape)[1])
     other, compared = _whitened(dictionary, shape, CELLS**2)
-    blocks = tuple((len(each.channels), len(each.cells)) for each in (one, other))
-    return SideBySide((one, other), (1 / scattered, DICTIONARY / compared), blocks)
+    blocks = tuple((len(whitening.channels), len(whitening.cells)) for whitening in (first, other))
+    return SideBySide((first, other), (1 / scattered, DICTIONARY / compared), blocks)
 
 
 def _whitened(
@@ -109,8 +109,8 @@ def _whitened(
     """Returns a function's main directions, whitened, and their public radius."""
     with torch.inference_mode(False):
         raw = public_vectors(function, shape)
-        kept = math.ceil(KEPT * raw.shape[1] / cells)
-        white = Whitening.of(function, raw, cells, FLOOR, kept)
+        num_channels = math.ceil(KEPT * raw.shape[1] / cells)
+        white = Whitening.of(function, raw, cells, FLOOR, num_channels)
         return white, constants(white.applied(raw))[1]
 
 

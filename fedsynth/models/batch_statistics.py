@@ -26,8 +26,8 @@ def batch_statistics(x_NC: Tensor) -> tuple[Tensor, Tensor]:
     >>> mean.tolist(), variance.tolist()
     ([2.0, 0.0], [1.0, 0.0])
     """
-    found: tuple[Tensor, Tensor] = _Statistics.apply(x_NC)
-    return found
+    statistics: tuple[Tensor, Tensor] = _Statistics.apply(x_NC)
+    return statistics
 
 
 class _Statistics(torch.autograd.Function):

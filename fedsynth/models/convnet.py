@@ -46,10 +46,10 @@ class InstanceNorm(nn.GroupNorm):
         average = x.new_full((1, 1, h * w), 1 / (h * w)).expand(n, -1, -1)
         x = x - torch.bmm(average, x)
         # the error of rounding the first mean to x's precision
-        left = torch.bmm(average, x).float()
-        variance = (torch.bmm(average, x * x).float() - left.square()).clamp_min(0)
+        mean = torch.bmm(average, x).float()
+        variance = (torch.bmm(average, x * x).float() - mean.square()).clamp_min(0)
         scale = self.weight * torch.rsqrt(variance + self.eps)
-        shift = self.bias - left * scale
+        shift = self.bias - mean * scale
         return (
             torch.addcmul(shift.to(x.dtype), x, scale.to(x.dtype))
             .view(n, h, w, c)

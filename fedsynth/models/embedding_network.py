@@ -30,13 +30,13 @@ class EmbeddingNetwork(nn.Module):
         return logits
 
 
-def require_size(name: str, image_shape: tuple[int, int, int], least: int) -> None:
+def require_size(name: str, image_shape: tuple[int, int, int], min_side: int) -> None:
     """Refuses images that are too small for an architecture.
 
     Raises:
         SettingError: names the architecture and the smallest side.
     """
     _, height, width = image_shape
-    if min(height, width) < least:
-        reason = f"needs images of at least {least}×{least}, got {height}×{width}"
+    if min(height, width) < min_side:
+        reason = f"needs images of at least {min_side}×{min_side}, got {height}×{width}"
         raise SettingError("model", "name", reason, value=name)

@@ -116,8 +116,8 @@ class Embedding:
     def of(cls, parameters: Mapping[str, Tensor], features: FeatureMap) -> Embedding:
         """Returns the embedding with a model's centre and, if it has them, T's matrices."""
         names = root_names(features.blocks)
-        there = [parameters[name] for name in names if name in parameters]
-        roots = tuple(Root(*pair) for pair in zip(there[::2], there[1::2], strict=True))
+        values = [parameters[name] for name in names if name in parameters]
+        roots = tuple(Root(*pair) for pair in zip(values[::2], values[1::2], strict=True))
         return cls(parameters["centre"], features.radius, roots)
 
     def __call__(self, features_Nd: Tensor) -> Tensor:
@@ -130,11 +130,11 @@ class Embedding:
 
     def same(self, other: Embedding) -> bool:
         """Returns whether all constants are equal."""
-        mine = [self.centre, *chain.from_iterable(self.roots)]
-        others = [other.centre, *chain.from_iterable(other.roots)]
-        if self.radius != other.radius or len(mine) != len(others):
+        tensors = [self.centre, *chain.from_iterable(self.roots)]
+        other_tensors = [other.centre, *chain.from_iterable(other.roots)]
+        if self.radius != other.radius or len(tensors) != len(other_tensors):
             return False
-        return all(torch.equal(a, b) for a, b in zip(mine, others, strict=True))
+        return all(torch.equal(a, b) for a, b in zip(tensors, other_tensors, strict=True))
 
 
 def embedded(

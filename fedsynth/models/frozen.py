@@ -119,22 +119,22 @@ def _between(
     z = torch.addcmul(bias, normalised, weight)
     mask = (z > 0) * (scale * (weight / 4))
     pooled = _sums_2x2(z.clamp_min_(0), h, w, 1 / 4)
-    kept = _Kept(
+    saved = _Kept(
         normalised=normalised.view(n, h, 2, w, 2, c).to(precision),
         mask=mask.view(n, h, 2, w, 2, c).to(precision),
         a=_sums_2x2(mask, h, w, 1 / pixels).to(precision),
         b=_sums_2x2(mask * normalised, h, w, 1 / pixels).to(precision),
     )
-    return pooled, kept
+    return pooled, saved
 
 
-def _back(g_VNhwC: Tensor, kept: _Kept) -> Tensor:
+def _back(g_VNhwC: Tensor, saved: _Kept) -> Tensor:
     """Returns dx [V, N, h, 2, w, 2, C] of the convolution's output, from g [V, N, h, w, C]."""
     v, n, h, w, c = g_VNhwC.shape
-    mean = _pixel_sums((g_VNhwC * kept.a).view(v * n, h * w, c), -1).view(v, n, 1, 1, 1, 1, c)
-    along = _pixel_sums((g_VNhwC * kept.b).view(v * n, h * w, c), -1).view(v, n, 1, 1, 1, 1, c)
-    dx = torch.addcmul(mean, kept.normalised, along)
-    return dx.addcmul_(kept.mask, g_VNhwC.view(v, n, h, 1, w, 1, c))
+    mean = _pixel_sums((g_VNhwC * saved.a).view(v * n, h * w, c), -1).view(v, n, 1, 1, 1, 1, c)
+    along = _pixel_sums((g_VNhwC * saved.b).view(v * n, h * w, c), -1).view(v, n, 1, 1, 1, 1, c)
+    dx = torch.addcmul(mean, saved.normalised, along)
+    return dx.addcmul_(saved.mask, g_VNhwC.view(v, n, h, 1, w, 1, c))
 
 
 class _Parts(NamedTuple):
@@ -158,9 +158,9 @@ def _forward(
         memory_format=torch.channels_last
     )
     y_NHWC = y.permute(0, 2, 3, 1)
-    pooled, kept = parts.between(y_NHWC, norm.weight, norm.bias, norm.eps, precision)
+    pooled, saved = parts.between(y_NHWC, norm.weight, norm.bias, norm.eps, precision)
     block = _Block(
-        kept,
+        saved,
         weight=conv.weight.to(precision, memory_format=torch.channels_last),
         padding=int(conv.padding[0]),
         parts=parts,

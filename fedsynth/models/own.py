@@ -28,11 +28,11 @@ def own_name(model: nn.Module | Callable[..., nn.Module]) -> str:
     if not isinstance(model, nn.Module):
         return str(getattr(model, "__name__", type(model).__name__))
     check_state(type(model).__name__, model.state_dict())
-    found = hashlib.sha256(repr(model).encode())
+    digest = hashlib.sha256(repr(model).encode())
     for name, tensor in model.state_dict().items():
-        found.update(name.encode())
-        found.update(tensor.detach().cpu().contiguous().numpy().tobytes())
-    return f"{type(model).__name__}@{found.hexdigest()[:12]}"
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
+    return f"{type(model).__name__}@{digest.hexdigest()[:12]}"
 
 
 def builder(
@@ -75,18 +75,18 @@ def _new(
 
 def _parameters(name: str, model: Callable[..., nn.Module]) -> frozenset[str]:
     try:
-        found = inspect.signature(model).parameters.values()
+        parameters = inspect.signature(model).parameters.values()
     except (TypeError, ValueError):
         raise SettingError("model", "name", f"{name} must be a module, or what makes one") from None
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    several = any(one.kind is inspect.Parameter.VAR_POSITIONAL for one in found)
-    if not several and sum(one.kind in kinds for one in found) < 2:
+    several = any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in parameters)
+    if not several and sum(parameter.kind in kinds for parameter in parameters) < 2:
         raise SettingError(
             "model",
             "name",
             f"{name} must take image_shape, as (channels, height, width), and classes",
         )
-    return frozenset(one.name for one in found)
+    return frozenset(parameter.name for parameter in parameters)
 
 
 def checked(name: str, network: Any, shape: Shape, classes: int) -> nn.Module:
@@ -144,9 +144,11 @@ def rehearse(name: str, network: nn.Module, shape: Shape, classes: int) -> None:
         raise _wrong(name, "cannot be copied", error) from error
     state = twin.state_dict()
     check_state(name, state)
-    before = {key: value.shape for key, value in state.items()}
+    shapes = {key: value.shape for key, value in state.items()}
     try:
-        content = safetensors.torch.save({key: one.contiguous() for key, one in state.items()})
+        content = safetensors.torch.save(
+            {key: tensor.contiguous() for key, tensor in state.items()}
+        )
         network.load_state_dict(safetensors.torch.load(content))  # its current values
     except Exception as error:
         raise _wrong(name, "cannot be saved and loaded", error) from error
@@ -158,7 +160,7 @@ def rehearse(name: str, network: nn.Module, shape: Shape, classes: int) -> None:
         raise _wrong(name, "cannot be trained", error) from error
     if logits.shape != (2, classes):
         raise _refused(name, f"makes {list(logits.shape)} in training, and not [N, {classes}]")
-    if before != {key: value.shape for key, value in twin.state_dict().items()}:
+    if shapes != {key: value.shape for key, value in twin.state_dict().items()}:
         raise _refused(name, "changes the names or shapes in its state_dict in training")
 
 
@@ -177,7 +179,8 @@ def check_state(name: str, state: Mapping[str, Any]) -> None:
             if owner != key:
                 raise _refused(
                     name,
-                    f"has tied weights: {key} is {owner}, or a part of it; give each its own tensor",
+                    f"has tied weights: {key} is {owner}, or a part of it; give each its own "
+                    "tensor",
                 )
 
 

@@ -175,7 +175,7 @@ class ModelSettings:
 
 def model_names() -> tuple[str, ...]:
     """Returns the names that `ModelSettings.name` can have, without custom architectures."""
-    return tuple(name for name, one in _MODELS.items() if not one.own)
+    return tuple(name for name, architecture in _MODELS.items() if not architecture.own)
 
 
 def _refuse_unknown(name: str) -> NoReturn:
@@ -227,22 +227,22 @@ def register_model(
         raise SettingError(
             "model", "name", f"{name} must be a module, or a class or function that makes one"
         )
-    given = isinstance(model, nn.Module)
-    _MODELS[name] = _Architecture(builder(name, model), norms, True, given, source)
+    is_module = isinstance(model, nn.Module)
+    _MODELS[name] = _Architecture(builder(name, model), norms, True, is_module, source)
     return ModelSettings(name)
 
 
-def register_model_file(given: str) -> ModelSettings:
+def register_model_file(setting: str) -> ModelSettings:
     """Registers the architecture of a file as `FILE.py:NAME@HASH`; returns its settings.
 
     Args:
-        given: `FILE.py:NAME`; the file is executed.
+        setting: `FILE.py:NAME`; the file is executed.
 
     Raises:
         SettingError: as `load_own` and `register_model`.
     """
-    made, source = load_own("model", "name", given)
-    return register_model(source.label, made, source=source)
+    model, source = load_own("model", "name", setting)
+    return register_model(source.label, model, source=source)
 
 
 def own_model(model: nn.Module | Callable[..., nn.Module]) -> ModelSettings:
@@ -323,8 +323,8 @@ def feature_facts(settings: ModelSettings, spec: DatasetSpec) -> dict[str, str]:
 
 
 def _build(settings: ModelSettings, image_shape: Shape, classes: int) -> nn.Module:
-    made = _MODELS[settings.name].build(image_shape, classes, settings)
-    return Projected(made, settings.projection, classes) if settings.projection else made
+    network = _MODELS[settings.name].build(image_shape, classes, settings)
+    return Projected(network, settings.projection, classes) if settings.projection else network
 
 
 def counted(settings: ModelSettings, image_shape: Shape, classes: int) -> int:
@@ -364,16 +364,16 @@ def build_client_models(
     names = settings.client_names
     if not names:
         return None
-    made: list[nn.Module] = []
+    networks: list[nn.Module] = []
     for client in range(clients):
         name = names[client % len(names)]
         norm = next(n for n in _MODELS[name].norms if not (private and n == "batch"))
-        one = ModelSettings(
+        client_settings = ModelSettings(
             name, settings.width, settings.depth, norm, projection=settings.projection
         )
         with forked_rng(seed, "client model initialisation", client):
-            made.append(_build(one, image_shape, classes))
-    return tuple(made)
+            networks.append(_build(client_settings, image_shape, classes))
+    return tuple(networks)
 
 
 def parameter_count(model: nn.Module) -> int:

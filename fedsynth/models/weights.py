@@ -16,13 +16,13 @@ def restore(network: nn.Module, weights: Mapping[str, Tensor]) -> None:
     Raises:
         ValueError: they do not fit the network, are complex, or are not finite.
     """
-    for name, own in network.state_dict().items():
-        value = weights.get(name, own)
-        if _kind(value) != _kind(own):
+    for name, current in network.state_dict().items():
+        value = weights.get(name, current)
+        if _kind(value) != _kind(current):
             raise ValueError(
-                f"{name} has values of type {value.dtype}, and should have {own.dtype}"
+                f"{name} has values of type {value.dtype}, and should have {current.dtype}"
             )
-        if not torch.isfinite(value.to(own.dtype)).all():
+        if not torch.isfinite(value.to(current.dtype)).all():
             raise ValueError(f"{name} has values that are not finite")
     try:
         network.load_state_dict(dict(weights))

@@ -76,12 +76,12 @@ def test_the_main_directions_alone_are_white_and_in_order() -> None:
     scale = torch.tensor([1.0, 8.0, 2.0, 4.0])[:, None]
     turn = torch.linalg.qr(torch.randn(4, 4, generator=generator)).Q
     vectors = (turn @ (scale * torch.randn(4000, 4, 3, generator=generator))).flatten(1)
-    white = Whitening.of(lambda x: x, vectors, cells=3, floor=0.0, kept=2)
+    white = Whitening.of(lambda x: x, vectors, cells=3, floor=0.0, num_channels=2)
     made = white.applied(vectors).unflatten(1, (2, 3)).numpy()
     between = np.einsum("nas,nbs->ab", made, made) / made.shape[0] / 3
     np.testing.assert_allclose(between / between[0, 0], np.eye(2), atol=0.05)
     first = white.channels[0].numpy()
     assert abs(first @ turn[:, 1].numpy()) > 0.99 * np.linalg.norm(first)
     assert np.linalg.norm(white.channels[1]) > 1.5 * np.linalg.norm(first)
-    again = Whitening.of(lambda x: x, -vectors, cells=3, floor=0.0, kept=2)
+    again = Whitening.of(lambda x: x, -vectors, cells=3, floor=0.0, num_channels=2)
     torch.testing.assert_close(again.channels, white.channels)
