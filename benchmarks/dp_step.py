@@ -1,7 +1,7 @@
 """What privacy costs: FedDM's private steps and DP-SGD, beside the non-private step and loops over
 examples (library/reference.py).
 
-    python benchmarks/dp_step.py [--quick] [--json] [--device cuda]
+    python benchmarks/dp_step.py [--quick] [--device cuda]
 
 MNIST's shape, one client, ConvNet-128. `residual` against the engine's non-private step at the
 paper's batch of 256 a class; the `gradient` step, all of it (sampling, clipping in float64, secret
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import statistics
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -33,21 +32,22 @@ from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import Release
 from fedsynth.training.optimisers import MomentumSgd
 from library.cases import Case
-from library.machine import alternating, arguments, machine, saver
+from library.machine import medians, run_cases, timing_options
 from library.reference import dp_sgd_step, gradient_step
 
 EXAMPLES = 64  # of a class, in the comparison with loops
 
 
 def feddm(options: argparse.Namespace, batch: int) -> Case:
-    case = Case(
-        dataset_spec("mnist"), 8 if options.quick else 128, 1, 1, torch.device(options.device)
-    )
+    """One client of MNIST's shape."""
+    width = 8 if options.quick else 128
+    case = Case(dataset_spec("mnist"), width, 1, 1, torch.device(options.device))
     case.method = replace(case.method, batch=batch)
     return case
 
 
 def residual(options: argparse.Namespace) -> dict[str, Any]:
+    """`residual` beside the engine's step without privacy."""
     case = feddm(options, 16 if options.quick else 256)
     runs: dict[str, Callable[[], object]] = {
         "non-private": lambda: case.engine(torch.float32),
@@ -55,18 +55,16 @@ def residual(options: argparse.Namespace) -> dict[str, Any]:
         "non-private bf16": lambda: case.engine(torch.bfloat16),
         "residual bf16": lambda: case.private("residual", torch.bfloat16),
     }
-    medians = measure(runs, case, options)
+    times = medians(runs, options)
     ratios = {
-        key: medians[f"residual{key}"] / medians[f"non-private{key}"] for key in ("", " bf16")
+        precision: times[f"residual{end}"] / times[f"non-private{end}"]
+        for precision, end in (("fp32", ""), ("bf16", " bf16"))
     }
-    return {
-        "case": "residual",
-        "seconds": medians,
-        "residual over non-private": {"fp32": ratios[""], "bf16": ratios[" bf16"]},
-    }
+    return {"seconds": times, "residual over non-private": ratios}
 
 
 def gradient(options: argparse.Namespace) -> dict[str, Any]:
+    """The `gradient` step beside a loop over examples."""
     batch = 4 if options.quick else EXAMPLES
     case = feddm(options, batch)
     data = OpenClients([0], case.data, case.parts)
@@ -77,62 +75,42 @@ def gradient(options: argparse.Namespace) -> dict[str, Any]:
         "gradient": lambda: case.private("gradient"),
         "gradient bf16": lambda: case.private("gradient", torch.bfloat16),
     }
-    medians = measure(runs, case, options)
-    ratios = {key: medians["loop"] / medians[key] for key in runs}
-    return {
-        "case": "gradient",
-        "examples": batch * case.spec.classes,
-        "seconds": medians,
-        "ratio to the loop": ratios,
-    }
+    times = medians(runs, options)
+    ratios = {key: times["loop"] / value for key, value in times.items()}
+    examples = batch * case.spec.classes
+    return {"examples": examples, "seconds": times, "ratio to the loop": ratios}
 
 
 def local_training(options: argparse.Namespace) -> dict[str, Any]:
+    """A step of DP-SGD beside a loop over examples."""
     case = feddm(options, 256)
     batch = 16 if options.quick else 256
     model = case.context.architecture
-    size = len(case.data.labels)
+    rate = batch / len(case.data.labels)
     data = OpenClients([0], case.data, case.parts)
-    release = Release(
-        1, "model", "dp-sgd", "x", 1.0, 1.0, batch / size, "poisson", 1, parameter_count(model)
-    )
+    parameters = parameter_count(model)
+    release = Release(1, "model", "dp-sgd", "x", 1.0, 1.0, rate, "poisson", 1, parameters)
+    settings = DpSgdSettings(MomentumSgd(FedAvg().lr), batch)
+    x, y = data.images(torch.arange(batch)), case.data.labels[:batch]
 
     def ours() -> None:
         series = GaussianSums(release, 1, Guard(Ledger("0"), 1e-5, None), SecretGenerator())
-        dp_sgd(
-            copy.deepcopy(model),
-            data.images,
-            case.data.labels,
-            series,
-            1,
-            DpSgdSettings(MomentumSgd(FedAvg().lr), batch),
-        )
+        dp_sgd(copy.deepcopy(model), data.images, case.data.labels, series, 1, settings)
 
-    x = data.images(torch.arange(batch))
-    y = case.data.labels[:batch]
-    loop = lambda: dp_sgd_step(copy.deepcopy(model), x, y, 1.0, 1.0, 0.01)  # noqa: E731
-    medians = measure({"loop": loop, "dp-sgd": ours}, case, options)
-    return {
-        "case": "dp-sgd",
-        "examples": batch,
-        "seconds": medians,
-        "ratio to the loop": medians["loop"] / medians["dp-sgd"],
+    runs: dict[str, Callable[[], object]] = {
+        "loop": lambda: dp_sgd_step(copy.deepcopy(model), x, y, 1.0, 1.0, 0.01),
+        "dp-sgd": ours,
     }
-
-
-def measure(
-    runs: dict[str, Callable[[], object]], case: Case, options: argparse.Namespace
-) -> dict[str, float]:
-    times = alternating(runs, 1 if options.quick else options.repeats, case.device)
-    return {key: statistics.median(values) for key, values in times.items()}
+    times = medians(runs, options)
+    ratio = times["loop"] / times["dp-sgd"]
+    return {"examples": batch, "seconds": times, "ratio to the loop": ratio}
 
 
 def main() -> None:
-    options = arguments(__doc__).parse_args()
     keep_large_allocations()
-    save = saver("dp_step", options)
-    for case in (residual, gradient, local_training):
-        save({**case(options), **machine()})
+    cases = {"residual": residual, "gradient": gradient, "dp-sgd": local_training}
+    options = timing_options(__doc__).parse_args()
+    run_cases("dp_step", options, cases, lambda case, given: case(given))
 
 
 if __name__ == "__main__":

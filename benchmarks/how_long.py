@@ -1,16 +1,17 @@
 """How long one owner's private synthetic set takes on one core, by images, pixels, classes and
 width: the table of docs/how-long.md.
 
-    OMP_NUM_THREADS=1 python benchmarks/how_long.py [--quick] [--json]
+    OMP_NUM_THREADS=1 python benchmarks/how_long.py [--quick]
 
 Images of noise, `fedsynth synthesize`'s own settings (ipc 10, sampling rates as it chooses them).
-Three runs of a round each tell the seconds of a release and of an epoch on the synthetic images:
+Three runs of a round each give the seconds of a release and of an epoch on the synthetic images:
 one with few of both, one with more releases, one with more epochs. Seconds are the processor's of
-this process; cases that are there are not made again.
+this process; cases whose rows are there are not measured again.
 """
 
 from __future__ import annotations
 
+import argparse
 import time
 from dataclasses import replace
 from typing import Any
@@ -19,20 +20,22 @@ import numpy as np
 import torch
 
 from fedsynth import DatasetSpec, ImageData, PrivacySettings, from_arrays, owner_settings, simulate
-from library.machine import machine, saver, table_options
-from library.rows import lines
+from library.machine import run_cases, timing_options
 
-NAME = "how_long"
 FEW, MORE = 2, 6
 """Releases, and epochs."""
-CASES: dict[str, dict[str, int]] = {
-    "500 images of 32 pixels": {"images": 500, "side": 32, "classes": 3, "width": 32},
-    "2,000 images of 32 pixels": {"images": 2000, "side": 32, "classes": 3, "width": 32},
-    "20,000 images of 32 pixels": {"images": 20000, "side": 32, "classes": 3, "width": 32},
-    "2,000 images of 64 pixels": {"images": 2000, "side": 64, "classes": 3, "width": 32},
-    "2,000 images of 128 pixels": {"images": 2000, "side": 128, "classes": 3, "width": 32},
-    "2,000 images, ten classes": {"images": 2000, "side": 32, "classes": 10, "width": 32},
-    "2,000 images, width 128": {"images": 2000, "side": 32, "classes": 3, "width": 128},
+SIZES = {  # images, pixels a side, classes, width
+    "500 images of 32 pixels": (500, 32, 3, 32),
+    "2,000 images of 32 pixels": (2000, 32, 3, 32),
+    "20,000 images of 32 pixels": (20000, 32, 3, 32),
+    "2,000 images of 64 pixels": (2000, 64, 3, 32),
+    "2,000 images of 128 pixels": (2000, 128, 3, 32),
+    "2,000 images, ten classes": (2000, 32, 10, 32),
+    "2,000 images, width 128": (2000, 32, 3, 128),
+}
+CASES = {
+    name: dict(zip(("images", "side", "classes", "width"), sizes, strict=True))
+    for name, sizes in SIZES.items()
 }
 
 
@@ -77,27 +80,24 @@ def one_round(case: dict[str, int], data: ImageData, releases: int, epochs: int)
     return time.process_time() - started
 
 
-def measured(case: dict[str, int]) -> dict[str, Any]:
+def measured(case: dict[str, int], options: argparse.Namespace) -> dict[str, Any]:
     """Seconds of a release and of an epoch."""
-    data = noise(case)
-    one_round(case, data, 1, 1)  # the first call of everything
-    few = one_round(case, data, FEW, FEW)
+    chosen = {**case, "width": 4, "images": 500} if options.quick else case
+    data = noise(chosen)
+    one_round(chosen, data, 1, 1)  # the first call of everything
+    few = one_round(chosen, data, FEW, FEW)
+    releases = one_round(chosen, data, MORE, FEW) - few
+    epochs = one_round(chosen, data, FEW, FEW + 10 * (MORE - FEW)) - few
     return {
-        "seconds_a_release": (one_round(case, data, MORE, FEW) - few) / (MORE - FEW),
-        "seconds_an_epoch": (one_round(case, data, FEW, FEW + 10 * (MORE - FEW)) - few)
-        / (10 * (MORE - FEW)),
+        **case,
+        "seconds_a_release": releases / (MORE - FEW),
+        "seconds_an_epoch": epochs / (10 * (MORE - FEW)),
     }
 
 
 def main() -> None:
-    options = table_options(__doc__, "narrow networks, and the first two cases").parse_args()
     torch.set_num_threads(1)
-    save = saver(NAME, options)
-    there = set() if options.quick else {row["case"] for row in lines(NAME)}
-    for name, case in list(CASES.items())[: 2 if options.quick else None]:
-        if name not in there:
-            chosen = {**case, "width": 4} if options.quick else case
-            save({"case": name, **case, **measured(chosen), **machine()})
+    run_cases("how_long", timing_options(__doc__).parse_args(), CASES, measured, once=True)
 
 
 if __name__ == "__main__":

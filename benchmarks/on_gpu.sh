@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Everything that wants a GPU, in one call that goes on where it stopped: CUDA tests, the first command's time, condensation, server,
-# local and DP steps, a FedDM round at the paper's CIFAR-10 setting, the Fashion-MNIST table, bf16 against fp32, the DP table, and FedDM on MNIST at the
+# Everything that wants a GPU, in one call that goes on where it stopped: CUDA tests, the first command's time, condensation, server and
+# DP steps, a FedDM round at the paper's CIFAR-10 setting, the Fashion-MNIST table, bf16 against fp32, the DP table, and FedDM on MNIST at the
 # paper's full setting.   usage: bash benchmarks/on_gpu.sh   (FEDSYNTH_DATA: folder with FashionMNIST; without it the table is left out)
 # Needs torch with CUDA and this package's dependencies; results go to benchmarks/results/, logs to $OUT or there too.
 set -uo pipefail
@@ -17,17 +17,14 @@ step() { # name, command ...
 python3 -c 'import torch; assert torch.cuda.is_available(); print(torch.__version__, torch.cuda.get_device_name())' || exit 2
 step "cuda tests" python3 -m pytest -q -m cuda tests
 step "first command" bash -c 'time python3 -c "from fedsynth.cli.app import main; main()" train --method feddm --dp-sigma 3 --output "$(mktemp -d)"'
-step "condense" python3 benchmarks/condense.py --json --device cuda --clients 1 10 --steps 20
-step "server step" python3 benchmarks/server_step.py --json --device cuda --epochs 50
-step "generator step" python3 benchmarks/generator_step.py --json --device cuda --repeats 50
-step "local training" python3 benchmarks/local_training.py --json --device cuda
-step "dp step" python3 benchmarks/dp_step.py --json --device cuda
-step "a round of CIFAR-10's size" python3 benchmarks/condense.py --json --device cuda --cases cifar10 --clients 10 --steps 1000 --repeats 1 --no-reference --no-growth
+step "condense" python3 benchmarks/condense.py --device cuda --clients 1 10 --steps 20
+step "server step" python3 benchmarks/server_step.py --device cuda --epochs 50
+step "dp step" python3 benchmarks/dp_step.py --device cuda
+step "a round of CIFAR-10's size" python3 benchmarks/condense.py --device cuda --cases cifar10 --clients 10 --steps 1000 --repeats 1 --no-reference --no-growth
 if [ -n "${FEDSYNTH_DATA:-}" ]; then
-    step "fashion table" python3 benchmarks/fashion_table.py --device cuda
-    # FedDM alone: the two others have too little work in a step to fill a GPU
-    step "precision" python3 benchmarks/precision.py --device cuda --cases FedDM
-    step "dp utility" python3 benchmarks/dp_utility.py --device cuda
+    step "fashion table" python3 benchmarks/run.py fashion_table --device cuda
+    step "precision" python3 benchmarks/run.py precision --device cuda
+    step "dp utility" python3 benchmarks/run.py dp_utility --device cuda
     # FedDM's own setting (its Sec. 4.1): ConvNet-128, 20 rounds, 1000 iterations, Dir(0.5), 10 clients; the run folder has the curve
     step "paper setting" python3 -c "from fedsynth.cli.app import main; main()" train --method feddm --dataset mnist --alpha 0.5 \
         --clients 10 --rounds 20 --precision bf16 --device cuda --output "$out/paper"

@@ -1,7 +1,7 @@
 """The server's training on synthetic images, beside a DataLoader with torch's SGD
 (library/reference.py), alternately in one run.
 
-    python benchmarks/server_step.py [--quick] [--json] [--device cuda]
+    python benchmarks/server_step.py [--quick] [--device cuda]
 
 FedDM's shape: 810 images (81 client classes of 10, as in the paper's Table 3 for MNIST at alpha
 0.5), batch 256, ConvNet-128, projection after every step. Random images: only time is measured. The
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +23,7 @@ from fedsynth.models.registry import ModelSettings, build_model
 from fedsynth.training.optimisers import MomentumSgd
 from fedsynth.training.sgd import SgdSettings, train_on
 from library.cases import forward_flops, peak_flops
-from library.machine import alternating, arguments, machine, saver
+from library.machine import medians, run_cases, timing_options
 from library.reference import server_step
 
 IMAGES, BATCH = 810, 256
@@ -46,27 +45,24 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
             copy.deepcopy(model), lambda where: x[where], y, sgd, torch.Generator()
         ),
     }
-    times = alternating(runs, 1 if options.quick else options.repeats, device)
-    medians = {key: statistics.median(values) / epochs for key, values in times.items()}
+    times = {key: value / epochs for key, value in medians(runs, options).items()}
     flops = 3 * IMAGES * forward_flops(model, spec.image_shape)  # type: ignore[arg-type]
     floor = flops / peak_flops(torch.float32, device)
-    row = {
-        "case": name,
+    return {
         "images": IMAGES,
-        "seconds per epoch": medians,
-        "ratio": medians["reference"] / medians["engine"],
+        "seconds per epoch": times,
+        "ratio": times["reference"] / times["engine"],
+        "floor": floor,
+        "share of the floor": floor / times["engine"],
     }
-    return {**row, "floor": floor, "share of the floor": floor / medians["engine"], **machine()}
 
 
 def main() -> None:
-    parser = arguments(__doc__)
+    parser = timing_options(__doc__)
     parser.add_argument("--epochs", type=int, default=2)
-    options = parser.parse_args()
     keep_large_allocations()
-    save = saver("server_step", options)
-    for name in ("mnist", "cifar10"):
-        save(measure(name, options))
+    cases = {name: name for name in ("mnist", "cifar10")}
+    run_cases("server_step", parser.parse_args(), cases, measure)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import documents
-from library.rows import LAST_COMMIT, READ, SCRIPTS, RowsError
+from library.rows import LAST_COMMIT, READ, REPRODUCTION, RowsError
 
 ROOT = Path(__file__).resolve().parent.parent
 MADE = ("generated", "_build")  # below docs/, by building the site: not documents of their own
@@ -175,11 +175,19 @@ def origins(texts: Mapping[str, str]) -> list[tuple[str, str, str, str]]:
             READ.clear()
             _table(name)
             for rows in dict.fromkeys(READ):
-                script = SCRIPTS.get(rows, f"benchmarks/{rows}.py")
-                if rows not in SCRIPTS and not (ROOT / script).exists():
-                    script = f"git show {LAST_COMMIT}:{script}"
-                found.append((name, document, f"benchmarks/results/{rows}.jsonl", script))
+                place = f"benchmarks/results/{rows}.jsonl"
+                found.append((name, document, place, _maker(rows)))
     return found
+
+
+def _maker(rows: str) -> str:
+    """The command that makes a file of rows, or shows the removed script that did."""
+    if rows == REPRODUCTION:
+        return "fedsynth reproduce"
+    if (ROOT / "benchmarks" / "grids" / f"{rows}.py").exists():
+        return f"benchmarks/run.py {rows}"
+    script = f"benchmarks/{rows}.py"
+    return script if (ROOT / script).exists() else f"git show {LAST_COMMIT}:{script}"
 
 
 def in_columns(rows: Sequence[Sequence[str]]) -> str:

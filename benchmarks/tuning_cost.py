@@ -22,7 +22,7 @@ TARGET = 3.0
 
 def planned(mechanism: str) -> PrivacyPlan:
     """A tuning run at ε = 3, planned."""
-    return plan_of(settings_for(TUNE_ON, mechanism, 0, "cpu", {"epsilon": TARGET}, 1.0, 1.0, False))
+    return plan_of(settings_for(TUNE_ON, mechanism, {"epsilon": TARGET}, 1.0, 1.0, seed=0))
 
 
 def cost(mechanism: str, candidates: int) -> dict[str, float]:

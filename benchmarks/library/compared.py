@@ -11,13 +11,20 @@ from fedsynth.methods import method_class
 from fedsynth.methods.dense import DistilsWithoutData
 from fedsynth.methods.shared.ensemble import DistilsEnsemble
 from fedsynth.methods.shared.local import TrainsLocally
-from library.one_shot import SERVER
 
 Values = dict[str, Any]
 LOCAL: Values = {"local_epochs": 5, "batch": 32, "momentum": 0.0}
 IMAGES: Values = {"ipc": 10, "server_epochs": 100}
 CONDENSE: Values = {"ipc": 10, "iterations": 50, "batch": 64, "server_epochs": 100}
 ONCE: Values = {**LOCAL, "local_epochs": 100}
+SERVER: Values = {
+    "server_epochs": 15,
+    "generator_steps": 30,
+    "generator_batch": 32,
+    "generator_width": 8,
+    "generator_lr": 0.01,
+    "start": "average",
+}
 OWN: dict[str, Values] = {  # beside the family's
     "fedkf": {"generator_width": 8, "generator_batch": 32},
     "fedaf": {  # from single images, as few steps need, and as FedDM starts

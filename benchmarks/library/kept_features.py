@@ -1,14 +1,12 @@
 """Fixed features of whole data sets, made once and kept as files.
 
-They are what a FedStats run takes nearly all of its time for, and the same in every run. They are
-kept in 16 bits, which is 5e-4 of a coordinate, far below any noise. A file is named after its map:
-whoever changes a map deletes its files.
+They take nearly all of a FedStats run's time, and are the same in every run. Files have 16 bits a
+number: errors of 5e-4 of a coordinate, far below any noise. A file is named after its map: delete
+the files of a map that you change.
 """
 
 from __future__ import annotations
 
-import argparse
-import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -19,12 +17,6 @@ from fedsynth.data.images import ImageData
 from fedsynth.features.feature_map import FeatureMap
 
 AT_ONCE = 64
-
-
-def add_cache(parser: argparse.ArgumentParser) -> None:
-    """Adds --cache, the folder in which features are kept between calls."""
-    folder = Path(tempfile.gettempdir()) / "fedsynth-features"
-    parser.add_argument("--cache", type=Path, default=folder, help="folder of kept features")
 
 
 def vectors(folder: Path, split: str, data: ImageData, features: FeatureMap) -> Tensor:

@@ -1,4 +1,4 @@
-"""Timing, and rows that say where, when and with what they were made."""
+"""Timing, options, and rows that record where, when and with what they were made."""
 
 from __future__ import annotations
 
@@ -8,22 +8,20 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from datetime import date
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
-from fedsynth.cli.process import keep_large_allocations
 from library import RESULTS
 
 Case = TypeVar("Case")
-ONE_ROUND = "one round and few steps, to see that it runs"
 
 
 def machine() -> dict[str, Any]:
-    """The fields that every row of `benchmarks/results/` ends with."""
+    """Returns the fields that every row of `benchmarks/results/` ends with."""
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
     ).stdout.strip()
@@ -42,7 +40,7 @@ def machine() -> dict[str, Any]:
 
 
 def seconds(run: Callable[[], object], device: torch.device) -> float:
-    """One timed call, device work included."""
+    """Returns the seconds of one call, device work included."""
     if device.type == "cuda":
         torch.cuda.synchronize()
     started = time.perf_counter()
@@ -52,94 +50,91 @@ def seconds(run: Callable[[], object], device: torch.device) -> float:
     return time.perf_counter() - started
 
 
-def alternating(
-    runs: dict[str, Callable[[], object]], repeats: int, device: torch.device
-) -> dict[str, list[float]]:
-    """Seconds of each run, one after the other in turns, after a first turn that is thrown away."""
+def medians(
+    runs: Mapping[str, Callable[[], object]], options: argparse.Namespace
+) -> dict[str, float]:
+    """Returns the median seconds of each run, timed in turns after a first turn that is thrown
+    away; one repeat with --quick."""
+    device = torch.device(options.device)
     times: dict[str, list[float]] = {key: [] for key in runs}
-    for repeat in range(repeats + 1):
+    for repeat in range((1 if options.quick else options.repeats) + 1):
         for key, run in runs.items():
             value = seconds(run, device)
             if repeat:
                 times[key].append(value)
-    return times
-
-
-def medians(runs: dict[str, Callable[[], object]], options: argparse.Namespace) -> dict[str, float]:
-    """Returns the median seconds of each run, timed alternately; one repeat with --quick."""
-    repeats = 1 if options.quick else options.repeats
-    times = alternating(runs, repeats, torch.device(options.device))
     return {key: statistics.median(values) for key, values in times.items()}
 
 
 def run_cases(
     name: str,
-    parser: argparse.ArgumentParser,
-    cases: Iterable[Case],
+    options: argparse.Namespace,
+    cases: Mapping[str, Case],
     measure: Callable[[Case, argparse.Namespace], dict[str, Any]],
+    once: bool = False,
+    apart: bool = False,
 ) -> None:
-    """Measures each case and appends its row to the results file.
+    """Measures each case and appends its row to a results file.
 
     Args:
         name: of the results file.
-        parser: of the script's options.
-        cases: each is an argument of `measure`.
+        options: of the command line.
+        cases: by name; each is an argument of `measure`.
         measure: returns the row of a case.
+        once: a case whose row is there is not measured again.
+        apart: each case is measured in a process of its own.
     """
-    options = parser.parse_args()
-    keep_large_allocations()
-    save = saver(name, options)
-    for case in cases:
-        save({**measure(case, options), **machine()})
+    if options.case is not None:
+        if options.case in cases:
+            print(json.dumps(measure(cases[options.case], options)))
+        return
+    path = rows_file(name, options.quick)
+    there = {row["case"] for row in read(path)} if once else set()
+    for title, case in cases.items():
+        if title not in there and options.only in title:
+            row = _in_a_process(title) if apart else measure(case, options)
+            append(path, {"case": title, **row, **machine()})
 
 
-def saver(name: str, options: argparse.Namespace) -> Callable[[dict[str, Any]], None]:
-    """Appends rows to results/NAME.jsonl (NAME_quick.jsonl with --quick) and prints them (one line
-    each with --json).
-    """
-    path = rows_file(name, options)
-
-    def save(row: dict[str, Any]) -> None:
-        with path.open("a") as file:
-            file.write(json.dumps(row) + "\n")
-        print(json.dumps(row) if options.json else json.dumps(row, indent=2), flush=True)
-
-    return save
+def _in_a_process(title: str) -> dict[str, Any]:
+    """Returns the row of a case that the same script measures in another process."""
+    words = [sys.executable, *sys.argv, "--case", title]
+    ran = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True)
+    row: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
+    return row
 
 
-def arguments(description: str | None) -> argparse.ArgumentParser:
-    """The options that every timing benchmark has."""
+def timing_options(description: str | None, repeats: int = 5) -> argparse.ArgumentParser:
+    """Returns the parser of a script that measures time."""
     parser = plain_options(description)
-    parser.add_argument(
-        "--quick", action="store_true", help="a narrow network and one repeat, to see that it runs"
-    )
-    parser.add_argument("--json", action="store_true", help="print results as JSON lines")
+    parser.add_argument("--quick", action="store_true", help="few steps, to see that it runs")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--repeats", type=int, default=5)
-    return parser
-
-
-def table_options(description: str | None, quick: str = ONE_ROUND) -> argparse.ArgumentParser:
-    """Those of a script that makes a table: --quick, --json and --device.
-
-    Args:
-        description: the script's docstring.
-        quick: what --quick does.
-    """
-    parser = plain_options(description)
-    parser.add_argument("--quick", action="store_true", help=quick)
-    parser.add_argument("--json", action="store_true", help="print the table as JSON")
-    parser.add_argument("--device", default="auto")
+    parser.add_argument("--repeats", type=int, default=repeats)
+    parser.add_argument("--only", default="", help="measure only cases whose name contains this")
+    parser.add_argument("--case", help=argparse.SUPPRESS)  # one case, printed
     return parser
 
 
 def plain_options(description: str | None) -> argparse.ArgumentParser:
-    """None yet; the description is shown as it stands."""
+    """Returns a parser without options, which shows the description as it stands."""
     return argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
 
 
-def rows_file(name: str, options: argparse.Namespace) -> Path:
-    """Where a script's rows stand; those of --quick apart."""
-    return RESULTS / f"{name}{'_quick' if options.quick else ''}.jsonl"
+def rows_file(name: str, quick: bool) -> Path:
+    """Returns the file of a script's rows; those of --quick are apart."""
+    return RESULTS / f"{name}{'_quick' if quick else ''}.jsonl"
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """Returns the rows of a file; none where there is no file yet."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return [json.loads(line) for line in lines]
+
+
+def append(path: Path, row: dict[str, Any]) -> None:
+    """Appends a row to a file, and prints it."""
+    line = json.dumps(row, ensure_ascii=False)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(line + "\n")
+    print(line, flush=True)

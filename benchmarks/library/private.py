@@ -7,7 +7,6 @@ from typing import Any
 from fedsynth.config.resolve import resolve
 from fedsynth.config.settings import RunSettings
 
-EPSILONS = (1.0, 3.0, 10.0)
 CLIPS = (0.5, 1.0, 2.0)
 RATES = (1.0, 3.0)
 TUNE_ON = "fashion-mnist"
@@ -24,29 +23,24 @@ CLIP: dict[str, float] = {"features": 6.0, "residual": 6.0, "gradient": 1.0, "dp
 def settings_for(
     dataset: str,
     mechanism: str,
-    seed: int,
-    device: str,
     budget: dict[str, float],
     clip: float,
     rate: float,
-    quick: bool,
+    *,
+    seed: int,
+    device: str = "cpu",
+    quick: bool = False,
 ) -> RunSettings:
-    """One run; `clip` and `rate` multiply the mechanism's own."""
+    """Returns the settings of one run; `clip` and `rate` multiply the mechanism's own."""
+    local = mechanism == "dp-sgd"
     method = dict(METHODS[mechanism])
-    key = "lr" if mechanism == "dp-sgd" else "image_lr"
-    method[key] *= rate
+    method["lr" if local else "image_lr"] *= rate
     if quick:
-        method |= (
-            {"local_epochs": 1} if mechanism == "dp-sgd" else {"iterations": 2, "server_epochs": 1}
-        )
+        method |= {"local_epochs": 1} if local else {"iterations": 2, "server_epochs": 1}
+    run = {"method": "fedavg" if local else "feddm", "rounds": 1 if quick else 2}
     return resolve(
         {
-            "run": {
-                "method": "fedavg" if mechanism == "dp-sgd" else "feddm",
-                "rounds": 1 if quick else 2,
-                "seed": seed,
-                "device": device,
-            },
+            "run": {**run, "seed": seed, "device": device},
             "data": {"dataset": dataset},
             "partition": {"kind": "dirichlet", "alpha": 0.5, "clients": 10},
             "model": {"width": 16},

@@ -15,11 +15,6 @@ Row = Mapping[str, Any]
 Value = str | Callable[[Row], Any]
 """A number of a row: its dotted path, or a function of the row."""
 REPRODUCTION = "reproduction/*"
-SCRIPTS = {
-    "fedstats_students": "benchmarks/fedstats_table.py --students",
-    REPRODUCTION: "cli/reproduce_command.py (fedsynth reproduce)",
-}
-"""The script that makes a results file, where it is not the script of the file's name."""
 LAST_COMMIT = "04719c52"
 """Has the removed scripts, whose questions are settled and whose rows stay."""
 STATISTICS_SEEDS = range(10)

@@ -24,7 +24,7 @@ SIZE = 3 * PATCH**2
 def training(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The module that learned the dictionary."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("library.random_process_training")
+    return importlib.import_module("random_process")
 
 
 def images(count: int, shape: tuple[int, int, int] = (3, 32, 32)) -> Tensor:

@@ -1,8 +1,5 @@
-"""What robust aggregation keeps of FedAvg's accuracy where two of ten clients lie, and what it
+"""What robust aggregation preserves of FedAvg's accuracy where two of ten clients lie, and what it
 costs where nobody does.
-
-    python benchmarks/robust_table.py [--quick] [--alphas 1 0.1] [--seeds 0 1 2]
-        [--only sign] [--time-budget 3600]
 
 The embedded digits, ten clients by Dirichlet(α), ten rounds of five local epochs, the preset's
 network; plain averaging and each rule (`run.robust`; `trimmed` leaves out a fifth at each end).
@@ -12,17 +9,14 @@ Clients 0 and 1 train as all others do and then send
     scale   100·w_k
     nan     w_k with a NaN in every tensor
 
-A NaN is no matter of aggregation: an upload that is not finite ends the run or is rejected, by what
-the server checks (a row says which, "diverged" where the run ended). Who changes that deletes the
-rows "nan". Resumes: finished runs are lines of results/robust_table.jsonl, `--only` shares the work
-among processes, and after `--time-budget` seconds no further run is begun.
+An upload that is not finite ends the run or is rejected by the server, whatever the rule is; a row
+has "diverged" where the run ended.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 from typing import Any
 
 import torch
@@ -33,10 +27,9 @@ from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import ModelParameters
 from fedsynth.core.method import Memory, Results
 from fedsynth.methods.shared.robust import RULES
-from library.results import start, table_parser
+from library.grid import Cell, Grid
 
 LIARS = (0, 1)  # of ten clients
-ATTACKS = ("none", "sign", "scale", "nan")
 FAR = 5.0
 SCALE = 100.0
 
@@ -46,7 +39,7 @@ class LiedTo(FedAvg):
     """FedAvg some of whose clients lie.
 
     Args:
-        attack: what they send, one of `ATTACKS`.
+        attack: what they send: "none", "sign", "scale" or "nan".
     """
 
     attack: str = "none"
@@ -77,29 +70,27 @@ class LiedTo(FedAvg):
         return replace(upload, parameters=sent)
 
 
-def settings_for(
-    rule: str, attack: str, alpha: float, seed: int, device: str, quick: bool
-) -> RunSettings:
+def settings(cell: Cell) -> RunSettings:
+    """Returns the settings of one run."""
+    epochs = 1 if cell.quick else 5
     return RunSettings(
-        LiedTo(local_epochs=1 if quick else 5, batch=32, lr=0.02, attack=attack),
-        rounds=2 if quick else 10,
-        seed=seed,
-        device=device,
-        robust=rule,
-        partition=PartitionSettings("dirichlet", clients=10, alpha=alpha),
+        LiedTo(local_epochs=epochs, batch=32, lr=0.02, attack=cell.attack),
+        rounds=2 if cell.quick else 10,
+        seed=cell.seed,
+        device=cell.device,
+        robust=cell.rule,
+        partition=PartitionSettings("dirichlet", clients=10, alpha=cell.alpha),
         model=ModelSettings(width=32, depth=2),
     )
 
 
-def main() -> None:
-    parser = table_parser(__doc__, "two rounds of one epoch: a test")
-    parser.add_argument("--alphas", type=float, nargs="+", default=[1.0, 0.1])
-    options, results = start("robust_table", parser)
-    for alpha, seed, attack, rule in product(options.alphas, options.seeds, ATTACKS, RULES):
-        settings = settings_for(rule, attack, alpha, seed, options.device, options.quick)
-        results.get(f"{rule}, {attack}, alpha={alpha:g} seed={seed}", settings)
-    results.show()
-
-
-if __name__ == "__main__":
-    main()
+GRID = Grid(
+    axes={
+        "alpha": (1.0, 0.1),
+        "seed": (0, 1, 2),
+        "attack": ("none", "sign", "scale", "nan"),
+        "rule": tuple(RULES),
+    },
+    key="{rule}, {attack}, alpha={alpha:g} seed={seed}",
+    settings=settings,
+)

@@ -1,11 +1,7 @@
 """Which faults a canary audit finds: broken twins of mechanisms, each with a claim of ε = 3.
 
-    python benchmarks/audit_twins.py [--quick] [--kinds vectors images] [--twins "no clip"]
-        [--mechanisms gradient] [--repeats 3]
-
 Two rounds on the digits' shape, networks of width 8 (DP-SGD: 48), one client, 1000 canaries. A twin
-is the product with one fault planted. Coins, masks and noise differ from call to call. Resumes:
-finished audits are lines of results/audit_twins.jsonl, and `--repeats` counts them.
+is the product with one fault planted. Coins, masks and noise differ from call to call.
 """
 
 from __future__ import annotations
@@ -13,7 +9,6 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import cache
-from itertools import product
 from typing import Any
 from unittest.mock import patch
 
@@ -23,7 +18,7 @@ from fedsynth.config.resolve import resolve
 from fedsynth.config.settings import RunSettings
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.simulation.audit.auditing import audit_run
-from library.results import start, table_parser
+from library.grid import Cell, Grid, Row
 
 CONDENSE = {"iterations": 2, "ipc": 2, "server_epochs": 1}
 TRAIN = {"local_steps": 2, "batch": 20}
@@ -75,34 +70,24 @@ def settings_of(name: str, quick: bool) -> RunSettings:
     return resolve(sections)
 
 
-def one_audit(name: str, twin: str, kind: str, quick: bool) -> dict[str, Any]:
-    """Returns a row of the results file."""
+def audit(cell: Cell) -> Row:
+    """Returns what one audit finds of a twin."""
     with ExitStack() as planted:
-        for target, fault in TWINS[twin].items():
+        for target, fault in TWINS[cell.twin].items():
             planted.enter_context(patch(target, fault))
         found = audit_run(
-            settings_of(name, quick), canaries=100 if quick else 1000, canaries_as=kind
+            settings_of(cell.name, cell.quick),
+            canaries=100 if cell.quick else 1000,
+            canaries_as=cell.kind,
         )
     figures = asdict(found)
     del figures["method"], figures["mechanism"]
     return figures
 
 
-def main() -> None:
-    parser = table_parser(__doc__, "one round, 100 canaries: a test")
-    parser.add_argument("--kinds", nargs="+", default=["vectors", "images"])
-    parser.add_argument("--mechanisms", nargs="+", default=list(MECHANISMS), choices=MECHANISMS)
-    parser.add_argument("--twins", nargs="+", default=list(TWINS), choices=TWINS)
-    parser.add_argument("--repeats", type=int, default=3)
-    options, results = start("audit_twins", parser)
-    keys = [row["key"] for row in results.lines()]
-    for name, kind, twin in product(options.mechanisms, options.kinds, options.twins):
-        if twin == "public mask" and "q = 0.1" not in name:
-            continue  # nothing is sampled
-        key = f"{name}, {kind}, {twin}"
-        for _ in range(keys.count(key), options.repeats):
-            results.append({"key": key, **one_audit(name, twin, kind, options.quick)})
-
-
-if __name__ == "__main__":
-    main()
+GRID = Grid(
+    axes={"name": tuple(MECHANISMS), "kind": ("vectors", "images"), "twin": tuple(TWINS)},
+    key="{name}, {kind}, {twin}",
+    work=audit,
+    wanted=lambda cell: cell.twin != "public mask" or "q = 0.1" in cell.name,  # else no sampling
+)

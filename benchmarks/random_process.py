@@ -1,7 +1,12 @@
-"""How the `random-process` dictionary is learned: whitening and spherical k-means on patches of
-random-process images (Coates & Ng 2012, "Learning Feature Representations with K-means").
+"""Makes the `random-process` dictionary that the package ships: whitening and spherical k-means on
+patches of random-process images (Coates & Ng 2012, "Learning Feature Representations with
+K-means").
 
-Everything is drawn from one seed; no data set is read.
+    python benchmarks/random_process.py
+
+Everything is drawn from one seed; no data set is read. It takes half a minute, and writes the file
+beside `fedsynth/features/random_process.py`. What the dictionary adds was measured by
+`git show 04719c52:benchmarks/random_process_prior.py`.
 """
 
 from __future__ import annotations
@@ -9,11 +14,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional as F
 
 from fedsynth.features.random_images import random_images
-from fedsynth.features.random_process import CONTRAST, PATCH, Dictionary
+from fedsynth.features.random_process import CONTRAST, PATCH, WEIGHTS, Dictionary
 from fedsynth.seeding import torch_generator
 
 SIDE = 32
@@ -88,3 +94,13 @@ def spherical_kmeans(points_NP: Tensor, start_KP: Tensor, rounds: int) -> Tensor
         sums = members.T @ (points_NP * sign * strength)
         atoms = F.normalize(sums + 1e-6 * atoms, dim=1)  # one without points stays
     return atoms
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    made = learn_dictionary(Recipe())
+    save_file({"mean": made.mean, "atoms": made.atoms.contiguous()}, WEIGHTS)
+
+
+if __name__ == "__main__":
+    main()

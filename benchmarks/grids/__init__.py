@@ -1,0 +1,1 @@
+"""Grids of runs, each in a file of the name of its rows: `GRID`."""

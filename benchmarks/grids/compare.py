@@ -1,0 +1,106 @@
+"""All methods on Fashion-MNIST, 10 clients, Dir(0.1), at one budget, for one CPU core: accuracy,
+bytes and seconds.
+
+A tenth of each class, a ConvNet of width 8. The budget is passes over a client's own data: 5
+rounds of 5 for methods that send models, batches of 32, SGD without momentum, as SCAFFOLD and q-FFL
+have none. The rate of each is the best on 5,000 held-out training images with seed 0 (rows "rate
+…"), of 0.003, 0.01, 0.03, 0.1 and 0.3, and further ones as long as the best is at an end. FedBN and
+SOLO take FedAvg's, and so do one-shot methods, whose clients train once, 100 passes, until they fit
+their data. Methods that condense take 5 rounds of
+50 steps, ipc 10; FedDM's and FedAF's image rates are found in the same way, of 0.1, 0.3, 1, 3 and
+10. FedAF has the weights that its paper gives for Fashion-MNIST (1e-3 and 2.0). All else that is
+not named here is each paper's, but for generators, which are small. FedBN and SOLO have no common
+model: their figure is AMP, the average over the clients' own models on the clients' own test
+splits, a fifth of their data, which is another, easier question at Dir(0.1). Three seeds, and five
+of one-shot methods.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from fedsynth.config.resolve import resolve
+from fedsynth.config.settings import RunSettings
+from library.compared import METHODS, PERSONAL, SINGLE_ROUND, TAKE_FEDAVGS_RATE
+from library.grid import Cell, Grid, Row, Rows, best
+from library.runs import Data, dataset
+
+LADDER = (0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
+GRIDS = {"lr": (0.003, 0.3), "image_lr": (0.1, 10.0)}
+"""The ends of the first rates that are tried."""
+FEW = {"local_epochs": 1, "server_epochs": 1, "server_steps": 1, "iterations": 2}
+
+
+def knob(name: str) -> str | None:
+    """The rate that is tuned: of local training, or of images; None: there is none."""
+    _, values = METHODS[name]
+    if "local_epochs" in values:
+        return "lr"
+    return "image_lr" if "iterations" in values else None
+
+
+def settings_for(name: str, seed: int, rate: float | None, cell: Cell) -> RunSettings:
+    """Returns the settings of one run."""
+    method, values = METHODS[name]
+    tuned = knob(name)
+    if rate is not None and tuned is not None:
+        values = {**values, tuned: rate}
+    if cell.quick:
+        values = {**values, **{key: few for key, few in FEW.items() if key in values}}
+    rounds = 1 if cell.quick or name in SINGLE_ROUND else 5
+    run = {"method": method, "rounds": rounds, "seed": seed, "device": cell.device}
+    own = {"local_test": 0.2} if name in PERSONAL else {}
+    return resolve(
+        {
+            "run": {**run, "evaluate_every": 5},
+            "data": {"dataset": "fashion-mnist"},
+            "partition": {"kind": "dirichlet", "alpha": 0.1, "clients": 10, "subset": 0.1, **own},
+            "model": {"width": 8, "norm": "batch" if name == "fedbn" else "instance"},
+            "method": values,
+        }
+    )
+
+
+@cache
+def tuning() -> Data:
+    """Returns (the other training images, 5,000 random ones)."""
+    order = torch.randperm(60_000, generator=torch.Generator().manual_seed(0))
+    train = dataset("fashion-mnist")[0]
+    return train.subset(order[5000:]), train.subset(order[:5000])
+
+
+def best_rate(cell: Cell, rows: Rows) -> float | None:
+    """Returns the best rate on held-out training images, 0 where there is none; None: another call
+    has yet to find it."""
+    tuned = knob(cell.method)
+    if tuned is None:
+        return 0.0
+    chosen = "fedavg" if cell.method in TAKE_FEDAVGS_RATE else cell.method
+    first, last = (LADDER.index(rate) for rate in GRIDS[knob(chosen) or tuned])
+    tried: dict[int, Row | None] = {}
+    while True:
+        for step in range(first, last + 1):
+            if step not in tried:
+                settings = settings_for(chosen, 0, LADDER[step], cell)
+                tried[step] = rows.run(f"rate {chosen} {LADDER[step]:g}", settings, tuning)
+        found = best(tried)
+        if found is None:
+            return None
+        if found == first > 0:
+            first -= 1
+        elif found == last < len(LADDER) - 1:
+            last += 1
+        else:
+            return LADDER[found]
+
+
+GRID = Grid(
+    axes={"method": tuple(METHODS), "seed": range(5)},
+    key="{method} seed={seed}",
+    settings=lambda cell: settings_for(cell.method, cell.seed, cell.chosen, cell),
+    choose=best_rate,
+    wanted=lambda cell: cell.seed < 3 or cell.method in SINGLE_ROUND,
+    threads=1,
+)

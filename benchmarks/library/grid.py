@@ -1,0 +1,135 @@
+"""Declared grids of runs, and the loop that makes their missing rows."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from fedsynth.config.resolve import fingerprint
+from fedsynth.config.settings import RunSettings
+from library.machine import append, machine, read
+from library.runs import Data, dataset, one_run
+
+Cell = SimpleNamespace
+"""A value of each axis, `device`, `quick`, `cache`, what `Grid.choose` found as `chosen`, and the
+cell's `settings`."""
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """What the rows of a results file are made of.
+
+    Args:
+        axes: what varies, the last axis fastest; each is an option of the command line.
+        key: template of a row's key. A hash of the settings follows it.
+        settings: returns a cell's settings; None: a row is of no run, and its key has no hash.
+        work: returns a row's measurements; None: simulates the settings.
+        choose: returns what is tuned beforehand, from rows that it asks for; None leaves the cell
+            to another call.
+        wanted: leaves out cells of the product.
+        repeats: rows of one key.
+        threads: of the processor, where seconds are measured; None: as many as there are.
+    """
+
+    axes: Mapping[str, Sequence[Any]]
+    key: str
+    settings: Callable[[Cell], RunSettings] | None = None
+    work: Callable[[Cell], Row] | None = None
+    choose: Callable[[Cell, Rows], Any] | None = None
+    wanted: Callable[[Cell], bool] = bool
+    repeats: int = 1
+    threads: int | None = None
+
+    def cells(self, axes: Mapping[str, Sequence[Any]], **same: Any) -> Iterator[Cell]:
+        """Yields the cells of the product of axes that are wanted."""
+        for values in product(*axes.values()):
+            cell = Cell(**dict(zip(axes, values, strict=True)), **same)
+            if self.wanted(cell):
+                yield cell
+
+    def make(self, cell: Cell, rows: Rows, repeats: int | None = None) -> Row | None:
+        """Returns the row of a cell, and makes it if it is missing and may be made."""
+        if self.choose is not None:
+            cell.chosen = self.choose(cell, rows)
+            if cell.chosen is None:
+                return None
+        name = self.key.format(**vars(cell))
+        cell.settings = self.settings(cell) if self.settings else None
+        work = self.work
+        if work is None:
+            return rows.run(name, cell.settings)
+        return rows.get(name, cell.settings, lambda: work(cell), repeats or self.repeats)
+
+
+class Rows:
+    """A results file, which grows by the rows that are missing.
+
+    Args:
+        path: the file.
+        only: make only rows whose key contains this.
+        budget: seconds after which no further row is begun.
+    """
+
+    def __init__(self, path: Path, only: str = "", budget: float = math.inf) -> None:
+        self.path = path
+        self._only = only
+        self._end = time.monotonic() + budget
+        self._machine = machine()
+        self.shown: dict[str, Row] = {}
+
+    def get(
+        self,
+        name: str,
+        settings: RunSettings | None,
+        work: Callable[[], Row],
+        repeats: int = 1,
+    ) -> Row | None:
+        """Returns the last row of a key, and makes those that are missing.
+
+        Args:
+            name: the key, to which a hash of the settings is added.
+            settings: of the row's run; None: the key has no hash.
+            work: returns the measurements of a row.
+            repeats: how many rows the key has.
+
+        Returns:
+            The row; None if `only` or the budget leaves it to another call.
+        """
+        key = name if settings is None else f"{name} {fingerprint(settings)}"
+        made = [row for row in read(self.path) if row["key"] == key]
+        while len(made) < repeats and self._only in key and time.monotonic() < self._end:
+            made.append({"key": key, **work(), **self._machine})
+            append(self.path, made[-1])
+        if len(made) < repeats:
+            return None
+        self.shown[key] = made[-1]
+        return made[-1]
+
+    def run(
+        self, name: str, settings: RunSettings, data: Callable[[], Data] | None = None
+    ) -> Row | None:
+        """Returns the row of a simulation, and makes it if it is missing.
+
+        Args:
+            name: of the row, with the seed ("feddm seed=0").
+            settings: of the run.
+            data: returns training and test images; None: the data set of the settings.
+        """
+
+        def work() -> Row:
+            return one_run(settings, data() if data else dataset(settings.dataset))
+
+        return self.get(name, settings, work)
+
+
+def best(rows: Mapping[Any, Row | None]) -> Any:
+    """Returns the key of the most accurate row; None if a row is missing."""
+    found = {key: row["accuracy"] for key, row in rows.items() if row is not None}
+    return max(found, key=lambda key: found[key]) if len(found) == len(rows) else None
