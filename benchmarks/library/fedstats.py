@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -21,7 +22,7 @@ DELTAS = {"emnist-letters": 5e-6}
 """Below one over the number of records; 1e-5 for the other data sets."""
 
 
-def settings_for(cell: Cell, **images: int) -> RunSettings:
+def settings_for(cell: Cell, **images: Any) -> RunSettings:
     """Returns the settings of one run."""
     private = None
     if cell.epsilon != "inf":

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from datetime import date
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -128,8 +129,12 @@ def rows_file(name: str, quick: bool) -> Path:
 
 def read(path: Path) -> list[dict[str, Any]]:
     """Returns the rows of a file; none where there is no file yet."""
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    return [json.loads(line) for line in lines]
+    return _parsed(path.read_text(encoding="utf-8") if path.exists() else "")
+
+
+@cache
+def _parsed(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in text.splitlines()]
 
 
 def append(path: Path, row: dict[str, Any]) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache
 from typing import Any
 
 from library import RESULTS
+from library.machine import read
 
 NOTHING = "–"
 Row = Mapping[str, Any]
@@ -27,16 +26,10 @@ class RowsError(Exception):
     """Rows that contradict each other, or a missing row that is needed."""
 
 
-@cache
-def _parsed(text: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in text.splitlines()]
-
-
 def lines(name: str) -> list[dict[str, Any]]:
     """Returns all rows of a results file, in their order; none where there is no file yet."""
     READ.append(name)
-    path = RESULTS / f"{name}.jsonl"
-    return _parsed(path.read_text(encoding="utf-8") if path.exists() else "")
+    return read(RESULTS / f"{name}.jsonl")
 
 
 def by_key(name: str) -> dict[str, dict[str, Any]]:
