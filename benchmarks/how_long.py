@@ -6,7 +6,7 @@ width: the table of docs/how-long.md.
 Images of noise, `fedsynth synthesize`'s own settings (ipc 10, sampling rates as it chooses them).
 Three runs of a round each give the seconds of a release and of an epoch on the synthetic images:
 one with few of both, one with more releases, one with more epochs. Seconds are the processor's of
-this process; cases whose rows are there are not measured again.
+this process.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def measured(case: dict[str, int], options: argparse.Namespace) -> dict[str, Any
 
 def main() -> None:
     torch.set_num_threads(1)
-    run_cases("how_long", timing_options(__doc__).parse_args(), CASES, measured, once=True)
+    run_cases("how_long", timing_options(__doc__).parse_args(), CASES, measured)
 
 
 if __name__ == "__main__":
