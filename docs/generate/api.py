@@ -40,7 +40,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "StudentSettings",
         "DataFreeDistiller",
     ),
-    "A method or a model of your own": (
+    "Custom methods and models": (
         "Method",
         "TrainsLocally",
         "Task",
@@ -104,5 +104,7 @@ def _page(title: str, names: tuple[str, ...], module: ModuleType) -> str:
 def _directive(name: str, module: ModuleType) -> str:
     kind = CLASS if isinstance(getattr(module, name), type) else FUNCTIONS
     options = "" if kind == FUNCTIONS or name in CLASSES else "\n   :members:"
+    if module is not fedsynth and name in dir(fedsynth):
+        options += "\n   :no-index:"  # described with the names of fedsynth
     body = f".. {kind}:: {module.__name__}.{name}{options}"
     return f"## {name}\n\n```{{eval-rst}}\n{body}\n```"
