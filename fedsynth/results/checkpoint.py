@@ -115,18 +115,18 @@ class CheckpointFolder:
         with self.writing():
             self.path.mkdir(parents=True, exist_ok=True)
             files: dict[str, str] = {}
-            made: dict[str, Packed] = {f"state-{number}.safetensors": checkpoint.state}
-            before = self._memories()
+            contents: dict[str, Packed] = {f"state-{number}.safetensors": checkpoint.state}
+            memory_files = self._memories()
             for client in stored:
-                files[before[client]] = self._files[before[client]]
+                files[memory_files[client]] = self._files[memory_files[client]]
             for client, memory in checkpoint.memories.items():
-                if client in changed or client not in before:
-                    made[f"memory-{client}-{number}.safetensors"] = Kept(memory)
+                if client in changed or client not in memory_files:
+                    contents[f"memory-{client}-{number}.safetensors"] = Kept(memory)
                 else:
-                    files[before[client]] = self._files[before[client]]
+                    files[memory_files[client]] = self._files[memory_files[client]]
             for client, upload in checkpoint.uploads.items():
-                made[f"upload-{client}-{number}.safetensors"] = upload
-            for name, packed in made.items():
+                contents[f"upload-{client}-{number}.safetensors"] = upload
+            for name, packed in contents.items():
                 content = packed.to_bytes()
                 write_whole(self.path / name, content, lasting=False)
                 files[name] = hashlib.sha256(content).hexdigest()
@@ -278,15 +278,15 @@ def run_identity(
 
     It is an exact function of private data, and is only in the checkpoint.
     """
-    found = hashlib.blake2b(digest_size=16)
+    digest = hashlib.blake2b(digest_size=16)
     text = json.dumps(without_place(settings.to_mapping()), sort_keys=True)
-    found.update(text.encode())
+    digest.update(text.encode())
     sets = [train] if test is None else [train, test]
     tensors = [t for data in sets for t in (data.images, data.labels)]
     for tensor in [*tensors, *parts]:
-        found.update(str((tensor.dtype, tuple(tensor.shape))).encode())
-        found.update(tensor.cpu().numpy().tobytes())
-    return found.hexdigest()
+        digest.update(str((tensor.dtype, tuple(tensor.shape))).encode())
+        digest.update(tensor.cpu().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def write_whole(path: Path, content: bytes, *, lasting: bool = True, secret: bool = False) -> None:

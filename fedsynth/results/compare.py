@@ -26,17 +26,17 @@ MAX_LABEL = 40
 def differing(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """Returns each run's settings that differ: the method's settings between runs of the same
     method, all others between all runs. Their names are as short as on the command line."""
-    found = []
+    differences = []
     for run in runs:
         differ = {}
         for key, value in run.settings.items():
-            others = [other for other in runs if _comparable(key, run, other)]
+            comparable = [other for other in runs if _comparable(key, run, other)]
             # an ε or σ that only one of two private runs sets is a difference, too
             unset = None if key.startswith("privacy.") else value
-            if key not in QUIET and any(o.settings.get(key, unset) != value for o in others):
+            if key not in QUIET and any(o.settings.get(key, unset) != value for o in comparable):
                 differ[key.removeprefix("method.").removeprefix("run.")] = value
-        found.append(differ)
-    return found
+        differences.append(differ)
+    return differences
 
 
 def _comparable(key: str, run: Run, other: Run) -> bool:
@@ -53,18 +53,22 @@ def labels(runs: Sequence[Run]) -> list[str]:
     methods are used. Names that coincide are numbered.
     """
     mixed = len({run.private for run in runs}) > 1
-    words = [_method(run) + (" private" if mixed and run.private else "") for run in runs]
+    texts = [_method(run) + (" private" if mixed and run.private else "") for run in runs]
     rest = differing(runs)
-    while len(set(words)) < len(words):
+    while len(set(texts)) < len(texts):
         keys = dict.fromkeys(key for settings in rest for key in settings)
-        options = [[_with(key, *pair) for pair in zip(words, rest, strict=True)] for key in keys]
-        best = max(options, key=lambda names: len(set(names)), default=words)
-        if len(set(best)) == len(set(words)):
+        options = [[_with(key, *pair) for pair in zip(texts, rest, strict=True)] for key in keys]
+        best = max(options, key=lambda names: len(set(names)), default=texts)
+        if len(set(best)) == len(set(texts)):
             break
         used = list(keys)[options.index(best)]
-        rest = [{key: one for key, one in some.items() if key != used} for some in rest]
-        words = best
-    names = [f"{word} …" if some else word for word, some in zip(words, rest, strict=True)]
+        rest = [
+            {key: value for key, value in remaining.items() if key != used} for remaining in rest
+        ]
+        texts = best
+    names = [
+        f"{word} …" if remaining else word for word, remaining in zip(texts, rest, strict=True)
+    ]
     if max(map(len, names)) > MAX_LABEL:
         names = [_method(run) for run in runs]
     return [

@@ -78,21 +78,21 @@ def curves(
     Raises:
         RunFolderError: no run has any points.
     """
-    found = []
+    kept_runs = []
     for number, run in enumerate(runs):
         try:
             curve(run, metric, axis)
-            found.append(run)
+            kept_runs.append(run)
         except RunFolderError as error:
-            if number == len(runs) - 1 and not found:
+            if number == len(runs) - 1 and not kept_runs:
                 raise
             note(f"left out: {error}")
     if not mean:
-        names = labels(found)
+        names = labels(kept_runs)
         return [
-            Line(name, curve(run, metric, axis)) for run, name in zip(found, names, strict=True)
+            Line(name, curve(run, metric, axis)) for run, name in zip(kept_runs, names, strict=True)
         ]
-    groups = by_seed(found)
+    groups = by_seed(kept_runs)
     unseeded = []
     for run, *_ in groups:
         settings = {key: value for key, value in run.settings.items() if key not in SEEDS}
@@ -106,9 +106,9 @@ def curves(
 def _mean_line(name: str, lines: Sequence[Sequence[tuple[float, float]]]) -> Line:
     """Averages by position: the n-th points of all runs, until the shortest run ends."""
     points, band = [], []
-    for there in zip(*lines, strict=False):
-        across = statistics.fmean(a for a, _ in there)
-        heights = [b for _, b in there]
+    for pairs in zip(*lines, strict=False):
+        across = statistics.fmean(a for a, _ in pairs)
+        heights = [b for _, b in pairs]
         middle = statistics.fmean(heights)
         spread = statistics.stdev(heights) if len(heights) > 1 else 0.0
         points.append((across, middle))

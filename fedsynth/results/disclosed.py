@@ -96,7 +96,7 @@ def declared_row(method: type[Method]) -> Declared:
 
 def declared_summary(method: type[Method]) -> Declared:
     """Returns the keys that this method's summary may have."""
-    facts = {key: one for key, one in method.discloses.items() if key in SUMMARISED}
+    facts = {key: label for key, label in method.discloses.items() if key in SUMMARISED}
     return {**facts, **SUMMARY}
 
 
@@ -110,9 +110,9 @@ def check_facts(facts: Mapping[str, Any], declared: Declared | None) -> Mapping[
     Raises:
         UnaccountedReleaseError: a key is the engine's, or the method did not declare it.
     """
-    taken = sorted(ROW.keys() & facts.keys())
+    reserved = sorted(ROW.keys() & facts.keys())
     undeclared = [] if declared is None else sorted(facts.keys() - declared.keys())
-    for key in (*taken, *undeclared):
+    for key in (*reserved, *undeclared):
         why = "is the engine's own" if key in ROW else "is declared nowhere (`Method.discloses`)"
         raise UnaccountedReleaseError(f"a method's fact {key!r} {why}")
     return facts
@@ -121,9 +121,9 @@ def check_facts(facts: Mapping[str, Any], declared: Declared | None) -> Mapping[
 def finite(value: Any) -> Any:
     """Returns a JSON value with None in place of non-finite numbers, which JSON does not have."""
     if isinstance(value, Mapping):
-        return {key: finite(one) for key, one in value.items()}
+        return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [finite(one) for one in value]
+        return [finite(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
@@ -145,7 +145,7 @@ class Disclosed:
 def disclosed(values: Mapping[str, Any], declared: Declared | None) -> Disclosed:
     """Splits a row into what may be shown and what only a simulation may show.
 
-    The rows of variants are split in the same way: `shown` has the part of each row that may be
+    The rows of variants are split in the same way: `public` has the part of each row that may be
     shown, `hidden` has the full rows.
 
     Args:
@@ -157,7 +157,7 @@ def disclosed(values: Mapping[str, Any], declared: Declared | None) -> Disclosed
     """
     if declared is None:
         return Disclosed(dict(values))
-    shown: dict[str, Any] = {}
+    public: dict[str, Any] = {}
     hidden: dict[str, Any] = {}
     for key, value in values.items():
         if key not in declared:
@@ -173,19 +173,21 @@ def disclosed(values: Mapping[str, Any], declared: Declared | None) -> Disclosed
                 "declares its facts' shapes in `discloses`"
             )
         elif key == MODELS:
-            shown[key] = {name: dict(disclosed(one, MEASURED).shown) for name, one in value.items()}
+            public[key] = {
+                name: dict(disclosed(item, MEASURED).shown) for name, item in value.items()
+            }
             hidden[key] = value
         else:
-            shown[key] = value
-    return Disclosed(shown, hidden)
+            public[key] = value
+    return Disclosed(public, hidden)
 
 
 def lost_clients(played: Played) -> dict[str, Any]:
     """Returns what a row states about clients whose uploads were not used, in ascending order."""
     row: dict[str, Any] = {}
-    for key, found in ((LOST, played.lost), (REJECTED, played.rejected)):
-        if found:
-            row[key] = {str(client): found[client] for client in sorted(found)}
+    for key, reasons in ((LOST, played.lost), (REJECTED, played.rejected)):
+        if reasons:
+            row[key] = {str(client): reasons[client] for client in sorted(reasons)}
     if played.no_quorum is not None:
         missed = played.no_quorum
         row[NOT_COUNTED] = {

@@ -119,18 +119,18 @@ def export_run(
     """
     folder = Path(run)
     target = Path(out)
-    made = _read(folder, unprotected, with_model, method)
+    share = _read(folder, unprotected, with_model, method)
     require_new(target)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         # all or nothing: an incomplete folder must never be released
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=".export-") as place:
-            whole = Path(place) / "share"
-            whole.mkdir()
-            _write(made, whole)
+            staging = Path(place) / "share"
+            staging.mkdir()
+            _write(share, staging)
             if target.exists():
                 target.rmdir()
-            shutil.move(whole, target)
+            shutil.move(staging, target)
     except (OSError, SafetensorError) as error:
         raise OutputError(f"cannot write {target}: {one_line(error)}") from None
     return target
@@ -165,7 +165,7 @@ def _read(folder: Path, unprotected: bool, with_model: bool, method: type[Method
             f"promised to anybody (--{UNPROTECTED}, {UNPROTECTED}=True: export them all the same)"
         )
     name = one_line(summary.get("method"), 60)
-    given = method
+    chosen_method = method
     with suppress(UnknownNameError):
         method = method or method_class(name)
     if not (folder / TENSORS).is_file():
@@ -173,20 +173,20 @@ def _read(folder: Path, unprotected: bool, with_model: bool, method: type[Method
         why = f"with {name} they need {needs}" if needs else f"{name} sends models"
         raise OutputError(f"the run in {folder} made no synthetic images: {why}")
     try:
-        found = shared_set(*read_tensors(folder / TENSORS))
+        synthetic = shared_set(*read_tensors(folder / TENSORS))
     except (OSError, ValueError) as error:
         raise OutputError(f"{folder / TENSORS} cannot be used: {one_line(error)}") from None
-    if found.clients is not None and len(found.clients.unique()) == 1:
-        found = replace(found, clients=None)
+    if synthetic.clients is not None and len(synthetic.clients.unique()) == 1:
+        synthetic = replace(synthetic, clients=None)
     accuracy = summary.get("test_accuracy")
     start = read_json(folder / PRIVATE_START, "start of a run") if private else {}
     return Share(
-        replace(found, epsilon=promise.get("epsilon"), delta=promise.get("delta")),
+        replace(synthetic, epsilon=promise.get("epsilon"), delta=promise.get("delta")),
         f"fedsynth {__version__}, {name}",
         report,
         accuracy if type(accuracy) is float else None,
         method is not None and method.learns_from_images,
-        model_of_run(folder, found.spec, given) if with_model else None,
+        model_of_run(folder, synthetic.spec, chosen_method) if with_model else None,
         str(start.get("test_images", "")),
     )
 
@@ -205,51 +205,51 @@ def _sound_report(folder: Path, method: type[Method] | None) -> dict[str, Any]:
 # --------------------------------------------------------------------------------------- writing
 
 
-def _write(made: Share, out: Path) -> None:
-    found = made.found
+def _write(share: Share, out: Path) -> None:
+    synthetic = share.found
     facts = {
-        "made_by": made.made_by,
-        "epsilon": json.dumps(found.epsilon),
-        "delta": json.dumps(found.delta),
+        "made_by": share.made_by,
+        "epsilon": json.dumps(synthetic.epsilon),
+        "delta": json.dumps(synthetic.delta),
     }
     write_set(
         out / TENSORS,
-        found.images,
-        found.labels,
-        found.spec,
+        synthetic.images,
+        synthetic.labels,
+        synthetic.spec,
         pixels=UNITS,
-        clients=found.clients,
-        soft_labels=found.soft_labels,
+        clients=synthetic.clients,
+        soft_labels=synthetic.soft_labels,
         facts=facts,
     )
-    _draw(found, out / "images")
-    if made.model is not None:
-        network, architecture = made.model
+    _draw(synthetic, out / "images")
+    if share.model is not None:
+        network, architecture = share.model
         write_model(out / MODEL, network, architecture)
-    (out / README).write_text(readme(made), "utf-8")
-    if made.report is not None:
-        own = plain_files(out, leave_out=["images"])
-        files = {name: file_hash(out / name) for name in own}
-        write_report({**made.report, "files": files, "handed_over": True}, out)
+    (out / README).write_text(readme(share), "utf-8")
+    if share.report is not None:
+        names = plain_files(out, leave_out=["images"])
+        files = {name: file_hash(out / name) for name in names}
+        write_report({**share.report, "files": files, "handed_over": True}, out)
     write_hashes(out)
 
 
-def readme(made: Share) -> str:
+def readme(share: Share) -> str:
     """Returns the README, which the recipient reads first."""
-    found, spec = made.found, made.found.spec
-    count = len(found.labels)
-    report = made.report or {}
+    synthetic, spec = share.found, share.found.spec
+    count = len(synthetic.labels)
+    report = share.report or {}
     promise = report.get("guarantee") or {}
     text = words(report) if report else None
-    own = {} if made.model is None else made.model[1].own
-    files = {kind: one.partition("@")[0] for kind, one in own.items() if is_label(one)}
+    sources = {} if share.model is None else share.model[1].own
+    files = {kind: label.partition("@")[0] for kind, label in sources.items() if is_label(label)}
     return _TEMPLATES.get_template("share.md.j2").render(
-        made=made,
+        made=share,
         spec=spec,
         count=count,
-        accuracy=None if made.accuracy is None else f"{100 * made.accuracy:.1f}",
-        test="public test images" if made.test == PUBLIC else "test images",
-        target="labels" if found.soft_labels is None else "soft_labels",
+        accuracy=None if share.accuracy is None else f"{100 * share.accuracy:.1f}",
+        test="public test images" if share.test == PUBLIC else "test images",
+        target="labels" if synthetic.soft_labels is None else "soft_labels",
         mean=json.dumps(spec.mean),
         std=json.dumps(spec.std),
         pooled=(max(1, spec.height // 4), max(1, spec.width // 4)),
@@ -260,9 +260,9 @@ def readme(made: Share) -> str:
         protected=text.protected() if text and promise else "",
         unprotected=text.unprotected() if text and promise else "",
         aggregation=text.secure_aggregation().partition(":")[0] if text and promise else "",
-        teaches=made.model is not None and made.model[1].teaches,
-        own_code=" and ".join(f"`{name}`" for name in own.values()),
-        own_files=", ".join(f'{kind}="PATH/{one}"' for kind, one in files.items()),
+        teaches=share.model is not None and share.model[1].teaches,
+        own_code=" and ".join(f"`{name}`" for name in sources.values()),
+        own_files=", ".join(f'{kind}="PATH/{label}"' for kind, label in files.items()),
         own_features=files.get("features", ""),
     )
 
@@ -278,14 +278,14 @@ def folder_names(class_names: Sequence[str]) -> list[str]:
     return [f"{number:0{digits}d}-{name}" for number, name in enumerate(plain)]
 
 
-def _draw(found: SharedSet, folder: Path) -> None:
+def _draw(synthetic: SharedSet, folder: Path) -> None:
     """Writes each image as a PNG into its class's folder, if the images have 1 or 3 channels."""
-    if found.spec.channels not in (1, 3):
+    if synthetic.spec.channels not in (1, 3):
         return
-    pixels = (found.images * 255).round().clamp(0, 255).to(torch.uint8).numpy()
-    names = folder_names(found.spec.class_names)
-    for row, label in enumerate(found.labels.tolist()):
+    pixels = (synthetic.images * 255).round().clamp(0, 255).to(torch.uint8).numpy()
+    names = folder_names(synthetic.spec.class_names)
+    for row, label in enumerate(synthetic.labels.tolist()):
         (folder / names[label]).mkdir(parents=True, exist_ok=True)
-        shown = pixels[row, 0] if found.spec.channels == 1 else pixels[row].transpose(1, 2, 0)
+        image = pixels[row, 0] if synthetic.spec.channels == 1 else pixels[row].transpose(1, 2, 0)
         # numbered as in the tensors, so that the two can be compared
-        Image.fromarray(shown).save(folder / names[label] / f"{row:05d}.png")
+        Image.fromarray(image).save(folder / names[label] / f"{row:05d}.png")

@@ -105,30 +105,32 @@ def run_folders(folder: Path) -> list[Path]:
     of summary.json."""
     if (folder / "summary.json").is_file():
         return [folder]
-    found = [path for path in folder.glob("*/summary.json") if path.parent.suffix != INCOMPLETE]
+    summaries = [path for path in folder.glob("*/summary.json") if path.parent.suffix != INCOMPLETE]
     return [
         path.parent
-        for path in sorted(found, key=lambda path: (path.parent.name[:15], path.stat().st_mtime_ns))
+        for path in sorted(
+            summaries, key=lambda path: (path.parent.name[:15], path.stat().st_mtime_ns)
+        )
     ]
 
 
-def finished_runs(given: Sequence[Path]) -> list[Path]:
+def finished_runs(folders: Sequence[Path]) -> list[Path]:
     """Returns the finished runs in these folders. Each may be a run, a folder of runs, or a sweep,
     whose runs are one level deeper.
 
     Raises:
         RunFolderError: there is none.
     """
-    found: list[Path] = []
-    for folder in given:
+    runs: list[Path] = []
+    for folder in folders:
         if not folder.is_dir():
             raise RunFolderError(f"there is no folder {folder}")
         below = sorted(path for path in folder.iterdir() if path.is_dir())
         deeper = [run for inner in below for run in run_folders(inner)]
-        found += run_folders(folder) or deeper
-    if not found:
-        raise RunFolderError(f"no finished run in {', '.join(str(folder) for folder in given)}")
-    return found
+        runs += run_folders(folder) or deeper
+    if not runs:
+        raise RunFolderError(f"no finished run in {', '.join(str(folder) for folder in folders)}")
+    return runs
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
@@ -144,8 +146,10 @@ def read_summary(folder: Path) -> dict[str, Any]:
         raise RunFolderError(f"cannot read {path}: {error.strerror}") from None
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(map(str, first["loc"]))[:80]
-        raise RunFolderError(f"{path} is no run's summary: {where} {first['msg'][:200]}") from None
+        location = ".".join(map(str, first["loc"]))[:80]
+        raise RunFolderError(
+            f"{path} is no run's summary: {location} {first['msg'][:200]}"
+        ) from None
     except ValueError as error:
         raise RunFolderError(f"cannot read {path}: {error}") from None
     return read.model_dump(exclude_unset=True)
@@ -164,12 +168,12 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
 def value_at(values: Mapping[str, Any], path: str) -> float | None:
     """Returns the number at a dotted path such as "local.amp", or None if there is none."""
-    found: Any = values
+    value: Any = values
     for key in path.split("."):
-        found = found.get(key) if isinstance(found, Mapping) else None
-    if isinstance(found, bool) or not isinstance(found, int | float):
+        value = value.get(key) if isinstance(value, Mapping) else None
+    if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return float(found)
+    return float(value)
 
 
 def _rows(file: Path) -> Rows:

@@ -97,11 +97,11 @@ class KeptSteps:
         loop with the same name is a different one.
         """
         count = self._begun[name] = self._begun.get(name, 0) + 1
-        again = f"-{count}" if count > 1 else ""
-        path = self._folder.path / f"steps-{self._number}-{name}{again}"
-        kept = read_steps(path, self._folder.identity)
-        self._loops[name] = _Loop(path, time.monotonic() - (kept.seconds if kept else 0.0))
-        return None if kept is None else self.taken(kept)
+        suffix = f"-{count}" if count > 1 else ""
+        path = self._folder.path / f"steps-{self._number}-{name}{suffix}"
+        saved = read_steps(path, self._folder.identity)
+        self._loops[name] = _Loop(path, time.monotonic() - (saved.seconds if saved else 0.0))
+        return None if saved is None else self.taken(saved)
 
     def offer(self, name: str, step: int, tensors: Tensors) -> None:
         """Writes the tensors, and those of finished loops, if the last write was long enough ago.
@@ -128,17 +128,17 @@ class KeptSteps:
         """Returns the time in seconds that a loop has taken so far."""
         return self._loops[name].seconds
 
-    def taken(self, kept: StepsDone) -> tuple[int, Mapping[str, Tensor]]:
+    def taken(self, saved: StepsDone) -> tuple[int, Mapping[str, Tensor]]:
         """Returns the step and tensors from which a loop resumes, and counts their seconds."""
-        self.earlier += kept.seconds
-        return int(kept.step), kept.tensors
+        self.earlier += saved.seconds
+        return int(saved.step), saved.tensors
 
     def _write(self, files: list[tuple[Path, StepsDone]]) -> None:
         began = time.monotonic()
         with self._folder.writing():
             self._folder.path.mkdir(parents=True, exist_ok=True)
-            for path, done in files:
-                write_whole(path, _with_hash(done, self._folder.identity))
+            for path, saved in files:
+                write_whole(path, _with_hash(saved, self._folder.identity))
         self._ended = []
         self._last = time.monotonic()
         sparing = min(SPARING * (self._last - began), SELDOM * self._seconds)
@@ -157,19 +157,19 @@ class _SharedLoops:
 
     shared: StepKeeper | None = None
 
-    def __init__(self, own: KeptSteps, folder: Path, least: float) -> None:
-        self._own = own
+    def __init__(self, checkpoints: KeptSteps, folder: Path, min_seconds: float) -> None:
+        self._own = checkpoints
         self._folder = folder
-        self._least = least
+        self._least = min_seconds
         self._whole: set[str] = set()
 
     def found(self, name: str) -> tuple[int, Mapping[str, Tensor]] | None:
         """Returns the finished loop, or else this run's checkpoint of it."""
-        kept = read_steps(self._folder / name, "")
-        if kept is None:
+        saved = read_steps(self._folder / name, "")
+        if saved is None:
             return self._own.found(name)
         self._whole.add(name)
-        return self._own.taken(kept)
+        return self._own.taken(saved)
 
     def offer(self, name: str, step: int, tensors: Tensors) -> None:
         """Writes the checkpoint for this run only."""
@@ -184,15 +184,17 @@ class _SharedLoops:
         seconds = self._own.seconds_of(name)
         if seconds >= self._least:
             content = _with_hash(StepsDone(tensors(), steps, seconds), "")
-            mine = self._folder / f"{name}.{os.getpid()}"  # another process may write the same file
+            temporary = (
+                self._folder / f"{name}.{os.getpid()}"
+            )  # another process may write the same file
             try:
                 self._folder.mkdir(parents=True, exist_ok=True)
-                write_whole(mine, content)
-                os.replace(mine, self._folder / name)
+                write_whole(temporary, content)
+                os.replace(temporary, self._folder / name)
                 return
             except OSError:
                 with suppress(OSError):
-                    mine.unlink()
+                    temporary.unlink()
         self._own.ended(name, steps, tensors)
 
 
@@ -207,8 +209,8 @@ def read_steps(path: Path, identity: str) -> StepsDone | None:
         return None
 
 
-def _with_hash(done: StepsDone, identity: str) -> bytes:
-    content = done.to_bytes()
+def _with_hash(saved: StepsDone, identity: str) -> bytes:
+    content = saved.to_bytes()
     return _hash_of(content, identity) + content
 
 

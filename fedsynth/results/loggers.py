@@ -38,20 +38,20 @@ def numbers_of(row: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
     >>> numbers_of({"round": 1, "local": {"amp": 0.5}, "participants": [0, 1], "note": "x"})
     {'round': 1.0, 'local/amp': 0.5}
     """
-    found: dict[str, float] = {}
+    numbers: dict[str, float] = {}
     for key, value in row.items():
         if isinstance(value, Mapping):
-            found.update(numbers_of(value, f"{prefix}{key}/"))
+            numbers.update(numbers_of(value, f"{prefix}{key}/"))
         elif isinstance(value, int | float) and not isinstance(value, bool):
-            found[f"{prefix}{key}"] = float(value)
-    return found
+            numbers[f"{prefix}{key}"] = float(value)
+    return numbers
 
 
 def settings_of(settings: RunSettings) -> dict[str, str | int | float | bool]:
     """All settings that a run's config.toml has, by "section.key"."""
     sections = settings.to_mapping()
     return {
-        f"{name}.{key}": value for name, some in sections.items() for key, value in some.items()
+        f"{name}.{key}": value for name, values in sections.items() for key, value in values.items()
     }
 
 
@@ -67,31 +67,31 @@ class Several(Observer):
         self._observers = list(observers)
 
     def started(self, settings: RunSettings, folder: Path | None) -> None:
-        for one in self._observers:
-            one.started(settings, folder)
+        for observer in self._observers:
+            observer.started(settings, folder)
 
     def note(self, text: str) -> None:
-        for one in self._observers:
-            one.note(text)
+        for observer in self._observers:
+            observer.note(text)
 
-    def step(self, round: int, phase: str, done: int, total: int) -> None:
-        self._tell(lambda one: one.step(round, phase, done, total))
+    def step(self, round: int, phase: str, completed: int, total: int) -> None:
+        self._tell(lambda observer: observer.step(round, phase, completed, total))
 
     def round_ended(self, row: Mapping[str, Any]) -> None:
-        self._tell(lambda one: one.round_ended(row))
+        self._tell(lambda observer: observer.round_ended(row))
 
     def ended(self, summary: Mapping[str, Any] | None) -> None:
-        self._tell(lambda one: one.ended(summary))
+        self._tell(lambda observer: observer.ended(summary))
 
     def _tell(self, event: Callable[[Observer], None]) -> None:
-        for one in list(self._observers):
+        for observer in list(self._observers):
             try:
-                event(one)
+                event(observer)
             except Exception as error:
-                if not isinstance(one, Logger):
+                if not isinstance(observer, Logger):
                     raise
-                self._observers.remove(one)
-                self.note(f"warning: {type(one).__name__} logs no more: {error}")
+                self._observers.remove(observer)
+                self.note(f"warning: {type(observer).__name__} logs no more: {error}")
 
 
 class Logger(Observer):
@@ -142,12 +142,12 @@ class Logger(Observer):
     def _cannot_begin(self, error: Exception) -> OutputError:
         return OutputError(f"cannot log to {self.name}: {type(error).__name__}: {one_line(error)}")
 
-    def step(self, round: int, phase: str, done: int, total: int) -> None:
+    def step(self, round: int, phase: str, completed: int, total: int) -> None:
         """Logs the progress of a long round; nothing for a private run."""
         if self._private or time.monotonic() - self._last_step < STEP_SECONDS:
             return
         self._last_step = time.monotonic()
-        self._write({f"progress/{phase}": done / max(1, total)}, round)
+        self._write({f"progress/{phase}": completed / max(1, total)}, round)
 
     def round_ended(self, row: Mapping[str, Any]) -> None:
         self._write(numbers_of(row), int(row["round"]))
@@ -186,16 +186,16 @@ class CsvLogger(Logger):
         except OSError as error:
             raise OutputError(f"cannot read {self.path}: {error.strerror}") from None
 
-    def step(self, round: int, phase: str, done: int, total: int) -> None:
+    def step(self, round: int, phase: str, completed: int, total: int) -> None:
         pass
 
     def _write(self, values: Numbers, round: int) -> None:
         line = {"round": str(round), **{key: f"{value:.10g}" for key, value in values.items()}}
         line["round"] = str(round)
-        earlier = [
+        previous = [
             row for row in self._rows if row["round"].isdigit() and int(row["round"]) < round
         ]
-        self._rows = [*earlier, line]
+        self._rows = [*previous, line]
         text = StringIO()
         columns = list(dict.fromkeys(key for row in self._rows for key in row))
         writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
@@ -276,8 +276,10 @@ class MlflowLogger(Logger):
         self._client = self._library.MlflowClient(
             place or f"sqlite:///{self.base.resolve() / 'mlflow.db'}"
         )
-        found = self._client.get_experiment_by_name("fedsynth")
-        experiment = found.experiment_id if found else self._client.create_experiment("fedsynth")
+        existing = self._client.get_experiment_by_name("fedsynth")
+        experiment = (
+            existing.experiment_id if existing else self._client.create_experiment("fedsynth")
+        )
         self._id = self._client.create_run(experiment, run_name=name).info.run_id
         for key, value in settings.items():
             self._client.log_param(self._id, key, str(value)[:500])

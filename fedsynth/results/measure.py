@@ -58,7 +58,7 @@ class Measure:
         """Returns the metrics of a round's model, and of each variant under `models`."""
         final = self.method.final_parameters(state)
         models = dict(self.method.variants(state))
-        same = [name for name, one in models.items() if _is(one, final)]
+        same = [name for name, model in models.items() if _is(model, final)]
         if not same:
             models[ONE] = final
         rows = self._rows(models, context, figures)
@@ -100,8 +100,8 @@ class Measure:
                 rows[name] = {PRIVATE_TEST: measured} if self.hidden else measured
         if self.local:
             on_splits = partial(self._on_splits, models, context)
-            for name, found in figures("accuracy on the clients' splits", on_splits).items():
-                rows[name][LOCAL] = found
+            for name, metrics in figures("accuracy on the clients' splits", on_splits).items():
+                rows[name][LOCAL] = metrics
         return rows
 
     def _on_splits(
@@ -109,14 +109,14 @@ class Measure:
     ) -> dict[str, Any]:
         """Returns the clients' accuracies of each model; empty if no client has a test record."""
         clients = self.exchange.evaluate(models, context)
-        tested = [one.tested for one in clients]
-        sizes = [one.size for one in clients]
-        found = {}
+        tested = [client.tested for client in clients]
+        sizes = [client.size for client in clients]
+        metrics_by_name = {}
         for name in models:
-            metrics = local_metrics([one.right[name] for one in clients], tested, sizes)
+            metrics = local_metrics([client.right[name] for client in clients], tested, sizes)
             if metrics is not None:
-                found[name] = metrics
-        return found
+                metrics_by_name[name] = metrics
+        return metrics_by_name
 
     def _on_test(
         self, context: RoundContext, parameters: Mapping[str, Tensor], test: ImageData
@@ -136,6 +136,6 @@ class Measure:
         return row
 
 
-def _is(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+def _is(parameters: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
     """Returns whether the two mappings have the same tensor objects."""
-    return all(one[key] is value for key, value in other.items())
+    return all(parameters[key] is value for key, value in other.items())

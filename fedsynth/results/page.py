@@ -58,7 +58,7 @@ def runs_page(runs: Sequence[Run], *, simulation_only: bool = False) -> str:
         runs: finished runs.
         simulation_only: also show data of private runs that only a simulation may show.
     """
-    names = [printable(one) for one in labels(runs)]
+    names = [printable(label) for label in labels(runs)]
     if simulation_only:
         runs = [replace(run, rows=_with_hidden(run)) for run in runs]
     sections: dict[str, Section] = {
@@ -71,10 +71,12 @@ def runs_page(runs: Sequence[Run], *, simulation_only: bool = False) -> str:
         "Privacy": _privacy,
         "Settings": _settings,
     }
-    made = {title: list(parts(runs, names, simulation_only)) for title, parts in sections.items()}
+    page_sections = {
+        title: list(parts(runs, names, simulation_only)) for title, parts in sections.items()
+    }
     title = f"fedsynth: {names[0]}" if len(runs) == 1 else f"fedsynth: {len(runs)} runs"
     warn = simulation_only and any(run.private for run in runs)
-    return _page(title, {name: parts for name, parts in made.items() if parts}, warn=warn)
+    return _page(title, {name: parts for name, parts in page_sections.items() if parts}, warn=warn)
 
 
 def curves_page(lines: Sequence[Line], metric: str, axis: str) -> str:
@@ -84,8 +86,8 @@ def curves_page(lines: Sequence[Line], metric: str, axis: str) -> str:
     rows = []
     for line in lines:
         across, value = line.points[-1]
-        shown = percent(value) if is_share(metric) else f"{value:.6g}"
-        rows.append([line.name, f"{across:.6g}", shown])
+        text = percent(value) if is_share(metric) else f"{value:.6g}"
+        rows.append([line.name, f"{across:.6g}", text])
     plot = _plot(curves_svg(lines, metric, axis), title)
     return _page(title, {"": [plot, _table("last values", head, rows)]})
 
@@ -143,13 +145,13 @@ def _partitions(runs: Sequence[Run], names: Sequence[str], simulation_only: bool
             silent.append(name)
             continue
         picture = _partition(run.folder)
-        same = [whose for other, whose in pictures if other == picture]
+        same = [owners for other, owners in pictures if other == picture]
         if same:
             same[0].append(name)
         elif picture is not None:
             pictures.append((picture, [name]))
-    for picture, whose in pictures:
-        yield {"kind": "heading", "text": ", ".join(whose)}
+    for picture, owners in pictures:
+        yield {"kind": "heading", "text": ", ".join(owners)}
         yield picture
     if silent:
         text = "who has what is an exact function of private data and is shown on request only."
@@ -167,9 +169,9 @@ def _partition(folder: Path) -> Part | None:
         counts = []
     if not counts or sum(map(len, counts)) > MAX_CELLS:
         return _image(folder / "simulation_only" / "partition.png", "who has what: heat map", "")
-    most = max((n for row in counts for n in row), default=0) or 1
+    largest = max((n for row in counts for n in row), default=0) or 1
     # the square root keeps small counts visible next to large ones
-    shaded = [[(n, f"{0.7 * math.sqrt(max(0, n) / most):.2f}") for n in row] for row in counts]
+    shaded = [[(n, f"{0.7 * math.sqrt(max(0, n) / largest):.2f}") for n in row] for row in counts]
     caption = "who has what: examples of each class at each client"
     return {"kind": "heat", "caption": caption, "columns": classes, "rows": shaded}
 
@@ -177,12 +179,12 @@ def _partition(folder: Path) -> Part | None:
 def _images(runs: Sequence[Run], names: Sequence[str], simulation_only: bool) -> Iterator[Part]:
     """Yields images of some rounds of each run: the first, the last and some between."""
     for run, name in zip(runs, names, strict=True):
-        found = sorted((run.folder / ROUNDS).glob("round-*.png"))
-        if len(found) > PICTURES:
-            step = (len(found) - 1) / (PICTURES - 1)
-            found = [found[round(number * step)] for number in range(PICTURES)]
-        found = found or [run.folder / "synthetic.png"]
-        images = [image for path in found if (image := _round_picture(path, name)) is not None]
+        paths = sorted((run.folder / ROUNDS).glob("round-*.png"))
+        if len(paths) > PICTURES:
+            step = (len(paths) - 1) / (PICTURES - 1)
+            paths = [paths[round(number * step)] for number in range(PICTURES)]
+        paths = paths or [run.folder / "synthetic.png"]
+        images = [image for path in paths if (image := _round_picture(path, name)) is not None]
         if images:
             yield {"kind": "heading", "text": name}
             yield {"kind": "images", "images": images}
@@ -204,11 +206,11 @@ def _fairness(runs: Sequence[Run], names: Sequence[str], simulation_only: bool) 
         local = run.rows[-1].get("local") if run.rows else None
         values = local.get("client_accuracy") if isinstance(local, Mapping) else None
         if isinstance(values, list):
-            rows.append([name, *(percent(value_at({"a": one}, "a")) for one in values)])
+            rows.append([name, *(percent(value_at({"a": value}, "a")) for value in values)])
     if rows:
-        most = max(map(len, rows))
-        head = ["accuracy at", *(f"client {number}" for number in range(most - 1))]
-        padded = [[*row, *[NONE] * (most - len(row))] for row in rows]
+        width = max(map(len, rows))
+        head = ["accuracy at", *(f"client {number}" for number in range(width - 1))]
+        padded = [[*row, *[NONE] * (width - len(row))] for row in rows]
         yield _table("accuracy of each client on its own test split", head, padded)
 
 
@@ -278,7 +280,7 @@ def _promise(run: Run) -> tuple[list[str], list[tuple[float, float]]]:
         format_odds(epsilon),
         promise["worst_client"],
     ]
-    return row, [(float(one["round"]), one["worst"]) for one in promise["epsilon_by_round"]]
+    return row, [(float(point["round"]), point["worst"]) for point in promise["epsilon_by_round"]]
 
 
 def _settings(runs: Sequence[Run], names: Sequence[str], simulation_only: bool) -> Iterator[Part]:
@@ -286,11 +288,11 @@ def _settings(runs: Sequence[Run], names: Sequence[str], simulation_only: bool) 
     only between runs of this method."""
     titles = ("Settings that differ", "All other settings")
     tables: dict[str, list[list[str]]] = {title: [] for title in titles}
-    apart = {key for some in differing(runs) for key in some}
+    differing_keys = {key for difference in differing(runs) for key in difference}
     for key in dict.fromkeys(key for run in runs for key in run.settings):
         values = [run.settings.get(key) for run in runs]
         short = key.removeprefix("method.").removeprefix("run.")
-        differs = short in apart or (key == "run.method" and len(set(values)) > 1)
+        differs = short in differing_keys or (key == "run.method" and len(set(values)) > 1)
         row = [key, *(NONE if value is None else str(value) for value in values)]
         tables[titles[0] if differs else titles[1]].append(row)
     for title, rows in tables.items():
@@ -304,13 +306,13 @@ def _settings(runs: Sequence[Run], names: Sequence[str], simulation_only: bool) 
 
 def _table(label: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> Part:
     """Returns a table without empty columns; a row's first cell is its heading."""
-    kept = [0]
-    kept += [i for i in range(1, len(head)) if any(row[i] not in (NONE, "") for row in rows)]
+    columns = [0]
+    columns += [i for i in range(1, len(head)) if any(row[i] not in (NONE, "") for row in rows)]
     return {
         "kind": "table",
         "label": label,
-        "head": [head[i] for i in kept],
-        "rows": [[row[i] for i in kept] for row in rows],
+        "head": [head[i] for i in columns],
+        "rows": [[row[i] for i in columns] for row in rows],
     }
 
 

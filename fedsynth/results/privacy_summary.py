@@ -51,12 +51,12 @@ def headline(plan: PrivacyPlan, *, simulated: bool = True) -> list[str]:
     rounds = how_many(plan.run.rounds, "round")
     if plan.run.participation < 1:
         rounds += f" (it takes part in {plan.most_rounds()} at most)"
-    one = "one example"
+    unit = "one example"
     if plan.privacy.unit == USER:
-        one = f"one {plan.run.report.person or 'person'} with all examples"
+        unit = f"one {plan.run.report.person or 'person'} with all examples"
     lines = [
         f"privacy: ε = {format_epsilon(planned)} at δ = {delta:g} for each client over {rounds}, "
-        f"{one} {NEIGHBOURS[plan.privacy.adjacency]}",
+        f"{unit} {NEIGHBOURS[plan.privacy.adjacency]}",
         f"  mechanism {chief.mechanism} ({_noise(plan)}), {sampling}, {schedule(plan)}",
     ]
     if chief.shares > 1 and not simulated:
@@ -96,15 +96,15 @@ def _of_the_noise(plan: PrivacyPlan) -> list[str]:
     """Returns the warning if the noise exceeds the signal of the releases, even in the best case
     for them.
     """
-    told = [(plan.signal_to_noise(one), one.quantity) for one in plan.plans]
-    untold = all(ratio is None for ratio, _ in told)
+    ratios = [(plan.signal_to_noise(release), release.quantity) for release in plan.plans]
+    untold = all(ratio is None for ratio, _ in ratios)
     if untold and plan.sigma >= MUCH_NOISE and plan.all_releases >= MANY_RELEASES:
         return [
             f"  warning: {plan.all_releases:,} releases share the budget, each with noise of "
             f"σ = {plan.sigma:.3g}: fewer rounds, and fewer steps of a round, leave each more of "
             "it (`fedsynth privacy plan`)"
         ]
-    drowned = [(ratio, quantity) for ratio, quantity in told if ratio is not None and ratio < 1]
+    drowned = [(ratio, quantity) for ratio, quantity in ratios if ratio is not None and ratio < 1]
     if not drowned:
         return []
     ratio, quantity = min(drowned)
@@ -166,7 +166,8 @@ def start(
         data_set=as_lists(asdict(plan.spec)),
         test_images=test,  # type: ignore[arg-type]  # checked, as all of it is
         ledgers={
-            one.client: LedgerStart(rows=len(one.releases), chain=one.chain) for one in histories
+            history.client: LedgerStart(rows=len(history.releases), chain=history.chain)
+            for history in histories
         },
         run=began,
         simulated=simulated,
@@ -201,8 +202,8 @@ def summary(plan: PrivacyPlan, histories: Sequence[History], *, simulated: bool 
 
 def as_lists(facts: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the mapping as it is in JSON: with lists in place of tuples."""
-    found: dict[str, Any] = json.loads(json.dumps(dict(facts)))
-    return found
+    plain: dict[str, Any] = json.loads(json.dumps(dict(facts)))
+    return plain
 
 
 def how_many(number: int, noun: str) -> str:

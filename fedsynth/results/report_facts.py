@@ -79,11 +79,11 @@ def report_facts(
     """
     privacy = plan.privacy
     facts = plan.facts
-    said = plan.run.report
+    report = plan.run.report
     randomness = DESCRIPTION + (FOUR_SUMS if privacy.four_sums else "")
     published = plan.run.method.printed_epsilon(privacy.delta, plan.sigma)
-    clients = [one.client for one in plan.histories]
-    sites = said.site_names(plan.run.partition.clients)[first:]
+    clients = [history.client for history in plan.histories]
+    sites = report.site_names(plan.run.partition.clients)[first:]
     return ReportFacts(
         method=plan.run.method.name,
         mechanism=plan.chief.mechanism,
@@ -91,7 +91,7 @@ def report_facts(
         max_records=plan.max_records,
         adjacency=privacy.adjacency,
         unit=Unit(
-            kind=privacy.unit, person=said.person or "person", user_records=privacy.user_records
+            kind=privacy.unit, person=report.person or "person", user_records=privacy.user_records
         ),
         epsilon_cap=privacy.epsilon,
         planned_rounds=plan.run.rounds,
@@ -115,8 +115,8 @@ def report_facts(
         run=RunFacts(
             id=began.id,
             date=began.date,
-            responsible=said.responsible or None,
-            purpose=said.purpose or None,
+            responsible=report.responsible or None,
+            purpose=report.purpose or None,
             sites=dict(zip(clients, sites, strict=False)),
         ),
         files=dict(files or {}),
@@ -125,7 +125,7 @@ def report_facts(
 
 def rows_before(plan: PrivacyPlan) -> dict[str, int]:
     """Returns the number of rows that each client's ledger held when the run began."""
-    return {one.client: len(one.releases) for one in plan.histories}
+    return {history.client: len(history.releases) for history in plan.histories}
 
 
 def min_clients_of_a_sum(plan: PrivacyPlan) -> int:
@@ -161,9 +161,9 @@ def owner_facts(
         began: the run's identity and start date.
         warnings: the warnings to include in the report.
     """
-    own = replace(plan, histories=(history,))
+    owner_plan = replace(plan, histories=(history,))
     facts = report_facts(
-        own,
+        owner_plan,
         min(rounds, plan.run.rounds),
         (),
         test=NO_TEST,
@@ -173,7 +173,7 @@ def owner_facts(
         simulated=False,
         first=number,
     )
-    return facts, rows_before(own)
+    return facts, rows_before(owner_plan)
 
 
 def handed_over(folder: Path) -> dict[str, str]:
@@ -182,8 +182,8 @@ def handed_over(folder: Path) -> dict[str, str]:
     Raises:
         OSError: a file cannot be read.
     """
-    there = [name for name in FILES if (folder / name).is_file()]
-    return {name: file_hash(folder / name) for name in there}
+    present = [name for name in FILES if (folder / name).is_file()]
+    return {name: file_hash(folder / name) for name in present}
 
 
 def public_items(plan: PrivacyPlan, *, simulated: bool = True) -> dict[str, str]:
@@ -268,12 +268,12 @@ def _nominal_size(plan: PrivacyPlan) -> str:
     over = "writers or devices that are published"
     if clients_or_groups(split, plan.spec) == split.clients:
         over = "clients"
-    words = f"the size that the data set's specification declares, over the number of {over}"
+    text = f"the size that the data set's specification declares, over the number of {over}"
     if split.subset < 1:
-        words += f", times the share {split.subset:g} that is used"
+        text += f", times the share {split.subset:g} that is used"
     if split.local_test:
-        words += f", times the share {1 - split.local_test:g} that trains"
-    return words
+        text += f", times the share {1 - split.local_test:g} that trains"
+    return text
 
 
 def _data_set(plan: PrivacyPlan, *, simulated: bool) -> str:
@@ -301,44 +301,44 @@ def accesses(plan: PrivacyPlan, test: str, *, simulated: bool = True) -> list[Ac
     if plan.privacy.unit == USER:
         person = plan.run.report.person or "person"
         averaged = f"; averaged over each {person}'s examples, and the average is clipped"
-    found = [
+    listed = [
         _access(
-            f"{one.quantity}: {one.clipped}{averaged}",
+            f"{release.quantity}: {release.clipped}{averaged}",
             facts.status,
-            f"mechanism {one.mechanism}, {_how_often(plan, one)}",
+            f"mechanism {release.mechanism}, {_how_often(plan, release)}",
         )
-        for one in plan.plans
+        for release in plan.plans
     ]
-    found += [_access(what, disclosure.UNACCOUNTED, note) for what, note in facts.accesses]
+    listed += [_access(what, disclosure.UNACCOUNTED, note) for what, note in facts.accesses]
     if plan.privacy.ledger_folder is not None or not simulated:
-        found.append(COMPARED_RECORDS)
+        listed.append(COMPARED_RECORDS)
     if not simulated:
-        found.append(TIMING)
+        listed.append(TIMING)
     elif plan.run.partition.local_test:
-        found.append(_simulated("clients' own test splits, and accuracies on them"))
+        listed.append(_simulated("clients' own test splits, and accuracies on them"))
     if simulated:
-        found.append(_simulated("partition into clients, true counts, seconds"))
+        listed.append(_simulated("partition into clients, true counts, seconds"))
     if test == PRIVATE:
-        found.append(_simulated("test set, and accuracies on it"))
+        listed.append(_simulated("test set, and accuracies on it"))
     if test == PUBLIC:
-        whose = f"of the published data set {plan.spec.name}"
+        origin = f"of the published data set {plan.spec.name}"
         if not is_published(plan.spec):
-            whose = "declared public by the operator"
-        note = f"{whose}; test accuracy is computed from released models"
-        found.append(_access("test set", disclosure.PUBLIC, note))
-    return found
+            origin = "declared public by the operator"
+        note = f"{origin}; test accuracy is computed from released models"
+        listed.append(_access("test set", disclosure.PUBLIC, note))
+    return listed
 
 
 def _access(what: str, status: str, note: str) -> Access:
     return Access.model_validate({"access": what, "status": status, "note": note})
 
 
-def _how_often(plan: PrivacyPlan, one: PrivatePlan) -> str:
+def _how_often(plan: PrivacyPlan, release: PrivatePlan) -> str:
     """Returns the number of releases of a quantity by a client, in words."""
     if plan.run.method.even_rounds:
-        return f"{how_many(one.steps, 'release')} a round"
-    rounds = [n for n in range(1, plan.run.rounds + 1) if one in plan.round_plans(n)]
-    return f"{how_many(one.steps * len(rounds), 'release')} in all"
+        return f"{how_many(release.steps, 'release')} a round"
+    rounds = [n for n in range(1, plan.run.rounds + 1) if release in plan.round_plans(n)]
+    return f"{how_many(release.steps * len(rounds), 'release')} in all"
 
 
 TIMING = _access(

@@ -64,10 +64,10 @@ class RunResult:
 
 def own_sources(settings: RunSettings) -> dict[str, OwnCode]:
     """Returns the custom code files from which a run's method, model and features were loaded."""
-    found = {"method": own_source(settings.method.name), "model": model_source(settings.model)}
+    sources = {"method": own_source(settings.method.name), "model": model_source(settings.model)}
     for name in settings.feature_names:
-        found["features"] = features_source(name) or found.get("features")
-    return {key: one for key, one in found.items() if one is not None}
+        sources["features"] = features_source(name) or sources.get("features")
+    return {key: code for key, code in sources.items() if code is not None}
 
 
 def summarise(
@@ -113,9 +113,9 @@ def summarise(
         summary["domain_average"] = last["domain_average"]
     if MODELS in last:
         summary[MODELS] = {
-            name: {"test_accuracy": one["test_accuracy"]}
-            for name, one in last[MODELS].items()
-            if "test_accuracy" in one
+            name: {"test_accuracy": entry["test_accuracy"]}
+            for name, entry in last[MODELS].items()
+            if "test_accuracy" in entry
         }
     generators = [row[GENERATOR] for row in metrics if GENERATOR in row]
     if generators:
@@ -126,7 +126,7 @@ def summarise(
         summary["differential_privacy"] = privacy
     if sources := own_sources(settings):
         summary[SOURCES] = {
-            key: {"file": one.file, "name": one.name, "sha256": one.sha256}
-            for key, one in sources.items()
+            key: {"file": entry.file, "name": entry.name, "sha256": entry.sha256}
+            for key, entry in sources.items()
         }
     return summary

@@ -63,13 +63,13 @@ class RunCheckpoints:
                 f"the run in {run.path} has other settings: its config.toml differs"
             )
         self.begin(run)
-        found = None if self._folder is None else self._folder.read(self._settings.method)
-        if found is None and run.has_rounds:
+        checkpoint = None if self._folder is None else self._folder.read(self._settings.method)
+        if checkpoint is None and run.has_rounds:
             raise CheckpointError(
                 f"the run in {run.path} has ended rounds, and its checkpoint is gone: it would "
                 "begin anew, and be charged for them again"
             )
-        return found
+        return checkpoint
 
     def give_memories(self, clients: Sequence[ClientRuntime], device: torch.device) -> None:
         """Registers with the clients their memories in the checkpoint, which stay in its files
@@ -95,11 +95,11 @@ class RunCheckpoints:
         """
         if self._folder is None:
             return
-        stored = {one.number for one in clients if one.stored}
-        resident = (one for one in clients if not one.stored)
-        memories = {one.number: one.memory for one in resident if one.memory}
-        whole = replace(checkpoint, memories=memories)
-        self._folder.write(whole, frozenset(context.active), frozenset(stored))
+        stored = {client.number for client in clients if client.stored}
+        resident = (client for client in clients if not client.stored)
+        memories = {client.number: client.memory for client in resident if client.memory}
+        complete = replace(checkpoint, memories=memories)
+        self._folder.write(complete, frozenset(context.active), frozenset(stored))
         if self._settings.participation < 1 and following:
             for number in set(memories) - set(following):
                 self._store(clients[number], context.device)

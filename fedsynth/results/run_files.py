@@ -104,9 +104,9 @@ def read_run(folder: Path, method: type[Method] | None = None) -> RunFiles:
         resumed = resumed_rounds(folder / RESUMED)
     except (OSError, ValueError) as error:
         raise MismatchError(f"{RESUMED} is damaged: {error}") from None
-    most = min(len(rows), start.settings.rounds - 1)
-    if resumed and resumed[-1] > most:
-        raise MismatchError(f"{RESUMED} names round {resumed[-1]}, and at most {most} can be")
+    limit = min(len(rows), start.settings.rounds - 1)
+    if resumed and resumed[-1] > limit:
+        raise MismatchError(f"{RESUMED} names round {resumed[-1]}, and at most {limit} can be")
     return RunFiles(
         start.settings,
         start.spec,
@@ -130,9 +130,9 @@ def read_start(folder: Path, method: type[Method] | None) -> RunStart:
     if start["schema_version"] != SCHEMA_VERSION:
         raise MismatchError(f"{PRIVATE_START} is of schema {start['schema_version']}")
     sections = read_sections(folder / CONFIG)
-    spec, own = _specification(start["data_set"])
+    spec, custom = _specification(start["data_set"])
     try:
-        settings = resolve(sections, own_method=method, own_data=spec.name if own else None)
+        settings = resolve(sections, own_method=method, own_data=spec.name if custom else None)
     except UnknownNameError as error:
         raise MismatchError(f"config.toml: {error}; {OWN_METHOD}") from None
     except FedsynthError as error:
@@ -142,7 +142,7 @@ def read_start(folder: Path, method: type[Method] | None) -> RunStart:
             "config.toml says that the run had no differential privacy: it has no privacy report"
         )
     named = sections.get("data", {}).get("dataset")
-    if named != spec.name and not (own and named is None):
+    if named != spec.name and not (custom and named is None):
         raise MismatchError(
             f"config.toml names the data set {shown(named)}, and {PRIVATE_START} {spec.name!r}"
         )
@@ -191,11 +191,11 @@ def ledger_files(folder: Path, run: RunFiles, ledger: Path | None) -> tuple[Path
     if run.served:  # its clients keep their ledgers
         return ledger, False
     privacy = run.settings.privacy
-    beside = folder / "ledger"
+    local = folder / "ledger"
     kept_in = privacy.ledger_folder if privacy is not None else None
-    files = ledger or (beside if beside.is_dir() or kept_in is None else kept_in)
+    files = ledger or (local if local.is_dir() or kept_in is None else kept_in)
     if not files.is_dir():
         if ledger is not None or kept_in is None:
             raise MismatchError(f"there is no ledger folder {files}")
         return None, False
-    return files, kept_in is None or files.resolve() == beside.resolve()
+    return files, kept_in is None or files.resolve() == local.resolve()

@@ -157,13 +157,13 @@ class RunFolder:
         with _writing(self.path):
             write_whole(self.path / name, text.encode())
 
-    def resumed(self, after: int) -> list[int]:
+    def resumed(self, round_number: int) -> list[int]:
         """Records that the run is resumed after this round, and returns all such rounds so far.
 
         Raises:
             OutputError: the file cannot be written, or is damaged.
         """
-        rounds = [*self.resumptions(), after]
+        rounds = [*self.resumptions(), round_number]
         self._replace(RESUMED, json.dumps({"after_rounds": rounds}))
         return rounds
 
@@ -283,7 +283,7 @@ class RunFolder:
         classes] if all have them.
         """
         images, labels = _joined(sets)
-        rows = [one.cpu() for one in soft if one is not None]
+        rows = [tensor.cpu() for tensor in soft if tensor is not None]
         with _writing(self.path):
             write_set(
                 self.path / TENSORS,
@@ -307,10 +307,10 @@ class RunFolder:
         images, labels = _joined(sets)
         if not len(images) or spec.channels not in (1, 3):
             return
-        most = int(torch.bincount(labels).max())
-        columns = min(most, GRID_COLUMNS, max(1, GRID_LIMIT // len(labels.unique())))
-        shown = images if images.dtype == torch.uint8 else denormalise(images, spec)
-        rows, names = by_class(shown, labels, spec.class_names, columns)
+        largest = int(torch.bincount(labels).max())
+        columns = min(largest, GRID_COLUMNS, max(1, GRID_LIMIT // len(labels.unique())))
+        pixels = images if images.dtype == torch.uint8 else denormalise(images, spec)
+        rows, names = by_class(pixels, labels, spec.class_names, columns)
         with _writing(self.path):
             (self.path / name).parent.mkdir(exist_ok=True)
             image_grid_png(rows, self.path / name, columns, names)
@@ -340,8 +340,8 @@ class RunFolder:
 
     def finish(self, summary: Disclosed) -> Path:
         """Writes the summary, gives the folder its final name and returns it."""
-        shown = {**summary.shown, "folder": str(self._final)}
-        text = json.dumps(shown, indent=2, allow_nan=False) + "\n"
+        public = {**summary.shown, "folder": str(self._final)}
+        text = json.dumps(public, indent=2, allow_nan=False) + "\n"
         with _writing(self.path):
             (self.path / "summary.json").write_text(text, encoding="utf-8")
             _sync_all(self.path)
@@ -382,7 +382,9 @@ def resumed_rounds(file: Path) -> list[int]:
         return []
     try:
         rounds = load_json(file)["after_rounds"]
-        if not isinstance(rounds, list) or any(type(one) is not int or one < 0 for one in rounds):
+        if not isinstance(rounds, list) or any(
+            type(number) is not int or number < 0 for number in rounds
+        ):
             raise TypeError("it must list rounds")
     except (KeyError, TypeError) as error:
         raise ValueError(f"{error!r:.80}") from None
@@ -410,11 +412,11 @@ def _fresh(base: Path, name: str) -> tuple[Path, Path]:
 
 def _sync_all(folder: Path) -> None:
     """Flushes everything in a folder to the disk: first the files, then the folder entries."""
-    for where, _, names in os.walk(folder, topdown=False):
+    for parent, _, names in os.walk(folder, topdown=False):
         for name in names:
-            with open_regular(Path(where) / name) as file:
+            with open_regular(Path(parent) / name) as file:
                 os.fsync(file.fileno())
-        sync_folder(Path(where))
+        sync_folder(Path(parent))
 
 
 @contextmanager

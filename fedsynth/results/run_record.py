@@ -114,12 +114,14 @@ class RunRecord:
     def go_on(self, folder: RunFolder, rows: Sequence[dict[str, Any]]) -> None:
         """Resumes after these rounds, in the folder that has them."""
         self.rows = list(rows)
-        done = len(rows)
+        completed = len(rows)
         rounds = self.settings.rounds
         folder.rewrite_metrics([self._disclosed(row) for row in rows])
-        self.observer.note(f"the run goes on after {done} of {rounds} rounds")
-        for after in folder.resumed(done) if done < rounds else folder.resumptions():
-            self.events.append(Event(kind="resumed", after=after))
+        self.observer.note(f"the run goes on after {completed} of {rounds} rounds")
+        for round_number in (
+            folder.resumed(completed) if completed < rounds else folder.resumptions()
+        ):
+            self.events.append(Event(kind="resumed", after=round_number))
 
     def row(
         self, state: ServerState, context: RoundContext, played: Played, started: float
@@ -164,9 +166,9 @@ class RunRecord:
             row["participants"] = list(context.active)
         row.update(lost_clients(played))
         row["seconds"] = round(time.perf_counter() - started, 3)
-        shown = self._disclosed(row)
+        public = self._disclosed(row)
         self.rows.append(row)
-        return shown
+        return public
 
     def tell(self, row: Disclosed) -> None:
         """Writes a round's row, and passes it to the observer."""
@@ -176,8 +178,8 @@ class RunRecord:
 
     def ended_early(self, refusal: Refusal) -> str:
         """Records that a client's refusal has ended the run, and returns that in words."""
-        done = len(self.rows)
-        self.events.append(Event.ended(done, refusal.spent, refusal.reason))
+        completed = len(self.rows)
+        self.events.append(Event.ended(completed, refusal.spent, refusal.reason))
         return self.deviations[-1]
 
     @property
@@ -255,12 +257,12 @@ class RunRecord:
             privacy=None if promise is None else promise.to_json(),
         )
         allowed = self._allowed(summary, declared)
-        shown = dict(allowed.shown)
+        public = dict(allowed.shown)
         if self.folder is None:
-            return Ended(accuracy, report, shown, None)
+            return Ended(accuracy, report, public, None)
         report = self._write_results(self.folder, server, context, uploads, report)
         folder = self.folder.finish(allowed)
-        return Ended(accuracy, report, {**shown, "folder": str(folder)}, folder)
+        return Ended(accuracy, report, {**public, "folder": str(folder)}, folder)
 
     def _write_results(
         self,
@@ -281,8 +283,8 @@ class RunRecord:
         folder.write_model(server.final_parameters())
         sent = synthetic_sets(uploads)
         sets: list[tuple[int, Tensor, Tensor]]
-        sets = [(client, one.images, one.labels) for client, one in sent.items()]
-        soft = [one.soft_labels() for one in sent.values()]
+        sets = [(client, upload.images, upload.labels) for client, upload in sent.items()]
+        soft = [upload.soft_labels() for upload in sent.values()]
         if (images := method.synthetic(server.state, context)) is not None:
             sets.append((SERVER, *images))
             soft.append(method.synthetic_soft_labels(server.state, context))
@@ -328,5 +330,5 @@ class RunRecord:
         """Splits a row or a summary; over nodes, drops what depends on the records, which is not
         kept there.
         """
-        found = disclosed(values, declared)
-        return found if self.simulated else Disclosed(found.shown)
+        metrics = disclosed(values, declared)
+        return metrics if self.simulated else Disclosed(metrics.shown)

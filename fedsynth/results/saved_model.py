@@ -99,16 +99,16 @@ class Architecture:
     @property
     def own(self) -> dict[str, str]:
         """Custom parts: their names by "model", "features" and "method"."""
-        found = {}
+        sources = {}
         takes_model = self.run is None or self.run.method.takes_model
         if takes_model and is_own_model(self.model):
-            found["model"] = self.model.name
+            sources["model"] = self.model.name
         for name in self.features:
             if is_own_features(name):
-                found["features"] = name
+                sources["features"] = name
         if self.run is not None and self.run.method.name not in METHODS:
-            found["method"] = self.run.method.name
-        return found
+            sources["method"] = self.run.method.name
+        return sources
 
     def sections(self) -> dict[str, dict[str, Any]]:
         """Returns the settings that determine the network: no paths, no privacy, no partition."""
@@ -158,10 +158,10 @@ class Architecture:
         if math.prod(spec.image_shape) * spec.classes > MOST_PARAMETERS:
             raise OutputError("its images, or their classes, are too many")
         if "run" in sections:
-            kept = {name: sections.get(name, {}) for name in ("run", "method", "model")}
+            selected = {name: sections.get(name, {}) for name in ("run", "method", "model")}
             names = ("method", "method_source")
-            kept["run"] = {key: kept["run"][key] for key in names if key in kept["run"]}
-            of = cls.of_run(spec, resolve(kept, own_method=method, own_data=spec.name))
+            selected["run"] = {key: selected["run"][key] for key in names if key in selected["run"]}
+            of = cls.of_run(spec, resolve(selected, own_method=method, own_data=spec.name))
         else:
             of = cls(spec, ModelSettings(**sections["model"]))
         count = of.count()
@@ -225,14 +225,16 @@ def read_model(file: Path, method: type[Method] | None = None) -> nn.Module:
     if metadata.get("format") != FORMAT:
         raise OutputError(f"{file} does not say of which architecture its weights are")
     try:
-        parameters = sum(one.numel() for one in weights.values())
+        parameters = sum(tensor.numel() for tensor in weights.values())
         of = Architecture.from_metadata(metadata, method, parameters)
         network = of.network()
         restore(network, weights)
-        known = torch.tensor(decode_json(metadata["logits"]))
-        found = torch.tensor(_probe(network, of.spec))
-        atol = TOLERANCE * max(1.0, float(known.abs().max()))
-        same = known.shape == found.shape and torch.allclose(known, found, rtol=0.0, atol=atol)
+        expected = torch.tensor(decode_json(metadata["logits"]))
+        actual = torch.tensor(_probe(network, of.spec))
+        atol = TOLERANCE * max(1.0, float(expected.abs().max()))
+        same = expected.shape == actual.shape and torch.allclose(
+            expected, actual, rtol=0.0, atol=atol
+        )
     except UNUSABLE as error:
         raise OutputError(f"{file} cannot be used: {one_line(error, MAX_REASON)}") from None
     if not same:
@@ -262,8 +264,8 @@ def _probe(network: nn.Module, spec: DatasetSpec) -> list[list[float]]:
         device = next(iter(network.state_dict().values())).device
         logits = network(normalise(pixels, spec).to(device)).float().cpu()
     network.train(mode)
-    found: list[list[float]] = logits.log_softmax(dim=1).mul(1000).round().div(1000).tolist()
-    return found
+    rounded: list[list[float]] = logits.log_softmax(dim=1).mul(1000).round().div(1000).tolist()
+    return rounded
 
 
 # ------------------------------------------------------------------------------ files and folders
@@ -367,8 +369,8 @@ def _architecture(
         start = read_start(folder, method)
         return Architecture.of_run(spec or start.spec, start.settings)
     sections = read_sections(folder / CONFIG)
-    own = None if spec is None else spec.name
-    settings = resolve(sections, own_method=method, own_data=own)
+    custom = None if spec is None else spec.name
+    settings = resolve(sections, own_method=method, own_data=custom)
     if spec is None and settings.folder is not None:
         raise OutputError(
             f"the run in {folder} was on images of your own, whose form it does not say: give "

@@ -55,8 +55,8 @@ class Ended:
 
 def finished(sweep: Sweep, cell: Cell) -> Path | None:
     """Returns the folder of a cell's finished run, or None."""
-    found = run_folders(sweep.output / cell.key)
-    return found[-1] if found else None
+    folders = run_folders(sweep.output / cell.key)
+    return folders[-1] if folders else None
 
 
 def memory_of(settings: RunSettings) -> float:
@@ -84,7 +84,7 @@ def run_sweep(sweep: Sweep, command: Command, tell: Callable[[str], None]) -> En
         (ended.before if finished(sweep, cell) else waiting).append(cell)
     tell(f"{len(sweep.cells)} runs in {sweep.output}, {len(ended.before)} had finished before")
     going: dict[Cell, subprocess.Popen[bytes]] = {}
-    told = time.monotonic()
+    reported = time.monotonic()
     try:
         while waiting or going:
             for cell in _next(sweep, waiting, going):
@@ -92,8 +92,8 @@ def run_sweep(sweep: Sweep, command: Command, tell: Callable[[str], None]) -> En
                 going[cell] = _begin(sweep, cell, command)
                 tell(f"begins: {cell.words or cell.key}")
             time.sleep(PAUSE)
-            if time.monotonic() - told > NEWS_SECONDS:
-                told = time.monotonic()
+            if time.monotonic() - reported > NEWS_SECONDS:
+                reported = time.monotonic()
                 for cell in going:
                     tell(f"{cell.words or cell.key}: {last_line(sweep.output / cell.key / LOG)}")
             for cell, process in list(going.items()):
@@ -121,18 +121,18 @@ def _next(sweep: Sweep, waiting: Sequence[Cell], going: Mapping[Cell, object]) -
     """Returns the runs that may begin now, in the file's order: a job and memory are free for them,
     and no active run charges the same ledgers."""
     bound = sweep.settings.memory_gb
-    now = list(going)
+    running = list(going)
     chosen: list[Cell] = []
     for cell in waiting:
-        taken = sum(memory_of(one.settings) for one in now)
-        if len(now) >= sweep.settings.jobs:
+        used = sum(memory_of(other.settings) for other in running)
+        if len(running) >= sweep.settings.jobs:
             break
-        if bound and taken + memory_of(cell.settings) > bound:
+        if bound and used + memory_of(cell.settings) > bound:
             break
-        if _ledger(cell) is not None and _ledger(cell) in {_ledger(one) for one in now}:
+        if _ledger(cell) is not None and _ledger(cell) in {_ledger(other) for other in running}:
             continue
         chosen.append(cell)
-        now.append(cell)
+        running.append(cell)
     return chosen
 
 
@@ -174,21 +174,21 @@ def _environment(jobs: int) -> dict[str, str]:
 def _note_end(
     sweep: Sweep, cell: Cell, code: int, ended: Ended, tell: Callable[[str], None]
 ) -> None:
-    done = len(ended.before) + len(ended.made) + len(ended.failed) + 1
-    where = f"{done}/{len(sweep.cells)} {cell.words or cell.key}"
+    completed = len(ended.before) + len(ended.made) + len(ended.failed) + 1
+    position = f"{completed}/{len(sweep.cells)} {cell.words or cell.key}"
     if code == 0 and finished(sweep, cell) is not None:
         ended.made.append(cell)
-        tell(f"done: {where}")
+        tell(f"done: {position}")
         return
     last = last_line(sweep.output / cell.key / LOG)
     ended.failed.append((cell, last))
-    tell(f"failed (exit code {code}): {where}: {last}")
+    tell(f"failed (exit code {code}): {position}: {last}")
 
 
 def _stop(processes: object) -> None:
     """Sends SIGTERM to runs, which then stop cleanly, and kills those that have not stopped after
     `PATIENCE` seconds."""
-    going = [one for one in list(processes) if one.poll() is None]  # type: ignore[call-overload]
+    going = [child for child in list(processes) if child.poll() is None]  # type: ignore[call-overload]
     for process in going:
         process.send_signal(signal.SIGTERM)
     for process in going:

@@ -113,7 +113,7 @@ class Sweep:
 
     @property
     def metrics(self) -> list[str]:
-        return [one.strip() for one in self.settings.metrics.split(",")]
+        return [metric.strip() for metric in self.settings.metrics.split(",")]
 
 
 def read_sweep(file: Path) -> Sweep:
@@ -123,21 +123,21 @@ def read_sweep(file: Path) -> Sweep:
         SweepError, SettingError, UnknownNameError, PrivacyError: a setting is invalid; the message
             names the run's axes.
     """
-    given = read_sections(file)
-    own = given.pop("sweep", {})
-    metrics = own.get("metrics", "test_accuracy")
+    sections = read_sections(file)
+    sweep = sections.pop("sweep", {})
+    metrics = sweep.get("metrics", "test_accuracy")
     if isinstance(metrics, list):
-        own = {**own, "metrics": ",".join(map(str, metrics))}
-    settings = from_mapping(SweepSettings, own)
-    grid = given.pop("grid", {})
-    methods = given.pop("methods", {})
-    for name in given:
+        sweep = {**sweep, "metrics": ",".join(map(str, metrics))}
+    settings = from_mapping(SweepSettings, sweep)
+    grid = sections.pop("grid", {})
+    methods = sections.pop("methods", {})
+    for name in sections:
         if name not in SECTIONS:
             raise SweepError(
                 f"{file}: unknown section {name!r}; there are sweep, grid, methods, "
                 f"{', '.join(SECTIONS)}"
             )
-    cells = _cells(given, grid, methods, file)
+    cells = _cells(sections, grid, methods, file)
     output = Path(settings.output) if settings.output else Path("sweeps") / file.stem
     axes = tuple(dict.fromkeys(name for cell in cells for name in cell.values))
     return Sweep(settings, output, axes, tuple(cells))
@@ -145,19 +145,19 @@ def read_sweep(file: Path) -> Sweep:
 
 def _cells(shared: Sections, grid: Values, methods: Values, file: Path) -> list[Cell]:
     common = _common_axes(grid, file)
-    own = {name: values for name, values in grid.items() if isinstance(values, Mapping)}
-    alone = str(shared.get("run", {}).get("method", DEFAULT_METHOD))
-    named = [str(one) for one in common.get("method", (alone,))]
+    method_axes = {name: values for name, values in grid.items() if isinstance(values, Mapping)}
+    default_method = str(shared.get("run", {}).get("method", DEFAULT_METHOD))
+    named = [str(entry) for entry in common.get("method", (default_method,))]
     for name, values in methods.items():
         if not isinstance(values, Mapping):
             raise SweepError(f"{file}: methods.{name} must be a table, got {shown(values)}")
-    for name in (*own, *methods):
+    for name in (*method_axes, *methods):
         if name not in named:
             raise SweepError(
                 f"{file}: no run of the sweep has method {name!r}; there are {', '.join(named)}"
             )
     # counted before settings are resolved, which takes half a minute for ten thousand runs
-    points = list(itertools.islice(_points(common, own, alone), MOST_RUNS + 1))
+    points = list(itertools.islice(_points(common, method_axes, default_method), MOST_RUNS + 1))
     if len(points) > MOST_RUNS:
         raise SweepError(f"{file}: the grid has more than {MOST_RUNS:,} runs")
     cells = [
@@ -169,13 +169,13 @@ def _cells(shared: Sections, grid: Values, methods: Values, file: Path) -> list[
 
 
 def _points(
-    common: Mapping[str, list[Any]], own: Values, alone: str
+    common: Mapping[str, list[Any]], method_axes: Values, default_method: str
 ) -> Iterator[tuple[str, Values, Values]]:
     """Yields each run's method (the sweep's own if no axis sets one), the values of the common
     axes, and those of the method's own axes."""
     for values in _product(common):
-        method = str(values.get("method", alone))
-        axes = {name: _axis(name, some) for name, some in own.get(method, {}).items()}
+        method = str(values.get("method", default_method))
+        axes = {name: _axis(name, choices) for name, choices in method_axes.get(method, {}).items()}
         for more in _product(axes):
             yield method, values, more
 
@@ -196,20 +196,20 @@ def _common_axes(grid: Values, file: Path) -> dict[str, list[Any]]:
     return axes
 
 
-def _cell(shared: Sections, of_method: Values, values: Values, own: Values) -> Cell:
+def _cell(shared: Sections, of_method: Values, values: Values, method_values: Values) -> Cell:
     """Returns one run: shared settings, overridden by its method's, then by the grid's."""
-    sections: Sections = {name: dict(some) for name, some in shared.items()}
+    sections: Sections = {name: dict(entries) for name, entries in shared.items()}
     sections.setdefault("method", {}).update(of_method)
     for name, value in values.items():
         section, key = home_of(name)
         sections.setdefault(section, {})[key] = value
-    sections["method"].update(own)
-    together = {**values, **own}
+    sections["method"].update(method_values)
+    together = {**values, **method_values}
     try:
         settings = resolve(sections)
     except (FedsynthError, PrivacyError) as error:
-        words = ", ".join(f"{name}={value}" for name, value in together.items())
-        raise SweepError(f"the run of {words or 'the sweep'}: {error}") from None
+        text = ", ".join(f"{name}={value}" for name, value in together.items())
+        raise SweepError(f"the run of {text or 'the sweep'}: {error}") from None
     return Cell(together, settings, _key(together, settings))
 
 
@@ -252,14 +252,14 @@ def _key(values: Values, settings: RunSettings) -> str:
     """Returns a readable folder name that is different for different settings."""
     sections = settings.to_mapping()
     plain = {
-        name: {key: value for key, value in some.items() if key not in PLACES}
-        for name, some in sections.items()
+        name: {key: value for key, value in section.items() if key not in PLACES}
+        for name, section in sections.items()
     }
     text = json.dumps(plain, sort_keys=True)
     digest = hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
-    words = "-".join(
+    readable = "-".join(
         str(value) if name == "method" else f"{name.rpartition('.')[2]}{value}"
         for name, value in values.items()
     )
-    safe = re.sub(r"[^\w.+=-]", "_", words)[:80]
+    safe = re.sub(r"[^\w.+=-]", "_", readable)[:80]
     return f"{safe}-{digest}".lstrip("-.")

@@ -51,13 +51,13 @@ def sweep_lines(sweep: Sweep) -> list[Line]:
         values = tuple((name, value) for name, value in cell.values.items() if name != SEED)
         folder = finished(sweep, cell)
         groups.setdefault(values, []).append(None if folder is None else read_summary(folder))
-    return [_line(sweep, dict(values), found) for values, found in groups.items()]
+    return [_line(sweep, dict(values), summaries) for values, summaries in groups.items()]
 
 
 def _line(
-    sweep: Sweep, values: Mapping[str, Any], found: Sequence[Mapping[str, Any] | None]
+    sweep: Sweep, values: Mapping[str, Any], summaries: Sequence[Mapping[str, Any] | None]
 ) -> Line:
-    there = [one for one in found if one is not None]
+    finished = [summary for summary in summaries if summary is not None]
     paths = {
         **{metric: metric for metric in sweep.metrics},
         "epsilon": "differential_privacy.epsilon",
@@ -65,10 +65,10 @@ def _line(
         "seconds": "seconds",
     }
     results = {
-        name: Spread(tuple(v for one in there if (v := value_at(one, path)) is not None))
+        name: Spread(tuple(v for summary in finished if (v := value_at(summary, path)) is not None))
         for name, path in paths.items()
     }
-    return Line(values, len(there), len(found), results)
+    return Line(values, len(finished), len(summaries), results)
 
 
 def render(sweep: Sweep, lines: Sequence[Line], form: str) -> str:
@@ -89,31 +89,35 @@ def _cells(sweep: Sweep, lines: Sequence[Line], between: str) -> list[list[str]]
     ]
     counts = []
     for line in lines:
-        done = line.finished == line.planned
-        counts.append(f"{line.finished}" if done else f"{line.finished}/{line.planned}")
+        complete = line.finished == line.planned
+        counts.append(f"{line.finished}" if complete else f"{line.finished}/{line.planned}")
     columns.append(["runs", *counts])
     for name in (*sweep.metrics, "epsilon", "upload_bytes", "seconds"):
         values = [line.results[name] for line in lines]
-        if any(one.values for one in values) or name in sweep.metrics:
+        if any(entry.values for entry in values) or name in sweep.metrics:
             head, scale, digits = _shown_as(name)
-            columns.append([head, *(_spread(one, scale, digits, between) for one in values)])
+            columns.append([head, *(_spread(entry, scale, digits, between) for entry in values)])
     return [list(row) for row in zip(*columns, strict=True)]
 
 
 def _shown_as(name: str) -> tuple[str, float, int]:
     """Returns the heading, factor and digits of a column."""
-    known = {"epsilon": ("ε", 1.0, 2), "upload_bytes": ("MB up", 1e-6, 2), "seconds": ("s", 1.0, 1)}
-    if name in known:
-        return known[name]
-    words = words_of(name)
-    return (f"{words} (%)", 100.0, 2) if is_share(name) else (words, 1.0, 4)
+    formats = {
+        "epsilon": ("ε", 1.0, 2),
+        "upload_bytes": ("MB up", 1e-6, 2),
+        "seconds": ("s", 1.0, 1),
+    }
+    if name in formats:
+        return formats[name]
+    text = words_of(name)
+    return (f"{text} (%)", 100.0, 2) if is_share(name) else (text, 1.0, 4)
 
 
-def _spread(one: Spread, scale: float, digits: int, between: str) -> str:
-    if one.mean is None:
+def _spread(spread: Spread, scale: float, digits: int, between: str) -> str:
+    if spread.mean is None:
         return NONE
-    text = f"{scale * one.mean:.{digits}f}"
-    return text if one.std is None else f"{text}{between}{scale * one.std:.{digits}f}"
+    text = f"{scale * spread.mean:.{digits}f}"
+    return text if spread.std is None else f"{text}{between}{scale * spread.std:.{digits}f}"
 
 
 def _markdown(rows: Sequence[Sequence[str]]) -> str:

@@ -108,15 +108,17 @@ def _verified(
             "report is made again: whoever has the run's folder verifies it there; what came is "
             f"whole if `sha256sum -c {SUMS}` says so"
         )
-    found, notes = page_problems(report, folder)
-    problems += found
+    new_problems, notes = page_problems(report, folder)
+    problems += new_problems
     if not {"config.toml is missing", f"{PRIVATE_START} is missing"} & set(problems):
         try:
             if owner:
-                found, note = _owner_problems(folder, report, ledger, method)
+                new_problems, note = _owner_problems(folder, report, ledger, method)
             else:
-                found, note = _run_problems(folder, report, ledger, method, abandoned=abandoned)
-            problems += found
+                new_problems, note = _run_problems(
+                    folder, report, ledger, method, abandoned=abandoned
+                )
+            problems += new_problems
             notes = [note, *notes]
         except (FedsynthError, PrivacyError) as error:
             problems.append(str(error))
@@ -143,12 +145,12 @@ def _run_problems(
     """
     run = read_run(folder, method)
     files, exact = ledger_files(folder, run, ledger)
-    held = held_rows(report, files, exact=exact)
-    note = held.note or NOT_COMPARED[run.served]
+    ledger_rows = held_rows(report, files, exact=exact)
+    note = ledger_rows.note or NOT_COMPARED[run.served]
     try:
-        charges = Charges(run, held)
+        charges = Charges(run, ledger_rows)
     except MismatchError as error:
-        return [*held.problems, str(error)], note
+        return [*ledger_rows.problems, str(error)], note
     facts = report_facts(
         charges.plan,
         charges.done,
@@ -161,14 +163,14 @@ def _run_problems(
         files={} if abandoned else handed_over(folder),
         simulated=not run.served,
     )
-    problems = [*held.problems, *charges.problems()]
+    problems = [*ledger_rows.problems, *charges.problems()]
     short = charges.done < run.settings.rounds and not abandoned
     if short and not run.served and charges.refusal() is None:
         problems.append(
             f"metrics.jsonl has {charges.done} of {run.settings.rounds} rounds, and no cap "
             "explains the end there"
         )
-    problems += report_problems(report, facts, held, rows_before(charges.plan))
+    problems += report_problems(report, facts, ledger_rows, rows_before(charges.plan))
     problems += contents_problems(charges)
     if not abandoned:
         problems += file_problems(charges, folder)
@@ -183,7 +185,7 @@ def _events(charges: Charges, report: Mapping[str, Any], *, abandoned: bool) -> 
     under way are charged, the figures of that moment are unknown, and are taken as stated.
     """
     run = charges.run
-    stated = [Event.model_validate(one) for one in report["events"]]
+    stated = [Event.model_validate(stated_event) for stated_event in report["events"]]
     short = charges.done < run.settings.rounds and not abandoned
     if run.served:
         absent = [Event(kind="absent", client=str(number)) for number in charges.absent]
@@ -197,8 +199,8 @@ def _events(charges: Charges, report: Mapping[str, Any], *, abandoned: bool) -> 
     under_way = any(row.round > charges.done for rows in charges.own.values() for row in rows)
     last = stated[-1] if stated else refusal
     unknown = {"client": last.client, "epsilon": last.epsilon, "epsilon_next": last.epsilon_next}
-    known = last.client in run.stated["ledgers"] and None not in unknown.values()
-    if known and (under_way or not charges.alone):
+    expected = last.client in run.stated["ledgers"] and None not in unknown.values()
+    if expected and (under_way or not charges.alone):
         refusal = refusal.model_copy(update=unknown)
     return [*run.resumptions, refusal]
 
@@ -250,10 +252,13 @@ def _owner_problems(
         raise MismatchError("an owner's report is of one client, the one that the run began with")
     [(name, start)] = started.items()
     home = folder.resolve().parents[1] if ledger is None else ledger
-    held = held_rows(report, home, exact=False)
-    problems = list(held.problems)
-    before, since = held.rows[name][: start["rows"]], held.rows[name][start["rows"] :]
-    if not held.begins_with(name, start):
+    ledger_rows = held_rows(report, home, exact=False)
+    problems = list(ledger_rows.problems)
+    previous, since = (
+        ledger_rows.rows[name][: start["rows"]],
+        ledger_rows.rows[name][start["rows"] :],
+    )
+    if not ledger_rows.begins_with(name, start):
         problems.append(f"{name}: the ledger is not the one that the run began with")
     plan = _owners_plan(run, number)
     planned: set[Release] = set()
@@ -264,13 +269,13 @@ def _owner_problems(
     facts, rows = owner_facts(
         plan,
         number,
-        History(name, before),
+        History(name, previous),
         rounds,
         secret=not report["test_only_randomness"],
         began=run.began,
         warnings=run.stated["warnings"],
     )
-    return [*problems, *report_problems(report, facts, held, rows)], held.note
+    return [*problems, *report_problems(report, facts, ledger_rows, rows)], ledger_rows.note
 
 
 def _owners_plan(run: RunStart, number: int) -> PrivacyPlan:
@@ -278,11 +283,15 @@ def _owners_plan(run: RunStart, number: int) -> PrivacyPlan:
     server stated it.
     """
     plan = PrivacyPlan.checked(run.settings, run.context)
-    stated, own = run.stated["noise_multiplier"], plan.privacy.noise_multiplier
+    stated, configured = run.stated["noise_multiplier"], plan.privacy.noise_multiplier
     if not run.settings.partition.clients > number >= 0:
         raise MismatchError(f"the run has no client {number}")
-    if type(stated) is not float or stated <= 0 or (own is not None and own != stated):
-        raise MismatchError(f"the run began with σ = {stated}, and its settings say {own}")
+    if (
+        type(stated) is not float
+        or stated <= 0
+        or (configured is not None and configured != stated)
+    ):
+        raise MismatchError(f"the run began with σ = {stated}, and its settings say {configured}")
     return replace(plan, privacy=replace(plan.privacy, noise_multiplier=stated))
 
 
@@ -340,9 +349,12 @@ def unfinished_report(
                 "with --ledger (ledger=DIR)"
             )
         start = run.stated["ledgers"]
-        held = [read_ledger(files / f"{client}.jsonl").history() for client in start]
-        before = {one.client: one.releases[: start[one.client]["rows"]] for one in held}
-        plan = rebuilt(run, before)
+        histories = [read_ledger(files / f"{client}.jsonl").history() for client in start]
+        previous = {
+            history.client: history.releases[: start[history.client]["rows"]]
+            for history in histories
+        }
+        plan = rebuilt(run, previous)
         facts = report_facts(
             plan,
             len(run.rows),
@@ -353,6 +365,6 @@ def unfinished_report(
             abandoned=True,
             simulated=not run.served,
         )
-        return build_report(facts, held, rows_before(plan))
+        return build_report(facts, histories, rows_before(plan))
     except (*HOSTILE, RuntimeError) as error:
         raise PrivacyError(f"the run in {folder} is damaged: {shown(error)}") from None

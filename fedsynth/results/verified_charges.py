@@ -42,21 +42,21 @@ MAX_REASON = 1000
 Rows = Mapping[str, Sequence[Release]]
 
 
-def rebuilt(run: RunFiles, before: Rows) -> PrivacyPlan:
+def rebuilt(run: RunFiles, previous_rows: Rows) -> PrivacyPlan:
     """Returns the run's plan for the case that its clients' ledgers held these rows when it began.
 
     Raises:
         MismatchError: σ is not what the plan gives.
     """
     run.settings.method.check_model(run.context.architecture)
-    plan = PrivacyPlan.make(run.settings, run.context, _histories(run, before))
+    plan = PrivacyPlan.make(run.settings, run.context, _histories(run, previous_rows))
     stated = run.stated["noise_multiplier"]
-    found = plan.privacy.noise_multiplier
-    given = run.settings.privacy and run.settings.privacy.noise_multiplier
-    tolerance = 0.0 if given else CALIBRATED
-    if stated is None or found is None or not math.isclose(stated, found, rel_tol=tolerance):
+    sigma = plan.privacy.noise_multiplier
+    configured = run.settings.privacy and run.settings.privacy.noise_multiplier
+    tolerance = 0.0 if configured else CALIBRATED
+    if stated is None or sigma is None or not math.isclose(stated, sigma, rel_tol=tolerance):
         raise MismatchError(
-            f"{PRIVATE_START} says σ = {stated}, and config.toml and the ledgers give {found}"
+            f"{PRIVATE_START} says σ = {stated}, and config.toml and the ledgers give {sigma}"
         )
     return replace(plan, privacy=replace(plan.privacy, noise_multiplier=stated))
 
@@ -87,17 +87,19 @@ def plan_when_it_began(
     """
     run = replace(read_run(folder, method), rows=list(rows))
     start = run.stated["ledgers"]
-    if [one.client for one in histories] != list(start):
+    if [history.client for history in histories] != list(start):
         raise MismatchError(f"the run's clients are not those of {PRIVATE_START}")
     files, _ = ledger_files(folder, run, None)
     if files is None:
         raise MismatchError("the run's ledgers are not where its config.toml says")
-    for one in histories:
-        began = start[one.client]
-        chains = read_ledger(files / f"{one.client}.jsonl").chains
+    for history in histories:
+        began = start[history.client]
+        chains = read_ledger(files / f"{history.client}.jsonl").chains
         if len(chains) <= began["rows"] or chains[began["rows"]] != began["chain"]:
-            raise MismatchError(f"{one.client}: its ledger is not the one that the run began with")
-    charges = Charges(run, HeldRows({one.client: one.releases for one in histories}))
+            raise MismatchError(
+                f"{history.client}: its ledger is not the one that the run began with"
+            )
+    charges = Charges(run, HeldRows({history.client: history.releases for history in histories}))
     for client, lacking in charges.lacking.items():
         if lacking:
             raise MismatchError(
@@ -126,15 +128,17 @@ class Charges:
         MismatchError: the report's clients are not the run's, or σ is not what the plan gives.
     """
 
-    def __init__(self, run: RunFiles, held: HeldRows) -> None:
+    def __init__(self, run: RunFiles, ledger_rows: HeldRows) -> None:
         self.run = run
-        self.held = held
+        self.held = ledger_rows
         start = run.stated["ledgers"]
-        self.absent = [number for number, client in enumerate(start) if client not in held.rows]
-        if not set(held.rows) <= set(start) or (self.absent and not run.served):
+        self.absent = [
+            number for number, client in enumerate(start) if client not in ledger_rows.rows
+        ]
+        if not set(ledger_rows.rows) <= set(start) or (self.absent and not run.served):
             raise MismatchError(f"the report has other clients than {PRIVATE_START}")
         self.done = len(run.rows)
-        rows = {client: held.rows.get(client, ()) for client in start}
+        rows = {client: ledger_rows.rows.get(client, ()) for client in start}
         self._before = {client: rows[client][: start[client]["rows"]] for client in start}
         self.plan = rebuilt(run, self._before)
         self.now = _histories(run, rows)
@@ -153,21 +157,25 @@ class Charges:
         """Sorts a client's rows since the start into those that the plan charges and others. The
         plan also charges a round under way, and charges a round again if the run was resumed in it.
         """
-        left = list(since)
-        own: list[Release] = []
+        foreign = list(since)
+        client_rows: list[Release] = []
         self.lacking[client] = []
         last = min(self.done + 1, self.plan.run.rounds)
         for round_number in self.plan.participation.rounds_of(number, last):
             for planned, needed in self._charged(number, self.in_round(round_number)):
-                if not _take(planned, left, own) and needed and round_number <= self.done:
+                if (
+                    not _take(planned, foreign, client_rows)
+                    and needed
+                    and round_number <= self.done
+                ):
                     self.lacking[client].append(planned)
-        for after in self.run.resumed:  # a round that was cut off is charged again
-            context = self.in_round(after + 1)
+        for round_before in self.run.resumed:  # a round that was cut off is charged again
+            context = self.in_round(round_before + 1)
             if number in context.active:
                 for planned in self.plan.client_rows(number, context):
-                    _take(planned, left, own)
-        self.own[client] = sorted(own, key=lambda row: row.round)
-        self.foreign[client] = left
+                    _take(planned, foreign, client_rows)
+        self.own[client] = sorted(client_rows, key=lambda row: row.round)
+        self.foreign[client] = foreign
 
     def in_round(self, number: int) -> RoundContext:
         active = self.plan.participation.in_round(number)
@@ -187,50 +195,54 @@ class Charges:
         lost, rejected = _mapping(row, LOST), _mapping(row, REJECTED)
         if self.run.served and str(client) in {**lost, **rejected}:
             return [(release, False) for release in rows]
-        found: list[tuple[Release, bool]] = []
+        charged: list[tuple[Release, bool]] = []
         two = self._two_exchanges(number)
         failures = self.plan.run.failures
         for plan, release in zip(self.plan.client_plans(client, context), rows, strict=True):
             if not failures.released(number, client, plan.phase, two=two):
                 continue
             if plan.phase == FIRST or not two:
-                found.append((release, True))
+                charged.append((release, True))
             elif _mapping(row, NOT_COUNTED).get("exchange") != FIRST:
                 why = str(rejected.get(str(client), ""))
-                found.append((release, not why.startswith(FIRST_EXCHANGE)))
-        return found
+                charged.append((release, not why.startswith(FIRST_EXCHANGE)))
+        return charged
 
     def _two_exchanges(self, number: int) -> bool:
         """Returns whether the round has two exchanges with releases."""
-        return any(one.phase == FIRST for one in self.plan.round_plans(number))
+        return any(release.phase == FIRST for release in self.plan.round_plans(number))
 
     def problems(self) -> list[str]:
         """Returns the rows that a ledger lacks, and, for a ledger of only this run, the rows beyond
         the plan.
         """
         privacy = self.run.settings.privacy
-        kept = self.run.served or (privacy is not None and privacy.ledger_folder is not None)
+        has_ledger = self.run.served or (privacy is not None and privacy.ledger_folder is not None)
         problems = []
         for client, start in self.run.stated["ledgers"].items():
-            found = []
+            client_problems = []
             if not self.held.begins_with(client, start):
                 count = start["rows"]
-                found.append(f"the ledger's first {count} rows are not those of {PRIVATE_START}")
+                client_problems.append(
+                    f"the ledger's first {count} rows are not those of {PRIVATE_START}"
+                )
             for row in self.lacking[client]:
                 text = f"by config.toml {_row(row)} is charged, and the ledger has no such row"
-                found.append(text)
+                client_problems.append(text)
             ledger = self.held.ledgers.get(client)
             if ledger is not None:
                 noted = Counter(n for rows, n in ledger.resumptions if rows >= start["rows"])
                 if Counter(self.run.resumed) - noted:
-                    found.append(f"{RESUMED} has a resumption that its ledger does not have")
-            if not kept:
+                    client_problems.append(
+                        f"{RESUMED} has a resumption that its ledger does not have"
+                    )
+            if not has_ledger:
                 for row in self.foreign[client]:
                     text = f"the ledger has {_row(row)}, which by config.toml is not charged"
-                    found.append(text)
+                    client_problems.append(text)
                 if ledger is not None and ledger.dataset != data_set_id(self.run.settings):
-                    found.append("the ledger is another data set's or partition's")
-            problems += [f"{client}: {one}" for one in found]
+                    client_problems.append("the ledger is another data set's or partition's")
+            problems += [f"{client}: {problem}" for problem in client_problems]
         return problems
 
     def refusal(self) -> Event | None:
@@ -247,9 +259,9 @@ class Charges:
         """
         privacy = self.plan.privacy
         histories = {}
-        for client, before in self._before.items():
-            earlier = [replace(row, round=0) for row in before]
-            rows = [*earlier, *self.own[client]]
+        for client, previous in self._before.items():
+            previous_rows = [replace(row, round=0) for row in previous]
+            rows = [*previous_rows, *self.own[client]]
             histories[client] = epsilon_by_round(rows, privacy.delta, privacy.adjacency)
         return {point.round: point.worst for point in over_clients(histories)}
 
@@ -275,25 +287,26 @@ class Charges:
         lost |= {client: why for client, why in stated.items() if client in rejected}
         if self.run.served:
             lost = stated
-        there = len(active) - len({*lost, *rejected})
+        uploads = len(active) - len({*lost, *rejected})
         needed = needed_uploads(self.plan.run.quorum, len(active))
         expected: dict[str, Any] = {LOST: lost, REJECTED: rejected}
-        if there < needed:
+        if uploads < needed:
             first = self._two_exchanges(number) and ended == FIRST
             expected[NOT_COUNTED] = {
                 "exchange": FIRST if first else MAIN,
-                "uploads": there,
+                "uploads": uploads,
                 "needed": needed,
             }
         return {key: value for key, value in expected.items() if value}
 
 
-def _take(planned: Release, left: list[Release], own: list[Release]) -> bool:
-    """Moves the first row that equals the planned one, up to rounding, from `left` to `own`."""
-    for row in left:
+def _take(planned: Release, remaining: list[Release], taken_rows: list[Release]) -> bool:
+    """Moves the first row that equals the planned one, up to rounding, from `remaining` to
+    `taken_rows`."""
+    for row in remaining:
         if not differences("", asdict(planned), asdict(row)):
-            left.remove(row)
-            own.append(row)
+            remaining.remove(row)
+            taken_rows.append(row)
             return True
     return False
 

@@ -47,7 +47,9 @@ def contents_problems(charges: Charges) -> list[str]:
     for check in (_shape_problems, _planned_problems):
         problems = []
         for row in rows:
-            problems += [f"{METRICS}: round {row['round']} {one}" for one in check(row, charges)]
+            problems += [
+                f"{METRICS}: round {row['round']} {problem}" for problem in check(row, charges)
+            ]
         if problems and check is _shape_problems:
             return problems
     return [*problems, *_epsilon_problems(charges), *_summary_problems(charges)]
@@ -68,12 +70,14 @@ def _shape_problems(row: Mapping[str, Any], charges: Charges) -> list[str]:
     for name, variant in models.items():
         if name not in run.settings.method.variant_names:
             problems.append(f"has a model {name!r:.40}, which the method does not make")
-        problems += [f"{one} (of model {name!r:.40})" for one in _undeclared(variant, MEASURED)]
+        problems += [
+            f"{problem} (of model {name!r:.40})" for problem in _undeclared(variant, MEASURED)
+        ]
     test = run.stated["test_images"]
-    for one in (row, *models.values()):
-        if test != PUBLIC_TEST and set(ON_TEST) & set(one):
+    for values in (row, *models.values()):
+        if test != PUBLIC_TEST and set(ON_TEST) & set(values):
             problems.append(f"has an accuracy, and the test images are {test}")
-        if set(one.get("domain_accuracy", {})) - set(run.spec.domains):
+        if set(values.get("domain_accuracy", {})) - set(run.spec.domains):
             problems.append("has the accuracy of a domain that the data set does not have")
     sizes = row.get("client_upload_bytes", [])
     active = charges.plan.participation.in_round(row["round"])
@@ -102,7 +106,7 @@ def _planned_problems(row: Mapping[str, Any], charges: Charges) -> list[str]:
     expected = {**method.planned_facts(charges.in_round(number)), **charges.expected_losses(number)}
     if len(active) < run.settings.partition.clients:
         expected["participants"] = list(active)
-    planned = {key for key, one in method.discloses.items() if one.kind == PUBLIC}
+    planned = {key for key, label in method.discloses.items() if label.kind == PUBLIC}
     planned |= {"participants", LOST, REJECTED, NOT_COUNTED}
     stated = {key: value for key, value in row.items() if key in planned}
     return differences("", expected, stated)
@@ -115,25 +119,25 @@ def _epsilon_problems(charges: Charges) -> list[str]:
     rows, plan = charges.run.rows, charges.plan
     if not plan.guaranteed(plan.histories):
         stated = [row["round"] for row in rows if "epsilon" in row]
-        where = f"{METRICS} gives an epsilon in round"
-        return [f"{where} {number}, where no figure would be true" for number in stated]
+        location = f"{METRICS} gives an epsilon in round"
+        return [f"{location} {number}, where no figure would be true" for number in stated]
     # over nodes, what a lost client was charged is unknown
     lost = charges.run.served and any(LOST in row or REJECTED in row for row in rows)
     table = {} if lost else charges.epsilon_by_round()
     problems = []
     spent = table.get(0, 0.0)
-    most = plan.epsilon(charges.now)
+    upper = plan.epsilon(charges.now)
     for row in rows:
         spent = table.get(row["round"], spent)
         epsilon = row.get("epsilon")
-        where = f"{METRICS}: epsilon of round {row['round']}"
-        if epsilon is None and math.isinf(most):  # another run's release had no guarantee
+        location = f"{METRICS}: epsilon of round {row['round']}"
+        if epsilon is None and math.isinf(upper):  # another run's release had no guarantee
             continue
         if charges.alone and not lost:
-            problems += differences(where, spent, epsilon)
-        elif type(epsilon) is not float or not spent * 0.999999 <= epsilon <= most * 1.000001:
+            problems += differences(location, spent, epsilon)
+        elif type(epsilon) is not float or not spent * 0.999999 <= epsilon <= upper * 1.000001:
             # the time at which another run charged the ledger is unknown
-            problems.append(f"{where} must be between {spent:.6g} and {most:.6g}")
+            problems.append(f"{location} must be between {spent:.6g} and {upper:.6g}")
     return problems
 
 
@@ -161,9 +165,9 @@ def _summary_problems(charges: Charges) -> list[str]:
         test=test,
         privacy=promise.to_json(),
     )
-    shown = dict(disclosed(expected, declared_summary(type(settings.method))).shown)
-    shown["folder"] = str(summary.get("folder"))
-    return differences("summary.json", json.loads(json.dumps(shown)), summary)
+    public = dict(disclosed(expected, declared_summary(type(settings.method))).shown)
+    public["folder"] = str(summary.get("folder"))
+    return differences("summary.json", json.loads(json.dumps(public)), summary)
 
 
 # ------------------------------------------------------------------------------------------- files
@@ -191,11 +195,15 @@ def file_problems(charges: Charges, folder: Path) -> list[str]:
     problems += _model_problems(charges, folder / MODEL)
     if makes_images:
         problems += _images_problems(charges, folder / TENSORS, counted)
-    sources = {one.file: one.sha256 for one in own_sources(run.settings).values()}
-    kept = folder / "sources"
-    there = {path.name for path in kept.iterdir()} if kept.is_dir() else set()
-    for name in sorted(there | set(sources)):
-        if name not in there or name not in sources or file_hash(kept / name) != sources[name]:
+    sources = {code.file: code.sha256 for code in own_sources(run.settings).values()}
+    sources_folder = folder / "sources"
+    names = {path.name for path in sources_folder.iterdir()} if sources_folder.is_dir() else set()
+    for name in sorted(names | set(sources)):
+        if (
+            name not in names
+            or name not in sources
+            or file_hash(sources_folder / name) != sources[name]
+        ):
             problems.append(f"sources/{name} is not the file that the run was made with")
     return problems
 

@@ -104,7 +104,7 @@ def distil_files(
         OutputError: the student cannot be written, or its training has diverged.
     """
     spec = dataset_spec(dataset)
-    where = resolve_device(device)
+    torch_device = resolve_device(device)
     kind = method_class(method)
     if not issubclass(kind, DistilsWithoutData):
         raise SettingError(
@@ -121,27 +121,27 @@ def distil_files(
         )
         raise SettingError(None, "architectures", reason)
     models = [
-        _read(file, _network(name, size, spec, seed)).to(where).eval()
+        _read(file, _network(name, size, spec, seed)).to(torch_device).eval()
         for file, name in zip(files, names, strict=True)
     ]
-    made = _network(student, size, spec, seed).to(where)
+    network = _network(student, size, spec, seed).to(torch_device)
     notes = Notes()
-    state = distil_models(models, made, chosen, spec, seed, notes)
+    state = distil_models(models, network, chosen, spec, seed, notes)
     yield from notes.lines
-    facts = chosen.facts(state, one_shot_context(models, made, spec, seed))
+    facts = chosen.facts(state, one_shot_context(models, network, spec, seed))
     if GENERATOR in facts:
         yield f"generated: {in_words(facts[GENERATOR])}"
-    made.load_state_dict(dict(state.parameters))
-    require_finite(made)
+    network.load_state_dict(dict(state.parameters))
+    require_finite(network)
     if test_root[1]:
         _, test = load_dataset(dataset, test_root[0])
-        test = test.to(where)
+        test = test.to(torch_device)
         for file, model in zip(files, models, strict=True):
             yield f"{file}: test accuracy {100 * accuracy(model, test):.2f} %"
-        yield f"student: test accuracy {100 * accuracy(made, test):.2f} %"
+        yield f"student: test accuracy {100 * accuracy(network, test):.2f} %"
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        save_tensors(made.state_dict(), output, {})
+        save_tensors(network.state_dict(), output, {})
     except (OSError, SafetensorError) as error:
         raise OutputError(f"cannot write {output}: {error}") from None
     yield f"student: {output}"
@@ -149,13 +149,13 @@ def distil_files(
 
 def _network(name: str, size: tuple[int, int, str], spec: DatasetSpec, seed: int) -> nn.Module:
     width, depth, norm = size
-    own = ModelSettings(name).norm
+    default_norm = ModelSettings(name).norm
     if norm and norm not in NORMS:
         raise unknown_value("model", "norm", norm, NORMS)
     try:
-        settings = ModelSettings(name, width, depth, norm or own)
+        settings = ModelSettings(name, width, depth, norm or default_norm)
     except UnknownNameError:  # this architecture has no such norm: its own
-        settings = ModelSettings(name, width, depth, own)
+        settings = ModelSettings(name, width, depth, default_norm)
     return build_model(settings, spec.image_shape, spec.classes, seed)
 
 

@@ -145,10 +145,10 @@ class Simulation:
         if settings.privacy is not None and settings.privacy.ledger_folder is not None:
             ledgers = clients.kept_ledgers(settings.privacy.ledger_folder, settings)
         elif settings.privacy is not None:
-            beside = None if resumed is None else resumed.path / "ledger"
+            folder_ledgers = None if resumed is None else resumed.path / "ledger"
             if resumed is not None and resumed.has_begun:
                 resumed.require_ledgers(clients.fresh_names)
-            ledgers = clients.fresh_ledgers(beside, settings)
+            ledgers = clients.fresh_ledgers(folder_ledgers, settings)
         elif settings.ledger is not None:
             ledgers = clients.ledgers(settings.ledger, settings)
         return InProcess(
@@ -186,7 +186,7 @@ class Simulation:
             lines.append(long)
         lines += run_messages.warnings(settings)
         if new and not self.over:
-            lines += [f"warning: {one}" for one in self.record.warnings]
+            lines += [f"warning: {warning}" for warning in self.record.warnings]
         if not self.over:
             self.observer.started(settings, None if self.folder is None else self.folder.final)
         for line in lines:
@@ -218,8 +218,8 @@ class Simulation:
             if refusal is not None:
                 self._end_early(refusal)
                 break
-            earlier = context.keeper.earlier if isinstance(context.keeper, KeptSteps) else 0.0
-            self._record(context, started - earlier)
+            previous = context.keeper.earlier if isinstance(context.keeper, KeptSteps) else 0.0
+            self._record(context, started - previous)
         return self._finish()
 
     def round_context(self, number: int) -> RoundContext:
@@ -283,22 +283,22 @@ class Simulation:
         spent = format_epsilon(self.plan.epsilon(histories))
         return f"; spent: ε = {spent} at δ = {self.plan.privacy.delta:g}"
 
-    def _interrupted(self, how: str) -> str:
+    def _interrupted(self, reason: str) -> str:
         """Returns what a stopped run has done and spent, and how to resume it."""
-        done = f"{how} after {len(self.record.rows)} of {self.settings.rounds} rounds"
+        progress = f"{reason} after {len(self.record.rows)} of {self.settings.rounds} rounds"
         if self.folder is None:
-            return f"{done}{self._spent()}; nothing was written"
-        again = ""
+            return f"{progress}{self._spent()}; nothing was written"
+        charge_note = ""
         if self._private:
-            again = "; a round that was cut off is charged again when the run is resumed"
-        return f"{done}{self._spent()}{again}; to resume: --resume {self.folder.path}"
+            charge_note = "; a round that was cut off is charged again when the run is resumed"
+        return f"{progress}{self._spent()}{charge_note}; to resume: --resume {self.folder.path}"
 
     def _new_folder(self, output: Path, clients: Clients) -> RunFolder:
         """The run folder, with the settings; fresh ledgers go into it, and checkpoints."""
         name = f"{self.method.name}-{self.context.spec.name}"
         folder = RunFolder(output, name)
         folder.write_config(to_toml(self.settings.to_mapping()))
-        folder.write_sources([one.text_file for one in own_sources(self.settings).values()])
+        folder.write_sources([code.text_file for code in own_sources(self.settings).values()])
         if self._private and self.plan.privacy.ledger_folder is None:
             moved = clients.fresh_ledgers(folder.path / "ledger", self.settings)
             for client, ledger in zip(self.exchange.clients, moved, strict=True):
@@ -315,12 +315,12 @@ class Simulation:
         folder.write_partition(counts, self.context.spec.class_names)
 
     def _end_early(self, refusal: Refusal) -> None:
-        words = self.record.ended_early(refusal)
+        message = self.record.ended_early(refusal)
         if not self.over:
-            where = "nothing is written"
+            location = "nothing is written"
             if self.folder is not None:
-                where = f"what it has done is in {self.folder.final}"
-            self.observer.note(f"{words}{self._spent()}; {where}")
+                location = f"what it has done is in {self.folder.final}"
+            self.observer.note(f"{message}{self._spent()}; {location}")
 
     def _after_uploads(self, context: RoundContext) -> None:
         """A class that is too rare at every client would otherwise vanish without a word."""
@@ -368,7 +368,9 @@ class Simulation:
 
     def _draw_round(self, number: int) -> None:
         """A picture of what was sent in this round; one that cannot be made is only said."""
-        sets = [(k, one.images, one.labels) for k, one in synthetic_sets(self.uploads).items()]
+        sets = [
+            (k, images.images, images.labels) for k, images in synthetic_sets(self.uploads).items()
+        ]
         if self.folder is None or not sets or self.played.no_quorum is not None:
             return
         try:
@@ -380,8 +382,8 @@ class Simulation:
 def _may_share(settings: RunSettings) -> bool:
     """Returns True if runs can share trained client models: runs of one round without privacy,
     whose models and methods are built in, so that their settings identify them."""
-    own = is_own_model(settings.model) or is_own_method(settings.method) or own_sources(settings)
-    return settings.rounds == 1 and settings.privacy is None and not own
+    custom = is_own_model(settings.model) or is_own_method(settings.method) or own_sources(settings)
+    return settings.rounds == 1 and settings.privacy is None and not custom
 
 
 @dataclass(frozen=True)
@@ -391,8 +393,8 @@ class _RoundReporter:
     observer: Observer
     number: int
 
-    def report(self, phase: str, done: int, total: int) -> None:
-        self.observer.step(self.number, phase, done, total)
+    def report(self, phase: str, completed: int, total: int) -> None:
+        self.observer.step(self.number, phase, completed, total)
 
     def note(self, text: str) -> None:
         self.observer.note(text)

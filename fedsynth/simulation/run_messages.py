@@ -30,18 +30,18 @@ def headline(settings: RunSettings, plan: PrivacyPlan | None) -> list[str]:
 def warnings(settings: RunSettings) -> list[str]:
     """Settings that do not do what somebody may expect of them."""
     method = settings.method
-    found: list[str] = []
+    texts: list[str] = []
     if method.personal and not settings.partition.local_test:
-        found.append(
+        texts.append(
             f"warning: {method.name}'s clients keep models of their own, which nothing tests here "
             "(partition.local_test=0.2)"
         )
     if not method.takes_model and model_is_set(settings):
-        found.append(
+        texts.append(
             f"warning: {method.name} has a model of its own: what model.name and its kin say "
             "changes nothing"
         )
-    return found
+    return texts
 
 
 def missing_classes(
@@ -54,7 +54,7 @@ def missing_classes(
         spec: the data set's.
         guaranteed: counts are released with noise.
     """
-    sent = {label for one in sets for label in one.labels.unique().tolist()}
+    sent = {label for synthetic in sets for label in synthetic.labels.unique().tolist()}
     missing = sorted(set(range(spec.classes)) - sent) if sets else []
     if not missing:
         return []

@@ -104,12 +104,12 @@ def simulate(
         observer = Observer() if quiet else Spoken(settings)
     if isinstance(observer, Logger):
         observer = Several([observer])  # its failure does not end the run
-    found = data_of_run(settings, data, test, observer.note, download=download)
-    settings = found.settings
-    train = found.train
-    tested = found.test
-    parts = found.parts if parts is None else parts
-    names = found.names if names is None and parts is found.parts else names
+    run_data = data_of_run(settings, data, test, observer.note, download=download)
+    settings = run_data.settings
+    train = run_data.train
+    tested = run_data.test
+    parts = run_data.parts if parts is None else parts
+    names = run_data.names if names is None and parts is run_data.parts else names
     require_a_ledger(settings, train.spec)
     if parts is not None:
         check_parts(parts, len(train))
@@ -137,7 +137,7 @@ def simulate(
             settings,
             Clients(train, positions, declared),
             train.to(device),
-            (None if tested is None else tested.to(device), found.test_kind),
+            (None if tested is None else tested.to(device), run_data.test_kind),
             [torch.from_numpy(part) for part in positions],
             observer,
             folder,
@@ -145,6 +145,6 @@ def simulate(
             None if resume is None else RunFolder.reopen(Path(resume)),
             None if trained is None else Path(trained),
         ).run()
-    if found.left_out:
-        observer.note(f"left out of the data: {found.left_out}")
+    if run_data.left_out:
+        observer.note(f"left out of the data: {run_data.left_out}")
     return result

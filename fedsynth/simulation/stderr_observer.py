@@ -40,27 +40,27 @@ class Pace:
         self._phases: dict[tuple[int, str], float] = {}
         self._said = False
 
-    def step(self, round: int, phase: str, done: int, total: int) -> None:
+    def step(self, round: int, phase: str, completed: int, total: int) -> None:
         """A step of a round's phase was made."""
-        now = self._clock()
+        current = self._clock()
         if self._phase != (round, phase):
             self._phase = (round, phase)
-            self._part_began = now
-            self._begun_at = done
-        took = now - self._part_began
-        steps = done - self._begun_at
+            self._part_began = current
+            self._begun_at = completed
+        took = current - self._part_began
+        steps = completed - self._begun_at
         if took >= SURE and steps > 0:
             # the fastest part counts: first steps may compile, or make what later ones use
             seconds = took / steps * total
             self._phases[self._phase] = min(self._phases.get(self._phase, seconds), seconds)
-            self._part_began = now
-            self._begun_at = done
+            self._part_began = current
+            self._begun_at = completed
 
     def round_ended(self, number: int) -> None:
         """A round has ended."""
-        now = self._clock()
-        self._took.append(now - self._round_began)
-        self._round_began = now
+        current = self._clock()
+        self._took.append(current - self._round_began)
+        self._round_began = current
         self._done = number
 
     def left(self) -> float | None:
@@ -78,22 +78,22 @@ class Pace:
 
     def words(self) -> str:
         """Returns the remaining time for the progress bar; in a long first round, a lower bound."""
-        left = self.left()
-        if left is not None:
-            return f"about {duration(left)} left"
-        least = self._least()
-        return f"at least {duration(least)}" if least else ""
+        remaining = self.left()
+        if remaining is not None:
+            return f"about {duration(remaining)} left"
+        bound = self._least()
+        return f"at least {duration(bound)}" if bound else ""
 
     def warning(self) -> str | None:
         """Once, as soon as it shows: that the run takes days."""
-        left = self.left()
-        least = left if left is not None else self._least()
-        if self._said or least < DAY:
+        remaining = self.left()
+        bound = remaining if remaining is not None else self._least()
+        if self._said or bound < DAY:
             return None
         self._said = True
         return (
-            f"note: at this pace the run takes {'' if left is not None else 'at least '}"
-            f"{duration(least)} more; it can be stopped and resumed"
+            f"note: at this pace the run takes {'' if remaining is not None else 'at least '}"
+            f"{duration(bound)} more; it can be stopped and resumed"
         )
 
 
@@ -104,11 +104,11 @@ def duration(seconds: float) -> str:
     ('40 s', '2 min 5 s', '2 h 1 min', '2 days 7 h')
     """
     units = (("days", 86400), ("h", 3600), ("min", 60), ("s", 1))
-    whole = int(seconds)
-    first = next((i for i, (_, size) in enumerate(units) if whole >= size), len(units) - 1)
+    remainder = int(seconds)
+    first = next((i for i, (_, size) in enumerate(units) if remainder >= size), len(units) - 1)
     parts: list[str] = []
     for name, size in units[first : first + 2]:
-        count, whole = divmod(whole, size)
+        count, remainder = divmod(remainder, size)
         if count or not parts:
             parts.append(f"{count} {'day' if name == 'days' and count == 1 else name}")
     return " ".join(parts)
@@ -120,12 +120,12 @@ def accuracies(row: Mapping[str, Any], personal: bool) -> list[tuple[str, str]]:
     Args:
         personal: clients have personal models, so the accuracy on their test splits comes first.
     """
-    found = []
+    pairs = []
     if row.get("test_accuracy") is not None:
-        found.append(("test accuracy", f"{100 * row['test_accuracy']:.2f} %"))
-    for name, one in row.get("models", {}).items():
-        if "test_accuracy" in one:
-            found.append((name.upper(), f"{100 * one['test_accuracy']:.2f} %"))
+        pairs.append(("test accuracy", f"{100 * row['test_accuracy']:.2f} %"))
+    for name, model in row.get("models", {}).items():
+        if "test_accuracy" in model:
+            pairs.append((name.upper(), f"{100 * model['test_accuracy']:.2f} %"))
     if "local" in row:  # not with differential privacy: exact functions of private data
         local = row["local"]
         splits = [
@@ -133,16 +133,16 @@ def accuracies(row: Mapping[str, Any], personal: bool) -> list[tuple[str, str]]:
             ("FM", f"{local['fm']:.4f}"),
             ("WLP", f"{100 * local['wlp']:.2f} %"),
         ]
-        found = splits + found if personal else found + splits
-    return found
+        pairs = splits + pairs if personal else pairs + splits
+    return pairs
 
 
 def round_line(row: Mapping[str, Any], settings: RunSettings) -> str:
     """One round in words; its row has nothing that may not be shown."""
-    each = accuracies(row, settings.method.personal)
+    pairs = accuracies(row, settings.method.personal)
     parts = [
         f"round {row['round']}/{settings.rounds}",
-        *(f"{name} {value}" for name, value in each),
+        *(f"{name} {value}" for name, value in pairs),
     ]
     if "epsilon" in row:
         parts.append(f"ε {format_epsilon(row['epsilon'])}")
@@ -185,24 +185,26 @@ class Spoken(Observer):
     def _print(self, text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
-    def step(self, round: int, phase: str, done: int, total: int) -> None:
-        left = ""
+    def step(self, round: int, phase: str, completed: int, total: int) -> None:
+        remaining = ""
         if self._pace is not None:
-            self._pace.step(round, phase, done, total)
+            self._pace.step(round, phase, completed, total)
             if warning := self._pace.warning():
                 self.note(warning)
-            left = self._pace.words()
-        self._show_step(f"round {round}/{self._settings.rounds} {phase}", done, total, left)
+            remaining = self._pace.words()
+        self._show_step(
+            f"round {round}/{self._settings.rounds} {phase}", completed, total, remaining
+        )
 
-    def _show_step(self, phase: str, done: int, total: int, left: str) -> None:
-        before = self._tenth
-        self._tenth = 10 * done // max(1, total)
+    def _show_step(self, phase: str, completed: int, total: int, remaining: str) -> None:
+        previous = self._tenth
+        self._tenth = 10 * completed // max(1, total)
         due = time.monotonic() - self._last > 30
         if self._settings.privacy is not None:
-            due = total >= LONG_PHASE and 0 < self._tenth != before
+            due = total >= LONG_PHASE and 0 < self._tenth != previous
         if due:
-            words = f"{phase} {done}/{total}"
-            self.note(f"{words}, {left}" if left else words)
+            text = f"{phase} {completed}/{total}"
+            self.note(f"{text}, {remaining}" if remaining else text)
 
     def round_ended(self, row: Mapping[str, Any]) -> None:
         if self._pace is not None:

@@ -102,12 +102,12 @@ def require_place(file: Path) -> Path:
 def student_of_set(
     folder: str | Path,
     model: ModelSettings | nn.Module | Callable[..., nn.Module] | None = None,
-    how: StudentSettings | None = None,
+    student_settings: StudentSettings | None = None,
     *,
     labels: str = AUTO,
     teacher: str | Path | nn.Module = AUTO,
     device: str = "auto",
-    report: Callable[[int, int], None] = lambda done, total: None,
+    report: Callable[[int, int], None] = lambda completed, total: None,
 ) -> Student:
     """Trains a network on a folder that was handed over.
 
@@ -115,7 +115,7 @@ def student_of_set(
         folder: as `export_run` and `synthesize` make it; its hashes are compared.
         model: the network: settings, or a module or class of your own as `RunSettings.model` takes
             it; None: `network_for(the set's)`.
-        how: it is trained; its seed is the network's, too. None: `StudentSettings()`.
+        student_settings: it is trained; its seed is the network's, too. None: `StudentSettings()`.
         labels: "soft", those that are kept with the images; "hard", their classes; "auto": soft
             ones where there are any.
         teacher: what labels changed copies of the images: a model, or a path as `load_model` takes
@@ -141,35 +141,39 @@ def student_of_set(
     >>> student_of_set(f"{place}/share", ModelSettings("linear"), how).labels
     'hard'
     """
-    how = how or StudentSettings()
-    found = load_synthetic(folder)
+    student_settings = student_settings or StudentSettings()
+    synthetic = load_synthetic(folder)
     if labels not in LABELS:
         raise unknown_value(None, "labels", labels, LABELS)
-    if labels == SOFT and found.soft_labels is None:
+    if labels == SOFT and synthetic.soft_labels is None:
         raise SettingError(None, "labels", "cannot be soft: the set has no soft labels")
-    soft = labels != HARD and found.soft_labels is not None
-    target = found.soft_labels if soft and found.soft_labels is not None else found.labels
-    where = resolve_device(device)
+    soft = labels != HARD and synthetic.soft_labels is not None
+    target = (
+        synthetic.soft_labels if soft and synthetic.soft_labels is not None else synthetic.labels
+    )
+    torch_device = resolve_device(device)
     if model is None:
-        model = network_for(found.spec)
+        model = network_for(synthetic.spec)
     settings = model if isinstance(model, ModelSettings) else own_model(model)
-    architecture = Architecture(found.spec, settings)
-    network = architecture.network(how.seed).to(where)
-    asked = teacher if how.views else NOBODY  # without copies it has nothing to label
-    tutor, covered = _teacher(Path(folder), asked, found.spec)
+    architecture = Architecture(synthetic.spec, settings)
+    network = architecture.network(student_settings.seed).to(torch_device)
+    requested = (
+        teacher if student_settings.views else NOBODY
+    )  # without copies it has nothing to label
+    tutor, covered = _teacher(Path(folder), requested, synthetic.spec)
     covered = covered and not has_given_weights(settings)
     train_student(
         network,
-        found.normalised().to(where),
-        target.to(where),
-        how,
-        teacher=None if tutor is None else tutor.to(where),
+        synthetic.normalised().to(torch_device),
+        target.to(torch_device),
+        student_settings,
+        teacher=None if tutor is None else tutor.to(torch_device),
         report=report,
     )
     require_finite(network)
     kind = SOFT if soft else HARD
     taught = tutor is not None
-    return Student(network.eval(), architecture, found, kind, how, taught, covered)
+    return Student(network.eval(), architecture, synthetic, kind, student_settings, taught, covered)
 
 
 def network_for(spec: DatasetSpec, **asked: Any) -> ModelSettings:
@@ -184,17 +188,21 @@ def network_for(spec: DatasetSpec, **asked: Any) -> ModelSettings:
     2
     """
     usual = {"width": 32, "depth": usual_depth(spec.image_shape)}
-    return ModelSettings(**usual | {key: one for key, one in asked.items() if one is not None})
+    return ModelSettings(
+        **usual | {key: value for key, value in asked.items() if value is not None}
+    )
 
 
 def _teacher(
     folder: Path, named: str | Path | nn.Module, spec: DatasetSpec
 ) -> tuple[nn.Module | None, bool]:
     """Returns the teacher, if any, and whether the set's guarantee covers it."""
-    own = folder / MODEL
+    own_model = folder / MODEL
     if isinstance(named, nn.Module):
         return _fitting(named, "the teacher", spec), False
-    if str(named) == NOBODY or (str(named) == AUTO and not (own.is_file() and teaches(own))):
+    if str(named) == NOBODY or (
+        str(named) == AUTO and not (own_model.is_file() and teaches(own_model))
+    ):
         return None, True
     if str(named) == AUTO:
         try:
@@ -202,7 +210,7 @@ def _teacher(
         except OutputError as error:
             raise OutputError(f"{error} (teacher={NOBODY} does without it)") from None
     place = Path(named)
-    if place.resolve() in (folder.resolve(), own.resolve()):
+    if place.resolve() in (folder.resolve(), own_model.resolve()):
         return _fitting(load_model(folder), str(folder), spec), True
     model = _fitting(load_model(place, spec=spec), str(place), spec)
     _refuse_other_images(place, spec)
@@ -212,14 +220,14 @@ def _teacher(
 def _fitting(model: nn.Module, name: str, spec: DatasetSpec) -> nn.Module:
     mode = model.training
     model.eval()
-    device = next((one.device for one in model.state_dict().values()), "cpu")
+    device = next((tensor.device for tensor in model.state_dict().values()), "cpu")
     try:
         with torch.no_grad():
-            made = model(torch.zeros(2, *spec.image_shape, device=device))
+            logits = model(torch.zeros(2, *spec.image_shape, device=device))
     except (RuntimeError, FedsynthError):
-        made = torch.empty(0)
+        logits = torch.empty(0)
     model.train(mode)
-    if made.shape != (2, spec.classes):
+    if logits.shape != (2, spec.classes):
         raise SettingError(None, "teacher", f"of {name} is for other images than the set's")
     return model
 
@@ -248,8 +256,8 @@ def _vouched_for(share: Path, run: Path) -> bool:
         return False
     stated = read_json(of_set, "privacy report")
     report = read_json(of_run, "privacy report")
-    own = ("files", "handed_over")
-    same = all(stated.get(key) == value for key, value in report.items() if key not in own)
+    derived = ("files", "handed_over")
+    same = all(stated.get(key) == value for key, value in report.items() if key not in derived)
     files = report.get("files")
     return same and isinstance(files, dict) and files.get(MODEL) == file_hash(model)
 
@@ -288,10 +296,10 @@ def real_images(
         return read_as(Path(folder), spec, note, skip)[0]
     if dataset is None:
         return None
-    found = load_dataset(dataset, data_root, download=download)[1]
-    theirs = found.spec
+    loaded = load_dataset(dataset, data_root, download=download)[1]
+    theirs = loaded.spec
     if theirs.image_shape != spec.image_shape or theirs.class_names != spec.class_names:
         raise SettingError(
             "data", "dataset", "has other images or classes than the synthetic set", value=dataset
         )
-    return ImageData(found.images, found.labels, spec)  # normalised as the synthetic ones are
+    return ImageData(loaded.images, loaded.labels, spec)  # normalised as the synthetic ones are

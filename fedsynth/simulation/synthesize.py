@@ -36,7 +36,7 @@ nothing at any ε that one would state; FedStats makes no images unless they are
 ONE_OWNER: Mapping[str, Any] = {"kind": "iid", "clients": 1}
 
 
-def owner_settings(given: Mapping[str, Mapping[str, Any]]) -> RunSettings:
+def owner_settings(values_by_section: Mapping[str, Mapping[str, Any]]) -> RunSettings:
     """The settings of one owner's synthetic set, from sections as `resolve` takes them.
 
     Where nothing else is given they are `PRESETS`'; all images are those of one client, whatever
@@ -49,7 +49,7 @@ def owner_settings(given: Mapping[str, Mapping[str, Any]]) -> RunSettings:
     >>> settings.method.ipc, settings.method.iterations, settings.partition.clients
     (20, 20, 1)
     """
-    sections = {name: dict(values) for name, values in given.items()}
+    sections = {name: dict(values) for name, values in values_by_section.items()}
     name = str(sections.get("run", {}).get("method", DEFAULT_METHOD)).lower()
     for section, values in PRESETS.get(name, TWO_ROUNDS).items():
         sections[section] = {**values, **sections.get(section, {})}

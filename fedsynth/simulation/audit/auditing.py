@@ -183,11 +183,11 @@ def _audited(settings: RunSettings, spec: DatasetSpec | None) -> RunSettings:
         raise PrivacySettingError(
             "privacy", "mechanism", "claims no ε, so there is nothing to audit", value=mechanism
         )
-    found = spec or specification(settings)
+    known_spec = spec or specification(settings)
     privacy = settings.privacy
     if privacy.ledger is not None:  # σ for what is left in the kept ledger, which is only read
         privacy = replace(plan_of(settings).privacy, epsilon=None, ledger=None)
-    nominal = public_context(settings, found, torch.device("cpu")).nominal_size
+    nominal = public_context(settings, known_spec, torch.device("cpu")).nominal_size
     return replace(
         settings,
         partition=replace(settings.partition, local_test=0.0),
@@ -283,8 +283,8 @@ def _random_federation(
 ) -> tuple[ImageData, ImageData, list[Tensor]]:
     """Random images: (training data, the last `canaries` nobody's; test data; parts)."""
     nominal = settings.privacy.nominal_size if settings.privacy is not None else None
-    most = [REST if k == client else OTHERS for k in range(settings.partition.clients)]
-    sizes = [max(spec.classes, min(round(nominal or 0), size)) for size in most]
+    limits = [REST if k == client else OTHERS for k in range(settings.partition.clients)]
+    sizes = [max(spec.classes, min(round(nominal or 0), size)) for size in limits]
     rng = numpy_generator(settings.seed, "audit")
     classes = np.arange(spec.classes)
 

@@ -71,9 +71,9 @@ def log_likelihood_ratios(
         variance = max(variance, 1e-6 * float(gram.trace()))  # float32's rounding of `gram`
         noise = variance * torch.eye(len(u), dtype=gram.dtype, device=u.device)
         inverse = torch.cholesky_inverse(torch.linalg.cholesky(noise + spread * gram))
-        left = variance * inverse.diagonal()
-        k = (1 - left) / (spread * left)
-        z = inverse @ ((u @ y_D).double() - half * gram.sum(dim=1)) / left + half * k
+        unexplained = variance * inverse.diagonal()
+        k = (1 - unexplained) / (spread * unexplained)
+        z = inverse @ ((u @ y_D).double() - half * gram.sum(dim=1)) / unexplained + half * k
     ratio = z - k / 2
     if rate == 1:
         return ratio
@@ -104,12 +104,12 @@ class Directions:
 
 def draw_directions(count: int, width: int, generator: torch.Generator) -> Directions:
     """`count` random unit vectors in `width` dimensions, orthogonal where there is room."""
-    kept = min(width, max(COLUMNS, count))
-    columns = torch.randperm(width, generator=generator)[:kept]
+    num_columns = min(width, max(COLUMNS, count))
+    columns = torch.randperm(width, generator=generator)[:num_columns]
     if width == 1:  # a count: everybody counts 1
         return Directions(torch.ones(count, 1, dtype=torch.float64), columns, count == 1)
-    gaussian = torch.randn(kept, count, generator=generator, dtype=torch.float64)
-    if count <= kept:
+    gaussian = torch.randn(num_columns, count, generator=generator, dtype=torch.float64)
+    if count <= num_columns:
         return Directions(torch.linalg.qr(gaussian)[0].T.contiguous(), columns, True)
     return Directions(torch.nn.functional.normalize(gaussian.T, dim=1), columns, False)
 
@@ -244,18 +244,18 @@ class AuditedSums(GaussianSums):
             raise PrivacyError(
                 f"an audit of {len(self._records)} records was asked to sample {records}"
             )
-        given, self._taken = self._give_out(super().sample(records))
-        self._given = self._records[given]
+        positions, self._taken = self._give_out(super().sample(records))
+        self._given = self._records[positions]
         self._at = 0
         self._rest = torch.zeros(2, self._groups, self._width, dtype=torch.float64)
-        return given
+        return positions
 
     def add(self, rows_ND: Tensor, groups_N: Tensor, sample: Sample | None = None) -> None:
         """Adds vectors like `GaussianSums`. If users are the units, each has one record here, so
         that clipping users and clipping records is the same."""
-        rows, _, taken = self._look(rows_ND.detach(), groups_N)
-        left = None if sample is None else sample.where(taken.cpu())
-        super().add(rows[taken], groups_N[taken], left)
+        rows, _, included = self._look(rows_ND.detach(), groups_N)
+        rest = None if sample is None else sample.where(included.cpu())
+        super().add(rows[included], groups_N[included], rest)
 
     def add_products(self, products: Products, sample: Sample | None = None) -> None:
         """Adds products like `GaussianSums`.
@@ -266,27 +266,27 @@ class AuditedSums(GaussianSums):
         """
         written = products.rows()
         groups = torch.zeros(len(written), dtype=torch.int64, device=written.device)
-        rows, canary, taken = self._look(written, groups)
-        own = taken & self._replaced(canary)
-        through = taken & ~own
-        left = None if sample is None else sample.where(through.cpu())
-        super().add_products(products.part(through), left)
-        if own.any():
-            left = None if sample is None else sample.where(own.cpu())
-            super().add(rows[own], groups[own], left)
+        rows, canary, included = self._look(written, groups)
+        replaced = included & self._replaced(canary)
+        through = included & ~replaced
+        rest = None if sample is None else sample.where(through.cpu())
+        super().add_products(products.part(through), rest)
+        if replaced.any():
+            rest = None if sample is None else sample.where(replaced.cpu())
+            super().add(rows[replaced], groups[replaced], rest)
 
     def _look(self, rows_ND: Tensor, groups_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The next sampled records' vectors with those of canaries in their place, the canary at
         each (−1: none), and which of them enter the sum; the auditor keeps what it knows."""
-        here = slice(self._at, self._at + len(rows_ND))
-        self._at = here.stop
-        canary = self._given[here].to(rows_ND.device)
+        chunk = slice(self._at, self._at + len(rows_ND))
+        self._at = chunk.stop
+        canary = self._given[chunk].to(rows_ND.device)
         rows = self._vectors(rows_ND, canary)
         other = canary < 0
-        known = finite(rows[other])
-        both = torch.stack([known * shrinking(known, self._release.sensitivity), known])
+        others = finite(rows[other])
+        both = torch.stack([others * shrinking(others, self._release.sensitivity), others])
         self._rest = self._rest.to(rows.device).index_add(1, groups_N[other], both)
-        return rows, canary, self._taken[here].to(rows_ND.device)
+        return rows, canary, self._taken[chunk].to(rows_ND.device)
 
     def release(self) -> Released:
         """Releases the sums like `GaussianSums`, then scores every canary.
@@ -299,9 +299,9 @@ class AuditedSums(GaussianSums):
         released = super().release()
         y_GD = released.to(self._rest)
         self._unclipped = self._clip_is_missing(y_GD)
-        left = y_GD - self._rest[int(self._unclipped)]
+        residual = y_GD - self._rest[int(self._unclipped)]
         row = self._release
-        for y, members in zip(left, self._members, strict=True):
+        for y, members in zip(residual, self._members, strict=True):
             if not len(members):
                 continue
             u, columns, orthogonal = self._contributions(members)
@@ -331,11 +331,11 @@ class VectorSums(AuditedSums):
 
     def sample(self, records: int) -> Tensor:
         """Samples records like `AuditedSums`, and draws the canaries' directions."""
-        given = super().sample(records)
+        positions = super().sample(records)
         self._sign = (-1.0) ** (self._release.round + self.steps_left)
         largest = max(len(members) for members in self._members)
         self._now = self._canaries.directions(largest, self._width)
-        return given
+        return positions
 
     def _give_out(self, sampled: Tensor) -> tuple[Tensor, Tensor]:
         return sampled, torch.ones(len(sampled), dtype=torch.bool)
@@ -353,8 +353,12 @@ class VectorSums(AuditedSums):
         return canary_N >= 0
 
     def _contributions(self, members: Tensor) -> tuple[Tensor, Tensor | None, bool]:
-        now = self._now
-        return self._sizes(1.0) * now.units[: len(members)], now.columns, now.orthogonal
+        directions = self._now
+        return (
+            self._sizes(1.0) * directions.units[: len(members)],
+            directions.columns,
+            directions.orthogonal,
+        )
 
     def _sizes(self, clips: float) -> float:
         """A length with this release's sign; counts have no direction to turn."""
@@ -377,9 +381,9 @@ class ImageSums(AuditedSums):
         drawn = torch.zeros(len(self._records), dtype=torch.bool)
         drawn[sampled] = True
         canary = self._records >= 0
-        given = torch.nonzero(drawn | canary).flatten()
+        positions = torch.nonzero(drawn | canary).flatten()
         drawn[canary] &= self._canaries.included
-        return given, drawn[given]
+        return positions, drawn[positions]
 
     def _vectors(self, rows_ND: Tensor, canary_N: Tensor) -> Tensor:
         theirs = canary_N >= 0
@@ -393,15 +397,15 @@ class ImageSums(AuditedSums):
         misfits = []
         for rest, factor in zip(self._rest, (factors, torch.ones_like(factors)), strict=True):
             misfit = 0.0
-            for y, known, members in zip(released_GD, rest, self._members, strict=True):
-                there = members.to(factor.device)
-                expected = known + rate / 2 * (factor[there].T @ self._known[there])[0]
+            for y, record_sum, members in zip(released_GD, rest, self._members, strict=True):
+                indices = members.to(factor.device)
+                expected = record_sum + rate / 2 * (factor[indices].T @ self._known[indices])[0]
                 misfit += float((y - expected).square().sum())
             misfits.append(misfit)
         return misfits[1] < misfits[0]
 
     def _contributions(self, members: Tensor) -> tuple[Tensor, Tensor | None, bool]:
-        known = self._known[members.to(self._known.device)]
+        vectors = self._known[members.to(self._known.device)]
         if not self._unclipped:
-            known *= shrinking(known, self._release.sensitivity)
-        return known, None, False
+            vectors *= shrinking(vectors, self._release.sensitivity)
+        return vectors, None, False
