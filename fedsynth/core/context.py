@@ -19,9 +19,9 @@ from fedsynth.privacy.settings import PrivacySettings
 class Reporter(Protocol):
     """Receives the progress of a step, and notes for users."""
 
-    def report(self, phase: str, done: int, total: int) -> None:
-        """Receives that `done` of `total` steps of a phase are done; must not synchronise with the
-        device."""
+    def report(self, phase: str, completed: int, total: int) -> None:
+        """Receives that `completed` of `total` steps of a phase are done; must not synchronise with
+        the device."""
 
     def note(self, text: str) -> None:
         """Receives a line for users."""
@@ -30,7 +30,7 @@ class Reporter(Protocol):
 class Silent:
     """A reporter that reports nothing."""
 
-    def report(self, phase: str, done: int, total: int) -> None:
+    def report(self, phase: str, completed: int, total: int) -> None:
         """Does nothing."""
 
     def note(self, text: str) -> None:
@@ -144,9 +144,9 @@ class RoundContext:
             return self.architecture
         return self.client_architectures[client]
 
-    def report(self, phase: str, done: int, total: int) -> None:
+    def report(self, phase: str, completed: int, total: int) -> None:
         """Passes progress to the reporter."""
-        self.reporter.report(phase, done, total)
+        self.reporter.report(phase, completed, total)
 
     def note(self, text: str) -> None:
         """Passes a line for users to the reporter."""

@@ -143,11 +143,13 @@ def evaluate_together(
     for client in clients:
         client.begin(context)
     resident = clients[0].data.resident
-    where = torch.cat([client.data.held_out for client in clients]).to(resident.labels.device)
+    indices = torch.cat([client.data.held_out for client in clients]).to(resident.labels.device)
     right = {
         name: [
-            int(own.sum())
-            for own in correct(context.load(model), resident, among=where).cpu().split(tested)
+            int(client_correct.sum())
+            for client_correct in correct(context.load(model), resident, among=indices)
+            .cpu()
+            .split(tested)
         ]
         for name, model in models.items()
     }

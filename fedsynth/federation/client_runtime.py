@@ -186,10 +186,10 @@ class ClientRuntime:
         plan = PrivacyPlan.checked(self.settings, self._context)
         if self._apart and not self.method.sums_alone:
             check_own_noise(plan.plans)
-        own = plan.privacy.noise_multiplier
-        if own is not None and sigma != own:
+        stated = plan.privacy.noise_multiplier
+        if stated is not None and sigma != stated:
             raise RequestRefusedError(
-                f"the server says σ = {sigma:.6g}, and the run's settings say {own:.6g}"
+                f"the server says σ = {sigma:.6g}, and the run's settings say {stated:.6g}"
             )
         return replace(plan, privacy=replace(plan.privacy, noise_multiplier=sigma))
 
@@ -256,9 +256,9 @@ class ClientRuntime:
             raise RequestRefusedError(f"client {self.number} was not told the terms of the run")
         if self.may_try_again(phase, context) and self._granted is not None:
             return self._granted[2]
-        made = self.budget.charge(context, phase)
-        self._granted = (context.round, phase, made)
-        return made
+        budget = self.budget.charge(context, phase)
+        self._granted = (context.round, phase, budget)
+        return budget
 
     def may_try_again(self, phase: str, context: RoundContext) -> bool:
         """Returns whether a failed step may be repeated without a charge: it is not private, or it
@@ -266,8 +266,10 @@ class ClientRuntime:
         """
         if not self.private:
             return True
-        made = self._granted
-        return made is not None and made[:2] == (context.round, phase) and made[2].untouched
+        charged = self._granted
+        return (
+            charged is not None and charged[:2] == (context.round, phase) and charged[2].untouched
+        )
 
     def recall(self, phase: str, context: RoundContext) -> Memory:
         """Returns its memory in this exchange: that of the round's first exchange, if there was

@@ -57,12 +57,12 @@ def cpu_threads(count: int | None) -> Iterator[None]:
     if count is None:
         yield
         return
-    before = torch.get_num_threads()
+    previous = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(previous)
 
 
 def check_compiler(device: torch.device) -> None:

@@ -68,7 +68,7 @@ class MechanismCosts:
 
 def costs_of(plan: PrivacyPlan, target: float | None) -> MechanismCosts:
     """Returns the costs of a planned run."""
-    rows = tuple(_row(plan, one) for one in plan.plans)
+    rows = tuple(_row(plan, release) for release in plan.plans)
     chief = plan.chief
     return MechanismCosts(
         mechanism=chief.mechanism,
@@ -83,16 +83,16 @@ def costs_of(plan: PrivacyPlan, target: float | None) -> MechanismCosts:
     )
 
 
-def _row(plan: PrivacyPlan, one: PrivatePlan) -> Mapping[str, Any]:
+def _row(plan: PrivacyPlan, release: PrivatePlan) -> Mapping[str, Any]:
     """Returns the row of one kind of release."""
     row: dict[str, Any] = {
-        "quantity": one.quantity,
-        "noise_multiplier": plan.sigma * one.noise_ratio,
-        "clip": one.clip,
-        "sample_rate": one.sample_rate,
-        "releases": one.steps,
+        "quantity": release.quantity,
+        "noise_multiplier": plan.sigma * release.noise_ratio,
+        "clip": release.clip,
+        "sample_rate": release.sample_rate,
+        "releases": release.steps,
     }
-    ratio = plan.signal_to_noise(one)
+    ratio = plan.signal_to_noise(release)
     return row if ratio is None else {**row, "signal_to_noise": ratio}
 
 
@@ -103,15 +103,16 @@ def long_draw(settings: RunSettings) -> str | None:
     Raises:
         SettingError: it would take longer than `LONGEST` seconds.
     """
-    one = DRAW_SECONDS * max(1.0, settings.partition.clients / 1000)
-    seconds = settings.rounds * one
+    round_seconds = DRAW_SECONDS * max(1.0, settings.partition.clients / 1000)
+    seconds = settings.rounds * round_seconds
     if settings.participation >= 1 or seconds <= LONG:
         return None
     if seconds > LONGEST:
         reason = (
-            f"must be at most {int(LONGEST / one):,} for a plan, which draws who takes part in "
-            f"each round, and for {settings.rounds:,} of them takes some {seconds / 3600:,.1f} "
-            "hours; or plan with run.participation=1, which is an upper bound"
+            f"must be at most {int(LONGEST / round_seconds):,} for a plan, which draws who takes "
+            f"part in each round, and for {settings.rounds:,} of them takes some "
+            f"{seconds / 3600:,.1f} hours; or plan with run.participation=1, which is an upper "
+            "bound"
         )
         raise SettingError("run", "rounds", reason)
     return f"drawing who takes part in each of {settings.rounds:,} rounds: some {seconds:.0f} s"
@@ -140,21 +141,21 @@ def plan_of(settings: RunSettings) -> PrivacyPlan:
 
 
 def costs_by_mechanism(
-    given: Mapping[str, Mapping[str, Any]], note: Callable[[str], None] = lambda _: None
+    sections: Mapping[str, Mapping[str, Any]], note: Callable[[str], None] = lambda _: None
 ) -> list[MechanismCosts]:
     """Returns the costs for each mechanism that can protect the method, or for the one that is
     named.
 
     Args:
-        given: settings in the form that `resolve` takes.
+        sections: settings in the form that `resolve` takes.
         note: receives a note on a long computation.
 
     Raises:
         SettingError: the method has no private mechanism, or no budget and no σ is given. Others as
             in `resolve`.
     """
-    privacy = dict(given.get("privacy", {}))
-    method = resolve({**given, "privacy": {}}).method
+    privacy = dict(sections.get("privacy", {}))
+    method = resolve({**sections, "privacy": {}}).method
     names = [name for name in method.protects if mechanism_facts(name).guaranteed]
     if not names:
         reason = f"cannot run with differential privacy: {method.refusal}"
@@ -166,9 +167,9 @@ def costs_by_mechanism(
         raise PrivacySettingError("privacy", "mechanism", reason, value=names[0])
     plans: list[MechanismCosts] = []
     for name in names:
-        settings = resolve({**given, "privacy": {**privacy, "mechanism": name}})
-        if (words := long_draw(settings)) is not None and not plans:
-            note(words)
+        settings = resolve({**sections, "privacy": {**privacy, "mechanism": name}})
+        if (warning := long_draw(settings)) is not None and not plans:
+            note(warning)
         if settings.privacy is None:
             raise needs_a_budget()
         # with a given σ, a cap would only cut off the table: the plan shows how the budget is spent

@@ -63,19 +63,19 @@ class InProcess:
         phase: str,
         message: Message,
         context: RoundContext,
-        asked: Sequence[int],
+        numbers: Sequence[int],
     ) -> Replies:
-        lost = self._failing(phase, asked, context)
-        working = [number for number in asked if lost.get(number) != CRASHED]
+        lost = self._failing(phase, numbers, context)
+        working = [number for number in numbers if lost.get(number) != CRASHED]
         hanging = [self.clients[k] for k, why in lost.items() if why == TIMED_OUT]
-        before = [client.memory for client in hanging]
+        memories = [client.memory for client in hanging]
         messages: dict[int, Message] = {}
         while len(messages) < len(working):
             group = self._group(working, len(messages), context)
             reporter = _GroupReporter(context.reporter, len(messages), len(group), len(working))
-            told = replace(context, reporter=reporter)
+            group_context = replace(context, reporter=reporter)
             try:
-                replies = step_together(group, phase, message, told)
+                replies = step_together(group, phase, message, group_context)
             except torch.OutOfMemoryError:
                 replies = None
             if replies is None:  # outside `except`: the error keeps the step's allocations alive
@@ -84,7 +84,7 @@ class InProcess:
             if replies.refusals:
                 return Replies(messages, replies.refusals)
             messages.update(replies.messages)
-        for client, memory in zip(hanging, before, strict=True):
+        for client, memory in zip(hanging, memories, strict=True):
             client.forget(memory)
         arrived = {number: sent for number, sent in messages.items() if number not in lost}
         return Replies(arrived, lost=lost)
@@ -101,36 +101,36 @@ class InProcess:
         device = context.device
         if device.type == "cuda":
             torch.cuda.empty_cache()
-        whose = f"round {context.round}: {device} ran out of memory in a step of "
-        whose += _clients(len(group))
+        location = f"round {context.round}: {device} ran out of memory in a step of "
+        location += _clients(len(group))
         fewer = (len(group) + 1) // 2
-        alone = "use a smaller batch or a smaller model.width"
-        if not all(one.may_try_again(phase, context) for one in group):
-            each = self.clients[0].method.client_bytes(context)
-            bound = f"{2 * fewer * (each or 0) / 2**30:.3g}"
+        advice = "use a smaller batch or a smaller model.width"
+        if not all(client.may_try_again(phase, context) for client in group):
+            client_bytes = self.clients[0].method.client_bytes(context)
+            bound = f"{2 * fewer * (client_bytes or 0) / 2**30:.3g}"
             remedy = f"go on with run.memory_gb={bound}"
             raise DeviceMemoryError(
-                f"{whose} with differential privacy; it is charged, and is not taken again, as one "
-                f"charge pays for one draw of noise: {alone if len(group) == 1 else remedy}"
+                f"{location} with differential privacy; it is charged, and is not taken again, as "
+                f"one charge pays for one draw of noise: {advice if len(group) == 1 else remedy}"
             )
         if len(group) == 1:
-            raise DeviceMemoryError(f"{whose}, number {group[0].number}: {alone}")
+            raise DeviceMemoryError(f"{location}, number {group[0].number}: {advice}")
         self._most = fewer
-        context.note(f"{whose}; from now on at most {fewer} share a pass, which moves no result")
+        context.note(f"{location}; from now on at most {fewer} share a pass, which moves no result")
 
     def _failing(self, phase: str, numbers: Sequence[int], context: RoundContext) -> dict[int, str]:
         """Returns which of these clients fail in this exchange, and how. The main exchange also has
         the failures of a first exchange that the round does not have.
         """
-        found = {number: self._failures.of(context.round, number) for number in numbers}
+        failures = {number: self._failures.of(context.round, number) for number in numbers}
         return {
             number: failure.kind
-            for number, failure in found.items()
+            for number, failure in failures.items()
             if failure is not None and phase in (MAIN, failure.phase)
         }
 
-    def facts(self, context: RoundContext, asked: Sequence[int]) -> list[Mapping[str, Any]]:
-        return [self.clients[number].facts(context) for number in asked]
+    def facts(self, context: RoundContext, numbers: Sequence[int]) -> list[Mapping[str, Any]]:
+        return [self.clients[number].facts(context) for number in numbers]
 
     def evaluate(
         self, models: Mapping[str, Mapping[str, Tensor]], context: RoundContext
@@ -141,8 +141,10 @@ class InProcess:
         self, numbers: Sequence[int], start: int, context: RoundContext
     ) -> list[ClientRuntime]:
         """Returns the clients, from this position on, that share a pass."""
-        each = self.clients[0].method.client_bytes(context)
-        at_once = 1 if each is None else max(1, context.memory_bytes // 2 // max(1, each))
+        client_bytes = self.clients[0].method.client_bytes(context)
+        at_once = (
+            1 if client_bytes is None else max(1, context.memory_bytes // 2 // max(1, client_bytes))
+        )
         stop = start + min(at_once, self._most)
         return [self.clients[k] for k in numbers[start:stop]]
 
@@ -162,8 +164,10 @@ class _GroupReporter:
     share: int
     clients: int
 
-    def report(self, phase: str, done: int, total: int) -> None:
-        self.reporter.report(phase, self.before * total + done * self.share, self.clients * total)
+    def report(self, phase: str, completed: int, total: int) -> None:
+        self.reporter.report(
+            phase, self.before * total + completed * self.share, self.clients * total
+        )
 
     def note(self, text: str) -> None:
         self.reporter.note(text)

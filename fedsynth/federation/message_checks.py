@@ -32,7 +32,7 @@ def check_declared(method: Method, message: Message, declared: type[Message] | N
         )
 
 
-def check_finite(tensors: Mapping[str, Tensor], whose: str, number: int) -> None:
+def check_finite(tensors: Mapping[str, Tensor], source: str, number: int) -> None:
     """Checks each result once, outside the hot loops; a NaN would otherwise spread unnoticed.
 
     Raises:
@@ -40,19 +40,19 @@ def check_finite(tensors: Mapping[str, Tensor], whose: str, number: int) -> None
     """
     for name, tensor in tensors.items():
         if not bool(torch.isfinite(tensor).all()):
-            raise diverged_error(f"{name} of the {whose}", number)
+            raise diverged_error(f"{name} of the {source}", number)
 
 
-def diverged_error(what: str, number: int, found: str = "is not finite") -> DivergedError:
+def diverged_error(what: str, number: int, problem: str = "is not finite") -> DivergedError:
     """Returns the error of a diverged optimisation.
 
     Args:
         what: the tensor and its owner.
         number: of the round.
-        found: the symptom.
+        problem: the symptom.
     """
     return DivergedError(
-        f"round {number}: {what} {found}: its optimisation diverged; lower the learning rate "
+        f"round {number}: {what} {problem}: its optimisation diverged; lower the learning rate "
         "(the method's image_lr, lr or server_lr) or use a smaller model.depth"
     )
 

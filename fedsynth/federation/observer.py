@@ -37,8 +37,8 @@ class Observer:
     def note(self, text: str) -> None:
         """A line for people: what the run is about to do, a warning, why it ended."""
 
-    def step(self, round: int, phase: str, done: int, total: int) -> None:
-        """Inside a round: `done` of `total` steps of a phase. Called often; must be cheap."""
+    def step(self, round: int, phase: str, completed: int, total: int) -> None:
+        """Inside a round: `completed` of `total` steps of a phase. Called often; must be cheap."""
 
     def round_ended(self, row: Mapping[str, Any]) -> None:
         """A round's metrics, as they go to metrics.jsonl: with differential privacy without what

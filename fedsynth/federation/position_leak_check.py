@@ -64,7 +64,7 @@ def check_private_steps(
         return []
     own_model = settings.method.model_sees_data and is_own_model(settings.model)
     if own_model:
-        trained = any(one.mechanism == "dp-sgd" for one in plan.plans)
+        trained = any(item.mechanism == "dp-sgd" for item in plan.plans)
         refuse_dependence(
             settings.model.name,
             context.architecture,
@@ -79,17 +79,17 @@ def check_private_steps(
     except UNTRIED as error:
         why = str(error).splitlines()[0] if str(error) else type(error).__name__
         return [f"{NOT_TRIED}{why:.200}."]
-    finding = next((one.finding for one in trials if one.finding), "")
+    finding = next((item.finding for item in trials if item.finding), "")
     if finding and settings.own_code:
-        where = ("model", "name") if own_model else ("method", "features")
+        setting = ("model", "name") if own_model else ("method", "features")
         if is_own_method(settings.method):
-            where = ("run", "method")
+            setting = ("run", "method")
         raise SettingError(
-            *where,
+            *setting,
             f"cannot be private: a client's step with {' and '.join(settings.own_code)} {finding}, "
             f"so one example's influence has no bound: {ADVICE}",
         )
-    if not any(one.moved for one in trials):
+    if not any(item.moved for item in trials):
         return []
     if not settings.method.takes_model or settings.model.features:
         return [f"{MOVED}."]
@@ -111,7 +111,7 @@ def _trials(plan: PrivacyPlan, context: RoundContext, clients: list[int]) -> lis
 
 def _of_each_kind(context: RoundContext) -> list[int]:
     """Returns the index of one client of each architecture."""
-    found: dict[str, int] = {}
+    first_clients: dict[str, int] = {}
     for number, network in enumerate(context.client_architectures or (context.architecture,)):
-        found.setdefault(str(network), number)
-    return list(found.values())
+        first_clients.setdefault(str(network), number)
+    return list(first_clients.values())

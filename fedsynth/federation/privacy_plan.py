@@ -75,23 +75,23 @@ class PrivacyPlan:
             UnaccountedReleaseError: the method uploads something that no mechanism protects.
             PrivacySettingError: δ too large for the declared number of records, ….
         """
-        given = settings.privacy
+        stated = settings.privacy
         method = settings.method
         spec = context.spec
-        if given is None:
+        if stated is None:
             raise SettingError(None, "privacy", "must be set for a private run")
         check_method(method)
         refuse_own_proxy(method, spec)
-        mechanism = mechanism_of(method, given)
-        most = most_records(spec, given)
-        check_delta(given.delta, most)
-        privacy = replace(given, mechanism=mechanism)
+        mechanism = mechanism_of(method, stated)
+        limit = most_records(spec, stated)
+        check_delta(stated.delta, limit)
+        privacy = replace(stated, mechanism=mechanism)
         plans = tuple(method.private_plans(privacy, context))
         check_plans(plans)
         check_custom_model(settings, context, plans)
         refuse_absence(settings)
         refuse_noise_of_absent_clients(settings, plans)
-        return cls(settings, spec, context.nominal_size, privacy, plans, most)
+        return cls(settings, spec, context.nominal_size, privacy, plans, limit)
 
     @classmethod
     def make(
@@ -122,8 +122,8 @@ class PrivacyPlan:
             )
         if privacy.noise_multiplier is None:
             privacy = replace(privacy, noise_multiplier=plan._calibrated())
-        for one in plan.histories:
-            plan.guard(Ledger(one.client)).check_unit(one.releases)
+        for history in plan.histories:
+            plan.guard(Ledger(history.client)).check_unit(history.releases)
         return replace(plan, privacy=privacy)
 
     # -------------------------------------------------------------------------- what is released
@@ -151,12 +151,12 @@ class PrivacyPlan:
             )
         return self.privacy.noise_multiplier
 
-    def signal_to_noise(self, one: PrivatePlan) -> float | None:
+    def signal_to_noise(self, release: PrivatePlan) -> float | None:
         """Returns the signal-to-noise ratio of the sum over all clients
         (`PrivatePlan.signal_to_noise`), or None if no signal is named.
         """
         clients = self.run.partition.clients
-        return one.signal_to_noise(self.sigma, clients * self.nominal_size, clients)
+        return release.signal_to_noise(self.sigma, clients * self.nominal_size, clients)
 
     @property
     def releases(self) -> int:
@@ -179,13 +179,13 @@ class PrivacyPlan:
         """
         if self.run.method.even_rounds:
             return self.plans
-        here = tuple(self.run.method.round_plans(self.plans, number))
-        if [plan for plan in self.plans if plan in here] != list(here):
+        planned = tuple(self.run.method.round_plans(self.plans, number))
+        if [plan for plan in self.plans if plan in planned] != list(planned):
             raise UnplannedReleaseError(
                 f"{self.run.method.name} may leave out some of its planned releases in round "
                 f"{number}, and no more"
             )
-        return here
+        return planned
 
     @property
     def noise(self) -> dict[str, float]:
@@ -200,8 +200,8 @@ class PrivacyPlan:
         Raises:
             PrivacySettingError: the noise is too small for the grid.
         """
-        found = {plan.name: plan.grid(self.sigma) for plan in self.plans}
-        return {name: grid for name, grid in found.items() if grid is not None}
+        grids = {plan.name: plan.grid(self.sigma) for plan in self.plans}
+        return {name: grid for name, grid in grids.items() if grid is not None}
 
     def in_context(self, context: RoundContext) -> RoundContext:
         """Returns the context of the run's steps, with the public values of the plan."""
@@ -242,25 +242,28 @@ class PrivacyPlan:
                 number of steps, which may only decrease.
         """
         planned = self.round_plans(context.round)
-        own = tuple(self.run.method.client_plans(planned, client, context))
-        if len(own) != len(planned):
+        plans = tuple(self.run.method.client_plans(planned, client, context))
+        if len(plans) != len(planned):
             raise UnplannedReleaseError(
-                f"{self.run.method.name} plans {len(planned)} releases, and {len(own)} for "
+                f"{self.run.method.name} plans {len(planned)} releases, and {len(plans)} for "
                 f"client {client}"
             )
-        for plan, one in zip(planned, own, strict=True):
-            same = replace(one, steps=plan.steps, dimension=plan.dimension, groups=plan.groups)
-            if same != plan or one.steps > plan.steps:
+        for plan, client_plan in zip(planned, plans, strict=True):
+            same = replace(
+                client_plan, steps=plan.steps, dimension=plan.dimension, groups=plan.groups
+            )
+            if same != plan or client_plan.steps > plan.steps:
                 raise UnplannedReleaseError(
                     f"{self.run.method.name} may plan fewer steps and another dimension for a "
-                    f"client, and no more: {one} of client {client} is not in the plan {plan}"
+                    f"client, and no more: {client_plan} of client {client} is not in the plan "
+                    f"{plan}"
                 )
-        return own
+        return plans
 
     def client_rows(self, client: int, context: RoundContext) -> list[Release]:
         """Returns the rows that a client's ledger gets for the context's round."""
-        own = self.client_plans(client, context)
-        return [self._row(plan, context.round, self.sigma) for plan in own]
+        plans = self.client_plans(client, context)
+        return [self._row(plan, context.round, self.sigma) for plan in plans]
 
     def _row(self, plan: PrivatePlan, number: int, sigma: float) -> Release:
         return plan.release(
@@ -276,7 +279,7 @@ class PrivacyPlan:
 
     def reasons(self, histories: Sequence[History]) -> list[str]:
         """Returns the releases in ledgers that have no guarantee, with the reasons."""
-        return reasons_in_ledgers({one.client: one.releases for one in histories})
+        return reasons_in_ledgers({history.client: history.releases for history in histories})
 
     def guaranteed(self, histories: Sequence[History]) -> bool:
         """Returns whether an ε can be stated: both the mechanism and all current contents of the
@@ -330,7 +333,7 @@ class PrivacyPlan:
         Raises:
             BudgetExceededError: this is a mistake in the settings, not a run that ends early.
         """
-        nothing_spent = [replace(one, releases=()) for one in self.histories]
+        nothing_spent = [replace(history, releases=()) for history in self.histories]
         self.check_round(1, nothing_spent)
 
     def check_round(self, number: int, histories: Sequence[History]) -> None:
@@ -344,8 +347,8 @@ class PrivacyPlan:
             return
         planned = self.planned([number])
         for client in self.participation.in_round(number):
-            held = histories[client]
-            self.guard(Ledger(held.client)).refuse_beyond(held.releases, planned)
+            history = histories[client]
+            self.guard(Ledger(history.client)).refuse_beyond(history.releases, planned)
 
     @cached_property
     def _attendance(self) -> list[tuple[Totals, list[int]]]:
@@ -353,9 +356,9 @@ class PrivacyPlan:
         client takes part, one for each n of the run's `shown_rounds`; without clients that others
         dominate.
         """
-        held, groups = _distinct(self.histories)
-        most = self.participation.most_rounds(groups, shown_rounds(self.run.rounds))
-        return list(zip(held, most.T.tolist(), strict=True))
+        distinct, groups = _distinct(self.histories)
+        maxima = self.participation.most_rounds(groups, shown_rounds(self.run.rounds))
+        return list(zip(distinct, maxima.T.tolist(), strict=True))
 
     def _spent(self, rows: Totals) -> float:
         return accounting.epsilon(rows, self.privacy.delta, self.privacy.adjacency)
@@ -366,29 +369,35 @@ class PrivacyPlan:
         """
         privacy = self.privacy
         target = privacy.epsilon or math.inf
-        found = 0.0
+        multiplier = 0.0
         for spent, attended in self._attendance:
             rounds = attended[-1]
             if not rounds:
                 continue
-            held = self._spent(spent)
-            if held >= target * (1 - NOTHING_LEFT):
+            spent_epsilon = self._spent(spent)
+            if spent_epsilon >= target * (1 - NOTHING_LEFT):
                 raise BudgetExceededError(
                     f"the budget ε = {target:g} is already spent: a client's ledger stands at "
-                    f"{held:.4g}"
-                    + ("" if held >= target else ", and what is left bears nothing but noise")
+                    f"{spent_epsilon:.4g}"
+                    + (
+                        ""
+                        if spent_epsilon >= target
+                        else ", and what is left bears nothing but noise"
+                    )
                 )
 
             def after(sigma: float, spent: Totals = spent, rounds: int = rounds) -> Totals:
                 return spent + self._after(rounds, sigma)
 
             needed = calibrate_noise_multiplier(target, privacy.delta, after, privacy.adjacency)
-            found = max(found, needed)
-        return found
+            multiplier = max(multiplier, needed)
+        return multiplier
 
 
 def _distinct(histories: Sequence[History]) -> tuple[list[Totals], list[int]]:
     """Returns the distinct totals of the histories, and for each history the index of its total."""
-    found: dict[Totals, int] = {}
-    groups = [found.setdefault(totals(one.releases), len(found)) for one in histories]
-    return list(found), groups
+    positions: dict[Totals, int] = {}
+    groups = [
+        positions.setdefault(totals(history.releases), len(positions)) for history in histories
+    ]
+    return list(positions), groups

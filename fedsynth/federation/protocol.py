@@ -160,7 +160,7 @@ class Exchange(Protocol):
         phase: str,
         message: Message,
         context: RoundContext,
-        asked: Sequence[int],
+        clients: Sequence[int],
     ) -> Replies:
         """Sends a request to clients of a round, and returns their replies.
 
@@ -168,10 +168,10 @@ class Exchange(Protocol):
             phase: the exchange.
             message: the request.
             context: the round's, with all that take part by the schedule.
-            asked: the clients of the round that are still present, ascending.
+            clients: the clients of the round that are still present, ascending.
         """
 
-    def facts(self, context: RoundContext, asked: Sequence[int]) -> Sequence[Mapping[str, Any]]:
+    def facts(self, context: RoundContext, clients: Sequence[int]) -> Sequence[Mapping[str, Any]]:
         """Returns the facts of these clients for the round's metrics (`Method.client_facts`),
         without those of clients that do not answer.
         """
@@ -203,8 +203,8 @@ def agreement(settings: RunSettings) -> str:
     It omits where a party computes, and where a client keeps its ledgers.
     """
     shared = settings.to_mapping()
-    for own in ("device", "memory_gb", "compile"):
-        shared["run"].pop(own, None)
+    for key in ("device", "memory_gb", "compile"):
+        shared["run"].pop(key, None)
     shared["data"].pop("data_root", None)
     shared.get("privacy", {}).pop("ledger", None)
     if not shared.get("privacy", True):  # one side of an open run keeps a ledger

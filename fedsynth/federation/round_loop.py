@@ -99,10 +99,10 @@ def agree(
     """
     joined = exchange.join()
     if settings.privacy is None:
-        terms = Terms(sizes=tuple(one.size or 0 for one in joined))
+        terms = Terms(sizes=tuple(info.size or 0 for info in joined))
         exchange.start(terms)
         return Agreement(terms, None, replace(context, sizes=terms.sizes))
-    histories = [one.history for one in joined if one.history is not None]
+    histories = [info.history for info in joined if info.history is not None]
     if len(histories) < context.clients:
         raise LedgerError(
             f"{len(histories)} of {context.clients} clients have said what their ledgers hold"
@@ -150,8 +150,8 @@ def play_round(
         request = server.request(phase, context)
         if request is None:
             continue
-        there = [number for number in context.active if number not in {*lost, *rejected}]
-        replies = exchange.step(phase, request, context, there)
+        remaining = [number for number in context.active if number not in {*lost, *rejected}]
+        replies = exchange.step(phase, request, context, remaining)
         if replies.refusals:
             refusal = replies.refusals[0]
             if refusal.kind == REQUEST:
@@ -159,9 +159,9 @@ def play_round(
             return Played(refusal=refusal)
         checked = server.check(phase, replies.messages, context)
         lost.update(replies.lost)
-        said = FIRST_EXCHANGE if phase == FIRST else ""
-        rejected.update({client: said + why for client, why in replies.rejected.items()})
-        rejected.update({client: f"{said}{error}" for client, error in checked.rejected.items()})
+        prefix = FIRST_EXCHANGE if phase == FIRST else ""
+        rejected.update({client: prefix + why for client, why in replies.rejected.items()})
+        rejected.update({client: f"{prefix}{error}" for client, error in checked.rejected.items()})
         used = _used(replies, checked)
         for client, message in used.items():
             sent[client] = (*sent[client], message)

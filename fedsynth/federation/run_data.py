@@ -39,18 +39,18 @@ PUBLIC, PRIVATE, NO_TEST = "public", "private", "none"
 """The kinds of a run's test images."""
 
 
-def checked_data(given: tuple[ImageData, ImageData | None]) -> tuple[ImageData, ImageData | None]:
+def checked_data(data: tuple[ImageData, ImageData | None]) -> tuple[ImageData, ImageData | None]:
     """Returns (train, test) unchanged, after validation.
 
     Raises:
         DataError: they are not image data, or have different specifications.
     """
     wrong = "data must be (train, test), each made by fedsynth.from_arrays, or (train, None)"
-    if isinstance(given, ImageData):
+    if isinstance(data, ImageData):
         raise DataError(f"{wrong}; got the training images alone")
-    if not (isinstance(given, tuple | list) and len(given) == 2):
-        raise DataError(f"{wrong}, or what fedsynth.load_folder gives; got {type(given).__name__}")
-    train, test = given
+    if not (isinstance(data, tuple | list) and len(data) == 2):
+        raise DataError(f"{wrong}, or what fedsynth.load_folder gives; got {type(data).__name__}")
+    train, test = data
     if not (isinstance(train, ImageData) and (test is None or isinstance(test, ImageData))):
         raise DataError(wrong)
     if test is not None and train.spec != test.spec:
@@ -77,7 +77,7 @@ def note_shared_records(train: ImageData, test: ImageData, note: Callable[[str],
     """
     training = set(_pixel_hashes(train))
     testing = _pixel_hashes(test)
-    both = sum(one in training for one in testing)
+    both = sum(digest in training for digest in testing)
     if both:
         note(
             f"warning: {both} of {len(testing)} test images are the same, pixel by pixel, as "
@@ -122,9 +122,9 @@ def divided(
     share = settings.partition.local_test
     if share > 0:
         training, testing = hold_out(training, share, seed, data, by_user)
-    most = settings.privacy.user_records if settings.privacy is not None else None
-    if most is not None:
-        training = [bounded(part, data, most, seed) for part in training]
+    limit = settings.privacy.user_records if settings.privacy is not None else None
+    if limit is not None:
+        training = [bounded(part, data, limit, seed) for part in training]
     return [torch.as_tensor(part) for part in training], [torch.as_tensor(p) for p in testing]
 
 
@@ -174,10 +174,10 @@ def data_of_run(
     Raises:
         DataError: the data cannot be used, or a private run's folder has no declaration.
     """
-    found = _found(settings, data, test, note, download=download)
-    if found.test is not None and not is_published(found.train.spec):
-        note_shared_records(found.train, found.test, note)
-    return found
+    run_data = _found(settings, data, test, note, download=download)
+    if run_data.test is not None and not is_published(run_data.train.spec):
+        note_shared_records(run_data.train, run_data.test, note)
+    return run_data
 
 
 def _found(
@@ -191,37 +191,45 @@ def _found(
     if data is None and settings.folder is not None:
         if settings.privacy is not None:
             declared(settings)  # before any data are read
-        found = read_folder(settings.folder, note, settings.dataset)
-        return _of_folder(settings, found, test)
+        folder_data = read_folder(settings.folder, note, settings.dataset)
+        return _of_folder(settings, folder_data, test)
     if isinstance(data, FolderData):
         partition = replace(
             settings.partition, kind=GIVEN if data.sites else settings.partition.kind
         )
         return _of_folder(replace(settings, partition=partition), data, test)
-    given = data or load_dataset(settings.dataset, settings.data_root, download=download)
+    loaded = data or load_dataset(settings.dataset, settings.data_root, download=download)
     # A private run prints nothing that depends on the data.
     if data is None and settings.privacy is None:
-        _note_missing(given[0], note)
-    train, tested = checked_data(given)
+        _note_missing(loaded[0], note)
+    train, tested = checked_data(loaded)
     kind = kind_of_test(train.spec, tested, test)
     settings = replace(settings, dataset=train.spec.name)
     return RunData(settings, train, None if kind == NO_TEST else tested, kind)
 
 
-def _of_folder(settings: RunSettings, found: FolderData, test: str | None) -> RunData:
-    settings = replace(settings, dataset=found.train.spec.name)
+def _of_folder(settings: RunSettings, folder_data: FolderData, test: str | None) -> RunData:
+    settings = replace(settings, dataset=folder_data.train.spec.name)
     if settings.privacy is not None:
-        settings = with_declared(settings, _required(found.declaration, settings))
-    kind = kind_of_test(found.train.spec, found.test, test or found.test_kind)
-    tested = None if kind == NO_TEST else found.test
+        settings = with_declared(settings, _required(folder_data.declaration, settings))
+    kind = kind_of_test(folder_data.train.spec, folder_data.test, test or folder_data.test_kind)
+    tested = None if kind == NO_TEST else folder_data.test
     if settings.partition.kind != GIVEN:
-        return RunData(settings, found.train, tested, kind, left_out=found.left_out)
-    if found.sites is None:
+        return RunData(settings, folder_data.train, tested, kind, left_out=folder_data.left_out)
+    if folder_data.sites is None:
         raise PartitionError(
-            f"the images of {found.train.spec.name} have no sites (SITE/CLASS/files): say how "
-            "they are divided among clients (partition.kind=dirichlet, partition.clients=5)"
+            f"the images of {folder_data.train.spec.name} have no sites (SITE/CLASS/files): say "
+            "how they are divided among clients (partition.kind=dirichlet, partition.clients=5)"
         )
-    return RunData(settings, found.train, tested, kind, found.sites, found.names, found.left_out)
+    return RunData(
+        settings,
+        folder_data.train,
+        tested,
+        kind,
+        folder_data.sites,
+        folder_data.names,
+        folder_data.left_out,
+    )
 
 
 def _note_missing(train: ImageData, note: Callable[[Any], None]) -> None:
@@ -267,16 +275,16 @@ def _required(declaration: Declaration | None, settings: RunSettings) -> Declara
     return declaration
 
 
-def _require_same_ledger(given: str | Path | None, declared: Path) -> None:
+def _require_same_ledger(setting: str | Path | None, declared: Path) -> None:
     """Refuses another ledger than the declared one, which records what was already spent on these
     images.
     """
-    if given is not None and expand_home(given).resolve() != declared.resolve():
+    if setting is not None and expand_home(setting).resolve() != declared.resolve():
         reason = (
             f"must be that of the declaration, {declared}, or be left out: with another what these "
             "images have spent would not count"
         )
-        raise SettingError("privacy", "ledger", reason, value=str(given))
+        raise SettingError("privacy", "ledger", reason, value=str(setting))
 
 
 def with_declared(settings: RunSettings, declaration: Declaration) -> RunSettings:

@@ -67,13 +67,13 @@ class Server:
         """
         if phase == FIRST:
             self._next = self.state
-            made = self.method.first_request(self._next, context)
-            if made is None:
+            message = self.method.first_request(self._next, context)
+            if message is None:
                 return None
         else:
-            made = self.method.broadcast(self._next, context)
-        check_declared(self.method, made, self.method.exchange_types(phase).downlink)
-        return made
+            message = self.method.broadcast(self._next, context)
+        check_declared(self.method, message, self.method.exchange_types(phase).downlink)
+        return message
 
     def check(self, phase: str, replies: Mapping[int, Message], context: RoundContext) -> Checked:
         """Checks each reply, before it is used, against the method's rules for that client
@@ -84,11 +84,11 @@ class Server:
         """
         accepted: dict[int, Message] = {}
         rejected: dict[int, UploadRejectedError] = {}
-        own = [(f"the server's {name}", tensor) for name, tensor in self._next.arrays()]
+        state_tensors = [(f"the server's {name}", tensor) for name, tensor in self._next.arrays()]
         for client, reply in sorted(replies.items()):
             try:
                 self._check(phase, client, reply, context)
-                shared = overlap(reply.arrays(), own)
+                shared = overlap(reply.arrays(), state_tensors)
                 if shared is not None:
                     raise UploadRejectedError(shared[0], f"shares memory with {shared[1]}")
             except UploadRejectedError as error:
@@ -100,9 +100,9 @@ class Server:
     def _check(self, phase: str, client: int, reply: Message, context: RoundContext) -> None:
         declared = self.method.exchange_types(phase).upload
         if type(reply) is not declared:
-            wanted = "nothing" if declared is None else declared.__name__
+            expected = "nothing" if declared is None else declared.__name__
             raise UploadRejectedError(
-                "the message", f"is a {type(reply).__name__}, and must be a {wanted}"
+                "the message", f"is a {type(reply).__name__}, and must be a {expected}"
             )
         check_fields(reply, self.method.upload_rules(phase, client, context))
         for name, tensor in reply.arrays():
@@ -126,9 +126,9 @@ class Server:
         if phase == FIRST:
             self._next = self.method.first_aggregate(self._next, ordered, context)
             return
-        made = self.method.server_step(self._next, ordered, context)
-        check_finite(made.parameters, "server's model", context.round)
-        self.state = self._next = made
+        state = self.method.server_step(self._next, ordered, context)
+        check_finite(state.parameters, "server's model", context.round)
+        self.state = self._next = state
 
     def end(self, context: RoundContext) -> None:
         """Finishes the state after the last round.
@@ -147,11 +147,11 @@ class Server:
         """
         check_declared(self.method, total.message, self.method.exchange_types(phase).upload)
         count = len(total.clients)
-        made = self.method.from_sum(phase, self._next, total.message, count, context)
-        self._next = made
+        state = self.method.from_sum(phase, self._next, total.message, count, context)
+        self._next = state
         if phase != FIRST:
-            check_finite(made.parameters, "server's model", context.round)
-            self.state = made
+            check_finite(state.parameters, "server's model", context.round)
+            self.state = state
 
     def final_parameters(self) -> Mapping[str, Tensor]:
         """Returns the final model."""

@@ -105,13 +105,14 @@ class StepTrial:
         self.releases = 2 if thorough else 1
         sigma = plan.privacy.noise_multiplier or 1.0
         self._privacy = replace(plan.privacy, noise_multiplier=sigma)
-        noise = {one.name: sigma * one.noise_ratio * one.clip for one in plan.plans}
+        noise = {release.name: sigma * release.noise_ratio * release.clip for release in plan.plans}
         self._context = replace(context, privacy=self._privacy, noise=noise)
         self._method = plan.run.method
         self._client = client
-        own = self._method.client_plans(plan.round_plans(context.round), client, self._context)
+        plans = self._method.client_plans(plan.round_plans(context.round), client, self._context)
         self._plans = [
-            replace(one, steps=min(one.steps, self.releases), shares=1, addends=None) for one in own
+            replace(release, steps=min(release.steps, self.releases), shares=1, addends=None)
+            for release in plans
         ]
         records = records_of_step(self._plans, context)
         self.records = records if thorough else min(RECORDS, records)
@@ -143,7 +144,9 @@ class StepTrial:
             return runs
         few = records % 8 == 0
         white, black = inserted[:2]  # so that every mean or extreme of a batch occurs
-        runs += [_Run(torch.where(few, records, one), few, AMONG_OTHERS) for one in (white, black)]
+        runs += [
+            _Run(torch.where(few, records, image), few, AMONG_OTHERS) for image in (white, black)
+        ]
         return [*runs, _Run(records, every, KEEPS_STATE, fill=1.0)]
 
     def _images(self, order: Tensor) -> ImageData:
@@ -174,7 +177,7 @@ class StepTrial:
             message = server.request(phase, context)
             if message is None:
                 continue
-            earlier = len(self._series)
+            num_series = len(self._series)
             allowance = authorise(
                 self._plans,
                 context.round,
@@ -184,7 +187,7 @@ class StepTrial:
                 phase=phase,
                 make_series=partial(TriedSums, self),
             )
-            self._awaited = [] if phase == FIRST else self._series[earlier:]
+            self._awaited = [] if phase == FIRST else self._series[num_series:]
             clients = PrivateClients(
                 [self._client],
                 data,
@@ -246,12 +249,12 @@ class StepTrial:
             self.finding = self._run.finding  # its releases have another shape
             return
         expected = first[numbers[compared].to(rows.device)]
-        found = rows[compared.to(rows.device)]
-        if torch.equal(expected, found):
+        vectors = rows[compared.to(rows.device)]
+        if torch.equal(expected, vectors):
             return
         self.moved = True
-        apart = float((expected - found).abs().max())
-        if apart > rounding(rows.device, self._context.precision) * float(first.abs().max()):
+        difference = float((expected - vectors).abs().max())
+        if difference > rounding(rows.device, self._context.precision) * float(first.abs().max()):
             self.finding = self.finding or self._run.finding
 
     def released(self, key: tuple[int, int], sums: Tensor) -> Released:
@@ -262,7 +265,7 @@ class StepTrial:
             _EnoughError: the step has released from every other series.
         """
         self._unwatch()
-        if not any(one.open for one in self._awaited) and self._awaited:
+        if not any(series.open for series in self._awaited) and self._awaited:
             raise _EnoughError
         return Released(self._released.setdefault(key, Released(sums)).clone())
 
@@ -312,8 +315,8 @@ class TriedSums(GaussianSums):
 
     def add_products(self, products: Products, sample: Sample | None = None) -> None:
         """Compares the factors, and adds the products as `GaussianSums` does."""
-        values = (getattr(products, one.name) for one in fields(products))  # type: ignore[arg-type]
-        factors = [one.double() for one in values if isinstance(one, Tensor)]
+        values = (getattr(products, item.name) for item in fields(products))  # type: ignore[arg-type]
+        factors = [item.double() for item in values if isinstance(item, Tensor)]
         self._trial.take(self._key, self._records(len(products), sample), torch.cat(factors, dim=1))
         super().add_products(products, sample)
 
@@ -338,8 +341,8 @@ def records_of_step(plans: Sequence[PrivatePlan], context: RoundContext) -> int:
     """Returns the number of records to try user code with: about as many as a step has, limited by
     the length of a pass (`fedsynth.privacy.passes`) and memory.
     """
-    expected = max(1.0, context.nominal_size * max(one.sample_rate for one in plans))
-    widest = max(one.dimension // one.groups for one in plans)
+    expected = max(1.0, context.nominal_size * max(release.sample_rate for release in plans))
+    widest = max(release.dimension // release.groups for release in plans)
     likely = expected + 4 * math.sqrt(expected)
     pass_length = min(chunk(context.device), math.isqrt(int(128 * expected)))
     longest = min(pass_length + INSERTED, ROW_NUMBERS // widest)

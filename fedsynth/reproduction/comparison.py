@@ -67,8 +67,8 @@ class Line:
     @property
     def reduced(self) -> str:
         """The runs' precisions other than fp32, in parentheses; empty: all are fp32."""
-        words = ", ".join(name for name in self.precisions if name != "fp32")
-        return f" ({words})" if words else ""
+        names = ", ".join(name for name in self.precisions if name != "fp32")
+        return f" ({names})" if names else ""
 
     @property
     def verdict(self) -> str:
@@ -148,7 +148,7 @@ def lines(
         hashes = {job.seed: run_hash(job.settings) for job in jobs}
         return {seed: rows[mark] for seed, mark in hashes.items() if mark in rows}
 
-    found = []
+    result = []
     for cell in cells:
         runs = finished(cell)
         fedavg = finished(_fedavg_cell(table, cell))
@@ -167,8 +167,8 @@ def lines(
                 scale,
                 changes or {},
             )
-            found.append(line)
-    return found
+            result.append(line)
+    return result
 
 
 def _values(
@@ -180,14 +180,14 @@ def _values(
 ) -> dict[int, float]:
     """Returns the value of a published number in each seed's run, except for diverged runs."""
     variant, dataset = table.variant(cell), dataset_of(cell.dataset)
-    found = {}
+    values_by_seed = {}
     for seed, row in runs.items():
         if "diverged" not in row:
             other = fedavg.get(seed)
             value = measured(number, row, variant=variant, dataset=dataset, fedavg=other)
             if value is not None:
-                found[seed] = value
-    return found
+                values_by_seed[seed] = value
+    return values_by_seed
 
 
 def _fedavg_cell(table: Preset, cell: Cell) -> Cell | None:

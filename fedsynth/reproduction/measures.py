@@ -29,26 +29,26 @@ def curve_of(rows: Sequence[Mapping[str, Any]], domains: bool) -> dict[str, list
     names = list(dict.fromkeys(name for row in flat for name in row))
     curve: dict[str, list[float | None]] = {"round": [row["round"] for row in rows]}
     for name in names:
-        found = [row.get(name) for row in flat]
-        curve[name] = [None if value is None else round(value, 6) for value in found]
+        column = [row.get(name) for row in flat]
+        curve[name] = [None if value is None else round(value, 6) for value in column]
     return curve
 
 
 def _figures(prefix: str, row: Mapping[str, Any], domains: bool) -> list[tuple[str, float]]:
-    found: list[tuple[str, float]] = []
+    figures: list[tuple[str, float]] = []
     for name in FIGURES:
         if row.get(name) is not None:
-            found.append((f"{prefix}{name}", float(row[name])))
+            figures.append((f"{prefix}{name}", float(row[name])))
     for name, value in row.get("domain_accuracy", {}).items():
-        found.append((f"{prefix}domain_accuracy.{name}", float(value)))
+        figures.append((f"{prefix}domain_accuracy.{name}", float(value)))
     if domains:
-        each = row.get("client_accuracy", ())
-        found += [(f"{prefix}client.{k}", a) for k, a in enumerate(each) if a is not None]
+        accuracies = row.get("client_accuracy", ())
+        figures += [(f"{prefix}client.{k}", a) for k, a in enumerate(accuracies) if a is not None]
     if "local" in row:
-        found += _figures(f"{prefix}local.", row["local"], domains)
+        figures += _figures(f"{prefix}local.", row["local"], domains)
     for name, model in row.get("models", {}).items():
-        found += _figures(f"{prefix}models.{name}.", model, domains)
-    return found
+        figures += _figures(f"{prefix}models.{name}.", model, domains)
+    return figures
 
 
 def measured(
@@ -77,8 +77,8 @@ def measured(
         return None if fedavg is None else _rounds_to(fedavg, curve, variant)
     if number.metric in ("amp_pct", "fm", "wlp_pct"):
         name = number.metric.removesuffix("_pct")
-        found = _last(curve, variant, f"local.{name}")
-        return found if found is None or name == "fm" else 100 * found
+        value = _last(curve, variant, f"local.{name}")
+        return value if value is None or name == "fm" else 100 * value
     if number.domain:
         return _of_domain(curve, number.domain, dataset)
     values = [v for v in _column(curve, variant, "test_accuracy") if v is not None]
@@ -93,21 +93,23 @@ def _column(curve: Curve, variant: str, name: str) -> Sequence[float | None]:
 
 
 def _last(curve: Curve, variant: str, name: str) -> float | None:
-    found = [value for value in _column(curve, variant, name) if value is not None]
-    return found[-1] if found else None
+    values = [value for value in _column(curve, variant, name) if value is not None]
+    return values[-1] if values else None
 
 
 def _of_domain(curve: Curve, domain: str, dataset: str) -> float | None:
     """Returns the accuracy on a domain: on its client's own test split if there is one (clients
     with personalised models have only these), otherwise on the domain's part of the test set."""
     domains = dataset_spec(dataset).domains
-    own = {name: _last(curve, "", f"local.client.{k}") for k, name in enumerate(domains)}
+    personal = {name: _last(curve, "", f"local.client.{k}") for k, name in enumerate(domains)}
     common = {name: _last(curve, "", f"domain_accuracy.{name}") for name in domains}
-    found = own if any(value is not None for value in own.values()) else common
-    wanted = domains if domain == "average" else (domain,)
-    values = [found.get(name) for name in wanted]
-    known = [100 * value for value in values if value is not None]
-    return sum(known) / len(known) if values and len(known) == len(values) else None
+    accuracies = personal if any(value is not None for value in personal.values()) else common
+    names = domains if domain == "average" else (domain,)
+    values = [accuracies.get(name) for name in names]
+    percentages = [100 * value for value in values if value is not None]
+    return (
+        sum(percentages) / len(percentages) if values and len(percentages) == len(values) else None
+    )
 
 
 def _rounds_to(fedavg: Mapping[str, Any], curve: Curve, variant: str) -> float | None:

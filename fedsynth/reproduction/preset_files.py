@@ -83,10 +83,10 @@ def published() -> tuple[Published, ...]:
     text = (DATA / "published_results.csv").read_text(encoding="utf-8")
     rows = []
     for row in csv.DictReader(text.splitlines()):
-        words: dict[str, Any] = {name: row[name] for name in Published.__dataclass_fields__}
-        words["value"] = float(row["value"])
-        words["std"] = float(row["std"]) if row["std"] else None
-        rows.append(Published(**words))
+        fields: dict[str, Any] = {name: row[name] for name in Published.__dataclass_fields__}
+        fields["value"] = float(row["value"])
+        fields["std"] = float(row["std"]) if row["std"] else None
+        rows.append(Published(**fields))
     return tuple(rows)
 
 
@@ -175,9 +175,9 @@ def preset(name: str) -> Preset:
 def not_covered() -> tuple[tuple[str, str, str], ...]:
     """Returns (paper, where, what) of published experiments whose numbers are not included."""
     return tuple(
-        (paper["paper"], where, what)
+        (paper["paper"], table, what)
         for paper in _read(DATA / "not_covered.toml")["papers"]
-        for where, what in paper["experiments"].items()
+        for table, what in paper["experiments"].items()
     )
 
 
@@ -231,5 +231,5 @@ def _cells_without_number(name: str, entries: list[Mapping[str, Any]]) -> Iterat
         columns = _when(name, {key: value for key, value in entry.items() if key != "metrics"})
         numbers = tuple(Number(metric, "", None, None) for metric in entry["metrics"])
         for values in itertools.product(*columns.values()):
-            words = {**dict.fromkeys(COLUMNS, ""), **dict(zip(columns, values, strict=True))}
-            yield Cell(name, **words, numbers=numbers)
+            columns_ = {**dict.fromkeys(COLUMNS, ""), **dict(zip(columns, values, strict=True))}
+            yield Cell(name, **columns_, numbers=numbers)

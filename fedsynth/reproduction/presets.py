@@ -215,8 +215,10 @@ class Preset:
                 continue
             matching = tuple(cell for cell in cells if self._matches(cell, column, value))
             if not matching:
-                known = ", ".join(_values(cells, column)) or "none"
-                raise PresetError(f"{self.name} has no cell with {column} {value}; it has {known}")
+                choices = ", ".join(_values(cells, column)) or "none"
+                raise PresetError(
+                    f"{self.name} has no cell with {column} {value}; it has {choices}"
+                )
             cells = matching
         return cells
 
@@ -283,22 +285,22 @@ def sections_of_words(cell: Cell) -> Sections:
     return sections
 
 
-def override(sections: Changes, others: Changes) -> Sections:
-    """Returns the sections, with the values of `others` in place of their own."""
+def override(sections: Changes, changes: Changes) -> Sections:
+    """Returns the sections, with the values of `changes` in place of their own."""
     merged = {name: dict(values) for name, values in sections.items()}
-    for name, values in others.items():
+    for name, values in changes.items():
         merged.setdefault(name, {}).update(values)
     return merged
 
 
 def cell_words(cell: Cell, preset: Preset) -> str:
     """Returns the method and the columns that differ within the table, as one line."""
-    words = []
+    parts = []
     for name in COLUMNS:
         text = getattr(cell, name)
         if text and (name == "method" or len({getattr(c, name) for c in preset.cells}) > 1):
-            words.append(f"{text} {name}" if name in ("clients", "rounds") else text)
-    return " ".join(words)
+            parts.append(f"{text} {name}" if name in ("clients", "rounds") else text)
+    return " ".join(parts)
 
 
 def main_cell(table: Preset, **filters: Any) -> Cell:
@@ -313,7 +315,7 @@ def main_cell(table: Preset, **filters: Any) -> Cell:
     return min(runnable, key=lambda cell: (cell.method != paper, not cell.method.startswith(paper)))
 
 
-def preset_sections(table: Preset, given: Changes) -> tuple[Sections, Cell]:
+def preset_sections(table: Preset, changes: Changes) -> tuple[Sections, Cell]:
     """Returns a preset's settings, overridden by the given ones, and the cell that they belong to.
 
     The given settings select the cell if they match one: data set and method must be in the table;
@@ -321,14 +323,14 @@ def preset_sections(table: Preset, given: Changes) -> tuple[Sections, Cell]:
 
     Args:
         table: the preset.
-        given: sections of settings, without None.
+        changes: sections of settings, without None.
 
     Raises:
         PresetError: the table has no such data set or method, or the cell cannot be run.
     """
     filters: dict[str, Any] = {}
     for column, (section, key) in SELECTORS.items():
-        value = given.get(section, {}).get(key)
+        value = changes.get(section, {}).get(key)
         if value is None:
             continue
         try:
@@ -340,7 +342,7 @@ def preset_sections(table: Preset, given: Changes) -> tuple[Sections, Cell]:
             filters[column] = value
     cell = main_cell(table, **filters)
     sections = table.sections(cell)
-    settings = override(sections, given)
+    settings = override(sections, changes)
     for column in ("dataset", "method"):  # `given` may have the table's words
         section, key = SELECTORS[column]
         if key in sections[section]:

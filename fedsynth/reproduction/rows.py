@@ -65,7 +65,7 @@ class Rows:
         Raises:
             OutputError: a file cannot be read, or has lines that are not rows.
         """
-        found: dict[str, dict[str, Any]] = {}
+        rows_by_settings: dict[str, dict[str, Any]] = {}
         for path in sorted(self.folder.glob("*.jsonl")):
             try:
                 rows = [decode_json(line) for line in read_text(path).splitlines()]
@@ -75,8 +75,10 @@ class Rows:
                 rows = [None]
             if not all(isinstance(row, dict) and row.keys() >= NEEDED for row in rows):
                 raise OutputError(f"{path} has a line that is no row of a finished run")
-            found.update({row["settings"]: row for row in rows if row["scale"] == self.scale})
-        return found
+            rows_by_settings.update(
+                {row["settings"]: row for row in rows if row["scale"] == self.scale}
+            )
+        return rows_by_settings
 
     def append(self, preset: str, row: Mapping[str, Any]) -> None:
         """Appends a finished run's row to its table's file.
@@ -102,8 +104,8 @@ class Rows:
         """The folder in which methods of a table share the clients' models of one-shot runs. None:
         no sharing, because the exact version of the code is not known."""
         made_by = commit()
-        known = made_by is not None and not made_by.endswith("+")
-        return self.folder / "runs" / f"trained-{made_by}" if known else None
+        clean = made_by is not None and not made_by.endswith("+")
+        return self.folder / "runs" / f"trained-{made_by}" if clean else None
 
 
 @contextmanager
@@ -129,15 +131,15 @@ def claimed(folder: Path) -> Iterator[bool]:
 
 def finished(folder: Path) -> Path | None:
     """Returns the folder of a finished run below this one, or None."""
-    found = [path.parent for path in folder.glob("*/summary.json")]
-    done = sorted(path for path in found if path.suffix != INCOMPLETE)
-    return done[-1] if done else None
+    folders = [path.parent for path in folder.glob("*/summary.json")]
+    complete = sorted(path for path in folders if path.suffix != INCOMPLETE)
+    return complete[-1] if complete else None
 
 
 def unfinished(folder: Path) -> Path | None:
     """Returns the folder of a run that can be resumed, or None."""
-    found = sorted(path.parent for path in folder.glob(f"*{INCOMPLETE}/config.toml"))
-    return found[-1] if found else None
+    folders = sorted(path.parent for path in folder.glob(f"*{INCOMPLETE}/config.toml"))
+    return folders[-1] if folders else None
 
 
 def metrics_of(folder: Path) -> list[dict[str, Any]]:
@@ -187,11 +189,11 @@ def commit() -> str | None:
     return head if changes == "" else f"{head}+"
 
 
-def _git(root: Path, *words: str) -> str | None:
+def _git(root: Path, *arguments: str) -> str | None:
     try:
-        made = subprocess.run(
-            ["git", "-C", str(root), *words], capture_output=True, text=True, check=False
+        process = subprocess.run(
+            ["git", "-C", str(root), *arguments], capture_output=True, text=True, check=False
         )
     except OSError:
         return None
-    return made.stdout.strip() if made.returncode == 0 else None
+    return process.stdout.strip() if process.returncode == 0 else None

@@ -149,22 +149,22 @@ def scaled(settings: RunSettings, scale: float | None) -> dict[str, dict[str, An
     if not 0 < scale < 1:
         raise SettingError(None, "scale", f"must be above 0 and below 1, got {scale}")
 
-    def part(number: int, least: int) -> int:
-        return min(number, max(least, round(scale * number)))
+    def part(number: int, minimum: int) -> int:
+        return min(number, max(minimum, round(scale * number)))
 
     partition, method = settings.partition, settings.method
     size = dataset_spec(settings.dataset).train_size
-    least = min(1.0, EXAMPLES * partition.clients / size)
+    minimum = min(1.0, EXAMPLES * partition.clients / size)
     lengths = {}
-    for one in fields(method):
-        value = getattr(method, one.name)
-        length = one.name.rpartition("_")[2] in LENGTHS
-        if type(value) is int and (length or one.name in ("min_examples", "start_round")):
-            lengths[one.name] = part(value, 2 if length else 1)
+    for setting in fields(method):
+        value = getattr(method, setting.name)
+        length = setting.name.rpartition("_")[2] in LENGTHS
+        if type(value) is int and (length or setting.name in ("min_examples", "start_round")):
+            lengths[setting.name] = part(value, 2 if length else 1)
     return {
         "run": {"rounds": part(settings.rounds, 1)},
         "partition": {
-            "subset": min(partition.subset, max(scale * partition.subset, least)),
+            "subset": min(partition.subset, max(scale * partition.subset, minimum)),
             "min_size": part(partition.min_size, 1),
         },
         "method": lengths,
@@ -227,8 +227,8 @@ class BudgetObserver(Observer):
         if not self._stopped:  # the run's own advice on resuming does not apply here
             self._inner.note(text)
 
-    def step(self, round: int, phase: str, done: int, total: int) -> None:
-        self._inner.step(round, phase, done, total)
+    def step(self, round: int, phase: str, completed: int, total: int) -> None:
+        self._inner.step(round, phase, completed, total)
         if self._checkpointed and phase in CHECKPOINTED and not self._clock.left:
             self._stop()
 
@@ -319,17 +319,17 @@ class Runner:
 
     def _resume_or_begin(self, job: Job) -> Outcome:
         folder = self._rows.run_folder(job.settings)
-        done = finished(folder)
-        if done is not None:  # a call was killed between the run's end and writing its row
-            return self._append(job, metrics_of(done))
-        left = unfinished(folder)
-        rounds = [] if left is None else metrics_of(left)
+        complete = finished(folder)
+        if complete is not None:  # a call was killed between the run's end and writing its row
+            return self._append(job, metrics_of(complete))
+        incomplete = unfinished(folder)
+        rounds = [] if incomplete is None else metrics_of(incomplete)
         seconds = rounds[-1]["seconds"] if rounds else 0.0
         checkpointed = checkpointed_inside(job.settings, self._loaded(job.settings)[0].spec)
         if not round_fits(self._clock, seconds, checkpointed):
             text = f"a round takes {seconds:.0f} s, {self._clock.left:.0f} s are left"
             return Outcome(job, "not begun", text)
-        return self._simulate(job, folder, left, checkpointed)
+        return self._simulate(job, folder, incomplete, checkpointed)
 
     def _simulate(self, job: Job, folder: Path, resume: Path | None, checkpointed: bool) -> Outcome:
         settings = job.settings
@@ -344,13 +344,13 @@ class Runner:
                     trained=self._rows.trained,
                 )
             except OutOfTimeError:
-                left = unfinished(folder)
-                rounds = 0 if left is None else len(metrics_of(left))
+                incomplete = unfinished(folder)
+                rounds = 0 if incomplete is None else len(metrics_of(incomplete))
                 text = f"after {rounds} of {settings.rounds} rounds; call again to resume"
                 return Outcome(job, "stopped", text)
             except DivergedError as error:
-                left = unfinished(folder)
-                rows = [] if left is None else metrics_of(left)
+                incomplete = unfinished(folder)
+                rows = [] if incomplete is None else metrics_of(incomplete)
                 return self._append(job, rows, {"diverged": str(error)})
         return self._append(job, result.metrics)
 

@@ -20,7 +20,7 @@ def recorded(step: Callable[[], None], state: Sequence[Tensor]) -> Callable[[], 
         step: uses tensors at fixed addresses, and does not wait for the device.
         state: every tensor that `step` changes; the effect of warm-up runs on them is undone.
     """
-    before = [tensor.clone() for tensor in state]
+    initial = [tensor.clone() for tensor in state]
     try:
         replay = _record(step, state[0].device)
     except RuntimeError as error:
@@ -30,26 +30,26 @@ def recorded(step: Callable[[], None], state: Sequence[Tensor]) -> Callable[[], 
             stacklevel=2,
         )
         replay = step
-    for tensor, old in zip(state, before, strict=True):
+    for tensor, old in zip(state, initial, strict=True):
         tensor.copy_(old)
     return replay
 
 
 def _record(step: Callable[[], None], device: torch.device) -> Callable[[], object]:
     with torch.cuda.device(device):
-        here = torch.cuda.current_stream()
+        current = torch.cuda.current_stream()
         stream = torch.cuda.Stream()
-        stream.wait_stream(here)
+        stream.wait_stream(current)
         with torch.cuda.stream(stream):
             for _ in range(WARM_UP):
                 step()
-        here.wait_stream(stream)
+        current.wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph):
                 step()
         finally:  # a failed capture may leave its own stream in place
-            torch.cuda.set_stream(here)
+            torch.cuda.set_stream(current)
 
     def replay() -> None:
         with torch.cuda.device(device):

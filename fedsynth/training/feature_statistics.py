@@ -77,9 +77,9 @@ class Augmentation:
         return value_NC + drawn * deviation
 
 
-def _moved(before: Tensor | None, value_NC: Tensor) -> Tensor:
-    now = value_NC.detach().mean(dim=0)
-    return now if before is None else MOMENTUM * before + (1 - MOMENTUM) * now
+def _moved(previous: Tensor | None, value_NC: Tensor) -> Tensor:
+    mean_C = value_NC.detach().mean(dim=0)
+    return mean_C if previous is None else MOMENTUM * previous + (1 - MOMENTUM) * mean_C
 
 
 @contextmanager
@@ -103,15 +103,15 @@ def channels(
     network: nn.Module, stages: tuple[str, ...], image_shape: tuple[int, int, int]
 ) -> dict[str, int]:
     """Returns the number of channels of each named submodule's output."""
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     twin = copy.deepcopy(network).cpu().eval()
     for name in stages:
         twin.get_submodule(name).register_forward_hook(
-            lambda module, inputs, out, name=name: found.update({name: int(out.shape[1])})
+            lambda module, inputs, out, name=name: sizes.update({name: int(out.shape[1])})
         )
     with torch.no_grad():
         twin(torch.zeros(1, *image_shape))
-    return found
+    return sizes
 
 
 def soft_histogram(features_ND: Tensor, bins: int, temperature: float) -> Tensor:

@@ -23,8 +23,8 @@ def resumable(
     *,
     keeper: StepKeeper | None = None,
     name: str = "loop",
-    report: Callable[[int], None] = lambda done: None,
-    skip: Callable[[int], None] = lambda done: None,
+    report: Callable[[int], None] = lambda completed: None,
+    skip: Callable[[int], None] = lambda completed: None,
 ) -> Iterator[int]:
     """Yields 0, 1, ..., steps - 1, from the step after the last checkpoint of this loop.
 
@@ -44,26 +44,26 @@ def resumable(
     tensor([3.])
     """
     keeper = keeper or KeepsNothing()
-    done = _restored(keeper.found(name), state)
-    skip(done)
-    for step in range(done, steps):
+    completed = _restored(keeper.found(name), state)
+    skip(completed)
+    for step in range(completed, steps):
         yield step
         keeper.offer(name, step + 1, lambda: named_tensors(state))
         report(step + 1)
     keeper.ended(name, steps, lambda: named_tensors(state))
 
 
-def _restored(found: tuple[int, Mapping[str, Tensor]] | None, state: State) -> int:
+def _restored(saved: tuple[int, Mapping[str, Tensor]] | None, state: State) -> int:
     """Restores a checkpoint and returns its number of steps: 0 without one, or if a tensor is
     missing or has another shape."""
-    if found is None:
+    if saved is None:
         return 0
-    done, tensors = found
+    completed, tensors = saved
     for name, part in state.items():
         if isinstance(part, Tensor) and (name not in tensors or tensors[name].shape != part.shape):
             return 0
     load_tensors(state, tensors)
-    return done
+    return completed
 
 
 def named_tensors(state: State) -> dict[str, Tensor]:
@@ -93,7 +93,7 @@ def named_tensors(state: State) -> dict[str, Tensor]:
 def load_tensors(state: State, tensors: Mapping[str, Tensor]) -> None:
     """Restores the tensors of `named_tensors` in place; ignores tensors with other names."""
     for name, part in state.items():
-        own = {
+        part_tensors = {
             k.removeprefix(f"{name}."): t for k, t in tensors.items() if k.startswith(f"{name}.")
         }
         if isinstance(part, Tensor):
@@ -101,16 +101,16 @@ def load_tensors(state: State, tensors: Mapping[str, Tensor]) -> None:
         elif isinstance(part, torch.Generator):
             part.set_state(tensors[name].cpu())
         elif isinstance(part, LRScheduler):
-            part.last_epoch = int(own["steps"])
-            for group, rate in zip(part.optimizer.param_groups, own["rate"], strict=True):
+            part.last_epoch = int(part_tensors["steps"])
+            for group, rate in zip(part.optimizer.param_groups, part_tensors["rate"], strict=True):
                 group["lr"] = float(rate)
         elif isinstance(part, list):
-            rows = sorted(_numbered(own).items())
+            rows = sorted(_numbered(part_tensors).items())
             part[:] = [tuple(row[key] for key in sorted(row)) for _, row in rows]
         elif isinstance(part, nn.Module):
-            part.load_state_dict(own)
+            part.load_state_dict(part_tensors)
         else:
-            part.load_state_dict({**part.state_dict(), "state": _numbered(own)})
+            part.load_state_dict({**part.state_dict(), "state": _numbered(part_tensors)})
 
 
 def _numbered(tensors: Mapping[str, Tensor]) -> dict[int, dict[str, Tensor]]:

@@ -61,11 +61,11 @@ def trains_together(model: nn.Module) -> bool:
 
     A class outside torch must declare this by `dense = True`, as its `forward` could do anything.
     """
-    known = all(
+    supported = all(
         type(layer) in DENSE or getattr(type(layer), "dense", False) for layer in model.modules()
     )
     return (
-        known
+        supported
         and all(p.dtype == torch.float32 for p in model.parameters())
         and next(model.buffers(), None) is None
     )
@@ -90,7 +90,7 @@ def train_together(
     learners: Sequence[Learner],
     images: Callable[[Tensor], Tensor],
     labels: Callable[[Tensor], Tensor],
-    report: Callable[[int, int], None] = lambda done, total: None,
+    report: Callable[[int, int], None] = lambda completed, total: None,
 ) -> None:
     """Trains the models of all learners in place, with the result of `train_on` for each.
 
@@ -106,15 +106,15 @@ def train_together(
     """
     common = learners[0].settings
     if common.radius is not None or any(
-        replace(one.settings, epochs=common.epochs, steps=common.steps) != common
-        for one in learners
+        replace(other.settings, epochs=common.epochs, steps=common.steps) != common
+        for other in learners
     ):
         raise ValueError("learners in one pass share batch and optimiser, and have no radius")
     queues = sorted((_Queue(learner) for learner in learners), key=lambda queue: -queue.steps)
     flat_KP = torch.stack([flatten(queue.learner.model) for queue in queues])
     pulls = _joined([queue.learner for queue in queues])
     state = common.optimiser.init(flat_KP)
-    done = 0
+    completed = 0
     total = sum(queue.steps for queue in queues)
     step = 0
     few = min(FEW, 2) if is_softmax_regression(learners[0].model) else FEW
@@ -123,21 +123,21 @@ def train_together(
         which_SAB, share_SAB = _lay_out(queues[:active], BLOCK)
         looked_up = fetched(images, labels, list(which_SAB.flatten(1)))
         for which_AB, share_AB, (x, y) in zip(which_SAB, share_SAB, looked_up, strict=True):
-            now = bisect_left(queues, -step, hi=active, key=lambda queue: -queue.steps)
-            w = flat_KP[:now]
-            x_ABCHW = x.view(*which_AB.shape, *x.shape[1:])[:now]
-            labels_AB = y.view(which_AB.shape)[:now]
-            grad = _gradients(learners[0].model, w, x_ABCHW, labels_AB, share_AB[:now])
+            running = bisect_left(queues, -step, hi=active, key=lambda queue: -queue.steps)
+            w = flat_KP[:running]
+            x_ABCHW = x.view(*which_AB.shape, *x.shape[1:])[:running]
+            labels_AB = y.view(which_AB.shape)[:running]
+            grad = _gradients(learners[0].model, w, x_ABCHW, labels_AB, share_AB[:running])
             if pulls is not None:
-                weight, center, linear = (part[:now] for part in pulls)
+                weight, center, linear = (part[:running] for part in pulls)
                 grad += linear + weight * (w - center)
-            common.optimiser.update(w, grad, tuple(rows[:now] for rows in state))
-            done = done + now
+            common.optimiser.update(w, grad, tuple(rows[:running] for rows in state))
+            completed = completed + running
             step = step + 1
-        report(done, total)
+        report(completed, total)
     for number, queue in enumerate(queues):
-        own = tuple(rows[number] for rows in state)
-        _finish(queue, flat_KP[number], own, images, labels)
+        client_state = tuple(rows[number] for rows in state)
+        _finish(queue, flat_KP[number], client_state, images, labels)
     report(total, total)
 
 
@@ -150,30 +150,32 @@ class _Queue:
         self.steps = self._undrawn = steps_of(learner.settings, len(learner.where))
         self._drawn = learner.where.new_empty(0, batch)
 
-    def take(self, most: int) -> Tensor:
-        """Returns the next batches, at most `most`: [S, B], with −1 where a batch is not full."""
-        where = self.learner.where
+    def take(self, limit: int) -> Tensor:
+        """Returns the next batches, at most `limit`: [S, B], with −1 where a batch is not full."""
+        examples = self.learner.where
         size = self.learner.settings.batch
-        while len(self._drawn) < most and self._undrawn:
-            order = torch.randperm(len(where), generator=self.learner.generator)
-            order = order.to(where.device, non_blocking=True)
-            batches = nn.functional.pad(where[order], (0, -len(where) % size), value=-1).view(
+        while len(self._drawn) < limit and self._undrawn:
+            order = torch.randperm(len(examples), generator=self.learner.generator)
+            order = order.to(examples.device, non_blocking=True)
+            batches = nn.functional.pad(examples[order], (0, -len(examples) % size), value=-1).view(
                 -1, size
             )[: self._undrawn]
             self._undrawn -= len(batches)
             self._drawn = torch.cat([self._drawn, batches])
-        taken = self._drawn[:most]
-        self._drawn = self._drawn[most:]
-        return taken
+        next_batches = self._drawn[:limit]
+        self._drawn = self._drawn[limit:]
+        return next_batches
 
 
 def _lay_out(queues: Sequence[_Queue], steps: int) -> tuple[Tensor, Tensor]:
     """Returns the next batches of each queue, [S, A, B], and each example's share in its batch's
     mean (0: padding, or no batch)."""
     padded = nn.utils.rnn.pad_sequence([queue.take(steps) for queue in queues], padding_value=-1)
-    there = padded >= 0
-    share = there / there.sum(dim=2, keepdim=True).clamp_min(1)
-    return torch.where(there, padded, padded[:1, :, :1]), share  # pads with the learner's examples
+    present = padded >= 0
+    share = present / present.sum(dim=2, keepdim=True).clamp_min(1)
+    return torch.where(
+        present, padded, padded[:1, :, :1]
+    ), share  # pads with the learner's examples
 
 
 def _finish(
@@ -186,17 +188,19 @@ def _finish(
     """Takes this learner's remaining steps separately, and writes the weights into its model."""
     learner = queue.learner
     load_flat(learner.model, flat)
-    left = queue.take(queue.steps)
-    if not len(left):
+    remaining = queue.take(queue.steps)
+    if not len(remaining):
         return
     network = FlatNetwork(learner.model, requires_grad=True)
     network.module.train()
     step = make_step(network, state, learner.settings, penalty=learner.penalty)
-    each = batches_of(len(learner.where), learner.settings.batch)
-    filled = len(learner.where) - (each - 1) * learner.settings.batch  # examples of the last batch
+    per_epoch = batches_of(len(learner.where), learner.settings.batch)
+    filled = (
+        len(learner.where) - (per_epoch - 1) * learner.settings.batch
+    )  # examples of the last batch
     parts = [
-        batch[:filled] if number % each == each - 1 else batch
-        for number, batch in enumerate(left, start=queue.steps - len(left))
+        batch[:filled] if number % per_epoch == per_epoch - 1 else batch
+        for number, batch in enumerate(remaining, start=queue.steps - len(remaining))
     ]
     for x, y in fetched(images, labels, parts):
         step(x, y)
@@ -207,18 +211,20 @@ def _joined(learners: Sequence[Learner]) -> tuple[Tensor, Tensor, Tensor] | None
     """Returns weights [K, 1], centers and linear parts [K, P] of all learners' pulls; None if no
     learner has one."""
     pulls = [_pull(learner.penalty) for learner in learners]
-    some = next((pull for pull in pulls if pull is not None), None)
-    if some is None:
+    example_pull = next((pull for pull in pulls if pull is not None), None)
+    if example_pull is None:
         return None
-    none = Pull(0.0, torch.zeros_like(some.center), torch.zeros_like(some.linear))
-    each = [pull or none for pull in pulls]
+    none = Pull(0.0, torch.zeros_like(example_pull.center), torch.zeros_like(example_pull.linear))
+    filled = [pull or none for pull in pulls]
     weights = torch.tensor(
-        [[pull.weight] for pull in each], device=some.center.device, dtype=some.center.dtype
+        [[pull.weight] for pull in filled],
+        device=example_pull.center.device,
+        dtype=example_pull.center.dtype,
     )
     return (
         weights,
-        torch.stack([pull.center for pull in each]),
-        torch.stack([pull.linear for pull in each]),
+        torch.stack([pull.center for pull in filled]),
+        torch.stack([pull.linear for pull in filled]),
     )
 
 
@@ -243,13 +249,13 @@ def _gradients(
 
     def logits(flat_P: Tensor, x_BCHW: Tensor) -> Tensor:
         parts = zip(named, flat_P.split(sizes), shapes, strict=True)
-        made: Tensor = functional_call(
+        outputs: Tensor = functional_call(
             network, {name: part.view(shape) for name, part, shape in parts}, (x_BCHW,)
         )
-        return made
+        return outputs
 
     with torch.enable_grad():
         weights_AP = flat_AP.detach().requires_grad_()
-        made = vmap(logits)(weights_AP, x_ABCHW).flatten(0, 1)
-        losses = nn.functional.cross_entropy(made, labels_AB.flatten(), reduction="none")
+        outputs = vmap(logits)(weights_AP, x_ABCHW).flatten(0, 1)
+        losses = nn.functional.cross_entropy(outputs, labels_AB.flatten(), reduction="none")
         return torch.autograd.grad(losses @ share_AB.flatten(), weights_AP)[0]

@@ -75,7 +75,7 @@ def train_on(
     labels_N: Tensor,
     settings: SgdSettings,
     generator: torch.Generator,
-    report: Callable[[int, int], None] = lambda done, total: None,
+    report: Callable[[int, int], None] = lambda completed, total: None,
     penalty: Penalty | None = None,
     objective: Objective | None = None,
     stateful: bool = False,
@@ -110,8 +110,8 @@ def train_on(
     state = settings.optimiser.init(network.flat)
     step = make_step(network, state, settings, penalty, objective, precision)
     labels = labels_N.__getitem__
-    each = batches_of(len(labels_N), settings.batch)
-    wanted = steps_of(settings, len(labels_N))
+    per_epoch = batches_of(len(labels_N), settings.batch)
+    total_steps = steps_of(settings, len(labels_N))
     full: Callable[[Tensor], None] | None = None
     recordable = (penalty is None or isinstance(penalty, Pull)) and not stateful
     whole_batches = settings.epochs * (len(labels_N) // settings.batch)
@@ -124,7 +124,7 @@ def train_on(
     if recordable and labels_N.is_cuda and whole_batches >= WORTH_RECORDING:
         written = [network.flat, *state, network.grad, *network.module.buffers()]
         full = _recorded(
-            lambda where: step(images(where), labels(where)),
+            lambda indices: step(images(indices), labels(indices)),
             settings.batch,
             written,
             labels_N.device,
@@ -133,23 +133,23 @@ def train_on(
     # values that it needs
     normalises = has_batch_norm(network.module)
     for epoch in resumable(
-        -(-wanted // each),
+        -(-total_steps // per_epoch),
         changed,
         keeper=keeper,
         name=name,
-        report=lambda done: report(min(wanted, done * each), wanted),
+        report=lambda completed: report(min(total_steps, completed * per_epoch), total_steps),
     ):
         order = torch.randperm(len(labels_N), generator=generator)
         order = order.to(labels_N.device, non_blocking=True)
         parts = [
             part.repeat(2) if len(part) == 1 and normalises else part
-            for part in order.split(settings.batch)[: wanted - epoch * each]
+            for part in order.split(settings.batch)[: total_steps - epoch * per_epoch]
         ]
         if full is not None:
-            whole = [part for part in parts if len(part) == settings.batch]
-            for part in whole:
+            full_batches = [part for part in parts if len(part) == settings.batch]
+            for part in full_batches:
                 full(part)
-            parts = parts[len(whole) :]  # at most one, the last
+            parts = parts[len(full_batches) :]  # at most one, the last
         for x, y in fetched(images, labels, parts):
             step(x, y)
     load_flat(model, network.flat)
@@ -171,12 +171,12 @@ def fetched(
     at_once = 1  # the first look-up shows the size of an image
     first = 0
     while first < len(parts):
-        some = parts[first : first + at_once]
-        where = torch.cat(list(some))
-        x, y = images(where), labels(where)
-        sizes = [len(part) for part in some]
+        chunk = parts[first : first + at_once]
+        indices = torch.cat(list(chunk))
+        x, y = images(indices), labels(indices)
+        sizes = [len(part) for part in chunk]
         yield from zip(x.split(sizes), y.split(sizes), strict=True)
-        first += len(some)
+        first += len(chunk)
         at_once = max(1, FETCHED // max(1, x[: sizes[0]].numel()))
 
 
@@ -256,8 +256,8 @@ def _recorded(
     index = torch.zeros(batch, dtype=torch.int64, device=device)
     replay = recorded(lambda: step(index), state)
 
-    def full(where: Tensor) -> None:
-        index.copy_(where)
+    def full(indices: Tensor) -> None:
+        index.copy_(indices)
         replay()
 
     return full
