@@ -17,13 +17,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from documents.fedstats import DATASETS, NOISES
+from documents.fedstats import DATASETS
 from library.rows import STATISTICS_SEEDS, percents
 
 DOCS = Path(__file__).resolve().parent.parent / "docs" / "images"
 EPSILONS = ("0.5", "1", "3", "10")
 ALPHAS = ("0.01", "0.5", "100")
 CLIENTS = (3, 10, 50)
+NOISES = {"own": "own", "secure": "aggregated"}
 REPORTED = {
     "mnist": {"DP-FETA": 95.6, "FETA-Pro": 97.1, "DPDM": 89.2},
     "fashion-mnist": {"DP-FETA": 81.7, "FETA-Pro": 82.3, "DPDM": 76.4},

@@ -2,7 +2,7 @@
 
 Masks hide integers, so each client rounds its part *after adding its noise*. For a single client's
 release this is post-processing. For the sum of several parts it is not, because the rounding error
-depends on each part. The lemma in docs/privacy.md ("Rounding on a grid") bounds what it reveals:
+depends on each part. Lemma 4 in docs/privacy-proofs.md bounds what it reveals:
 with spacing γ and noise of standard deviation τ in each part, sums of H rounded parts are within
 total variation 2·D·H·exp(−2π²τ²/(γ²H)) of a function of the sum of the unrounded parts. A grid is
 fine enough if τ ≥ 2¹²·γ·√H: the bound is then below 10⁻¹⁰⁰⁰⁰⁰⁰⁰⁰, and neither sensitivity nor noise

@@ -4,8 +4,8 @@ number of records.
 Libraries choose their kernels by shape, and kernels round differently. If a pass were as long as
 the sample, an additional record could change the features of *other* records. Only their rounding
 would change, but a server can send weights that cancel everything else and amplify it
-(docs/privacy.md, "Active servers"). Therefore the records of a step are split into passes of a
-public length, which depends only on public numbers. The last pass is padded with zeros, whose
+(docs/threat-model.md, "Malicious servers"). Therefore the records of a step are split into passes
+of a public length, which depends only on public numbers. The last pass is padded with zeros, whose
 results are discarded.
 
 The kernels must ensure that a row's bits depend neither on its position in a pass nor on its

@@ -9,7 +9,7 @@ to be pickled or copied.
 
 A forked process would continue with a copy of its parent's generator and repeat its noise, so a
 generator takes a new key in every process that uses it. A process cannot detect that its whole
-machine was copied (a snapshot that is started twice, a checkpoint of the process); docs/privacy.md
+machine was copied (a snapshot that is started twice, a checkpoint of the process); docs/threat-model.md
 explains what to do then.
 
 Tests may pass their own generator; `is_secret` is then False, and reports state "not private".

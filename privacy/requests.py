@@ -2,7 +2,7 @@
 
 The guarantee holds for every message, so these checks are a second line of defence: weights that
 are not finite, or larger than any trained network's, only serve a malicious server that amplifies
-rounding residue (docs/privacy.md, "Active servers").
+rounding residue (docs/threat-model.md, "Malicious servers").
 """
 
 from __future__ import annotations

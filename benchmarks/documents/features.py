@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 
 from library.pivot import Axis, Cell, Table, axis, cross, figure, text
-from library.rows import STATISTICS_SEEDS, Row, by_key, by_seed, lines
+from library.rows import STATISTICS_SEEDS, Row, by_seed, lines
 
 GRID = "private_baselines"
 DATASETS = {"mnist": "MNIST", "fashion-mnist": "Fashion-MNIST"}
@@ -27,21 +27,6 @@ def _records(cell: Cell) -> list[Row]:
     if cell.get("dataset", None):
         return _runs(cell["way"], cell["dataset"], cell["alpha"])
     return [row for _, place in PLACES for row in _runs(cell["way"], **place)]
-
-
-def _tried() -> Axis:
-    """What was tried: sampling rate, clip and learning rate."""
-    keys = [key.split() for key in by_key(GRID) if key.startswith("tune ")]
-    tried = {tuple(float(key[place].split("=")[1]) for place in (1, 3, 4)) for key in keys}
-    return [
-        ((f"{q:g}", f"{clip:g}", f"{lr:g}"), {"q": f"{q:g}", "clip": f"{clip:g}", "lr": f"{lr:g}"})
-        for q, clip, lr in sorted(tried, reverse=True)
-    ]
-
-
-def _candidate(cell: Cell) -> str:
-    row = by_key(GRID).get(cell["key"])
-    return "" if row is None else f"{100 * row['accuracy']:.1f}"
 
 
 def _maps() -> Axis:
@@ -68,11 +53,5 @@ TABLES = {
             ("seconds", figure("seconds", ".0f", of=statistics.median)),
         ],
         {"records": _records, "digits": 1, "expected": 5},
-    ),
-    "private-baselines-tuning": Table(
-        _tried,
-        axis("rounds", (32, 64, 128), "{} rounds"),
-        {"key": "tune q={q} rounds={rounds} clip={clip} lr={lr}", "show": _candidate},
-        corner=("q", "clip", "rate"),
     ),
 }

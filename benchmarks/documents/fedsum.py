@@ -33,22 +33,6 @@ TABLES = {
         corner="method",
         least=1,
     ),
-    "fedsum-open": Table(
-        axis(
-            "name",
-            {
-                "feddm, rate 1, Dir(0.1)": "FedDM, image rate 1, Dir(0.1)",
-                "feddm, rate 10, Dir(0.1)": "FedDM, image rate 10, Dir(0.1)",
-                "fedsum, Dir(0.1)": "FedSum, Dir(0.1)",
-                "fedsum, Dir(100)": "FedSum, Dir(100)",
-                "fedsum with 50 images, Dir(0.1)": "FedSum, ipc 50, Dir(0.1)",
-            },
-        ),
-        _columns(5, "01"),
-        {"file": "fedsum_table", "key": "open: {name}", "seeds": [0], "digits": 1},
-        corner="method",
-        least=1,
-    ),
     # FedSum's runs with the same seed differ by their noise
     "fedsum-private": Table(
         axis("epsilon", ("1", "10")),

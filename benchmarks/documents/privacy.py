@@ -36,8 +36,6 @@ ON_FEATURES: Fields = {
     "seeds": range(5),
 }
 AUDITED = ("residual", "gradient", "features", "FedAF", "DP-SGD (FedAvg)", "FedFM")
-TWINS = ("honest", "no clip", "half the noise", "a quarter of the noise", "public mask")
-OF_TWINS = (*AUDITED[:2], "DP-SGD (FedAvg)", "DP-SGD (FedAvg), q = 0.1", "FedSum", "FedStats")
 
 
 def _budgets(epsilons: tuple[str, ...], title: str) -> Axis:
@@ -79,17 +77,6 @@ TABLES = {
         {"file": "audit_table", "key": "{name}, {kind}, ε = {epsilon}", "show": _bounds},
         corner=("canaries", "ε"),
     ),
-    "audit-twins": Table(
-        cross(
-            axis("name", OF_TWINS),
-            axis("kind", ("vectors", "images", "images, earlier scores")),
-            join=None,
-        ),
-        axis("twin", TWINS),
-        {"file": "audit_twins", "key": "{name}, {kind}, {twin}", "show": _bounds},
-        corner=("mechanism", "canaries"),
-        least=1,
-    ),
     "private-accuracy": Table(
         [("FedStats", STATISTICS), ("DP-FedAvg, linear on features", ON_FEATURES), *MECHANISMS],
         _budgets(("1", "10"), "ε = "),
@@ -110,18 +97,6 @@ def _mean(dataset: str, mechanism: str, budget: str) -> float:
     return statistics.mean(percents("dp_utility", f"{dataset} {mechanism}, {budget}", SEEDS))
 
 
-def _features_over_gradient() -> list[str]:
-    ahead = [_mean(d, "features", "ε = 10") - _mean(d, "gradient", "ε = 10") for d in DATASETS]
-    return [number(value, ".1f") for value in ahead]
-
-
-def _noise_costs_features() -> list[str]:
-    fashion, mnist = (
-        _mean(d, "features", "ε = 10") - _mean(d, "features", "noiseless") for d in DATASETS
-    )
-    return [number(fashion, "+.1f"), number(-mnist, ".1f")]
-
-
 def _residual_over_features() -> list[str]:
     ahead = [
         _mean(d, "residual", f"ε = {e}") - _mean(d, "features", f"ε = {e}")
@@ -134,19 +109,9 @@ def _residual_over_features() -> list[str]:
 SENTENCES = [
     (
         "docs/privacy.md",
-        "by {} points on Fashion-MNIST and {} on MNIST (expected: at least 10)",
-        _features_over_gradient,
-    ),
-    (
-        "docs/privacy.md",
-        "loses nothing on Fashion-MNIST ({}) and {} on MNIST",
-        _noise_costs_features,
-    ),
-    (
-        "docs/privacy.md",
         "`residual` is ahead of `features` at every ε, by {} to {} points",
         _residual_over_features,
     ),
     ("README.md", "2 log(1/δ)/σ² = {} for σ = 3", lambda: [f"{2 * math.log(1e5) / 9:.2f}"]),
-    ("docs/privacy.md", "({} runs; rows with commits", lambda: [str(len(by_key("dp_utility")))]),
+    ("docs/privacy.md", "({} runs)", lambda: [str(len(by_key("dp_utility")))]),
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from library.pivot import Axis, Cell, Table, axis, figure
+from library.pivot import Axis, Cell, Table, axis
 from library.rows import Row, RowsError, apart, case, lines, number, percents, spread
 
 ENGINES = {
@@ -33,22 +33,6 @@ def _step(cell: Cell) -> str:
     seconds = f"{row['seconds per step'][engine]:.2f}"
     ratio = row["ratio to reference"][engine]
     return seconds if engine == "reference" else f"{seconds} ({ratio:.1f}×)"
-
-
-def _passes() -> Axis:
-    """The newest row of each case."""
-    newest = {row["case"]: row for row in lines("fixed_passes")}
-    return [(name, {"records": [row]}) for name, row in newest.items()]
-
-
-TABLES = {
-    "fixed-passes": Table(
-        _passes,
-        [("time over passes as long as the sample", figure("constant over as the sample", ".2f"))],
-        corner="private step",
-    ),
-    "condense": Table(_shapes, axis("engine", ENGINES), {"show": _step}),
-}
 
 
 def _numbers(values: Iterable[float], form: str = ".1f") -> list[str]:
@@ -103,11 +87,14 @@ def _precision_apart() -> list[str]:
 
 def _private_steps() -> list[str]:
     residual = case("dp_step", "residual")["residual over non-private"]
-    gradient = case("dp_step", "gradient")["ratio to the loop"]
-    return [
-        *_numbers([residual["fp32"], residual["bf16"]], ".2f"),
-        *_numbers([gradient["gradient"], gradient["gradient bf16"]]),
-    ]
+    return _numbers([residual["fp32"], residual["bf16"]], ".2f")
+
+
+def _fixed_passes() -> list[str]:
+    """The smallest and the largest price of padded passes, and that at width 128."""
+    newest = {row["case"]: row["constant over as the sample"] for row in lines("fixed_passes")}
+    prices = newest.values()
+    return _numbers([min(prices), max(prices), newest["residual, width 128"]], ".2f")
 
 
 def _server() -> list[str]:
@@ -118,105 +105,98 @@ def _server() -> list[str]:
     return _numbers([*shares, *slower], ".0f")
 
 
-def _generator() -> list[str]:
-    return _numbers(_ratios("generator_step", "emnist-letters", "cifar10"))
-
-
-def _layout() -> list[str]:
-    ratios = [case("layout", name)["ratio"] for name in ("cnn1", "cnn2", "lenet5")]
-    return _numbers([ratio[what] for ratio in ratios for what in ("train", "evaluate")])
-
-
-def _mixed_precision() -> list[str]:
-    client, *generator = _ratios(
-        "mixed_precision",
+def _speedups() -> Axis:
+    """Each optimisation and its cases, with the ratio in each case."""
+    gradient = case("dp_step", "gradient")["ratio to the loop"]
+    networks = [case("layout", name)["ratio"] for name in ("cnn1", "cnn2", "lenet5")]
+    statistics = [row["ratio"] for row in lines("batch_statistics")]
+    generators = (
         "a client's step, CNN1",
         "a generator's step, one teacher",
         "a generator's and a student's step, five teachers",
     )
-    return _numbers([client, min(generator), max(generator)])
+    real, server = (
+        _ratios("mixed_precision", *(f"{step}, ConvNet-{width}" for width in (128, 64, 32, 16)))
+        for step in ("a pass of real images", "the server's step")
+    )
+    found = {
+        ("`gradient` in batches, compared with a loop over examples", "fp32, bf16"): [
+            gradient["gradient"],
+            gradient["gradient bf16"],
+        ],
+        (
+            "generators: fused upsampling and convolution",
+            "LeNet-5 on letters, ResNet-8 on CIFAR-10",
+        ): _ratios("generator_step", "emnist-letters", "cifar10"),
+        ("channels-last on a CPU, training", "CNN1, CNN2, LeNet-5"): [
+            ratio["train"] for ratio in networks
+        ],
+        ("channels-last on a CPU, evaluation", "CNN1, CNN2, LeNet-5"): [
+            ratio["evaluate"] for ratio in networks
+        ],
+        ("`--compile`, passes of synthetic images", "ConvNet-128, ConvNet-16"): _ratios(
+            "synthetic_pass", "ConvNet-128", "ConvNet-16"
+        ),
+        (
+            "bf16, training",
+            "CNN1; generators of FedKF, and of FedHydra and DENSE",
+        ): _ratios("mixed_precision", *generators),
+        ("bf16, real images", "ConvNet-128, -64, -32, -16"): real,
+        ("bf16, FedDM's server", "ConvNet-128, -64, -32, -16"): server,
+        ("batch-norm statistics, compared with `torch.var_mean`", "slowest, fastest"): [
+            min(statistics),
+            max(statistics),
+        ],
+    }
+    return [(labels, {"ratios": ratios}) for labels, ratios in found.items()]
 
 
-def _mixed_precision_by_width() -> list[str]:
-    """Of ConvNets: real passes, and the server's steps, from wide to narrow."""
-    steps = ("a pass of real images", "the server's step")
-    cases = [f"{what}, ConvNet-{width}" for what in steps for width in (128, 64, 32, 16)]
-    return _numbers(_ratios("mixed_precision", *cases))
-
-
-def _synthetic_pass() -> list[str]:
-    return _numbers(_ratios("synthetic_pass", "ConvNet-128", "ConvNet-16"))
-
-
-def _statistics() -> list[str]:
-    ratios = [row["ratio"] for row in lines("batch_statistics")]
-    return _numbers([min(ratios), max(ratios)], ".0f")
-
-
+TABLES = {
+    "condense": Table(_shapes, axis("engine", ENGINES), {"show": _step}),
+    "speedups": Table(
+        _speedups,
+        [("times as fast", {"show": lambda cell: ", ".join(_numbers(cell["ratios"]))})],
+        corner=("optimisation", "cases"),
+    ),
+}
 SENTENCES = [
     (
+        "docs/threat-model.md",
+        "The padding makes a private step take {} to {} times as long (most for small networks and "
+        "batches; `residual` at width 128: {})",
+        _fixed_passes,
+    ),
+    (
         "docs/speed.md",
-        "the floor of the first row at {} in fp32 and {} with bf16 real passes",
+        "a lower bound of {} for the first row in fp32, and {} with bf16 real passes",
         _floor,
     ),
-    ("docs/speed.md", "the loop takes {} and the ratios are {}, {}, {} and {}.", _kept_allocations),
+    (
+        "docs/speed.md",
+        "the loop takes {} seconds and the ratios are {}, {}, {} and {}.",
+        _kept_allocations,
+    ),
     ("docs/speed.md", "classes (10, 100): {} to {} microseconds a real image at width 32", _growth),
     (
         "docs/speed.md",
-        "{} ± {} against {} ± {} in fp32 on the setting of [Fashion-MNIST's table](results.md), "
-        "by seed {}, {}, {}.",
+        "FedDM reaches {} ± {} in bf16 and {} ± {} in fp32 on the setting of [Fashion-MNIST's "
+        "table](results.md), with differences of {}, {} and {} by seed.",
         _precision,
     ),
     (
         "docs/speed.md",
-        "seed, FedKF's accuracy in bf16 is {} ± {} points from that in fp32 (three seeds), "
-        "FedHydra's {} ± {} (five)",
+        "FedKF's accuracy differs by {} ± {} points (three seeds), FedHydra's by {} ± {} (five)",
         _precision_apart,
     ),
     (
         "docs/speed.md",
-        "`residual` takes {} times the non-private step ({} in bf16); `gradient` is {} times as "
-        "fast as a loop over examples, {} with bf16",
+        "`residual` takes {} times the non-private step ({} in bf16).",
         _private_steps,
     ),
     (
         "docs/speed.md",
-        "({} to {} % of the floor) and {} to {} % slower than a DataLoader with torch's SGD",
+        "The server's training reaches {} to {} % of the matrix-product bound, and is {} to {} % "
+        "slower than a DataLoader with torch's SGD.",
         _server,
-    ),
-    (
-        "docs/speed.md",
-        "A generator's step (width 64, batch 64) is {} times as fast as with two layers where the "
-        "teacher is LeNet-5 on letters, and {} times with ResNet-8 on CIFAR-10",
-        _generator,
-    ),
-    (
-        "docs/speed.md",
-        "CNN1's training step is {} times as fast and its pass without graph {} times, CNN2's {} "
-        "and {}, LeNet-5's {} and {}",
-        _layout,
-    ),
-    (
-        "docs/speed.md",
-        "`--precision bf16` makes a client's step of CNN1 {} times as fast and a generator's step "
-        "of FedKF and of FedHydra or DENSE {} to {} times.",
-        _mixed_precision,
-    ),
-    (
-        "docs/speed.md",
-        "a pass of real images is {}, {}, {} and {} times as fast (widths 128, 64, 32, 16), and a "
-        "step of FedDM's server {}, {}, {} and {} times",
-        _mixed_precision_by_width,
-    ),
-    (
-        "docs/speed.md",
-        "Of synthetic images, `--compile` makes a pass forward and back {} times as fast with "
-        "ConvNet-128 and {} times with ConvNet-16",
-        _synthetic_pass,
-    ),
-    (
-        "docs/speed.md",
-        "with their gradient {} to {} times as fast as by `torch.var_mean`",
-        _statistics,
     ),
 ]

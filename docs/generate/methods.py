@@ -162,7 +162,7 @@ def _privacy(cls: type[Method]) -> str:
         facts = mechanism_facts(mechanism)
         what = "ε by the ledger's accountant" if facts.guaranteed else "**guarantees nothing**"
         rows.append([code(mechanism), what, "default" if number == 0 else ""])
-    words = "[The theorem](../../privacy.md) says what each mechanism releases and is charged for."
+    words = "[The theorem](../../privacy-proofs.md) says what each mechanism releases and is charged for."
     return table(["mechanism (`--dp-mechanism`)", "guarantee", ""], rows) + f"\n\n{words}"
 
 

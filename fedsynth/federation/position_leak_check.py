@@ -35,8 +35,8 @@ UNTRIED = (
 """Exceptions that a step can raise on random images: nothing was tried then."""
 MOVED = (
     "On the machine that tried it, the bits of an example's vector depend on its position among "
-    "other examples: against a server that crafts weights epsilon may not hold (docs/privacy.md, "
-    "active servers)"
+    "other examples: against a server that crafts weights epsilon may not hold (docs/threat-model.md, "
+    "malicious servers)"
 )
 NOT_TRIED = "Whether an example's vector depends on other examples could not be tried: "
 

@@ -11,8 +11,7 @@ first gradient from z ⊗ e). Each later round is one step of softmax regression
 Newton-like by the released second moments, or with momentum, until the noise dominates. With the
 centre, round 1 may also release covariances of φ's channels and cells, which whiten z, and moments
 of small pictures if images are requested. Nothing is sampled, so the composition is that of
-Gaussians, and exact. docs/privacy.md has the sensitivities with their proofs, docs/fedstats.md the
-results.
+Gaussians, and exact. docs/privacy-proofs.md proves the sensitivities; docs/fedstats.md has results.
 
 Prior work: DP-FC and DP-NTK use such moments centrally (arXiv 2211.13403), one-shot federated ridge
 sums them over clients (arXiv 2601.08216), Tramèr & Boneh train on scattering features by DP-SGD

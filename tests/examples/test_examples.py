@@ -70,6 +70,11 @@ def test_own_data_and_own_clients(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert not re.search(r"(?<![\w.])570(?![\w.])", report)
 
 
+def test_private_statistics_of_embeddings(tmp_path: Path) -> None:
+    accuracy = runpy.run_path(str(EXAMPLES / "embeddings.py"))["main"](tmp_path / "ledgers")
+    assert accuracy > 0.9  # about 0.97; chance is 0.5
+
+
 def test_examples_are_short_and_explain_themselves() -> None:
     for path in EXAMPLES.glob("*.py"):
         lines = path.read_text().splitlines()

@@ -1,4 +1,4 @@
-"""What tuning would cost on private data, as docs/privacy.md has it: by hand, and by its script."""
+"""What tuning would cost on private data, as docs/threat-model.md has it: by hand, and by its script."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def documented() -> dict[str, list[float]]:
     """The table's columns: one run, six, seven, a seventh's share."""
-    text = (ROOT / "docs" / "privacy.md").read_text(encoding="utf-8").split("### Tuning")[1]
+    text = (ROOT / "docs" / "threat-model.md").read_text(encoding="utf-8").split("### Tuning")[1]
     lines = [line for line in text.splitlines() if line.startswith("|")][:6]
     cells = [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in lines]
     names = ["features", "residual", "gradient", "dp-sgd"]

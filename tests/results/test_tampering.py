@@ -1,6 +1,6 @@
 """Every tampering with a run folder is noticed, also where the rest of the report is made to fit.
 
-What is out of reach is in docs/privacy.md: a folder of which *all* files were made again, which
+What is out of reach is in docs/verification.md: a folder of which *all* files were made again, which
 only a signature shows.
 """
 

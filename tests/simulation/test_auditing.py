@@ -194,7 +194,7 @@ def test_faults_that_the_docs_call_too_small_for_it(
     privacy: dict[str, float],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Who makes the audit stronger corrects docs/privacy.md."""
+    """Who makes the audit stronger corrects docs/verification.md."""
     settings = replace(settings_of(mechanism, 3.0, **privacy), rounds=rounds)
     twin(monkeypatch)
     found = seeded(settings)
