@@ -16,13 +16,6 @@ TITLES = {
     "FedHydra (AE)": "FedHydra, AE",
 }
 READINGS = ("raw Ū_c", "Ū_r alone", "probabilities", "AE", "lessons of the average")
-PAIRS = (
-    ("FedHydra", "DENSE"),
-    ("FedHydra", "clients"),
-    ("DENSE", "clients"),
-    ("FedHydra", "FedHydra (momentum)"),
-    ("FedHydra", "FedHydra (AE)"),
-)
 ROWS: Fields = {"file": "one_shot_table", "seeds": range(5)}
 ON_FASHION: Fields = {**ROWS, "dataset": "fashion-mnist", "where": "Dir(0.1)"}
 
@@ -60,19 +53,9 @@ def _compared(name: str, default: str, title: str) -> Axis:
     return [(title, {"key": keys["key"]}), ("− the default", {**keys, "show": apart_of})]
 
 
-WHERE = cross(axis("dataset", DATASETS), PARTITIONS)
 TABLES = {
     "one-shot-fashion-mnist": _accuracy("fashion-mnist"),
     "one-shot-mnist": _accuracy("mnist"),
-    "one-shot-pairs": Table(
-        cross(WHERE, LENGTHS),
-        [
-            (f"{TITLES[one]} − {TITLES[other]}", {"key": _key(one), "less": _key(other)})
-            for one, other in PAIRS
-        ],
-        {**ROWS, "show": apart_of},
-        least=1,
-    ),
     "one-shot-readings": Table(
         _readings(),
         [
