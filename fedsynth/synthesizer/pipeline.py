@@ -51,7 +51,7 @@ class SyntheticRecords(NamedTuple):
 
 
 class Objective(Protocol):
-    """What `condense` minimises.
+    """The interface of the objectives that `condense` minimises.
 
     Attributes:
         classes: number of classes.
@@ -210,7 +210,7 @@ class FeatureMatching:
 
 
 class _PrivateMatching:
-    """What the private objectives share: the owner, the plan, and its charge at the start."""
+    """The base class of private objectives: owner, plan, and the charge at the start."""
 
     mechanism: str
     quantity: str
