@@ -53,23 +53,23 @@ class JoinedClient:
         Raises:
             MessageError: it does not continue the ledger that the client stated before.
         """
-        before = self.history
-        if before is not None and (history is None or not _continues(before, history)):
+        previous = self.history
+        if previous is not None and (history is None or not _continues(previous, history)):
             raise MessageError(
-                f"its ledger does not continue the {len(before.releases)} rows that it stated "
+                f"its ledger does not continue the {len(previous.releases)} rows that it stated "
                 "before: another client has this number or key, or the ledger was replaced"
             )
         self.history = history
         self.unstated = []
 
 
-def _continues(before: History, after: History) -> bool:
-    rows = len(before.releases)
-    if after.client != before.client or after.releases[:rows] != before.releases:
+def _continues(previous: History, current: History) -> bool:
+    rows = len(previous.releases)
+    if current.client != previous.client or current.releases[:rows] != previous.releases:
         return False
-    if len(after.releases) > rows or before.chain is None:
+    if len(current.releases) > rows or previous.chain is None:
         return True
-    return after.chain == before.chain
+    return current.chain == previous.chain
 
 
 class ClientRecords:
@@ -99,7 +99,7 @@ class ClientRecords:
             stated = load_json(self._file)
             if stated["sha256"] != _digest(stated["clients"]):
                 raise ValueError("its hash differs")
-            return {int(number): _client(one) for number, one in stated["clients"].items()}
+            return {int(number): _client(record) for number, record in stated["clients"].items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError, PrivacyError) as error:
             raise CheckpointError(f"{self._file} is damaged: {error!r:.120}") from None
 
@@ -111,11 +111,11 @@ class ClientRecords:
         """
         stated = {
             str(number): {
-                "size": one.size,
-                "history": None if one.history is None else one.history.to_json(),
-                "unstated": one.unstated,
+                "size": client.size,
+                "history": None if client.history is None else client.history.to_json(),
+                "unstated": client.unstated,
             }
-            for number, one in sorted(clients.items())
+            for number, client in sorted(clients.items())
         }
         content = json.dumps({"clients": stated, "sha256": _digest(stated)}).encode()
         try:
@@ -172,7 +172,7 @@ class Admission:
     @property
     def present(self) -> list[int]:
         """Clients that have joined this process of the server."""
-        return sorted(k for k, one in self._clients.items() if one.node is not None)
+        return sorted(k for k, client in self._clients.items() if client.node is not None)
 
     def joined(self, client: int) -> Joined:
         """Returns what a client has stated about itself; a client that never joined has no
@@ -180,8 +180,8 @@ class Admission:
         """
         if client not in self._clients:
             return Joined(client, 0, History(self._names[client]))
-        one = self._clients[client]
-        return Joined(client, one.size, one.history)
+        record = self._clients[client]
+        return Joined(client, record.size, record.history)
 
     def admit(self, node: int, answer: bytes | str) -> None:
         """Processes a node's answer.
@@ -200,14 +200,14 @@ class Admission:
             self._out[client] = f"{why!s:.500}"
             return
         size = frame.facts.get("size")
-        own = None if size is None else parse_nonnegative_int(size, "size")
+        num_examples = None if size is None else parse_nonnegative_int(size, "size")
         history = parse_history(frame.facts.get("history"))
         self._check_history(client, history)
-        known = self._clients.setdefault(client, JoinedClient(own, history))
-        if known.size != own:
-            raise MessageError(f"it had {known.size} examples, and joins with {own}")
-        known.state(history)
-        known.node = node
+        record = self._clients.setdefault(client, JoinedClient(num_examples, history))
+        if record.size != num_examples:
+            raise MessageError(f"it had {record.size} examples, and joins with {num_examples}")
+        record.state(history)
+        record.node = node
         self._out.pop(client, None)
 
     def _client(self, node: int, frame: Frame) -> int:
@@ -240,9 +240,9 @@ class Admission:
             raise MessageError(
                 f"its name is {history.client!r:.80}, and it was {name!r} when the run began"
             )
-        others = {other for number, other in enumerate(self._names) if number != client}
-        for number, one in self._clients.items():
-            if number != client and one.history is not None:
-                others.add(one.history.client)
-        if history.client in others:
+        other_names = {other for number, other in enumerate(self._names) if number != client}
+        for number, record in self._clients.items():
+            if number != client and record.history is not None:
+                other_names.add(record.history.client)
+        if history.client in other_names:
             raise MessageError(f"its name {history.client!r:.80} is another client's")

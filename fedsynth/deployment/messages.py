@@ -111,9 +111,11 @@ def majority_schema(stated: Sequence[Any]) -> list[Mapping[str, Any]]:
 
     Facts are finite numbers by name, or mappings of such by name.
     """
-    schemas = {position: form for position, one in enumerate(stated) if (form := _schema(one))}
-    most = Counter(schemas.values()).most_common(1)
-    return [stated[position] for position, form in schemas.items() if form == most[0][0]]
+    schemas = {
+        position: form for position, values in enumerate(stated) if (form := _schema(values))
+    }
+    majority = Counter(schemas.values()).most_common(1)
+    return [stated[position] for position, form in schemas.items() if form == majority[0][0]]
 
 
 def _schema(value: Any, depth: int = 2) -> str:
@@ -121,9 +123,9 @@ def _schema(value: Any, depth: int = 2) -> str:
     if not isinstance(value, dict) or not depth:
         return ""
     parts = []
-    for name, one in sorted(value.items()):
-        number = type(one) in (int, float) and abs(one) <= LARGEST
-        inner = "" if number else _schema(one, depth - 1)
+    for name, item in sorted(value.items()):
+        number = type(item) in (int, float) and abs(item) <= LARGEST
+        inner = "" if number else _schema(item, depth - 1)
         if not (number or inner):
             return ""
         parts.append(f"{name!r}:{inner}")
@@ -160,17 +162,17 @@ class Request:
         frames = [*self.before, self.question, *_following(self.question)]
         return pack(
             [
-                replace(one, facts={**one.facts, "number": self.first + position}).to_bytes()
-                for position, one in enumerate(frames)
+                replace(frame, facts={**frame.facts, "number": self.first + position}).to_bytes()
+                for position, frame in enumerate(frames)
             ]
         )
 
-    def read(self, sent: bytes | str, known: JoinedClient, max_bytes: int) -> Frame:
+    def read(self, sent: bytes | str, client: JoinedClient, max_bytes: int) -> Frame:
         """Returns the answer to the question.
 
         Args:
             sent: the received bytes, or the reason why there are none.
-            known: the client, whose statements are updated from the message.
+            client: the client, whose statements are updated from the message.
             max_bytes: the size limit.
 
         Raises:
@@ -180,23 +182,23 @@ class Request:
             raise MessageError(sent)
         if len(sent) > max_bytes + LENGTH_BYTES:
             raise MessageError(f"sends {len(sent)} bytes, above the {max_bytes} that it may")
-        frames = [Frame.from_bytes(one) for one in unpack(sent)]
+        frames = [Frame.from_bytes(packed) for packed in unpack(sent)]
         for number, frame in enumerate(frames, self.first):
             stated = (frame.facts.get("client"), frame.facts.get("number"))
             if stated != (self.client, number):
                 raise MessageError(f"was asked request {number}, and {stated!r:.80} answers")
-        known.started = known.started or frames[0].kind == "answer"
+        client.started = client.started or frames[0].kind == "answer"
         question = len(self.before)
         if len(frames) <= question:
             if self.is_step:
-                known.unstated.pop()  # the client refused a frame before the step
+                client.unstated.pop()  # the client refused a frame before the step
             reply = parse_reply(frames[-1])
             if reply.kind == "answer":
                 raise MessageError("does not answer all that it was asked")
             return reply
         for position, frame in enumerate(frames):
             if position != question and frame.kind == "answer":
-                _take_statements(known, frame)
+                _take_statements(client, frame)
         return parse_reply(frames[question])
 
 

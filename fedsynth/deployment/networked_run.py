@@ -140,7 +140,7 @@ class _Run:
         self.checkpoints = CheckpointFolder(self.folder.path / "checkpoint", self.proposal.run)
         checkpoint = None if resume is None else self.checkpoints.read(self.method)
         self.records = ClientRecords(self.checkpoints.path)
-        after = 0 if checkpoint is None else checkpoint.round
+        completed = 0 if checkpoint is None else checkpoint.round
         began = resume is not None and self.folder.has_begun
         lost = checkpoint is None and self.folder.has_rounds
         if resume is not None and (lost or (began and not self.records.exists)):
@@ -152,7 +152,7 @@ class _Run:
             context.device,
             post.timeouts,
             numbers=post.numbers,
-            after=after,
+            completed=completed,
             names=() if start is None else list(start[1]),
             records=self.records,
             note=observer.note,
@@ -193,7 +193,7 @@ class _Run:
         if checkpoint is not None:
             device = self.context.device
             self.server.state = checkpoint.state.to(device)
-            self.uploads = {k: one.to(device) for k, one in checkpoint.uploads.items()}
+            self.uploads = {k: upload.to(device) for k, upload in checkpoint.uploads.items()}
         if resumed:
             self.record.go_on(self.folder, [] if checkpoint is None else checkpoint.rows)
 
@@ -223,16 +223,16 @@ class _Run:
             self.uploads = dict(played.uploads)
         state = self.server.state
         row = self.record.row(state, context, played, started)
-        kept = Checkpoint(tuple(self.record.rows), state, {}, synthetic_sets(self.uploads))
+        checkpoint = Checkpoint(tuple(self.record.rows), state, {}, synthetic_sets(self.uploads))
         self.records.write(self.exchange.clients)  # first: the checkpoint must not be ahead of it
-        self.checkpoints.write(kept, frozenset())
+        self.checkpoints.write(checkpoint, frozenset())
         self.record.tell(row)
 
     def _finish(self) -> Served:
-        done = len(self.record.rows)
-        self.exchange.end(done)
-        if done:
-            self.server.end(self._context_of(done))
+        completed = len(self.record.rows)
+        self.exchange.end(completed)
+        if completed:
+            self.server.end(self._context_of(completed))
         histories = self._charged()
         ended = self.record.end(self.server, self.context, self.uploads, histories)
         folder = self.folder.path / "checkpoint"
@@ -256,25 +256,29 @@ class _Run:
         plan = self.agreed.plan
         if plan is None:
             return self.exchange.histories()
-        found: list[History] = []
-        for client, one in sorted(self.exchange.clients.items()):
+        histories: list[History] = []
+        for client, record in sorted(self.exchange.clients.items()):
             assumed: list[Release] = []
-            for number, phase in one.unstated:
+            for number, phase in record.unstated:
                 context = self._context_of(number)
                 plans = plan.client_plans(client, context)
                 rows = plan.client_rows(client, context)
-                assumed += [row for own, row in zip(plans, rows, strict=True) if own.phase == phase]
-            history = one.history
+                assumed += [
+                    row
+                    for release_plan, row in zip(plans, rows, strict=True)
+                    if release_plan.phase == phase
+                ]
+            history = record.history
             if history is None:
                 continue
             if assumed:
-                rounds = sorted({number for number, _ in one.unstated})
+                rounds = sorted({number for number, _ in record.unstated})
                 event = Event(kind="unstated", client=str(client), rounds=rounds)
                 self.record.events.append(event)
                 rows_with = (*history.releases, *assumed)
                 history = replace(history, releases=rows_with, chain=None)
-            found.append(history)
-        return found
+            histories.append(history)
+        return histories
 
 
 def _test_set(proposal: Proposal) -> ImageData | None:
@@ -335,7 +339,7 @@ def _start(folder: Path) -> tuple[float, dict[str, int]]:
     """
     try:
         start = load_json(folder / PRIVATE_START)
-        rows = {str(name): int(one["rows"]) for name, one in start["ledgers"].items()}
+        rows = {str(name): int(entry["rows"]) for name, entry in start["ledgers"].items()}
         return float(start["noise_multiplier"]), rows
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{folder / PRIVATE_START} is damaged: {error!r:.120}") from None
@@ -352,13 +356,13 @@ def _plan_when_it_began(
     Raises:
         LedgerError: a ledger has lost rows.
     """
-    sigma, held = start
-    before: list[History] = []
-    for one in histories:
-        rows = held[one.client]
-        if len(one.releases) < rows:
-            raise LedgerError(f"{one.client}: its ledger has lost rows that it had")
-        before.append(replace(one, releases=one.releases[:rows]))
+    sigma, initial_rows = start
+    initial: list[History] = []
+    for history in histories:
+        rows = initial_rows[history.client]
+        if len(history.releases) < rows:
+            raise LedgerError(f"{history.client}: its ledger has lost rows that it had")
+        initial.append(replace(history, releases=history.releases[:rows]))
     plan = PrivacyPlan.checked(settings, context)
     privacy = replace(plan.privacy, noise_multiplier=sigma)
-    return replace(plan, privacy=privacy, histories=tuple(before))
+    return replace(plan, privacy=privacy, histories=tuple(initial))

@@ -132,8 +132,8 @@ class Node:
         number: int | None = None
         try:
             frame = Frame.from_bytes(sent)
-            asked = frame.facts.get("number")
-            number = asked if type(asked) is int else None
+            number_sent = frame.facts.get("number")
+            number = number_sent if type(number_sent) is int else None
             if frame.kind == "join":
                 return self._join(run, frame, sent)
             session = self._session(run)
@@ -146,18 +146,18 @@ class Node:
                 return self._named(Frame("answer", {}), number)  # the answer to it was lost
             if frame.kind == "start":
                 session.check_terms(frame.facts)
-            again = session.again(frame)
-            if again is not None:
+            cached = session.again(frame)
+            if cached is not None:
                 session.keep()
-                return self._named(again, number)
+                return self._named(cached, number)
             return session.answer(frame, sent)
         except Exception as error:
             self.say(f"run {run:.16}: {error}")
             # Text from an owner's file, folder or ledger stays here, and so does the type of the
             # error: a server could otherwise probe classes and sizes until it knew the owner's
             # images.
-            told = str(error) if type(error) is MessageError else CANNOT
-            return self._named(_error(told), number)
+            reason = str(error) if type(error) is MessageError else CANNOT
+            return self._named(_error(reason), number)
 
     def _named(self, answer: Frame, number: int | None) -> bytes:
         facts = {**answer.facts, "client": self.number, "number": number}
@@ -176,8 +176,8 @@ class Node:
                 f"the run has {proposal.settings.partition.clients} clients, and this one is "
                 f"number {self.number}"
             )
-        kept = kept_proposal(self._folder(run))
-        if kept is not None and kept.agreement != proposal.agreement:
+        previous = kept_proposal(self._folder(run))
+        if previous is not None and previous.agreement != proposal.agreement:
             raise MessageError("the run was agreed on with other settings")
         identified = self.identities is not None
         objections = [
@@ -185,28 +185,28 @@ class Node:
             *self.owner.objections(proposal, identified=identified),
         ]
         policy = self.owner.policy
-        said = policy is not None and policy.says_images
-        objections += self.source.objections(proposal, said)
+        says_images = policy is not None and policy.says_images
+        objections += self.source.objections(proposal, says_images)
         objections += self._used_up(proposal)
         warnings = []
-        if kept is None and not objections:
+        if previous is None and not objections:
             try:
                 warnings = self._tried(proposal)
             except SettingError as error:  # of public settings and code, so the server may know
                 objections.append(str(error))
-        if kept is None or objections:
+        if previous is None or objections:
             self._show(proposal, objections)
         if objections:
-            told = f"declines: {'; '.join(objections)}"
-            return self._named(Frame("refusal", {"reason": told, "kind": REQUEST}), number)
+            reason = f"declines: {'; '.join(objections)}"
+            return self._named(Frame("refusal", {"reason": reason, "kind": REQUEST}), number)
         session = self._new(proposal)
-        if kept is None:
+        if previous is None:
             session.warnings = warnings
             for line in warnings:
                 self.say(f"  warning: {line}")
         session.begin(parse_nonnegative_int(frame.facts.get("after", 0), "round"))
-        asked = Frame("join", {"agreement": agreement(proposal.settings), "number": number})
-        answer = session.remote.answer(asked.to_bytes())
+        message = Frame("join", {"agreement": agreement(proposal.settings), "number": number})
+        answer = session.remote.answer(message.to_bytes())
         session.keep()
         self._sessions[run] = session
         return answer
@@ -233,15 +233,19 @@ class Node:
         if proposal.agreement not in self.owner.approved or ANY in self.owner.approved:
             return []
         for folder in sorted((self.home / RUNS).glob("*")):
-            kept = kept_proposal(folder) if folder.name != proposal.run else None
-            if kept is not None and kept.agreement == proposal.agreement and answered(folder):
+            previous = kept_proposal(folder) if folder.name != proposal.run else None
+            if (
+                previous is not None
+                and previous.agreement == proposal.agreement
+                and answered(folder)
+            ):
                 return [f"its approval was for run {folder.name}, and no ε bounds more of them"]
         return []
 
     def _show(self, proposal: Proposal, objections: list[str]) -> None:
         """Shows the owner the proposal and the decision before the client joins."""
-        held = self._ledgers_rows()
-        lines = request_words(proposal, self.number, held)
+        ledger = self._ledgers_rows()
+        lines = request_words(proposal, self.number, ledger)
         decision = f"declined: {'; '.join(objections)}" if objections else "joins"
         self.say("\n".join([*lines, f"  {decision}"]))
 
@@ -262,8 +266,8 @@ class Node:
         """
         if run in self._sessions and self._sessions[run].current:
             return self._sessions[run]
-        known = {path.name for path in (self.home / RUNS).glob("*")}
-        proposal = kept_proposal(self._folder(run)) if run in known else None
+        runs = {path.name for path in (self.home / RUNS).glob("*")}
+        proposal = kept_proposal(self._folder(run)) if run in runs else None
         if proposal is None:
             raise MessageError("this client has not joined the run")
         session = self._new(proposal)
@@ -303,9 +307,9 @@ class Node:
         Raises:
             LedgerError: it is for other records.
         """
-        own = Clients(data, [np.arange(len(data))], (self.name,))
+        client = Clients(data, [np.arange(len(data))], (self.name,))
         folder = LedgerFolder(self.home)
-        return folder.open((self.name,), own.digests, self.source.identifier(proposal))[0]
+        return folder.open((self.name,), client.digests, self.source.identifier(proposal))[0]
 
     def _end(self, session: Session, frame: Frame) -> Frame:
         """Ends the run and writes its owner's report."""

@@ -83,7 +83,7 @@ class NodeExchange:
         *,
         records: ClientRecords,
         numbers: Mapping[int, int] | None = None,
-        after: int = 0,
+        completed: int = 0,
         names: Sequence[str] = (),
         note: Callable[[str], None] = lambda text: None,
     ) -> None:
@@ -95,7 +95,7 @@ class NodeExchange:
         self._device = device
         self._timeouts = timeouts or Timeouts()
         self._records = records
-        self._after = after
+        self._after = completed
         self._note = note
         self.clients = records.read()
         self.out: dict[int, str] = {}
@@ -117,20 +117,22 @@ class NodeExchange:
             TooFewClientsError: fewer clients have joined than the quorum.
             OutputError: the clients' file cannot be written.
         """
-        asked: set[int] = set()
+        asked_nodes: set[int] = set()
         ends = time.monotonic() + self._timeouts.join
         while len(self._admission.present) + len(self.out) < len(self._everybody):
-            left = ends - time.monotonic()
-            if left <= 0:
+            remaining = ends - time.monotonic()
+            if remaining <= 0:
                 break
-            here = set(self._carrier.nodes())
-            asked &= here  # a node that has left and is back is asked again
-            new = sorted(here - asked - {one.node for one in self.clients.values()})
-            asked.update(new)
+            connected = set(self._carrier.nodes())
+            asked_nodes &= connected  # a node that has left and is back is asked again
+            new = sorted(
+                connected - asked_nodes - {joined.node for joined in self.clients.values()}
+            )
+            asked_nodes.update(new)
             if new:
-                self._ask_to_join(new, left)
+                self._ask_to_join(new, remaining)
             else:
-                time.sleep(min(self._timeouts.look, left))
+                time.sleep(min(self._timeouts.look, remaining))
         present = self._admission.present
         for client in self._everybody:
             if client not in present:
@@ -158,8 +160,8 @@ class NodeExchange:
             except MessageError as error:
                 self._note(f"node {node} cannot join: {error}")
                 if isinstance(answer, bytes):
-                    told = Frame("refused", {"reason": str(error), "number": number})
-                    refused[node] = pack([told.to_bytes()])
+                    message = Frame("refused", {"reason": str(error), "number": number})
+                    refused[node] = pack([message.to_bytes()])
         if refused:
             self._carrier.ask(refused, min(seconds, REFUSAL_SECONDS))
 
@@ -191,7 +193,7 @@ class NodeExchange:
         phase: str,
         message: Message,
         context: RoundContext,
-        asked: Sequence[int],
+        numbers: Sequence[int],
     ) -> Replies:
         """Sends a step; see `Exchange.step`.
 
@@ -200,7 +202,7 @@ class NodeExchange:
         """
         self._declined, self._unsound = {}, {}
         answers = self._sum if self._method.sums_alone else self._uploads
-        replies = answers(phase, message, context, asked)
+        replies = answers(phase, message, context, numbers)
         if not (replies.messages or replies.rejected or replies.total is not None):
             refusals = self._declined or self._unsound
             if refusals:
@@ -239,34 +241,34 @@ class NodeExchange:
         agreed = agreement(self._settings)
         exchange = SecureStep(self._method, phase, context, header, agreed, ask)
         total = exchange.run(clients, message)
-        there = () if total is None else total.clients
-        lost = {k: self._lost[k] for k in clients if k in self._lost and k not in there}
-        rejected = {k: why for k, why in exchange.rejected.items() if k not in {*lost, *there}}
+        summed = () if total is None else total.clients
+        lost = {k: self._lost[k] for k in clients if k in self._lost and k not in summed}
+        rejected = {k: why for k, why in exchange.rejected.items() if k not in {*lost, *summed}}
         return Replies(lost=lost, rejected=rejected, total=total)
 
-    def facts(self, context: RoundContext, asked: Sequence[int]) -> list[Mapping[str, Any]]:
+    def facts(self, context: RoundContext, numbers: Sequence[int]) -> list[Mapping[str, Any]]:
         """Returns the facts that came with the step."""
-        stated = [self.clients[k].facts.get("facts") for k in asked if k in self.clients]
+        stated = [self.clients[k].facts.get("facts") for k in numbers if k in self.clients]
         return majority_schema(stated)
 
     def histories(self) -> list[History]:
         """Returns the ledgers of all clients that have ever joined, as they last stated them."""
-        known = (self.clients[k].history for k in sorted(self.clients))
-        return [history for history in known if history is not None]
+        stated = (self.clients[k].history for k in sorted(self.clients))
+        return [history for history in stated if history is not None]
 
     def evaluate(
         self, models: Mapping[str, Mapping[str, Tensor]], context: RoundContext
     ) -> list[Evaluated]:
         answers: list[dict[int, Frame]] = []
         for parameters in models.values():
-            asked = Frame("evaluate", round_header(context), Models(parameters).to_bytes())
-            answers.append(self._ask(dict.fromkeys(self._everybody, asked)))
+            question = Frame("evaluate", round_header(context), Models(parameters).to_bytes())
+            answers.append(self._ask(dict.fromkeys(self._everybody, question)))
         evaluated = []
         for client in self._everybody:
             if client in self._lost:
                 continue
             try:
-                facts = [one[client].facts for one in answers]
+                facts = [answer[client].facts for answer in answers]
                 evaluated.append(parse_evaluation(client, models, facts))
             except (MessageError, LookupError, TypeError) as error:
                 self._lost[client] = f"tells no accuracy: {error!r:.80}"
@@ -291,8 +293,8 @@ class NodeExchange:
             questions: one for each client.
             max_bytes: the size limit of each client's payload; None: no limit.
         """
-        asked = {k: frame for k, frame in questions.items() if k not in self._lost}
-        requests = self._requests_to(asked)
+        pending = {k: frame for k, frame in questions.items() if k not in self._lost}
+        requests = self._requests_to(pending)
         nodes = {client: self.clients[client].node or 0 for client in requests}
         received = self._carrier.ask(
             {nodes[client]: request.to_bytes() for client, request in requests.items()},
@@ -331,11 +333,11 @@ class NodeExchange:
         self._sent += MAX_FRAMES
         requests: dict[int, Request] = {}
         for client, frame in questions.items():
-            known = self.clients[client]
-            start = [] if known.started or self._start is None else [self._start]
+            record = self.clients[client]
+            start = [] if record.started or self._start is None else [self._start]
             requests[client] = Request(client, frame, [*start, *self._waiting], first)
             if frame.kind == "step":
-                known.unstated.append((frame.facts["round"], frame.facts["phase"]))
+                record.unstated.append((frame.facts["round"], frame.facts["phase"]))
         self._waiting = []
         if any(request.is_step for request in requests.values()):
             self._records.write(self.clients)

@@ -58,8 +58,8 @@ def request_words(proposal: Proposal, number: int, ledger: Ledger | None) -> lis
             name if run.privacy is None else f"{name} ({kind})"
             for name, (kind, _) in declared.items()
         )
-        how = ", masked, for sums of which the server sees no part" if method.sums_alone else ""
-        lines.append(f"  it sends in each round{how}: {named}")
+        masking = ", masked, for sums of which the server sees no part" if method.sums_alone else ""
+        lines.append(f"  it sends in each round{masking}: {named}")
     return lines + _cost(proposal, ledger)
 
 
@@ -71,11 +71,11 @@ def _cost(proposal: Proposal, ledger: Ledger | None) -> list[str]:
             "  no differential privacy: what it sends is not protected, and no later run on these "
             "records can have an ε"
         ]
-    held = ledger.releases if ledger is not None else ()
-    own = History("this client", held)
+    releases = ledger.releases if ledger is not None else ()
+    history = History("this client", releases)
     try:
         context = public_context(run, proposal.spec, torch.device("cpu"))
-        plan = PrivacyPlan.make(run, context, [own] * run.partition.clients)
+        plan = PrivacyPlan.make(run, context, [history] * run.partition.clients)
         return [f"  {line}" for line in headline(plan, simulated=False)]
     except (FedsynthError, PrivacyError) as error:
         return [f"  it cannot take part: {error}"]
@@ -101,28 +101,30 @@ def write_owner_report(session: Session, rounds: int, folder: Path) -> str:
     if budget is None:
         return "it was without differential privacy, which the ledger says"
     plan = budget.plan
-    held = _as_it_was(session.history, budget.ledger.path)
+    initial = _as_it_was(session.history, budget.ledger.path)
     began = Began.today(folder.name)
-    start = privacy_summary.start(plan, (held,), NO_TEST, began, session.warnings, simulated=False)
+    start = privacy_summary.start(
+        plan, (initial,), NO_TEST, began, session.warnings, simulated=False
+    )
     write_whole(folder / "config.toml", to_toml(plan.run.to_mapping()).encode())
     write_whole(folder / PRIVATE_START, json.dumps(start.to_json(), indent=1).encode())
     about = {"client": runtime.number, "rounds": rounds}
     write_whole(folder / OWNER, json.dumps(about).encode())
-    now = budget.history()
-    facts, before = owner_facts(
+    current = budget.history()
+    facts, rows = owner_facts(
         plan,
         runtime.number,
-        held,
+        initial,
         rounds,
         secret=budget.secret.is_secret,
         began=began,
         warnings=session.warnings,
     )
-    write_report(build_report(facts, [now], before), folder)
-    if not plan.guaranteed([now]):
+    write_report(build_report(facts, [current], rows), folder)
+    if not plan.guaranteed([current]):
         return f"no ε can be stated; the report is in {folder}"
     return (
-        f"this client's ledger stands at ε = {format_epsilon(plan.epsilon([now]))} at "
+        f"this client's ledger stands at ε = {format_epsilon(plan.epsilon([current]))} at "
         f"δ = {plan.privacy.delta:g}; the report is in {folder}"
     )
 

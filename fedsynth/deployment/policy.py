@@ -77,11 +77,11 @@ class Policy:
     settings: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        whole = ("rounds", "height", "width", "channels")
-        for name in ("epsilon", "delta", *whole):
+        integers = ("rounds", "height", "width", "channels")
+        for name in ("epsilon", "delta", *integers):
             value = getattr(self, name)
             if value is not None:
-                check_number("policy", name, value, 0, math.inf, whole=name in whole)
+                check_number("policy", name, value, 0, math.inf, whole=name in integers)
             if value == 0:
                 raise SettingError("policy", name, "must be above 0")
         if self.epsilon is not None and self.delta is None:
@@ -92,22 +92,22 @@ class Policy:
             raise SettingError("policy", "open", f"must be true or false, got {self.open!r:.80}")
 
     @classmethod
-    def from_mapping(cls, given: Mapping[str, Any]) -> Policy:
+    def from_mapping(cls, mapping: Mapping[str, Any]) -> Policy:
         """Returns the policy of a parsed file.
 
         Raises:
             SettingError: an unknown name, or a value of another type: a typo must not allow more.
         """
-        known = {one.name for one in fields(cls)}
-        for name in given:
-            if name not in known:
-                raise SettingError("policy", name, f"is unknown; there are {', '.join(known)}")
-        values = dict(given)
+        names = {item.name for item in fields(cls)}
+        for name in mapping:
+            if name not in names:
+                raise SettingError("policy", name, f"is unknown; there are {', '.join(names)}")
+        values = dict(mapping)
         for name in {"methods", "classes"} & set(values):
             values[name] = _list(name, values[name])
-            if not all(isinstance(one, str) for one in values[name]):
+            if not all(isinstance(item, str) for item in values[name]):
                 raise SettingError(
-                    "policy", name, f"must be a list of names, got {given[name]!r:.80}"
+                    "policy", name, f"must be a list of names, got {mapping[name]!r:.80}"
                 )
         settings = values.get("settings", {})
         if not isinstance(settings, Mapping):
@@ -123,10 +123,10 @@ class Policy:
             SettingError: it cannot be read, is not TOML, or as `from_mapping`.
         """
         try:
-            given = load_toml(path)
+            table = load_toml(path)
         except (OSError, ValueError) as error:
             raise SettingError(None, str(path), f"cannot be read as a policy: {error}") from None
-        return cls.from_mapping(given)
+        return cls.from_mapping(table)
 
     @property
     def says_images(self) -> bool:
@@ -141,11 +141,11 @@ class Policy:
             "width": spec.width,
             "channels": spec.channels,
         }
-        given = {name: getattr(self, name) for name in proposed}
+        allowed = {name: getattr(self, name) for name in proposed}
         return [
             f"{name} = {value!r:.80} is not the owner's"
             for name, value in proposed.items()
-            if given[name] is not None and given[name] != value
+            if allowed[name] is not None and allowed[name] != value
         ]
 
     def objections(self, proposal: Proposal, *, identified: bool = False) -> list[str]:
@@ -159,23 +159,23 @@ class Policy:
         """
         run = proposal.settings
         privacy = run.privacy
-        found = self._other_images(proposal)
+        problems = self._other_images(proposal)
         if self.methods is not None and run.method.name not in self.methods:
-            found.append(f"method {run.method.name} is not allowed ({', '.join(self.methods)})")
+            problems.append(f"method {run.method.name} is not allowed ({', '.join(self.methods)})")
         if self.rounds is not None and run.rounds > self.rounds:
-            found.append(f"{run.rounds} rounds are more than the {self.rounds} allowed")
+            problems.append(f"{run.rounds} rounds are more than the {self.rounds} allowed")
         if privacy is None:
             if not self.open:
-                found.append("runs without differential privacy are not allowed")
+                problems.append("runs without differential privacy are not allowed")
         else:
             if self.delta is not None and privacy.delta > self.delta:
-                found.append(f"δ = {privacy.delta:g} is above the {self.delta:g} allowed")
+                problems.append(f"δ = {privacy.delta:g} is above the {self.delta:g} allowed")
             mechanism = privacy.mechanism or next(iter(run.method.protects), "")
             if not self.open and mechanism and not mechanism_facts(mechanism).guaranteed:
-                found.append(f"mechanism {mechanism} gives no guarantee")
+                problems.append(f"mechanism {mechanism} gives no guarantee")
             shares = run.method.noise_shares(run.partition.clients)
             if shares > 1 and not identified and "method.aggregation" not in self.settings:
-                found.append(
+                problems.append(
                     f"each client adds the noise of one of {shares}, and a server that makes "
                     "clients up would see an upload with no more: know the other owners' keys, or "
                     'allow it ("method.aggregation" = ["secure"])'
@@ -185,22 +185,22 @@ class Policy:
             section, _, key = name.partition(".")
             value = sections.get(section, {}).get(key)
             if not _allows(allowed, value):
-                found.append(f"{name} = {value!r:.80} is not allowed")
-        return found
+                problems.append(f"{name} = {value!r:.80} is not allowed")
+        return problems
 
 
-def _list(name: str, given: Any) -> tuple[Any, ...]:
+def _list(name: str, value: Any) -> tuple[Any, ...]:
     plain = (str, int, float, bool)
-    if not isinstance(given, list) or not given or not all(type(one) in plain for one in given):
-        raise SettingError("policy", name, f"must be a list of what is allowed, got {given!r:.80}")
-    return tuple(given)
+    if not isinstance(value, list) or not value or not all(type(item) in plain for item in value):
+        raise SettingError("policy", name, f"must be a list of what is allowed, got {value!r:.80}")
+    return tuple(value)
 
 
 def _allows(allowed: tuple[Any, ...], value: Any) -> bool:
     """Returns whether a setting's value is in a list, or between two numbers."""
-    if len(allowed) == 2 and all(_is_number(one) for one in allowed):
+    if len(allowed) == 2 and all(_is_number(item) for item in allowed):
         return _is_number(value) and allowed[0] <= value <= allowed[1]
-    return any(type(one) is type(value) and one == value for one in allowed)
+    return any(type(item) is type(value) and item == value for item in allowed)
 
 
 def _is_number(value: Any) -> bool:

@@ -102,18 +102,18 @@ def own_proposal(sections: Mapping[str, Mapping[str, Any]], spec: Path | None = 
         FedsynthError: invalid settings, or a file without a specification.
     """
     if spec is None:
-        found = dataset_spec(str(sections.get("data", {}).get("dataset", DEFAULT_DATASET)))
+        dataset = dataset_spec(str(sections.get("data", {}).get("dataset", DEFAULT_DATASET)))
     else:
         try:
-            found = spec_from_json(load_toml(spec))
+            dataset = spec_from_json(load_toml(spec))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise SettingError(
                 None, str(spec), f"says no specification: {one_line(error)}"
             ) from None
-    settings = resolve(sections, own_data=own_name(found))
+    settings = resolve(sections, own_data=own_name(dataset))
     if settings.method.sums_alone:
         check_quorum(settings)
-    return Proposal(new_run(), settings, found)
+    return Proposal(new_run(), settings, dataset)
 
 
 def new_run() -> str:
@@ -123,8 +123,8 @@ def new_run() -> str:
 
 def own_name(spec: DatasetSpec) -> str | None:
     """Returns the name of a data set that is not in the package; None: it is in the package."""
-    known = DATASETS.get(spec.name) == spec or spec.name.startswith("synthetic(")
-    return None if known else spec.name
+    is_builtin = DATASETS.get(spec.name) == spec or spec.name.startswith("synthetic(")
+    return None if is_builtin else spec.name
 
 
 def shared_sections(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -133,8 +133,8 @@ def shared_sections(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, dict
     >>> shared_sections({"run": {"rounds": 2, "device": "cuda"}, "privacy": {"ledger": "/x"}})
     {'run': {'rounds': 2}}
     """
-    kept = {
+    shared = {
         name: {key: value for key, value in values.items() if key not in OWN.get(name, ())}
         for name, values in sections.items()
     }
-    return {name: values for name, values in kept.items() if values}
+    return {name: values for name, values in shared.items() if values}

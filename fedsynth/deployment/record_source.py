@@ -32,12 +32,12 @@ class Source(Protocol):
             DataError: they do not exist, or do not fit the run's specification.
         """
 
-    def objections(self, proposal: Proposal, said: bool) -> list[str]:
+    def objections(self, proposal: Proposal, identified: bool) -> list[str]:
         """Returns why these records may not be read for a run, whatever they are; empty: they may.
 
         Args:
             proposal: the server's.
-            said: whether the owner's policy states which images fit.
+            identified: whether the owner's policy states which images fit.
         """
 
     def identifier(self, proposal: Proposal) -> str:
@@ -56,7 +56,7 @@ class ClassFolders:
 
     folder: Path
 
-    def objections(self, proposal: Proposal, said: bool) -> list[str]:
+    def objections(self, proposal: Proposal, identified: bool) -> list[str]:
         """Returns an objection unless the owner has stated the classes and image size. A server
         that could choose them freely would learn from the clients that join which folders and
         images exist.
@@ -67,7 +67,7 @@ class ClassFolders:
         if declared is not None and declared.signed:
             same = _images(declared.spec) == _images(proposal.spec)
             return [] if same else ["classes or image size are not those that its owner declares"]
-        if proposal.settings.privacy is None or said:
+        if proposal.settings.privacy is None or identified:
             return []
         return [
             f"its owner says no classes and image size (a signed {DECLARATION} beside the images, "
@@ -95,7 +95,7 @@ class PartOf:
 
     data_root: Path | None = None
 
-    def objections(self, proposal: Proposal, said: bool) -> list[str]:
+    def objections(self, proposal: Proposal, identified: bool) -> list[str]:
         """Returns no objection, because the data set is published."""
         return []
 
@@ -109,8 +109,8 @@ class PartOf:
             train.spec.classes,
             *train.origins(),
         )
-        own = replace(train, may_be_empty=True)
-        return own.subset(np.asarray(parts[number], np.int64))
+        data = replace(train, may_be_empty=True)
+        return data.subset(np.asarray(parts[number], np.int64))
 
     def identifier(self, proposal: Proposal) -> str:
         return data_set_id(proposal.settings)
@@ -121,6 +121,6 @@ def _images(spec: DatasetSpec) -> tuple[object, ...]:
     return (spec.class_names, *spec.image_shape)
 
 
-def _check_same(own: DatasetSpec, proposed: DatasetSpec) -> None:
-    if own != proposed:
-        raise DataError(f"the server has another specification of {own.name} than this package")
+def _check_same(local: DatasetSpec, proposed: DatasetSpec) -> None:
+    if local != proposed:
+        raise DataError(f"the server has another specification of {local.name} than this package")

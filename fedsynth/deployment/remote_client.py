@@ -1,5 +1,5 @@
-"""A client in another process than its server: it answers frames (`fedsynth.deployment.frames`) with the
-replies of its `ClientRuntime`.
+"""A client in another process than its server: it answers frames (`fedsynth.deployment.frames`)
+with the replies of its `ClientRuntime`.
 
 Whatever a frame asks, the client uses its own settings, and charges its own ledger first.
 """
@@ -83,10 +83,10 @@ class RemoteClient:
         The server receives the text only of errors of the message itself. Others may depend on
         records: their text goes only to the reporter.
         """
-        asked: Any = None
+        number: Any = None
         try:
             frame = Frame.from_bytes(sent)
-            asked = frame.facts.get("number")
+            number = frame.facts.get("number")
             if frame.kind not in self._answers:
                 raise MessageError(f"no client answers {frame.kind!r:.80}")
             answer = self._answers[frame.kind](frame)
@@ -94,7 +94,7 @@ class RemoteClient:
             answer = Frame("error", {"text": str(error)})
         except Exception as error:  # of any kind: no answer would distinguish it from other errors
             answer = self._failed(error)
-        named = {"client": self.runtime.number, "number": asked if type(asked) is int else None}
+        named = {"client": self.runtime.number, "number": number if type(number) is int else None}
         return replace(answer, facts={**answer.facts, **named}).to_bytes()
 
     def _failed(self, error: Exception) -> Frame:
@@ -143,7 +143,9 @@ class RemoteClient:
         named = frame.facts.get("participants")
         if not isinstance(named, list) or not named:
             raise MessageError("a round needs its participants")
-        participants = tuple(parse_nonnegative_int(one, "participant") for one in named)
+        participants = tuple(
+            parse_nonnegative_int(participant, "participant") for participant in named
+        )
         if list(participants) != sorted(set(participants)) or participants[-1] >= clients:
             raise MessageError(f"the participants must be of the {clients} clients, ascending")
         if not 1 <= number <= self._settings.rounds:

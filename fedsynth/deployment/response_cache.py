@@ -37,17 +37,17 @@ class KeptAnswers:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def of(self, asked: Frame) -> Frame | None:
+    def of(self, question: Frame) -> Frame | None:
         """Returns the stored answer to this question; None: it was not asked before.
 
         Raises:
             CheckpointError: the file is damaged, so that the answer cannot be repeated.
         """
-        file = self._file(asked)
+        file = self._file(question)
         if file is None or not file.is_file():
             return None
         content = read_regular(file, MAX_TENSORS_BYTES)
-        if content[:HASH_BYTES] != _question(asked):
+        if content[:HASH_BYTES] != _question(question):
             return None
         answer = content[2 * HASH_BYTES :]
         try:
@@ -57,18 +57,18 @@ class KeptAnswers:
         except MessageError as error:
             raise CheckpointError(f"{file} is damaged: {error}") from None
 
-    def keep(self, asked: Frame, answer: Frame) -> None:
+    def keep(self, question: Frame, answer: Frame) -> None:
         """Stores an answer; refusals and errors are not stored.
 
         Raises:
             OSError: it cannot be written.
         """
-        file = self._file(asked)
+        file = self._file(question)
         if file is None or answer.kind != "answer":
             return
         sent = answer.to_bytes()
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        content = _question(asked) + hashlib.sha256(sent).digest() + sent
+        content = _question(question) + hashlib.sha256(sent).digest() + sent
         write_whole(file, content, secret=True)
 
     def has(self, number: Any, *phases: str) -> bool:
@@ -80,26 +80,26 @@ class KeptAnswers:
 
     def prune(self) -> None:
         """Removes the answers of all but the last rounds."""
-        found = [_NAME.fullmatch(path.name) for path in self._folder.glob("answer-*")]
-        rounds = {int(one[1]) for one in found if one is not None}
+        matches = [_NAME.fullmatch(path.name) for path in self._folder.glob("answer-*")]
+        rounds = {int(match[1]) for match in matches if match is not None}
         old = set(sorted(rounds)[:-KEPT_ROUNDS])
-        for one in found:
-            if one is not None and int(one[1]) in old:
-                (self._folder / one[0]).unlink(missing_ok=True)
+        for match in matches:
+            if match is not None and int(match[1]) in old:
+                (self._folder / match[0]).unlink(missing_ok=True)
 
-    def _file(self, asked: Frame) -> Path | None:
+    def _file(self, question: Frame) -> Path | None:
         """Returns the path of the answer to such a question; None: such answers are not stored."""
-        number = asked.facts.get("round")
-        phase = asked.facts.get("phase")
-        if asked.kind not in QUESTIONS or phase not in PHASES:
+        number = question.facts.get("round")
+        phase = question.facts.get("phase")
+        if question.kind not in QUESTIONS or phase not in PHASES:
             return None
         if type(number) is not int or not 0 < number < MOST_ROUNDS:
             return None
-        return self._folder / f"answer-{number}-{phase}-{asked.kind}"
+        return self._folder / f"answer-{number}-{phase}-{question.kind}"
 
 
-def _question(asked: Frame) -> bytes:
+def _question(question: Frame) -> bytes:
     """Returns a hash of the whole question except its number."""
-    facts = {name: value for name, value in asked.facts.items() if name != "number"}
-    text = json.dumps([asked.kind, facts], sort_keys=True)
-    return hashlib.sha256(text.encode() + b"\0" + asked.payload).digest()
+    facts = {name: value for name, value in question.facts.items() if name != "number"}
+    text = json.dumps([question.kind, facts], sort_keys=True)
+    return hashlib.sha256(text.encode() + b"\0" + question.payload).digest()

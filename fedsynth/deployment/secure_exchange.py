@@ -126,11 +126,13 @@ class SumDesk:
 
     def _known(self, context: RoundContext) -> Identities | None:
         """Returns the identities of the round's clients, by their positions among them."""
-        known = self._identities
-        if known is None:
+        identities = self._identities
+        if identities is None:
             return None
         places = enumerate(context.active)
-        return Identities(known.own, {p: known.others[k] for p, k in places if k in known.others})
+        return Identities(
+            identities.own, {p: identities.others[k] for p, k in places if k in identities.others}
+        )
 
     def _terms(self, frame: Frame, phase: str, context: RoundContext) -> Any:
         if not self._runtime.method.sums_alone:
@@ -147,8 +149,8 @@ class SumDesk:
         terms = self._terms(frame, phase, context)
         if self._client is None and self._stated is not None:
             place = self._place(context)
-            known = self._known(context)
-            self._client = SumClient.from_json(self._stated, place, terms, known)
+            identities = self._known(context)
+            self._client = SumClient.from_json(self._stated, place, terms, identities)
         if self._client is None or self._client.terms != terms:
             raise SecureSumError("this client takes no part in such a sum")
         return self._client
@@ -216,50 +218,60 @@ class SecureStep:
     def _run(self, clients: Sequence[int], request: Message) -> Total:
         size = PARCEL_BYTES * (1 + len(self._places))
         keys = self._answers(dict.fromkeys(clients, Frame(KEYS, self._facts)), Keys, PARCEL_BYTES)
-        keys = self._sound(keys, lambda place, one: one.client == place, "says that it is another")
+        keys = self._sound(
+            keys, lambda place, item: item.client == place, "says that it is another"
+        )
         roster = self.server.roster(keys).to_bytes()
-        told = {self._client(place): Frame(SHARES, self._facts, roster) for place in keys}
-        sealed = self._answers(told, Sealed, size)
-        others = set(keys)
+        roster_messages = {
+            self._client(place): Frame(SHARES, self._facts, roster) for place in keys
+        }
+        sealed = self._answers(roster_messages, Sealed, size)
+        participants = set(keys)
         sealed = self._sound(
-            sealed, lambda place, one: set(one.of) == others - {place}, "shares not with all others"
+            sealed,
+            lambda place, item: set(item.of) == participants - {place},
+            "shares not with all others",
         )
         passed = self.server.passed_on(sealed)
         sent = request.to_bytes()
         steps = {
-            self._client(place): Frame(STEP, self._facts, with_parcel(one.to_bytes(), sent))
-            for place, one in passed.items()
+            self._client(place): Frame(STEP, self._facts, with_parcel(item.to_bytes(), sent))
+            for place, item in passed.items()
         }
         masked = self._answers(steps, Masked, 8 * self._form.length + PARCEL_BYTES)
         shape = (self._form.length,)
         masked = self._sound(
-            masked, lambda place, one: one.words.shape == shape, "sends a vector of another length"
+            masked,
+            lambda place, item: item.words.shape == shape,
+            "sends a vector of another length",
         )
         present = self.server.present(masked)
-        asked = Frame(UNMASK, self._facts, present.to_bytes())
-        shares = self._answers({self._client(place): asked for place in masked}, Shares, size)
-        words = self.server.sum(shares)
-        total = self._form.decode(words, len(masked), self.context.device)
-        there = tuple(sorted(self._client(place) for place in masked))
-        return Total(total, there, MaskedUpload(self._form.length))
+        request_unmask = Frame(UNMASK, self._facts, present.to_bytes())
+        shares = self._answers(
+            {self._client(place): request_unmask for place in masked}, Shares, size
+        )
+        total_words = self.server.sum(shares)
+        total = self._form.decode(total_words, len(masked), self.context.device)
+        present_clients = tuple(sorted(self._client(place) for place in masked))
+        return Total(total, present_clients, MaskedUpload(self._form.length))
 
     def _client(self, place: int) -> int:
         return self.context.active[place]
 
     def _answers(self, questions: Mapping[int, Frame], kind: type[P], longest: int) -> dict[int, P]:
         """Returns the received answers, by position."""
-        found: dict[int, P] = {}
+        answers: dict[int, P] = {}
         for client, answer in self.ask(questions, longest).items():
             try:
-                found[self._places[client]] = kind.from_bytes(answer)
+                answers[self._places[client]] = kind.from_bytes(answer)
             except SecureSumError as error:
                 self.rejected[client] = str(error)
-        return found
+        return answers
 
     def _sound(
-        self, found: Mapping[int, P], right: Callable[[int, P], bool], why: str
+        self, answers: Mapping[int, P], right: Callable[[int, P], bool], why: str
     ) -> dict[int, P]:
         """Returns the valid answers; the other clients are excluded from the sum."""
-        wrong = [place for place, one in found.items() if not right(place, one)]
+        wrong = [place for place, answer in answers.items() if not right(place, answer)]
         self.rejected |= {self._client(place): why for place in wrong}
-        return {place: one for place, one in found.items() if place not in wrong}
+        return {place: answer for place, answer in answers.items() if place not in wrong}

@@ -94,15 +94,15 @@ class Session:
         self.folder = folder
         self.proposal = proposal
         settings = proposal.settings
-        where = resolve_device(device)
-        context = with_proxy(public_context(settings, proposal.spec, where), settings)
+        torch_device = resolve_device(device)
+        context = with_proxy(public_context(settings, proposal.spec, torch_device), settings)
         settings.method.check_model(context.architecture)
         self.context = context
-        whole = [torch.arange(len(data))]
-        training, held_out = divided(settings, whole, data)
-        own = OwnData(data.to(where), training[0], held_out[0])
+        partition = [torch.arange(len(data))]
+        training, held_out = divided(settings, partition, data)
+        client_data = OwnData(data.to(torch_device), training[0], held_out[0])
         runtime = ClientRuntime(
-            number, settings, context, own, ledger, secret=secret, cap=cap, apart=True
+            number, settings, context, client_data, ledger, secret=secret, cap=cap, apart=True
         )
         self.remote = RemoteClient(runtime, context, reporter, identities)
         self._answers = KeptAnswers(folder)
@@ -123,13 +123,13 @@ class Session:
 
     def _spend(self) -> None:
         """Blocks the exchanges that have reached their limit of answers."""
-        over = {asked for asked, times in self._answered.items() if times >= self._most}
+        over = {question for question, times in self._answered.items() if times >= self._most}
         self.remote.spent = over
 
     def _count(self) -> None:
         """Counts the answers since the last write."""
-        for asked in self.remote.done - self._counted:
-            self._answered[asked] = self._answered.get(asked, 0) + 1
+        for question in self.remote.done - self._counted:
+            self._answered[question] = self._answered.get(question, 0) + 1
         self._counted = set(self.remote.done)
         self._spend()
 
@@ -169,7 +169,7 @@ class Session:
         if self._sigma is not None and facts.get("noise_multiplier") != self._sigma:
             raise MessageError("the run was begun with another noise multiplier")
 
-    def begin(self, after: int) -> None:
+    def begin(self, completed: int) -> None:
         """Begins after a round: 0, or the one after which a restarted server resumes.
 
         The client continues with the memory of its last round until then. That may be an earlier
@@ -179,19 +179,19 @@ class Session:
             MessageError: the memory of its last round until then was pruned.
         """
         rounds = self._rounds()
-        last = max((number for number in rounds if number <= after), default=0)
+        last = max((number for number in rounds if number <= completed), default=0)
         if last:
             self.remote.runtime.memory = self._read(f"memory-{last}")
             self._saved = last
-        elif after and len(rounds) >= KEPT_ROUNDS:
+        elif completed and len(rounds) >= KEPT_ROUNDS:
             raise MessageError(
-                f"this client keeps its memories of rounds {sorted(rounds)}, and the server resumes "
-                f"after round {after}"
+                f"this client keeps its memories of rounds {sorted(rounds)}, and the server "
+                f"resumes after round {completed}"
             )
-        for later in rounds:
+        for obsolete in rounds:
             # rounds that the server repeats, unless their answers are stored, too
-            if later > after and not self._answers.has(later, MAIN):
-                (self.folder / f"memory-{later}").unlink(missing_ok=True)
+            if obsolete > completed and not self._answers.has(obsolete, MAIN):
+                (self.folder / f"memory-{obsolete}").unlink(missing_ok=True)
 
     def resume(self) -> None:
         """Restores the state that another process has left.
@@ -218,7 +218,7 @@ class Session:
             if (self.folder / SUM_FILE).is_file():
                 self.remote.sums.standing = load_json(self.folder / SUM_FILE)
 
-    def again(self, asked: Frame) -> Frame | None:
+    def again(self, question: Frame) -> Frame | None:
         """Returns the stored answer to a repeated question and restores the client's state after
         it.
 
@@ -227,29 +227,29 @@ class Session:
         Raises:
             CheckpointError: the stored answer is damaged.
         """
-        if asked.kind in ("prepare", "begin") and self._answers.has(
-            asked.facts.get("round"), FIRST, MAIN
+        if question.kind in ("prepare", "begin") and self._answers.has(
+            question.facts.get("round"), FIRST, MAIN
         ):
             return Frame("answer", {})  # its step may be stored; if not, its charge is checked
-        found = self._answers.of(asked)
-        if found is None or asked.kind != STEP:
-            return found
-        number = int(asked.facts["round"])
-        phase = str(asked.facts["phase"])
+        cached = self._answers.of(question)
+        if cached is None or question.kind != STEP:
+            return cached
+        number = int(question.facts["round"])
+        phase = str(question.facts["phase"])
         runtime = self.remote.runtime
-        kept = f"{'first' if phase == FIRST else 'memory'}-{number}"
-        memory = self._read(kept) if (self.folder / kept).is_file() else {}
+        stem = f"{'first' if phase == FIRST else 'memory'}-{number}"
+        memory = self._read(stem) if (self.folder / stem).is_file() else {}
         runtime.remember(phase, memory, replace(runtime.context, round=number))
         if (number, phase) not in self.remote.done:
             self.remote.done.add((number, phase))
             self._counted.add((number, phase))
-        return found
+        return cached
 
-    def answer(self, asked: Frame, sent: bytes) -> bytes:
+    def answer(self, question: Frame, sent: bytes) -> bytes:
         """Returns the client's answer to a frame, after storing the answer and the client's state.
 
         Args:
-            asked: the frame.
+            question: the frame.
             sent: the frame's bytes as received.
 
         Raises:
@@ -258,7 +258,7 @@ class Session:
         answer = self.remote.answer(sent)
         try:
             self._keep_sum()  # first: an upload is never masked twice with the same masks
-            self._answers.keep(asked, Frame.from_bytes(answer))
+            self._answers.keep(question, Frame.from_bytes(answer))
         except OSError as error:
             raise OutputError(f"cannot write {self.folder}: {error.strerror or error}") from None
         self.keep()
@@ -287,7 +287,9 @@ class Session:
                 "terms": self._terms(),
                 "sigma": self._sigma if terms is None else terms.noise_multiplier,
                 "done": sorted(self.remote.done),
-                "answered": [[*asked, times] for asked, times in sorted(self._answered.items())],
+                "answered": [
+                    [*question, times] for question, times in sorted(self._answered.items())
+                ],
                 "recorded": standing.recorded,
                 "pending": None if standing.pending is None else standing.pending[0],
                 "memory": self._saved,
@@ -306,8 +308,8 @@ class Session:
         if stated is not None:
             self._write(SUM_FILE, json.dumps(stated).encode())
         else:
-            for left in (SUM_FILE, f"{SUM_FILE}.partial"):
-                (self.folder / left).unlink(missing_ok=True)
+            for name in (SUM_FILE, f"{SUM_FILE}.partial"):
+                (self.folder / name).unlink(missing_ok=True)
 
     def _prune(self, standing: Standing) -> None:
         """Removes all memories but the last rounds', the pending one, and those of stored
@@ -319,16 +321,16 @@ class Session:
         pending = None if standing.pending is None else standing.pending[0]
         for path in self.folder.glob("first-*"):
             of_round = path.name.removeprefix("first-")
-            kept = of_round.isdecimal() and self._answers.has(int(of_round), FIRST)
-            if not kept and path.name != f"first-{pending}":
+            has_first = of_round.isdecimal() and self._answers.has(int(of_round), FIRST)
+            if not has_first and path.name != f"first-{pending}":
                 path.unlink(missing_ok=True)
 
     def _rounds(self) -> set[int]:
         """Returns the rounds whose memory is kept."""
         if not self.folder.is_dir():
             return set()
-        found = (_MEMORY.fullmatch(path.name) for path in self.folder.iterdir())
-        return {int(one.group(1)) for one in found if one is not None}
+        matches = (_MEMORY.fullmatch(path.name) for path in self.folder.iterdir())
+        return {int(match.group(1)) for match in matches if match is not None}
 
     def _write(self, name: str, content: bytes) -> None:
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -337,8 +339,8 @@ class Session:
     def _read(self, name: str) -> Memory:
         """Returns a stored memory, on the client's device."""
         device = self.remote.runtime.context.device
-        kept = Kept.from_bytes(read_regular(self.folder / name, MAX_TENSORS_BYTES)).memory
-        return {key: tensor.to(device) for key, tensor in kept.items()}
+        memory = Kept.from_bytes(read_regular(self.folder / name, MAX_TENSORS_BYTES)).memory
+        return {key: tensor.to(device) for key, tensor in memory.items()}
 
 
 @contextmanager
@@ -380,7 +382,7 @@ def kept_proposal(folder: Path) -> Proposal | None:
 def _stamp(folder: Path) -> tuple[int, int, int] | None:
     """Returns a stamp that changes with each write of the state; None: it was not written yet."""
     try:
-        found = (folder / STATE).stat()
+        status = (folder / STATE).stat()
     except FileNotFoundError:
         return None
-    return found.st_ino, found.st_mtime_ns, found.st_ctime_ns
+    return status.st_ino, status.st_mtime_ns, status.st_ctime_ns

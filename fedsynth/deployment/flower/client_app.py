@@ -42,24 +42,24 @@ def answer(message: Message, context: Context) -> Message:
     return reply(run, node.answer(run, sent), message)
 
 
-def node_of(given: Mapping[str, Any], homes: str = "") -> Node:
+def node_of(settings: Mapping[str, Any], homes: str = "") -> Node:
     """Returns the node of a configuration.
 
     Args:
-        given: as in this module's docstring.
-        homes: for trials, the folder in which each client has its home, if `given` has none.
+        settings: as in this module's docstring.
+        homes: for trials, the folder in which each client has its home, if `settings` has none.
 
     Raises:
         MessageError: an owner's data or policy without a home: a server, which sets `homes`, would
             choose the ledger.
     """
-    if "home" not in given and {"data", "policy"} & set(given):
+    if "home" not in settings and {"data", "policy"} & set(settings):
         raise MessageError("a node with data or a policy of its own needs a home of its own")
-    number = int(given["partition-id"])
-    beside = Path(homes or "homes") / f"client-{number:03d}"
-    home = Path(str(given["home"])) if "home" in given else beside
-    source: Source = ClassFolders(Path(str(given["data"]))) if "data" in given else PartOf()
+    number = int(settings["partition-id"])
+    default_home = Path(homes or "homes") / f"client-{number:03d}"
+    home = Path(str(settings["home"])) if "home" in settings else default_home
+    source: Source = ClassFolders(Path(str(settings["data"]))) if "data" in settings else PartOf()
     owner = Owner(approved=frozenset({ANY}))
-    if "policy" in given:
-        owner = Owner(Policy.read(Path(str(given["policy"]))))
+    if "policy" in settings:
+        owner = Owner(Policy.read(Path(str(settings["policy"]))))
     return Node(number, home, source, owner)

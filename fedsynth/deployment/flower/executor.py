@@ -74,12 +74,12 @@ class Executor:
         )
         version = RuntimeVersionHttpInterceptor(component_name="SuperExec")
         client = self._client(version, signed, persistent=False)
-        wanted = AcquireTaskRequest(supported_task_types=[TaskType.CLIENT_APP])
+        request = AcquireTaskRequest(supported_task_types=[TaskType.CLIENT_APP])
         try:
             while going():
                 token = ""
                 with suppress(httpx.HTTPError):  # the SuperNode is starting or ending
-                    token = client.AcquireTask(wanted).token
+                    token = client.AcquireTask(request).token
                 if token:
                     self._take(token)
                 else:

@@ -86,13 +86,13 @@ class Door:
     @property
     def arguments(self) -> list[str]:
         """Arguments of the SuperNode's command."""
-        found = ["--superlink", self.server, "--max-wait-time", str(LOST_SECONDS)]
+        options = ["--superlink", self.server, "--max-wait-time", str(LOST_SECONDS)]
         if self.authority is None:
-            return [*found, "--insecure"]
-        found += ["--root-certificates", str(self.authority)]
+            return [*options, "--insecure"]
+        options += ["--root-certificates", str(self.authority)]
         if self.key is not None:
-            found += ["--auth-supernode-private-key", str(self.key)]
-        return found
+            options += ["--auth-supernode-private-key", str(self.key)]
+        return options
 
 
 def join(
@@ -178,7 +178,7 @@ class _Connection:
         port = free_port()
         node.home.mkdir(parents=True, exist_ok=True)
         log = node.home / LOG
-        before = log.stat().st_size if log.exists() else 0
+        offset = log.stat().st_size if log.exists() else 0
         arguments = [
             *self._door.arguments,
             *("--isolation", "process", "--superexec-auth-secret-file", str(shared)),
@@ -195,15 +195,15 @@ class _Connection:
             if not ended and (node.refused or node.ended):
                 time.sleep(LINGER)
         with open_regular(log) as file:
-            file.seek(before)
-            said = file.readall().decode(errors="replace")
-        self.was_made = "SuperNode ID" in said
-        return _reason(said, log) if ended else ""
+            file.seek(offset)
+            output = file.readall().decode(errors="replace")
+        self.was_made = "SuperNode ID" in output
+        return _reason(output, log) if ended else ""
 
 
-def _reason(said: str, log: Path) -> str:
+def _reason(output: str, log: Path) -> str:
     """Returns why a SuperNode has ended, from its log."""
     for mark, reason in REASONS.items():
-        if mark in said:
+        if mark in output:
             return reason
     return f"the SuperNode has ended: {last_line(log)}"

@@ -72,8 +72,8 @@ def make_keys(folder: Path, clients: int, hosts: tuple[str, ...] = (), days: int
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         for files, mode in ((private, 0o600), (public, 0o644)):
             for name, content in files.items():
-                made = os.open(folder / name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, mode)
-                with os.fdopen(made, "wb") as file:
+                descriptor = os.open(folder / name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, mode)
+                with os.fdopen(descriptor, "wb") as file:
                     file.write(content)
     except OSError as error:
         raise OutputError(f"cannot write keys into {folder}: {error.strerror or error}") from None
@@ -91,7 +91,7 @@ def _certificates(
         (x509.KeyUsage(**signs, **unused), True),
         (x509.SubjectKeyIdentifier.from_public_key(authority.public_key()), False),
     ]
-    names = [_host(one) for one in ("127.0.0.1", "localhost", *hosts)]
+    names = [_host(host) for host in ("127.0.0.1", "localhost", *hosts)]
     of_server: list[Extension] = [
         (x509.BasicConstraints(ca=False, path_length=None), True),
         (x509.SubjectAlternativeName(names), False),
@@ -113,14 +113,14 @@ def _signed(
     days: int,
     extensions: Sequence[Extension],
 ) -> x509.Certificate:
-    now = datetime.now(UTC)
+    issued_at = datetime.now(UTC)
     builder = x509.CertificateBuilder(
         issuer_name=issuer,
         subject_name=subject,
         public_key=key.public_key(),
         serial_number=x509.random_serial_number(),
-        not_valid_before=now - timedelta(hours=1),
-        not_valid_after=now + timedelta(days=days),
+        not_valid_before=issued_at - timedelta(hours=1),
+        not_valid_after=issued_at + timedelta(days=days),
     )
     for extension, critical in extensions:
         builder = builder.add_extension(extension, critical)

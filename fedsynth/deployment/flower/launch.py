@@ -114,8 +114,8 @@ def superlink() -> None:
     from flwr.superlink.cli.flower_superlink import flower_superlink
     from starlette.middleware import Middleware
 
-    others = extensions.get_middleware
-    extensions.get_middleware = lambda: (Middleware(Gate), *others())
+    get_middleware = extensions.get_middleware
+    extensions.get_middleware = lambda: (Middleware(Gate), *get_middleware())
     flower_superlink()
 
 

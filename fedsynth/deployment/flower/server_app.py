@@ -65,15 +65,17 @@ class OverGrid:
         }
         named = list(self._grid.push_messages(sent.values()))
         waiting = {name: node for name, node in zip(named, sent, strict=True) if name}
-        found: dict[int, bytes | str] = dict.fromkeys(set(sent) - set(waiting.values()), "is gone")
+        answers: dict[int, bytes | str] = dict.fromkeys(
+            set(sent) - set(waiting.values()), "is gone"
+        )
         while waiting and time.monotonic() < ends:
             for message in self._grid.pull_messages(list(waiting)):
                 node = waiting.pop(message.metadata.reply_to_message_id, None)
                 if node is not None:
-                    found[node] = self._answer(message)
+                    answers[node] = self._answer(message)
             if waiting:
                 time.sleep(self._look)
-        return found
+        return answers
 
     def _answer(self, message: Message) -> bytes | str:
         """Returns a node's answer, or why there is none."""
@@ -99,31 +101,31 @@ class Said(Observer):
 @app.main()  # type: ignore[untyped-decorator]  # Flower is not type-checked
 def main(grid: Grid, context: Context) -> None:
     """Runs the configured run, and writes where its folder is."""
-    given = context.run_config
-    output = Path(str(given["output"]))
+    config = context.run_config
+    output = Path(str(config["output"]))
     try:
-        served = played(grid, given)
+        served = played(grid, config)
     except FedsynthError as error:
-        _leave(output, str(given["token"]), {"error": str(error)})
+        _leave(output, str(config["token"]), {"error": str(error)})
         raise
-    _leave(output, str(given["token"]), {"folder": str(served.folder)})
+    _leave(output, str(config["token"]), {"folder": str(served.folder)})
 
 
-def played(grid: Grid, given: Mapping[str, Any]) -> Served:
+def played(grid: Grid, config: Mapping[str, Any]) -> Served:
     """Runs the run of a configuration.
 
     Args:
         grid: Flower's.
-        given: see this module's docstring.
+        config: see this module's docstring.
     """
-    proposal = Proposal.from_json(json.loads(str(given["proposal"])))
-    numbers = {int(node): int(k) for node, k in json.loads(str(given["numbers"])).items()}
-    timeouts = Timeouts(join=float(given["join"]), answer=float(given["answer"]))
-    resume = str(given["resume"])
+    proposal = Proposal.from_json(json.loads(str(config["proposal"])))
+    numbers = {int(node): int(k) for node, k in json.loads(str(config["numbers"])).items()}
+    timeouts = Timeouts(join=float(config["join"]), answer=float(config["answer"]))
+    resume = str(config["resume"])
     return serve(
         proposal,
         Post(OverGrid(grid), timeouts, numbers),
-        Path(str(given["output"])),
+        Path(str(config["output"])),
         observer=Said(),
         resume=Path(resume) if resume else None,
     )

@@ -151,22 +151,24 @@ class Link:
     @property
     def arguments(self) -> list[str]:
         """Options of `flower-superlink`."""
-        found = ["--host", self.host, "--port", str(self.port)]
-        found.append("--disable-runtime-dependency-installation")
+        options = ["--host", self.host, "--port", str(self.port)]
+        options.append("--disable-runtime-dependency-installation")
         if self.keys is None:
-            return [*found, "--insecure"]
+            return [*options, "--insecure"]
         for option, path in self._tls.items():
-            found += [f"--ssl-{option}file", str(path)]
-        return [*found, "--enable-supernode-auth"]
+            options += [f"--ssl-{option}file", str(path)]
+        return [*options, "--enable-supernode-auth"]
 
     def connection(self) -> str:
         """Returns the configuration of Flower's commands, as TOML."""
-        there: dict[str, Any] = {"address": f"{HERE}:{self.port}"}
+        connection: dict[str, Any] = {"address": f"{HERE}:{self.port}"}
         if self.keys is None:
-            there["insecure"] = True
+            connection["insecure"] = True
         else:
-            there["root-certificates"] = str((self.keys / "ca.crt").absolute())
-        return to_toml({"superlink": {"default": CONNECTION}, f"superlink.{CONNECTION}": there})
+            connection["root-certificates"] = str((self.keys / "ca.crt").absolute())
+        return to_toml(
+            {"superlink": {"default": CONNECTION}, f"superlink.{CONNECTION}": connection}
+        )
 
 
 @dataclass
@@ -189,7 +191,7 @@ class Started:
         Raises:
             FlowerError: it fails.
         """
-        done = subprocess.run(
+        process = subprocess.run(
             [command("flwr"), *arguments],
             env=environment(self.home),
             cwd=self.home,
@@ -199,10 +201,10 @@ class Started:
             timeout=120,
             check=False,
         )
-        if done.returncode:
-            said = " ".join(f"{done.stdout} {done.stderr}".split())
-            raise FlowerError(f"flwr {arguments[0]} fails: {said[-300:]}")
-        return done.stdout
+        if process.returncode:
+            output = " ".join(f"{process.stdout} {process.stderr}".split())
+            raise FlowerError(f"flwr {arguments[0]} fails: {output[-300:]}")
+        return process.stdout
 
     def register(self) -> None:
         """Registers the nodes' keys: no other node can connect.
@@ -211,13 +213,13 @@ class Started:
             FlowerError: a file has no key.
         """
         for number, key in enumerate(self.link.public_keys):
-            said = self.flwr(
+            output = self.flwr(
                 "supernode", "register", str(key.absolute()), CONNECTION, "--format", "json"
             )
             try:
-                self.numbers[int(json.loads(said)["node-id"])] = number
+                self.numbers[int(json.loads(output)["node-id"])] = number
             except (ValueError, KeyError, TypeError):
-                raise FlowerError(f"{key} is not registered: {said:.300}") from None
+                raise FlowerError(f"{key} is not registered: {output:.300}") from None
 
     def run(
         self,

@@ -134,16 +134,18 @@ class SumClient:
     def keys(self) -> Keys:
         """Returns its public keys."""
         self._next(0)
-        found = Keys(
+        unsigned = Keys(
             self.number,
             primitives.public(self._mask_key),
             primitives.public(self._channel_key),
             hashlib.sha256(self._seed).digest(),
         )
         if self._identities is None:
-            return found
-        signature = self._identities.own.sign(found.signed(self.terms.name))
-        return Keys(found.client, found.mask, found.channel, found.commitment, signature)
+            return unsigned
+        signature = self._identities.own.sign(unsigned.signed(self.terms.name))
+        return Keys(
+            unsigned.client, unsigned.mask, unsigned.channel, unsigned.commitment, signature
+        )
 
     def share(self, roster: Roster) -> Sealed:
         """Returns shares of its secrets for each other client, which the server cannot read.
@@ -170,19 +172,27 @@ class SumClient:
         keys = roster.keys
         if len(keys) < self.terms.least or max(keys) >= self.terms.clients:
             raise SecureSumError(f"{len(keys)} clients are no sum of {self.terms.least}")
-        own = keys.get(self.number)
-        if own is None or own.mask != primitives.public(self._mask_key):
+        own_keys = keys.get(self.number)
+        if own_keys is None or own_keys.mask != primitives.public(self._mask_key):
             raise SecureSumError("the server has other keys of this client")
-        public = [one for keys_of in keys.values() for one in (keys_of.mask, keys_of.channel)]
-        if len(set(public)) < len(public) or any(k != one.client for k, one in keys.items()):
+        public = [
+            client_keys
+            for keys_of in keys.values()
+            for client_keys in (keys_of.mask, keys_of.channel)
+        ]
+        if len(set(public)) < len(public) or any(
+            k != client_keys.client for k, client_keys in keys.items()
+        ):
             raise SecureSumError("two clients have the same key")
         if self._identities is None:
             return
         from cryptography.exceptions import InvalidSignature
 
-        for k, one in keys.items():
+        for k, client_keys in keys.items():
             try:
-                self._identities.others[k].verify(one.signature, one.signed(self.terms.name))
+                self._identities.others[k].verify(
+                    client_keys.signature, client_keys.signed(self.terms.name)
+                )
             except (InvalidSignature, KeyError):
                 raise SecureSumError(f"client {k} has not signed its keys") from None
 
@@ -236,7 +246,7 @@ class SumClient:
         self._next(3)
         if vector.shape != (self.terms.length,):
             raise SecureSumError(f"a vector has {self.terms.length} numbers, not {vector.shape}")
-        words = vector + primitives.mask(
+        total = vector + primitives.mask(
             primitives.derived(self._seed, primitives.OWN, self.terms.name), self.terms.length
         )
         for k in sorted(set(self._shares) - {self.number}):
@@ -247,8 +257,8 @@ class SumClient:
                 primitives.about_pair(self.terms.name, self.number, k),
             )
             stream = primitives.mask(common, self.terms.length)
-            words = words + stream if self.number < k else words - stream
-        return Masked(words)
+            total = total + stream if self.number < k else total - stream
+        return Masked(total)
 
     def unmask(self, present: Present) -> Shares:
         """Returns one share for each client: of its own mask if it is present, otherwise of its
@@ -258,16 +268,20 @@ class SumClient:
             SecureSumError: too few are present, or some that never took part: the masks stay.
         """
         self._next(4)
-        there = set(present.clients)
-        if len(there) < self.terms.least or not there <= set(self._shares):
+        present_clients = set(present.clients)
+        if len(present_clients) < self.terms.least or not present_clients <= set(self._shares):
             raise SecureSumError(
-                f"{len(there)} clients are present, and {self.terms.least} are needed"
+                f"{len(present_clients)} clients are present, and {self.terms.least} are needed"
             )
-        if self.number not in there:
+        if self.number not in present_clients:
             raise SecureSumError("the server says that this client's vector is not there")
-        own = {k: one[SHARE_BYTES:] for k, one in self._shares.items() if k in there}
-        keys = {k: one[:SHARE_BYTES] for k, one in self._shares.items() if k not in there}
-        return Shares(own, keys)
+        seeds = {
+            k: share[SHARE_BYTES:] for k, share in self._shares.items() if k in present_clients
+        }
+        keys = {
+            k: share[:SHARE_BYTES] for k, share in self._shares.items() if k not in present_clients
+        }
+        return Shares(seeds, keys)
 
     @staticmethod
     def _sizes(terms: SumTerms) -> list[int]:
@@ -284,7 +298,7 @@ class SumClient:
             "channel_key": self._channel_key.private_bytes_raw().hex(),
             "seed": self._seed.hex(),
             "roster": Roster(self._roster).to_bytes().hex(),
-            "shares": {str(k): one.hex() for k, one in self._shares.items()},
+            "shares": {str(k): share.hex() for k, share in self._shares.items()},
         }
 
     @classmethod
@@ -297,35 +311,38 @@ class SumClient:
             SecureSumError: it is the state of another sum.
             KeyError, TypeError, ValueError: it is not a state.
         """
-        known = bytes.fromhex(stated["name"]), stated["number"], stated["terms"]
-        if known != (terms.name, number, cls._sizes(terms)):
+        identity = bytes.fromhex(stated["name"]), stated["number"], stated["terms"]
+        if identity != (terms.name, number, cls._sizes(terms)):
             raise SecureSumError(f"client {number} takes part in another sum")
-        found = cls(number, terms, identities)
-        found._step = int(stated["step"])
-        found._mask_key = primitives.key_of(bytes.fromhex(stated["mask_key"]))
-        found._channel_key = primitives.key_of(bytes.fromhex(stated["channel_key"]))
-        found._seed = bytes.fromhex(stated["seed"])
-        found._roster = Roster.from_bytes(bytes.fromhex(stated["roster"])).keys
-        found._shares = {int(k): bytes.fromhex(one) for k, one in stated["shares"].items()}
-        return found
+        client = cls(number, terms, identities)
+        client._step = int(stated["step"])
+        client._mask_key = primitives.key_of(bytes.fromhex(stated["mask_key"]))
+        client._channel_key = primitives.key_of(bytes.fromhex(stated["channel_key"]))
+        client._seed = bytes.fromhex(stated["seed"])
+        client._roster = Roster.from_bytes(bytes.fromhex(stated["roster"])).keys
+        client._shares = {int(k): bytes.fromhex(share) for k, share in stated["shares"].items()}
+        return client
 
 
 _NAME = re.compile(r"client-([0-9]{3,9})\.pem")
 
 
-def read_identities(own: Path, others: Path) -> Identities:
+def read_identities(key_file: Path, keys_folder: Path) -> Identities:
     """Returns a client's own key, and all clients' public ones.
 
     Args:
-        own: an Ed25519 private key, PEM.
-        others: a folder of client-NNN.pem, Ed25519 public keys; the client's own may be among them.
+        key_file: an Ed25519 private key, PEM.
+        keys_folder: a folder of client-NNN.pem, Ed25519 public keys; the client's own may be among
+            them.
 
     Raises:
         SettingError: the folder has no such file.
         SigningError: a file is not such a key, or `cryptography` is not installed.
     """
-    found = [match for path in sorted(others.glob("*")) if (match := _NAME.fullmatch(path.name))]
-    if not found:
-        raise SettingError(None, str(others), "has no client-NNN.pem, the other clients' keys")
-    public = {int(match[1]): read_public_key(others / match[0]) for match in found}
-    return Identities(read_private_key(own), public)
+    matches = [
+        match for path in sorted(keys_folder.glob("*")) if (match := _NAME.fullmatch(path.name))
+    ]
+    if not matches:
+        raise SettingError(None, str(keys_folder), "has no client-NNN.pem, the other clients' keys")
+    public = {int(match[1]): read_public_key(keys_folder / match[0]) for match in matches}
+    return Identities(read_private_key(key_file), public)

@@ -98,11 +98,11 @@ class Roster(Parcel):
     keys: Mapping[int, Keys]
 
     def _parts(self) -> tuple[Mapping[str, Any], bytes]:
-        return _hex({k: one.to_bytes() for k, one in self.keys.items()}), b""
+        return _hex({k: client_keys.to_bytes() for k, client_keys in self.keys.items()}), b""
 
     @classmethod
     def _of(cls, facts: Mapping[str, Any], payload: bytes) -> Self:
-        return cls({k: Keys.from_bytes(one) for k, one in _bytes(facts).items()})
+        return cls({k: Keys.from_bytes(packed) for k, packed in _bytes(facts).items()})
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ class Present(Parcel):
 
     @classmethod
     def _of(cls, facts: Mapping[str, Any], payload: bytes) -> Self:
-        return cls(tuple(_number(one) for one in facts["clients"]))
+        return cls(tuple(_number(client) for client in facts["clients"]))
 
 
 @dataclass(frozen=True)

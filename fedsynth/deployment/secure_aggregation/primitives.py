@@ -110,9 +110,9 @@ class FixedPoint:
             steps += np.where(steps < -(2.0 ** (BITS - 1)), 2.0**BITS, 0.0)
         return steps.astype(np.int64).view(np.uint64)
 
-    def decode(self, words: Words) -> Reals:
+    def decode(self, encoded: Words) -> Reals:
         """Returns the sum of at most `clients` encoded vectors, float64 [n]."""
-        return words.view(np.int64).astype(np.float64) / 2.0**self.fraction
+        return encoded.view(np.int64).astype(np.float64) / 2.0**self.fraction
 
 
 PRIME = 2**521 - 1  # a Mersenne prime, above every 32-byte secret
@@ -150,7 +150,7 @@ def combine(shares: Mapping[int, bytes], threshold: int) -> bytes:
         raise SecureSumError(f"{len(shares)} shares are fewer than the threshold {threshold}")
     points = [(k + 1, int.from_bytes(share, "big")) for k, share in sorted(shares.items())]
     points = points[:threshold]
-    found = 0
+    secret = 0
     for x, y in points:
         above = 1
         below = 1
@@ -158,10 +158,10 @@ def combine(shares: Mapping[int, bytes], threshold: int) -> bytes:
             if other != x:
                 above = above * other % PRIME
                 below = below * (other - x) % PRIME
-        found = (found + y * above * pow(below, -1, PRIME)) % PRIME
-    if found >= 2 ** (8 * SECRET_BYTES):
+        secret = (secret + y * above * pow(below, -1, PRIME)) % PRIME
+    if secret >= 2 ** (8 * SECRET_BYTES):
         raise SecureSumError("the shares give no secret: one of them is not what was shared")
-    return found.to_bytes(SECRET_BYTES, "big")
+    return secret.to_bytes(SECRET_BYTES, "big")
 
 
 def _value(coefficients: list[int], x: int) -> int:
@@ -264,8 +264,8 @@ def unseal(key: bytes, sealed: bytes, about: bytes) -> bytes:
         raise SecureSumError("shares were changed on the way, or are for others") from None
 
 
-def about_pair(sum_name: bytes, one: int, other: int) -> bytes:
+def about_pair(sum_name: bytes, first: int, other: int) -> bytes:
     """Returns bytes that bind a key to one sum and one pair; the same on both sides."""
-    low = min(one, other)
-    high = max(one, other)
+    low = min(first, other)
+    high = max(first, other)
     return hashlib.sha256(b"%s %d %d" % (sum_name, low, high)).digest()

@@ -76,32 +76,32 @@ class SumForm:
         Raises:
             SecureSumError: a value is out of its range.
         """
-        words = [
+        parts = [
             part.form.encode(getattr(message, part.name).detach().cpu().double().numpy().ravel())
             for part in self.parts
         ]
-        return np.concatenate(words)
+        return np.concatenate(parts)
 
-    def decode(self, words: Words, clients: int, device: torch.device) -> Message:
+    def decode(self, encoded: Words, clients: int, device: torch.device) -> Message:
         """Returns the message whose fields are the sums, float64.
 
         Args:
-            words: the sum of the clients' words.
+            encoded: the sum of the clients' words.
             clients: the number of clients.
             device: the message's device.
 
         Raises:
             SecureSumError: the sum is out of the range for this number of clients.
         """
-        found: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
         start = 0
         for part in self.parts:
-            sums = part.form.decode(words[start : start + part.length])
+            sums = part.form.decode(encoded[start : start + part.length])
             if not bool((np.abs(sums) <= clients * part.form.bound).all()):
                 raise SecureSumError(f"the sum of {part.name} is beyond what its clients may send")
-            found[part.name] = torch.from_numpy(sums).view(part.shape).to(device)
+            fields[part.name] = torch.from_numpy(sums).view(part.shape).to(device)
             start += part.length
-        return self.kind(**found)
+        return self.kind(**fields)
 
 
 @dataclass(frozen=True)

@@ -42,8 +42,8 @@ class SumServer:
         self._sealed: dict[int, Sealed] = {}
         self.masked: dict[int, Words] = {}
 
-    def _enough(self, clients: int, what: str, least: int | None = None) -> None:
-        needed = self.terms.least if least is None else least
+    def _enough(self, clients: int, what: str, minimum: int | None = None) -> None:
+        needed = self.terms.least if minimum is None else minimum
         if clients < needed:
             raise SecureSumError(
                 f"{clients} clients have sent {what}, and {needed} are needed: "
@@ -56,9 +56,9 @@ class SumServer:
         Raises:
             SecureSumError: too few, or a client that claims to be another one.
         """
-        for k, one in keys.items():
-            if one.client != k:
-                raise SecureSumError(f"client {k} says that it is {one.client}")
+        for k, client_keys in keys.items():
+            if client_keys.client != k:
+                raise SecureSumError(f"client {k} says that it is {client_keys.client}")
         self._enough(len(keys), "keys")
         self._keys = dict(sorted(keys.items()))
         return Roster(self._keys)
@@ -70,12 +70,14 @@ class SumServer:
             SecureSumError: too few have made shares, or one lacks a share for another: masks would
                 not cancel.
         """
-        for k, one in sealed.items():
-            if k not in self._keys or set(one.of) != set(self._keys) - {k}:
+        for k, shares in sealed.items():
+            if k not in self._keys or set(shares.of) != set(self._keys) - {k}:
                 raise SecureSumError(f"client {k} has not made a share for each other client")
         self._enough(len(sealed), "shares")
         self._sealed = dict(sealed)
-        return {k: Sealed({j: one.of[k] for j, one in sealed.items() if j != k}) for k in sealed}
+        return {
+            k: Sealed({j: shares.of[k] for j, shares in sealed.items() if j != k}) for k in sealed
+        }
 
     def present(self, masked: Mapping[int, Masked]) -> Present:
         """Returns the clients whose vectors are present, for all of them.
@@ -83,11 +85,11 @@ class SumServer:
         Raises:
             SecureSumError: too few vectors, or one of another length.
         """
-        for k, one in masked.items():
-            if k not in self._sealed or one.words.shape != (self.terms.length,):
+        for k, upload in masked.items():
+            if k not in self._sealed or upload.words.shape != (self.terms.length,):
                 raise SecureSumError(f"client {k} has sent another vector than it may")
         self._enough(len(masked), "vectors")
-        self.masked = {k: one.words for k, one in sorted(masked.items())}
+        self.masked = {k: upload.words for k, upload in sorted(masked.items())}
         return Present(tuple(self.masked))
 
     def sum(self, shares: Mapping[int, Shares]) -> Words:
@@ -96,19 +98,31 @@ class SumServer:
         Raises:
             SecureSumError: too few or wrong shares: there is no sum.
         """
-        answers = {k: one for k, one in shares.items() if k in self.masked}
+        answers = {k: client_shares for k, client_shares in shares.items() if k in self.masked}
         self._enough(len(answers), "what takes the masks away", self.terms.threshold)
         total = sum(self.masked.values(), start=next(iter(self.masked.values())) * 0)
         name = self.terms.name
         for k in self.masked:
-            seed = self._combined({j: one.own[k] for j, one in answers.items() if k in one.own})
+            seed = self._combined(
+                {
+                    j: client_shares.own[k]
+                    for j, client_shares in answers.items()
+                    if k in client_shares.own
+                }
+            )
             if hashlib.sha256(seed).digest() != self._keys[k].commitment:
                 raise SecureSumError(f"the shares of client {k}'s own mask are not what it shared")
             total = total - primitives.mask(
                 primitives.derived(seed, primitives.OWN, name), self.terms.length
             )
         for k in set(self._sealed) - set(self.masked):
-            secret = self._combined({j: one.keys[k] for j, one in answers.items() if k in one.keys})
+            secret = self._combined(
+                {
+                    j: client_shares.keys[k]
+                    for j, client_shares in answers.items()
+                    if k in client_shares.keys
+                }
+            )
             key = primitives.key_of(secret)
             if primitives.public(key) != self._keys[k].mask:
                 raise SecureSumError(f"the shares of client {k}'s mask key are not what it shared")
