@@ -3,10 +3,10 @@
 This is the single-layer learning of Coates, Ng & Lee 2011, "An Analysis of Single-Layer Networks in
 Unsupervised Feature Learning": 6×6 patches are normalised, whitened, and compared with K unit
 vectors. The part of a comparison that exceeds a threshold, for either sign, is averaged in 3×3
-overlapping cells. The dictionary was learned by spherical k-means
-(`benchmarks/library/random_process_training.py`) from images of `random_images.py`. It follows from
-a seed and a procedure, so it is as public as an architecture. docs/features.md has its gain over
-scattering, and a comparison with a network trained on the same images.
+overlapping cells. The dictionary was learned by spherical k-means (`benchmarks/random_process.py`)
+from images of `random_images.py`. It follows from a seed and a procedure, so it is as public as an
+architecture. docs/features.md has its gain over scattering, and a comparison with a network trained
+on the same images.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fedsynth.features.public_statistics import map_of_vectors, public_vectors
 from fedsynth.features.scattering import scattering
 
 WEIGHTS = Path(__file__).with_name("random_process.safetensors")
-"""The output of `python benchmarks/random_process_prior.py --write`."""
+"""The output of `python benchmarks/random_process.py`."""
 PATCH = 6
 """The side of a patch, in pixels."""
 CONTRAST = 10 / 255**2

@@ -7,9 +7,8 @@ rounding: the same orders of examples, the same steps. Clients are sorted by the
 so that those still training are the first rows; the last few are trained one after another. A batch
 that is not full is padded with examples of weight zero.
 
-`train_on` handles what gains nothing here (`benchmarks/local_training.py`): convolutions, which
-would become grouped ones with separate weights for each client; batches so large that arithmetic
-outweighs Python; a few clients.
+`train_on` handles what gains nothing here: convolutions, which would become grouped ones with
+separate weights for each client; batches so large that arithmetic outweighs Python; a few clients.
 """
 
 from __future__ import annotations
