@@ -111,15 +111,8 @@ def write_owner_report(session: Session, rounds: int, folder: Path) -> str:
     about = {"client": runtime.number, "rounds": rounds}
     write_whole(folder / OWNER, json.dumps(about).encode())
     current = budget.history()
-    facts, rows = owner_facts(
-        plan,
-        runtime.number,
-        initial,
-        rounds,
-        secret=budget.secret.is_secret,
-        began=began,
-        warnings=session.warnings,
-    )
+    secret = budget.secret.is_secret
+    facts, rows = owner_facts(plan, runtime.number, initial, rounds, start, secret=secret)
     write_report(build_report(facts, [current], rows), folder)
     if not plan.guaranteed([current]):
         return f"no ε can be stated; the report is in {folder}"

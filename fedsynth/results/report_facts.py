@@ -21,7 +21,7 @@ from fedsynth.core.messages import privacy_of_fields
 from fedsynth.data.partition_settings import clients_or_groups
 from fedsynth.data.registry import is_published
 from fedsynth.federation.privacy_plan import PrivacyPlan
-from fedsynth.federation.run_data import NO_TEST, PRIVATE, PUBLIC
+from fedsynth.federation.run_data import PRIVATE, PUBLIC
 from fedsynth.models.registry import feature_facts, has_given_weights
 from fedsynth.privacy import disclosure
 from fedsynth.privacy.files import file_hash
@@ -31,10 +31,10 @@ from fedsynth.privacy.randomness import DESCRIPTION
 from fedsynth.privacy.releases import USER
 from fedsynth.privacy.report.figures import (
     Access,
-    Began,
     Event,
     ReportFacts,
     RunFacts,
+    Start,
     Unit,
     Verdict,
 )
@@ -52,14 +52,11 @@ def report_facts(
     plan: PrivacyPlan,
     rounds_done: int,
     events: Sequence[Event],
+    start: Start,
     *,
-    test: str,
-    began: Began,
-    warnings: Sequence[str] = (),
     secret: bool = True,
     abandoned: bool = False,
     files: Mapping[str, str] | None = None,
-    simulated: bool = True,
     first: int = 0,
 ) -> ReportFacts:
     """Returns the facts that the report states besides the ledgers.
@@ -68,18 +65,16 @@ def report_facts(
         plan: the run's plan.
         rounds_done: the number of finished rounds.
         events: deviations from the plan.
-        test: the kind of test images: "public", "private" or "none".
-        began: the run's identity and start date.
-        warnings: the warnings to include in the report.
+        start: the facts that were fixed when the run began.
         secret: whether all clients' noise came from the operating system's keys.
         abandoned: the run did not finish.
         files: the files that the report covers, with their SHA-256.
-        simulated: all clients were in one process; otherwise each was where its data are.
         first: the index of the plan's first client.
     """
     privacy = plan.privacy
     facts = plan.facts
     report = plan.run.report
+    simulated = start.simulated
     randomness = DESCRIPTION + (FOUR_SUMS if privacy.four_sums else "")
     published = plan.run.method.printed_epsilon(privacy.delta, plan.sigma)
     clients = [history.client for history in plan.histories]
@@ -97,12 +92,12 @@ def report_facts(
         planned_rounds=plan.run.rounds,
         rounds_done=rounds_done,
         public_items=public_items(plan, simulated=simulated),
-        verdict=Verdict(reasons=list(facts.reasons), warnings=list(warnings)),
+        verdict=Verdict(reasons=list(facts.reasons), warnings=start.warnings),
         events=list(events),
         ledger_kept=not simulated or privacy.ledger_folder is not None,
         randomness=facts.randomness or randomness,
         published=[dict(published)] if published and facts.guaranteed else [],
-        scope=accesses(plan, test, simulated=simulated),
+        scope=accesses(plan, start.test_images, simulated=simulated),
         test_only_randomness=not secret,
         provenance=provenance(plan.run),
         noise_multiplier=privacy.noise_multiplier,
@@ -113,8 +108,8 @@ def report_facts(
         min_clients=0 if simulated else min_clients_of_a_sum(plan),
         own_code=list(plan.run.own_code),
         run=RunFacts(
-            id=began.id,
-            date=began.date,
+            id=start.run.id,
+            date=start.run.date,
             responsible=report.responsible or None,
             purpose=report.purpose or None,
             sites=dict(zip(clients, sites, strict=False)),
@@ -144,10 +139,9 @@ def owner_facts(
     number: int,
     history: History,
     rounds: int,
+    start: Start,
     *,
     secret: bool,
-    began: Began,
-    warnings: Sequence[str],
 ) -> tuple[ReportFacts, dict[str, int]]:
     """Returns the facts that a data owner's report states besides its ledger, and the number of the
     ledger's rows from before the run.
@@ -157,22 +151,12 @@ def owner_facts(
         number: the client index.
         history: the contents of the owner's ledger when the client joined.
         rounds: the number of finished rounds, stated by the server; charges are the ledger's.
+        start: the facts that were fixed when the run began.
         secret: whether the noise came from the operating system's keys.
-        began: the run's identity and start date.
-        warnings: the warnings to include in the report.
     """
     owner_plan = replace(plan, histories=(history,))
-    facts = report_facts(
-        owner_plan,
-        min(rounds, plan.run.rounds),
-        (),
-        test=NO_TEST,
-        began=began,
-        secret=secret,
-        warnings=warnings,
-        simulated=False,
-        first=number,
-    )
+    done = min(rounds, plan.run.rounds)
+    facts = report_facts(owner_plan, done, (), start, secret=secret, first=number)
     return facts, rows_before(owner_plan)
 
 

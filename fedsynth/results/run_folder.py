@@ -32,7 +32,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -54,7 +53,7 @@ from fedsynth.data.shared_set import BYTES, NORMALISED, TENSORS, write_set
 from fedsynth.errors import OutputError
 from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.files import load_json, open_regular, plain_files, sync_folder
-from fedsynth.privacy.report.figures import Start, schema_problems
+from fedsynth.privacy.report.figures import SCHEMA_VERSION, Start, schema_problems
 from fedsynth.privacy.report.file import read_json
 from fedsynth.results.checkpoint import write_whole
 from fedsynth.results.disclosed import Disclosed, finite
@@ -217,26 +216,14 @@ class RunFolder:
                 (self.path / "sources").mkdir(exist_ok=True)
             self._replace(f"sources/{name}", text)
 
-    def write_private_start(self, facts: Mapping[str, Any]) -> None:
-        text = json.dumps(facts, indent=1, ensure_ascii=False, allow_nan=False)
+    def write_private_start(self, start: Start) -> None:
+        text = json.dumps(start.to_json(), indent=1, ensure_ascii=False, allow_nan=False)
         self._replace(PRIVATE_START, f"{text}\n")
 
     @property
     def name(self) -> str:
         """The name of the folder once the run has finished."""
         return self._final.name
-
-    def private_start(self) -> dict[str, Any]:
-        """Returns the record that the run wrote when it began (`Start`).
-
-        Raises:
-            PrivacyError: privacy_start.json is missing or damaged.
-        """
-        start = read_json(self.path / PRIVATE_START, "start of a private run")
-        problems = schema_problems(start, Start)
-        if problems:
-            raise PrivacyError(f"{PRIVATE_START}: {'; '.join(problems)}")
-        return start
 
     @property
     def has_begun(self) -> bool:
@@ -368,6 +355,20 @@ def _hidden(row: Disclosed) -> str:
     if not row.hidden:
         return ""
     return json.dumps({"round": row.shown["round"], **row.hidden}, allow_nan=False) + "\n"
+
+
+def private_start(folder: Path) -> Start:
+    """Returns the facts that a private run wrote when it began.
+
+    Raises:
+        PrivacyError: privacy_start.json is missing or damaged.
+    """
+    start = read_json(folder / PRIVATE_START, "start of a private run")
+    if problems := schema_problems(start, Start):
+        raise PrivacyError(f"{PRIVATE_START}: {'; '.join(problems)}")
+    if start["schema_version"] != SCHEMA_VERSION:
+        raise PrivacyError(f"{PRIVATE_START} is of schema {start['schema_version']}")
+    return Start.model_validate(start)
 
 
 def resumed_rounds(file: Path) -> list[int]:

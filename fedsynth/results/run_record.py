@@ -26,7 +26,7 @@ from fedsynth.federation.server import Server
 from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.ledger.history import History
 from fedsynth.privacy.report.build import build_report, write_report
-from fedsynth.privacy.report.figures import Began, Event
+from fedsynth.privacy.report.figures import Began, Event, Start
 from fedsynth.privacy.report.pages import event_text
 from fedsynth.results import privacy_summary
 from fedsynth.results.disclosed import (
@@ -42,7 +42,7 @@ from fedsynth.results.disclosed import (
 from fedsynth.results.measure import Measure
 from fedsynth.results.report_facts import handed_over, report_facts, rows_before
 from fedsynth.results.result import summarise
-from fedsynth.results.run_folder import SERVER, RunFolder
+from fedsynth.results.run_folder import SERVER, RunFolder, private_start
 from fedsynth.synthesizer.condensation.sets import synthetic_sets
 
 
@@ -101,15 +101,19 @@ class RunRecord:
         """
         if self.plan is None or self.folder is None:
             return
-        if not self.folder.has_begun:
-            began = Began.today(self.folder.name)
-            start = privacy_summary.start(
-                self.plan, histories, self.test, began, self.warnings, simulated=self.simulated
-            ).to_json()
+        if self.folder.has_begun:
+            start = private_start(self.folder.path)
+            warnings = list(dict.fromkeys([*start.warnings, *self.warnings]))
+            start = start.model_copy(update={"warnings": warnings})
         else:
-            start = self.folder.private_start()
-            start["warnings"] = list(dict.fromkeys([*start["warnings"], *self.warnings]))
+            start = self._start(self.plan, histories, self.folder.name)
         self.folder.write_private_start(start)
+
+    def _start(self, plan: PrivacyPlan, histories: Sequence[History], name: str | None) -> Start:
+        began = Began.today(name)
+        return privacy_summary.start(
+            plan, histories, self.test, began, self.warnings, simulated=self.simulated
+        )
 
     def go_on(self, folder: RunFolder, rows: Sequence[dict[str, Any]]) -> None:
         """Resumes after these rounds, in the folder that has them."""
@@ -306,20 +310,10 @@ class RunRecord:
     def _report(
         self, plan: PrivacyPlan, histories: Sequence[History], *, secret: bool
     ) -> dict[str, Any]:
-        began, warnings = Began.today(None), self.warnings
+        start = self._start(plan, histories, None)
         if self.folder is not None:  # a resumed run was begun by another process
-            start = self.folder.private_start()
-            began, warnings = Began(**start["run"]), start["warnings"]
-        facts = report_facts(
-            plan,
-            len(self.rows),
-            self.events,
-            test=self.test,
-            secret=secret,
-            began=began,
-            warnings=warnings,
-            simulated=self.simulated,
-        )
+            start = private_start(self.folder.path)
+        facts = report_facts(plan, len(self.rows), self.events, start, secret=secret)
         return build_report(facts, histories, rows_before(plan))
 
     def _disclosed(self, row: Mapping[str, Any]) -> Disclosed:

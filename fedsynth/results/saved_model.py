@@ -39,7 +39,7 @@ from fedsynth.models.weights import restore
 from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.files import decode_json
 from fedsynth.privacy.report.file import HOSTILE
-from fedsynth.results.run_files import read_start
+from fedsynth.results.private_run import read_start
 from fedsynth.results.run_folder import CONFIG, MODEL, PRIVATE_START
 from fedsynth.seeding import torch_generator
 from fedsynth.toml_file import read_sections

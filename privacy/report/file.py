@@ -13,7 +13,7 @@ from fedsynth.privacy.errors import LedgerError, PrivacyError
 from fedsynth.privacy.files import decode_json, read_text
 from fedsynth.privacy.ledger import Ledger, read_ledger
 from fedsynth.privacy.releases import Release
-from fedsynth.privacy.report.figures import SCHEMA_VERSION, schema_problems
+from fedsynth.privacy.report.figures import SCHEMA_VERSION, LedgerStart, schema_problems
 
 HOSTILE = (
     KeyError,
@@ -117,11 +117,11 @@ class HeldRows:
         file."""
         return self.ledgers[client].chains if client in self.ledgers else ()
 
-    def begins_with(self, client: str, start: Mapping[str, Any]) -> bool:
+    def begins_with(self, client: str, start: LedgerStart) -> bool:
         """Returns whether a client's file, if any, has the chain hash that `start` states for its
         first rows."""
         hashes = self.chains(client)
-        return start["rows"] >= len(hashes) or bool(hashes[start["rows"]] == start["chain"])
+        return start.rows >= len(hashes) or hashes[start.rows] == start.chain
 
 
 def held_rows(report: Mapping[str, Any], files: Path | None, *, exact: bool) -> HeldRows:
@@ -139,28 +139,30 @@ def held_rows(report: Mapping[str, Any], files: Path | None, *, exact: bool) -> 
     """
     heads = report["ledger_heads"]
     stated = stated_rows(report)
-    if files is None:
-        ledger_rows = HeldRows({client: tuple(stated.get(client, ())) for client in heads})
-        for client, rows in ledger_rows.rows.items():
-            head = heads[client]["rows"]
-            if len(rows) != head:
-                ledger_rows.problems.append(
-                    f"{client}: the report has {len(rows)} rows, and its ledger head {head}"
-                )
-        return ledger_rows
-    ledger_rows = HeldRows(note=f"the report's rows were compared with the ledger files in {files}")
-    damaged = _read_ledgers(ledger_rows, files)
-    if exact or not set(heads) <= set(ledger_rows.ledgers):
-        ledger_rows.problems.extend(damaged)
+    ledger_rows = HeldRows()
+    if files is not None:
+        ledger_rows = HeldRows(
+            note=f"the report's rows were compared with the ledger files in {files}"
+        )
+        damaged = _read_ledgers(ledger_rows, files)
+        if exact or not set(heads) <= set(ledger_rows.ledgers):
+            ledger_rows.problems.extend(damaged)
     for client in ledger_rows.ledgers:
         if exact and client not in heads:
             ledger_rows.problems.append(f"{files} has a ledger of {client}, which the report lacks")
     for client, head in heads.items():
         if client in ledger_rows.ledgers:
-            _compare(ledger_rows, client, head, exact=exact)
-        else:
+            rows = ledger_rows.ledgers[client].releases
+            ledger_rows.rows[client] = rows if exact else rows[: head["rows"]]
+            ledger_rows.problems.extend(_differences(ledger_rows, client, head, exact=exact))
+            continue
+        rows = ledger_rows.rows[client] = tuple(stated.get(client, ()))
+        if files is not None:
             ledger_rows.problems.append(f"{files} has no ledger of {client}")
-            ledger_rows.rows[client] = tuple(stated.get(client, ()))
+        elif len(rows) != head["rows"]:
+            ledger_rows.problems.append(
+                f"{client}: the report has {len(rows)} rows, and its ledger head {head['rows']}"
+            )
     return ledger_rows
 
 
@@ -200,17 +202,16 @@ def _read_ledgers(ledger_rows: HeldRows, folder: Path) -> list[str]:
     return problems
 
 
-def _compare(ledger_rows: HeldRows, client: str, head: Mapping[str, Any], *, exact: bool) -> None:
-    """Adds one client's rows to `ledger_rows`, and compares its file with the report's head."""
-    rows = ledger_rows.ledgers[client].releases
-    count = head["rows"]
-    if count > len(rows) or (exact and count != len(rows)):
-        ledger_rows.problems.append(
-            f"{client}: the ledger file has {len(rows)} rows, and the report states {count}"
-        )
-    elif ledger_rows.chains(client)[count] != head["chain"]:
-        ledger_rows.problems.append(
+def _differences(
+    ledger_rows: HeldRows, client: str, head: Mapping[str, Any], *, exact: bool
+) -> list[str]:
+    """Returns the differences between one client's file and the report's head."""
+    rows, count = len(ledger_rows.ledgers[client].releases), head["rows"]
+    if count > rows or (exact and count != rows):
+        return [f"{client}: the ledger file has {rows} rows, and the report states {count}"]
+    if ledger_rows.chains(client)[count] != head["chain"]:
+        return [
             f"{client}: the chain hash of the ledger file's first {count} rows is not the "
             "report's: they are other rows"
-        )
-    ledger_rows.rows[client] = rows if exact else rows[:count]
+        ]
+    return []

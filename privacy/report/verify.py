@@ -60,10 +60,12 @@ def report_problems(
         ledger_rows: the ledger rows.
         rows_before: client → number of rows in its ledger when the run began.
     """
-    histories = [
-        History(client, rows, _chain(report, ledger_rows, client))
-        for client, rows in ledger_rows.rows.items()
-    ]
+    histories = []
+    for client, rows in ledger_rows.rows.items():
+        hashes = ledger_rows.chains(client)  # empty without a file: the stated hash counts then
+        known = len(rows) < len(hashes)
+        chain = hashes[len(rows)] if known else report["ledger_heads"][client]["chain"]
+        histories.append(History(client, rows, chain))
     try:
         expected = build_report(facts, histories, rows_before)
     except (PrivacyError, ArithmeticError) as error:  # ArithmeticError: absurdly large figures
@@ -75,16 +77,6 @@ def report_problems(
         problems += _audit_problems(report["audit"], report)
         expected["audit"] = report["audit"]
     return [*problems, *differences("", expected, report)]
-
-
-def _chain(report: Mapping[str, Any], ledger_rows: HeldRows, client: str) -> str | None:
-    """Returns the chain hash over a client's rows: from its file, or the stated one without a
-    file."""
-    hashes = ledger_rows.chains(client)
-    if len(ledger_rows.rows[client]) < len(hashes):
-        return hashes[len(ledger_rows.rows[client])]
-    stated: str | None = report["ledger_heads"][client]["chain"]
-    return stated
 
 
 def taken_as_stated(report: Mapping[str, Any]) -> list[str]:
@@ -108,11 +100,12 @@ def page_problems(report: Mapping[str, Any], folder: Path) -> tuple[list[str], l
         report: a report of a valid shape.
         folder: the pages' folder.
     """
-    other = []
-    for name, version in renderer_versions().items():
-        stated = report["provenance"].get(name)
-        if stated != version:
-            other.append(f"{name} {SHORT.repr(stated)[1:-1]}")
+    stated = report["provenance"]
+    other = [
+        f"{name} {SHORT.repr(stated.get(name))[1:-1]}"
+        for name, installed in renderer_versions().items()
+        if stated.get(name) != installed
+    ]
     if other:
         made_by = ", ".join(other)
         return [], [f"{NAME}.md and .html were not compared: they were rendered by {made_by}"]
@@ -136,16 +129,14 @@ def _versions(report: Mapping[str, Any], expected: dict[str, Any]) -> list[str]:
     stated = report["provenance"]
     if set(stated) != set(expected["provenance"]):
         return []
-    problems = []
-    for name, value in stated.items():
-        if name == "config":
-            continue
-        expected["provenance"][name] = value
-        if not _VERSION.fullmatch(value):
-            problems.append(f"provenance.{name} is no version: {SHORT.repr(value)}")
+    expected["provenance"] = {**stated, "config": expected["provenance"]["config"]}
     if "dp-accounting" in stated:
         expected["accountant"]["library"] = f"dp-accounting {stated['dp-accounting']}"
-    return problems
+    return [
+        f"provenance.{name} is no version: {SHORT.repr(value)}"
+        for name, value in stated.items()
+        if name != "config" and not _VERSION.fullmatch(value)
+    ]
 
 
 def _audit_problems(stated: Mapping[str, Any], report: Mapping[str, Any]) -> list[str]:
