@@ -11,7 +11,6 @@ import math
 import os
 import re
 import stat
-import tempfile
 import time
 import tomllib
 from collections.abc import Collection
@@ -263,23 +262,32 @@ def _raise(error: OSError) -> NoReturn:
     raise error
 
 
-def write_durably(path: Path, content: bytes) -> None:
-    """Creates or replaces a file atomically and durably.
+def write_whole(path: Path, content: bytes, *, lasting: bool = True, secret: bool = False) -> None:
+    """Creates or replaces a file atomically: it is always the old file or the complete new one.
+
+    Args:
+        path: the file's path.
+        content: the new content; it is on the disk when this returns.
+        lasting: flush the folder entry, too; otherwise call `sync_folder` afterwards.
+        secret: only the user may read the file.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: it cannot be written; the old file still exists.
     """
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    partial = path.with_name(f"{path.name}.partial")
+    partial.unlink(missing_ok=True)  # a leftover file would keep its old permissions
+    rights = 0o600 if secret else 0o666
     try:
-        with os.fdopen(descriptor, "wb") as file:
+        with open(partial, "wb", opener=lambda name, flags: os.open(name, flags, rights)) as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
+        os.replace(partial, path)
     except BaseException:
-        os.unlink(temporary)
+        partial.unlink(missing_ok=True)
         raise
+    if lasting:
+        sync_folder(path.parent)
 
 
 def sync_folder(path: Path) -> None:
@@ -309,8 +317,7 @@ def lock(file: FileIO, path: Path, *, shared: bool = False) -> None:
             if time.monotonic() >= until:
                 raise LedgerError(
                     f"another process has held the lock on {path} for {LOCK_SECONDS:g} s: one that "
-                    "is "
-                    "stopped or hangs must go on or be ended (`fuser` or `lsof` names it)"
+                    "is stopped or hangs must go on or be ended (`fuser` or `lsof` names it)"
                 ) from None
         except OSError as error:
             raise LedgerError(f"cannot lock {path}: {error}") from error

@@ -20,9 +20,8 @@ from fedsynth.deployment.messages import parse_history, unpack
 from fedsynth.errors import CheckpointError, MessageError, OutputError
 from fedsynth.federation.protocol import Joined
 from fedsynth.privacy.errors import PrivacyError
-from fedsynth.privacy.files import load_json
+from fedsynth.privacy.files import load_json, write_whole
 from fedsynth.privacy.ledger.history import History
-from fedsynth.results.checkpoint import write_whole
 
 FILE = "clients.json"
 

@@ -38,12 +38,12 @@ from fedsynth.federation.round_loop import Played, agree, play_round
 from fedsynth.federation.run_data import NO_TEST, PUBLIC
 from fedsynth.federation.server import Server
 from fedsynth.privacy.errors import LedgerError
-from fedsynth.privacy.files import load_json
+from fedsynth.privacy.files import load_json, write_whole
 from fedsynth.privacy.ledger.history import History
 from fedsynth.privacy.releases import Release
 from fedsynth.privacy.report.figures import Event
 from fedsynth.results import privacy_summary
-from fedsynth.results.checkpoint import Checkpoint, CheckpointFolder, write_whole
+from fedsynth.results.checkpoint import Checkpoint, CheckpointFolder
 from fedsynth.results.measure import Measure
 from fedsynth.results.run_folder import PRIVATE_START, SERVED, RunFolder
 from fedsynth.results.run_record import RunRecord

@@ -17,13 +17,13 @@ from fedsynth.federation.context import public_context
 from fedsynth.federation.privacy_plan import PrivacyPlan
 from fedsynth.federation.run_data import NO_TEST
 from fedsynth.privacy.errors import PrivacyError
+from fedsynth.privacy.files import write_whole
 from fedsynth.privacy.ledger import Ledger, read_ledger
 from fedsynth.privacy.ledger.history import History
 from fedsynth.privacy.report.build import build_report, write_report
 from fedsynth.privacy.report.figures import Began
 from fedsynth.privacy.report.formatting import format_epsilon
 from fedsynth.results import privacy_summary
-from fedsynth.results.checkpoint import write_whole
 from fedsynth.results.privacy_summary import headline, how_many
 from fedsynth.results.report_facts import owner_facts
 from fedsynth.results.run_folder import PRIVATE_START

@@ -16,9 +16,8 @@ from typing import Any
 from fedsynth.deployment.frames import Frame
 from fedsynth.deployment.secure_exchange import QUESTIONS
 from fedsynth.errors import CheckpointError, MessageError
-from fedsynth.privacy.files import MAX_TENSORS_BYTES, read_regular
+from fedsynth.privacy.files import MAX_TENSORS_BYTES, read_regular, write_whole
 from fedsynth.privacy.plans import PHASES
-from fedsynth.results.checkpoint import write_whole
 
 HASH_BYTES = 32
 KEPT_ROUNDS = 2

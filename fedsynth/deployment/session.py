@@ -38,12 +38,12 @@ from fedsynth.federation.client_runtime import ClientRuntime, OwnData, Standing
 from fedsynth.federation.context import public_context, resolve_device, with_proxy
 from fedsynth.federation.protocol import Terms
 from fedsynth.federation.run_data import divided
-from fedsynth.privacy.files import MAX_TENSORS_BYTES, load_json, read_regular
+from fedsynth.privacy.files import MAX_TENSORS_BYTES, load_json, read_regular, write_whole
 from fedsynth.privacy.guard import Cap
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.plans import FIRST, MAIN
 from fedsynth.privacy.randomness import SecretGenerator
-from fedsynth.results.checkpoint import Kept, write_whole
+from fedsynth.results.checkpoint import Kept
 
 STATE = "session.json"
 SUM_FILE = "sum.json"

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -42,6 +41,7 @@ from fedsynth.privacy.files import (
     read_regular,
     read_text,
     sync_folder,
+    write_whole,
 )
 
 FORMAT = 1
@@ -287,31 +287,6 @@ def run_identity(
         digest.update(str((tensor.dtype, tuple(tensor.shape))).encode())
         digest.update(tensor.cpu().numpy().tobytes())
     return digest.hexdigest()
-
-
-def write_whole(path: Path, content: bytes, *, lasting: bool = True, secret: bool = False) -> None:
-    """Replaces a file atomically: it is always the old file or the complete new one.
-
-    Args:
-        path: the file's path.
-        content: the new content; it is on the disk when this returns.
-        lasting: flush the folder entry, too; otherwise call `sync_folder` afterwards.
-        secret: only the user may read the file.
-
-    Raises:
-        OSError: it cannot be written; the old file still exists.
-    """
-    partial = path.with_name(f"{path.name}.partial")
-    if secret:
-        partial.unlink(missing_ok=True)  # a leftover file would keep its old permissions
-    rights = 0o600 if secret else 0o666
-    with open(partial, "wb", opener=lambda name, flags: os.open(name, flags, rights)) as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
-    if lasting:
-        sync_folder(path.parent)
 
 
 def _hash_of(pointer: Mapping[str, Any]) -> str:

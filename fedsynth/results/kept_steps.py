@@ -20,8 +20,8 @@ from torch import Tensor
 from fedsynth.core.messages import Packed
 from fedsynth.errors import MessageError
 from fedsynth.keeping import StepKeeper
-from fedsynth.privacy.files import MAX_TENSORS_BYTES, read_regular
-from fedsynth.results.checkpoint import CheckpointFolder, write_whole
+from fedsynth.privacy.files import MAX_TENSORS_BYTES, read_regular, write_whole
+from fedsynth.results.checkpoint import CheckpointFolder
 
 FORMAT = 1
 """Version of the files; files of another version are ignored."""

@@ -1,9 +1,8 @@
-"""Observers that write a run's rounds down for other tools: CSV, TensorBoard, Weights & Biases,
-MLflow.
+"""Observers that log a run's rounds for other tools: CSV, TensorBoard, Weights & Biases, MLflow.
 
-They get what metrics.jsonl gets: of a private run nothing that only a simulation may show. But the
-last three stamp the time on each entry, and time may tell of private data; so their files do not
-stand in the run folder, and a private run says so.
+They receive the same values as metrics.jsonl: of a private run nothing that only a simulation may
+show. The last three add a time stamp to each entry, and time may reveal something about private
+data. Their files are therefore outside the run folder, and a private run prints a warning.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import csv
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from io import StringIO
 from pathlib import Path
@@ -22,9 +21,10 @@ from fedsynth.config.settings import RunSettings
 from fedsynth.data.files import one_line
 from fedsynth.errors import OutputError, SettingError
 from fedsynth.federation.observer import Observer
+from fedsynth.privacy.files import write_whole
 
 STEP_SECONDS = 30.0
-"""Steps within a round are written so often, where they are at all."""
+"""Seconds between two logged steps within a round."""
 TIMES = (
     "warning: {names} stamp the time on each entry, and how long a round takes may tell of private "
     "data: the guarantee does not cover these logs"
@@ -33,7 +33,7 @@ Numbers = Mapping[str, float]
 
 
 def numbers_of(row: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
-    """The numbers of a round's row, by their paths; what is no number is left out.
+    """Returns the numbers in a round's row by their paths; other values are left out.
 
     >>> numbers_of({"round": 1, "local": {"amp": 0.5}, "participants": [0, 1], "note": "x"})
     {'round': 1.0, 'local/amp': 0.5}
@@ -47,20 +47,12 @@ def numbers_of(row: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
     return numbers
 
 
-def settings_of(settings: RunSettings) -> dict[str, str | int | float | bool]:
-    """All settings that a run's config.toml has, by "section.key"."""
-    sections = settings.to_mapping()
-    return {
-        f"{name}.{key}": value for name, values in sections.items() for key, value in values.items()
-    }
-
-
 class Several(Observer):
-    """Tells several observers. A logger that fails once the run has begun (a full disk, a service
-    that does not answer) is told no more, which the others hear: it may cost no run.
+    """Passes events to several observers. A logger that fails after the run has begun (a full disk,
+    a service that does not answer) is removed, with a note to the others; the run continues.
 
     Args:
-        observers: in the order in which they are told.
+        observers: in the order in which they receive events.
     """
 
     def __init__(self, observers: Sequence[Observer]) -> None:
@@ -74,19 +66,19 @@ class Several(Observer):
         for observer in self._observers:
             observer.note(text)
 
-    def step(self, round: int, phase: str, completed: int, total: int) -> None:
-        self._tell(lambda observer: observer.step(round, phase, completed, total))
+    def step(self, round: int, phase: str, done: int, total: int) -> None:
+        self._send("step", round, phase, done, total)
 
     def round_ended(self, row: Mapping[str, Any]) -> None:
-        self._tell(lambda observer: observer.round_ended(row))
+        self._send("round_ended", row)
 
     def ended(self, summary: Mapping[str, Any] | None) -> None:
-        self._tell(lambda observer: observer.ended(summary))
+        self._send("ended", summary)
 
-    def _tell(self, event: Callable[[Observer], None]) -> None:
+    def _send(self, event: str, *values: Any) -> None:
         for observer in list(self._observers):
             try:
-                event(observer)
+                getattr(observer, event)(*values)
             except Exception as error:
                 if not isinstance(observer, Logger):
                     raise
@@ -95,13 +87,13 @@ class Several(Observer):
 
 
 class Logger(Observer):
-    """Base of the loggers.
+    """Base class of the loggers.
 
     Args:
-        base: the folder under which they write, each in one of its own.
+        base: the folder below which each logger writes into its own folder.
 
     Attributes:
-        name: what `--log` calls it.
+        name: the logger's name for `--log`.
         library: the module that it needs; empty: none.
 
     Raises:
@@ -116,6 +108,7 @@ class Logger(Observer):
         self.base = base
         self._private = False
         self._last_step = time.monotonic()
+        self._open_log: Any = None
         try:
             self._library: Any = import_module(self.library) if self.library else None
         except ImportError:
@@ -132,8 +125,13 @@ class Logger(Observer):
             OutputError: the library refuses: no rights, no key, no server.
         """
         self._private = settings.privacy is not None
+        named = {
+            f"{section}.{key}": value
+            for section, values in settings.to_mapping().items()
+            for key, value in values.items()
+        }
         try:
-            self._open("run" if folder is None else folder.name, settings_of(settings))
+            self._open_log = self._open("run" if folder is None else folder.name, named)
         except OutputError:
             raise
         except Exception as error:  # of any library
@@ -142,73 +140,65 @@ class Logger(Observer):
     def _cannot_begin(self, error: Exception) -> OutputError:
         return OutputError(f"cannot log to {self.name}: {type(error).__name__}: {one_line(error)}")
 
-    def step(self, round: int, phase: str, completed: int, total: int) -> None:
+    def step(self, round: int, phase: str, done: int, total: int) -> None:
         """Logs the progress of a long round; nothing for a private run."""
         if self._private or time.monotonic() - self._last_step < STEP_SECONDS:
             return
         self._last_step = time.monotonic()
-        self._write({f"progress/{phase}": completed / max(1, total)}, round)
+        self._write({f"progress/{phase}": done / max(1, total)}, round)
 
     def round_ended(self, row: Mapping[str, Any]) -> None:
         self._write(numbers_of(row), int(row["round"]))
 
     def ended(self, summary: Mapping[str, Any] | None) -> None:
-        self._close({} if summary is None else numbers_of(summary), summary is not None)
+        if self._open_log is not None:
+            self._close(numbers_of(summary or {}), finished=summary is not None)
 
-    def _open(self, name: str, settings: Mapping[str, Any]) -> None:
+    def _open(self, name: str, settings: Mapping[str, Any]) -> Any:
+        """Returns the open log, which `_write` and `_close` use as `_open_log`."""
         raise NotImplementedError  # abstract
 
     def _write(self, values: Numbers, round: int) -> None:
         raise NotImplementedError  # abstract
 
-    def _close(self, summary: Numbers, finished: bool) -> None:
-        raise NotImplementedError  # abstract
+    def _close(self, summary: Numbers, *, finished: bool) -> None:
+        """Closes the log."""
 
 
 class CsvLogger(Logger):
-    """BASE/csv/RUN.csv: a line a round, a column for each number that any round has. No times of
-    its own."""
+    """BASE/csv/RUN.csv: a line for each round, a column for each number that any round has, and no
+    time stamps."""
 
     name = "csv"
     stamps_times = False
 
-    def _open(self, name: str, settings: Mapping[str, Any]) -> None:
-        self.path = self.base / "csv" / f"{name}.csv"
-        self._rows = self._read()
-
-    def _read(self) -> list[dict[str, str]]:
-        """The lines of a run that goes on."""
+    def _open(self, name: str, settings: Mapping[str, Any]) -> Path:
+        file = self.base / "csv" / f"{name}.csv"
+        self._rows: list[dict[str, str]] = []
         try:
-            with self.path.open(encoding="utf-8", newline="") as file:
-                return list(csv.DictReader(file))
-        except FileNotFoundError:
-            return []
+            if file.exists():  # of a run that is resumed
+                self._rows = list(csv.DictReader(StringIO(file.read_text(encoding="utf-8"))))
         except OSError as error:
-            raise OutputError(f"cannot read {self.path}: {error.strerror}") from None
+            raise OutputError(f"cannot read {file}: {error.strerror}") from None
+        return file
 
-    def step(self, round: int, phase: str, completed: int, total: int) -> None:
+    def step(self, round: int, phase: str, done: int, total: int) -> None:
         pass
 
     def _write(self, values: Numbers, round: int) -> None:
-        line = {"round": str(round), **{key: f"{value:.10g}" for key, value in values.items()}}
-        line["round"] = str(round)
-        previous = [
-            row for row in self._rows if row["round"].isdigit() and int(row["round"]) < round
-        ]
-        self._rows = [*previous, line]
+        texts = {key: f"{value:.10g}" for key, value in values.items() if key != "round"}
+        before = [row for row in self._rows if row["round"].isdigit() and int(row["round"]) < round]
+        self._rows = [*before, {"round": str(round), **texts}]
         text = StringIO()
         columns = list(dict.fromkeys(key for row in self._rows for key in row))
         writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
         writer.writeheader()
         writer.writerows(self._rows)
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.path.write_text(text.getvalue(), encoding="utf-8")
+            self._open_log.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(self._open_log, text.getvalue().encode())
         except OSError as error:
-            raise OutputError(f"cannot write {self.path}: {error.strerror}") from None
-
-    def _close(self, summary: Numbers, finished: bool) -> None:
-        pass
+            raise OutputError(f"cannot write {self._open_log}: {error.strerror}") from None
 
 
 class TensorBoardLogger(Logger):
@@ -216,84 +206,75 @@ class TensorBoardLogger(Logger):
 
     name = "tensorboard"
     library = "torch.utils.tensorboard"
-    _writer: Any = None
 
-    def _open(self, name: str, settings: Mapping[str, Any]) -> None:
-        self._writer = self._library.SummaryWriter(log_dir=str(self.base / "tensorboard" / name))
+    def _open(self, name: str, settings: Mapping[str, Any]) -> Any:
+        writer = self._library.SummaryWriter(log_dir=str(self.base / "tensorboard" / name))
         lines = "".join(f"    {key} = {json.dumps(value)}\n" for key, value in settings.items())
-        self._writer.add_text("settings", lines)
+        writer.add_text("settings", lines)
+        return writer
 
     def _write(self, values: Numbers, round: int) -> None:
         for key, value in values.items():
-            self._writer.add_scalar(key, value, round)
-        self._writer.flush()
+            self._open_log.add_scalar(key, value, round)
+        self._open_log.flush()
 
-    def _close(self, summary: Numbers, finished: bool) -> None:
-        if self._writer is not None:
-            self._writer.close()
+    def _close(self, summary: Numbers, *, finished: bool) -> None:
+        self._open_log.close()
 
 
 class WandbLogger(Logger):
-    """A run of project fedsynth; what WANDB_MODE, WANDB_PROJECT and the like say holds, and files
-    stand below BASE/wandb."""
+    """A run of project fedsynth, with files below BASE/wandb. WANDB_MODE, WANDB_PROJECT and the
+    other environment variables of Weights & Biases apply."""
 
     name = "wandb"
     library = "wandb"
-    _run: Any = None
 
-    def _open(self, name: str, settings: Mapping[str, Any]) -> None:
+    def _open(self, name: str, settings: Mapping[str, Any]) -> Any:
         self.base.mkdir(parents=True, exist_ok=True)
-        self._run = self._library.init(
+        run = self._library.init(
             project=os.environ.get("WANDB_PROJECT", "fedsynth"),
             name=name,
             dir=str(self.base),
             config=dict(settings),
             reinit="finish_previous",
         )
-        self._run.define_metric("*", step_metric="round")
+        run.define_metric("*", step_metric="round")
+        return run
 
     def _write(self, values: Numbers, round: int) -> None:
-        self._run.log({**values, "round": round})
+        self._open_log.log({**values, "round": round})
 
-    def _close(self, summary: Numbers, finished: bool) -> None:
-        if self._run is None:
-            return
-        self._run.summary.update({f"final/{key}": value for key, value in summary.items()})
-        self._run.finish(exit_code=0 if finished else 1)
+    def _close(self, summary: Numbers, *, finished: bool) -> None:
+        self._open_log.summary.update({f"final/{key}": value for key, value in summary.items()})
+        self._open_log.finish(exit_code=0 if finished else 1)
 
 
 class MlflowLogger(Logger):
-    """A run of experiment fedsynth; at MLFLOW_TRACKING_URI where that is set, else in
+    """A run of experiment fedsynth: at MLFLOW_TRACKING_URI if it is set, otherwise in
     BASE/mlflow.db (`mlflow ui --backend-store-uri sqlite:///BASE/mlflow.db`)."""
 
     name = "mlflow"
     library = "mlflow.tracking"
-    _client: Any = None
 
-    def _open(self, name: str, settings: Mapping[str, Any]) -> None:
+    def _open(self, name: str, settings: Mapping[str, Any]) -> Any:
         self.base.mkdir(parents=True, exist_ok=True)
-        place = os.environ.get("MLFLOW_TRACKING_URI")
-        self._client = self._library.MlflowClient(
-            place or f"sqlite:///{self.base.resolve() / 'mlflow.db'}"
-        )
-        existing = self._client.get_experiment_by_name("fedsynth")
-        experiment = (
-            existing.experiment_id if existing else self._client.create_experiment("fedsynth")
-        )
-        self._id = self._client.create_run(experiment, run_name=name).info.run_id
+        database = f"sqlite:///{self.base.resolve() / 'mlflow.db'}"
+        client = self._library.MlflowClient(os.environ.get("MLFLOW_TRACKING_URI") or database)
+        found = client.get_experiment_by_name("fedsynth")
+        experiment = found.experiment_id if found else client.create_experiment("fedsynth")
+        self._id = client.create_run(experiment, run_name=name).info.run_id
         for key, value in settings.items():
-            self._client.log_param(self._id, key, str(value)[:500])
+            client.log_param(self._id, key, str(value)[:500])
+        return client
 
     def _write(self, values: Numbers, round: int) -> None:
         for key, value in values.items():
-            self._client.log_metric(self._id, key, value, step=round)
+            self._open_log.log_metric(self._id, key, value, step=round)
 
-    def _close(self, summary: Numbers, finished: bool) -> None:
-        if self._client is None:
-            return
+    def _close(self, summary: Numbers, *, finished: bool) -> None:
         for key, value in summary.items():
-            self._client.log_metric(self._id, f"final/{key}", value)
-        self._client.set_terminated(self._id, "FINISHED" if finished else "KILLED")
+            self._open_log.log_metric(self._id, f"final/{key}", value)
+        self._open_log.set_terminated(self._id, "FINISHED" if finished else "KILLED")
 
 
 LOGGERS: Mapping[str, type[Logger]] = {
@@ -302,15 +283,16 @@ LOGGERS: Mapping[str, type[Logger]] = {
 
 
 def make_loggers(names: Sequence[str], base: Path, *, private: bool) -> Iterator[Logger | str]:
-    """Loggers by name, and what has to be said of them.
+    """Yields loggers by name, and a warning if a private run's log has time stamps.
 
     Args:
         names: of `LOGGERS`.
-        base: the folder under which they write.
+        base: the folder below which they write.
         private: whether the run has differential privacy.
 
     Raises:
-        SettingError: an unknown name. OutputError: its library is not installed.
+        SettingError: a name is unknown.
+        OutputError: a logger's library is not installed.
     """
     stamped = []
     for name in dict.fromkeys(names):

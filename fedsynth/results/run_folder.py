@@ -52,10 +52,9 @@ from fedsynth.data.registry import DatasetSpec
 from fedsynth.data.shared_set import BYTES, NORMALISED, TENSORS, write_set
 from fedsynth.errors import OutputError
 from fedsynth.privacy.errors import PrivacyError
-from fedsynth.privacy.files import load_json, open_regular, plain_files, sync_folder
+from fedsynth.privacy.files import load_json, open_regular, plain_files, sync_folder, write_whole
 from fedsynth.privacy.report.figures import SCHEMA_VERSION, Start, schema_problems
 from fedsynth.privacy.report.file import read_json
-from fedsynth.results.checkpoint import write_whole
 from fedsynth.results.disclosed import Disclosed, finite
 
 SIMULATION_ONLY_NOTE = (

@@ -27,7 +27,7 @@ from fedsynth.privacy.accounting import (
 from fedsynth.privacy.attacks import attack_success, best_guess
 from fedsynth.privacy.disclosure import UNACCOUNTED
 from fedsynth.privacy.errors import PrivacyError
-from fedsynth.privacy.files import sync_folder, write_durably
+from fedsynth.privacy.files import write_whole
 from fedsynth.privacy.ledger.history import History
 from fedsynth.privacy.releases import Release, require
 from fedsynth.privacy.report.figures import (
@@ -120,8 +120,7 @@ def write_report(report: Mapping[str, Any], folder: Path) -> tuple[Path, Path, P
     for path, content in zip(paths, contents, strict=True):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_durably(path, content.encode())
-            sync_folder(path.parent)
+            write_whole(path, content.encode())
         except OSError as error:
             raise PrivacyError(f"cannot write {path}: {error}") from error
     return paths

@@ -17,7 +17,7 @@ from fedsynth.privacy.files import (
     load_toml,
     plain_files,
     read_regular,
-    write_durably,
+    write_whole,
 )
 from tests.special import SPECIAL, special_file
 
@@ -93,5 +93,5 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "full").touch()
     with pytest.raises(OSError, match=r"irectory"):
-        write_durably(tmp_path / "there", b"x")  # a folder with files cannot be replaced
+        write_whole(tmp_path / "there", b"x")  # a folder with files cannot be replaced
     assert [one.name for one in tmp_path.iterdir()] == ["there"]

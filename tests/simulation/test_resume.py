@@ -27,6 +27,7 @@ from fedsynth.errors import CheckpointError, FedsynthError, OutputError
 from fedsynth.federation.observer import Observer
 from fedsynth.methods import METHODS
 from fedsynth.privacy.errors import PrivacyError
+from fedsynth.privacy.files import write_whole
 from fedsynth.privacy.ledger import read_ledger
 from fedsynth.results import checkpoint as checkpoints
 from fedsynth.results import run_checkpoints
@@ -486,7 +487,7 @@ def test_a_full_disk_leaves_the_last_checkpoint_whole(
 ) -> None:
     given = sections("scaffold")
     whole = run(given, tmp_path / "whole")
-    original = checkpoints.write_whole
+    original = write_whole
 
     def full(path: Path, content: bytes, **values: bool) -> None:
         if path.name.startswith("memory-") and path.name.endswith("-3.safetensors"):
