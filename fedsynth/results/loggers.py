@@ -66,8 +66,8 @@ class Several(Observer):
         for observer in self._observers:
             observer.note(text)
 
-    def step(self, round: int, phase: str, done: int, total: int) -> None:
-        self._send("step", round, phase, done, total)
+    def step(self, round: int, phase: str, completed: int, total: int) -> None:
+        self._send("step", round, phase, completed, total)
 
     def round_ended(self, row: Mapping[str, Any]) -> None:
         self._send("round_ended", row)
@@ -140,12 +140,12 @@ class Logger(Observer):
     def _cannot_begin(self, error: Exception) -> OutputError:
         return OutputError(f"cannot log to {self.name}: {type(error).__name__}: {one_line(error)}")
 
-    def step(self, round: int, phase: str, done: int, total: int) -> None:
+    def step(self, round: int, phase: str, completed: int, total: int) -> None:
         """Logs the progress of a long round; nothing for a private run."""
         if self._private or time.monotonic() - self._last_step < STEP_SECONDS:
             return
         self._last_step = time.monotonic()
-        self._write({f"progress/{phase}": done / max(1, total)}, round)
+        self._write({f"progress/{phase}": completed / max(1, total)}, round)
 
     def round_ended(self, row: Mapping[str, Any]) -> None:
         self._write(numbers_of(row), int(row["round"]))
@@ -182,7 +182,7 @@ class CsvLogger(Logger):
             raise OutputError(f"cannot read {file}: {error.strerror}") from None
         return file
 
-    def step(self, round: int, phase: str, done: int, total: int) -> None:
+    def step(self, round: int, phase: str, completed: int, total: int) -> None:
         pass
 
     def _write(self, values: Numbers, round: int) -> None:
