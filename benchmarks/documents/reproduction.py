@@ -15,19 +15,14 @@ from fedsynth.reproduction.presets import Cell, Preset, cell_words, dataset_of
 from fedsynth.reproduction.rows import Rows
 from fedsynth.reproduction.runs import changed_settings
 from library import RESULTS, pivot
-from library.pivot import Axis, Fields, Table, figure, text
+from library.pivot import Axis, Table, figure, text
 from library.rows import READ, REPRODUCTION, Row, RowsError, case, number, percents
 
 DOCUMENT = "docs/reproduction.md"
 CURVES = "fedprox:synthetic"
 METHODS = {"fedavg": "FedAvg", "fedprox (mu = 0)": "μ = 0", "fedprox": "μ = 1"}
 MARKS = {"above": " ↑", "below": " ↓"}
-NETWORKS: Fields = {
-    "file": "networks_per_round",
-    "key": "{dataset} M={networks}",
-    "less": "{dataset} M=0",
-    "seeds": range(5),
-}
+NETWORK_SEEDS = range(5)
 
 
 def _rows() -> dict[str, dict[str, Any]]:
@@ -105,18 +100,6 @@ def _end(cell: pivot.Cell) -> str:
     return f"{statistics.mean(last):.1f} ± {statistics.pstdev(last):.1f}"
 
 
-def _networks() -> Axis:
-    """FedDM with M networks a round beside the literal loop."""
-    return [
-        (
-            (dataset, f"M = {networks}" if networks else "a new network in every step"),
-            {"dataset": dataset, "networks": networks},
-        )
-        for dataset in ("mnist", "fashion-mnist")
-        for networks in (0, 5, 20, 50)
-    ]
-
-
 TABLES = {
     "reproduction-accuracy": Table(
         partial(_compared, "dataset", "feddm:table2", "fedhydra:table1"),
@@ -135,13 +118,6 @@ TABLES = {
             for column in ((f"{title}, paper", text(metric)), ("here", text(f"{metric} here")))
         ],
         corner=("partition", "method"),
-    ),
-    "networks-per-round": Table(
-        _networks(),
-        [("accuracy", {"less": None}), ("− the first", {"sign": "+"})],
-        NETWORKS,
-        corner=("", "networks of a round"),
-        least=1,
     ),
     "reproduction-curves": Table(
         _curves,
@@ -172,9 +148,9 @@ def _fifty_networks() -> list[str]:
     found = []
     for dataset in ("mnist", "fashion-mnist"):
         few, literal = (
-            percents("networks_per_round", f"{dataset} M={m}", NETWORKS["seeds"]) for m in (50, 0)
+            percents("networks_per_round", f"{dataset} M={m}", NETWORK_SEEDS) for m in (50, 0)
         )
-        if not len(few) == len(literal) == len(NETWORKS["seeds"]):
+        if not len(few) == len(literal) == len(NETWORK_SEEDS):
             raise RowsError("results/networks_per_round.jsonl lacks seeds of M = 50 or M = 0")
         error = math.sqrt((statistics.variance(few) + statistics.variance(literal)) / len(few))
         difference = statistics.mean(few) - statistics.mean(literal)
