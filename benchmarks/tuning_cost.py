@@ -1,6 +1,6 @@
 """What choosing settings would cost on private data: all runs that are tried are composed.
 
-    python benchmarks/tuning_cost.py [--json] [--candidates 6]
+    python benchmarks/tuning_cost.py [--candidates 6]
 
 For the table of `dp_utility.py`: of each mechanism six candidates (three clips, two learning rates)
 were run at ε = 3 on the same records. Clip and rate do not change ε, so all candidates have the
@@ -8,8 +8,6 @@ same rows in the ledger. No data are read.
 """
 
 from __future__ import annotations
-
-import json
 
 from fedsynth.federation.costs import plan_of
 from fedsynth.federation.privacy_plan import PrivacyPlan
@@ -43,15 +41,11 @@ def cost(mechanism: str, candidates: int) -> dict[str, float]:
 
 def main() -> None:
     parser = plain_options(__doc__)
-    parser.add_argument("--json", action="store_true", help="print the table as JSON")
     parser.add_argument("--candidates", type=int, default=len(CLIPS) * len(RATES))
     options = parser.parse_args()
-    table = {mechanism: cost(mechanism, options.candidates) for mechanism in METHODS}
-    if options.json:
-        print(json.dumps(table, indent=2))
-        return
-    for mechanism, row in table.items():
-        print(f"{mechanism:10}" + "".join(f"  {name} {value:.2f}" for name, value in row.items()))
+    for mechanism in METHODS:
+        figures = cost(mechanism, options.candidates).items()
+        print(f"{mechanism:10}", *(f" {name} {value:.2f}" for name, value in figures))
 
 
 if __name__ == "__main__":
