@@ -44,7 +44,7 @@ GROWTH: tuple[Point, ...] = (
 
 
 def measure(shape: tuple[str, int], options: argparse.Namespace) -> dict[str, Any]:
-    """Medians over alternating repeats, per step."""
+    """Returns medians over alternating repeats, for one step."""
     name, clients = shape
     device = torch.device(options.device)
     width, steps = (8, 1) if options.quick else (128, options.steps)
@@ -74,7 +74,7 @@ def measure(shape: tuple[str, int], options: argparse.Namespace) -> dict[str, An
 
 
 def floors(case: Case, real: int, times: dict[str, float]) -> dict[str, Any]:
-    """The least seconds of a step at the machine's peak, and the engine's share of them."""
+    """Returns the least seconds of a step at the machine's peak, and the engine's share."""
     network: Any = case.context.architecture
     synthetic = real // BATCH * IPC
     flops = forward_flops(network, case.spec.image_shape)
@@ -93,7 +93,7 @@ def floors(case: Case, real: int, times: dict[str, float]) -> dict[str, Any]:
 
 
 def measure_growth(point: Point, options: argparse.Namespace) -> dict[str, Any]:
-    """One point of the growth table: the engine without the reference, in this process."""
+    """Measures one point of the growth table, without the reference, in this process."""
     device = torch.device(options.device)
     clients, classes, bound = point
     names = tuple(str(c) for c in range(classes))

@@ -39,7 +39,7 @@ EXAMPLES = 64  # of a class, in the comparison with loops
 
 
 def feddm(options: argparse.Namespace, batch: int) -> Case:
-    """One client of MNIST's shape."""
+    """Returns one client of MNIST's shape."""
     width = 8 if options.quick else 128
     case = Case(dataset_spec("mnist"), width, 1, 1, torch.device(options.device))
     case.method = replace(case.method, batch=batch)
@@ -47,7 +47,7 @@ def feddm(options: argparse.Namespace, batch: int) -> Case:
 
 
 def residual(options: argparse.Namespace) -> dict[str, Any]:
-    """`residual` beside the engine's step without privacy."""
+    """Compares `residual` with the engine's step without privacy."""
     case = feddm(options, 16 if options.quick else 256)
     runs: dict[str, Callable[[], object]] = {
         "non-private": lambda: case.engine(torch.float32),
@@ -64,7 +64,7 @@ def residual(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def gradient(options: argparse.Namespace) -> dict[str, Any]:
-    """The `gradient` step beside a loop over examples."""
+    """Compares the `gradient` step with a loop over examples."""
     batch = 4 if options.quick else EXAMPLES
     case = feddm(options, batch)
     data = OpenClients([0], case.data, case.parts)
@@ -82,7 +82,7 @@ def gradient(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def local_training(options: argparse.Namespace) -> dict[str, Any]:
-    """A step of DP-SGD beside a loop over examples."""
+    """Compares a step of DP-SGD with a loop over examples."""
     case = feddm(options, 256)
     batch = 16 if options.quick else 256
     model = case.context.architecture

@@ -40,7 +40,7 @@ CASES = {
 
 
 def noise(case: dict[str, int]) -> ImageData:
-    """Grey images without anything in them."""
+    """Returns grey images of noise."""
     rng = np.random.default_rng(0)
     shape = (case["images"], 1, case["side"], case["side"])
     spec = DatasetSpec(
@@ -61,7 +61,7 @@ def noise(case: dict[str, int]) -> ImageData:
 
 
 def one_round(case: dict[str, int], data: ImageData, releases: int, epochs: int) -> float:
-    """The processor's seconds of a round."""
+    """Returns the processor's seconds of a round."""
     settings = owner_settings(
         {
             "run": {"rounds": 1, "device": "cpu"},
@@ -81,7 +81,7 @@ def one_round(case: dict[str, int], data: ImageData, releases: int, epochs: int)
 
 
 def measured(case: dict[str, int], options: argparse.Namespace) -> dict[str, Any]:
-    """Seconds of a release and of an epoch."""
+    """Returns the seconds of a release and of an epoch."""
     chosen = {**case, "width": 4, "images": 500} if options.quick else case
     data = noise(chosen)
     one_round(chosen, data, 1, 1)  # the first call of everything

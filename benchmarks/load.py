@@ -40,7 +40,7 @@ SOAKED: Sections = {
 
 
 def resident(field: str = "VmRSS") -> int:
-    """Bytes that are resident now; "VmHWM": at most since the peak was forgotten."""
+    """Returns the bytes that are resident now; "VmHWM": at most since the peak was forgotten."""
     for line in Path("/proc/self/status").read_text().splitlines():
         name, _, value = line.partition(":")
         if name == field:
@@ -49,7 +49,7 @@ def resident(field: str = "VmRSS") -> int:
 
 
 def loaded(clients: int, active: str) -> Sections:
-    """The settings of a run with many clients."""
+    """Returns the settings of a run with many clients."""
     share = {"10": 10 / clients, "tenth": 0.1, "all": 1.0}[active]
     run = {"method": "fedavg", "rounds": 3, "evaluate_every": 3, "device": "cpu"}
     return {
@@ -61,7 +61,7 @@ def loaded(clients: int, active: str) -> Sections:
 
 
 def soaked(method: str, private: bool) -> Sections:
-    """The settings of a run with many rounds."""
+    """Returns the settings of a run with many rounds."""
     return {
         "run": {"method": method, "rounds": 300, "device": "cpu"},
         "partition": {"clients": 4, "kind": "iid"},
@@ -98,7 +98,7 @@ class Sampler(Observer):
 
 
 def measured(sections: Sections, options: argparse.Namespace) -> dict[str, Any]:
-    """The row of one case, in this process."""
+    """Measures one case in this process."""
     keep_large_allocations()
     soak = sections["run"]["rounds"] > 3
     short = {"rounds": 60 if soak else 1} if options.quick else {}
@@ -125,7 +125,7 @@ def measured(sections: Sections, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _growth(sizes: list[int]) -> dict[str, Any]:
-    """The slope of resident memory over rounds, least squares."""
+    """Returns the slope of resident memory over rounds, by least squares."""
     first = min(SETTLED, len(sizes) // 2)
     rounds = np.arange(len(sizes))[first:]
     slope = np.polyfit(rounds, np.array(sizes[first:]) / 1024, 1)[0]
@@ -136,7 +136,7 @@ def _growth(sizes: list[int]) -> dict[str, Any]:
 
 
 def _warm_up(data: Any) -> None:
-    """What a first run imports and allocates is not the cost of clients."""
+    """Runs once, so that first imports and allocations are not measured."""
     run = {"method": "fedavg", "rounds": 1, "device": "cpu"}
     simulate(resolve({**loaded(3, "all"), "run": run}), data=data)
 

@@ -35,7 +35,7 @@ LIST = ROOT / "benchmarks" / "mutants.csv"
 ROWS = ROOT / "benchmarks" / "results" / "mutants.jsonl"
 SEED = 42
 CPU_SECONDS = 500  # for each call of pytest: a fault may be an endless loop
-SECONDS = 7200  # the same by the clock: it may wait for ever
+SECONDS = 7200  # the same by the clock: a fault may wait endlessly
 
 SOURCES = {  # how many faults, the folder, and the files that they are drawn from
     "accounting": (10, "privacy", "accounting plans releases units"),
@@ -107,7 +107,7 @@ class Mutant(NamedTuple):
 
 
 def lines_of(node: ast.AST, name: str = "") -> dict[int, str]:
-    """The function of each line of code, without signatures, docstrings and what is raised."""
+    """Returns the function of each line of code, without signatures, docstrings and errors."""
     found: dict[int, str] = {}
     if isinstance(node, ast.ClassDef | ast.FunctionDef):
         name = f"{name}.{node.name}".strip(".")
@@ -123,7 +123,7 @@ def lines_of(node: ast.AST, name: str = "") -> dict[int, str]:
 
 
 def changes(text: str) -> Iterator[tuple[str, int, str]]:
-    """All changes of a file: kind, line number, changed line."""
+    """Yields all changes of a file: kind, line number, changed line."""
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         word, line = token.string, token.line
         swaps = [(kind, new) for kind, pairs in SWAPS.items() for old, new in pairs if old == word]
@@ -141,12 +141,12 @@ def changes(text: str) -> Iterator[tuple[str, int, str]]:
 
 
 def lines_with(text: str, line: str) -> int:
-    """How many lines of a text are this one."""
+    """Returns how many lines of a text are this one."""
     return [one.strip() for one in text.split("\n")].count(line)
 
 
 def candidates(path: Path) -> Iterator[tuple[str, str, str, str, str]]:
-    """The mutants of a file: kind, file, function, line, changed line."""
+    """Yields the mutants of a file: kind, file, function, line, changed line."""
     text = path.read_text(encoding="utf-8")
     lines, function_of = text.split("\n"), lines_of(ast.parse(text))
     for kind, number, changed in changes(text):
@@ -157,7 +157,7 @@ def candidates(path: Path) -> Iterator[tuple[str, str, str, str, str]]:
 
 
 def draw() -> Iterator[Mutant]:
-    """The mutants of the working tree: kinds are drawn alike, at most one in a function."""
+    """Yields the mutants of the working tree: all kinds alike, at most one in a function."""
     number = 0
     for group, (wanted, folder, names) in SOURCES.items():
         patterns = [f"{folder}/{name}.py" for name in names.split()]
@@ -194,7 +194,7 @@ def place(mutant: Mutant, tree: Path) -> bool:
 
 
 def failing(files: list[str], tree: Path) -> str:
-    """The first test of these files (or ids) that fails in a tree; empty for none."""
+    """Returns the first test of these files (or ids) that fails in a tree; empty for none."""
     limit = CPU_SECONDS, CPU_SECONDS + 5
     words = ["-m", "pytest", "-n", "0", "-x", "-q", "--tb=no", "-p", "no:cacheprovider"]
     try:
@@ -216,7 +216,7 @@ def failing(files: list[str], tree: Path) -> str:
 
 
 def finds(mutant: Mutant, tree: Path, before: list[str]) -> str:
-    """The test that finds a fault in a tree, empty for none.
+    """Returns the test that finds a fault in a tree, empty for none.
 
     Args:
         before: tests that found it in other commits, whose files are run first.

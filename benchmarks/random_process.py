@@ -47,7 +47,7 @@ class Recipe:
 
 
 def learn_dictionary(recipe: Recipe) -> Dictionary:
-    """The dictionary of this recipe, on the CPU."""
+    """Returns the dictionary of this recipe, on the CPU."""
     generator = torch_generator(recipe.seed, "random-process dictionary")
     images = random_images(recipe.images, (3, SIDE, SIDE), generator)
     patches = normalised(drawn_patches(images, recipe.patches, generator))
@@ -59,7 +59,7 @@ def learn_dictionary(recipe: Recipe) -> Dictionary:
 
 
 def drawn_patches(images_NCHW: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    """Patches at random places of random images, [count, 3·PATCH²]."""
+    """Returns patches at random places of random images, [count, 3·PATCH²]."""
     windows = images_NCHW.unfold(2, PATCH, 1).unfold(3, PATCH, 1)
     number, _, rows, columns = windows.shape[:4]
     which = torch.randint(number, (count,), generator=generator)
@@ -69,13 +69,13 @@ def drawn_patches(images_NCHW: Tensor, count: int, generator: torch.Generator) -
 
 
 def normalised(patches_NP: Tensor) -> Tensor:
-    """Each patch with mean 0 and a deviation of about 1."""
+    """Returns each patch with mean 0 and a deviation of about 1."""
     about = patches_NP - patches_NP.mean(dim=1, keepdim=True)
     return about / (about.square().mean(dim=1, keepdim=True) + CONTRAST).sqrt()
 
 
 def whitener(centred_NP: Tensor, floor: float) -> Tensor:
-    """(C + floor)^−½ of the covariance C, symmetric [P, P]."""
+    """Returns (C + floor)^−½ of the covariance C, symmetric [P, P]."""
     covariance = centred_NP.double().T @ centred_NP.double() / len(centred_NP)
     values, vectors = torch.linalg.eigh(covariance)
     root: Tensor = (vectors / (values.clamp_min(0) + floor).sqrt()) @ vectors.T
@@ -83,7 +83,7 @@ def whitener(centred_NP: Tensor, floor: float) -> Tensor:
 
 
 def spherical_kmeans(points_NP: Tensor, start_KP: Tensor, rounds: int) -> Tensor:
-    """Unit vectors [K, P] that points are near to, of either sign."""
+    """Returns unit vectors [K, P] near to the points, of either sign."""
     atoms = start_KP
     for _ in range(rounds):
         similar = points_NP @ atoms.T

@@ -82,19 +82,19 @@ class Sentence:
     values: Callable[[], Sequence[str]]
 
     def filled(self) -> str:
-        """The sentence with the rows' numbers."""
+        """Returns the sentence with the rows' numbers."""
         text = self.text
         for value in self.values():
             text = text.replace("{}", value, 1)
         return text
 
     def pattern(self) -> re.Pattern[str]:
-        """Finds it, whatever its line breaks; a group for each number."""
+        """Returns a pattern that finds it across line breaks, with a group for each number."""
         pieces = [r"\s+".join(map(re.escape, piece.split(" "))) for piece in self.text.split("{}")]
         return re.compile(r"([+−-]?\d[\d.,]*)".join(pieces))
 
     def check(self, text: str) -> str | None:
-        """What is wrong in a document, if anything."""
+        """Returns what is wrong in a document, if anything."""
         found = self.pattern().search(text)
         expected = list(self.values())
         if found is None:
@@ -105,7 +105,7 @@ class Sentence:
         return None
 
     def put(self, text: str) -> str:
-        """The document with the rows' numbers."""
+        """Returns the document with the rows' numbers."""
         found = self.pattern().search(text)
         if found is None:
             return text
@@ -123,7 +123,7 @@ SENTENCES = [Sentence(*sentence) for part in PARTS for sentence in getattr(part,
 
 
 def written(document: str, text: str) -> str:
-    """A document with every table and every sentence as the rows have them."""
+    """Returns a document with every table and every sentence as the rows have them."""
     text = BLOCK.sub(
         lambda found: f"<!-- table: {found[1]} -->\n{_table(found[1])}\n<!-- end -->", text
     )
@@ -134,7 +134,7 @@ def written(document: str, text: str) -> str:
 
 
 def differences(document: str, text: str) -> list[str]:
-    """What a document says otherwise than the rows, or without them."""
+    """Returns the differences between a document and the rows, and its numbers of no row."""
     found = []
     for name, body in BLOCK.findall(text):
         expected = _table(name)
@@ -149,7 +149,7 @@ def differences(document: str, text: str) -> list[str]:
 
 
 def free_numbers(document: str, text: str) -> list[str]:
-    """Numbers of a document that look measured, and are neither from rows nor given."""
+    """Returns numbers of a document that look measured, and are neither from rows nor given."""
     patterns = [s.pattern() for s in SENTENCES if s.document == document]
     for pattern in (*patterns, *HIDDEN, FREE):
         text = pattern.sub(lambda found: re.sub(r"[^\n]", " ", found[0]), text)
@@ -168,7 +168,7 @@ def _table(name: str) -> str:
 
 
 def origins(texts: Mapping[str, str]) -> list[tuple[str, str, str, str]]:
-    """Each table, its document, and its rows with their script; once for each file of rows."""
+    """Returns each table, its document, and its rows with their script, by file of rows."""
     found = []
     for document, text in texts.items():
         for name, _ in BLOCK.findall(text):
@@ -181,7 +181,7 @@ def origins(texts: Mapping[str, str]) -> list[tuple[str, str, str, str]]:
 
 
 def _maker(rows: str) -> str:
-    """The command that makes a file of rows, or shows the removed script that did."""
+    """Returns the command that makes a file of rows, or shows the removed script."""
     if rows == REPRODUCTION:
         return "fedsynth reproduce"
     if (ROOT / "benchmarks" / "grids" / f"{rows}.py").exists():
@@ -191,7 +191,7 @@ def _maker(rows: str) -> str:
 
 
 def in_columns(rows: Sequence[Sequence[str]]) -> str:
-    """Lines of text whose cells stand below each other."""
+    """Returns lines of text whose cells are aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     padded = (map(str.ljust, row, widths) for row in rows)
     return "\n".join("  ".join(cells).rstrip() for cells in padded)

@@ -19,12 +19,12 @@ TARGET = 3.0
 
 
 def planned(mechanism: str) -> PrivacyPlan:
-    """A tuning run at ε = 3, planned."""
+    """Returns the plan of a tuning run at ε = 3."""
     return plan_of(settings_for(TUNE_ON, mechanism, {"epsilon": TARGET}, 1.0, 1.0, seed=0))
 
 
 def cost(mechanism: str, candidates: int) -> dict[str, float]:
-    """ε of one run, of all candidates, of those and one more; and of each if all together had 3."""
+    """Returns ε of one run, of all candidates, of one more, and of each if all had 3 together."""
     run = planned(mechanism)
     rows = run.planned()
     delta = run.privacy.delta

@@ -23,7 +23,6 @@ FOUND = {
     "compare": 55,
     "fedstats_students": 20,
     "fedstats_table": 580,
-    "fedsum_table": 10,
     "precision": 6,
     "private_baselines": 32,
     "robust_table": 96,

@@ -17,7 +17,7 @@ def _accuracy(personal: bool) -> Value:
 
 
 def _methods(personal: bool) -> Axis:
-    """The methods that have finished rows, the best first."""
+    """Returns the methods that have finished rows, the best first."""
     of = [name for name in names("compare") if (name in PERSONAL) == personal]
     made = {name: list(by_seed("compare", name, SEEDS).values()) for name in of}
     figures = {name: percents("compare", name, SEEDS, _accuracy(personal)) for name in of}
@@ -26,7 +26,7 @@ def _methods(personal: bool) -> Axis:
 
 
 def _ahead(cell: Cell) -> str:
-    """The means' difference to FedAvg."""
+    """Returns the means' difference to FedAvg."""
     reference = percents("compare", "fedavg", SEEDS)
     if not reference:
         return NOTHING
@@ -34,7 +34,7 @@ def _ahead(cell: Cell) -> str:
 
 
 def _best_rate(cell: Cell) -> str:
-    """The tuned rate of a method, or of the method whose rate it takes; – if none is tuned."""
+    """Returns the tuned rate of a method, or of the method whose rate it takes."""
     name = cell["name"]
     prefix = f"rate {'fedavg' if name in TAKE_FEDAVGS_RATE else name} "
     rows = by_key("compare")

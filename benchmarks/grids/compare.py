@@ -34,7 +34,7 @@ FEW = {"local_epochs": 1, "server_epochs": 1, "server_steps": 1, "iterations": 2
 
 
 def knob(name: str) -> str | None:
-    """The rate that is tuned: of local training, or of images; None: there is none."""
+    """Returns the rate that is tuned, of local training or of images; None: there is none."""
     _, values = METHODS[name]
     if "local_epochs" in values:
         return "lr"

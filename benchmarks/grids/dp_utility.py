@@ -25,7 +25,7 @@ BUDGETS = {
 
 
 def chosen(cell: Cell, rows: Rows) -> tuple[float, float] | None:
-    """The best clip and rate of a mechanism."""
+    """Returns the best clip and rate of a mechanism."""
     how = {"seed": TUNING_SEED, "device": cell.device, "quick": cell.quick}
     tried = {}
     for clip, rate in product(CLIPS, RATES):

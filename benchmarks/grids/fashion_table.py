@@ -20,7 +20,7 @@ RATES = (0.001, 0.01, 0.1)
 
 
 def chosen(cell: Cell, rows: Rows) -> dict[str, Any] | None:
-    """FedAvg's best rate; the other methods are not tuned."""
+    """Returns FedAvg's best rate; the other methods are not tuned."""
     if cell.method != "fedavg":
         return {}
     found = {}

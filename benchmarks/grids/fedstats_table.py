@@ -15,7 +15,7 @@ from library.grid import Cell, Grid, Row
 
 
 def wanted(cell: Cell) -> bool:
-    """Other numbers of clients are for ε = 1, own noise and Dir(0.5)."""
+    """Leaves out other numbers of clients but at ε = 1, own noise and Dir(0.5)."""
     if cell.clients != 10:
         return bool((cell.epsilon, cell.noise, cell.alpha) == ("1", "own", 0.5))
     return bool(cell.epsilon != "inf" or cell.noise == "own")

@@ -30,7 +30,7 @@ BATCH = 256
 
 
 def peak_flops(dtype: torch.dtype, device: torch.device) -> float:
-    """Floating-point operations a second of a large square matrix product: the best of ten."""
+    """Returns the operations per second of a large square matrix product, the best of ten."""
     n = 8192 if device.type == "cuda" else 2048
     # as the convolutions do
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32
@@ -39,7 +39,7 @@ def peak_flops(dtype: torch.dtype, device: torch.device) -> float:
 
 
 def forward_flops(network: ConvNet, shape: tuple[int, int, int]) -> float:
-    """Multiply-adds × 2 of one image's forward pass, from the layers' own output sizes."""
+    """Returns the operations of one image's forward pass, from the layers' output sizes."""
     total = 0.0
 
     def count(layer: Any, inputs: Any, output: Tensor) -> None:
@@ -84,7 +84,7 @@ class Case:
         self.method = FedDM(ipc=IPC, iterations=steps, batch=BATCH)
 
     def engine(self, precision: torch.dtype, compiled: bool = False) -> None:
-        """All clients, as many at once as the memory bound allows."""
+        """Runs all clients, as many at once as the memory bound allows."""
         context = replace(self.context, precision=precision, compiled=compiled)
         ids = range(len(self.parts))
         at_once = max(1, context.memory_bytes // 2 // (self.method.client_bytes(context) or 1))
@@ -93,7 +93,7 @@ class Case:
             self._step(OpenClients(mine, self.data, [self.parts[k] for k in mine]), context)
 
     def private(self, mechanism: str, precision: torch.dtype = torch.float32) -> None:
-        """The private step of the same expected batch."""
+        """Runs the private step of the same expected batch."""
         privacy = PrivacySettings(noise_multiplier=1.0, mechanism=mechanism)
         context = replace(self.context, privacy=privacy, precision=precision)
         ids = range(len(self.parts))
@@ -108,7 +108,7 @@ class Case:
         self.method.client_step(message, clients, [{}] * len(clients.ids), context)
 
     def reference(self) -> None:
-        """One client after the other."""
+        """Runs one client after the other."""
         everything = OpenClients(range(len(self.parts)), self.data, self.parts)
         generator = torch.Generator(self.device).manual_seed(0)
         for position in range(len(self.parts)):

@@ -48,7 +48,7 @@ VARIANTS: dict[str, tuple[str, Values]] = {  # name in the table: method, what d
 
 
 def family(method: type[Method]) -> Values:
-    """The settings of methods of this kind."""
+    """Returns the settings of methods of this kind."""
     if issubclass(method, DistilsWithoutData):
         return {**ONCE, **SERVER}
     if issubclass(method, DistilsEnsemble):

@@ -20,7 +20,7 @@ AT_ONCE = 64
 
 
 def vectors(folder: Path, split: str, data: ImageData, features: FeatureMap) -> Tensor:
-    """`features` of all images of a split, [N, d], float32; made if they are not in the folder.
+    """Returns the features of all images of a split, [N, d], from the folder where they are there.
 
     Args:
         folder: of the files.

@@ -58,7 +58,7 @@ class Cell:
 
     @property
     def records(self) -> list[Row]:
-        """The rows of the cell."""
+        """Returns the rows of the cell."""
         if "records" in self._fields:
             records = self._fields["records"]
             return list(records(self) if callable(records) else records)
@@ -72,7 +72,7 @@ class Cell:
 
     @property
     def values(self) -> list[float]:
-        """The numbers of the cell's rows, or their differences to those of `less`."""
+        """Returns the numbers of the cell's rows, or their differences to those of `less`."""
         if self.get("less", None) is None:
             return list(self._numbers(enumerate(self.records)).values())
         own, other = (self._numbers(self._rows(key).items()) for key in ("key", "less"))
@@ -86,12 +86,12 @@ class Cell:
 
     @property
     def expected(self) -> int:
-        """How many seeds a complete cell has."""
+        """Returns how many seeds a complete cell has."""
         return int(self.get("expected", len(self.get("seeds", None) or self.records)))
 
     @property
     def text(self) -> str:
-        """The text of the cell."""
+        """Returns the text of the cell."""
         if self.get("less", None) is not None and self["less"] == self["key"]:
             return str(self.get("same", ""))
         show: Callable[[Cell], str] = self.get("show", spread_of)

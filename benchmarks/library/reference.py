@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 
 def perturbed(model: nn.Module, radius: float, generator: torch.Generator) -> nn.Module:
-    """A copy of the model with Gaussian noise rescaled to the ball."""
+    """Returns a copy of the model with Gaussian noise rescaled to the ball."""
     network = copy.deepcopy(model)
     noises = [
         torch.randn(p.shape, generator=generator, device=p.device) for p in network.parameters()
@@ -31,7 +31,7 @@ def perturbed(model: nn.Module, radius: float, generator: torch.Generator) -> nn
 
 
 def class_loss(network: nn.Module, real_NCHW: Tensor, synthetic_ICHW: Tensor) -> Tensor:
-    """Eq. 9 for one class."""
+    """Returns Eq. 9 for one class."""
     with torch.no_grad():
         real_h = network.embed(real_NCHW).mean(dim=0)  # type: ignore[operator]
         real_z = network(real_NCHW).mean(dim=0)
@@ -52,7 +52,7 @@ def client_step(
     radius: float,
     generator: torch.Generator,
 ) -> list[Tensor]:
-    """One client's condensation.
+    """Condenses one client's images.
 
     Args:
         images_by_class: normalised images [n_c, C, H, W] of each class.
@@ -79,8 +79,8 @@ def gradient_step(
     clip: float,
     noise: float,
 ) -> list[Tensor]:
-    """Per-example clipping of FedDM's image gradients (Eq. 15) as a loop: noisy sums, one for each
-    class.
+    """Returns noisy sums of clipped image gradients (Eq. 15), one for each class, by a loop over
+    examples.
     """
     sums = []
     for real, images in zip(images_by_class, synthetic, strict=True):
@@ -101,7 +101,7 @@ def dp_sgd_step(
     noise: float,
     learning_rate: float,
 ) -> None:
-    """One step of DP-SGD as a loop over examples."""
+    """Takes one step of DP-SGD as a loop over examples."""
     parameters = list(model.parameters())
     total = [torch.zeros_like(p) for p in parameters]
     for x, y in zip(x_NCHW, labels_N, strict=True):
@@ -128,7 +128,7 @@ def server_step(
     learning_rate: float,
     radius: float,
 ) -> None:
-    """FedDM's server with a DataLoader, torch's SGD and a projection after every step."""
+    """Trains FedDM's server with a DataLoader, torch's SGD and a projection after every step."""
     start = [p.detach().clone() for p in model.parameters()]
     loader = torch.utils.data.DataLoader(
         torch.utils.data.TensorDataset(x_NCHW, labels_N), batch, shuffle=True
