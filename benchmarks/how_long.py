@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedsynth import DatasetSpec, ImageData, PrivacySettings, from_arrays, owner_settings, simulate
+from fedsynth import ImageData, PrivacySettings, from_arrays, owner_settings, simulate
+from fedsynth.data.registry import dataset_spec
 from library.machine import run_cases, timing_options
 
 FEW, MORE = 2, 6
@@ -42,22 +43,12 @@ CASES = {
 def noise(case: dict[str, int]) -> ImageData:
     """Returns grey images of noise."""
     rng = np.random.default_rng(0)
-    shape = (case["images"], 1, case["side"], case["side"])
-    spec = DatasetSpec(
-        name="noise",
-        channels=1,
-        height=case["side"],
-        width=case["side"],
-        classes=case["classes"],
-        train_size=case["images"],
-        test_size=1,
-        mean=(0.5,),
-        std=(0.25,),
-        class_names=tuple(str(number) for number in range(case["classes"])),
-        source="noise",
-    )
-    labels = np.arange(case["images"]) % case["classes"]
-    return from_arrays(rng.integers(0, 256, shape, dtype=np.uint8), labels, spec)
+    side, classes = case["side"], case["classes"]
+    names = tuple(str(number) for number in range(classes))
+    size = {"height": side, "width": side, "train_size": case["images"]}
+    spec = replace(dataset_spec("mnist"), classes=classes, class_names=names, **size)
+    images = rng.integers(0, 256, (case["images"], 1, side, side), dtype=np.uint8)
+    return from_arrays(images, np.arange(case["images"]) % classes, spec)
 
 
 def one_round(case: dict[str, int], data: ImageData, releases: int, epochs: int) -> float:

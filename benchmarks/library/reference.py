@@ -93,31 +93,6 @@ def gradient_step(
     return sums
 
 
-def dp_sgd_step(
-    model: nn.Module,
-    x_NCHW: Tensor,
-    labels_N: Tensor,
-    clip: float,
-    noise: float,
-    learning_rate: float,
-) -> None:
-    """Takes one step of DP-SGD as a loop over examples."""
-    parameters = list(model.parameters())
-    total = [torch.zeros_like(p) for p in parameters]
-    for x, y in zip(x_NCHW, labels_N, strict=True):
-        gradients = torch.autograd.grad(
-            nn.functional.cross_entropy(model(x[None]), y[None]), parameters
-        )
-        norm = torch.sqrt(
-            sum((g.square().sum() for g in gradients), torch.zeros((), device=x.device))
-        )
-        for t, g in zip(total, gradients, strict=True):
-            t += g / (norm / clip).clamp_min(1)
-    with torch.no_grad():
-        for p, t in zip(parameters, total, strict=True):
-            p.sub_(learning_rate * (t + noise * clip * torch.randn_like(t)) / len(labels_N))
-
-
 def server_step(
     model: nn.Module,
     x_NCHW: Tensor,
