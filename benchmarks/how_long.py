@@ -45,7 +45,7 @@ def noise(case: dict[str, int]) -> ImageData:
     rng = np.random.default_rng(0)
     side, classes = case["side"], case["classes"]
     names = tuple(str(number) for number in range(classes))
-    size = {"height": side, "width": side, "train_size": case["images"]}
+    size: dict[str, Any] = {"height": side, "width": side, "train_size": case["images"]}
     spec = replace(dataset_spec("mnist"), classes=classes, class_names=names, **size)
     images = rng.integers(0, 256, (case["images"], 1, side, side), dtype=np.uint8)
     return from_arrays(images, np.arange(case["images"]) % classes, spec)

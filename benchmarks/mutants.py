@@ -7,7 +7,7 @@
 drops a statement in a function, and is recorded as its line, so that it can be placed again where
 the code has moved. `run` places each one in a clone of a commit, runs the test files of its group
 and appends a row to results/mutants.jsonl: killed (by which test), survived, or gone (the line is
-no longer there). It goes on where it stopped.
+no longer there). A further call resumes.
 """
 
 from __future__ import annotations
@@ -230,7 +230,7 @@ def finds(mutant: Mutant, tree: Path, before: list[str]) -> str:
 
 
 def run(commit: str) -> None:
-    """Tests the mutants of the list in a clone of a commit, and finds by the unchanged code."""
+    """Tests the mutants of the list in a clone of a commit, and each finding without the fault."""
     with LIST.open(encoding="utf-8", newline="") as file:
         mutants = [Mutant(int(row[0]), *row[1:]) for row in list(csv.reader(file))[1:]]
     text = ROWS.read_text(encoding="utf-8") if ROWS.exists() else ""

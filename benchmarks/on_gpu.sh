@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Everything that wants a GPU, in one call that goes on where it stopped: CUDA tests, the first command's time, condensation, server and
-# DP steps, a FedDM round at the paper's CIFAR-10 setting, the Fashion-MNIST table, bf16 against fp32, the DP table, and FedDM on MNIST at the
+# Everything that needs a GPU, in one call whose tables resume: CUDA tests, the first command's time, condensation, server and DP steps,
+# a FedDM round at the paper's CIFAR-10 setting, the Fashion-MNIST table, bf16 against fp32, the DP table, and FedDM on MNIST at the
 # paper's full setting.   usage: bash benchmarks/on_gpu.sh   (FEDSYNTH_DATA: folder with FashionMNIST; without it the table is left out)
 # Needs torch with CUDA and this package's dependencies; results go to benchmarks/results/, logs to $OUT or there too.
 set -uo pipefail

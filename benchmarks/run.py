@@ -43,7 +43,8 @@ def grid_options(grid: Grid, description: str | None) -> argparse.ArgumentParser
     parser.add_argument("--time-budget", type=float, default=math.inf, help="seconds")
     folder = Path(tempfile.gettempdir()) / "fedsynth-features"
     parser.add_argument("--cache", type=Path, default=folder, help="folder of kept features")
-    parser.add_argument("--repeats", type=int, default=grid.repeats, help="rows of each key")
+    if grid.settings is None:
+        parser.add_argument("--repeats", type=int, default=grid.repeats, help="rows of each key")
     for name, values in grid.axes.items():
         parser.add_argument(
             f"--{name}", nargs="+", type=type(values[0]), default=values, help=f"of {list(values)}"
@@ -76,7 +77,7 @@ def main() -> None:
     axes = {name: getattr(options, name) for name in grid.axes}
     same = {"device": options.device, "quick": options.quick, "cache": options.cache}
     for cell in grid.cells(axes, **same):
-        grid.make(cell, rows, options.repeats)
+        grid.make(cell, rows, getattr(options, "repeats", 1))
     show(rows.shown)
 
 

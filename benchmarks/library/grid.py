@@ -54,7 +54,7 @@ class Grid:
             if self.wanted(cell):
                 yield cell
 
-    def make(self, cell: Cell, rows: Rows, repeats: int | None = None) -> Row | None:
+    def make(self, cell: Cell, rows: Rows, repeats: int = 1) -> Row | None:
         """Returns the row of a cell, and makes it if it is missing and may be made."""
         if self.choose is not None:
             cell.chosen = self.choose(cell, rows)
@@ -65,7 +65,7 @@ class Grid:
         work = self.work
         if work is None:
             return rows.run(name, cell.settings)
-        return rows.get(name, cell.settings, lambda: work(cell), repeats or self.repeats)
+        return rows.get(name, cell.settings, lambda: work(cell), repeats)
 
 
 class Rows:
