@@ -45,7 +45,7 @@ TABLES = {
                     "seeds": SEEDS,
                 },
             ),
-            *axis("noise", {"own": "FedSum, own noise", "secure": "FedSum, aggregated"}),
+            *axis("noise", {"own": "FedSum, own noise", "secure": "FedSum, distributed noise"}),
         ],
         {
             "file": "fedsum_table",
