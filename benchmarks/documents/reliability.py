@@ -46,7 +46,7 @@ TABLES = {
     "load-digits": Table(
         cross(
             axis("active", {"10": "10", "tenth": "a tenth", "all": "all"}),
-            [(f"{clients:,}", {"clients": clients}) for clients in (10, 100, 300, 1000)],
+            [(f"{clients:,}", {"clients": clients}) for clients in (10, 100, 1000)],
             join=None,
         ),
         [
@@ -59,19 +59,6 @@ TABLES = {
         ],
         {"file": "load", "key": "digits, {clients} clients, {active} a round"},
         corner=("take part", "clients"),
-    ),
-    "soak": Table(
-        axis("case", ("fedavg", "fedavg private", "feddm", "feddm private")),
-        [
-            ("rounds", text("rounds")),
-            ("KiB a round (100 to 300)", figure("kib_a_round", ".1f")),
-            (
-                "open files, first and last round",
-                text(lambda row: " and ".join(map(str, row["files"]))),
-            ),
-        ],
-        {"file": "load", "key": "soak {case}"},
-        corner="run",
     ),
 }
 
