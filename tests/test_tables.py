@@ -103,14 +103,9 @@ def test_stale_rows_are_refused(
     assert rows.percents("x", "fedavg", range(3)) == [50.0]
 
 
-def test_cells(tables: Any) -> None:
+def test_a_difference_is_bold_where_its_mean_is_beyond_the_deviation(tables: Any) -> None:
     from library import rows
 
-    assert rows.spread([70.0, 72.0, 74.0], 3) == "72.00 ± 2.00"
-    assert rows.spread([70.0, 72.0], 3, 1) == "71.0 ± 1.4 (2)"
-    assert rows.spread([70.0], 3) == "70.00 (1)"
-    assert rows.spread([], 3) == "–"
     assert rows.apart([2.0, 2.0, 3.0], 3) == "**+2.3 ± 0.6**"
-    assert rows.apart([2.0, 2.0], 3) == "+2.0 ± 0.0 (2)"  # two seeds say nothing
+    assert rows.apart([2.0, 2.0], 3) == "+2.0 ± 0.0 (2)"  # two seeds do not show it
     assert rows.apart([2.0, -2.0, 3.0], 3) == "+1.0 ± 2.6"
-    assert rows.markdown(["a", ""], [["1", "2"]]) == "| a |  |\n| --- | --- |\n| 1 | 2 |"

@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from datetime import date
-from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -129,12 +128,14 @@ def rows_file(name: str, quick: bool) -> Path:
 
 def read(path: Path) -> list[dict[str, Any]]:
     """Returns the rows of a file; none where there is no file yet."""
-    return _parsed(path.read_text(encoding="utf-8") if path.exists() else "")
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    if _READ.get(path, ("", []))[0] != text:
+        _READ[path] = text, [json.loads(line) for line in text.splitlines()]
+    return _READ[path][1] if text else []
 
 
-@cache
-def _parsed(text: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in text.splitlines()]
+_READ: dict[Path, tuple[str, list[dict[str, Any]]]] = {}
+"""The text of each file that was read last, and its rows."""
 
 
 def append(path: Path, row: dict[str, Any]) -> None:
