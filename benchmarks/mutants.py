@@ -221,7 +221,8 @@ def finds(mutant: Mutant, tree: Path, before: list[str]) -> str:
     Args:
         before: tests that found it in other commits, whose files are run first.
     """
-    first = [name for name in {test.split("::")[0] for test in before} if (tree / name).is_file()]
+    names = {Path(test.split("::")[0]).name for test in before}  # files may have moved
+    first = [str(path) for name in sorted(names) for path in tree.glob(f"tests/**/{name}")]
     steps = [first] if first else []
     for patterns in TESTS[mutant.group]:
         paths = [path for one in patterns.split() for path in sorted((tree / "tests").glob(one))]
