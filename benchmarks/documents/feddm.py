@@ -23,7 +23,7 @@ TABLES = {
     "fashion": Table(
         [
             ("FedDM", {"key": "feddm", "floats": "{{}} – {{}}"}),
-            ("REAL, FedDM's start images", {"key": "real", "floats": "the same"}),
+            ("REAL, FedDM's start images", {"key": "real", "floats": "as FedDM"}),
             ("FedAvg, lr 0.01", {"key": "fedavg", "floats": "{{}} (the network is narrow)"}),
             ("FedDM − REAL", {"key": "feddm", "less": "real", "floats": ""}),
             ("FedDM − FedAvg", {"key": "feddm", "less": "fedavg", "floats": ""}),
@@ -31,7 +31,7 @@ TABLES = {
         [
             ("accuracy", {}),
             ("each seed", {"show": each_of}),
-            ("floats uploaded a round", {"show": _floats}),
+            ("floats uploaded per round", {"show": _floats}),
         ],
         {"file": "fashion_table", "seeds": SEEDS},
         corner="method",
@@ -43,7 +43,7 @@ TABLES = {
             ("− defaults", {"show": each_of, "less": "defaults", "form": "+.2f"}),
         ],
         {"file": READINGS, "seeds": range(2)},
-        corner="reading",
+        corner="variant",
     ),
 }
 

@@ -30,10 +30,10 @@ def _robust(alpha: str) -> Table:
         axis(
             "attack",
             {
-                "none": "nobody lies",
-                "sign": "sign flipped, five times as far",
-                "scale": "100 times the model",
-                "nan": "a NaN",
+                "none": "no attack",
+                "sign": "sign flipped, scaled by 5",
+                "scale": "scaled by 100",
+                "nan": "NaN",
             },
         ),
         {**ROBUST, "key": "{rule}, {attack}, alpha=" + alpha, "show": _ended},
@@ -53,12 +53,12 @@ TABLES = {
             ("active", text("active")),
             ("peak, MiB", figure("peak_mib", ".0f")),
             (
-                "ms a client and round",
+                "ms per client and round",
                 figure(lambda row: row["seconds"] / row["rounds"] / row["active"], ".1f", 1000),
             ),
         ],
         {"file": "load", "key": "digits, {clients} clients, {active} a round"},
-        corner=("take part", "clients"),
+        corner=("participation", "clients"),
     ),
 }
 
