@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import statistics
-from functools import partial
 
 from library.compared import PERSONAL, TAKE_FEDAVGS_RATE
-from library.pivot import COUNT, Axis, Cell, Fields, Table, figure
-from library.rows import NOTHING, Value, by_key, by_seed, names, number, percents
+from library.pivot import Axis, Cell, Table, figure
+from library.rows import NOTHING, by_key, by_seed, names, number, percents
 
 SEEDS = range(5)
 
 
-def _accuracy(personal: bool) -> Value:
-    return "local.amp" if personal else "accuracy"
-
-
-def _methods(personal: bool) -> Axis:
-    """Returns the methods that have finished rows, the best first."""
-    of = [name for name in names("compare") if (name in PERSONAL) == personal]
+def _methods() -> Axis:
+    """The methods with a global model that have finished rows, the best first."""
+    of = [name for name in names("compare") if name not in PERSONAL]
     made = {name: list(by_seed("compare", name, SEEDS).values()) for name in of}
-    figures = {name: percents("compare", name, SEEDS, _accuracy(personal)) for name in of}
-    there = sorted(filter(made.get, of), key=lambda name: -statistics.mean(figures[name]))
+    there = sorted(
+        filter(made.get, of),
+        key=lambda name: -statistics.mean(percents("compare", name, SEEDS)),
+    )
     return [(name, {"name": name, "records": made[name]}) for name in there]
 
 
@@ -43,20 +40,24 @@ def _best_rate(cell: Cell) -> str:
     return best.removeprefix(prefix)
 
 
-AHEAD: Axis = [("− FedAvg", {"show": _ahead})]
+def _personal() -> list[str]:
+    """Returns mean and standard deviation of the AMP of SOLO and FedBN."""
+    amps = [percents("compare", name, SEEDS, "local.amp") for name in ("solo", "fedbn")]
+    return [f"{of(amp):.2f}" for amp in amps for of in (statistics.mean, statistics.stdev)]
 
 
-def _compared(personal: bool) -> Table:
-    accuracy: Fields = {"value": _accuracy(personal)}
-    columns: Axis = [
-        ("AMP" if personal else "accuracy", accuracy),
-        ("seeds", COUNT),
-        *([] if personal else AHEAD),
-        ("MB up", figure("bytes", ".2f", 1e-6)),
-        ("seconds", figure("seconds", ".0f")),
-        ("rate", {"show": _best_rate}),
-    ]
-    return Table(partial(_methods, personal), columns, corner="method")
-
-
-TABLES = {"compare": _compared(False), "compare-personal": _compared(True)}
+TABLES = {
+    "compare": Table(
+        _methods,
+        [
+            ("accuracy", {}),
+            ("− FedAvg", {"show": _ahead}),
+            ("MB", figure("bytes", ".2f", 1e-6)),
+            ("rate", {"show": _best_rate}),
+        ],
+        corner="method",
+    ),
+}
+SENTENCES = [
+    ("docs/results.md", "an AMP of {} ± {} (SOLO) and {} ± {} (FedBN)", _personal),
+]
