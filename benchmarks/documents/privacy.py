@@ -1,11 +1,11 @@
-"""What privacy costs in accuracy, and what audits find: docs/privacy.md and README.md."""
+"""Accuracy under privacy, and the bounds of audits: docs/privacy.md and README.md."""
 
 from __future__ import annotations
 
 import math
 import statistics
 
-from library.pivot import Axis, Cell, Fields, Table, axis, spread_of
+from library.pivot import Axis, Fields, Table, axis
 from library.rows import STATISTICS_SEEDS, by_key, lines, number, percents
 
 SEEDS = range(3)
@@ -37,42 +37,16 @@ ON_FEATURES: Fields = {
 }
 
 
-def _budgets(epsilons: tuple[str, ...], title: str) -> Axis:
-    return [
-        (
-            f"{DATASETS[dataset]} ε = {epsilon}" if place == 0 else f"{title}{epsilon}",
-            {
-                "dataset": dataset,
-                "epsilon": epsilon,
-                "chosen": "" if epsilon == "1" else f" eps={epsilon}",
-            },
-        )
-        for dataset in DATASETS
-        for place, epsilon in enumerate(epsilons)
-    ]
-
-
-def _at_last(cell: Cell) -> str:
-    """A run without noise stands below the largest ε."""
-    return spread_of(cell) if cell["epsilon"] == "10" else ""
-
-
-NOISELESS: Fields = {"key": "{dataset} features, noiseless", "show": _at_last}
-
-
+BUDGETS: Axis = [
+    (f"{title} ε = {epsilon}", {"dataset": dataset, "epsilon": epsilon, "chosen": chosen})
+    for dataset, title in DATASETS.items()
+    for epsilon, chosen in (("1", ""), ("10", " eps=10"))
+]
 TABLES = {
     "private-accuracy": Table(
         [("FedStats", STATISTICS), ("DP-FedAvg, linear on features", ON_FEATURES), *MECHANISMS],
-        _budgets(("1", "10"), "ε = "),
+        BUDGETS,
         {**UTILITY, "digits": 1},
-    ),
-    "dp-utility": Table(
-        [
-            *((str(title).removeprefix("FedDM, "), fields) for title, fields in MECHANISMS),
-            ("`features` without noise", NOISELESS),
-        ],
-        _budgets(("1", "3", "10"), ""),
-        UTILITY,
     ),
 }
 
