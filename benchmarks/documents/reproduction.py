@@ -15,7 +15,7 @@ from fedsynth.reproduction.presets import Cell, Preset, cell_words, dataset_of
 from fedsynth.reproduction.rows import Rows
 from fedsynth.reproduction.runs import changed_settings
 from library import RESULTS, pivot
-from library.pivot import Axis, Table, figure, text
+from library.pivot import Axis, Table, axis, text
 from library.rows import READ, REPRODUCTION, Row, RowsError, case, number, percents
 
 DOCUMENT = "docs/reproduction.md"
@@ -125,15 +125,8 @@ TABLES = {
     ),
     "reproduction-curves": Table(
         _curves,
-        [
-            (f"{title}, {when}", {"method": method, **fields})
-            for when, fields in (
-                ("round 20", figure("curve.test_accuracy.19", ".1f", 100)),
-                ("end", {"show": _end}),
-            )
-            for method, title in METHODS.items()
-        ],
-        {"records": lambda cell: cell["runs"][cell["method"]]},
+        axis("method", METHODS),
+        {"records": lambda cell: cell["runs"][cell["method"]], "show": _end},
         corner=("data", "stragglers"),
     ),
 }
