@@ -1,16 +1,15 @@
 """A custom condensing method, with its own upload and private charge: FedDM with prototypes.
 
-A condensing method inherits `Condenses` (or, as here, FedDM) and overrides what differs:
+A condensing method inherits `Condenses` (its settings) or, as here, a method, and writes the steps
+that differ:
 
-- `feature_maps`: the networks through which a step sees real and synthetic images (FedDM's here);
-- `objective`: an additional loss on the images, next to the matching; it sees no data;
-- `statistics`: further statistics that a client uploads. With privacy they are computed from
-  charged sums of one vector per example, as by `class_means`. The vector must be a function of its
-  example (and of releases) only, or else the clip bounds nothing;
-- `make_upload`: the message, each of whose fields declares its status under differential privacy;
+- `client_step`: here FedDM's, with class means in addition. With privacy further statistics come
+  from charged sums of one vector per example, as by `class_means`. The vector must be a function of
+  its example (and of releases) only, or else the clip bounds nothing;
+- the message, each of whose fields declares its status under differential privacy;
 - `private_plans`: one row per release, the images' first. The engine charges for them before any
   data are read, and hands them out by name: nothing else can be released;
-- `server_objective`: the loss with which the server trains on all clients' images.
+- `server_step`: the training on all clients' images.
 
 Here a client uploads the class means of its embeddings under the global model. While the server
 trains, a loss pulls embeddings of synthetic images towards those of the real ones (prototypes as in
@@ -21,23 +20,32 @@ fedsynth/methods and a line in its registry: from fedsynth.methods.protodm impor
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from fedsynth import FedDM, Message, ModelSettings, PrivacySettings, RunSettings, simulate
+from fedsynth import (
+    FedDM,
+    Message,
+    ModelParameters,
+    ModelSettings,
+    PrivacySettings,
+    RunSettings,
+    simulate,
+)
 from fedsynth.core.client import ClientGroup
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import released
-from fedsynth.core.method import Memory, PrivatePlan
+from fedsynth.core.method import Memory, PrivatePlan, Results
+from fedsynth.core.state import ServerState
 from fedsynth.methods.shared.class_sums import class_means, sums_plans
 from fedsynth.methods.shared.private_condensation import feature_width
 from fedsynth.privacy.plans import MAIN
 from fedsynth.synthesizer.condensation.knowledge import average_over_holders
-from fedsynth.synthesizer.condensation.sets import SyntheticSet
+from fedsynth.synthesizer.condensation.sets import SyntheticSet, train_on_union
 from fedsynth.training.sgd import Objective
 
 
@@ -85,35 +93,42 @@ class ProtoDM(FedDM):
             phase=MAIN,
         )
 
-    def statistics(
+    def client_step(
         self,
-        model: Any,
+        message: ModelParameters,
         clients: ClientGroup,
         memories: Sequence[Memory],
         context: RoundContext,
-    ) -> Sequence[Mapping[str, Tensor]]:
+    ) -> Results:
+        model: Any = context.load(message.parameters).requires_grad_(False).eval()
         width = feature_width(context, logits=False)
         means = class_means(clients, model.embed, width, "prototypes", context, self.min_examples)
-        return [{"prototypes": own, "present": there} for own, there in means]
+        condensed = super().client_step(message, clients, memories, context)
+        return [
+            (SetWithPrototypes(sent.images, sent.labels, *prototypes), memory)
+            for (sent, memory), prototypes in zip(condensed, means, strict=True)
+            if isinstance(sent, SyntheticSet)
+        ]
 
-    def make_upload(
-        self, images: SyntheticSet, statistics: Mapping[str, Tensor], context: RoundContext
-    ) -> Message:
-        return SetWithPrototypes(images.images, images.labels, **statistics)
+    def server_step(
+        self, state: ServerState, uploads: Mapping[int, Any], context: RoundContext
+    ) -> ServerState:
+        model = context.load(state.parameters)
+        train_on_union(model, uploads, self.union_sgd(), context, self.loss(uploads))
+        return replace(state, parameters=model.state_dict())
 
-    def server_objective(
-        self, uploads: Mapping[int, SetWithPrototypes], context: RoundContext
-    ) -> Objective:
+    def loss(self, uploads: Mapping[int, SetWithPrototypes]) -> Objective:
+        """Returns the server's loss: the cross-entropy and the pull towards the prototypes."""
         present = [u.present for u in uploads.values()]
         targets, known = average_over_holders([u.prototypes for u in uploads.values()], present)
 
-        def loss(network: Any, images: Tensor, labels: Tensor) -> Tensor:
+        def of_batch(network: Any, images: Tensor, labels: Tensor) -> Tensor:
             h = network.embed(images)
             apart = (h - targets[labels]).square().mean(dim=1)
             pull = torch.where(known[labels], apart, 0.0).mean()
             return cross_entropy(network.classifier(h), labels) + self.alignment * pull
 
-        return loss
+        return of_batch
 
 
 def main(privacy: PrivacySettings | None) -> Any:

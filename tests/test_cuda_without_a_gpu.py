@@ -32,7 +32,16 @@ MOVED = 1e-4
 lengths, and so another rounding."""
 
 LOOPS = (
-    ("synthesizer/condensation/loop.py", "condense"),
+    ("synthesizer/condensation/matching.py", "NetworkFeatures.use"),
+    ("synthesizer/condensation/matching.py", "ExactMatcher.gradient"),
+    ("synthesizer/condensation/matching.py", "matching_gradient"),
+    ("synthesizer/condensation/matching.py", "pull_back"),
+    ("synthesizer/condensation/distributions.py", "DistributionMatcher.gradient"),
+    ("synthesizer/condensation/knowledge.py", "logits_gradient"),
+    ("synthesizer/condensation/private_matchers.py", "ResidualMatcher.gradient"),
+    ("synthesizer/condensation/private_matchers.py", "GradientMatcher.gradient"),
+    ("synthesizer/condensation/private_matchers.py", "FeatureSumMatcher.gradient"),
+    ("synthesizer/condensation/private_matchers.py", "PaperMatcher.gradient"),
     ("training/sgd.py", "train_on"),
     ("training/sgd.py", "make_step.<locals>.step"),
     ("training/many_clients.py", "train_together"),
@@ -100,11 +109,10 @@ REASONS = {
         simulation/run_messages.py:missing_classes
     """,
     "what a round draws at its start, on the host": """
-        methods/fedaf.py:FedAF.objective synthesizer/condensation/networks.py:maps_around
+        methods/fedaf.py:_with_knowledge synthesizer/condensation/augmentation.py:augmentations
         methods/fedsum.py:FedSum._images
-        methods/shared/condensing.py:Condenses._start.<locals>.fresh
-        methods/shared/condensing.py:Condenses._sharing
-        synthesizer/condensation/knowledge.py:KnowledgeMatcher.__init__
+        synthesizer/condensation/sets.py:start_images.<locals>.fresh
+        methods/shared/condensing.py:Condenses.features
         synthesizer/condensation/sets.py:BatchIndices.__init__
         synthesizer/condensation/sets.py:averaged_start
         synthesizer/condensation/sets.py:real_start

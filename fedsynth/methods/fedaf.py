@@ -1,11 +1,10 @@
 """FedAF: aggregation-free learning by condensation and knowledge matching (arXiv 2404.18962).
 
 Client, every round: compute class-mean logits V_k and soft labels R_k of its data under w_r (Eqs.
-5, 12), and condense: distribution matching only in feature space (Eq. 4) plus λ_loc times the
-sliced Wasserstein distance of the synthetic images' mean logits to the global V (Eq. 10), each step
-with a re-sampled network (Eq. 17). It sends pixels as uint8, V_k and R_k. Server: average V and R
-over the clients that have a class (Eqs. 8, 12), and train on the union of all sets with
-cross-entropy plus λ_glob times the knowledge-matching loss (Eqs. 13-15).
+5, 11), and condense: distribution matching in feature space (Eq. 4) plus λ_loc times the distance
+of the synthetic images' mean logits to the global V (Eq. 10), each step with a re-sampled network
+(Eq. 17). Server: average V and R over the clients that have a class (Eqs. 8, 12), and train on the
+union of all sets with cross-entropy plus λ_glob times the knowledge-matching loss (Eqs. 13-15).
 
 V is averaged from a round's uploads and used in the next (App. C counts one upload of S, V and R a
 round): round 1 has no collaborative term. `knowledge_from="first-phase"` exchanges V first.
@@ -16,144 +15,65 @@ of clipped logits and noisy counts; R is computed from the released V. Batch nor
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import copy
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from math import inf
-from typing import ClassVar
+from itertools import count, cycle
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from fedsynth.core.client import ClientGroup, OpenClients, Segments
+from fedsynth.core.client import ClientGroup, PrivateClients, Segments
 from fedsynth.core.context import RoundContext
-from fedsynth.core.messages import Message, ModelParameters, released
-from fedsynth.core.method import Memory, Presets, PrivatePlan, Results
-from fedsynth.core.state import ServerState
-from fedsynth.core.uploads import Array, Rule
+from fedsynth.core.messages import ModelParameters
+from fedsynth.core.method import Memory, Results
 from fedsynth.data.images import denormalise
-from fedsynth.methods.shared.class_sums import class_means, sums_plans
-from fedsynth.methods.shared.condensing import Condenses
-from fedsynth.privacy.plans import FIRST, MAIN
-from fedsynth.privacy.requests import check_tensor
-from fedsynth.privacy.settings import PrivacySettings
-from fedsynth.seeding import torch_generator
+from fedsynth.methods.shared.class_sums import class_means
+from fedsynth.methods.shared.fedaf_settings import (
+    LOGITS,
+    CondensedSet,
+    GlobalKnowledge,
+    KnowledgeState,
+    LocalKnowledge,
+    SharesKnowledge,
+)
+from fedsynth.methods.shared.private_condensation import feature_width, private_matching
+from fedsynth.mixed_precision import mixed, widened
+from fedsynth.models.batch_norm import with_grouped_statistics
+from fedsynth.models.flat import FlatNetwork, flatten
+from fedsynth.seeding import forked_rng, torch_generator
+from fedsynth.synthesizer.condensation.distributions import DistributionMatcher
 from fedsynth.synthesizer.condensation.knowledge import (
-    DISTANCES,
-    REDUCTIONS,
-    KnowledgeMatcher,
-    KnowledgeTerm,
     average_over_holders,
+    knowledge_matching,
+    logits_gradient,
+    mean_logits,
+    sliced_wasserstein,
     soft_labels,
     unit_directions,
 )
-from fedsynth.synthesizer.condensation.matchers import Matcher
-from fedsynth.synthesizer.condensation.networks import FeatureMaps, ResampledNetworks
+from fedsynth.synthesizer.condensation.matching import ExactMatcher, Matcher
 from fedsynth.synthesizer.condensation.sets import (
+    BatchIndices,
     SyntheticSet,
-    averaged_start,
-    set_rules,
+    split_uploads,
+    start_images,
     train_on_union,
 )
-from fedsynth.validation import check_choices, check_ranges
-
-LOGITS = "logit sums"  # the name of the plan of V_k's sums
 
 
 @dataclass(frozen=True)
-class GlobalKnowledge(ModelParameters):
-    """Sent to clients: w_r, the averaged logits V [C, C], and a mask [C] of the classes that have
-    logits."""
-
-    logits: Tensor = released()
-    known: Tensor = released()
-
-
-@dataclass(frozen=True)
-class CondensedSet(SyntheticSet):
-    """The upload: uint8 pixels and labels, V_k and R_k [C, C] (float32), and which of their rows
-    exist [C] (bool). The last three are empty if V was sent in a first phase, as R follows from
-    it."""
-
-    logits: Tensor = released()
-    soft: Tensor = released()
-    present: Tensor = released()
-
-    def soft_labels(self) -> Tensor | None:
-        """Returns R's row of each image's class, or its one-hot class, [N, C]; None without R."""
-        if not len(self.soft):
-            return None
-        hard = torch.eye(len(self.soft), device=self.soft.device)
-        rows: Tensor = torch.where(self.present[:, None], self.soft, hard)[self.labels]
-        return rows
-
-
-@dataclass(frozen=True)
-class LocalKnowledge(Message):
-    """The upload of a first phase: V_k [C, C] and which of its rows exist [C] (bool)."""
-
-    logits: Tensor = released()
-    present: Tensor = released()
-
-
-@dataclass(frozen=True)
-class KnowledgeState(ServerState):
-    """The state, with V [C, C] and the classes that it exists for, bool [C].
-
-    Args:
-        soft, present: within a round, R [C, C] and its classes [C] of a first exchange.
-    """
-
-    logits: Tensor | None = None
-    known: Tensor | None = None
-    soft: Tensor | None = None
-    present: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class FedAF(Condenses):
-    """Settings, with the paper's values; where it is silent, the reason. What is not named here is
-    `Condenses`'s or `TrainsOnUnion`'s: 500 server epochs, batch 256 and momentum 0.9 are the
-    paper's (Sec. 5).
-
-    Args:
-        server_lr: 1e-3 (Sec. 5).
-        server_weight_decay: none (not mentioned).
-        image_lr: 1.0 on CIFAR-10, 0.1 on CIFAR-100, 0.2 on Fashion-MNIST.
-        matching: "mean" is Eq. 4.
-        min_examples: the paper names no such rule, so every class that a client has.
-        start_average: the paper writes "average", without a number.
-        restart: False, as the paper describes no repeated initialisation.
-        gamma: γ of model re-sampling (Eq. 17).
-        local_weight: λ_loc; 0 leaves the collaborative term out (an ablation). 1e-4 on CIFAR, 1e-3
-            on Fashion-MNIST, 0.01 on DomainNet.
-        global_weight: λ_glob; 0 leaves knowledge matching out (an ablation). 1e-2 on CIFAR, 2.0 on
-            Fashion-MNIST, 0.1 on DomainNet.
-        distance: of Eq. 10, see `sliced_wasserstein`; "point", as u and v are one vector each.
-        directions: of distance "rows".
-        server_matching: the t_c of Eq. 13 over the "minibatch"'s images of the class, or over the
-            "union" of all sets, which is literal and costs a pass over S in every step, or the
-            union only in the first step of each "epoch".
-        matching_reduction: "mean" or "sum" of Eq. 15 over classes, see `knowledge_matching`.
-        matching_norm: batch norm in the pass that t_c comes from: by the "batch", as in training,
-            or by the "running" statistics, as in the pass that R came from.
-        temperature: τ of the soft labels; the paper gives none: 1 is plain softmax. In short runs
-            with λ_glob = 2 larger ones do less harm (docs/results.md).
-        knowledge_from: when V is made: averaged from the "previous-round"'s uploads, or in a
-            "first-phase" of the same round, under w_r: one more exchange.
-        logit_clip: with differential privacy: L2 bound of an example's logits.
-        knowledge_noise: with differential privacy: the noise multiplier of the logits' sums and of
-            the counts over that of the images' releases; public, as the clip, and not tuned.
+class FedAF(SharesKnowledge):
+    """Settings: see `SharesKnowledge`.
 
     >>> from fedsynth import FedAF, resolve, simulate
     >>> run, model = {"method": "fedaf", "rounds": 2}, {"width": 16}
     >>> quick = {"ipc": 5, "iterations": 5, "server_lr": 0.05}
     >>> result = simulate(resolve({"run": run, "model": model, "method": quick}))
-    >>> sent = result.uploads[0]
-    >>> list(sent.logits.shape), list(sent.soft.shape)  # a row of class means for each class
-    ([10, 10], [10, 10])
-    >>> result.accuracy > 0.6
-    True
+    >>> list(result.uploads[0].logits.shape), result.accuracy > 0.6  # a row of V_k for each class
+    ([10, 10], True)
     """
 
     name: ClassVar[str] = "fedaf"
@@ -161,102 +81,8 @@ class FedAF(Condenses):
         "clients condense towards shared class-mean logits, the server matches their soft labels"
     )
     reference: ClassVar[str] = "Wang et al. 2024, FedAF, arXiv 2404.18962"
-    upload: ClassVar[type[Message]] = CondensedSet
-    downlink: ClassVar[type[Message]] = GlobalKnowledge
-    first_downlink: ClassVar[type[Message] | None] = ModelParameters
-    first_upload: ClassVar[type[Message] | None] = LocalKnowledge
-    state: ClassVar[type[ServerState]] = KnowledgeState
-    matches_logits: ClassVar[bool] = False
-    presets: ClassVar[Presets] = {
-        "digits": {
-            "ipc": 10,
-            "iterations": 10,
-            "image_lr": 5.0,
-            "image_momentum": 0.0,
-            "server_lr": 0.01,
-        }
-    }
 
-    temperature: float = 1.0
-    knowledge_from: str = "previous-round"
-    logit_clip: float = 5.0
-    knowledge_noise: float = 5.0
-    server_lr: float = 1e-3
-    server_weight_decay: float = 0.0
-    ipc: int = 50
-    image_momentum: float = 0.9
-    min_examples: int = 1
-    start_average: int = 10
-    gamma: float = 0.9
-    local_weight: float = 1e-4
-    global_weight: float = 1e-2
-    distance: str = "point"
-    directions: int = 50
-    server_matching: str = "minibatch"
-    matching_reduction: str = "mean"
-    matching_norm: str = "batch"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_ranges(self, gamma=(0, 1), local_weight=(0, inf), global_weight=(0, inf))
-        check_ranges(self, directions=(1, inf), temperature=(1e-6, inf))
-        check_ranges(self, logit_clip=(1e-9, inf), knowledge_noise=(1e-3, inf))
-        check_choices(
-            self,
-            knowledge_from=("previous-round", "first-phase"),
-            distance=DISTANCES,
-            server_matching=("minibatch", "union", "epoch"),
-            matching_reduction=REDUCTIONS,
-            matching_norm=("batch", "running"),
-        )
-
-    def broadcast(self, state: KnowledgeState, context: RoundContext) -> Message:
-        logits, known = state.logits, state.known
-        if logits is None or known is None:
-            logits = torch.zeros(context.spec.classes, context.spec.classes, device=context.device)
-            known = torch.zeros(context.spec.classes, dtype=torch.bool, device=context.device)
-        return GlobalKnowledge(state.parameters, 1.0, logits, known)
-
-    def check_request(self, message: ModelParameters, context: RoundContext) -> None:
-        if isinstance(message, GlobalKnowledge):  # not the plain model of the first exchange
-            classes = context.spec.classes
-            check_tensor("logits", message.logits, (classes, classes), torch.float32)
-            check_tensor("known", message.known, (classes,), torch.bool)
-
-    def upload_rules(self, phase: str, client: int, context: RoundContext) -> dict[str, Rule]:
-        classes = context.spec.classes
-        told = 0 if phase == MAIN and self.knowledge_from == "first-phase" else classes
-        rules: dict[str, Rule] = {
-            "logits": Array((told, classes)),
-            "present": Array((told,), torch.bool),
-        }
-        if phase == FIRST:
-            return rules
-        soft = Array((told, classes), least=0.0, most=1.0, sums_to_one=True)
-        return {**set_rules(context.spec, self.ipc, torch.uint8), **rules, "soft": soft}
-
-    def private_plans(
-        self, privacy: PrivacySettings, context: RoundContext
-    ) -> tuple[PrivatePlan, ...]:
-        """Returns the plans of the images' T releases, of the sums of logits, and of the counts."""
-        images = super().private_plans(privacy, context)
-        return *images, *sums_plans(
-            LOGITS,
-            "logits (V and R)",
-            "logits z(x) of each example",
-            clip=self.logit_clip,
-            width=context.spec.classes,
-            classes=context.spec.classes,
-            noise=self.knowledge_noise,
-            phase=FIRST if self.knowledge_from == "first-phase" else MAIN,
-        )
-
-    # --------------------------------------------------------------------------------------- client
-
-    def first_request(self, state: KnowledgeState, context: RoundContext) -> Message | None:
-        if self.knowledge_from == "first-phase":
-            return ModelParameters(state.parameters, 1.0)
-        return None
+    # ---------------------------------------- class-mean logits: V_k of a client (Eq. 5), V (Eq. 8)
 
     def first_step(
         self,
@@ -265,127 +91,190 @@ class FedAF(Condenses):
         memories: Sequence[Memory],
         context: RoundContext,
     ) -> Results:
-        model = context.load(message.parameters).requires_grad_(False).eval()
-        told = self.statistics(model, clients, memories, context)
+        w_r = context.load(message.parameters).requires_grad_(False).eval()
+        V = self._class_logits(w_r, clients, memories, context)
         return [
-            (LocalKnowledge(own["logits"], own["present"]), {**memory, **own})
-            for own, memory in zip(told, memories, strict=True)
+            (LocalKnowledge(**V_k), {**memory, **V_k})
+            for V_k, memory in zip(V, memories, strict=True)
         ]
 
-    def statistics(
+    def _class_logits(
         self,
-        model: nn.Module,
+        w_r: nn.Module,
         clients: ClientGroup,
         memories: Sequence[Memory],
         context: RoundContext,
-    ) -> Sequence[Mapping[str, Tensor]]:
-        """Returns V_k [C, C] as "logits" (Eq. 5), and which of its rows exist [C] as "present"."""
+    ) -> list[dict[str, Tensor]]:
+        """Returns V_k [C, C] (Eq. 5) as "logits" and each client's classes [C] as "present"."""
         if all("logits" in memory for memory in memories):  # released in the first phase
-            return memories
-        classes = context.spec.classes
-        means = class_means(clients, model, classes, LOGITS, context, least=self.min_examples)
-        return [{"logits": logits, "present": present} for logits, present in means]
-
-    def open_start(self, clients: OpenClients, segments: Segments, context: RoundContext) -> Tensor:
-        return averaged_start(clients, segments, self.ipc, self.start_average, context.seed)
-
-    def feature_maps(
-        self, model: nn.Module, segments: Segments, context: RoundContext, period: int | None
-    ) -> FeatureMaps:
-        networks = ResampledNetworks(
-            model,
-            context.architecture,
-            self.gamma,
-            seed=context.seed,
-            round=context.round,
-            device=context.device,
-            period=period,
-        )
-        return FeatureMaps(networks.draw)
-
-    def objective(
-        self, matcher: Matcher, message: GlobalKnowledge, segments: Segments, context: RoundContext
-    ) -> Matcher:
-        """Returns distribution matching of embeddings (Eq. 4) plus the term of Eq. 10."""
-        if self.local_weight == 0 or not bool(message.known.any()):
-            return matcher
-        label = segments.label.to(context.device)
-        generator = torch_generator(
-            context.seed, "slicing directions", context.round, device=context.device
-        )
-        return KnowledgeMatcher(
-            matcher,
-            message.logits[label],
-            segments.position.to(context.device),
-            message.known[label],
-            weight=self.local_weight,
-            logit_weight=1.0,
-            distance=self.distance,
-            directions=partial(unit_directions, self.directions, context.spec.classes, generator),
-        )
-
-    def make_upload(
-        self, images: SyntheticSet, statistics: Mapping[str, Tensor], context: RoundContext
-    ) -> Message:
-        logits, present = statistics["logits"], statistics["present"]
-        if self.knowledge_from == "first-phase":  # the server has V, and computes R from it
-            logits, present = logits[:0], present[:0]
-        pixels = denormalise(images.images, context.spec)
-        soft = soft_labels(logits, self.temperature)
-        return CondensedSet(pixels, images.labels, logits, soft, present)
-
-    # --------------------------------------------------------------------------------------- server
+            return [{name: memory[name] for name in ("logits", "present")} for memory in memories]
+        C = context.spec.classes
+        V = class_means(clients, w_r, C, LOGITS, context, least=self.min_examples)
+        return [{"logits": V_k, "present": present} for V_k, present in V]
 
     def first_aggregate(
         self, state: KnowledgeState, replies: Mapping[int, LocalKnowledge], context: RoundContext
     ) -> KnowledgeState:
-        sent = list(replies.values())
-        soft = [soft_labels(reply.logits, self.temperature) for reply in sent]
-        state, mean_soft, now = _averaged(state, sent, soft)
-        return replace(state, soft=mean_soft, present=now)
+        R = [soft_labels(reply.logits, self.temperature) for reply in replies.values()]
+        state, mean_R, present = averaged(state, list(replies.values()), R)
+        return replace(state, soft=mean_R, present=present)
+
+    # ---------------------------------------- the client: collaborative data condensation (Eq. 10)
+
+    def client_step(
+        self,
+        message: GlobalKnowledge,
+        clients: ClientGroup,
+        memories: Sequence[Memory],
+        context: RoundContext,
+    ) -> Results:
+        """Condenses the data of a group of clients: S [pairs, ipc, C, H, W] has the images of all
+        (client, class) pairs."""
+        w_r = context.load(message.parameters).requires_grad_(False).eval()
+        pairs, C = self.pairs(clients), context.spec.classes
+        S = start_images(
+            clients, pairs, memories, context, self.ipc, self.start_average, self.restart
+        )
+        V = self._class_logits(w_r, clients, memories, context)  # Eq. 5
+        matcher = self._matcher(clients, pairs, context)
+        networks = resampled(with_grouped_statistics(w_r), self.gamma, context)
+        slicing = torch_generator(
+            context.seed, "slicing directions", context.round, device=context.device
+        )
+        thetas = unit_directions(self.directions, C, slicing)
+        u = self.features(clients, pairs, context)
+        known, v, client = _with_knowledge(message, pairs, context)
+
+        def distance(u_SC: Tensor) -> Tensor:  # Σ_c F(u_{k,c}, v_c), the second term of Eq. 10
+            kind, theta = self.distance, next(thetas)
+            return sliced_wasserstein(u_SC[known], v, client, distance=kind, directions_PC=theta)
+
+        velocity = torch.zeros_like(S)
+        for t in self.steps(clients, S, velocity, context, (networks, thetas)):  # t = 0, …, T − 1
+            u.use(next(networks))  # w ← γ·w + (1 − γ)·w̃, Eq. 17
+            gradient = matcher.gradient(t, u, S)  # ∇_S L_DM, Eq. 4
+            if self.local_weight and len(known):  # + λ_loc·∇_S Σ_c F(u_{k,c}, v_c), Eq. 10
+                gradient = gradient + logits_gradient(u, S, C, distance, self.local_weight)
+            velocity.mul_(self.image_momentum).add_(gradient)
+            S.add_(velocity, alpha=-self.image_lr)
+        sets = split_uploads(S, pairs, len(clients.ids))
+        return [
+            (self._upload(S_k, V_k, context), {"images": S_k.images})
+            for S_k, V_k in zip(sets, V, strict=True)
+        ]
+
+    def _upload(
+        self, S_k: SyntheticSet, V_k: Mapping[str, Tensor], context: RoundContext
+    ) -> CondensedSet:
+        """Returns S_k as uint8 pixels, V_k, and R_k = softmax(V_k/τ) (Eq. 11)."""
+        v, present = V_k["logits"], V_k["present"]
+        if self.knowledge_from == "first-phase":  # the server has V_k, and computes R_k from it
+            v, present = v[:0], present[:0]
+        pixels = denormalise(S_k.images, context.spec)
+        return CondensedSet(pixels, S_k.labels, v, soft_labels(v, self.temperature), present)
+
+    def _matcher(self, clients: ClientGroup, pairs: Segments, context: RoundContext) -> Matcher:
+        """Returns what computes ∇_S L_DM (Eq. 4): of embeddings, without logits."""
+        width = feature_width(context, logits=False)
+        if isinstance(clients, PrivateClients):
+            return private_matching(clients, context, columns=width, min_examples=self.min_examples)
+        seed, number = context.seed, context.round
+        batches = BatchIndices(
+            clients, pairs, self.batch, self.iterations, seed, number, self.small_class
+        )
+        exact = ExactMatcher(clients, batches, width)
+        if self.matching == "mean":
+            return exact
+        return DistributionMatcher(exact, self.matching, self.blur, width)
+
+    # ------------------------------------ the server: local-global knowledge matching (Eqs. 12-15)
 
     def server_step(
         self, state: KnowledgeState, uploads: Mapping[int, CondensedSet], context: RoundContext
     ) -> KnowledgeState:
         if state.soft is not None and state.present is not None:  # of a first exchange
-            soft, known = state.soft, state.present
+            R, present = state.soft, state.present
             state = replace(state, soft=None, present=None)
         else:
             sent = list(uploads.values())
-            state, soft, known = _averaged(state, sent, [u.soft for u in sent])
-        model = context.load(state.parameters)
-        self._train_server(model, uploads, soft, known, context)
-        return replace(state, parameters=model.state_dict())
+            state, R, present = averaged(state, sent, [upload.soft for upload in sent])
+        w = context.load(state.parameters)
+        self._train_server(w, uploads, R, present, context)
+        return replace(state, parameters=w.state_dict())
 
     def _train_server(
         self,
-        model: nn.Module,
+        w: nn.Module,
         uploads: Mapping[int, CondensedSet],
-        soft: Tensor,
-        known: Tensor,
+        R: Tensor,
+        present: Tensor,
         context: RoundContext,
     ) -> None:
-        """Trains the model in place (Eqs. 13 to 15), with R as `soft` for the classes `known`."""
+        """Trains w in place with L_CE + λ_glob·L_LGKM (Eq. 14), with R for classes `present`."""
+
+        def logits_of(network: nn.Module, images: Tensor) -> Tensor:
+            with mixed(images.device, context.precision):
+                logits: Tensor = network(images)
+            return widened(logits)
+
+        def matching(logits_NC: Tensor, labels_N: Tensor) -> Tensor:  # λ_glob·L_LGKM
+            T, has_images = mean_logits(logits_NC, labels_N)  # Eq. 13, before its softmax
+            usable = has_images & present
+            loss = knowledge_matching(T, R, usable, self.temperature, self.matching_reduction)
+            return self.global_weight * loss
+
+        def matching_of(network: nn.Module, images: Tensor, labels_N: Tensor) -> Tensor:
+            network.train(self.matching_norm == "batch")
+            logits = logits_of(network, images)
+            network.train()
+            return matching(logits, labels_N)
+
+        def minibatch_loss(network: nn.Module, images: Tensor, labels_N: Tensor) -> Tensor:
+            logits = logits_of(network, images)
+            loss = F.cross_entropy(logits, labels_N)
+            if self.matching_norm == "running":
+                return loss + matching_of(network, images, labels_N)
+            return loss + matching(logits, labels_N)
+
         sgd = self.union_sgd()
-        term = KnowledgeTerm(
-            soft,
-            known,
-            self.global_weight,
-            self.temperature,
-            self.matching_reduction,
-            running=self.matching_norm == "running",
-            precision=context.precision,
-        )
         if self.global_weight == 0:
-            train_on_union(model, uploads, sgd, context)
+            train_on_union(w, uploads, sgd, context)
         elif self.server_matching == "minibatch":
-            train_on_union(model, uploads, sgd, context, term.with_cross_entropy)
+            train_on_union(w, uploads, sgd, context, minibatch_loss)
         else:
             once = self.server_matching == "epoch"
-            train_on_union(model, uploads, sgd, context, on_all=term, once_an_epoch=once)
+            train_on_union(w, uploads, sgd, context, on_all=matching_of, once_an_epoch=once)
 
 
-def _averaged(
+def resampled(
+    w_r: nn.Module, gamma: float, context: RoundContext, period: int | None = None
+) -> Iterator[nn.Module]:
+    """Yields γ·w_r + (1 − γ)·w̃ for each step (Eq. 17), with w̃ newly initialised: `reset_parameters`
+    of the layers. All clients share the draws; the same object is yielded, with other weights.
+
+    Args:
+        w_r: copied; the copy's weights are frozen.
+        gamma: γ in [0, 1].
+        context: the round's.
+        period: number of networks after which they repeat; None: never.
+    """
+    network = FlatNetwork(w_r, context.device)
+    network.module.eval()
+    center = network.flat.clone()
+    scratch = copy.deepcopy(context.architecture).cpu()
+    for step in count() if period is None else cycle(range(period)):
+        if gamma < 1:
+            with forked_rng(context.seed, "model re-sampling", context.round, step):
+                for layer in scratch.modules():
+                    reset: Any = getattr(layer, "reset_parameters", None)
+                    if reset is not None:
+                        reset()
+            fresh = flatten(scratch).to(center.device, non_blocking=True)
+            torch.lerp(fresh, center, gamma, out=network.flat)
+        yield network.module
+
+
+def averaged(
     state: KnowledgeState, sent: Sequence[CondensedSet | LocalKnowledge], soft: Sequence[Tensor]
 ) -> tuple[KnowledgeState, Tensor, Tensor]:
     """Returns the state with V (Eq. 8), and R with its classes (Eq. 12).
@@ -393,10 +282,19 @@ def _averaged(
     Classes that none of these clients has keep V's row of an earlier round (partial participation).
     """
     present = [upload.present for upload in sent]
-    mean, now = average_over_holders([upload.logits for upload in sent], present)
-    mean_soft, _ = average_over_holders(soft, present)
+    V, now = average_over_holders([upload.logits for upload in sent], present)
+    R, _ = average_over_holders(soft, present)
     known = now
     if state.logits is not None and state.known is not None:
-        mean = torch.where(now[:, None], mean, state.logits)
+        V = torch.where(now[:, None], V, state.logits)
         known = now | state.known
-    return replace(state, logits=mean, known=known), mean_soft, now
+    return replace(state, logits=V, known=known), R, now
+
+
+def _with_knowledge(
+    message: GlobalKnowledge, pairs: Segments, context: RoundContext
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the pairs whose class has a v_c (none in round 1), these v_c, and their clients."""
+    label = pairs.label.to(context.device)
+    known = message.known[label].nonzero().flatten()
+    return known, message.logits[label[known]], pairs.position.to(context.device)[known]

@@ -1,45 +1,63 @@
 """FedDM: clients send synthetic sets matched to their data around the model (arXiv 2207.09653).
 
-Client, every round (Algorithm 1): for T iterations draw w ~ P_w(w_r), draw real batches, and move
-the synthetic images down ∇ Σ_c L_c (Eq. 9). Server: train w from w_r on the union of all sets,
-projected onto ‖w − w_r‖ ≤ ρ (Eqs. 3, 10, 23).
+The page follows Algorithm 1; "line" is a line of it. Client (lines 10-19): for T iterations draw w ~
+P_w(w_r), draw real batches, and move the synthetic images down ∇ Σ_c L_c (Eq. 9). Server (lines
+2-8): train w from w_r on the union of all sets, projected onto ‖w − w_r‖ ≤ ρ (Eqs. 3, 10, 23).
 
-With differential privacy the images start from noise, and the matching gradient comes from a
-mechanism. `residual` and `gradient` (`fedsynth.synthesizer.condensation.matchers`) are charged for
-T releases a round and send all classes. `features`
-(`fedsynth.synthesizer.condensation.feature_sums`) is charged for M releases and the counts, and
-sends classes whose released count is large enough. `paper` is the noise of Algorithm 1 as printed,
-which guarantees nothing.
+With differential privacy the images start from noise, and the gradient of lines 13-17 comes from a
+mechanism of `fedsynth.synthesizer.condensation.private_matchers`. `residual` and `gradient` are
+charged for T releases a round and send all classes. `features` is charged for M releases and the
+counts, and sends classes whose released count is large enough. `paper` is the noise of lines 15-17
+as printed, which guarantees nothing.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import count, cycle
 from math import inf
 from typing import ClassVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from fedsynth.core.client import ClientGroup, OpenClients, Segments
+from fedsynth.core.client import ClientGroup, PrivateClients, Segments
 from fedsynth.core.context import RoundContext
-from fedsynth.core.method import Down, Presets, PrivatePlan
+from fedsynth.core.messages import ModelParameters
+from fedsynth.core.method import Memory, Presets, PrivatePlan, Results
+from fedsynth.core.state import ServerState
 from fedsynth.errors import SettingError
-from fedsynth.methods.shared.condensing import Condenses
-from fedsynth.methods.shared.private_condensation import Matching, feature_plans, feature_width
-from fedsynth.methods.shared.union import TrainsInBall
-from fedsynth.models.batch_norm import has_batch_norm
+from fedsynth.methods.shared.condensing import Condenses, TrainsInBall
+from fedsynth.methods.shared.private_condensation import (
+    IMAGES,
+    feature_plans,
+    feature_width,
+    private_matching,
+)
+from fedsynth.models.batch_norm import has_batch_norm, with_grouped_statistics
+from fedsynth.models.flat import FlatNetwork
 from fedsynth.privacy.settings import PrivacySettings
-from fedsynth.synthesizer.condensation.feature_sums import NetworkMeansMatcher
-from fedsynth.synthesizer.condensation.matchers import ClippedMatcher, Matcher
-from fedsynth.synthesizer.condensation.networks import (
-    AUGMENTATIONS,
-    READINGS,
-    FeatureMaps,
-    maps_around,
+from fedsynth.seeding import torch_generator
+from fedsynth.synthesizer.condensation.augmentation import AUGMENTATIONS, augmentations
+from fedsynth.synthesizer.condensation.distributions import DistributionMatcher
+from fedsynth.synthesizer.condensation.matching import (
+    ExactMatcher,
+    Matcher,
+    NetworkMeansMatcher,
+)
+from fedsynth.synthesizer.condensation.private_matchers import PaperMatcher
+from fedsynth.synthesizer.condensation.sets import (
+    BatchIndices,
+    SyntheticSet,
+    split_uploads,
+    start_images,
+    train_on_union,
 )
 from fedsynth.validation import check_choices, check_ranges
+
+PERTURBATIONS = ("sphere", "ball")
 
 
 @dataclass(frozen=True)
@@ -66,9 +84,9 @@ class FedDM(Condenses, TrainsInBall):
             mechanism.
         networks_per_round: ours, not the paper's: M networks a round, whose class means over all of
             a client's data are computed once, and T steps that go through them in turn
-            (`fedsynth.synthesizer.condensation.feature_sums`); 0: the paper's new network and
-            minibatch in every step. For networks without batch norm, matching "mean", and not with
-            differential privacy, where mechanism `features` does the same.
+            (`NetworkMeansMatcher`); 0: the paper's new network and minibatch in every step. For
+            networks without batch norm, matching "mean", and not with differential privacy, where
+            mechanism `features` does the same.
         networks: M of mechanism `features`.
         count_noise: of mechanism `features`: the counts' noise multiplier over that of the M
             networks' sums together, σ/√M, so that counts take 1/(1 + count_noise²) of the budget
@@ -114,29 +132,79 @@ class FedDM(Condenses, TrainsInBall):
                 "must be 0 unless class means are matched (method.matching=mean): whole "
                 "distributions need examples in every step",
             )
-        check_choices(self, augment=AUGMENTATIONS, perturbation=READINGS)
+        check_choices(self, augment=AUGMENTATIONS, perturbation=PERTURBATIONS)
 
-    def feature_maps(
-        self, model: nn.Module, segments: Segments, context: RoundContext, period: int | None
-    ) -> FeatureMaps:
-        return maps_around(
-            model,
-            segments.label,
-            context,
-            radius=self.radius,
-            reading=self.perturbation,
-            augment=self.augment,
-            flip=self.flip,
-            logit_weight=self.logit_weight,
-            period=period,
+    # ------------------------------------------------------------------- server, lines 2 to 8
+
+    def server_step(
+        self, state: ServerState, uploads: Mapping[int, SyntheticSet], context: RoundContext
+    ) -> ServerState:
+        """Lines 7 and 8: w_{r+1} by SGD from w_r on the union of all S_k (Eq. 10), in the ball."""
+        w = context.load(state.parameters)
+        train_on_union(w, uploads, self.union_sgd(), context)
+        return replace(state, parameters=w.state_dict())
+
+    # ---------------------------------------------------- ClientUpdate(k, w_r, σ), lines 10 to 19
+
+    def client_step(
+        self,
+        message: ModelParameters,
+        clients: ClientGroup,
+        memories: Sequence[Memory],
+        context: RoundContext,
+    ) -> Results:
+        """Condenses the data of a group of clients: all (client, class) pairs in one batched pass.
+
+        S [pairs, ipc, C, H, W] has the synthetic images of all pairs. L = Σ L_c over pairs, so each
+        client's images get the gradient of their own loss.
+        """
+        w_r = context.load(message.parameters).requires_grad_(False).eval()
+        pairs = self.pairs(clients)
+        S = start_images(  # last round's S_k, or real images (Sec. 4.1)
+            clients, pairs, memories, context, self.ipc, self.start_average, self.restart
         )
+        matcher = self._matcher(clients, pairs, context)
+        networks = perturbed(
+            with_grouped_statistics(w_r), self.radius, self.perturbation, context, matcher.period
+        )
+        augments = augmentations(
+            self.augment, pairs.label, context, flip=self.flip, period=matcher.period
+        )
+        u = self.features(clients, pairs, context, self.logit_weight)
+        velocity = torch.zeros_like(S)
+        client = pairs.position.to(S.device, non_blocking=True)
+        for t in self.steps(clients, S, velocity, context, (networks, augments)):  # line 11
+            u.use(next(networks), next(augments))  # line 12: w ~ P_w(w_r)
+            gradient = matcher.gradient(t, u, S)  # lines 13 to 17: Σ_c ∇_S L_c
+            if self.image_clip:  # not in Algorithm 1
+                gradient = clipped_by_client(gradient, client, self.image_clip)
+            velocity.mul_(self.image_momentum).add_(gradient)
+            S.add_(velocity, alpha=-self.image_lr)  # line 19: S_k ← S_k − η_c ∇_S L
+        kept = split_uploads(S, pairs, len(clients.ids))
+        sent = split_uploads(S, pairs, len(clients.ids), matcher.kept)  # line 6
+        return [(upload, {"images": own.images}) for upload, own in zip(sent, kept, strict=True)]
 
-    def objective(
-        self, matcher: Matcher, message: Down, segments: Segments, context: RoundContext
-    ) -> Matcher:
-        if not self.image_clip:
-            return matcher
-        return ClippedMatcher(matcher, segments.position.to(context.device), self.image_clip)
+    def _matcher(self, clients: ClientGroup, pairs: Segments, context: RoundContext) -> Matcher:
+        """Returns what computes Σ_c ∇_S L_c in a step (lines 13 to 17)."""
+        if isinstance(clients, PrivateClients):  # clip, sum and noise, with a guarantee
+            return private_matching(clients, context, min_examples=self.min_examples)
+        if self.networks_per_round:
+            return NetworkMeansMatcher(
+                clients, pairs, min(self.networks_per_round, self.iterations)
+            )
+        seed, number = context.seed, context.round
+        batches = BatchIndices(  # line 13: B_c ~ D_k for each class c
+            clients, pairs, self.batch, self.iterations, seed, number, self.small_class
+        )
+        exact = ExactMatcher(clients, batches)  # line 14: L_c of Eq. 9, and its gradient
+        if context.privacy is not None:
+            noise = clients.noise(IMAGES)
+            return PaperMatcher(exact, pairs, batches, noise)  # lines 15 to 17 as printed
+        if self.matching != "mean":
+            return DistributionMatcher(exact, self.matching, self.blur)
+        return exact
+
+    # --------------------------------------------------------------------------- declarations
 
     def check_model(self, model: nn.Module) -> None:
         super().check_model(model)
@@ -162,15 +230,6 @@ class FedDM(Condenses, TrainsInBall):
         means = self.networks_per_round * context.spec.classes * feature_width(context, logits=True)
         return super().client_bytes(context) + 4 * means
 
-    def _matching(
-        self, clients: ClientGroup, segments: Segments, context: RoundContext
-    ) -> Matching:
-        if self.networks_per_round and isinstance(clients, OpenClients):
-            networks = min(self.networks_per_round, self.iterations)
-            matcher = NetworkMeansMatcher(clients, segments, networks)
-            return Matching(matcher, period=networks)
-        return super()._matching(clients, segments, context)
-
     def private_plans(
         self, privacy: PrivacySettings, context: RoundContext
     ) -> tuple[PrivatePlan, ...]:
@@ -190,3 +249,46 @@ class FedDM(Condenses, TrainsInBall):
         self.check_private(context)
         networks = min(self.networks, self.iterations)
         return feature_plans(privacy, context, networks=networks, count_noise=self.count_noise)
+
+
+def perturbed(
+    w_r: nn.Module, radius: float, variant: str, context: RoundContext, period: int | None = None
+) -> Iterator[nn.Module]:
+    """Yields w ~ P_w(w_r) for each step: w_r + ε with ‖ε‖₂ ≤ ρ (App. D.3, Eq. 24).
+
+    All clients share the networks: they are drawn from the round's public seed. The same object is
+    yielded each time, with other weights.
+
+    Args:
+        w_r: copied; the copy's weights are frozen.
+        radius: ρ; 0 matches at w_r itself.
+        variant: "sphere": ε ~ N(0, I), rescaled if it is longer than ρ, which with 300,000
+            parameters (‖N(0, I)‖ ≈ 550) it always is. "ball": its length is uniform in [0, ρ].
+        context: the round's.
+        period: number of networks after which they repeat; None: never.
+    """
+    network = FlatNetwork(w_r, context.device)
+    network.module.eval()
+    center = network.flat.clone()
+    epsilon = torch.empty_like(center)
+    for step in count() if period is None else cycle(range(period)):
+        if step == 0:
+            generator = torch_generator(
+                context.seed, "parameter perturbation", context.round, device=context.device
+            )
+        epsilon.normal_(generator=generator)
+        norm = torch.linalg.vector_norm(epsilon)
+        if variant == "ball":
+            scale = radius * torch.rand((), generator=generator, device=norm.device) / norm
+        else:
+            scale = (radius / norm).clamp_max(1.0)
+        torch.addcmul(center, epsilon, scale, out=network.flat)
+        yield network.module
+
+
+def clipped_by_client(gradient: Tensor, client_S: Tensor, bound: float) -> Tensor:
+    """Returns the gradient with each client's part, all its images jointly, clipped in norm."""
+    squares = gradient.flatten(1).square().sum(dim=1)
+    same = (client_S[:, None] == client_S).to(squares.dtype)
+    scale = (bound / (same @ squares).sqrt().clamp_min(1e-12)).clamp_max(1.0)
+    return gradient * scale.view(-1, 1, 1, 1, 1)

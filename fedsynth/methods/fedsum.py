@@ -9,107 +9,52 @@ trains on it. A client makes M passes over its data in place of T steps, and the
 difference to the sums.
 
 With differential privacy each network's sums are one release of mechanism `features`
-(`fedsynth.synthesizer.condensation.feature_sums`), and the counts one more; what the server does
+(`private_matchers` has its sensitivity), and the counts one more; what the server does
 with them costs nothing. Images start from public noise, with or without it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import inf
+from itertools import islice
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from fedsynth.core.client import ClientGroup, PrivateClients
+from fedsynth.core.client import ClientGroup, PrivateClients, chunk
 from fedsynth.core.context import RoundContext
-from fedsynth.core.messages import Message, ModelParameters, public, released
-from fedsynth.core.method import Memory, Presets, PrivatePlan, Results
-from fedsynth.core.state import ServerState
-from fedsynth.core.uploads import LARGEST, Array, Rule, most_examples
+from fedsynth.core.messages import Message
+from fedsynth.core.method import Memory, Results
 from fedsynth.data.images import normalise
 from fedsynth.features.random_images import random_images
+from fedsynth.methods.fedaf import resampled
+from fedsynth.methods.feddm import perturbed
 from fedsynth.methods.shared.class_sums import COUNTS
-from fedsynth.methods.shared.condensing import may_compile
-from fedsynth.methods.shared.noise_shares import SharesNoise
-from fedsynth.methods.shared.private_condensation import (
-    IMAGES,
-    feature_plans,
-    feature_width,
+from fedsynth.methods.shared.fedsum_settings import (
+    FRESH,
+    CondensedState,
+    NetworkSums,
+    SumsFeatures,
+    SumsRequest,
 )
-from fedsynth.methods.shared.union import TrainsInBall
-from fedsynth.privacy.disclosure import Disclosure
-from fedsynth.privacy.disclosure import released as made_of_released
-from fedsynth.privacy.dpsgd import refuse_batch_norm
-from fedsynth.privacy.requests import check_tensor
-from fedsynth.privacy.settings import PrivacySettings
+from fedsynth.methods.shared.private_condensation import IMAGES
+from fedsynth.privacy.mechanisms import GaussianSums
 from fedsynth.seeding import torch_generator
-from fedsynth.synthesizer.condensation.feature_sums import (
-    SharedNetworks,
-    TargetMatcher,
-    centres,
-    sums_of,
+from fedsynth.synthesizer.condensation.augmentation import augmentations
+from fedsynth.synthesizer.condensation.matching import (
+    NetworkFeatures,
+    frozen_means,
+    matching_gradient,
 )
-from fedsynth.synthesizer.condensation.loop import condense
-from fedsynth.synthesizer.condensation.networks import AUGMENTATIONS, FRESH, READINGS, maps_around
-from fedsynth.synthesizer.condensation.sets import MOST_IPC, SyntheticSet, train_on_union
-from fedsynth.training.optimisers import MomentumSgd
-from fedsynth.validation import check_choices, check_embedding, check_ranges
-
-STARTS = ("noise", "random-process")
-"""Initial images: normal noise, or random-process images. Both are public."""
+from fedsynth.synthesizer.condensation.sets import SyntheticSet, train_on_union
 
 
 @dataclass(frozen=True)
-class SumsRequest(ModelParameters):
-    """Sent to clients: w_r, and the images S [classes · ipc, C, H, W], whose feature means the sums
-    are centred on."""
-
-    images: Tensor = public("goes down, not up")
-
-
-@dataclass(frozen=True)
-class NetworkSums(Message):
-    """The upload: sums of features, centred on S, by network and class [M, classes, D], and counts
-    [classes]."""
-
-    sums: Tensor = released()
-    counts: Tensor = released()
-
-
-@dataclass(frozen=True)
-class CondensedState(ServerState):
-    """The state, with S [classes · ipc, C, H, W], normalised, and the classes with enough data,
-    bool [classes]; None before the first round."""
-
-    images: Tensor | None = None
-    kept: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class FedSum(TrainsInBall, SharesNoise):
-    """Settings: FedDM's where they mean the same; see `TrainsInBall`, `SharesNoise`, and
-
-    Args:
-        networks: M, passes of a client over its data in a round.
-        ipc: images per class.
-        iterations: T, condensation steps of the server in a round; step t looks through network t
-            mod M.
-        image_lr: η_c, of the images.
-        image_momentum: of the images' gradient steps.
-        min_examples: images of a class are trained on if clients together have this many examples
-            of it. With differential privacy their released count must also reach twice its noise.
-        start: what images start from, "noise" or "random-process" images; both are public.
-        restart: False keeps S over the rounds; True goes back to the start images each round.
-        perturbation: networks on the "sphere" of radius ρ around w_r, inside the "ball", or "fresh"
-            ones, newly initialised; with those the server trains outside any ball.
-        augment: "none" or "siamese".
-        flip: whether "siamese" may mirror.
-        logit_weight: weight b of the logits relative to the embedding.
-        count_noise: with differential privacy: the counts' noise multiplier over that of the M
-            networks' sums together, σ/√M.
+class FedSum(SumsFeatures):
+    """Settings: see `SumsFeatures`.
 
     >>> from fedsynth import FedSum, ModelSettings, PartitionSettings, RunSettings, simulate
     >>> method = FedSum(networks=4, ipc=5, iterations=40, image_lr=5.0, server_epochs=50)
@@ -126,89 +71,13 @@ class FedSum(TrainsInBall, SharesNoise):
         "class sums of shared networks' features; the server pools them and condenses once"
     )
     reference: ClassVar[str] = "FedDM's objective (arXiv 2207.09653, Eq. 9) on pooled class sums"
-    downlink: ClassVar[type[Message]] = SumsRequest
-    upload: ClassVar[type[Message]] = NetworkSums
-    state: ClassVar[type[ServerState]] = CondensedState
-    protects: ClassVar[tuple[str, ...]] = ("features",)
-    presets: ClassVar[Presets] = {
-        "digits": {"iterations": 100, "image_lr": 5.0},
-        "cifar100": {"ipc": 5},
-    }
-    robust_refusal: ClassVar[str] = (
-        "it adds up sums of which many clients have none of a class, and by coordinates these "
-        "would outvote the others"
-    )
-    discloses: ClassVar[Mapping[str, Disclosure]] = {
-        "condensed_classes": made_of_released("how many released counts are above their noise")
-    }
-
-    networks: int = 16
-    ipc: int = 10
-    iterations: int = 1000
-    image_lr: float = 1.0
-    image_momentum: float = 0.0
-    min_examples: int = 1
-    start: str = "noise"
-    restart: bool = False
-    perturbation: str = "sphere"
-    augment: str = "none"
-    flip: bool = False
-    logit_weight: float = 1.0
-    count_noise: float = 3.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check_aggregation()
-        check_ranges(self, networks=(1, 10_000), ipc=(1, MOST_IPC), iterations=(1, inf))
-        check_ranges(self, image_lr=(0, inf), image_momentum=(0, 1), min_examples=(0, inf))
-        check_ranges(self, logit_weight=(0, inf), count_noise=(0.01, inf))
-        check_choices(self, start=STARTS, augment=AUGMENTATIONS, perturbation=(*READINGS, FRESH))
-
-    def ball(self) -> float | None:
-        return None if self.perturbation == FRESH else self.radius
-
-    def check_model(self, model: nn.Module) -> None:
-        check_embedding(self.name, model)
 
     # --------------------------------------------------------------------------------- the messages
 
     def broadcast(self, state: CondensedState, context: RoundContext) -> Message:
         return SumsRequest(state.parameters, 1.0, self._images(state, context))
 
-    def check_request(self, message: SumsRequest, context: RoundContext) -> None:
-        rows = context.spec.classes * self.ipc
-        check_tensor("images", message.images, (rows, *context.spec.image_shape), torch.float32)
-
-    def upload_rules(self, phase: str, client: int, context: RoundContext) -> dict[str, Rule]:
-        classes = context.spec.classes
-        noise = max(1.0, context.noise.get(IMAGES, 0.0), context.noise.get(COUNTS, 0.0))
-        far = LARGEST * noise
-        counts = Array((classes,), least=0.0, most=most_examples(client, context))
-        if context.privacy is not None:
-            counts = Array((classes,), least=-far, most=far)
-            counts = replace(counts, dtype=self.sum_dtype(COUNTS, context))
-        shape = (self.networks, classes, feature_width(context, logits=True))
-        dtype = self.sum_dtype(IMAGES, context)
-        return {"sums": Array(shape, dtype, least=-far, most=far), "counts": counts}
-
-    def sum_releases(self, phase: str, context: RoundContext) -> Mapping[str, str]:
-        return {"sums": IMAGES, "counts": COUNTS}
-
     # ----------------------------------------------------------------------------------- the client
-
-    def private_plans(
-        self, privacy: PrivacySettings, context: RoundContext
-    ) -> tuple[PrivatePlan, ...]:
-        """Returns the plans of M releases a round, and of one of the counts."""
-        refuse_batch_norm(context.architecture)
-        plans = feature_plans(
-            privacy, context, networks=self.networks, count_noise=self.count_noise
-        )
-        return self.added_up(plans, privacy, context)
-
-    def client_bytes(self, context: RoundContext) -> int:
-        numbers = self.networks * context.spec.classes * feature_width(context, logits=True)
-        return 16 * numbers
 
     def client_step(
         self,
@@ -217,28 +86,21 @@ class FedSum(TrainsInBall, SharesNoise):
         memories: Sequence[Memory],
         context: RoundContext,
     ) -> Results:
-        model = context.load(message.parameters).requires_grad_(False).eval()
-        series = None
-        if isinstance(clients, PrivateClients):
-            series = (clients.series(IMAGES), clients.series(COUNTS))
-        sums, counts = sums_of(
-            clients,
-            series,
-            self._networks(model, context, compiled=may_compile(clients, context)),
-            self._by_class(message.images, context),
-            lambda done: context.report("sums", done, self.networks),
-        )
-        return [
-            (NetworkSums(own.clone(), held.clone()), memory)
-            for own, held, memory in zip(sums, counts, memories, strict=True)
-        ]
+        """Returns each client's sums R_{m,c} = Σ_{x ∈ c} u_m(x) − s_{m,c} [M, C, D], and its counts
+        n_c [C]. With differential privacy each term of R is clipped, and R and n have noise."""
+        w_r = context.load(message.parameters).requires_grad_(False).eval()
+        S = self._by_class(message.images, context)
+        charged = clients.series(IMAGES) if isinstance(clients, PrivateClients) else []
+        sums = []
+        for m, u_m in enumerate(islice(self._feature_maps(w_r, context), self.networks)):
+            s_m = frozen_means(u_m, S)  # s_{m,c} = mean_{S_c} u_m
+            sums.append(centred_sums(clients, charged, u_m, s_m))
+            context.report("sums", m + 1, self.networks)
+        counts = class_counts(clients)
+        each = zip(torch.stack(sums, dim=1), counts, memories, strict=True)
+        return [(NetworkSums(R.clone(), n.clone()), memory) for R, n, memory in each]
 
     # ----------------------------------------------------------------------------------- the server
-
-    def server_step(
-        self, state: CondensedState, uploads: Mapping[int, NetworkSums], context: RoundContext
-    ) -> ServerState:
-        return SharesNoise.server_step(self, state, uploads, context)
 
     def from_sum(
         self,
@@ -248,33 +110,31 @@ class FedSum(TrainsInBall, SharesNoise):
         clients: int,
         context: RoundContext,
     ) -> CondensedState:
+        """Condenses one set S towards the pooled class means, and trains on it."""
         if not self.enough(clients, context):
             return state
-        model = context.load(state.parameters)
-        frozen = context.load(state.parameters).requires_grad_(False).eval()
-        start = self._by_class(self._images(state, context), context)
-        networks = self._networks(frozen, context)
+        S = self._by_class(self._images(state, context), context).clone()
+        w_r = context.load(state.parameters).requires_grad_(False).eval()
+        maps = self._feature_maps(w_r, context)
+        s = torch.stack([frozen_means(next(maps), S) for _ in range(self.networks)])
         floor = self._floor(clients, context)
         kept = total.counts >= floor
-        means = total.sums / total.counts.clamp_min(floor)[:, None]
-        targets = centres(networks, start) + means.float()
-        draw_network, draw_augmentation = networks.draws()
-        images = condense(
-            start,
-            draw_network,
-            TargetMatcher(targets, kept),
-            steps=self.iterations,
-            optimiser=MomentumSgd(self.image_lr, self.image_momentum),
-            logit_weight=self.logit_weight,
-            draw_augmentation=draw_augmentation,
-            report=lambda done: context.report("condense", done, self.iterations),
-            memory_bytes=context.memory_bytes // 2,
-            # it sees only released sums; still not compiled with DP, as documented
-            compiled=context.compiled and context.privacy is None,
-        ).flatten(0, 1)
-        made = replace(state, images=images, kept=kept)
-        train_on_union(model, {0: self._set(made, context)}, self.union_sgd(), context)
-        return replace(made, parameters=model.state_dict())
+        # target_{m,c} = s_{m,c} + Σ_k R_{k,m,c} / n_c: the class means of all clients' data
+        targets = s + (total.sums / total.counts.clamp_min(floor)[:, None]).float()
+        velocity = torch.zeros_like(S)
+        for t in range(self.iterations):  # S ← S − η_c ∇_S Σ_c ‖mean_{S_c} u_m − target_{m,c}‖²
+            target = targets[t % self.networks]
+            gradient = matching_gradient(next(maps), S, target, kept.to(target.dtype))
+            velocity.mul_(self.image_momentum).add_(gradient)
+            S.add_(velocity, alpha=-self.image_lr)
+            context.report("condense", t + 1, self.iterations)
+        state = replace(state, images=S.flatten(0, 1), kept=kept)
+        w = context.load(state.parameters)
+        sgd = self.union_sgd()
+        if self.perturbation == FRESH:
+            sgd = replace(sgd, radius=None)
+        train_on_union(w, {0: self._set(state, context)}, sgd, context)
+        return replace(state, parameters=w.state_dict())
 
     def facts(self, state: CondensedState, context: RoundContext) -> Mapping[str, Any]:
         return {"condensed_classes": 0 if state.kept is None else int(state.kept.sum())}
@@ -302,34 +162,27 @@ class FedSum(TrainsInBall, SharesNoise):
             rate = context.privacy.sample_rate or 1.0
         return max(1.0, self.min_examples * rate, noise)
 
-    def _networks(
-        self, model: nn.Module, context: RoundContext, compiled: bool = False
-    ) -> SharedNetworks:
-        """Returns the round's M networks, which are the same for all parties."""
+    def _feature_maps(self, w_r: nn.Module, context: RoundContext) -> Iterator[NetworkFeatures]:
+        """Yields u_1, …, u_M, u_1, …: of the round's networks, which are the same for all parties.
+        The same object is yielded each time, with another network."""
+        if self.perturbation == FRESH:
+            networks = resampled(w_r, 0.0, context, self.networks)
+        else:
+            networks = perturbed(w_r, self.radius, self.perturbation, context, self.networks)
         labels = torch.arange(context.spec.classes)
-
-        def draws() -> tuple[Callable[[], nn.Module], Callable[[], Any] | None]:
-            maps = maps_around(
-                model,
-                labels,
-                context,
-                radius=self.radius,
-                reading=self.perturbation,
-                augment=self.augment,
-                flip=self.flip,
-                logit_weight=self.logit_weight,
-                period=self.networks,
-            )
-            return maps.draw_network, maps.draw_augmentation
-
-        return SharedNetworks(
-            draws,
-            self.networks,
-            self.logit_weight,
-            context.precision,
-            context.memory_bytes // 2,
-            compiled,
+        augments = augmentations(
+            self.augment, labels, context, flip=self.flip, period=self.networks
         )
+        u = NetworkFeatures(
+            logit_weight=self.logit_weight,
+            precision=context.precision,
+            memory_bytes=context.memory_bytes // 2,
+            compiled=context.compiled and context.privacy is None,
+            ipc=self.ipc,
+        )
+        for network, augment in zip(networks, augments, strict=False):
+            u.use(network, augment)
+            yield u
 
     def _images(self, state: CondensedState, context: RoundContext) -> Tensor:
         """Returns S at the start of a round, [classes · ipc, C, H, W], normalised."""
@@ -356,3 +209,45 @@ class FedSum(TrainsInBall, SharesNoise):
         labels = labels.repeat_interleave(self.ipc)
         where = state.kept[labels]
         return SyntheticSet(state.images[where], labels[where])
+
+
+def centred_sums(
+    clients: ClientGroup, charged: Sequence[GaussianSums], u: NetworkFeatures, s_CD: Tensor
+) -> Tensor:
+    """Returns Σ_{x ∈ c} u(x) − s_c of each client, [K, C, D].
+
+    Args:
+        clients: the group.
+        charged: of private clients, the series that clip and release the sums.
+        u: one network's features.
+        s_CD: what the sums are centred on; public or released.
+    """
+    classes = len(s_CD)
+    if isinstance(clients, PrivateClients):
+
+        def rows(x_NCHW: Tensor, segment_N: Tensor) -> Tensor:  # depends on x only
+            # segments number (client, class) pairs; −1, which is discarded, becomes some class
+            label = (segment_N % classes).to(x_NCHW.device, non_blocking=True)
+            return u.real(x_NCHW, label) - s_CD[label]
+
+        return clients.class_sums(charged, rows).view(len(clients.ids), classes, -1)
+    sums = s_CD.new_zeros(len(clients.ids), *s_CD.shape, dtype=torch.float64)
+    for k in range(len(clients.ids)):
+        for part in clients.examples(k).split(chunk(s_CD.device)):
+            if len(part):
+                labels = clients.labels(part)
+                apart = (u.real(clients.images(part), labels) - s_CD[labels]).double()
+                sums[k] += F.one_hot(labels, classes).to(apart.dtype).T @ apart
+    return sums.float()
+
+
+def class_counts(clients: ClientGroup) -> Tensor:
+    """Returns each client's number of examples of each class, [K, C]; noisy with privacy."""
+    classes = clients.spec.classes
+    if isinstance(clients, PrivateClients):
+        ones = clients.class_sums(
+            clients.series(COUNTS), lambda x_NCHW, segment_N: x_NCHW.new_ones(len(x_NCHW), 1)
+        )
+        return ones.view(len(clients.ids), classes)
+    labels = [clients.labels(clients.examples(k)) for k in range(len(clients.ids))]
+    return torch.stack([F.one_hot(own, classes).sum(dim=0).float() for own in labels])

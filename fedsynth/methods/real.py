@@ -3,8 +3,8 @@ condensation adds, and protects nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import inf
 from typing import ClassVar
 
@@ -14,8 +14,9 @@ from fedsynth.core.client import ClientGroup, OpenClients
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters, unprotected
 from fedsynth.core.method import Memory, Presets, Results
+from fedsynth.core.state import ServerState
 from fedsynth.core.uploads import Rule
-from fedsynth.methods.shared.union import TrainsInBall
+from fedsynth.methods.shared.condensing import TrainsInBall
 from fedsynth.privacy.errors import UnaccountedReleaseError
 from fedsynth.synthesizer.condensation.sets import (
     MOST_IPC,
@@ -24,6 +25,7 @@ from fedsynth.synthesizer.condensation.sets import (
     real_start,
     set_rules,
     split_uploads,
+    train_on_union,
 )
 from fedsynth.validation import check_ranges
 
@@ -92,9 +94,15 @@ class Real(TrainsInBall):
             raise UnaccountedReleaseError(
                 f"real cannot run with differential privacy: {self.refusal}"
             )
-        segments = clients.segments(self.min_examples)
+        pairs = clients.segments(self.min_examples)
         draw = context.round if self.resample else 0
-        sets = split_uploads(
-            real_start(clients, segments, self.ipc, context.seed, draw), segments, len(clients.ids)
-        )
-        return [(RealImages(s.images, s.labels), {}) for s in sets]
+        images = real_start(clients, pairs, self.ipc, context.seed, draw)
+        sets = split_uploads(images, pairs, len(clients.ids))
+        return [(RealImages(own.images, own.labels), {}) for own in sets]
+
+    def server_step(
+        self, state: ServerState, uploads: Mapping[int, RealImages], context: RoundContext
+    ) -> ServerState:
+        w = context.load(state.parameters)
+        train_on_union(w, uploads, self.union_sgd(), context)
+        return replace(state, parameters=w.state_dict())

@@ -74,8 +74,10 @@ def has_batch_norm(network: nn.Module) -> bool:
 
 
 def with_grouped_statistics(network: nn.Module) -> nn.Module:
-    """Returns a copy in which each batch norm is a `GroupedBatchNorm`; the order of its parameters
-    is unchanged."""
+    """Returns a copy in which each batch norm is a `GroupedBatchNorm`, with its parameters in the
+    same order; a network without batch norm itself."""
+    if not has_batch_norm(network):
+        return network
     network = copy.deepcopy(network)
     shared = SharedStatistics()
     for parent in list(network.modules()):

@@ -22,12 +22,8 @@ from fedsynth.privacy.owner import DataOwner
 from fedsynth.privacy.passes import padded, power_of_two
 from fedsynth.privacy.plans import PrivatePlan
 from fedsynth.seeding import forked_rng, torch_generator
-from fedsynth.synthesizer.condensation.loop import NetworkFeatures
-from fedsynth.synthesizer.condensation.matchers import (
-    FeatureMap,
-    GradientMatcher,
-    ResidualMatcher,
-)
+from fedsynth.synthesizer.condensation.matching import FeatureMap, NetworkFeatures
+from fedsynth.synthesizer.condensation.private_matchers import GradientMatcher, ResidualMatcher
 from fedsynth.training.optimisers import MomentumSgd
 
 Networks = Callable[[], nn.Module]

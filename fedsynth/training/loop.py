@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ def resumable(
     keeper: StepKeeper | None = None,
     name: str = "loop",
     report: Callable[[int], None] = lambda completed: None,
-    skip: Callable[[int], None] = lambda completed: None,
+    draws: Sequence[Iterator[object]] = (),
 ) -> Iterator[int]:
     """Yields 0, 1, ..., steps - 1, from the step after the last checkpoint of this loop.
 
@@ -34,8 +34,8 @@ def resumable(
         keeper: keeps the checkpoints; None: nothing is saved.
         name: identifies this loop within a round.
         report: called with the number of finished steps.
-        skip: called once with the number of steps that a checkpoint holds, to repeat their random
-            draws where these are not in `state`.
+        draws: random draws that are not in `state`, one for each step: those of the steps that a
+            checkpoint holds are skipped.
 
     >>> total = torch.zeros(1)
     >>> for step in resumable(3, {"total": total}):
@@ -45,7 +45,9 @@ def resumable(
     """
     keeper = keeper or KeepsNothing()
     completed = _restored(keeper.found(name), state)
-    skip(completed)
+    for draw in draws:
+        for _ in range(completed):
+            next(draw)
     for step in range(completed, steps):
         yield step
         keeper.offer(name, step + 1, lambda: named_tensors(state))

@@ -20,7 +20,6 @@ from fedsynth.data.users import hold_out
 from fedsynth.errors import SettingError
 from fedsynth.federation.costs import plan_of
 from fedsynth.federation.run_data import data_set_id
-from fedsynth.methods.shared import condensing
 from fedsynth.privacy.accounting import epsilon
 from fedsynth.privacy.errors import LedgerError
 from fedsynth.privacy.ledger import Ledger
@@ -28,6 +27,7 @@ from fedsynth.privacy.releases import Release
 from fedsynth.results.privacy_summary import headline
 from fedsynth.results.verification import verify_run
 from fedsynth.simulation.simulate import simulate
+from fedsynth.synthesizer.condensation import sets
 
 
 def test_four_of_twenty_drawn_anew_and_by_the_seed() -> None:
@@ -172,7 +172,7 @@ def test_a_client_that_comes_back_goes_on_from_its_images(
     """Newcomers beside it start afresh, and do not make it start anew: what it starts from is what
     it remembers."""
     seen: list[tuple[int, ...]] = []
-    original = condensing.with_kept_images
+    original = sets.with_kept_images
 
     def spy(fresh: Any, segments: Any, memories: Any) -> Any:
         seen.append(tuple("images" in m for m in memories))
@@ -183,7 +183,7 @@ def test_a_client_that_comes_back_goes_on_from_its_images(
             assert torch.equal(start[mine], expected)
         return start
 
-    monkeypatch.setattr(condensing, "with_kept_images", spy)
+    monkeypatch.setattr(sets, "with_kept_images", spy)
     simulate(tiny(method, rounds=4))
     who, known = Participation(0, 4, 0.5), set[int]()
     for number, flags in enumerate(seen, 1):

@@ -26,7 +26,7 @@ from fedsynth.federation.step_trial import LEAST, records_of_step
 from fedsynth.models import feature_linear
 from fedsynth.privacy import dpsgd
 from fedsynth.results.verification import verify_run
-from fedsynth.synthesizer.condensation.loop import NetworkFeatures
+from fedsynth.synthesizer.condensation.matching import NetworkFeatures
 from tests.families import by_family
 from tests.small import small_settings
 

@@ -25,7 +25,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return function
 
     monkeypatch.setattr(torch, "compile", spy)
-    monkeypatch.setattr("fedsynth.synthesizer.condensation.loop.CPU_BYTES", 2 * 4 * 8 * 8 * 4)
+    monkeypatch.setattr("fedsynth.synthesizer.condensation.matching.CPU_BYTES", 2 * 4 * 8 * 8 * 4)
     # a cache of the test's own: what it keeps is not compiled
     monkeypatch.setattr(frozen, "_parts", functools.cache(frozen._parts.__wrapped__))
     return names

@@ -3,33 +3,28 @@
 from __future__ import annotations
 
 import runpy
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 
-from fedsynth.config.settings import RunSettings
-from fedsynth.core.client import OpenClients, PrivateClients, Segments
+from fedsynth.core.client import OpenClients, PrivateClients
 from fedsynth.core.context import RoundContext
 from fedsynth.core.method import Method
 from fedsynth.data.images import ImageData, normalise
 from fedsynth.errors import SettingError
 from fedsynth.methods import METHODS, method_class
 from fedsynth.methods.shared.condensing import Condenses
-from fedsynth.models.registry import ModelSettings
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.mechanisms import GaussianSums
 from fedsynth.privacy.plans import authorise
 from fedsynth.privacy.settings import PrivacySettings
-from fedsynth.simulation.simulate import simulate
-from fedsynth.synthesizer.condensation.networks import FeatureMaps
 from tests.digits import HOSTILE, SPEC, charged, context, digits, sent
 
 OWN: dict[str, Any] = runpy.run_path(
@@ -77,33 +72,7 @@ def test_private_clients_are_never_compiled(name: str, compiled: list[str]) -> N
     assert sorted(compiled) == ["_back", "_between", "_embed"]
 
 
-# ------------------------------------------------------------------------- a method of one's own
-
-
-@dataclass(frozen=True)
-class Least(Condenses):
-    """As little as a condensing method can say: it looks through the global model itself."""
-
-    name: ClassVar[str] = "least"
-    summary: ClassVar[str] = "distribution matching at the global model"
-    reference: ClassVar[str] = "none"
-
-    def feature_maps(
-        self, model: nn.Module, segments: Segments, context: RoundContext, period: int | None
-    ) -> FeatureMaps:
-        return FeatureMaps(lambda: model)
-
-
-def test_the_least_that_a_method_says_is_enough() -> None:
-    method = Least(ipc=2, iterations=5, image_lr=2.0, server_epochs=30, server_batch=32)
-    model = ModelSettings(width=16, depth=2)
-    result = simulate(RunSettings(method, rounds=2, model=model))
-    assert result.accuracy is not None
-    assert result.accuracy > 0.6  # chance is 0.1
-    small = replace(method, server_epochs=1, iterations=2)
-    privacy = PrivacySettings(epsilon=8.0)
-    report: Any = simulate(RunSettings(small, rounds=1, model=model, privacy=privacy)).privacy
-    assert {row["quantity"] for row in report["ledger"]} == {"synthetic images"}
+# --------------------------------------------------------------------------- a custom method
 
 
 def test_statistics_of_open_clients_are_the_class_means() -> None:
@@ -124,7 +93,7 @@ def test_the_servers_loss_is_the_cross_entropy_and_the_prototypes_pull() -> None
     (found,) = sent(method, ctx, open_clients())
     images = normalise(records().images[:4], SPEC)
     labels = torch.tensor([0, 1, 1, 2])  # class 2 has no prototype: no pull
-    loss = method.server_objective({0: found}, ctx)(ctx.architecture, images, labels)
+    loss = method.loss({0: found})(ctx.architecture, images, labels)
     with torch.no_grad():
         h = ctx.architecture.embed(images).double().numpy()  # type: ignore[operator]
         logits = ctx.architecture(images).double().numpy()
@@ -170,8 +139,7 @@ def released_sums(
     monkeypatch.setattr("fedsynth.core.charging.authorise", partial(authorise, make_series=Spy))
     ctx = where(PrivacySettings(noise_multiplier=1e-9, sample_rate=1.0))
     clients = charged(method, ctx, data)
-    model = ctx.load(ctx.architecture.state_dict()).requires_grad_(False).eval()
-    method.statistics(model, clients, [{}], ctx)
+    sent(method, ctx, clients)
     return sums
 
 

@@ -17,7 +17,7 @@ from fedsynth.core.client import OpenClients
 from fedsynth.core.context import RoundContext
 from fedsynth.data.images import ImageData, denormalise, normalise
 from fedsynth.federation.server import Server
-from fedsynth.methods.fedaf import CondensedSet, FedAF, KnowledgeState
+from fedsynth.methods.fedaf import CondensedSet, FedAF, KnowledgeState, resampled
 from fedsynth.models.flat import flatten
 from fedsynth.privacy.errors import ForbiddenLayerError
 from fedsynth.privacy.ledger import Ledger
@@ -25,7 +25,6 @@ from fedsynth.privacy.mechanisms import GaussianSums
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.seeding import torch_generator
 from fedsynth.simulation.simulate import simulate
-from fedsynth.synthesizer.condensation.networks import ResampledNetworks
 from fedsynth.synthesizer.condensation.sets import SyntheticSet
 from tests.digits import CPU, SPEC, charged, convnet, digits, sent
 from tests.digits import context as some_context
@@ -95,11 +94,9 @@ def plain_rounds(method: FedAF, count: int) -> tuple[Tensor, list[Tensor]]:
                     ]
                 )
             S, velocity = images[k].clone(), torch.zeros_like(images[k])
-            draws = ResampledNetworks(
-                net, ctx.architecture, method.gamma, seed=0, round=number, device=CPU
-            )
+            draws = resampled(net, method.gamma, ctx)
             for _ in range(method.iterations):
-                w, leaf = draws.draw(), S.clone().requires_grad_()
+                w, leaf = next(draws), S.clone().requires_grad_()
                 loss = torch.zeros(())
                 for i, c in enumerate(held[k]):
                     h = w.embed(leaf[i])  # type: ignore[operator]
@@ -225,8 +222,8 @@ def test_resampling_interpolates_and_recurs() -> None:
     model, before = convnet(seed=1), torch.get_rng_state()
 
     def draws(gamma: float, **named: Any) -> list[Tensor]:
-        networks = ResampledNetworks(model, convnet(), gamma, seed=0, round=1, device=CPU, **named)
-        return [flatten(networks.draw()) for _ in range(4)]
+        networks = resampled(model, gamma, context(), **named)
+        return [flatten(next(networks)) for _ in range(4)]
 
     fresh, mixed, center = draws(0.0), draws(0.9), flatten(model)
     assert not torch.equal(fresh[0], fresh[1])

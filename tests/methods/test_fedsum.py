@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from math import sqrt
 from typing import Any
 
@@ -17,11 +18,12 @@ from torch import Tensor, nn
 
 from fedsynth import PartitionSettings, RunSettings, resolve, simulate
 from fedsynth.core.charging import charge_for
-from fedsynth.core.client import OpenClients, PrivateClients
+from fedsynth.core.client import OpenClients
 from fedsynth.core.context import RoundContext
 from fedsynth.data.images import ImageData
 from fedsynth.errors import SettingError
 from fedsynth.federation.observer import Observer
+from fedsynth.methods.feddm import perturbed
 from fedsynth.methods.fedsum import CondensedState, FedSum, NetworkSums
 from fedsynth.methods.shared.class_sums import COUNTS
 from fedsynth.methods.shared.noise_shares import total_of
@@ -32,12 +34,11 @@ from fedsynth.privacy.errors import ForbiddenLayerError, RequestRefusedError
 from fedsynth.privacy.guard import Guard
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.mechanisms import GaussianSums
+from fedsynth.privacy.plans import authorise
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import Release
 from fedsynth.privacy.settings import PrivacySettings
-from fedsynth.synthesizer.condensation.feature_sums import private_sums
-from fedsynth.synthesizer.condensation.networks import Perturbations
-from tests.digits import CPU, HOSTILE, SPEC, charged, convnet, digits, sent
+from tests.digits import HOSTILE, SPEC, charged, convnet, digits, sent
 from tests.digits import context as some_context
 
 WIDTH = 4 * 4 + 10
@@ -85,10 +86,10 @@ def test_one_round_is_numpys() -> None:
     upload = uploads(method, ctx, images, parts)
     state = method.server_step(start(ctx), upload, ctx)
 
-    drawn = Perturbations(ctx.architecture, 1.0, seed=0, round=1, device=CPU)
+    drawn = perturbed(ctx.architecture, 1.0, "sphere", ctx)
     maps = []
     for _ in range(2):
-        layer: Any = drawn.draw().classifier
+        layer: Any = next(drawn).classifier
         W, c = layer.weight.detach().numpy().copy(), layer.bias.detach().numpy().copy()
         maps.append((np.vstack([np.eye(64), b * W]), np.concatenate([np.zeros(64), b * c])))
     x = OpenClients([0], images, [torch.arange(60)]).images(torch.arange(60)).flatten(1).numpy()
@@ -178,42 +179,24 @@ def test_a_round_is_charged_m_sums_and_the_counts_and_releases_just_those(
     assert epsilon(ledger.releases, 1e-5) == pytest.approx(epsilon([one], 1e-5), rel=1e-3)
 
 
-def moved(extra: int, label: int, records: int, clip: float) -> tuple[list[Tensor], Tensor]:
-    """How far one example more moves each network's un-noised sums [classes, D], and the counts
-    [classes]."""
-    images = digits([*(np.arange(12) % 10), label], HOSTILE[extra])
-    ctx, method = context(), FedSum(**TINY, logit_weight=5.0)
-    S = method.broadcast(start(ctx), ctx).images.view(10, 2, 1, 8, 8)
-    model = ctx.load(ctx.architecture.state_dict()).requires_grad_(False).eval()
-    seen: list[list[Tensor]] = []
+def released_sums(images: ImageData, records: int, extra: list[int], clip: float) -> list[Tensor]:
+    """What goes into the noise of one client's step on its first records and some extra ones: each
+    network's sums [classes, D], and the counts [classes]."""
+    sums: list[Tensor] = []
 
     class Spy(GaussianSums):
         def release(self) -> Any:
             assert self._sums is not None
-            seen[-1].append(self._sums.clone())
+            sums.append(self._sums.clone())
             return super().release()
 
-    for part in (torch.arange(records), torch.cat([torch.arange(records), torch.tensor([12])])):
-        seen.append([])
-        sums = Release(1, "s", "m", "c", 1e-9, clip, 1.0, "full", 3, 10 * WIDTH)
-        counts = Release(1, "n", "m", "c", 1e-9, 1.0, 1.0, "full", 1, 10)
-        guard = Guard(Ledger("0"), 1e-5, None)
-        series = [[Spy(row, 10, guard, SecretGenerator())] for row in (sums, counts)]
-        networks = method._networks(model, ctx)
-        private_sums(PrivateClients([0], images, [part], []), *series, networks, S)
-    *each, count = [after - before for before, after in zip(*seen, strict=True)]
-    return each, count
-
-
-def check_sensitivity(extra: int, label: int, records: int) -> None:
-    """One class's sum moves, by at most the clip (here: all of it), and one count, by one."""
-    clip = 0.05
-    each, counts = moved(extra, label, records, clip)
-    assert len(each) == 3
-    assert counts.flatten().tolist() == [float(c == label) for c in range(10)]
-    for one in each:
-        assert 0.9 * clip < one.norm() <= clip * (1 + 1e-4)
-        assert one[[c for c in range(10) if c != label]].abs().max() < 1e-6
+    method = FedSum(**TINY, logit_weight=5.0)
+    ctx = context(PrivacySettings(noise_multiplier=1e-9, clip=clip))
+    part = torch.tensor([*range(records), *extra], dtype=torch.int64)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fedsynth.core.charging.authorise", partial(authorise, make_series=Spy))
+        sent(method, ctx, charged(method, ctx, images, [part]))
+    return sums
 
 
 @given(extra=st.integers(0, 2), label=st.integers(0, 9), records=st.integers(0, 12))
@@ -221,7 +204,15 @@ def check_sensitivity(extra: int, label: int, records: int) -> None:
 def test_an_example_moves_sums_by_at_most_the_clip_and_counts_by_one(
     extra: int, label: int, records: int
 ) -> None:
-    check_sensitivity(extra, label, records)
+    """One class's sum moves, by at most the clip (here: all of it), and one count, by one."""
+    images, clip = digits([*(np.arange(12) % 10), label], HOSTILE[extra]), 0.05
+    pairs = zip(*(released_sums(images, records, e, clip) for e in ([], [12])), strict=True)
+    *each, counts = [after - before for before, after in pairs]
+    assert len(each) == 3
+    assert counts.flatten().tolist() == [float(c == label) for c in range(10)]
+    for one in each:
+        assert 0.9 * clip < one.norm() <= clip * (1 + 1e-4)
+        assert one[[c for c in range(10) if c != label]].abs().max() < 1e-6
 
 
 def test_a_class_below_the_noise_of_all_clients_counts_is_left_out() -> None:

@@ -18,10 +18,12 @@ from fedsynth.models.batch_norm import (
 )
 from fedsynth.models.convnet import ConvNet
 from fedsynth.models.flat import flatten
-from fedsynth.synthesizer.condensation.loop import NetworkFeatures, condense
-from fedsynth.synthesizer.condensation.matchers import ExactMatcher, pull_back
+from fedsynth.synthesizer.condensation.matching import (
+    ExactMatcher,
+    NetworkFeatures,
+    pull_back,
+)
 from fedsynth.synthesizer.condensation.sets import BatchIndices
-from fedsynth.training.optimisers import MomentumSgd
 from tests.digits import digits
 
 N, IPC = 60, 3
@@ -87,9 +89,7 @@ def test_real_and_synthetic_images_never_share_statistics() -> None:
         [0, 1], data(), [torch.tensor([0, 10, 20, 1, 11]), torch.tensor([30, 31, 41, 51])]
     )
     segments = clients.segments(1)
-    matcher = ExactMatcher(
-        clients, BatchIndices(clients, segments, 9, 1, small_class="all", seed=0, round=1)
-    )
+    matcher = ExactMatcher(clients, BatchIndices(clients, segments, 9, 1, seed=0, round=1))
     actual = matcher.gradient(0, features(net, segments.position.tolist()), S)
     expected = []
     net.train()
@@ -127,11 +127,14 @@ def test_batched_clients_make_the_images_that_they_make_alone(precision: torch.d
     def images(ids: list[int]) -> Tensor:
         clients = OpenClients(ids, data(), [parts[k] for k in ids])
         segments = clients.segments(1)
-        batches = BatchIndices(clients, segments, 2, 3, small_class="all", seed=0, round=1)
+        batches = BatchIndices(clients, segments, 2, 3, seed=0, round=1)
         start = torch.arange(float(IPC)).view(1, -1, 1, 1, 1).expand(len(segments), IPC, 1, 8, 8)
-        given: Any = {"steps": 3, "optimiser": MomentumSgd(1.0), "precision": precision}
-        matcher = ExactMatcher(clients, batches)
-        return condense(start, lambda: converted, matcher, statistics_S=segments.position, **given)
+        seen = NetworkFeatures(precision=precision, statistics_S=segments.position)
+        seen.use(converted)
+        matcher, S = ExactMatcher(clients, batches), start.clone()
+        for step in range(3):
+            S -= matcher.gradient(step, seen, S)
+        return S
 
     tolerance = 1e-4 if precision == torch.float32 else 0.05
     alone = torch.cat([images([k]) for k in range(3)])

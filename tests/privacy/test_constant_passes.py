@@ -40,8 +40,8 @@ from fedsynth.privacy.passes import padded, pass_length, power_of_two
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.simulation.simulate import simulate
-from fedsynth.synthesizer.condensation.loop import NetworkFeatures
-from fedsynth.synthesizer.condensation.matchers import per_example_gradients
+from fedsynth.synthesizer.condensation.matching import NetworkFeatures
+from fedsynth.synthesizer.condensation.private_matchers import per_example_gradients
 from tests.digits import SPEC, convnet, digits
 from tests.privacy.support import guard
 

@@ -27,12 +27,8 @@ from fedsynth.privacy.mechanisms import GaussianSums
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.simulation.simulate import simulate
-from fedsynth.synthesizer.condensation.loop import NetworkFeatures
-from fedsynth.synthesizer.condensation.matchers import (
-    GradientMatcher,
-    ResidualMatcher,
-    frozen_means,
-)
+from fedsynth.synthesizer.condensation.matching import NetworkFeatures, frozen_means
+from fedsynth.synthesizer.condensation.private_matchers import GradientMatcher, ResidualMatcher
 from tests.digits import HOSTILE, charged, context, convnet, digits
 from tests.privacy.support import guard, release
 

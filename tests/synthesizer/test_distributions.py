@@ -19,8 +19,7 @@ from fedsynth.errors import SettingError
 from fedsynth.models.convnet import ConvNet
 from fedsynth.simulation.simulate import simulate
 from fedsynth.synthesizer.condensation.distributions import MATCHINGS, DistributionMatcher
-from fedsynth.synthesizer.condensation.loop import NetworkFeatures
-from fedsynth.synthesizer.condensation.matchers import ExactMatcher
+from fedsynth.synthesizer.condensation.matching import ExactMatcher, NetworkFeatures
 from fedsynth.synthesizer.condensation.sets import BatchIndices
 from tests.digits import CPU, digits
 
@@ -40,7 +39,7 @@ def exact(device: torch.device = CPU, ids: Sequence[int] = (0, 1)) -> ExactMatch
     data = digits(LABELS, device=device)
     data.images[8:] = 255  # client 1's are far from the others
     clients = OpenClients(ids, data, [PARTS[k] for k in ids])
-    batches = BatchIndices(clients, clients.segments(1), 100, 1, small_class="all", seed=0, round=1)
+    batches = BatchIndices(clients, clients.segments(1), 100, 1, seed=0, round=1)
     return ExactMatcher(clients, batches)
 
 

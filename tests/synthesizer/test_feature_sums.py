@@ -26,9 +26,8 @@ from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import Release
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.simulation.simulate import simulate
-from fedsynth.synthesizer.condensation.feature_sums import FeatureSumMatcher
-from fedsynth.synthesizer.condensation.loop import NetworkFeatures
-from fedsynth.synthesizer.condensation.matchers import ExactMatcher
+from fedsynth.synthesizer.condensation.matching import ExactMatcher, NetworkFeatures
+from fedsynth.synthesizer.condensation.private_matchers import FeatureSumMatcher
 from fedsynth.synthesizer.condensation.sets import BatchIndices
 from tests.digits import HOSTILE, charged, context, convnet, digits
 
@@ -69,7 +68,7 @@ def test_without_noise_and_clipping_the_gradient_is_the_exact_one() -> None:
     images, parts = data(), [torch.arange(23), torch.arange(23, N)]
     features, S = seen(), synthetic(20)
     clients = OpenClients([0, 1], images, parts)
-    batches = BatchIndices(clients, clients.segments(1), 100, 1, small_class="all", seed=0, round=1)
+    batches = BatchIndices(clients, clients.segments(1), 100, 1, seed=0, round=1)
     exact = ExactMatcher(clients, batches)
     ours = matcher(group(images, parts), 1, 1e-12, 1e6)
     held = [int((images.labels[p] == c).sum()) for p in parts for c in range(10)]

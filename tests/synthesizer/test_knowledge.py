@@ -12,8 +12,8 @@ import torch
 from fedsynth.synthesizer.condensation.knowledge import (
     DISTANCES,
     average_over_holders,
-    class_means,
     knowledge_matching,
+    mean_logits,
     sliced_wasserstein,
     soft_labels,
     unit_directions,
@@ -37,7 +37,7 @@ def test_eqs_8_and_12_average_over_the_clients_that_have_the_class() -> None:
 def test_point_distance_and_its_gradient_are_the_expectation_over_directions() -> None:
     u = torch.randn(1, 10, generator=GENERATOR).double().requires_grad_()
     v = torch.randn(1, 10, generator=GENERATOR).double()
-    directions = unit_directions(200_000, 10, GENERATOR).double()
+    directions = next(unit_directions(200_000, 10, GENERATOR)).double()
     exact = sliced_wasserstein(u, v, torch.zeros(1), distance="point", directions_PC=directions)
     mean = (directions @ (u - v)[0]).abs().mean()
     assert exact.item() == pytest.approx(mean.item(), rel=0.01)
@@ -48,7 +48,7 @@ def test_point_distance_and_its_gradient_are_the_expectation_over_directions() -
 def test_rows_distance_equals_numpy_sorting_client_by_client() -> None:
     rng = np.random.default_rng(1)
     u, v, client = rng.normal(size=(5, 4)), rng.normal(size=(5, 4)), np.array([0, 0, 0, 1, 1])
-    directions = unit_directions(7, 4, GENERATOR).double()
+    directions = next(unit_directions(7, 4, GENERATOR)).double()
     expected = 0.0
     for k in (0, 1):
         for theta in directions.numpy():
@@ -61,7 +61,7 @@ def test_rows_distance_equals_numpy_sorting_client_by_client() -> None:
 
 def test_sorted_distance_is_blind_to_which_class_is_which() -> None:
     u, v = torch.tensor([[1.0, 2, 3]]), torch.tensor([[3.0, 1, 2]])
-    args = {"client_S": torch.zeros(1), "directions_PC": unit_directions(3, 3, GENERATOR)}
+    args = {"client_S": torch.zeros(1), "directions_PC": next(unit_directions(3, 3, GENERATOR))}
     assert float(sliced_wasserstein(u, v, distance="sorted", **args)) == 0  # type: ignore[arg-type]
     assert float(sliced_wasserstein(u, v, distance="point", **args)) > 0.5  # type: ignore[arg-type]
 
@@ -73,7 +73,7 @@ def test_gradients_flow_and_are_finite_where_both_sides_are_equal(
     """A detached term would have no gradient; a plain norm, or POT's, has NaN at zero."""
     v, directions = (
         torch.randn(4, 5, generator=GENERATOR).double().to(device),
-        unit_directions(20, 5, GENERATOR).double().to(device),
+        next(unit_directions(20, 5, GENERATOR)).double().to(device),
     )
     client = torch.tensor([0, 0, 1, 1], device=device)
 
@@ -117,7 +117,7 @@ def test_eqs_12_to_15_by_hand(device: torch.device) -> None:
         torch.tensor([[1.0, 0.0], [3.0, 2.0]], device=device),
     )
     labels = torch.tensor([0, 0], device=device)
-    means, there = class_means(logits, labels, 2)
+    means, there = mean_logits(logits, labels)
     assert means.tolist() == [[2.0, 1.0], [0.0, 0.0]]
     assert there.tolist() == [True, False]
     r = soft_labels(v, 2.0)

@@ -16,9 +16,8 @@ from fedsynth.core.client import OpenClients
 from fedsynth.core.context import RoundContext
 from fedsynth.errors import SettingError
 from fedsynth.keeping import KeepsNothing
-from fedsynth.methods.feddm import FedDM
+from fedsynth.methods.feddm import FedDM, perturbed
 from fedsynth.simulation.simulate import simulate
-from fedsynth.synthesizer.condensation.networks import Perturbations
 from fedsynth.synthesizer.condensation.sets import real_start
 from tests.digits import CPU, context, convnet, digits, sent
 
@@ -38,8 +37,8 @@ def uploads(method: FedDM, ctx: RoundContext, group: OpenClients) -> list[Tensor
 def plain_loop(ctx: RoundContext, group: OpenClients, method: FedDM) -> Tensor:
     """T steps down Σ_c ‖mean_{D_c} u − mean_{S_c} u‖², network t mod M, by autograd."""
     model = ctx.architecture.requires_grad_(False).eval()
-    draws = Perturbations(model, method.radius, seed=0, round=1, device=ctx.device)
-    networks: list[Any] = [copy.deepcopy(draws.draw()) for _ in range(method.networks_per_round)]
+    draws = perturbed(model, method.radius, "sphere", ctx)
+    networks: list[Any] = [copy.deepcopy(next(draws)) for _ in range(method.networks_per_round)]
     segments = group.segments(method.min_examples)
     images = real_start(group, segments, method.ipc, 0)
     pairs = list(zip(segments.position.tolist(), segments.label.tolist(), strict=True))

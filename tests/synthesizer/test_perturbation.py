@@ -8,20 +8,22 @@ import pytest
 import torch
 
 from fedsynth.errors import UnknownNameError
+from fedsynth.methods.feddm import FedDM, perturbed
 from fedsynth.models.convnet import ConvNet
 from fedsynth.models.flat import flatten
-from fedsynth.synthesizer.condensation.networks import Perturbations
 from fedsynth.training.sgd import project_to_ball
-from tests.digits import CPU
+from tests.digits import context
 
 
-def draws(reading: str, radius: float = 5.0, steps: int = 8, **where: int) -> tuple[Any, Any]:
+def draws(
+    variant: str, radius: float = 5.0, steps: int = 8, period: int | None = None, **where: int
+) -> tuple[Any, Any]:
     with torch.random.fork_rng():
         torch.manual_seed(0)  # noqa: TID251
         model = ConvNet((1, 8, 8), 10, width=16, depth=2)
-    given: dict[str, Any] = {"seed": 0, "round": 1, "reading": reading, "device": CPU, **where}
-    networks, center = Perturbations(model, radius, **given), flatten(model)
-    return center, torch.stack([flatten(networks.draw()) - center for _ in range(steps)])
+    networks = perturbed(model, radius, variant, context(**where), period)  # type: ignore[arg-type]
+    center = flatten(model)
+    return center, torch.stack([flatten(next(networks)) - center for _ in range(steps)])
 
 
 def test_rescaled_gaussians_lie_on_the_sphere() -> None:
@@ -43,16 +45,16 @@ def test_draws_depend_on_seed_and_round_alone_and_come_again_after_a_period() ->
     first = draws("sphere")[1]
     assert torch.equal(first, draws("sphere")[1])
     assert not torch.equal(first, draws("sphere", seed=1)[1])
-    assert not torch.equal(first, draws("sphere", round=2)[1])
+    assert not torch.equal(first, draws("sphere", number=2)[1])
     again = draws("sphere", period=3)[1]
     assert all(torch.equal(again[t], first[t % 3]) for t in range(8))
 
 
-def test_weights_are_frozen_and_unknown_readings_refused() -> None:
+def test_weights_are_frozen_and_unknown_variants_refused() -> None:
     with pytest.raises(UnknownNameError, match=r"perturbation cannot be .*: ball, sphere"):
-        draws("cube")
+        FedDM(perturbation="cube")
     model = ConvNet((1, 8, 8), 10, width=4, depth=1)
-    drawn = Perturbations(model, 1.0, seed=0, round=1, device=CPU).draw()
+    drawn = next(perturbed(model, 1.0, "sphere", context()))
     assert not any(p.requires_grad for p in drawn.parameters())
     assert all(p.requires_grad for p in model.parameters())
 

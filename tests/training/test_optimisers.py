@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +18,6 @@ from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.mechanisms import GaussianSums
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import Release
-from fedsynth.synthesizer.condensation.loop import condense
 from fedsynth.training.many_clients import Learner, train_together
 from fedsynth.training.optimisers import MomentumSgd
 from fedsynth.training.sgd import SgdSettings, train_on
@@ -167,21 +165,3 @@ def test_training_with_dp_sgd(rule: Optimiser) -> None:
     dp_sgd(model, lambda i: IMAGES[i], LABELS, series, 3, DpSgdSettings(rule, 24.0))
     expected = numpy_training(rule, [np.arange(24)] * 3)
     np.testing.assert_allclose(flatten(model).numpy(), expected, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("rule", RULES, ids=str)
-def test_condensation(rule: Optimiser) -> None:
-    """A gradient that is the images themselves: every pixel goes its own way."""
-
-    class Own:
-        def gradient(self, step: int, features: object, synthetic: Tensor) -> Tensor:
-            return copy.deepcopy(synthetic)
-
-    start = IMAGES[:4].view(2, 2, 1, 2, 3)
-    made = condense(start, network, Own(), steps=3, optimiser=rule)
-    w = start.double().numpy().ravel()
-    gradients: list[np.ndarray] = []
-    for _ in range(3):
-        gradients.append(numpy_steps(rule, w, gradients))
-    expected = numpy_steps(rule, w, gradients)
-    np.testing.assert_allclose(made.numpy().ravel(), expected, rtol=1e-5, atol=1e-6)

@@ -1,21 +1,17 @@
-"""The base class of methods whose clients condense their data into images, class by class.
+"""Settings and declarations that methods share whose clients condense their data into images, class
+by class, or whose servers train on such images; and the housekeeping of their loops.
 
-A method defines the networks that embed real and synthetic images (`feature_maps`). It may add
-terms to the loss (`objective`) and fields to the upload (`statistics`, `make_upload`; with
-differential privacy `private_plans` has an entry for each release). The rest is here: initial
-images, real batches, the mechanism's matcher, batch norm, the loop, the images that a client keeps,
-and the upload. The server trains on the union of all sets (`TrainsOnUnion`).
-
-With differential privacy the images start from noise and all classes are sent. Only the matcher and
-`statistics` access the data, through releases that are charged first.
+The steps of an algorithm are on the methods' own pages (`feddm.py`, `fedaf.py`, `real.py`,
+`fedsum.py`). They call the functions of `fedsynth.synthesizer.condensation`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from math import inf
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -23,48 +19,88 @@ from torch import Tensor, nn
 from fedsynth.core.client import ClientGroup, OpenClients, PrivateClients, Segments
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters
-from fedsynth.core.method import Down, Memory, PrivatePlan, Results, Up
+from fedsynth.core.method import Method, Presets, PrivatePlan, State, Up
 from fedsynth.core.uploads import Rule
-from fedsynth.methods.shared.private_condensation import (
-    IMAGES,
-    Matching,
-    feature_width,
-    image_plan,
-    private_matching,
-)
-from fedsynth.methods.shared.union import TrainsOnUnion
-from fedsynth.models.batch_norm import has_batch_norm, with_grouped_statistics
+from fedsynth.methods.shared.private_condensation import image_plan
+from fedsynth.models.batch_norm import has_batch_norm
 from fedsynth.privacy.dpsgd import refuse_batch_norm
 from fedsynth.privacy.plans import MAIN
 from fedsynth.privacy.settings import PrivacySettings
-from fedsynth.synthesizer.condensation.distributions import (
-    MATCHINGS,
-    DistributionMatcher,
-    refuse_private,
-)
-from fedsynth.synthesizer.condensation.loop import client_bytes, condense
-from fedsynth.synthesizer.condensation.matchers import ExactMatcher, Matcher, PaperMatcher
-from fedsynth.synthesizer.condensation.networks import FeatureMaps
+from fedsynth.synthesizer.condensation.distributions import MATCHINGS, refuse_private
+from fedsynth.synthesizer.condensation.matching import ACTIVATIONS, NetworkFeatures
 from fedsynth.synthesizer.condensation.sets import (
     MOST_IPC,
     SMALL_CLASS,
-    BatchIndices,
     SyntheticSet,
-    averaged_start,
     check_set,
-    noise_start,
-    real_start,
     set_rules,
-    split_uploads,
-    with_kept_images,
 )
+from fedsynth.training.loop import resumable
 from fedsynth.training.optimisers import MomentumSgd
+from fedsynth.training.sgd import SgdSettings
 from fedsynth.validation import check_choices, check_embedding, check_ranges
 
 
 @dataclass(frozen=True)
+class TrainsOnUnion(Method):
+    """Settings of a server that trains w from w_r on all uploaded images (FedDM, Eq. 10).
+
+    Args:
+        server_epochs, server_batch, server_lr: SGD on the union, with the paper's values.
+        server_momentum, server_weight_decay: not in the paper; they follow distribution matching's
+            public code.
+    """
+
+    presets: ClassVar[Presets] = {"digits": {"server_epochs": 60}}
+    features_refusal: ClassVar[str] = (
+        "its network is trained on condensed images: take fedstats, whose images come from sums of "
+        "features"
+    )
+    robust_refusal: ClassVar[str] = (
+        "its server averages no models, it trains on the union of the clients' images, where a "
+        "client that lies has the share of the images that it sends"
+    )
+
+    server_epochs: int = 500
+    server_batch: int = 256
+    server_lr: float = 0.01
+    server_momentum: float = 0.9
+    server_weight_decay: float = 5e-4
+
+    def __post_init__(self) -> None:
+        check_ranges(self, server_epochs=(0, inf), server_batch=(1, inf), server_lr=(0, inf))
+        check_ranges(self, server_momentum=(0, 1), server_weight_decay=(0, inf))
+
+    def union_sgd(self) -> SgdSettings:
+        """Returns the settings of the server's training."""
+        optimiser = MomentumSgd(self.server_lr, self.server_momentum, self.server_weight_decay)
+        return SgdSettings(self.server_epochs, self.server_batch, optimiser)
+
+    def broadcast(self, state: State, context: RoundContext) -> Message:
+        return ModelParameters(state.parameters, 1.0)
+
+
+@dataclass(frozen=True)
+class TrainsInBall(TrainsOnUnion):
+    """Settings of a server that stays in ‖w − w_r‖₂ ≤ ρ while it trains (FedDM, Eqs. 3 and 23).
+
+    Args:
+        radius: ρ.
+    """
+
+    radius: float = 5.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_ranges(self, radius=(0, inf))
+
+    def union_sgd(self) -> SgdSettings:
+        return replace(super().union_sgd(), radius=self.radius)
+
+
+@dataclass(frozen=True)
 class Condenses(TrainsOnUnion):
-    """Condensation on the clients, and training on the union of their sets on the server.
+    """Settings of condensation on the clients. A method defines `client_step` and `server_step`.
 
     A step uses all synthetic images of a class: with ipc of 10 there is nothing to sample, and its
     gradient is the exact one. The server's settings are `TrainsOnUnion`'s.
@@ -90,16 +126,16 @@ class Condenses(TrainsOnUnion):
             (`fedsynth.synthesizer.condensation.distributions`); not with differential privacy.
         blur: of those losses, in their units.
 
-    A custom method defines the networks that embed the images in a step:
-    >>> from fedsynth import ModelSettings, RunSettings, simulate
-    >>> class OneNetwork(Condenses):
-    ...     name = "one-network"
-    ...     def feature_maps(self, model, segments, context, period):
-    ...         return FeatureMaps(lambda: model)
-    >>> method = OneNetwork(ipc=2, iterations=5, image_lr=5.0, server_epochs=50)
-    >>> result = simulate(RunSettings(method, rounds=1, model=ModelSettings(width=16, depth=2)))
-    >>> result.accuracy > 0.5
-    True
+    A method can change what another one uploads:
+    >>> from fedsynth import FedDM, ModelSettings, RunSettings, simulate
+    >>> class Rounded(FedDM):
+    ...     name = "rounded"
+    ...     def client_step(self, *arguments):
+    ...         condensed = super().client_step(*arguments)
+    ...         return [(replace(sent, images=sent.images.round()), own) for sent, own in condensed]
+    >>> settings = RunSettings(Rounded(ipc=2), rounds=1, model=ModelSettings(width=8, depth=2))
+    >>> simulate(settings).uploads[0].images.frac().abs().max()
+    tensor(0.)
     """
 
     upload: ClassVar[type[Message]] = SyntheticSet
@@ -128,72 +164,6 @@ class Condenses(TrainsOnUnion):
         check_choices(self, small_class=SMALL_CLASS, batch_norm=("client", "class"))
         check_choices(self, matching=MATCHINGS)
 
-    # ------------------------------------------------------------------ what methods differ in
-
-    def feature_maps(
-        self, model: nn.Module, segments: Segments, context: RoundContext, period: int | None
-    ) -> FeatureMaps:
-        """Returns the round's networks, drawn from its public seed, so that all clients share them.
-
-        Args:
-            model: w_r, frozen; with batch norm, one with grouped statistics.
-            segments: of the images, (client, class) pairs.
-            context: the round's.
-            period: the number of steps after which the draws must repeat; None: never.
-        """
-        raise NotImplementedError  # abstract
-
-    def objective(
-        self, matcher: Matcher, message: Down, segments: Segments, context: RoundContext
-    ) -> Matcher:
-        """Returns the images' loss: the matcher, the only part that sees data, and any other terms.
-
-        Args:
-            matcher: of the setting `matching`, or of the mechanism.
-            message: what the server sent.
-            segments: of the images, (client, class) pairs.
-            context: the round's.
-        """
-        return matcher
-
-    def statistics(
-        self,
-        model: nn.Module,
-        clients: ClientGroup,
-        memories: Sequence[Memory],
-        context: RoundContext,
-    ) -> Sequence[Mapping[str, Tensor]]:
-        """Returns further statistics of each client's data to upload, by name.
-
-        Those of private clients come from charged series (`class_sums`). They are computed before
-        the images are condensed.
-
-        Args:
-            model: w_r, frozen, in evaluation mode.
-            clients: the group.
-            memories: of its clients.
-            context: the round's.
-        """
-        return [{} for _ in clients.ids]
-
-    def make_upload(
-        self, images: SyntheticSet, statistics: Mapping[str, Tensor], context: RoundContext
-    ) -> Message:
-        """Returns a client's upload.
-
-        Args:
-            images: its condensed images, normalised, with labels.
-            statistics: what `statistics` returned for it.
-            context: the round's.
-        """
-        return images
-
-    def open_start(self, clients: OpenClients, segments: Segments, context: RoundContext) -> Tensor:
-        """Returns the initial images [S, ipc, C, H, W] of open clients."""
-        if self.start_average > 1:
-            return averaged_start(clients, segments, self.ipc, self.start_average, context.seed)
-        return real_start(clients, segments, self.ipc, context.seed)
-
     def private_plans(
         self, privacy: PrivacySettings, context: RoundContext
     ) -> tuple[PrivatePlan, ...]:
@@ -210,8 +180,6 @@ class Condenses(TrainsOnUnion):
         )
         return (plan,)
 
-    # ------------------------------------------------------------------------------ what they share
-
     def upload_rules(self, phase: str, client: int, context: RoundContext) -> dict[str, Rule]:
         return set_rules(context.spec, self.ipc) if phase == MAIN else {}
 
@@ -220,7 +188,18 @@ class Condenses(TrainsOnUnion):
             check_set(upload, self.ipc)
 
     def client_bytes(self, context: RoundContext) -> int:
-        return client_bytes(context, self.ipc, self.iterations, self.batch)
+        """Returns roughly the memory of one more client: the round's block of batch indices, the
+        set with its gradient and velocity, and class sums of features; with batch norm a whole
+        batch's activations."""
+        classes = context.spec.classes
+        pixels = math.prod(context.spec.image_shape)
+        network: Any = context.architecture
+        if has_batch_norm(network):
+            activation = getattr(network, "largest_activation", pixels)
+            return int(4 * ACTIVATIONS * activation * self.batch * classes)
+        features = network.classifier.in_features + network.classifier.out_features
+        numbers = self.iterations * self.batch + 6 * self.ipc * pixels + 8 * features
+        return int(4 * classes * numbers)
 
     def check_model(self, model: nn.Module) -> None:
         check_embedding(self.name, model)
@@ -235,96 +214,63 @@ class Condenses(TrainsOnUnion):
         refuse_batch_norm(context.architecture)
         refuse_private(self.matching)
 
-    def client_step(
-        self,
-        message: ModelParameters,
-        clients: ClientGroup,
-        memories: Sequence[Memory],
-        context: RoundContext,
-    ) -> Results:
-        model = context.load(message.parameters).requires_grad_(False).eval()
-        segments = self._segments(clients)
-        start = self._start(clients, segments, memories, context)
-        matching = self._matching(clients, segments, context)
-        statistics = self.statistics(model, clients, memories, context)
-        mixes = has_batch_norm(model)
-        network = with_grouped_statistics(model) if mixes else model
-        maps = self.feature_maps(network, segments, context, matching.period)
-        images = condense(
-            start,
-            maps.draw_network,
-            self.objective(matching.matcher, message, segments, context),
-            steps=self.iterations,
-            optimiser=MomentumSgd(self.image_lr, self.image_momentum),
-            logit_weight=maps.logit_weight,
-            precision=context.precision,
-            draw_augmentation=maps.draw_augmentation,
-            statistics_S=self._sharing(segments, context) if mixes else None,
-            memory_bytes=context.memory_bytes // 2,
-            compiled=may_compile(clients, context),
-            report=lambda done: context.report("condense", done, self.iterations),
-            keeper=context.keeper if context.privacy is None else None,
-            name=f"{clients.ids[0]}-{clients.ids[-1]}",
-        )
-        kept = split_uploads(images, segments, len(clients.ids))
-        sent = split_uploads(images, segments, len(clients.ids), matching.kept)
-        return [
-            (self.make_upload(upload, told, context), {"images": own.images})
-            for upload, told, own in zip(sent, statistics, kept, strict=True)
-        ]
+    # ------------------------------------------------------------- housekeeping of a client's step
 
-    def _segments(self, clients: ClientGroup) -> Segments:
+    def pairs(self, clients: ClientGroup) -> Segments:
+        """Returns the (client, class) pairs that have images. With differential privacy all of
+        them, as a client's set of classes is private."""
         if isinstance(clients, PrivateClients):
             return clients.segments()
         return clients.segments(self.min_examples)
 
-    def _start(
+    def features(
         self,
         clients: ClientGroup,
-        segments: Segments,
-        memories: Sequence[Memory],
+        pairs: Segments,
         context: RoundContext,
-    ) -> Tensor:
-        """Returns the images that each client kept, or new initial images."""
-
-        def fresh() -> Tensor:
-            if isinstance(clients, OpenClients):
-                return self.open_start(clients, segments, context)
-            noise = noise_start(
-                clients.ids, segments, self.ipc, clients.spec.image_shape, context.seed
-            )
-            return noise.to(context.device)
-
-        return with_kept_images(fresh, segments, [{}] * len(memories) if self.restart else memories)
-
-    def _matching(
-        self, clients: ClientGroup, segments: Segments, context: RoundContext
-    ) -> Matching:
-        columns = None if self.matches_logits else feature_width(context, logits=False)
-        if isinstance(clients, PrivateClients):
-            return private_matching(
-                clients, context, columns=columns, min_examples=self.min_examples
-            )
-        batches = BatchIndices(
-            clients,
-            segments,
-            self.batch,
-            self.iterations,
-            small_class=self.small_class,
-            seed=context.seed,
-            round=context.round,
+        logit_weight: float = 1.0,
+    ) -> NetworkFeatures:
+        """Returns u_w = [h_w; b·z_w] with the run's precision and memory; `use` sets w."""
+        statistics = None
+        if has_batch_norm(context.architecture):
+            by_client = self.batch_norm == "client"
+            statistics = pairs.position if by_client else torch.arange(len(pairs))
+            statistics = statistics.to(context.device)
+        return NetworkFeatures(
+            logit_weight=logit_weight,
+            precision=context.precision,
+            statistics_S=statistics,
+            memory_bytes=context.memory_bytes // 2,
+            compiled=may_compile(clients, context),
+            ipc=self.ipc,
         )
-        exact = ExactMatcher(clients, batches, columns)
-        if context.privacy is not None:  # a mechanism without a guarantee
-            return Matching(PaperMatcher(exact, segments, batches, clients.noise(IMAGES)))
-        if self.matching == "mean":
-            return Matching(exact)
-        return Matching(DistributionMatcher(exact, self.matching, self.blur, columns))
 
-    def _sharing(self, segments: Segments, context: RoundContext) -> Tensor:
-        """Returns a group number per segment [S]; segments of one group share batch statistics."""
-        numbers = segments.position if self.batch_norm == "client" else torch.arange(len(segments))
-        return numbers.to(context.device)
+    def steps(
+        self,
+        clients: ClientGroup,
+        images_SICHW: Tensor,
+        velocity: Tensor,
+        context: RoundContext,
+        draws: Sequence[Iterator[object]],
+    ) -> Iterator[int]:
+        """Yields t = 0, …, T − 1 with progress and checkpoints; none if there are no images.
+
+        Args:
+            clients: the group.
+            images_SICHW, velocity: changed in place by the caller, and saved in checkpoints.
+            context: the round's. A private round is not checkpointed: its releases are not repeated.
+            draws: see `resumable`.
+        """
+        if not len(images_SICHW):  # no client of the group has a class to send
+            return
+        yield from resumable(
+            self.iterations,
+            {"synthetic": images_SICHW, "velocity": velocity},
+            keeper=context.keeper if context.privacy is None else None,
+            name=f"{clients.ids[0]}-{clients.ids[-1]}",
+            report=lambda done: context.report("condense", done, self.iterations),
+            draws=draws,
+        )
 
 
 def may_compile(clients: ClientGroup, context: RoundContext) -> bool:

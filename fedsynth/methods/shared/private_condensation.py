@@ -1,18 +1,15 @@
 """Condensation with differential privacy: the releases of a round, and the matchers that use them.
 
 A mechanism is a tuple of plans and a matcher on them: `residual` and `gradient` release noisy sums
-by class at each of T steps (`synthesizer.condensation.matchers`), `features` those of M networks
-and the counts, once (`synthesizer.condensation.feature_sums`). `paper` is FedDM's Algorithm 1 as
-printed: it works on open clients, and guarantees nothing.
+by class at each of T steps, `features` those of M networks and the counts, once
+(`synthesizer.condensation.private_matchers`). `paper` is FedDM's Algorithm 1 as printed: it works
+on open clients, and guarantees nothing.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
-
-from torch import Tensor
 
 from fedsynth.core.client import PrivateClients
 from fedsynth.core.context import RoundContext
@@ -20,30 +17,15 @@ from fedsynth.errors import SettingError
 from fedsynth.methods.shared.class_sums import COUNTS, counts_plan
 from fedsynth.privacy.plans import PrivatePlan
 from fedsynth.privacy.settings import PrivacySettings
-from fedsynth.synthesizer.condensation.feature_sums import FeatureSumMatcher
-from fedsynth.synthesizer.condensation.matchers import (
+from fedsynth.synthesizer.condensation.matching import Matcher
+from fedsynth.synthesizer.condensation.private_matchers import (
+    FeatureSumMatcher,
     GradientMatcher,
-    Matcher,
     ResidualMatcher,
 )
 
 IMAGES = "images"
 """The name of the plan that images are matched to; mechanism `features` also has `COUNTS`."""
-
-
-@dataclass(frozen=True)
-class Matching:
-    """The matcher of a round's images, with its period and the segments to send.
-
-    Args:
-        matcher: computes the gradient.
-        period: the number of steps after which networks and augmentations repeat; None: never.
-        kept: which segments are sent; None: all.
-    """
-
-    matcher: Matcher
-    period: int | None = None
-    kept: Tensor | None = None
 
 
 def feature_width(context: RoundContext, logits: bool) -> int:
@@ -141,8 +123,12 @@ def feature_plans(
 
 
 def private_matching(
-    clients: PrivateClients, context: RoundContext, *, columns: int | None, min_examples: float
-) -> Matching:
+    clients: PrivateClients,
+    context: RoundContext,
+    *,
+    columns: int | None = None,
+    min_examples: float,
+) -> Matcher:
     """Returns the matcher on the releases that the group was charged for.
 
     Args:
@@ -158,15 +144,14 @@ def private_matching(
     series = clients.series(IMAGES)
     divisor = plan.sample_rate * context.nominal_size / context.spec.classes
     if plan.mechanism == "residual":
-        return Matching(ResidualMatcher(clients, series, divisor, columns))
+        return ResidualMatcher(clients, series, divisor, columns)
     if plan.mechanism == "gradient":
-        return Matching(GradientMatcher(clients, series, divisor))
+        return GradientMatcher(clients, series, divisor)
     if plan.mechanism != "features":
         raise _unknown(plan.mechanism, "client_step")
     counts = clients.series(COUNTS)
     floor = max(1.0, min_examples * plan.sample_rate, 2 * counts[0].deviation)
-    matcher = FeatureSumMatcher(clients, series, counts, plan.steps, floor)
-    return Matching(matcher, period=plan.steps, kept=matcher.kept)
+    return FeatureSumMatcher(clients, series, counts, plan.steps, floor)
 
 
 def _unknown(mechanism: str | None, of_its_own: str) -> SettingError:

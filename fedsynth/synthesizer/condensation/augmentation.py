@@ -12,16 +12,21 @@ in DENSE's public code.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import count, cycle, repeat
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fedsynth.core.context import RoundContext
 from fedsynth.data.images import pixel_constants
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.seeding import torch_generator
+
+Augmentation = Callable[[Tensor, Tensor], Tensor]
+"""(images, segment of each) -> transformed images."""
 
 SHIFT, SCALE, ROTATE_DEGREES, CUTOUT = 0.125, 1.2, 15.0, 0.5
 
@@ -77,48 +82,37 @@ class SiameseAugmentation:
         return (~inside).unsqueeze(1).to(x.dtype)
 
 
-class SiameseDraws:
-    """Draws each step's transformations by class, from the round's public seed.
+AUGMENTATIONS = ("none", "siamese")
 
-    All clients share them, as they share the networks.
+
+def augmentations(
+    kind: str, label_S: Tensor, context: RoundContext, *, flip: bool, period: int | None = None
+) -> Iterator[Augmentation | None]:
+    """Yields each step's augmentation of real and synthetic images, one transformation a class.
+
+    All clients share them: they are drawn from the round's public seed.
 
     Args:
-        label_S: class of each segment, on the images' device.
-        classes: number of classes.
+        kind: one of `AUGMENTATIONS`; "none" yields None.
+        label_S: class of each segment.
+        context: the round's.
         flip: see `SiameseAugmentation`.
         period: number of steps after which the draws repeat; None: never.
     """
+    if kind == "none":
+        yield from repeat(None)
+    label_S = label_S.to(context.device)
+    for step in count() if period is None else cycle(range(period)):
+        if step == 0:
+            generator = torch_generator(
+                context.seed, "siamese augmentation", context.round, device=context.device
+            )
+        transform = SiameseAugmentation(context.spec.classes, generator, flip=flip)
+        yield _by_class(transform, label_S)
 
-    def __init__(
-        self,
-        label_S: Tensor,
-        classes: int,
-        *,
-        flip: bool,
-        seed: int,
-        round: int,
-        period: int | None = None,
-    ) -> None:
-        self._label = label_S
-        self._classes = classes
-        self._flip = flip
-        self._key = (seed, round)
-        self._period = period
-        self._drawn = 0
-        self._generator = self._stream()
 
-    def _stream(self) -> torch.Generator:
-        seed, round = self._key
-        return torch_generator(seed, "siamese augmentation", round, device=self._label.device)
-
-    def draw(self) -> Callable[[Tensor, Tensor], Tensor]:
-        """Returns the next step's transformation: (images, segment of each) -> transformed
-        images."""
-        if self._period is not None and self._drawn % self._period == 0:
-            self._generator = self._stream()
-        self._drawn += 1
-        transform = SiameseAugmentation(self._classes, self._generator, flip=self._flip)
-        return lambda x_NCHW, segment_N: transform(x_NCHW, self._label[segment_N])
+def _by_class(transform: SiameseAugmentation, label_S: Tensor) -> Augmentation:
+    return lambda x_NCHW, segment_N: transform(x_NCHW, label_S[segment_N])
 
 
 TURN = 0.15  # radians; this and the next four are maxima

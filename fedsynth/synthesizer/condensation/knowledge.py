@@ -1,28 +1,21 @@
-"""FedAF's knowledge in logit space (Wang et al. 2024, arXiv 2404.18962): what clients share, and
-the two losses that use it.
+"""FedAF's losses in logit space (Wang et al. 2024, arXiv 2404.18962): the sliced Wasserstein
+distance of collaborative data condensation (Eq. 10) and the local-global knowledge matching of the
+server's training (Eqs. 12-15).
 
-A client sends its class-mean logits v_{k,c} (Eq. 5); the server averages them to v_c (Eq. 8).
-During condensation, a client pulls its synthetic images' mean logits u_{k,c} towards v_c by a
-sliced Wasserstein distance (collaborative data condensation, Eq. 10). During training, the server
-pulls its own soft labels on the synthetic set towards the clients' (local-global knowledge
-matching, Eqs. 12-15).
-
-Every function here is differentiable with respect to the network's side, and its gradient is not
-NaN where the two sides are equal.
+Every loss is differentiable with respect to the network's side, and its gradient is not NaN where
+the two sides are equal.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
-from fedsynth.mixed_precision import mixed, widened
-from fedsynth.synthesizer.condensation.matchers import FeatureMap, Matcher, frozen_means, pull_back
+from fedsynth.synthesizer.condensation.matching import FeatureMap, frozen_means, pull_back
 
 DISTANCES = ("point", "rows", "sorted")
 REDUCTIONS = ("mean", "sum")
@@ -42,11 +35,8 @@ def average_over_holders(
     present = torch.stack(list(present_KC)).to(torch.bool)
     weights = present.to(values.dtype)
     count = weights.sum(dim=0)
-    mean = (
-        torch.einsum("kc,kcd->cd", weights, torch.where(present[..., None], values, 0.0))
-        / count.clamp_min(1)[:, None]
-    )
-    return mean, count > 0
+    total = torch.einsum("kc,kcd->cd", weights, torch.where(present[..., None], values, 0.0))
+    return total / count.clamp_min(1)[:, None], count > 0
 
 
 def sliced_wasserstein(
@@ -87,82 +77,43 @@ def _sorted_by_client(values_SP: Tensor, client_S: Tensor) -> Tensor:
 
 def point_factor(dimension: int) -> float:
     """Returns E|θ₁| for a uniform unit vector θ in this dimension."""
-    return math.exp(math.lgamma(dimension / 2) - math.lgamma((dimension + 1) / 2)) / math.sqrt(
-        math.pi
-    )
+    ratio = math.exp(math.lgamma(dimension / 2) - math.lgamma((dimension + 1) / 2))
+    return ratio / math.sqrt(math.pi)
 
 
-class KnowledgeMatcher:
-    """Adds λ_loc·∇_S Σ_c SWD(u_c, v_c) to another matcher's gradient (Eqs. 4 and 10 together);
-    accesses no data.
+def logits_gradient(
+    features: FeatureMap,
+    synthetic_SICHW: Tensor,
+    classes: int,
+    distance: Callable[[Tensor], Tensor],
+    weight: float,
+) -> Tensor:
+    """Returns weight·∇_S distance(u), [S, ipc, C, H, W].
 
     Args:
-        inner: distribution matching.
-        global_SC: v_c of each segment's class.
-        client_S: the client of each segment.
-        known_S: whether a v_c exists for the segment's class; the term ignores other segments.
+        features, synthetic_SICHW: see `matching_gradient`; the logits' weight b is 1.
+        classes: C, the number of logits: the last coordinates of the features.
+        distance: (mean logits u of the segments' synthetic images [S, C], FedAF's Eq. 6) -> scalar.
         weight: λ_loc.
-        logit_weight: b of the features' logits (the last C coordinates), above 0.
-        directions: draws the step's unit vectors; only "rows" uses them.
     """
-
-    def __init__(
-        self,
-        inner: Matcher,
-        global_SC: Tensor,
-        client_S: Tensor,
-        known_S: Tensor,
-        *,
-        weight: float,
-        logit_weight: float,
-        distance: str,
-        directions: Callable[[], Tensor],
-    ) -> None:
-        self._inner = inner
-        self._weight = weight
-        self._logit_weight = logit_weight
-        self._distance = distance
-        self._known = known_S.nonzero().flatten()  # once: this waits for the device
-        self._global = global_SC[self._known]
-        self._client = client_S[self._known]
-        self._directions = directions
-
-    def skip(self, steps: int) -> None:
-        """Consumes the random draws of `steps` steps, so that a resumed loop uses the same ones."""
-        for _ in range(steps):
-            self._directions()
-
-    def gradient(self, step: int, features: FeatureMap, synthetic: Tensor) -> Tensor:
-        matched = self._inner.gradient(step, features, synthetic)
-        means = frozen_means(features, synthetic)
-        logits = (means[:, -self._global.shape[1] :] / self._logit_weight).requires_grad_()
-        with torch.enable_grad():
-            pull = sliced_wasserstein(
-                logits[self._known],
-                self._global,
-                self._client,
-                distance=self._distance,
-                directions_PC=self._directions(),
-            )
-            (gradient,) = torch.autograd.grad(pull, logits)
-        width = means.shape[1]
-        cotangents = torch.nn.functional.pad(
-            gradient * (self._weight / self._logit_weight), (width - gradient.shape[1], 0)
-        )
-        return matched + pull_back(features, synthetic, lambda means, numbers: cotangents[numbers])
+    means = frozen_means(features, synthetic_SICHW)
+    u_SC = means[:, -classes:].contiguous().requires_grad_()
+    with torch.enable_grad():
+        (gradient,) = torch.autograd.grad(distance(u_SC), u_SC)
+    cotangents = F.pad(gradient * weight, (means.shape[1] - classes, 0))
+    return pull_back(features, synthetic_SICHW, lambda means, numbers: cotangents[numbers])
 
 
-def unit_directions(count: int, dimension: int, generator: torch.Generator) -> Tensor:
-    """Returns uniform unit vectors [count, dimension] on the generator's device."""
-    drawn = torch.randn(count, dimension, generator=generator, device=generator.device)
-    unit: Tensor = drawn / torch.linalg.vector_norm(drawn, dim=1, keepdim=True)
-    return unit
+def unit_directions(count: int, dimension: int, generator: torch.Generator) -> Iterator[Tensor]:
+    """Yields uniform unit vectors [count, dimension] on the generator's device, again and again."""
+    while True:
+        drawn = torch.randn(count, dimension, generator=generator, device=generator.device)
+        yield drawn / torch.linalg.vector_norm(drawn, dim=1, keepdim=True)
 
 
-def class_means(logits_NC: Tensor, labels_N: Tensor, classes: int) -> tuple[Tensor, Tensor]:
-    """Returns (mean logits of each class [classes, C], a mask of the classes that occur
-    [classes])."""
-    members = F.one_hot(labels_N, classes).to(logits_NC.dtype)
+def mean_logits(logits_NC: Tensor, labels_N: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns (mean logits of each class [C, C], a mask of the classes that occur [C])."""
+    members = F.one_hot(labels_N, logits_NC.shape[1]).to(logits_NC.dtype)
     count = members.sum(dim=0)
     return (members.T @ logits_NC) / count.clamp_min(1)[:, None], count > 0
 
@@ -194,58 +145,6 @@ def knowledge_matching(
     both = ((soft_CC - log_t.exp()) * (log_r - log_t)).sum(dim=1) / 2
     total = torch.where(usable_C, both, 0.0).sum()
     return total if reduction == "sum" else total / usable_C.sum().clamp_min(1)
-
-
-@dataclass(frozen=True)
-class KnowledgeTerm:
-    """λ_glob·L_LGKM, which is added to the cross-entropy while the server trains (Eqs. 13-15).
-
-    Args:
-        soft: R [C, C].
-        known: which of its rows exist [C].
-        weight: λ_glob.
-        temperature: τ of T.
-        reduction: see `knowledge_matching`.
-        running: in the pass that computes T, batch norm uses running statistics, as in the pass
-            that computed R, instead of the batch's, as in training.
-        precision: of the network's passes (`fedsynth.mixed_precision`); losses are float32.
-    """
-
-    soft: Tensor
-    known: Tensor
-    weight: float
-    temperature: float
-    reduction: str = "mean"
-    running: bool = False
-    precision: torch.dtype = torch.float32
-
-    def with_cross_entropy(self, network: nn.Module, images: Tensor, labels_N: Tensor) -> Tensor:
-        """Returns the loss of a minibatch, with t_c over the minibatch's images."""
-        logits = self._says(network, images)
-        plain = F.cross_entropy(logits, labels_N)
-        if self.running:
-            return plain + self(network, images, labels_N)
-        return plain + self._of_logits(logits, labels_N)
-
-    def __call__(self, network: nn.Module, images: Tensor, labels_N: Tensor) -> Tensor:
-        """Returns only the term, with t_c over these images, which may differ from those of the
-        step."""
-        network.train(not self.running)
-        logits = self._says(network, images)
-        network.train()
-        return self._of_logits(logits, labels_N)
-
-    def _says(self, network: nn.Module, images: Tensor) -> Tensor:
-        with mixed(images.device, self.precision):
-            logits: Tensor = network(images)
-        return widened(logits)
-
-    def _of_logits(self, logits_NC: Tensor, labels_N: Tensor) -> Tensor:
-        means, there = class_means(logits_NC, labels_N, len(self.known))
-        usable = there & self.known
-        return self.weight * knowledge_matching(
-            means, self.soft, usable, self.temperature, self.reduction
-        )
 
 
 def _norms(rows: Tensor) -> Tensor:

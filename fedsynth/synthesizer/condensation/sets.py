@@ -10,7 +10,7 @@ from itertools import count
 import torch
 from torch import Tensor, nn
 
-from fedsynth.core.client import OpenClients, Segments
+from fedsynth.core.client import ClientGroup, OpenClients, PrivateClients, Segments
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, public, released
 from fedsynth.core.method import Memory
@@ -86,6 +86,39 @@ def check_set(upload: SyntheticSet, ipc: int) -> None:
     most = int(torch.bincount(upload.labels).max()) if images else 0
     if most > ipc:
         raise UploadRejectedError("labels", f"have a class {most} times, and {ipc} were agreed")
+
+
+def start_images(
+    clients: ClientGroup,
+    segments: Segments,
+    memories: Sequence[Memory],
+    context: RoundContext,
+    ipc: int,
+    average: int = 1,
+    restart: bool = False,
+) -> Tensor:
+    """Returns the images [S, ipc, C, H, W] that a round's condensation starts from: each client's
+    of its last round, else real images or averages of them, and of private clients public noise.
+
+    Args:
+        clients, segments: the group and its (client, class) pairs.
+        memories: of the clients; "images" are those of the last round.
+        context: the round's.
+        ipc: images of a segment.
+        average: random real images that a start image is the mean of; 1: real images as they are.
+        restart: ignore the images of the last round.
+    """
+
+    def fresh() -> Tensor:
+        if isinstance(clients, PrivateClients):
+            noise = noise_start(clients.ids, segments, ipc, context.spec.image_shape, context.seed)
+            return noise.to(context.device)
+        if average > 1:
+            return averaged_start(clients, segments, ipc, average, context.seed)
+        return real_start(clients, segments, ipc, context.seed)
+
+    remembered = [{}] * len(memories) if restart else memories
+    return with_kept_images(fresh, segments, remembered).detach().clone()
 
 
 def real_start(
@@ -257,10 +290,9 @@ class BatchIndices:
         segments: Segments,
         batch: int,
         steps: int,
-        *,
-        small_class: str,
         seed: int,
         round: int,
+        small_class: str = "all",
     ) -> None:
         check_choice("method", "small_class", small_class, SMALL_CLASS)
         blocks: list[Tensor] = []

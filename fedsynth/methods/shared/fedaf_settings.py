@@ -1,0 +1,210 @@
+"""FedAF's settings, messages and declarations; its steps are in `fedsynth/methods/fedaf.py`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fedsynth.core.context import RoundContext
+from fedsynth.core.messages import Message, ModelParameters, released
+from fedsynth.core.method import Presets, PrivatePlan
+from fedsynth.core.state import ServerState
+from fedsynth.core.uploads import Array, Rule
+from fedsynth.methods.shared.class_sums import sums_plans
+from fedsynth.methods.shared.condensing import Condenses
+from fedsynth.privacy.plans import FIRST, MAIN
+from fedsynth.privacy.requests import check_tensor
+from fedsynth.privacy.settings import PrivacySettings
+from fedsynth.synthesizer.condensation.knowledge import DISTANCES, REDUCTIONS
+from fedsynth.synthesizer.condensation.sets import SyntheticSet, set_rules
+from fedsynth.validation import check_choices, check_ranges
+
+LOGITS = "logit sums"  # the name of the plan of V_k's sums
+
+
+@dataclass(frozen=True)
+class GlobalKnowledge(ModelParameters):
+    """Sent to clients: w_r, the averaged logits V [C, C], and a mask [C] of the classes that have
+    logits."""
+
+    logits: Tensor = released()
+    known: Tensor = released()
+
+
+@dataclass(frozen=True)
+class CondensedSet(SyntheticSet):
+    """The upload: uint8 pixels and labels, V_k and R_k [C, C] (float32), and which of their rows
+    exist [C] (bool). The last three are empty if V was sent in a first phase, as R follows from
+    it."""
+
+    logits: Tensor = released()
+    soft: Tensor = released()
+    present: Tensor = released()
+
+    def soft_labels(self) -> Tensor | None:
+        """Returns R's row of each image's class, or its one-hot class, [N, C]; None without R."""
+        if not len(self.soft):
+            return None
+        hard = torch.eye(len(self.soft), device=self.soft.device)
+        rows: Tensor = torch.where(self.present[:, None], self.soft, hard)[self.labels]
+        return rows
+
+
+@dataclass(frozen=True)
+class LocalKnowledge(Message):
+    """The upload of a first phase: V_k [C, C] and which of its rows exist [C] (bool)."""
+
+    logits: Tensor = released()
+    present: Tensor = released()
+
+
+@dataclass(frozen=True)
+class KnowledgeState(ServerState):
+    """The state, with V [C, C] and the classes that it exists for, bool [C].
+
+    Args:
+        soft, present: within a round, R [C, C] and its classes [C] of a first exchange.
+    """
+
+    logits: Tensor | None = None
+    known: Tensor | None = None
+    soft: Tensor | None = None
+    present: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class SharesKnowledge(Condenses):
+    """FedAF's settings, with the paper's values; where it is silent, the reason. What is not named
+    here is `Condenses`'s or `TrainsOnUnion`'s: 500 server epochs, batch 256 and momentum 0.9 are
+    the paper's (Sec. 5).
+
+    Args:
+        server_lr: 1e-3 (Sec. 5).
+        server_weight_decay: none (not mentioned).
+        image_lr: 1.0 on CIFAR-10, 0.1 on CIFAR-100, 0.2 on Fashion-MNIST.
+        matching: "mean" is Eq. 4.
+        min_examples: the paper names no such rule, so every class that a client has.
+        start_average: the paper writes "average", without a number.
+        restart: False, as the paper describes no repeated initialisation.
+        gamma: γ of model re-sampling (Eq. 17).
+        local_weight: λ_loc; 0 leaves the collaborative term out (an ablation). 1e-4 on CIFAR, 1e-3
+            on Fashion-MNIST, 0.01 on DomainNet.
+        global_weight: λ_glob; 0 leaves knowledge matching out (an ablation). 1e-2 on CIFAR, 2.0 on
+            Fashion-MNIST, 0.1 on DomainNet.
+        distance: of Eq. 10, see `sliced_wasserstein`; "point", as u and v are one vector each.
+        directions: of distance "rows".
+        server_matching: the t_c of Eq. 13 over the "minibatch"'s images of the class, or over the
+            "union" of all sets, which is literal and costs a pass over S in every step, or the
+            union only in the first step of each "epoch".
+        matching_reduction: "mean" or "sum" of Eq. 15 over classes, see `knowledge_matching`.
+        matching_norm: batch norm in the pass that t_c comes from: by the "batch", as in training,
+            or by the "running" statistics, as in the pass that R came from.
+        temperature: τ of the soft labels; the paper gives none: 1 is plain softmax. In short runs
+            with λ_glob = 2 larger ones do less harm (docs/results.md).
+        knowledge_from: when V is made: averaged from the "previous-round"'s uploads, or in a
+            "first-phase" of the same round, under w_r: one more exchange.
+        logit_clip: with differential privacy: L2 bound of an example's logits.
+        knowledge_noise: with differential privacy: the noise multiplier of the logits' sums and of
+            the counts over that of the images' releases; public, as the clip, and not tuned.
+    """
+
+    upload: ClassVar[type[Message]] = CondensedSet
+    downlink: ClassVar[type[Message]] = GlobalKnowledge
+    first_downlink: ClassVar[type[Message] | None] = ModelParameters
+    first_upload: ClassVar[type[Message] | None] = LocalKnowledge
+    state: ClassVar[type[ServerState]] = KnowledgeState
+    matches_logits: ClassVar[bool] = False
+    presets: ClassVar[Presets] = {
+        "digits": {
+            "ipc": 10,
+            "iterations": 10,
+            "image_lr": 5.0,
+            "image_momentum": 0.0,
+            "server_lr": 0.01,
+        }
+    }
+
+    temperature: float = 1.0
+    knowledge_from: str = "previous-round"
+    logit_clip: float = 5.0
+    knowledge_noise: float = 5.0
+    server_lr: float = 1e-3
+    server_weight_decay: float = 0.0
+    ipc: int = 50
+    image_momentum: float = 0.9
+    min_examples: int = 1
+    start_average: int = 10
+    gamma: float = 0.9
+    local_weight: float = 1e-4
+    global_weight: float = 1e-2
+    distance: str = "point"
+    directions: int = 50
+    server_matching: str = "minibatch"
+    matching_reduction: str = "mean"
+    matching_norm: str = "batch"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_ranges(self, gamma=(0, 1), local_weight=(0, inf), global_weight=(0, inf))
+        check_ranges(self, directions=(1, inf), temperature=(1e-6, inf))
+        check_ranges(self, logit_clip=(1e-9, inf), knowledge_noise=(1e-3, inf))
+        check_choices(
+            self,
+            knowledge_from=("previous-round", "first-phase"),
+            distance=DISTANCES,
+            server_matching=("minibatch", "union", "epoch"),
+            matching_reduction=REDUCTIONS,
+            matching_norm=("batch", "running"),
+        )
+
+    def check_request(self, message: ModelParameters, context: RoundContext) -> None:
+        if isinstance(message, GlobalKnowledge):  # not the plain model of the first exchange
+            classes = context.spec.classes
+            check_tensor("logits", message.logits, (classes, classes), torch.float32)
+            check_tensor("known", message.known, (classes,), torch.bool)
+
+    def upload_rules(self, phase: str, client: int, context: RoundContext) -> dict[str, Rule]:
+        classes = context.spec.classes
+        told = 0 if phase == MAIN and self.knowledge_from == "first-phase" else classes
+        rules: dict[str, Rule] = {
+            "logits": Array((told, classes)),
+            "present": Array((told,), torch.bool),
+        }
+        if phase == FIRST:
+            return rules
+        soft = Array((told, classes), least=0.0, most=1.0, sums_to_one=True)
+        return {**set_rules(context.spec, self.ipc, torch.uint8), **rules, "soft": soft}
+
+    def private_plans(
+        self, privacy: PrivacySettings, context: RoundContext
+    ) -> tuple[PrivatePlan, ...]:
+        """Returns the plans of the images' T releases, of the sums of logits, and of the counts."""
+        images = super().private_plans(privacy, context)
+        return *images, *sums_plans(
+            LOGITS,
+            "logits (V and R)",
+            "logits z(x) of each example",
+            clip=self.logit_clip,
+            width=context.spec.classes,
+            classes=context.spec.classes,
+            noise=self.knowledge_noise,
+            phase=FIRST if self.knowledge_from == "first-phase" else MAIN,
+        )
+
+    def first_request(self, state: KnowledgeState, context: RoundContext) -> Message | None:
+        if self.knowledge_from == "first-phase":
+            return ModelParameters(state.parameters, 1.0)
+        return None
+
+    def broadcast(self, state: KnowledgeState, context: RoundContext) -> GlobalKnowledge:
+        """Returns w_r, and V (Eq. 9), which is empty in round 1."""
+        V, known = state.logits, state.known
+        if V is None or known is None:
+            C = context.spec.classes
+            V = torch.zeros(C, C, device=context.device)
+            known = torch.zeros(C, dtype=torch.bool, device=context.device)
+        return GlobalKnowledge(state.parameters, 1.0, V, known)

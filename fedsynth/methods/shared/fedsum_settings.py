@@ -1,0 +1,161 @@
+"""FedSum's settings, messages and declarations; its steps are in `fedsynth/methods/fedsum.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import inf
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from fedsynth.core.context import RoundContext
+from fedsynth.core.messages import Message, ModelParameters, public, released
+from fedsynth.core.method import Presets, PrivatePlan
+from fedsynth.core.state import ServerState
+from fedsynth.core.uploads import LARGEST, Array, Rule, most_examples
+from fedsynth.methods.shared.class_sums import COUNTS
+from fedsynth.methods.shared.condensing import TrainsInBall
+from fedsynth.methods.shared.noise_shares import SharesNoise
+from fedsynth.methods.shared.private_condensation import IMAGES, feature_plans, feature_width
+from fedsynth.privacy.disclosure import Disclosure
+from fedsynth.privacy.disclosure import released as made_of_released
+from fedsynth.privacy.dpsgd import refuse_batch_norm
+from fedsynth.privacy.requests import check_tensor
+from fedsynth.privacy.settings import PrivacySettings
+from fedsynth.synthesizer.condensation.augmentation import AUGMENTATIONS
+from fedsynth.synthesizer.condensation.sets import MOST_IPC
+from fedsynth.validation import check_choices, check_embedding, check_ranges
+
+FRESH = "fresh"
+"""Newly initialised networks, a value of `perturbation`."""
+STARTS = ("noise", "random-process")
+"""Initial images: normal noise, or random-process images. Both are public."""
+
+
+@dataclass(frozen=True)
+class SumsRequest(ModelParameters):
+    """Sent to clients: w_r, and the images S [classes · ipc, C, H, W], whose feature means the sums
+    are centred on."""
+
+    images: Tensor = public("goes down, not up")
+
+
+@dataclass(frozen=True)
+class NetworkSums(Message):
+    """The upload: sums of features, centred on S, by network and class [M, classes, D], and counts
+    [classes]."""
+
+    sums: Tensor = released()
+    counts: Tensor = released()
+
+
+@dataclass(frozen=True)
+class CondensedState(ServerState):
+    """The state, with S [classes · ipc, C, H, W], normalised, and the classes with enough data,
+    bool [classes]; None before the first round."""
+
+    images: Tensor | None = None
+    kept: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class SumsFeatures(TrainsInBall, SharesNoise):
+    """FedSum's settings: FedDM's where they mean the same; see `TrainsInBall`, `SharesNoise`, and
+
+    Args:
+        networks: M, passes of a client over its data in a round.
+        ipc: images per class.
+        iterations: T, condensation steps of the server in a round; step t looks through network t
+            mod M.
+        image_lr: η_c, of the images.
+        image_momentum: of the images' gradient steps.
+        min_examples: images of a class are trained on if clients together have this many examples
+            of it. With differential privacy their released count must also reach twice its noise.
+        start: what images start from, "noise" or "random-process" images; both are public.
+        restart: False keeps S over the rounds; True goes back to the start images each round.
+        perturbation: networks on the "sphere" of radius ρ around w_r, inside the "ball", or "fresh"
+            ones, newly initialised; with those the server trains outside any ball.
+        augment: "none" or "siamese".
+        flip: whether "siamese" may mirror.
+        logit_weight: weight b of the logits relative to the embedding.
+        count_noise: with differential privacy: the counts' noise multiplier over that of the M
+            networks' sums together, σ/√M.
+    """
+
+    downlink: ClassVar[type[Message]] = SumsRequest
+    upload: ClassVar[type[Message]] = NetworkSums
+    state: ClassVar[type[ServerState]] = CondensedState
+    protects: ClassVar[tuple[str, ...]] = ("features",)
+    presets: ClassVar[Presets] = {
+        "digits": {"iterations": 100, "image_lr": 5.0},
+        "cifar100": {"ipc": 5},
+    }
+    robust_refusal: ClassVar[str] = (
+        "it adds up sums of which many clients have none of a class, and by coordinates these "
+        "would outvote the others"
+    )
+    discloses: ClassVar[Mapping[str, Disclosure]] = {
+        "condensed_classes": made_of_released("how many released counts are above their noise")
+    }
+
+    networks: int = 16
+    ipc: int = 10
+    iterations: int = 1000
+    image_lr: float = 1.0
+    image_momentum: float = 0.0
+    min_examples: int = 1
+    start: str = "noise"
+    restart: bool = False
+    perturbation: str = "sphere"
+    augment: str = "none"
+    flip: bool = False
+    logit_weight: float = 1.0
+    count_noise: float = 3.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_aggregation()
+        check_ranges(self, networks=(1, 10_000), ipc=(1, MOST_IPC), iterations=(1, inf))
+        check_ranges(self, image_lr=(0, inf), image_momentum=(0, 1), min_examples=(0, inf))
+        check_ranges(self, logit_weight=(0, inf), count_noise=(0.01, inf))
+        check_choices(
+            self, start=STARTS, augment=AUGMENTATIONS, perturbation=("sphere", "ball", FRESH)
+        )
+
+    def check_model(self, model: nn.Module) -> None:
+        check_embedding(self.name, model)
+
+    def check_request(self, message: SumsRequest, context: RoundContext) -> None:
+        rows = context.spec.classes * self.ipc
+        check_tensor("images", message.images, (rows, *context.spec.image_shape), torch.float32)
+
+    def upload_rules(self, phase: str, client: int, context: RoundContext) -> dict[str, Rule]:
+        classes = context.spec.classes
+        noise = max(1.0, context.noise.get(IMAGES, 0.0), context.noise.get(COUNTS, 0.0))
+        far = LARGEST * noise
+        counts = Array((classes,), least=0.0, most=most_examples(client, context))
+        if context.privacy is not None:
+            counts = Array((classes,), least=-far, most=far)
+            counts = replace(counts, dtype=self.sum_dtype(COUNTS, context))
+        shape = (self.networks, classes, feature_width(context, logits=True))
+        dtype = self.sum_dtype(IMAGES, context)
+        return {"sums": Array(shape, dtype, least=-far, most=far), "counts": counts}
+
+    def sum_releases(self, phase: str, context: RoundContext) -> Mapping[str, str]:
+        return {"sums": IMAGES, "counts": COUNTS}
+
+    def private_plans(
+        self, privacy: PrivacySettings, context: RoundContext
+    ) -> tuple[PrivatePlan, ...]:
+        """Returns the plans of M releases a round, and of one of the counts."""
+        refuse_batch_norm(context.architecture)
+        plans = feature_plans(
+            privacy, context, networks=self.networks, count_noise=self.count_noise
+        )
+        return self.added_up(plans, privacy, context)
+
+    def client_bytes(self, context: RoundContext) -> int:
+        numbers = self.networks * context.spec.classes * feature_width(context, logits=True)
+        return 16 * numbers

@@ -1,0 +1,415 @@
+"""Distribution matching: feature maps, and the gradient that moves the synthetic images (FedDM, Eq.
+9; FedAF, Eq. 4).
+
+For a class c, network w and feature map u_w(x) = [h_w(x); b·z_w(x)] (embedding and logits),
+
+    L_c = ‖ mean_{B_c} u_w − mean_{S_c} u_w ‖²,      L = Σ_c L_c,
+
+and one step needs ∇_S L (`matching_gradient`). All (client, class) pairs of a group are segments of
+one pass: `synthetic` is [S, ipc, C, H, W], and each image of the real batch has a segment number.
+Real images are embedded without graph; the network's weights are frozen; a vector-Jacobian product
+(`fedsynth.models.frozen`, or autograd for other networks) pulls gradients back to the synthetic
+images.
+
+A `Matcher` maps (step, features, synthetic) to ∇_S L, or to a private estimate of it
+(`private_matchers`).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from fedsynth.core.client import OpenClients, Segments, chunk
+from fedsynth.models.batch_norm import SharedStatistics
+from fedsynth.models.frozen import VectorJacobian
+from fedsynth.privacy.passes import power_of_two
+from fedsynth.synthesizer.condensation.augmentation import Augmentation
+from fedsynth.synthesizer.condensation.sets import BatchIndices, Piece
+
+CPU_BYTES = 8 * 2**20
+GPU_IMAGES = 1024
+ACTIVATIONS = 8  # full-size activations that a pass may hold at its widest
+
+
+class FeatureMap(Protocol):
+    """(images [N, C, H, W], segment number of each [N]) -> u [N, D]; the segment number selects the
+    siamese augmentation.
+
+    Attributes:
+        mixes: an image's features depend on the other images of its pass (batch norm), so that a
+            pass must hold all of a group's images.
+    """
+
+    mixes: bool
+
+    def __call__(self, x_NCHW: Tensor, segment_N: Tensor) -> Tensor:
+        """Returns u with the graph to the images."""
+
+    def real(self, x_NCHW: Tensor, segment_N: Tensor) -> Tensor:
+        """Returns u without graph, and possibly in a reduced precision: for real images."""
+
+    def vjp(
+        self, x_NCHW: Tensor, segment_N: Tensor, *, exact: bool = True
+    ) -> tuple[Tensor, VectorJacobian]:
+        """Returns u [N, D], and a function that pulls vectors [V, N, D] back to images [V, N, C, H,
+        W]; with `exact` False this function may use a reduced precision."""
+
+    def images_at_once(self, x_NCHW: Tensor, precision: torch.dtype = torch.float32) -> int:
+        """Returns the number of images of this shape that one pass should hold."""
+
+
+class NetworkFeatures:
+    """u_w(x) = [h_w(x); b·z_w(x)]: embedding and logits from one forward pass, after the siamese
+    augmentation if there is one.
+
+    One object serves all steps of a condensation; `use` sets the step's network.
+
+    Args:
+        network: has `embed` and `classifier`; its weights are frozen. None: `use` follows.
+        logit_weight: b.
+        augment: transforms real and synthetic images; None: none.
+        precision: of the real images' embedding, and of the backward passes for single private
+            examples; synthetic images' features and the classifier are always float32.
+        statistics_S: for networks with batch norm (`fedsynth.models.batch_norm`): segments with the
+            same number share statistics.
+        memory_bytes: the most that a pass should take.
+        compiled: use torch.compile for the real pass, and for the operations between the
+            convolutions of `vjp`. Only passes of full size are compiled, so that shapes depend on
+            the run's settings and never on a client's data. Not for private clients: one more
+            record would move others of its pass to another kernel, which in bf16 changes the sums.
+        ipc: images of a segment; a full pass of `vjp` holds as many whole segments as fit. 0:
+            unknown, so that no pass counts as full.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module | None = None,
+        logit_weight: float = 1.0,
+        augment: Augmentation | None = None,
+        precision: torch.dtype = torch.float32,
+        *,
+        statistics_S: Tensor | None = None,
+        memory_bytes: int = 2**32,
+        compiled: bool = False,
+        ipc: int = 0,
+    ) -> None:
+        self._logit_weight = logit_weight
+        self._precision = precision
+        self._statistics = statistics_S
+        self._memory_bytes = memory_bytes
+        self._compiled = torch.compile(self._embed) if compiled and statistics_S is None else None
+        self._ipc = ipc
+        self.mixes = statistics_S is not None
+        self._network: Any = None
+        self._real: Any = None
+        if network is not None:
+            self.use(network, augment)
+
+    def use(self, network: nn.Module, augment: Augmentation | None = None) -> None:
+        """Switches to this network; if it is the same object as before, copies its new weights."""
+        if network is self._network and self._real is not network:
+            with torch.no_grad():
+                for mine, new in zip(self._real.parameters(), network.parameters(), strict=True):
+                    mine.copy_(new)
+        else:
+            self._real = self._reduced(network)
+        self._network = network
+        self._augment = augment
+
+    def _reduced(self, network: nn.Module) -> nn.Module:
+        if self._precision == torch.float32:
+            return network
+        return copy.deepcopy(network).to(self._precision)
+
+    def __call__(self, x_NCHW: Tensor, segment_N: Tensor) -> Tensor:
+        """Returns u [N, D] with the graph to the images."""
+        return self._with_logits(
+            self._embed(self._network, self._augmented(x_NCHW, segment_N), segment_N)
+        )
+
+    def real(self, x_NCHW: Tensor, segment_N: Tensor) -> Tensor:
+        """Returns u [N, D] without graph, computed channels-last, in the reduced precision, and on
+        a CPU in batches that are small enough for the cache."""
+        rows = []
+        with torch.no_grad():
+            at_once = len(x_NCHW) if self.mixes else self.images_at_once(x_NCHW, self._precision)
+            for x, segment in zip(x_NCHW.split(at_once), segment_N.split(at_once), strict=True):
+                x = self._augmented(x, segment).to(
+                    self._precision, memory_format=torch.channels_last
+                )
+                embed = self._embed
+                if self._compiled is not None and len(x) == at_once:
+                    embed = self._compiled
+                rows.append(embed(self._real, x, segment).float())
+            return self._with_logits(torch.cat(rows))
+
+    def vjp(
+        self, x_NCHW: Tensor, segment_N: Tensor, *, exact: bool = True
+    ) -> tuple[Tensor, VectorJacobian]:
+        """Returns u [N, D], and a function that pulls vectors [V, N, D] back to the images: the
+        network's own `embed_vjp` if it has one, else autograd."""
+        leaf = x_NCHW.detach().requires_grad_()
+        with torch.enable_grad():
+            x = self._augmented(leaf, segment_N)
+        own = getattr(self._network, "embed_vjp", None)
+        precision = torch.float32 if exact else self._precision
+        compiled = self._compiled is not None and self._is_whole(x)
+        made = None if own is None or self.mixes else own(x.detach(), precision, compiled=compiled)
+        if made is None:
+            with torch.enable_grad():
+                u = self._with_logits(self._embed(self._network, x, segment_N))
+            return u.detach(), lambda g_VND: _gradients(u, leaf, g_VND)
+        h, pull = made
+        weight: Tensor = self._network.classifier.weight
+        width = h.shape[1]
+
+        def through(g_VND: Tensor) -> Tensor:
+            pulled = pull(g_VND[..., :width] + self._logit_weight * (g_VND[..., width:] @ weight))
+            return pulled if x is leaf else _gradients(x, leaf, pulled)
+
+        with torch.no_grad():
+            return self._with_logits(h), through
+
+    def _is_whole(self, x_NCHW: Tensor) -> bool:
+        """Returns whether this is the number of images in a full pass of `pull_back`."""
+        return self._ipc > 0 and len(x_NCHW) == self._ipc * segments_at_once(
+            self, x_NCHW, self._ipc
+        )
+
+    def images_at_once(self, x_NCHW: Tensor, precision: torch.dtype = torch.float32) -> int:
+        """Returns the number of images in one pass, a power of two. On a CPU it keeps the largest
+        activation within 8 MB, where caches and the allocator reuse it. (Passes of private records
+        are powers of two as well, so that this size divides them evenly.)"""
+        scalars = getattr(self._network, "largest_activation", x_NCHW[0].numel())
+        most = min(
+            chunk(x_NCHW.device), self._memory_bytes // (ACTIVATIONS * scalars * precision.itemsize)
+        )
+        cached = GPU_IMAGES if x_NCHW.is_cuda else CPU_BYTES // (scalars * precision.itemsize)
+        return power_of_two(min(most, cached))
+
+    def _augmented(self, x_NCHW: Tensor, segment_N: Tensor) -> Tensor:
+        return x_NCHW if self._augment is None else self._augment(x_NCHW, segment_N)
+
+    def _embed(self, network: nn.Module, x_NCHW: Tensor, segment_N: Tensor) -> Tensor:
+        if self._statistics is not None:
+            SharedStatistics.of(network).assign(self._statistics[segment_N], len(self._statistics))
+        if not torch.is_grad_enabled():
+            # `to`, not `contiguous`: the latter leaves images of one channel unchanged, and their
+            # convolutions then run in NCHW
+            x_NCHW = x_NCHW.to(memory_format=torch.channels_last)
+        h: Tensor = network.embed(x_NCHW)  # type: ignore[operator]
+        return h
+
+    def _with_logits(self, h_ND: Tensor) -> Tensor:
+        logits_NC = self._network.classifier(h_ND)
+        return torch.cat([h_ND, self._logit_weight * logits_NC], dim=1)
+
+
+def _gradients(outputs: Tensor, leaf: Tensor, vectors: Tensor) -> Tensor:
+    """Returns vectors [V, …] of the outputs pulled back to the leaf by autograd, [V, …]."""
+    if len(vectors) == 1:
+        (one,) = torch.autograd.grad(outputs, leaf, vectors[0], retain_graph=True)
+        return one[None]
+    (many,) = torch.autograd.grad(outputs, leaf, vectors, is_grads_batched=True, retain_graph=True)
+    return many
+
+
+class SyntheticPass:
+    """One pass of some segments' synthetic images: their means, and J_cᵀ v for many v, with J_c the
+    Jacobian of mean_{S_c} u."""
+
+    def __init__(
+        self,
+        features: FeatureMap,
+        synthetic_SICHW: Tensor,
+        numbers_G: Tensor,
+        *,
+        exact: bool = True,
+    ) -> None:
+        self._shape = synthetic_SICHW[numbers_G].shape
+        groups, self._ipc = self._shape[:2]
+        u, self._vjp = features.vjp(
+            synthetic_SICHW[numbers_G].flatten(0, 1),
+            numbers_G.repeat_interleave(self._ipc),
+            exact=exact,
+        )
+        self.means = u.view(groups, self._ipc, -1).mean(dim=1)
+
+    def pull(self, v_VGD: Tensor) -> Tensor:
+        """Returns J_cᵀ v_c for each of the V rows, [V, G, ipc, C, H, W]."""
+        pulled = self._vjp((v_VGD / self._ipc).repeat_interleave(self._ipc, dim=1))
+        return pulled.view(len(v_VGD), *self._shape)
+
+
+def pull_back(
+    features: FeatureMap,
+    synthetic_SICHW: Tensor,
+    cotangents: Callable[[Tensor, Tensor], Tensor],
+) -> Tensor:
+    """Returns J_cᵀ v_c for every segment, [S, ipc, C, H, W].
+
+    A segment's images affect only their own mean, so a pass can hold a few segments, which keeps it
+    in a CPU's cache; with batch norm one pass holds all segments.
+
+    Args:
+        cotangents: (means [G, D] of some segments, their numbers [G]) -> v [G, D].
+    """
+    out = torch.empty_like(synthetic_SICHW)
+    for numbers in passes(features, synthetic_SICHW):
+        one = SyntheticPass(features, synthetic_SICHW, numbers)
+        out[numbers] = one.pull(cotangents(one.means, numbers)[None])[0]
+    return out
+
+
+def frozen_means(features: FeatureMap, synthetic_SICHW: Tensor) -> Tensor:
+    """Returns mean_{S_c} u_w for every segment, [S, D], without graph, in the passes of
+    `pull_back`."""
+    ipc = synthetic_SICHW.shape[1]
+    with torch.no_grad():
+        rows = [
+            features(synthetic_SICHW[numbers].flatten(0, 1), numbers.repeat_interleave(ipc))
+            .view(len(numbers), ipc, -1)
+            .mean(dim=1)
+            for numbers in passes(features, synthetic_SICHW)
+        ]
+    return torch.cat(rows)
+
+
+def passes(features: FeatureMap, synthetic_SICHW: Tensor) -> tuple[Tensor, ...]:
+    """Returns the segments' numbers, split into passes through the network."""
+    segments, ipc = synthetic_SICHW.shape[:2]
+    at_once = segments if features.mixes else segments_at_once(features, synthetic_SICHW[0], ipc)
+    pieces: tuple[Tensor, ...] = torch.arange(segments, device=synthetic_SICHW.device).split(
+        at_once
+    )
+    return pieces
+
+
+def segments_at_once(features: FeatureMap, some_NCHW: Tensor, ipc: int) -> int:
+    """Returns how many segments of `ipc` images of this shape a full pass holds, independent of the
+    number of segments."""
+    return max(1, features.images_at_once(some_NCHW) // ipc)
+
+
+def segment_sums(values_ND: Tensor, segment_N: Tensor, segments: int) -> Tensor:
+    """Returns the sum of the rows of each segment, [segments, D], as a matrix product
+    (deterministic on CUDA)."""
+    return torch.nn.functional.one_hot(segment_N, segments).to(values_ND.dtype).T @ values_ND
+
+
+def matching_gradient(
+    features: FeatureMap,
+    synthetic_SICHW: Tensor,
+    target_SD: Tensor,
+    weight_S: Tensor | None = None,
+) -> Tensor:
+    """Returns ∇_S Σ_c ‖target_c − mean_{S_c} u_w‖² (FedDM, Eq. 9), [S, ipc, C, H, W].
+
+    Args:
+        target_SD: mean_{B_c} u_w of the real images. With fewer columns than u, only these first
+            coordinates are matched: embeddings without logits (FedAF, Eq. 4).
+        weight_S: of each segment's loss; None: 1.
+    """
+    width = target_SD.shape[1]
+
+    def cotangents(means_GD: Tensor, numbers_G: Tensor) -> Tensor:
+        apart = 2 * (means_GD[:, :width] - target_SD[numbers_G])
+        if weight_S is not None:
+            apart = apart * weight_S[numbers_G, None]
+        return nn.functional.pad(apart, (0, means_GD.shape[1] - width))
+
+    return pull_back(features, synthetic_SICHW, cotangents)
+
+
+class Matcher:
+    """Base class of what computes a condensation step's gradient.
+
+    Attributes:
+        period: the number of steps after which networks and augmentations must repeat; None: never.
+        kept: which segments are uploaded, bool [S]; None: all.
+    """
+
+    period: int | None = None
+    kept: Tensor | None = None
+
+    def gradient(self, step: int, features: FeatureMap, synthetic: Tensor) -> Tensor:
+        """Returns the gradient [S, ipc, C, H, W] of one step."""
+        raise NotImplementedError  # abstract
+
+
+class ExactMatcher(Matcher):
+    """∇_S L with real means from minibatches, without differential privacy.
+
+    Args:
+        clients, batches: the group and its real batches.
+        columns: match only this many leading coordinates of u. None: all.
+    """
+
+    def __init__(
+        self, clients: OpenClients, batches: BatchIndices, columns: int | None = None
+    ) -> None:
+        self._clients = clients
+        self._batches = batches
+        self._columns = columns
+
+    def real_means(self, step: int, features: FeatureMap) -> Tensor:
+        """Returns mean_{B_c} u_w of this step's batch for every segment, [S, D], without graph."""
+        sums: Tensor | None = None
+        for piece, u in self._pieces(step, features):
+            where = self._batches.segment[piece.rows] - piece.segments.start
+            count = piece.segments.stop - piece.segments.start
+            if sums is None:
+                sums = u.new_zeros(len(self._batches.sizes), u.shape[1])
+            sums[piece.segments] += segment_sums(u, where, count)
+        if sums is None:
+            raise ValueError("a step without any real image")
+        return sums / self._batches.divisors.to(sums.dtype)
+
+    def real_rows(self, step: int, features: FeatureMap) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns u_w of every image of this step's batch [N, D], without graph; its segment [N],
+        ascending; and the number of images of each segment [S], on the CPU."""
+        rows = [u for _, u in self._pieces(step, features)]
+        return torch.cat(rows), self._batches.segment, self._batches.sizes
+
+    def _pieces(self, step: int, features: FeatureMap) -> Iterator[tuple[Piece, Tensor]]:
+        """Yields the step's batch in pieces that fit into memory, with their u_w."""
+        indices = self._batches.at(step)
+        size = len(indices) if features.mixes else chunk(indices.device)
+        for piece in self._batches.pieces(size):
+            images = self._clients.images(indices[piece.rows])
+            yield piece, features.real(images, self._batches.segment[piece.rows])
+
+    def gradient(self, step: int, features: FeatureMap, synthetic: Tensor) -> Tensor:
+        real = self.real_means(step, features)[:, : self._columns]
+        return matching_gradient(features, synthetic, real)
+
+
+class NetworkMeansMatcher(Matcher):
+    """∇_S L with class means over all of a client's data, without differential privacy: FedDM's Eq.
+    9 over M networks that are used in turn, and no minibatch noise.
+
+    Real images take M·n forward passes a round instead of T·C·batch.
+
+    Args:
+        clients: the clients whose examples are averaged.
+        segments: the (client, class) pairs that are condensed.
+        networks: M.
+    """
+
+    def __init__(self, clients: OpenClients, segments: Segments, networks: int) -> None:
+        self.period = self._networks = networks
+        every = max([1, *clients.sizes()])
+        batches = BatchIndices(clients, segments, every, 1, seed=0, round=0)
+        self._exact = ExactMatcher(clients, batches)
+        self._targets: dict[int, Tensor] = {}
+
+    def gradient(self, step: int, features: FeatureMap, synthetic: Tensor) -> Tensor:
+        number = step % self._networks
+        if number not in self._targets:  # in the first pass, or the first one after a resume
+            self._targets[number] = self._exact.real_means(0, features)
+        return matching_gradient(features, synthetic, self._targets[number])

@@ -1,0 +1,252 @@
+"""The private mechanisms of condensation: matchers whose gradient comes from charged, noisy sums;
+and `paper`, which guarantees nothing.
+
+`residual` and `gradient` release at every step, `features` once for each of M networks:
+
+    R_{m,c} = Σ_{x ∈ c} clip_𝒞(u_m(x) − s_{m,c}) + N(0, σ²𝒞²I),      s_{m,c} = mean_{S_c} u_m
+
+with the synthetic images at the time of the release, and once the counts n̂_c = n_c + N(0,
+σ_count²). The target of network m is s_{m,c} + R_{m,c} / max(n̂_c, floor). Later steps do not access
+the data: any number of steps over the M networks is post-processing.
+
+Sensitivity of `features`: s is public noise or computed from earlier releases, so u_m(x) − s is a
+function of x only. An example is in the sum of one class, which it changes by at most 𝒞, and in the
+count of one class, which it changes by 1. The M + 1 releases compose adaptively.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from fedsynth.core.client import Segments
+from fedsynth.privacy.mechanisms import GaussianSums, Released
+from fedsynth.privacy.passes import padded, power_of_two
+from fedsynth.privacy.plans import UnaccountedNoise
+from fedsynth.synthesizer.condensation.matching import (
+    ExactMatcher,
+    FeatureMap,
+    Matcher,
+    SyntheticPass,
+    frozen_means,
+    matching_gradient,
+    pull_back,
+)
+from fedsynth.synthesizer.condensation.sets import BatchIndices
+
+
+class PrivateSums(Protocol):
+    """Private records, of clients in a run (`PrivateClients`) or of one `DataOwner`."""
+
+    def class_sums(
+        self,
+        series: Sequence[GaussianSums],
+        rows: Callable[[Tensor, Tensor], Tensor],
+        /,
+        *,
+        start_over_row: float = 4.0,
+    ) -> Released:
+        """Returns noisy sums by class of a vector of each sampled record."""
+
+
+PASSES, PULLED = 4, 8
+"""Limits of `per_example_gradients`: it pulls a segment's vectors back in about PASSES passes, each
+with at most PULLED times the images of a forward pass."""
+
+
+class ResidualMatcher(Matcher):
+    """Mechanism `residual`: noise on the sum of clipped residuals in feature space, then one
+    backward pass as post-processing.
+
+    ∇_S L_c = 2·J_cᵀ (mean_{S_c} u − mean_{B_c} u) is linear in the mean of the per-example
+    residuals r(x) = mean_{S_c} u − u(x). Each r(x) is clipped to 𝒞 (embedding and logits jointly),
+    summed over the Poisson batch by class, noised by N(0, σ²𝒞²I), divided by the public constant
+    `divisor` = q · nominal examples of a class, and multiplied by J_cᵀ once.
+
+    Sensitivity: r(x) depends only on x, released images and public weights, so an example changes
+    one class's sum by at most 𝒞.
+
+    Args:
+        columns: release and match only this many leading coordinates of u; None: all.
+    """
+
+    def __init__(
+        self,
+        clients: PrivateSums,
+        series: Sequence[GaussianSums],
+        divisor: float,
+        columns: int | None = None,
+    ) -> None:
+        self._clients = clients
+        self._series = series
+        self._divisor = divisor
+        self._columns = columns
+
+    def gradient(self, step: int, features: FeatureMap, synthetic: Tensor) -> Tensor:
+        fixed = frozen_means(features, synthetic)[:, : self._columns]
+
+        def residuals(x_NCHW: Tensor, segment_N: Tensor) -> Tensor:
+            where = segment_N.to(x_NCHW.device, non_blocking=True)
+            return fixed[where] - features.real(x_NCHW, where)[:, : self._columns]
+
+        noisy = self._clients.class_sums(self._series, residuals) / self._divisor
+        return pull_back(
+            features,
+            synthetic,
+            lambda means, numbers: torch.nn.functional.pad(
+                2 * noisy[numbers], (0, means.shape[1] - noisy.shape[1])
+            ),
+        )
+
+
+class GradientMatcher(Matcher):
+    """Mechanism `gradient`: FedDM's Eq. 15 (App. B) with per-example clipping, sum, noise and a
+    public divisor.
+
+    g̃(x) = 2·J_cᵀ (mean_{S_c} u − u(x)) is the gradient of the squared-norm loss with x as the only
+    real image; the mean of g̃ over a batch is the batch's gradient. One forward pass of S_c serves
+    all examples of its class, and many vectors are pulled back at a time.
+    """
+
+    def __init__(
+        self, clients: PrivateSums, series: Sequence[GaussianSums], divisor: float
+    ) -> None:
+        self._clients = clients
+        self._series = series
+        self._divisor = divisor
+
+    def gradient(self, step: int, features: FeatureMap, synthetic: Tensor) -> Tensor:
+        def rows(x_NCHW: Tensor, segment_N: Tensor) -> Tensor:
+            return per_example_gradients(features, synthetic, x_NCHW, segment_N)
+
+        # Each call repeats the forward pass of the synthetic images; a discarded image is cheap in
+        # comparison.
+        noisy = self._clients.class_sums(self._series, rows, start_over_row=64.0) / self._divisor
+        return noisy.view_as(synthetic)
+
+
+def per_example_gradients(
+    features: FeatureMap, synthetic_SICHW: Tensor, x_NCHW: Tensor, segment_N: Tensor
+) -> Tensor:
+    """Returns g̃(x) of FedDM's Eq. 15 for every example, [N, ipc·C·H·W]: the gradient for the
+    synthetic images of the example's own segment.
+
+    Each segment's images have one forward pass. The vectors of its examples are pulled back a fixed
+    number at a time, the last ones padded with zeros, because the number of a segment's examples
+    must not select a kernel (`fedsynth.privacy.passes`). A reduced precision of the backward pass
+    changes the rows, but not their bound: rows are clipped when they are summed.
+
+    Args:
+        x_NCHW, segment_N: N is public, and so is the number of segments; −1 marks images that are
+            ignored. `segment_N` should be on the CPU, where the passes are planned.
+    """
+    segment_N = segment_N.cpu()
+    device = x_NCHW.device
+    segments = len(synthetic_SICHW)
+    u = features.real(x_NCHW, segment_N.to(device, non_blocking=True))
+    at_once = vectors_at_once(features, synthetic_SICHW, len(x_NCHW) / segments)
+    out = u.new_zeros(len(x_NCHW), synthetic_SICHW[0].numel())
+    for number in segment_N[segment_N >= 0].unique().tolist():
+        one = SyntheticPass(
+            features, synthetic_SICHW, torch.full((1,), number, device=device), exact=False
+        )
+        for mine in torch.nonzero(segment_N == number).flatten().split(at_once):
+            where = mine.to(device, non_blocking=True)
+            cotangents = padded(2 * (one.means - u[where]), at_once)[:, None]
+            out[where] = one.pull(cotangents)[: len(where)].flatten(1)
+    return out
+
+
+def vectors_at_once(features: FeatureMap, synthetic_SICHW: Tensor, expected: float) -> int:
+    """Returns how many vectors of a segment that has about `expected` of them (a public number) are
+    pulled back together: a power of two. On average half of the last pass is padding."""
+    images = PULLED * features.images_at_once(synthetic_SICHW[0])
+    return min(power_of_two(images / synthetic_SICHW.shape[1]), power_of_two(expected / PASSES))
+
+
+class FeatureSumMatcher(Matcher):
+    """Mechanism `features`: each of the first M steps releases one network's sums, and step t uses
+    those of network t mod M.
+
+    Args:
+        series: charged for M releases for each client.
+        count_series: charged for one release of sensitivity 1.
+        networks: M.
+        floor: public lower bound of the divisor; a class whose noisy count is below it is not
+            `kept`.
+
+    Attributes:
+        counts: released noisy counts [S].
+    """
+
+    def __init__(
+        self,
+        clients: PrivateSums,
+        series: Sequence[GaussianSums],
+        count_series: Sequence[GaussianSums],
+        networks: int,
+        floor: float,
+    ) -> None:
+        self._clients = clients
+        self._series = series
+        self.period = self._networks = networks
+        ones = clients.class_sums(
+            count_series, lambda x_NCHW, segment_N: x_NCHW.new_ones(len(x_NCHW), 1)
+        )
+        self.counts: Tensor = ones[:, 0]
+        self.kept = self.counts >= floor
+        self._divisors = self.counts.clamp_min(floor)[:, None]
+        self._targets: list[Tensor] = []
+
+    def gradient(self, step: int, features: FeatureMap, synthetic: Tensor) -> Tensor:
+        if step < self._networks:
+            self._targets.append(self._release(features, synthetic))
+        return matching_gradient(features, synthetic, self._targets[step % self._networks])
+
+    def _release(self, features: FeatureMap, synthetic: Tensor) -> Tensor:
+        """Returns the network's estimated class means, [S, D], from one noisy sum for each
+        class."""
+        centre = frozen_means(features, synthetic)
+
+        def rows(x_NCHW: Tensor, segment_N: Tensor) -> Tensor:
+            where = segment_N.to(x_NCHW.device, non_blocking=True)
+            return features.real(x_NCHW, where) - centre[where]
+
+        target: Tensor = centre + self._clients.class_sums(self._series, rows) / self._divisors
+        return target
+
+
+class PaperMatcher(Matcher):
+    """Mechanism `paper`: lines 15 to 17 of FedDM's Algorithm 1 as printed. NOT differentially
+    private; for comparison only.
+
+    Clipping a class's batch gradient to 𝒞 bounds its norm, not one example's influence: the
+    sensitivity is up to 2𝒞, not 𝒞/|B_c|.
+    """
+
+    def __init__(
+        self,
+        exact: ExactMatcher,
+        pairs: Segments,
+        batches: BatchIndices,
+        noise: Sequence[UnaccountedNoise],
+    ) -> None:
+        self._exact = exact
+        self._noise = [(one.secret, pairs.of(k)) for k, one in enumerate(noise)]
+        self._deviation = noise[0].deviation / batches.sizes.to(torch.float64)  # σ𝒞 / |B_c|
+        self._clip = noise[0].release.sensitivity
+
+    def gradient(self, step: int, features: FeatureMap, synthetic: Tensor) -> Tensor:
+        gradient = self._exact.gradient(step, features, synthetic)
+        norms = gradient.flatten(1).norm(dim=1).view(-1, 1, 1, 1, 1)
+        gradient = gradient / (norms / self._clip).clamp_min(1)  # line 16
+        noise = [
+            secret.normal((len(own), *gradient.shape[1:]), 1.0)
+            * self._deviation[own].view(-1, 1, 1, 1, 1)
+            for secret, own in self._noise
+        ]
+        noisy: Tensor = gradient + torch.cat(noise).to(gradient.device, gradient.dtype)  # line 17
+        return noisy
