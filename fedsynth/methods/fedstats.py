@@ -26,15 +26,12 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fedsynth.core.client import ClientGroup, PrivateClients
 from fedsynth.core.context import RoundContext
-from fedsynth.core.messages import Message, ModelParameters, released
+from fedsynth.core.messages import ModelParameters
 from fedsynth.core.method import Memory, Presets, Results
-from fedsynth.core.state import ServerState
-from fedsynth.core.uploads import LARGEST, Array, Rule
-from fedsynth.errors import SettingError
 from fedsynth.features.feature_map import FeatureMap
 from fedsynth.features.low_pass import low_pass
 from fedsynth.methods.shared.noise_shares import Pool
@@ -46,49 +43,22 @@ from fedsynth.methods.statistics.class_moments import (
     moment_rows,
     step_rows,
 )
-from fedsynth.methods.statistics.images import ImagesState, check_differentiable, class_means_of
+from fedsynth.methods.statistics.images import class_means_of
 from fedsynth.methods.statistics.pixel_moments import PIXELS, PixelMoments, pixel_rows
 from fedsynth.methods.statistics.releases import CENTRE, MOMENTS, STEP
-from fedsynth.methods.statistics.settings import PlansStatistics
+from fedsynth.methods.statistics.settings import (
+    CentreSums,
+    FedStatsState,
+    PlansStatistics,
+    StatisticSums,
+)
 from fedsynth.methods.statistics.whitening import COVARIANCES, covariance_rows, released_roots
-from fedsynth.models.feature_linear import Embedding, FeatureLinear
+from fedsynth.models.feature_linear import Embedding
 from fedsynth.privacy.plans import FIRST
 from fedsynth.privacy.products import Products, Rows
 
 SCALE = 4.0
 """Scales a regression on labels to logits: the softmax's slope at even odds of two classes is ¼."""
-
-
-@dataclass(frozen=True)
-class StatisticSums(Message):
-    """A client's noisy sum of one release, a vector."""
-
-    sums: Tensor = released()
-
-
-@dataclass(frozen=True)
-class CentreSums(Message):
-    """A client's noisy sums of the first exchange: of features, of small pictures and of products
-    for covariances. The latter two are empty if they are not released."""
-
-    sums: Tensor = released()
-    pictures: Tensor = released()
-    covariances: Tensor = released()
-
-
-@dataclass(frozen=True)
-class FedStatsState(ImagesState):
-    """The server's state: the classifier, the fields of `ImagesState`, and
-
-    Args:
-        eigenvalues: of the released second moments, plus the ridge, [d]; None before round 1.
-        eigenvectors: [d, d].
-        velocity: the last move over its rate, [C, d]; None before the first.
-    """
-
-    eigenvalues: Tensor | None = None
-    eigenvectors: Tensor | None = None
-    velocity: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -109,45 +79,8 @@ class FedStats(PlansStatistics):
     reference: ClassVar[str] = "after Mehta et al. 2022, DP-FC, arXiv 2211.13403; docs/fedstats.md"
     protects: ClassVar[tuple[str, ...]] = ("statistics",)
     presets: ClassVar[Presets] = {}
-    first_downlink: ClassVar[type[Message] | None] = ModelParameters
-    first_upload: ClassVar[type[Message] | None] = CentreSums
-    upload: ClassVar[type[Message]] = StatisticSums
-    state: ClassVar[type[ServerState]] = FedStatsState
-    robust_refusal: ClassVar[str] = (
-        "its server needs the sums over all clients' examples, which no rule on clients' shares "
-        "of them can stand in for"
-    )
 
-    # --------------------------------------------------------------------------- declarations
-
-    def upload_rules(self, phase: str, client: int, context: RoundContext) -> dict[str, Rule]:
-        widths = self.releases(context.privacy, context).widths()
-        far = LARGEST * max(1.0, *context.noise.values(), 1.0)
-        return {
-            field: Array((widths[plan],), self.sum_dtype(plan, context), least=-far, most=far)
-            for field, plan in self.sum_releases(phase, context).items()
-        }
-
-    def sum_releases(self, phase: str, context: RoundContext) -> Mapping[str, str]:
-        if context.round > 1:
-            return {"sums": STEP}
-        if phase == FIRST:
-            return {"sums": CENTRE, "pictures": PIXELS, "covariances": COVARIANCES}
-        return {"sums": MOMENTS}
-
-    def check_model(self, model: nn.Module) -> None:
-        if not isinstance(model, FeatureLinear):
-            raise SettingError("model", "name", f"must be a linear model on features: {self.name}")
-        if self.ipc > 0:
-            check_differentiable(model)
-
-    # ------------------------------------------------------------------------------- clients
-
-    def first_request(self, state: FedStatsState, context: RoundContext) -> ModelParameters | None:
-        return ModelParameters(state.parameters, 1.0) if context.round == 1 else None
-
-    def broadcast(self, state: FedStatsState, context: RoundContext) -> ModelParameters:
-        return ModelParameters(state.parameters, 1.0)
+    # ---------------------------------------- round 1, first exchange: the centre m of the features
 
     def first_step(
         self,
@@ -180,6 +113,28 @@ class FedStats(PlansStatistics):
         sent = [CentreSums(*(own.clone() for own in three)) for three in each]
         return list(zip(sent, memories, strict=True))
 
+    def _with_centre(
+        self, state: FedStatsState, total: CentreSums, clients: int, context: RoundContext
+    ) -> FedStatsState:
+        """Returns the state with m, and with the roots that whiten z and the pictures' moments, if
+        these are released."""
+        pool = self.pooled(total.sums, clients, CENTRE, context)
+        centre = (pool.sums / pool.records).float()
+        state = _with_parameters(state, {"centre": centre})
+        if self.has_covariances(context.privacy, context.spec):
+            second = self.pooled(total.covariances, clients, COVARIANCES, context)
+            noise = pool.deviation / pool.records
+            roots = released_roots(second, centre, noise, self.map_of(context.spec))
+            state = _with_parameters(state, roots)
+        if not self.picture_share(context.spec):
+            return state
+        small = self.pooled(total.pictures, clients, PIXELS, context)
+        width = low_pass(context.spec.image_shape).dimension
+        moments = PixelMoments.unpacked(small, width, context.spec.classes)
+        return replace(state, picture_means=moments.means, picture_roots=moments.roots)
+
+    # ---------------------- each round: moments about m in round 1, then a gradient at the model
+
     def client_step(
         self,
         message: ModelParameters,
@@ -205,6 +160,66 @@ class FedStats(PlansStatistics):
         each = zip(sums.unbind(), memories, strict=True)
         return [(StatisticSums(own.clone()), memory) for own, memory in each]
 
+    def from_sum(
+        self,
+        phase: str,
+        state: FedStatsState,
+        total: Any,
+        clients: int,
+        context: RoundContext,
+    ) -> FedStatsState:
+        """Returns the state with the centre; after the closed form, in round 1; or after a step."""
+        if not self.enough(clients, context):
+            return state
+        if phase == FIRST:
+            return self._with_centre(state, total, clients, context)
+        if context.round > 1:
+            return self._step(state, self.pooled(total.sums, clients, STEP, context), context)
+        pool = self.pooled(total.sums, clients, MOMENTS, context)
+        second = self.has_second(context.privacy)
+        if self.images_each:
+            size = (context.spec.classes, self.map_of(context.spec).dimension)
+            state = replace(state, class_means=class_means_of(pool, size, second=second))
+        if second:
+            return self._closed_form(state, pool)
+        weight = state.parameters["classifier.weight"]
+        state = _with_parameters(state, {"classifier.weight": torch.zeros_like(weight)})
+        return self._momentum_step(state, first_gradient(pool, len(weight)), context)
+
+    def _closed_form(self, state: FedStatsState, pool: Pool) -> FedStatsState:
+        """Returns the state with the ridge regression on the released moments."""
+        classes, d = state.parameters["classifier.weight"].shape
+        moments = ClassMoments.unpacked(pool, d, classes)
+        spectrum = Spectrum.of(moments, self.ridge)
+        weight = (SCALE * spectrum.solve(moments.crossed)).float()
+        return replace(
+            _with_parameters(state, {"classifier.weight": weight}),
+            eigenvalues=spectrum.values.float(),
+            eigenvectors=spectrum.vectors.float(),
+        )
+
+    def _step(self, state: FedStatsState, pool: Pool, context: RoundContext) -> FedStatsState:
+        """Returns the state after a step of softmax regression: Newton-like with second moments,
+        else with momentum."""
+        weight = state.parameters["classifier.weight"]
+        gradient = (pool.sums / pool.records).float().view_as(weight)
+        if state.eigenvalues is None or state.eigenvectors is None:
+            if self.has_second(context.privacy):  # round 1 was discarded
+                return state
+            return self._momentum_step(state, gradient, context)
+        spectrum = Spectrum(state.eigenvalues, state.eigenvectors)
+        noise = pool.deviation / pool.records * math.sqrt(weight.shape[1])
+        direction = spectrum.step(gradient, self.step_floor * noise)
+        weight = weight - self.step_size * direction
+        return _with_parameters(state, {"classifier.weight": weight})
+
+    def _momentum_step(
+        self, state: FedStatsState, gradient_Cd: Tensor, context: RoundContext
+    ) -> FedStatsState:
+        weight = state.parameters["classifier.weight"]
+        weight, velocity = self.pace(context).step(weight, gradient_Cd, state.velocity)
+        return replace(_with_parameters(state, {"classifier.weight": weight}), velocity=velocity)
+
     def _sums(
         self,
         name: str,
@@ -218,94 +233,6 @@ class FedStats(PlansStatistics):
             return clients.feature_sums(clients.series(name), features, rows, embedding)
         return clients.feature_sums(features, rows, embedding).float()
 
-    # -------------------------------------------------------------------------------- server
 
-    def from_sum(
-        self,
-        phase: str,
-        state: FedStatsState,
-        total: Any,
-        clients: int,
-        context: RoundContext,
-    ) -> FedStatsState:
-        """Returns the state with the centre m and the small pictures' moments, or after the closed
-        form, or after a step."""
-        if not self.enough(clients, context):
-            return state
-        if phase == FIRST:
-            return self._begun(state, total, clients, context)
-        plan = MOMENTS if context.round == 1 else STEP
-        return self._moved(state, self.pooled(total.sums, clients, plan, context), context)
-
-    def _begun(
-        self, state: FedStatsState, total: CentreSums, clients: int, context: RoundContext
-    ) -> FedStatsState:
-        pool = self.pooled(total.sums, clients, CENTRE, context)
-        centre = (pool.sums / pool.records).float()
-        state = replace(state, parameters={**state.parameters, "centre": centre})
-        if self.has_covariances(context.privacy, context.spec):
-            second = self.pooled(total.covariances, clients, COVARIANCES, context)
-            noise = pool.deviation / pool.records
-            roots = released_roots(second, centre, noise, self.map_of(context.spec))
-            state = replace(state, parameters={**state.parameters, **roots})
-        if not self.picture_share(context.spec):
-            return state
-        small = self.pooled(total.pictures, clients, PIXELS, context)
-        width = low_pass(context.spec.image_shape).dimension
-        found = PixelMoments.unpacked(small, width, context.spec.classes)
-        return replace(state, picture_means=found.means, picture_roots=found.roots)
-
-    def _moved(self, state: FedStatsState, pool: Pool, context: RoundContext) -> FedStatsState:
-        if context.round > 1:
-            return self._step(state, pool, context)
-        state = self._closed_form(state, pool, context)
-        if not self.images_each:
-            return state
-        second = self.has_second(context.privacy)
-        size = (context.spec.classes, self.map_of(context.spec).dimension)
-        means = class_means_of(pool, size, second=second)
-        return replace(state, class_means=means)
-
-    def _closed_form(
-        self, state: FedStatsState, pool: Pool, context: RoundContext
-    ) -> FedStatsState:
-        weight = state.parameters["classifier.weight"]
-        classes, d = weight.shape
-        if not self.has_second(context.privacy):
-            first = {"classifier.weight": torch.zeros_like(weight)}
-            begun = replace(state, parameters={**state.parameters, **first})
-            return self._gone(begun, first_gradient(pool, classes), context)
-        moments = ClassMoments.unpacked(pool, d, classes)
-        spectrum = Spectrum.of(moments, self.ridge)
-        solved = (SCALE * spectrum.solve(moments.crossed)).float()
-        return replace(
-            state,
-            parameters={**state.parameters, "classifier.weight": solved},
-            eigenvalues=spectrum.values.float(),
-            eigenvectors=spectrum.vectors.float(),
-        )
-
-    def _step(self, state: FedStatsState, pool: Pool, context: RoundContext) -> FedStatsState:
-        weight = state.parameters["classifier.weight"]
-        gradient = (pool.sums / pool.records).float().view_as(weight)
-        if state.eigenvalues is None or state.eigenvectors is None:
-            if self.has_second(context.privacy):  # round 1 was discarded
-                return state
-            return self._gone(state, gradient, context)
-        spectrum = Spectrum(state.eigenvalues, state.eigenvectors)
-        noise = pool.deviation / pool.records * math.sqrt(weight.shape[1])
-        down = spectrum.step(gradient, self.step_floor * noise)
-        moved = weight - self.step_size * down
-        return replace(state, parameters={**state.parameters, "classifier.weight": moved})
-
-    def _gone(
-        self, state: FedStatsState, gradient_Cd: Tensor, context: RoundContext
-    ) -> FedStatsState:
-        """Returns the state after a step with momentum."""
-        weight = state.parameters["classifier.weight"]
-        moved, velocity = self.pace(context).step(weight, gradient_Cd, state.velocity)
-        return replace(
-            state,
-            parameters={**state.parameters, "classifier.weight": moved},
-            velocity=velocity,
-        )
+def _with_parameters(state: FedStatsState, changed: Mapping[str, Tensor]) -> FedStatsState:
+    return replace(state, parameters={**state.parameters, **changed})

@@ -24,8 +24,8 @@ from fedsynth.core.context import RoundContext
 from fedsynth.data.images import denormalise
 from fedsynth.errors import OutputError
 from fedsynth.evaluation.accuracy import accuracy
-from fedsynth.methods.fedstats import FedStatsState, StatisticSums
 from fedsynth.methods.statistics.class_moments import target_norm
+from fedsynth.methods.statistics.settings import FedStatsState, StatisticSums
 from fedsynth.models.feature_linear import feature_linear
 from fedsynth.models.registry import build_model
 from fedsynth.privacy.plans import PrivatePlan

@@ -23,13 +23,13 @@ from fedsynth import (
 from fedsynth.core.context import RoundContext
 from fedsynth.data.registry import dataset_spec
 from fedsynth.features.low_pass import low_pass
-from fedsynth.methods.fedstats import FedStatsState, StatisticSums
 from fedsynth.methods.shared.noise_shares import Pool
 from fedsynth.methods.statistics.pixel_moments import (
     PixelMoments,
     pixel_rows,
     pixel_width,
 )
+from fedsynth.methods.statistics.settings import FedStatsState, StatisticSums
 from fedsynth.models.feature_linear import feature_linear
 from tests.digits import SPEC
 from tests.digits import context as some_context

@@ -156,7 +156,7 @@ class SharesNoise(Method):
 def total_of(uploads: Mapping[int, M]) -> M:
     """Returns the uploads' sum, field by field, in float64.
 
-    >>> from fedsynth.methods.fedstats import StatisticSums
+    >>> from fedsynth.methods.statistics.settings import StatisticSums
     >>> total_of({0: StatisticSums(torch.ones(2)), 3: StatisticSums(torch.ones(2))}).sums.tolist()
     [2.0, 2.0]
     """

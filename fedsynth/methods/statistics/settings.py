@@ -1,5 +1,5 @@
-"""FedStats' settings, and what is computed only from them and public values: the map φ and the
-linear model on it, the releases of a run, and the size of its steps."""
+"""FedStats' settings, messages and declarations, and values that follow from these and public sizes:
+the map φ and the linear model on it, the releases of a run, and the size of its steps."""
 
 from __future__ import annotations
 
@@ -9,27 +9,67 @@ from dataclasses import dataclass
 from math import inf
 from typing import ClassVar
 
+from torch import Tensor, nn
+
 from fedsynth.core.context import RoundContext
+from fedsynth.core.messages import Message, ModelParameters, released
+from fedsynth.core.state import ServerState
+from fedsynth.core.uploads import LARGEST, Array, Rule
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import SettingError
 from fedsynth.features.feature_map import FeatureMap
 from fedsynth.features.registry import feature_map, feature_names, features_for, refuse_unknown_map
 from fedsynth.methods.shared.noise_shares import SharesNoise
 from fedsynth.methods.statistics.class_moments import Pace, pace
-from fedsynth.methods.statistics.images import MakesImages
+from fedsynth.methods.statistics.images import ImagesState, MakesImages, check_differentiable
+from fedsynth.methods.statistics.pixel_moments import PIXELS
 from fedsynth.methods.statistics.releases import (
+    CENTRE,
     FIRST_ROUND,
     MOMENTS,
+    STEP,
     Releases,
     Shares,
     public_facts,
 )
-from fedsynth.methods.statistics.whitening import AUTO, NO, YES, whitens
+from fedsynth.methods.statistics.whitening import AUTO, COVARIANCES, NO, YES, whitens
 from fedsynth.models.feature_linear import FeatureLinear, feature_linear
 from fedsynth.models.registry import ModelSettings
-from fedsynth.privacy.plans import PrivatePlan
+from fedsynth.privacy.plans import FIRST, PrivatePlan
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.validation import check_choices, check_ranges
+
+
+@dataclass(frozen=True)
+class StatisticSums(Message):
+    """A client's noisy sum of one release, a vector."""
+
+    sums: Tensor = released()
+
+
+@dataclass(frozen=True)
+class CentreSums(Message):
+    """A client's noisy sums of the first exchange: of features, of small pictures and of products
+    for covariances. The latter two are empty if they are not released."""
+
+    sums: Tensor = released()
+    pictures: Tensor = released()
+    covariances: Tensor = released()
+
+
+@dataclass(frozen=True)
+class FedStatsState(ImagesState):
+    """The server's state: the classifier, the fields of `ImagesState`, and
+
+    Args:
+        eigenvalues: of the released second moments, plus the ridge, [d]; None before round 1.
+        eigenvectors: [d, d].
+        velocity: the last move over its rate, [C, d]; None before the first.
+    """
+
+    eigenvalues: Tensor | None = None
+    eigenvectors: Tensor | None = None
+    velocity: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -64,6 +104,14 @@ class PlansStatistics(SharesNoise, MakesImages):
             with σ_G the noise of a gradient's coordinate.
     """
 
+    first_downlink: ClassVar[type[Message] | None] = ModelParameters
+    first_upload: ClassVar[type[Message] | None] = CentreSums
+    upload: ClassVar[type[Message]] = StatisticSums
+    state: ClassVar[type[ServerState]] = FedStatsState
+    robust_refusal: ClassVar[str] = (
+        "its server needs the sums over all clients' examples, which no rule on clients' shares "
+        "of them can stand in for"
+    )
     even_rounds: ClassVar[bool] = False
     model_sees_data: ClassVar[bool] = False
     takes_model: ClassVar[bool] = False
@@ -189,3 +237,30 @@ class PlansStatistics(SharesNoise, MakesImages):
             self.step_size / self.curvature,
             self.momentum,
         )
+
+    def upload_rules(self, phase: str, client: int, context: RoundContext) -> dict[str, Rule]:
+        widths = self.releases(context.privacy, context).widths()
+        far = LARGEST * max(1.0, *context.noise.values(), 1.0)
+        return {
+            field: Array((widths[plan],), self.sum_dtype(plan, context), least=-far, most=far)
+            for field, plan in self.sum_releases(phase, context).items()
+        }
+
+    def sum_releases(self, phase: str, context: RoundContext) -> Mapping[str, str]:
+        if context.round > 1:
+            return {"sums": STEP}
+        if phase == FIRST:
+            return {"sums": CENTRE, "pictures": PIXELS, "covariances": COVARIANCES}
+        return {"sums": MOMENTS}
+
+    def check_model(self, model: nn.Module) -> None:
+        if not isinstance(model, FeatureLinear):
+            raise SettingError("model", "name", f"must be a linear model on features: {self.name}")
+        if self.ipc > 0:
+            check_differentiable(model)
+
+    def first_request(self, state: FedStatsState, context: RoundContext) -> ModelParameters | None:
+        return ModelParameters(state.parameters, 1.0) if context.round == 1 else None
+
+    def broadcast(self, state: FedStatsState, context: RoundContext) -> ModelParameters:
+        return ModelParameters(state.parameters, 1.0)
