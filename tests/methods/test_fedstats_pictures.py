@@ -15,10 +15,7 @@ from hypothesis import strategies as st
 
 from fedsynth import (
     FedStats,
-    PartitionSettings,
     PrivacySettings,
-    RunSettings,
-    simulate,
 )
 from fedsynth.core.context import RoundContext
 from fedsynth.data.registry import dataset_spec
@@ -65,23 +62,6 @@ def test_hostile_vectors_move_it_by_no_more(u: list[float], label: int) -> None:
 
 
 # -------------------------------------------------------------------------------------- accounting
-
-
-@pytest.mark.parametrize("aggregation", ["own", "secure"])
-def test_a_run_s_ledger_has_it_and_epsilon_is_that_of_one_without(aggregation: str) -> None:
-    parts = PartitionSettings("iid", clients=2)
-    privacy = PrivacySettings(noise_multiplier=3.0)
-    found: list[Any] = []
-    for ipc in (0, 2):
-        method = FedStats(features="pixels", ipc=ipc, image_steps=1, aggregation=aggregation)
-        run = simulate(RunSettings(method, rounds=1, privacy=privacy, partition=parts), quiet=True)
-        found.append(run.privacy)
-    one, other = (report["guarantee"]["epsilon"] for report in found)
-    assert one == pytest.approx(other, rel=1e-9)
-    assert len(found[1]["ledger"]) == len(found[0]["ledger"]) + 1
-    (row,) = [row for row in found[1]["ledger"] if "small pictures" in row["quantity"]]
-    assert row["noise_multiplier"] == pytest.approx(3.0 * METHOD.pixel_share**-0.5)
-    assert row["sensitivity"] == 1.0
 
 
 def test_in_colour_images_start_from_random_processes() -> None:

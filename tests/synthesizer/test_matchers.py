@@ -15,7 +15,6 @@ from torch._dynamo.utils import counters
 
 from fedsynth.core.client import OpenClients, PrivateClients
 from fedsynth.data.images import ImageData
-from fedsynth.methods.feddm import clipped_by_client
 from fedsynth.models import frozen
 from fedsynth.models.convnet import ConvNet
 from fedsynth.privacy.guard import Guard
@@ -29,6 +28,7 @@ from fedsynth.synthesizer.condensation.matching import (
     ExactMatcher,
     Matcher,
     NetworkFeatures,
+    matching_gradient,
     pull_back,
     segment_sums,
 )
@@ -112,7 +112,7 @@ def private(
 
 
 def test_eq_9_for_a_linear_network_equals_numpy(device: torch.device) -> None:
-    """h(x) = A x, z(x) = B h + b: L_c and its gradient by hand."""
+    """h(x) = A x, z(x) = B h + b: the gradient of Σ_c L_c by hand."""
     rng = np.random.default_rng(2)
     A, B, b = rng.normal(size=(5, 6)), rng.normal(size=(3, 5)), rng.normal(size=3)
     S, X = rng.normal(size=(2, 4, 6)), [rng.normal(size=(7, 6)), rng.normal(size=(2, 6))]
@@ -127,20 +127,14 @@ def test_eq_9_for_a_linear_network_equals_numpy(device: torch.device) -> None:
         def embed(self, x: Tensor) -> Tensor:
             return x.flatten(1) @ torch.tensor(A, device=x.device).T
 
-    features = NetworkFeatures(Linear().to(device), 0.7, None)
-    leaf = torch.tensor(S, device=device).view(2, 4, 1, 2, 3).requires_grad_()
-    segment = torch.tensor([0] * 7 + [1] * 2, device=device)
-    pixels = torch.tensor(np.concatenate(X), device=device).view(9, 1, 2, 3)
-    real = segment_means(features(pixels, segment), segment, 2)
-    loss = (synthetic_means(features, leaf) - real).square().sum()
-    (gradient,) = torch.autograd.grad(loss, leaf)
-    expected_loss, expected = 0.0, np.zeros_like(S)
+    features = NetworkFeatures(Linear().to(device), 0.7)
+    h = np.stack([A @ x.mean(axis=0) for x in X])
+    real = torch.tensor(np.concatenate([h, 0.7 * (h @ B.T + b)], axis=1), device=device)
+    gradient = matching_gradient(features, torch.tensor(S, device=device).view(2, 4, 1, 2, 3), real)
+    expected = np.zeros_like(S)
     for c in range(2):
-        h = A @ (S[c].mean(axis=0) - X[c].mean(axis=0))
-        z = 0.7 * (B @ h)
-        expected_loss += h @ h + z @ z
-        expected[c] = 2 * (A.T @ h + 0.7 * A.T @ B.T @ z) / 4
-    assert loss.item() == pytest.approx(expected_loss)
+        apart = A @ (S[c].mean(axis=0) - X[c].mean(axis=0))
+        expected[c] = 2 * (A.T @ apart + 0.49 * A.T @ B.T @ B @ apart) / 4
     np.testing.assert_allclose(gradient.cpu().numpy().reshape(2, 4, 6), expected, atol=1e-10)
 
 
@@ -207,41 +201,6 @@ def test_paper_mechanism_clips_the_batch_and_its_noise_shrinks_with_it() -> None
 
     assert with_noise(0.0, clip).flatten(1).norm(dim=1).max() <= clip * (1 + 1e-5)
     assert (with_noise(3.0, 5.0) - plain).std() == pytest.approx(15.0 / (N / CLASSES), rel=0.1)
-
-
-def test_clients_of_a_group_make_the_images_that_each_makes_alone() -> None:
-    """Five steps with a batch of one image, which lower the loss."""
-
-    def steps(parts: Sequence[Tensor], ids: Sequence[int]) -> tuple[Tensor, ExactMatcher]:
-        clients = OpenClients(ids, data(), list(parts))
-        segments = clients.segments(1)
-        matcher = ExactMatcher(clients, BatchIndices(clients, segments, 1, 5, seed=0, round=1))
-        images = torch.zeros(len(segments), IPC, 1, 8, 8)
-        for step in range(5):
-            images -= matcher.gradient(step, seen(), images)
-        return images, matcher
-
-    parts = torch.arange(N).tensor_split(3)
-    together, matcher = steps(parts, range(3))
-    alone = torch.cat([steps([part], [k])[0] for k, part in enumerate(parts)])
-    torch.testing.assert_close(together, alone, atol=1e-4, rtol=1e-4)
-    before, after = (
-        matcher.real_means(4, seen()) - synthetic_means(seen(), S)
-        for S in (torch.zeros_like(together), together)
-    )
-    assert after.square().sum() < 0.9 * before.square().sum()
-
-
-def test_clipping_is_by_client_over_all_its_images() -> None:
-    images = torch.randn(3, IPC, 1, 8, 8, generator=torch.Generator().manual_seed(0))
-    images[2] *= 0.01
-    client = torch.tensor([0, 0, 1])
-    clipped = clipped_by_client(images, client, 2.0)
-    assert float(clipped[:2].norm()) == pytest.approx(2.0, rel=1e-5)
-    torch.testing.assert_close(clipped[:2], images[:2] * (2.0 / images[:2].norm()))
-    torch.testing.assert_close(clipped[2], images[2])  # below the bound
-    nothing = torch.zeros_like(images)
-    assert torch.equal(clipped_by_client(nothing, client, 2.0), nothing)
 
 
 def test_batches_are_without_replacement_or_resampled_on_request() -> None:
