@@ -90,7 +90,7 @@ def more_than(most: int) -> Fails:
 
 def test_open_clients_go_on_in_smaller_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = run()
-    done = runs_out(monkeypatch, "_start", more_than(2))
+    done = runs_out(monkeypatch, "pairs", more_than(2))
     notes = Notes()
     found = run(notes)
     assert not list(differences("", models(expected), models(found), *HERE))
@@ -107,7 +107,7 @@ def test_a_later_group_alone_is_halved(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the round's earlier groups have sent stays."""
     expected = run()
     done = runs_out(
-        monkeypatch, "_start", lambda group: len(group.ids) > 1 and group.ids[-1] == CLIENTS - 1
+        monkeypatch, "pairs", lambda group: len(group.ids) > 1 and group.ids[-1] == CLIENTS - 1
     )
     monkeypatch.setattr(FedDM, "client_bytes", lambda self, context: context.memory_bytes // 6)
     found = run()
@@ -116,7 +116,7 @@ def test_a_later_group_alone_is_halved(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_one_client_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    runs_out(monkeypatch, "_start", more_than(0))
+    runs_out(monkeypatch, "pairs", more_than(0))
     with pytest.raises(DeviceMemoryError, match="of 1 client, number 0: use a smaller batch"):
         run()
 
@@ -125,7 +125,7 @@ def test_a_private_step_that_drew_nothing_is_made_again_on_its_charge(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     expected = run(**PRIVATE)
-    done = runs_out(monkeypatch, "_start", more_than(2))
+    done = runs_out(monkeypatch, "pairs", more_than(2))
     notes = Notes()
     found = run(notes, tmp_path, **PRIVATE)
     assert done == [2, 2, 1] * 3

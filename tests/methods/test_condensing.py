@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import runpy
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from torch import Tensor
 
 from fedsynth.core.client import OpenClients, PrivateClients
 from fedsynth.core.context import RoundContext
@@ -23,9 +19,8 @@ from fedsynth.methods import METHODS, method_class
 from fedsynth.methods.shared.condensing import Condenses
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.mechanisms import GaussianSums
-from fedsynth.privacy.plans import authorise
 from fedsynth.privacy.settings import PrivacySettings
-from tests.digits import HOSTILE, SPEC, charged, context, digits, sent
+from tests.digits import SPEC, charged, context, digits, sent
 
 OWN: dict[str, Any] = runpy.run_path(
     str(Path(__file__).parents[2] / "examples" / "own_condensation.py")
@@ -75,18 +70,6 @@ def test_private_clients_are_never_compiled(name: str, compiled: list[str]) -> N
 # --------------------------------------------------------------------------- a custom method
 
 
-def test_statistics_of_open_clients_are_the_class_means() -> None:
-    """NumPy: prototypes of all classes with examples, also of one with three."""
-    ctx = where()
-    (found,) = sent(OWN["ProtoDM"].from_mapping(TINY), ctx, open_clients())
-    with torch.no_grad():
-        h = ctx.architecture.embed(normalise(records().images, SPEC)).double().numpy()  # type: ignore[operator]
-    assert found.present.nonzero().flatten().tolist() == [0, 1, 3]
-    for label in (0, 1, 3):
-        expected = h[label == LABELS].mean(axis=0)
-        np.testing.assert_allclose(found.prototypes[label].numpy(), expected, rtol=1e-4, atol=1e-5)
-
-
 def test_the_servers_loss_is_the_cross_entropy_and_the_prototypes_pull() -> None:
     ctx = where()
     method = OWN["ProtoDM"](alignment=0.7, ipc=2, iterations=2)
@@ -122,51 +105,6 @@ def test_what_it_charges_is_what_leaves(monkeypatch: pytest.MonkeyPatch) -> None
     assert len(released) == sum(r.steps for r in ledger.releases)
     planned = method.private_plans(PrivacySettings(noise_multiplier=2.0), ctx)
     assert {plan.release(1, 2.0) for plan in planned} == set(ledger.releases)
-
-
-def released_sums(
-    method: Condenses, data: ImageData, monkeypatch: pytest.MonkeyPatch
-) -> dict[str, Tensor]:
-    """What goes into the noise, by quantity, in a client's step on these records."""
-    sums: dict[str, Tensor] = {}
-
-    class Spy(GaussianSums):
-        def release(self) -> Any:
-            assert self._sums is not None
-            sums[self._release.quantity] = self._sums.clone().cpu()
-            return super().release()
-
-    monkeypatch.setattr("fedsynth.core.charging.authorise", partial(authorise, make_series=Spy))
-    ctx = where(PrivacySettings(noise_multiplier=1e-9, sample_rate=1.0))
-    clients = charged(method, ctx, data)
-    sent(method, ctx, clients)
-    return sums
-
-
-def moved(method: Condenses, extra: int, label: int, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """How far one example more moves the sums, and how far the classes that are not its own."""
-    without = released_sums(method, records(), monkeypatch)
-    with_it = released_sums(method, records(HOSTILE[extra], label), monkeypatch)
-    move = {name: with_it[name] - without[name] for name in without}
-    others = [c for c in range(10) if c != label]
-    return {name: (float(m.norm()), float(m[others].abs().max())) for name, m in move.items()}
-
-
-@given(extra=st.integers(0, 2), label=st.integers(0, 9))
-@settings(max_examples=12, deadline=None)
-def test_an_example_moves_its_own_release_by_at_most_the_clip(extra: int, label: int) -> None:
-    """Sensitivity of what `own_condensation` adds, on D and D + x; every embedding is clipped."""
-    clip = 0.1
-    method = OWN["ProtoDM"](prototype_clip=clip)
-    with pytest.MonkeyPatch.context() as patch:
-        found = moved(method, extra, label, patch)
-    norm, others = found["class sums of embeddings"]
-    assert 0.99 * clip < norm <= clip * (1 + 1e-6)
-    assert others == 0
-    assert found["class counts"] == (1.0, 0.0)
-
-
-# ------------------------------------------------------------------------------------ shared draws
 
 
 def test_a_mechanism_that_is_not_known_is_refused_where_it_would_go_unnoticed() -> None:
