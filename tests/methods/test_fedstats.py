@@ -3,14 +3,12 @@ formula, and the server's arithmetic."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from scipy.special import log_ndtr
 from torch import Tensor
 
 from fedsynth import FedStats, PartitionSettings, PrivacySettings, RunSettings, simulate
@@ -29,10 +27,12 @@ from fedsynth.methods.statistics.pixel_moments import PIXELS as PICTURE
 from fedsynth.methods.statistics.releases import CENTRE, MOMENTS, STEP
 from fedsynth.methods.statistics.whitening import COVARIANCES
 from fedsynth.models.feature_linear import FeatureLinear
+from fedsynth.privacy.accounting import epsilon
 from fedsynth.privacy.guard import Guard
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.plans import FIRST, MAIN, PrivatePlan
 from fedsynth.privacy.randomness import SecretGenerator
+from fedsynth.privacy.releases import Release
 from fedsynth.privacy.report.pages import words
 from tests.digits import SPEC, digits
 from tests.digits import context as some_context
@@ -180,21 +180,6 @@ def test_a_client_without_records_sends_noise_like_everybody(
 # -------------------------------------------------------------------------------------- accounting
 
 
-def gaussian_epsilon(mu: float, delta: float) -> float:
-    """ε of one Gaussian release with sensitivity over noise μ, by bisection of Balle and Wang's
-    formula (arXiv 1805.06530, Theorem 8)."""
-
-    def excess(epsilon: float) -> float:
-        first = math.exp(log_ndtr(mu / 2 - epsilon / mu))
-        return first - math.exp(epsilon + log_ndtr(-mu / 2 - epsilon / mu)) - delta
-
-    low, high = 0.0, 100.0
-    for _ in range(200):
-        middle = (low + high) / 2
-        low, high = (middle, high) if excess(middle) > 0 else (low, middle)
-    return high
-
-
 @pytest.mark.parametrize("rounds", [1, 2, 5])
 @pytest.mark.parametrize("aggregation", ["own", "secure"])
 def test_epsilon_is_that_of_one_gaussian_release(rounds: int, aggregation: str) -> None:
@@ -205,7 +190,8 @@ def test_epsilon_is_that_of_one_gaussian_release(rounds: int, aggregation: str) 
     result = simulate(RunSettings(method, rounds=rounds, partition=iid, privacy=privacy))
     assert result.privacy is not None
     found = result.privacy["guarantee"]["epsilon"]  # type: ignore[index]
-    assert found == pytest.approx(gaussian_epsilon(1 / 2.0, 1e-5), rel=1e-6)
+    one = Release(1, "all", "gaussian", "x", 2.0, 1.0, 1.0, "full", 1, 1)
+    assert found == pytest.approx(epsilon([one], 1e-5), rel=1e-6)
     rows = result.privacy["ledger"]
     assert len(rows) == (2 if rounds == 1 else 3)  # type: ignore[arg-type]
     assert [row["shares"] > 1 for row in rows] == [aggregation == "secure"] * len(rows)
