@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,6 @@ from fedsynth.config.settings import RunSettings
 from fedsynth.data.images import ImageData, from_arrays
 from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import DataError, FedsynthError, SettingError
-from fedsynth.federation.observer import Observer
 from fedsynth.privacy.accounting import epsilon
 from fedsynth.privacy.errors import (
     LedgerError,
@@ -31,6 +31,7 @@ from fedsynth.privacy.settings import NO_LEDGER, PrivacySettings
 from fedsynth.results.verification import verify_run
 from fedsynth.simulation.simulate import simulate
 from fedsynth.toml_file import to_toml
+from tests.notes import Notes
 
 OWN = replace(
     dataset_spec("digits"), name="scans", train_size=200, test_size=40, source="our clinic"
@@ -59,56 +60,36 @@ def private(**privacy: Any) -> dict[str, Any]:
     return {"noise_multiplier": 3.0, "max_records": 1000, **privacy}
 
 
-def texts(folder: Path) -> dict[str, str]:
-    """Everything readable outside simulation_only."""
-    return {
-        str(p.relative_to(folder)): p.read_text()
-        for p in folder.rglob("*")
-        if p.suffix in (".json", ".jsonl", ".md", ".toml", ".html")
-        and "simulation_only" not in p.parts
-    }
-
-
 def said_of_the_data(folder: Path) -> str:
     """A report's verdict, scope and public items."""
     report = json.loads((folder / "privacy_report.json").read_text())
     return json.dumps([report[key] for key in ("verdict", "scope", "public_items")])
 
 
-class Listener(Observer):
-    def __init__(self) -> None:
-        self.notes: list[str] = []
-
-    def note(self, text: str) -> None:
-        self.notes.append(text)
-
-
 # ------------------------------------------------------------ ledgers are demanded
-def test_own_data_need_a_ledger_or_a_word(tmp_path: Path) -> None:
-    """Catches: 'the data are declared public' of data that nobody declared public."""
+def test_own_data_need_a_ledger_or_a_declaration(tmp_path: Path) -> None:
+    """Catches: 'the data are declared public' of data that their owner did not declare public."""
+
+    def run(**privacy: Any) -> Path:
+        settings = tiny(privacy=private(**privacy))
+        folder = simulate(settings, data=(scans(), None), output=tmp_path / "runs").folder
+        assert folder is not None
+        return folder
+
     with pytest.raises(
         PrivacySettingError, match=r"privacy.ledger must name a folder .*'scans'.* or say 'none"
     ) as caught:
-        simulate(tiny(privacy=private()), data=(scans(), None), output=tmp_path / "runs")
+        run()
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "runs").exists()
-    said = simulate(
-        tiny(privacy=private(ledger=NO_LEDGER)), data=(scans(), None), output=tmp_path / "runs"
-    )
-    assert said.folder is not None
-    text = said_of_the_data(said.folder)
+    public = run(ledger=NO_LEDGER)
+    text = said_of_the_data(public)
     assert "scans: the operator's own, declared public by the operator" in text
     assert DECLARED_PUBLIC.search(text)
-    config = (said.folder / "config.toml").read_text()
-    assert f'ledger = "{NO_LEDGER}"' in config
-    kept = simulate(
-        tiny(privacy=private(ledger=tmp_path / "ledgers")),
-        data=(scans(), None),
-        output=tmp_path / "runs",
-    )
-    assert kept.folder is not None
-    assert not DECLARED_PUBLIC.search(said_of_the_data(kept.folder))
-    assert not (kept.folder / "ledger").exists()
+    assert f'ledger = "{NO_LEDGER}"' in (public / "config.toml").read_text()
+    kept = run(ledger=tmp_path / "ledgers")
+    assert not DECLARED_PUBLIC.search(said_of_the_data(kept))
+    assert not (kept / "ledger").exists()
 
 
 def test_a_published_data_set_is_named_where_no_ledger_is_kept(tmp_path: Path) -> None:
@@ -128,15 +109,6 @@ def test_a_published_data_set_is_named_where_no_ledger_is_kept(tmp_path: Path) -
 def test_nearly_the_words_are_no_folder(words: str) -> None:
     with pytest.raises(PrivacySettingError, match="or exactly 'none: this data set is public'"):
         PrivacySettings(noise_multiplier=1.0, ledger=words)
-
-
-def test_the_words_go_through_a_config_file() -> None:
-    import tomllib
-
-    settings = tiny(privacy=private(ledger=NO_LEDGER))
-    assert settings.privacy is not None
-    assert (settings.privacy.ledger, settings.privacy.ledger_folder) == (NO_LEDGER, None)
-    assert resolve(tomllib.loads(to_toml(settings.to_mapping()))) == settings
 
 
 # ---------------------------------------------------------- a ledger knows its data
@@ -197,20 +169,19 @@ def test_names_are_the_clients_and_no_other_data_are_charged_to_them(tmp_path: P
 
 
 def test_changed_files_under_unchanged_settings_are_refused(tmp_path: Path) -> None:
-    """Clients by a named partition: the settings are the same, the records are not."""
-    settings = tiny(partition={"kind": "iid", "clients": 2}, privacy=private(ledger=tmp_path))
+    """Clients by a named partition: the settings are the same, the records are not. Where clients
+    are given, another seed makes them no other records."""
+    settings = tiny(partition={"kind": "iid", "clients": 2}, privacy=private(ledger=tmp_path / "a"))
     simulate(settings, data=(scans(), None))
     simulate(replace(settings, rounds=2), data=(scans(), None))
     with pytest.raises(LedgerError, match="other records than those"):
         simulate(settings, data=(scans(seed=1), None))
-    assert {len(each.releases) for each in LedgerFolder(tmp_path).ledgers().values()} == {3}
-
-
-def test_another_seed_is_the_same_data_where_clients_are_given(tmp_path: Path) -> None:
-    settings = tiny(privacy=private(ledger=tmp_path))
+    given = tiny(privacy=private(ledger=tmp_path / "b"))
     for seed in (0, 1):
-        simulate(replace(settings, seed=seed), data=(scans(), None), parts=PARTS)
-    assert {len(each.releases) for each in LedgerFolder(tmp_path).ledgers().values()} == {2}
+        simulate(replace(given, seed=seed), data=(scans(), None), parts=PARTS)
+    for name, rows in (("a", 3), ("b", 2)):
+        ledgers = LedgerFolder(tmp_path / name).ledgers()
+        assert {len(each.releases) for each in ledgers.values()} == {rows}
 
 
 def test_hashes_of_the_same_records_differ_from_folder_to_folder(tmp_path: Path) -> None:
@@ -252,12 +223,12 @@ def test_a_run_without_privacy_leaves_its_row_and_later_reports_say_so(
     method: str, tmp_path: Path
 ) -> None:
     """Catches: raw images are published, and the next report on the same data says ε = 2."""
-    ledgers, listener = tmp_path / "ledgers", Listener()
+    ledgers, notes = tmp_path / "ledgers", Notes()
     open_run = tiny(method, run={"rounds": 2}, privacy={"ledger": str(ledgers)})
     assert open_run.privacy is None
-    result = simulate(open_run, data=(scans(), None), parts=PARTS, observer=listener)
+    result = simulate(open_run, data=(scans(), None), parts=PARTS, observer=notes)
     assert result.privacy is None
-    assert "no run on these data can have an ε afterwards" in listener.notes[1]
+    assert "no run on these data can have an ε afterwards" in notes.lines[1]
     for ledger in LedgerFolder(ledgers).ledgers().values():
         assert [row.round for row in ledger.releases] == [1, 2]
         assert all(
@@ -323,12 +294,14 @@ def test_only_those_whose_data_are_shown_are_charged(tmp_path: Path) -> None:
         assert charged == ({f"client-00{who}"} if name == "part" else {"client-000", "client-001"})
 
 
-def test_a_ledger_alone_goes_through_a_config_file(tmp_path: Path) -> None:
-    import tomllib
-
-    settings = tiny("real", privacy={"ledger": str(tmp_path)})
-    assert (settings.privacy, settings.ledger) == (None, tmp_path)
-    assert resolve(tomllib.loads(to_toml(settings.to_mapping()))) == settings
+def test_ledger_settings_go_through_a_config_file(tmp_path: Path) -> None:
+    public = tiny(privacy=private(ledger=NO_LEDGER))
+    assert public.privacy is not None
+    assert (public.privacy.ledger, public.privacy.ledger_folder) == (NO_LEDGER, None)
+    ledger_only = tiny("real", privacy={"ledger": str(tmp_path)})
+    assert (ledger_only.privacy, ledger_only.ledger) == (None, tmp_path)
+    for settings in (public, ledger_only):
+        assert resolve(tomllib.loads(to_toml(settings.to_mapping()))) == settings
     assert tiny("real", privacy={"ledger": NO_LEDGER}).ledger is None
     with pytest.raises(SettingError, match=r"privacy\.ledger"):
         replace(tiny(privacy=private()), ledger=tmp_path)
@@ -337,75 +310,70 @@ def test_a_ledger_alone_goes_through_a_config_file(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------------ test images
-def run_on(test: ImageData | None, out: Path, declared: str | None = None, **privacy: Any) -> Any:
-    settings = tiny("fedavg", run={"rounds": 2}, **({"privacy": privacy} if privacy else {}))
-    return simulate(settings, data=(scans(), test), parts=PARTS, test=declared, output=out)
-
-
-@pytest.mark.parametrize("declared", [None, "private"])
-def test_what_is_measured_on_private_test_images_stands_in_simulation_only(
-    declared: str | None, tmp_path: Path
+@pytest.mark.parametrize("protected", [True, False])
+@pytest.mark.parametrize("declared", [None, "private", "public", "none"])
+def test_accuracy_on_private_test_images_stands_in_simulation_only(
+    declared: str | None, protected: bool, tmp_path: Path
 ) -> None:
-    """Own images are private unless their owner says otherwise."""
-    result = run_on(scans(40, 1), tmp_path, declared, **private(ledger=NO_LEDGER))
-    hidden = [
-        json.loads(x)
-        for x in (result.folder / "simulation_only/rounds.jsonl").read_text().splitlines()
-    ]
-    assert [0 <= row["private_test"]["test_accuracy"] <= 1 for row in hidden] == [True, True]
-    assert result.accuracy == hidden[-1]["private_test"]["test_accuracy"]
-    for name, text in texts(result.folder).items():
-        assert "private_test" not in text, name
-        assert "test_accuracy" not in text or '"test_accuracy": null' in text, name
-    summary = json.loads((result.folder / "summary.json").read_text())
-    assert summary["test_data"] == "private"
-    report = json.loads((result.folder / "privacy_report.json").read_text())
-    (test,) = [entry for entry in report["scope"] if entry["access"].startswith("test set")]
-    assert test["status"] == "simulation-only"
-
-
-def test_declared_public_test_images_are_called_that_and_shown(tmp_path: Path) -> None:
-    result = run_on(scans(40, 1), tmp_path, "public", **private(ledger=NO_LEDGER))
-    rows = [json.loads(x) for x in (result.folder / "metrics.jsonl").read_text().splitlines()]
-    assert rows[-1]["test_accuracy"] == result.accuracy == result.summary["test_accuracy"]
-    assert "test_data" not in result.summary
-    report = json.loads((result.folder / "privacy_report.json").read_text())
-    (test,) = [entry for entry in report["scope"] if entry["access"] == "test set"]
-    assert (test["status"], test["note"].split(";")[0]) == (
-        "public",
-        "declared public by the operator",
+    """Own images are private unless their owner declares them public; a run without differential
+    privacy shows all."""
+    if declared == "none":
+        data, test = (scans(), None), None
+    else:
+        data, test = (scans(), scans(40, 1)), declared
+    settings = tiny(
+        "fedavg",
+        run={"rounds": 2},
+        privacy=private(ledger=NO_LEDGER) if protected else {},
     )
-
-
-@pytest.mark.parametrize("privacy", [{}, private(ledger=NO_LEDGER)])
-def test_without_test_images_a_run_has_no_accuracy(privacy: dict[str, Any], tmp_path: Path) -> None:
-    result = run_on(None, tmp_path, **privacy)
-    assert result.accuracy is None
-    assert (result.summary["test_accuracy"], result.summary["test_data"]) == (None, "none")
-    assert not any("test_accuracy" in row for row in result.metrics)
-    if privacy:
-        report = json.loads((result.folder / "privacy_report.json").read_text())
-        assert not any("test set" in entry["access"] for entry in report["scope"])
-
-
-def test_without_privacy_private_test_images_are_like_all_else(tmp_path: Path) -> None:
-    result = run_on(scans(40, 1), tmp_path, "private")
-    assert "test_data" not in result.summary
-    assert result.summary["test_accuracy"] == result.accuracy == result.metrics[-1]["test_accuracy"]
-
-
-@pytest.mark.parametrize("method", ["fedkf", "fedbn"])
-def test_methods_with_variants_and_own_models_run_without_test_images(method: str) -> None:
-    own = {"fedkf": {"method": {"generator_width": 4}}, "fedbn": {"model": {"norm": "batch"}}}[
-        method
-    ]
-    sections = {
-        "run": {"method": method, "rounds": 1, "device": "cpu"},
-        "model": {"width": 4, "depth": 2, **own.get("model", {})},
-        "method": {"local_epochs": 1, "batch": 64, **own.get("method", {})},
-        "partition": {"local_test": 0.3},
+    result = simulate(settings, data=data, parts=PARTS, test=test, output=tmp_path)
+    folder = result.folder
+    assert folder is not None
+    shown = declared == "public" or (not protected and declared != "none")
+    hidden = not shown and declared != "none"
+    assert (result.accuracy is None) == (declared == "none")
+    assert result.summary["test_accuracy"] == (result.accuracy if shown else None)
+    missing = {"none": "none"}.get(declared or "", "private")
+    assert result.summary.get("test_data") == (None if shown else missing)
+    for row in result.metrics:
+        assert ("test_accuracy" in row) == shown
+    if not protected:
+        return
+    rounds = (folder / "simulation_only" / "rounds.jsonl").read_text().splitlines()
+    measured = [json.loads(line).get("private_test") for line in rounds]
+    assert all(row is not None for row in measured) == hidden
+    if hidden:
+        assert measured[-1]["test_accuracy"] == result.accuracy
+        for file in (p for p in folder.rglob("*") if "simulation_only" not in p.parts):
+            text = file.read_bytes().decode(errors="replace") if file.is_file() else ""
+            assert '"private_test"' not in text, file
+            assert "test_accuracy" not in text or '"test_accuracy": null' in text, file
+    report = json.loads((folder / "privacy_report.json").read_text())
+    scope = {
+        entry["access"]: (entry["status"], entry["note"].split(";")[0])
+        for entry in report["scope"]
+        if entry["access"].startswith("test set")
     }
-    result = simulate(resolve(sections), data=(scans(), None), parts=PARTS)
+    assert len(scope) == (declared != "none")
+    if shown:
+        assert scope["test set"] == ("public", "declared public by the operator")
+    if hidden:
+        assert {status for status, _ in scope.values()} == {"simulation-only"}
+
+
+@pytest.mark.parametrize(
+    ("method", "sections"),
+    [
+        ("fedkf", {"method": {"generator_width": 4, "local_epochs": 1, "batch": 64}}),
+        ("fedbn", {"method": {"local_epochs": 1}, "model": {"norm": "batch", "width": 4}}),
+    ],
+)
+def test_methods_with_variants_and_own_models_run_without_test_images(
+    method: str, sections: dict[str, Any]
+) -> None:
+    run = {"method": method, "rounds": 1, "device": "cpu"}
+    given = {"model": {"width": 4, "depth": 2}, **sections, "partition": {"local_test": 0.3}}
+    result = simulate(resolve({"run": run, **given}), data=(scans(), None), parts=PARTS)
     assert result.accuracy is None
     assert 0 <= result.metrics[-1]["local"]["amp"] <= 1
     if method == "fedkf":

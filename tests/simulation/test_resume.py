@@ -1,4 +1,4 @@
-"""Runs that are killed, stopped or cut off by a full disk go on as if nothing had been."""
+"""Runs that are killed, interrupted or stopped by a full disk resume with identical numbers."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,6 @@ from safetensors.torch import load_file
 from fedsynth import load_dataset, resolve, simulate
 from fedsynth.core.messages import ModelParameters
 from fedsynth.errors import CheckpointError, FedsynthError, OutputError
-from fedsynth.federation.observer import Observer
 from fedsynth.methods import METHODS
 from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.files import write_whole
@@ -38,24 +38,18 @@ from fedsynth.results.run_folder import RESUMED, RunFolder
 from fedsynth.results.verification import unfinished_report, verify_run
 from fedsynth.simulation import run as simulated_run
 from tests.families import by_family
+from tests.notes import Notes
 from tests.small import small_settings
 
 Sections = dict[str, dict[str, Any]]
 FORK = multiprocessing.get_context("fork")
 ONE_SHOT = ("dense", "feddf", "fedhydra", "solo")
-
-
-class Notes(Observer):
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def note(self, text: str) -> None:
-        self.lines.append(text)
+PRIVATE = {"noise_multiplier": 1.0}
 
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
-    """Sums over other threads are rounded otherwise; and a forked process has no others."""
+    """Sums over several threads are rounded differently, and a forked process has one thread."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -84,7 +78,7 @@ def run(given: Sections, output: Path, **values: Any) -> RunResult:
     return simulate(resolve(given), output=output, **values)
 
 
-def go_on(given: Sections, output: Path, **values: Any) -> RunResult:
+def resumed(given: Sections, output: Path, **values: Any) -> RunResult:
     """Resumes the one run in `output` that did not finish."""
     return simulate(resolve(given), resume=unfinished(output), **values)
 
@@ -94,8 +88,41 @@ def unfinished(output: Path) -> Path:
     return folder
 
 
+@contextmanager
+def interrupted(
+    owner: type, name: str, when: Callable[..., bool], *, before: bool = False
+) -> Iterator[None]:
+    """A run inside is interrupted, as by Ctrl-C, right after the first call of a method for whose
+    arguments `when` holds, or in place of that call."""
+    original = getattr(owner, name)
+
+    def stopping(self: Any, *arguments: Any) -> None:
+        if before and when(*arguments):
+            raise KeyboardInterrupt
+        original(self, *arguments)
+        if when(*arguments):
+            raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, stopping)
+        with pytest.raises(KeyboardInterrupt):
+            yield
+
+
+def interrupted_at(round: int, *, before: bool = False) -> Any:
+    """An interruption right after the checkpoint of a round, or in its place."""
+    return interrupted(CheckpointFolder, "write", lambda one, *_: one.round == round, before=before)
+
+
+def cut(given: Sections, output: Path, **values: Any) -> Path:
+    """The folder of a run that was interrupted after two rounds."""
+    with interrupted_at(min(2, given["run"]["rounds"])):
+        run(given, output, **values)
+    return unfinished(output)
+
+
 def assert_same(one: RunResult, other: RunResult) -> None:
-    """Bit for bit, times apart."""
+    """Bit for bit, except for times."""
     for name, value in one.model.state_dict().items():
         assert torch.equal(value, other.model.state_dict()[name]), name
     assert timeless(one.metrics) == timeless(other.metrics)
@@ -105,8 +132,7 @@ def assert_same(one: RunResult, other: RunResult) -> None:
     for name in ("model.safetensors", "synthetic.safetensors"):
         if (one.folder / name).exists():
             assert_same_tensors(one.folder / name, other.folder / name)
-    rows = [read_rows(result.folder) for result in (one, other) if result.folder is not None]
-    assert timeless(rows[0]) == timeless(rows[1])
+    assert timeless(read_rows(one.folder)) == timeless(read_rows(other.folder))
 
 
 def assert_same_tensors(one: Path, other: Path) -> None:
@@ -125,50 +151,25 @@ def read_rows(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.fixture
-def stop(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Makes a run stop after a round: as by Ctrl-C, right behind its checkpoint."""
-    write = CheckpointFolder.write
-
-    def after(last: int) -> None:
-        def stopping(self: CheckpointFolder, one: Checkpoint, *clients: Any) -> None:
-            write(self, one, *clients)
-            if one.round == last:
-                monkeypatch.setattr(CheckpointFolder, "write", write)
-                raise KeyboardInterrupt
-
-        monkeypatch.setattr(CheckpointFolder, "write", stopping)
-
-    return after
-
-
 # -------------------------------------------------------------------------------- the same numbers
 
 
 @pytest.mark.parametrize(
     "method", by_family(METHODS, ("scaffold", "feddm", "fedaf", "fedbn", "fedkf"))
 )
-def test_a_resumed_run_ends_with_the_numbers_of_one_that_was_not(
-    method: str, tmp_path: Path, stop: Callable[[int], None]
-) -> None:
+def test_an_interrupted_run_resumes_with_identical_numbers(method: str, tmp_path: Path) -> None:
     given = sections(method)
     whole = run(given, tmp_path / "whole")
-    stop(min(2, given["run"]["rounds"]))
-    with pytest.raises(KeyboardInterrupt):
-        run(given, tmp_path / "cut")
-    resumed = go_on(given, tmp_path / "cut")
-    assert_same(whole, resumed)
-    assert resumed.folder is not None
-    assert not list(resumed.folder.rglob("*checkpoint*"))
-    assert not (resumed.folder / ".lock").exists()
-
-
-def interrupt(*arguments: Any, **values: Any) -> None:
-    raise KeyboardInterrupt
+    cut(given, tmp_path / "cut")
+    found = resumed(given, tmp_path / "cut")
+    assert_same(whole, found)
+    assert found.folder is not None
+    assert not list(found.folder.rglob("*checkpoint*"))
+    assert not (found.folder / ".lock").exists()
 
 
 def child(given: Sections, output: Path, patch: Callable[[], None] = lambda: None) -> None:
-    """In a forked process: begins the run in `output`, or goes on with it."""
+    """In a forked process: begins the run in `output`, or resumes it."""
     torch.set_num_threads(1)
     patch()
     left = list(output.glob("*.incomplete"))
@@ -185,6 +186,14 @@ def start_child(*arguments: Any) -> Any:
     return process
 
 
+def killed(given: Sections, output: Path, patch: Callable[[], None]) -> None:
+    """Runs in a process that the patch kills."""
+    output.mkdir(exist_ok=True)
+    process = start_child(given, output, patch)
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
+
+
 @pytest.mark.slow
 def test_ten_kills_at_random_moments(tmp_path: Path) -> None:
     given = sections("scaffold", run={"rounds": 30})
@@ -193,11 +202,11 @@ def test_ten_kills_at_random_moments(tmp_path: Path) -> None:
     takes = time.perf_counter() - started
     output = tmp_path / "cut"
     output.mkdir()
-    chance = random.Random(1)  # of moments, and no part of any run
+    moments = random.Random(1)
     kills = 0
     while kills < 10:
         process = start_child(given, output)
-        process.join(chance.uniform(0.02, 0.25 * takes))
+        process.join(moments.uniform(0.02, 0.25 * takes))
         if process.exitcode is None:
             os.kill(process.pid, signal.SIGKILL)
             kills += 1
@@ -215,7 +224,7 @@ def assert_folders_alike(one: Path | None, other: Path) -> None:
     assert timeless(read_rows(one)) == timeless(read_rows(other))
     names = {str(p.relative_to(one)) for p in one.rglob("*") if p.is_file()}
     found = {str(p.relative_to(other)) for p in other.rglob("*") if p.is_file()}
-    left = {name for name in found if "/checkpoint/" in name}  # killed right behind the last rename
+    left = {name for name in found if "/checkpoint/" in name}  # killed right after the last rename
     assert found - {RESUMED} - left == names
     for name in sorted(names):
         if name.endswith(".safetensors"):
@@ -230,15 +239,12 @@ def test_a_kill_inside_every_write_of_a_checkpoint(tmp_path: Path) -> None:
     whole = run(given, tmp_path / "whole")
     for call, moment in (("replace", 1), ("replace", 5), ("fsync", 6), ("replace", 9)):
         output = tmp_path / f"cut-{moment}"
-        output.mkdir()
-        process = start_child(given, output, partial(kill_at, call, moment))
-        process.join(60)
-        assert process.exitcode == -signal.SIGKILL
+        killed(given, output, partial(kill_at, call, moment))
         if not (unfinished(output) / "config.toml").exists():  # nothing had begun
             with pytest.raises(OutputError, match=r"no config\.toml"):
-                go_on(given, output)
+                resumed(given, output)
             continue
-        assert_same(whole, go_on(given, output))
+        assert_same(whole, resumed(given, output))
 
 
 def kill_at(call: str, moment: int) -> None:
@@ -259,180 +265,126 @@ def kill_at(call: str, moment: int) -> None:
 # ---------------------------------------------------------------------------------- inside a round
 
 
-@pytest.mark.parametrize(
-    ("method", "more"),
-    [
-        ("feddm", {"iterations": 8, "image_momentum": 0.5, "matching": "energy"}),
-        ("fedaf", {"iterations": 8, "local_weight": 0.5, "distance": "rows"}),
-    ],
-)
-def test_a_condensation_goes_on_inside_a_round(
-    method: str, more: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given = sections(method, run={"rounds": 2}, method=more)
-    whole = run(given, tmp_path / "whole")
+@pytest.fixture
+def each_step(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """Loops are checkpointed at every step; the steps are listed."""
     monkeypatch.setattr(run_checkpoints, "STEP_SECONDS", 0.0)
     offer = KeptSteps.offer
-    offered: list[int] = []
-
-    def stopping(self: KeptSteps, name: str, step: int, tensors: Any) -> None:
-        offer(self, name, step, tensors)
-        offered.append(step)
-        if len(offered) == 8 + 5:  # in the second round
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(KeptSteps, "offer", stopping)
-    with pytest.raises(KeyboardInterrupt):
-        run(given, tmp_path / "cut")
-    resumed = go_on(given, tmp_path / "cut")
-    assert offered == [*range(1, 9), *range(1, 6), *range(6, 9)]  # no step twice
-    assert_same(whole, resumed)
-
-
-@pytest.mark.parametrize(
-    ("method", "name", "at"),
-    [
-        ("fedavg", "train-1", 2),  # of the second client
-        ("scaffold", "train-2", 1),
-        ("dense", "distillation", 2),
-        ("feddf", "distillation", 3),
-    ],
-)
-def test_training_and_distillation_go_on_inside_a_round(
-    method: str, name: str, at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No epoch is done twice, of clients that were done none at all."""
-    small: dict[str, Any] = {"local_epochs": 3}
-    if name == "distillation":
-        small.update({"server_steps": 5} if method == "feddf" else {"server_epochs": 3})
-    given = sections(method, run={"rounds": 1, "participation": 1.0}, method=small)
-    monkeypatch.setattr(run_checkpoints, "STEP_SECONDS", 0.0)
     offered: list[tuple[str, int]] = []
-    offer = KeptSteps.offer
 
     def noted(self: KeptSteps, loop: str, step: int, tensors: Any) -> None:
         offer(self, loop, step, tensors)
         offered.append((loop, step))
 
-    def stopping(self: KeptSteps, loop: str, step: int, tensors: Any) -> None:
-        noted(self, loop, step, tensors)
-        if (loop, step) == (name, at):
-            raise KeyboardInterrupt
-
     monkeypatch.setattr(KeptSteps, "offer", noted)
+    return offered
+
+
+@pytest.mark.parametrize(
+    ("method", "rounds", "more", "last", "step"),
+    [
+        ("feddm", 2, {"iterations": 8, "image_momentum": 0.5, "matching": "energy"}, 8 + 5, 5),
+        ("fedaf", 2, {"iterations": 8, "local_weight": 0.5, "distance": "rows"}, 8 + 5, 5),
+        ("fedavg", 1, {"local_epochs": 3}, 3 + 2, 2),  # of the second client
+        ("scaffold", 1, {"local_epochs": 3}, 3 + 3 + 1, 1),
+        ("dense", 1, {"local_epochs": 3, "server_epochs": 3}, 4 * 3 + 2, 2),
+        ("feddf", 1, {"local_epochs": 3, "server_steps": 5}, 4 * 3 + 3, 3),
+    ],
+)
+def test_condensation_training_and_distillation_resume_inside_a_round(
+    method: str,
+    rounds: int,
+    more: dict[str, Any],
+    last: int,
+    step: int,
+    tmp_path: Path,
+    each_step: list[tuple[str, int]],
+) -> None:
+    """No step is taken twice, and none of the clients that had finished."""
+    given = sections(method, run={"rounds": rounds, "participation": 1.0}, method=more)
     whole = run(given, tmp_path / "whole")
-    once = list(offered)
-    assert len(set(once)) == len(once)
-    offered.clear()
-    monkeypatch.setattr(KeptSteps, "offer", stopping)
-    with pytest.raises(KeyboardInterrupt):
+    once = list(each_step)
+    assert len(set(once)) == len(once) / rounds
+    assert once[last - 1][1] == step
+    each_step.clear()
+    # `each_step` notes a step after `interrupted` has counted it
+    with interrupted(KeptSteps, "offer", lambda *_: len(each_step) == last):
         run(given, tmp_path / "cut")
-    monkeypatch.setattr(KeptSteps, "offer", noted)
-    assert_same(whole, go_on(given, tmp_path / "cut"))
-    assert offered == once
+    assert_same(whole, resumed(given, tmp_path / "cut"))
+    assert each_step == once
 
 
-def test_a_loss_with_a_state_of_its_own_begins_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("method", "more"),
+    [
+        ("fedkf", {"method": {"plain_rounds": 0}}),  # its generator is no part of what is stored
+        *((method, {"privacy": PRIVATE}) for method in ("feddm", "fedavg", "dense")),
+    ],
+)
+def test_loops_of_private_runs_and_of_stateful_losses_are_not_checkpointed(
+    method: str, more: Any, tmp_path: Path, each_step: list[tuple[str, int]]
 ) -> None:
-    """FedKF's generator is no part of what training keeps."""
-    monkeypatch.setattr(run_checkpoints, "STEP_SECONDS", 0.0)
-    monkeypatch.setattr(KeptSteps, "offer", interrupt)
-    run(sections("fedkf", method={"plain_rounds": 0}), tmp_path)
+    """A private loop's releases would be made twice on one charge."""
+    run(sections(method, run={"rounds": 1}, **more), tmp_path)
+    assert each_step == []
 
 
-@pytest.mark.parametrize("method", ["feddm", "fedavg", "dense"])
-def test_a_private_loop_is_not_checkpointed_inside_a_round(
-    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_loop_is_not_resumed_on_other_data(
+    tmp_path: Path, each_step: list[tuple[str, int]]
 ) -> None:
-    """Its releases would be made twice on one charge; a repeated round has other uploads."""
-    monkeypatch.setattr(run_checkpoints, "STEP_SECONDS", 0.0)
-    monkeypatch.setattr(KeptSteps, "offer", interrupt)
-    run(sections(method, privacy={"noise_multiplier": 1.0}), tmp_path)
-
-
-def test_a_round_that_was_cut_off_is_not_gone_on_with_on_other_data(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In the first round no checkpoint says whose the loops are: their files do."""
+    """In the first round there is no checkpoint whose identity could be compared."""
     given = sections("fedavg", run={"rounds": 1}, method={"local_epochs": 3})
     train, test = load_dataset("digits")
     other = replace(train, images=255 - train.images)
     whole = run(given, tmp_path / "whole", data=(other, test))
-    monkeypatch.setattr(run_checkpoints, "STEP_SECONDS", 0.0)
-    offer = KeptSteps.offer
-
-    def stopping(self: KeptSteps, name: str, step: int, tensors: Any) -> None:
-        offer(self, name, step, tensors)
-        if step == 2:
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(KeptSteps, "offer", stopping)
-        with pytest.raises(KeyboardInterrupt):
-            run(given, tmp_path / "cut", data=(train, test))
+    with interrupted(KeptSteps, "offer", lambda name, step, _: step == 2):
+        run(given, tmp_path / "cut", data=(train, test))
     assert list((unfinished(tmp_path / "cut") / "simulation_only").rglob("steps-*"))
-    assert_same(whole, go_on(given, tmp_path / "cut", data=(other, test)))
+    assert_same(whole, resumed(given, tmp_path / "cut", data=(other, test)))
 
 
 # ----------------------------------------------------------------------------------------- privacy
 
 
 def ledgers(folder: Path) -> list[list[int]]:
-    """Of each client the rounds of its ledger's rows."""
+    """The rounds of each client's ledger rows."""
     files = sorted(folder.glob("*.jsonl"))
     return [[row.round for row in read_ledger(file).releases] for file in files]
 
 
 @pytest.mark.parametrize(("method", "kept"), [("feddm", True), ("fedavg", False)])
-def test_a_repeated_round_is_charged_again_and_said(
-    method: str, kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_repeated_round_is_charged_again_and_reported(
+    method: str, kept: bool, tmp_path: Path
 ) -> None:
-    privacy: dict[str, Any] = {"noise_multiplier": 1.0}
-    if kept:
-        privacy["ledger"] = str(tmp_path / "kept")
-    given = sections(method, privacy=privacy)
-    write = CheckpointFolder.write
-
-    def killed(self: CheckpointFolder, one: Checkpoint, *clients: Any) -> None:
-        if one.round == 2:  # its noise is drawn, and nothing of it is kept
-            raise KeyboardInterrupt
-        write(self, one, *clients)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(CheckpointFolder, "write", killed)
-        with pytest.raises(KeyboardInterrupt):
-            run(given, tmp_path / "runs")
+    given = sections(
+        method, privacy={**PRIVATE, **({"ledger": str(tmp_path / "kept")} if kept else {})}
+    )
+    with interrupted_at(2, before=True):  # its noise is drawn, and no checkpoint has the round
+        run(given, tmp_path / "runs")
     folder = unfinished(tmp_path / "runs")
     before = ledgers(tmp_path / "kept" if kept else folder / "ledger")
     unfinished_report(folder)
-    resumed = go_on(given, tmp_path / "runs")
-    assert resumed.folder is not None
-    after = ledgers(tmp_path / "kept" if kept else resumed.folder / "ledger")
-    planned = [round for rounds in before for round in rounds].count(2)
-    assert planned > 0
+    found = resumed(given, tmp_path / "runs")
+    assert found.folder is not None
+    after = ledgers(tmp_path / "kept" if kept else found.folder / "ledger")
+    assert any(2 in rounds for rounds in before)
     for old, new in zip(before, after, strict=True):
         assert new[: len(old)] == old  # never rewound
         assert new.count(2) == 2 * old.count(2)
         assert new.count(3) <= old.count(2) or old.count(2) == 0
-    verified = verify_run(resumed.folder)
-    assert verified.problems == []
-    (said,) = resumed.deviations
-    assert said == (
+    assert verify_run(found.folder).problems == []
+    (deviation,) = found.deviations
+    assert deviation == (
         "resumed after 1 of 3 rounds: releases made in round 2 before that are charged; the round is "
         "charged again"
     )
 
 
-def test_rows_of_a_repeated_round_need_a_resumption(
-    tmp_path: Path, stop: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given = sections("feddm", privacy={"noise_multiplier": 1.0})
-    with monkeypatch.context() as patch:
-        patch.setattr(CheckpointFolder, "write", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            run(given, tmp_path)
-    folder = go_on(given, tmp_path).folder
+def test_rows_of_a_repeated_round_need_a_resumption(tmp_path: Path) -> None:
+    given = sections("feddm", privacy=PRIVATE)
+    with interrupted_at(1, before=True):
+        run(given, tmp_path)
+    folder = resumed(given, tmp_path).folder
     assert folder is not None
     assert verify_run(folder).problems == []
     stated = (folder / RESUMED).read_text()
@@ -442,16 +394,14 @@ def test_rows_of_a_repeated_round_need_a_resumption(
     assert any("resumption that its ledger" in one for one in verify_run(folder).problems)
 
 
-def test_a_cap_holds_over_resumptions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rounds that are repeated spend the budget of later ones."""
+def test_a_cap_holds_over_resumptions(tmp_path: Path) -> None:
+    """Repeated rounds spend the budget of later ones."""
     given = sections("feddm", privacy={"epsilon": 4.0}, run={"participation": 1.0})
     for _ in range(2):
         left = list(tmp_path.glob("*.incomplete"))
-        with monkeypatch.context() as patch:
-            patch.setattr(CheckpointFolder, "write", interrupt)
-            with pytest.raises(KeyboardInterrupt):
-                simulate(resolve(given), output=tmp_path, resume=left[0] if left else None)
-    ended = go_on(given, tmp_path)
+        with interrupted_at(1, before=True):
+            simulate(resolve(given), output=tmp_path, resume=left[0] if left else None)
+    ended = resumed(given, tmp_path)
     assert len(ended.metrics) == 1
     assert ended.metrics[-1]["epsilon"] <= 4.0
     assert len(ended.deviations) == 3
@@ -459,17 +409,12 @@ def test_a_cap_holds_over_resumptions(tmp_path: Path, monkeypatch: pytest.Monkey
     assert verify_run(ended.folder).problems == []
 
 
-def test_a_checkpoint_has_nobodys_key_and_no_ledger(
-    tmp_path: Path, stop: Callable[[int], None]
-) -> None:
-    given = sections("feddm", privacy={"noise_multiplier": 1.0})
+def test_a_checkpoint_has_no_key_and_no_ledger(tmp_path: Path) -> None:
     notes = Notes()
-    stop(2)
-    with pytest.raises(KeyboardInterrupt):
-        run(given, tmp_path, observer=notes)
+    left = cut(sections("feddm", privacy=PRIVATE), tmp_path, observer=notes)
     assert notes.lines[-1].startswith("interrupted after 2 of 3 rounds; spent: ε = ")
-    assert str(unfinished(tmp_path)) in notes.lines[-1]
-    folder = unfinished(tmp_path) / "simulation_only" / "checkpoint"
+    assert str(left) in notes.lines[-1]
+    folder = left / "simulation_only" / "checkpoint"
     assert (folder / POINTER).exists()
     kinds = {path.name.split("-")[0] for path in folder.iterdir()}
     assert kinds <= {"state", "memory", "upload", POINTER}
@@ -479,7 +424,51 @@ def test_a_checkpoint_has_nobodys_key_and_no_ledger(
             assert word not in content, path
 
 
-# -------------------------------------------------------------------------------------- what stops
+@pytest.mark.parametrize("moment", ["write_private_start", "write_model", "finish"])
+def test_a_run_that_is_killed_while_it_begins_or_finishes_is_charged_once(
+    moment: str, tmp_path: Path
+) -> None:
+    """Its checkpoint is removed last: without it all rounds would be repeated, and charged again."""
+    given = sections("fedavg", privacy=PRIVATE)
+    whole = run(given, tmp_path / "whole").folder
+    killed(given, tmp_path / "cut", partial(kill_in, moment))
+    found = resumed(given, tmp_path / "cut")
+    folder = found.folder
+    assert folder is not None
+    assert whole is not None
+    assert len(found.deviations) == (moment == "write_private_start")
+    assert ledgers(folder / "ledger") == ledgers(whole / "ledger")
+    assert verify_run(folder).problems == []
+    left, expected = (set(os.listdir(one / "simulation_only")) for one in (folder, whole))
+    assert left == expected
+
+
+def kill_in(name: str) -> None:
+    """The process is killed after this method of the run folder, or in `finish`, before it."""
+    original = getattr(RunFolder, name)
+
+    def killing(self: RunFolder, *arguments: Any) -> None:
+        if name != "finish":
+            original(self, *arguments)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    setattr(RunFolder, name, killing)
+
+
+def test_a_resumed_run_that_is_killed_while_it_finishes_reports_its_resumption(
+    tmp_path: Path,
+) -> None:
+    given = sections("feddm", privacy=PRIVATE)
+    with interrupted_at(1, before=True):
+        run(given, tmp_path)
+    killed(given, tmp_path, partial(kill_in, "finish"))
+    found = resumed(given, tmp_path)
+    assert len(found.deviations) == 1
+    assert found.folder is not None
+    assert verify_run(found.folder).problems == []
+
+
+# ------------------------------------------------------------------------------------- full disk
 
 
 def test_a_full_disk_leaves_the_last_checkpoint_whole(
@@ -500,27 +489,19 @@ def test_a_full_disk_leaves_the_last_checkpoint_whole(
         with pytest.raises(OutputError, match="one before") as error:
             run(given, tmp_path / "cut")
     assert "\n" not in str(error.value)
-    assert_same(whole, go_on(given, tmp_path / "cut"))
+    assert_same(whole, resumed(given, tmp_path / "cut"))
 
 
-# --------------------------------------------------------------------------------- what is refused
+# -------------------------------------------------------------------------------------- refusals
 
 
-def cut(given: Sections, output: Path, stop: Callable[[int], None]) -> Path:
-    stop(2)
-    with pytest.raises(KeyboardInterrupt):
-        run(given, output)
-    return unfinished(output)
-
-
-def test_other_settings_other_data_and_other_folders_are_refused(
-    tmp_path: Path, stop: Callable[[int], None]
-) -> None:
+def test_other_settings_data_and_folders_and_running_runs_are_refused(tmp_path: Path) -> None:
+    """A damaged checkpoint, too: tests/fuzz has every kind of damage."""
     given = sections("fedavg")
-    folder = cut(given, tmp_path, stop)
-    with pytest.raises(CheckpointError, match="other settings"):
-        go_on(sections("fedavg", run={"rounds": 4}), tmp_path)
     settings = resolve(given)
+    folder = cut(given, tmp_path)
+    with pytest.raises(CheckpointError, match="other settings"):
+        resumed(sections("fedavg", run={"rounds": 4}), tmp_path)
     train, test = load_dataset("digits")
     images = train.images.clone()
     images[0, 0, 0, 0] += 1
@@ -528,67 +509,59 @@ def test_other_settings_other_data_and_other_folders_are_refused(
         simulate(settings, data=(replace(train, images=images), test), resume=folder)
     with pytest.raises(OutputError, match="no run folder"):
         simulate(settings, resume=tmp_path)
-    finished = go_on(given, tmp_path).folder
+    (state,) = (folder / "simulation_only" / "checkpoint").glob("state-*")
+    sound = state.read_bytes()
+    state.write_bytes(sound[:-1] + bytes([sound[-1] ^ 1]))
+    with pytest.raises(CheckpointError, match="damaged"):
+        resumed(given, tmp_path)
+    state.write_bytes(sound)
+    held = RunFolder.reopen(folder)
+    with pytest.raises(OutputError, match="another process"):
+        resumed(given, tmp_path)
+    held.release()
+    finished = resumed(given, tmp_path).folder
     with pytest.raises(OutputError, match="has finished"):
         simulate(settings, resume=finished)
 
 
-def test_own_clients_are_resumed_with_the_same_parts(
-    tmp_path: Path, stop: Callable[[int], None]
-) -> None:
+def test_own_clients_are_resumed_with_the_same_parts(tmp_path: Path) -> None:
     data = load_dataset("digits")
     parts = [np.arange(300), np.arange(300, 900)]
-    settings = resolve(sections("fedavg", partition={"clients": 2}))
-    whole = simulate(settings, data=data, parts=parts, output=tmp_path / "whole")
-    stop(2)
-    with pytest.raises(KeyboardInterrupt):
-        simulate(settings, data=data, parts=parts, output=tmp_path / "cut")
-    folder = unfinished(tmp_path / "cut")
+    given = sections("fedavg", partition={"clients": 2})
+    whole = run(given, tmp_path / "whole", data=data, parts=parts)
+    cut(given, tmp_path / "cut", data=data, parts=parts)
     with pytest.raises(CheckpointError, match="other data"):
-        simulate(settings, data=data, parts=parts[::-1], resume=folder)
-    assert_same(whole, simulate(settings, data=data, parts=parts, resume=folder))
+        resumed(given, tmp_path / "cut", data=data, parts=parts[::-1])
+    assert_same(whole, resumed(given, tmp_path / "cut", data=data, parts=parts))
 
 
-def test_nobody_resumes_a_run_that_is_going_on(tmp_path: Path, stop: Callable[[int], None]) -> None:
-    folder = cut(sections("fedavg"), tmp_path, stop)
-    held = RunFolder.reopen(folder)
-    with pytest.raises(OutputError, match="another process"):
-        go_on(sections("fedavg"), tmp_path)
-    held.release()
-    go_on(sections("fedavg"), tmp_path)
+@pytest.mark.parametrize(("kept", "loss"), [(False, "folder"), (True, "file"), (False, "rows")])
+def test_a_run_whose_ledger_lost_rows_is_not_resumed(kept: bool, loss: str, tmp_path: Path) -> None:
+    """Catches: a run that forgets what it has spent, and exceeds its cap."""
+    privacy = {"epsilon": 20.0, **({"ledger": str(tmp_path / "kept")} if kept else {})}
+    given = sections("feddm", privacy=privacy, run={"participation": 1.0})
+    folder = cut(given, tmp_path / "runs")
+    ledger = tmp_path / "kept" if kept else folder / "ledger"
+    file = ledger / "client-001.jsonl"
+    if loss == "folder":
+        shutil.rmtree(ledger)
+    elif loss == "file":
+        file.unlink()
+    else:
+        file.write_text("".join(file.read_text().splitlines(keepends=True)[:-1]))
+    with pytest.raises((FedsynthError, PrivacyError)):
+        resumed(given, tmp_path / "runs")
 
 
-def test_a_damaged_checkpoint_is_one_line(tmp_path: Path, stop: Callable[[int], None]) -> None:
-    given = sections("scaffold")
-    folder = cut(given, tmp_path / "runs", stop)
-    chance = random.Random(3)
-    sound = tmp_path / "sound"
-    shutil.copytree(folder, sound)
-    names = sorted(path.name for path in (sound / "simulation_only" / "checkpoint").iterdir())
-    refused: list[str] = []
-    for trial in range(24):
-        shutil.rmtree(folder)
-        shutil.copytree(sound, folder)
-        path = folder / "simulation_only" / "checkpoint" / names[trial % len(names)]
-        content = bytearray(path.read_bytes())
-        kind = trial // len(names) % 3
-        if kind == 0:
-            content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
-        elif kind == 1:
-            del content[chance.randrange(len(content)) :]
-        else:
-            content = bytearray(b'{"format": 1, "identity": 7, "rows": [[]], "files": {"../x": 1}}')
-        path.write_bytes(bytes(content))
-        try:
-            resumed = go_on(given, tmp_path / "runs")
-        except FedsynthError as error:
-            refused.append(str(error))
-            continue
-        assert resumed.folder is not None  # a bit of JSON that does no harm: a row's seconds
-        assert path.name == POINTER
-        resumed.folder.rename(folder)
-    assert len(refused) >= 20
-    assert not any("\n" in text for text in refused)
+def test_a_run_whose_checkpoint_is_gone_does_not_start_again(tmp_path: Path) -> None:
+    given = sections("feddm", privacy=PRIVATE)
+    folder = cut(given, tmp_path)
+    rows = (folder / "metrics.jsonl").read_text()
+    assert len(rows.splitlines()) >= 1
+    shutil.rmtree(folder / "simulation_only" / "checkpoint")
+    with pytest.raises(CheckpointError, match="checkpoint is gone"):
+        resumed(given, tmp_path)
+    assert (folder / "metrics.jsonl").read_text() == rows
 
 
 # -------------------------------------------------------------------------------------------- size
@@ -605,7 +578,7 @@ def test_old_checkpoints_are_pruned(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         counted.append({kind: kinds.count(kind) for kind in set(kinds)})
 
     monkeypatch.setattr(CheckpointFolder, "write", counting)
-    run(sections("scaffold", run={"rounds": 8}), tmp_path)
+    run(sections("scaffold", run={"rounds": 5}), tmp_path)
     assert counted[-1] == {"state": 1, "memory": 4, POINTER: 1}
     assert all(each["state"] == 1 and each["memory"] <= 4 for each in counted)
 
@@ -635,94 +608,3 @@ def test_memories_of_clients_that_are_not_active_are_on_disk(
     assert isinstance(next(iter(result.uploads.values())), ModelParameters)
     for name, value in without.model.state_dict().items():
         assert torch.equal(value, result.model.state_dict()[name]), name
-
-
-@pytest.mark.parametrize("moment", ["write_private_start", "write_model", "finish"])
-def test_a_run_that_is_killed_while_it_begins_or_finishes_is_charged_once(
-    moment: str, tmp_path: Path
-) -> None:
-    """Its checkpoint goes last: without it all rounds would be repeated, and charged again."""
-    given = sections("fedavg", privacy={"noise_multiplier": 1.0})
-    whole = run(given, tmp_path / "whole").folder
-    output = tmp_path / "cut"
-    output.mkdir()
-    process = start_child(given, output, partial(kill_in, moment))
-    process.join(60)
-    assert process.exitcode == -signal.SIGKILL
-    resumed = go_on(given, output)
-    folder = resumed.folder
-    assert folder is not None
-    assert whole is not None
-    assert len(resumed.deviations) == (moment == "write_private_start")
-    assert ledgers(folder / "ledger") == ledgers(whole / "ledger")
-    assert verify_run(folder).problems == []
-    left, expected = (set(os.listdir(one / "simulation_only")) for one in (folder, whole))
-    assert left == expected
-
-
-def kill_in(name: str) -> None:
-    """The run folder's method does what it does, and the process is killed."""
-    original = getattr(RunFolder, name)
-
-    def killing(self: RunFolder, *arguments: Any) -> None:
-        if name != "finish":
-            original(self, *arguments)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    setattr(RunFolder, name, killing)
-
-
-# ------------------------------------------------------------------------------- what has to be there
-
-
-@pytest.mark.parametrize(("kept", "loss"), [(False, "folder"), (True, "file"), (False, "rows")])
-def test_a_ledger_that_has_lost_rows_is_not_gone_on_with(
-    kept: bool, loss: str, tmp_path: Path, stop: Callable[[int], None]
-) -> None:
-    """A run would forget what it has spent, and exceed its cap."""
-    privacy: dict[str, Any] = {"epsilon": 20.0}
-    if kept:
-        privacy["ledger"] = str(tmp_path / "kept")
-    given = sections("feddm", privacy=privacy, run={"participation": 1.0})
-    folder = cut(given, tmp_path / "runs", stop)
-    ledger = tmp_path / "kept" if kept else folder / "ledger"
-    file = ledger / "client-001.jsonl"
-    if loss == "folder":
-        shutil.rmtree(ledger)
-    elif loss == "file":
-        file.unlink()
-    else:
-        lines = file.read_text().splitlines(keepends=True)
-        file.write_text("".join(lines[:-1]))
-    with pytest.raises((FedsynthError, PrivacyError)):
-        go_on(given, tmp_path / "runs")
-
-
-def test_a_run_whose_checkpoint_is_gone_does_not_begin_anew(
-    tmp_path: Path, stop: Callable[[int], None]
-) -> None:
-    given = sections("feddm", privacy={"noise_multiplier": 1.0})
-    folder = cut(given, tmp_path, stop)
-    rows = (folder / "metrics.jsonl").read_text()
-    assert len(rows.splitlines()) >= 1
-    shutil.rmtree(folder / "simulation_only" / "checkpoint")
-    with pytest.raises(CheckpointError, match="checkpoint is gone"):
-        go_on(given, tmp_path)
-    assert (folder / "metrics.jsonl").read_text() == rows
-
-
-def test_a_resumed_run_that_is_killed_while_it_finishes_says_all_it_has_done(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given = sections("feddm", privacy={"noise_multiplier": 1.0})
-    with monkeypatch.context() as patch:
-        patch.setattr(CheckpointFolder, "write", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            run(given, tmp_path)
-    process = start_child(given, tmp_path, partial(kill_in, "finish"))
-    process.join(60)
-    assert process.exitcode == -signal.SIGKILL
-    resumed = go_on(given, tmp_path)
-    assert len(resumed.deviations) == 1
-    assert resumed.folder is not None
-    assert verify_run(resumed.folder).problems == []

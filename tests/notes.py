@@ -1,0 +1,13 @@
+"""An observer that collects a run's notes."""
+
+from __future__ import annotations
+
+from fedsynth.federation.observer import Observer
+
+
+class Notes(Observer):
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.lines.append(str(text))
