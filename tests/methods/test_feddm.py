@@ -8,21 +8,26 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
+from fedsynth.config.resolve import resolve
 from fedsynth.core.client import OpenClients, PrivateClients
 from fedsynth.core.context import RoundContext
 from fedsynth.core.method import Memory
 from fedsynth.data.images import normalise
 from fedsynth.data.partition import count_matrix, partition
 from fedsynth.data.partition_settings import PartitionSettings
+from fedsynth.errors import SettingError
 from fedsynth.evaluation.volume import condensation_floats
 from fedsynth.federation.server import Server
+from fedsynth.keeping import KeepsNothing
 from fedsynth.methods.feddm import FedDM
 from fedsynth.methods.real import Real
 from fedsynth.models.flat import flatten
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.seeding import torch_generator
+from fedsynth.simulation.simulate import simulate
 from fedsynth.synthesizer.condensation.sets import SyntheticSet, real_start
 from tests.digits import SPEC, charged, context, digits, sent
 from tests.rounds import play
@@ -201,6 +206,49 @@ def test_a_whole_round_equals_plain_torch(change: dict[str, float]) -> None:
     torch.testing.assert_close(images, torch.cat(S), atol=1e-4, rtol=1e-3)
     for name, expected in model.state_dict().items():
         torch.testing.assert_close(server.state.parameters[name], expected, atol=1e-4, rtol=1e-3)
+
+
+# --------------------------------------------------------------------------- fixed networks
+
+
+class Keeps(KeepsNothing):
+    """What a loop offers at one step, and gives it back."""
+
+    def __init__(self, at: int) -> None:
+        self._at = at
+        self.kept: tuple[int, dict[str, Tensor]] | None = None
+
+    def found(self, name: str) -> tuple[int, dict[str, Tensor]] | None:
+        return self.kept
+
+    def offer(self, name: str, done: int, tensors: Any) -> None:
+        if done == self._at and self.kept is None:
+            self.kept = done, {key: value.clone() for key, value in tensors().items()}
+
+
+@pytest.mark.parametrize("at", [1, 3, 5])
+def test_a_loop_that_was_cut_off_ends_with_the_same_images(at: int) -> None:
+    """Catches: means that only the first M steps make."""
+    keeper = Keeps(at)
+    method, ctx = replace(FAST, iterations=7, networks_per_round=3), context(keeper=keeper)
+    whole = sent(method, ctx, clients(0, 1))
+    assert keeper.kept is not None
+    again = sent(method, ctx, clients(0, 1))
+    assert all(torch.equal(a.images, b.images) for a, b in zip(whole, again, strict=True))
+
+
+def test_fixed_networks_are_refused_with_privacy_batch_norm_and_other_losses() -> None:
+    with pytest.raises(SettingError, match=r"method\.networks_per_round must be 0 unless"):
+        FedDM(networks_per_round=2, matching="energy")
+    with pytest.raises(SettingError, match="at least 0"):
+        FedDM(networks_per_round=-1)
+    run = {"run": {"method": "feddm", "rounds": 1}, "method": {"networks_per_round": 2}}
+    private = resolve({**run, "privacy": {"epsilon": 8.0}})
+    with pytest.raises(SettingError, match=r"with differential privacy.*features"):
+        simulate(private)
+    normed = resolve({**run, "model": {"norm": "batch", "width": 8, "depth": 2}})
+    with pytest.raises(SettingError, match="must be 0 with batch norm"):
+        simulate(normed)
 
 
 # ------------------------------------------------------------------------------------------- REAL
