@@ -17,12 +17,13 @@ from fedsynth.core.method import Memory
 from fedsynth.data.images import normalise
 from fedsynth.data.partition import count_matrix, partition
 from fedsynth.data.partition_settings import PartitionSettings
-from fedsynth.errors import SettingError
+from fedsynth.errors import SettingError, UnknownNameError
 from fedsynth.evaluation.volume import condensation_floats
 from fedsynth.federation.server import Server
 from fedsynth.keeping import KeepsNothing
-from fedsynth.methods.feddm import FedDM
+from fedsynth.methods.feddm import FedDM, perturbed
 from fedsynth.methods.real import Real
+from fedsynth.models.convnet import ConvNet
 from fedsynth.models.flat import flatten
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.settings import PrivacySettings
@@ -206,6 +207,53 @@ def test_a_whole_round_equals_plain_torch(change: dict[str, float]) -> None:
     torch.testing.assert_close(images, torch.cat(S), atol=1e-4, rtol=1e-3)
     for name, expected in model.state_dict().items():
         torch.testing.assert_close(server.state.parameters[name], expected, atol=1e-4, rtol=1e-3)
+
+
+# --------------------------------------------------------------------------- P_w(w_r)
+
+
+def draws(
+    variant: str, radius: float = 5.0, steps: int = 8, period: int | None = None, **where: int
+) -> tuple[Any, Any]:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)  # noqa: TID251
+        model = ConvNet((1, 8, 8), 10, width=16, depth=2)
+    networks = perturbed(model, radius, variant, context(**where), period)  # type: ignore[arg-type]
+    center = flatten(model)
+    return center, torch.stack([flatten(next(networks)) - center for _ in range(steps)])
+
+
+def test_rescaled_gaussians_lie_on_the_sphere() -> None:
+    """Clip, not normalise: ‖N(0, I)‖ is about √P, and below ρ nothing is rescaled."""
+    center, offsets = draws("sphere")
+    torch.testing.assert_close(offsets.norm(dim=1), torch.full((8,), 5.0), rtol=1e-3, atol=0)
+    norms = draws("sphere", radius=1e6)[1].norm(dim=1)
+    torch.testing.assert_close(norms, torch.full((8,), len(center) ** 0.5), rtol=0.05, atol=0)
+
+
+def test_the_ball_reading_has_uniform_radii() -> None:
+    _, offsets = draws("ball", steps=200)
+    radii = offsets.norm(dim=1) / 5
+    assert radii.max() <= 1 + 1e-4
+    assert radii.mean() == pytest.approx(0.5, abs=0.08)
+
+
+def test_draws_depend_on_seed_and_round_alone_and_come_again_after_a_period() -> None:
+    first = draws("sphere")[1]
+    assert torch.equal(first, draws("sphere")[1])
+    assert not torch.equal(first, draws("sphere", seed=1)[1])
+    assert not torch.equal(first, draws("sphere", number=2)[1])
+    again = draws("sphere", period=3)[1]
+    assert all(torch.equal(again[t], first[t % 3]) for t in range(8))
+
+
+def test_weights_are_frozen_and_unknown_variants_refused() -> None:
+    with pytest.raises(UnknownNameError, match=r"perturbation cannot be .*: ball, sphere"):
+        FedDM(perturbation="cube")
+    model = ConvNet((1, 8, 8), 10, width=4, depth=1)
+    drawn = next(perturbed(model, 1.0, "sphere", context()))
+    assert not any(p.requires_grad for p in drawn.parameters())
+    assert all(p.requires_grad for p in model.parameters())
 
 
 # --------------------------------------------------------------------------- fixed networks
