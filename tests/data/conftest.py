@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import json
 import pickle
 import struct
 import zlib
@@ -14,12 +15,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from PIL import Image
 from scipy.io import savemat
 
 from fedsynth.data import array_files
+from fedsynth.data.registry import dataset_spec
 
 Bytes = npt.NDArray[np.uint8]
+Writers = dict[str, tuple[Bytes, list[int]]]
 RNG = np.random.default_rng(0)
+WNIDS = [f"n{10_000_000 + (37 * i) % 200:08}" for i in range(200)]
+"""Tiny-ImageNet's classes; as in the official list, not in order."""
 
 
 def idx(array: Bytes) -> bytes:
@@ -41,8 +47,32 @@ def png(width: int, height: int) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", body) + chunk(b"IEND", b"")
 
 
+def write_colour(path: Path, colour: tuple[int, int, int] | int, size: tuple[int, int]) -> None:
+    """An image of one colour, or of one grey level."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("L" if isinstance(colour, int) else "RGB", size, colour).save(path)
+
+
+def writer(n: int) -> tuple[Bytes, list[int]]:
+    """A FEMNIST writer's pixels and labels."""
+    return RNG.integers(0, 256, (n, 784), dtype=np.uint8), RNG.integers(0, 62, n).tolist()
+
+
+def leaf(writers: Writers) -> dict[str, Any]:
+    """A file of LEAF, which divides grey levels by 255."""
+    return {
+        "users": list(writers),
+        "num_samples": [len(y) for _, y in writers.values()],
+        "user_data": {name: {"x": (x / 255).tolist(), "y": y} for name, (x, y) in writers.items()},
+    }
+
+
+def leaf_path(split: str, number: int) -> str:
+    return f"femnist/{split}/all_data_{number}_niid_0_keep_0_{split}_9.json"
+
+
 class OfficialFiles:
-    """Writes small data sets with random pixels below `root`, and returns what it wrote."""
+    """Writes small data sets below `root`, and returns what it wrote."""
 
     def __init__(self, root: Path, patch: pytest.MonkeyPatch) -> None:
         self.root = root
@@ -81,6 +111,72 @@ class OfficialFiles:
                 array_files.SVHN_MD5, name, hashlib.md5((self.root / name).read_bytes()).hexdigest()
             )
         return x
+
+    def write_leaf(self, split: str, number: int, content: object) -> None:
+        path = self.root / leaf_path(split, number)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(content))
+
+    def write_femnist(self) -> tuple[Writers, Writers]:
+        """Four writers in two files; one of the test split's did not train."""
+        sizes = {"f0100_00": 2, "f0011_13": 4, "f0009_02": 3, "f0001_41": 5}
+        train = {name: writer(n) for name, n in sizes.items()}
+        test = {name: writer(1) for name in list(sizes)[1:]} | {"f0000_14": writer(2)}
+        for number in (0, 1):
+            two = dict(list(train.items())[2 * number : 2 * number + 2])
+            self.write_leaf("train", number, leaf(two))
+        self.write_leaf("test", 0, leaf(test))
+        return train, test
+
+    def write_tiny_imagenet(self) -> None:
+        """One training image a class, red = its number in sorted order; class 7's is grey. Ten
+        test images, of classes 190 to 199."""
+        root = self.root / "tiny-imagenet-200"
+        for c, name in enumerate(sorted(WNIDS)):
+            colour = 77 if c == 7 else (c, 100, 200)
+            write_colour(root / "train" / name / "images" / f"{name}_0.JPEG", colour, (64, 64))
+            (root / "train" / name / f"{name}_boxes.txt").write_text("none\n")
+        lines = []
+        for i in range(10):
+            write_colour(root / "val" / "images" / f"val_{i}.JPEG", (190 + i, 0, 0), (64, 64))
+            lines.append(f"val_{i}.JPEG\t{sorted(WNIDS)[190 + i]}\t0\t32\t44\t62\n")
+        (root / "wnids.txt").write_text("\n".join(WNIDS) + "\n")
+        (root / "words.txt").write_text("n00001740\tentity\n")
+        (root / "val" / "val_annotations.txt").write_text("".join(lines))
+
+    def write_cinic10(self) -> None:
+        """Three images a class and split; red tells the class, green the split, blue the place in
+        the order of names."""
+        for s, split in enumerate(("train", "valid", "test")):
+            for c, name in enumerate(dataset_spec("cinic10").class_names):
+                folder = self.root / "CINIC-10" / split / name
+                for i, file in enumerate(("cifar10-test-7", "cifar10-train-44", "n02687172_9")):
+                    write_colour(folder / f"{file}.png", (20 * c, 50 * s, i), (32, 32))
+
+    def write_office_caltech(self) -> None:
+        """Six images a class and domain; webcam's are larger, and its backpacks are in the folder
+        that other releases have."""
+        spec = dataset_spec("office-caltech-10")
+        for number, domain in enumerate(spec.domains):
+            size = (100, 80) if domain == "webcam" else (64, 64)
+            for label, name in enumerate(spec.class_names):
+                folder = "back_pack" if (domain, name) == ("webcam", "backpack") else name
+                level = 50 * number + 5 * label
+                for i in range(6):
+                    where = self.root / "office_caltech_10" / domain / folder / f"frame_{i:04}.png"
+                    write_colour(where, (level, 0, 255 - level), size)
+
+    def write_domainnet(self) -> None:
+        """Official lists: two of the ten classes and one other; JPEG files."""
+        root = self.root / "domainnet"
+        for number, domain in enumerate(dataset_spec("domainnet-10").domains):
+            for place, split in enumerate(("train", "test"), 1):
+                lines = []
+                for name, label in (("zebra", 344), ("bird", 23), ("axe", 12)):
+                    file = f"{domain}/{name}/{domain}_{label + 1:03}_0{place}.jpg"
+                    write_colour(root / file, (40 * number, 0, 255 - 40 * number), (130, 90))
+                    lines.append(f"{file} {label}")
+                (root / f"{domain}_{split}.txt").write_text("\n".join(lines) + "\n")
 
 
 @pytest.fixture

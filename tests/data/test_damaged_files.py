@@ -1,0 +1,388 @@
+"""Data files that are damaged, hostile or missing: each is refused in one line that names it, and
+by what it announces, before anything is decoded or unpacked."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import pickle
+import struct
+import threading
+import tracemalloc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image, ImageFile
+
+from fedsynth.config.resolve import resolve
+from fedsynth.data import folders
+from fedsynth.data.array_files import read_idx
+from fedsynth.data.folders import read_images
+from fedsynth.data.load import load_dataset
+from fedsynth.data.registry import dataset_spec
+from fedsynth.errors import DataFilesCorruptError, DataFilesMissingError
+from tests.data.conftest import WNIDS, OfficialFiles, idx, leaf, leaf_path, png, writer
+from tests.fuzz.mutations import at_most as within
+
+MEGABYTE = 2**20
+OFFICE, CINIC = map(dataset_spec, ("office-caltech-10", "cinic10"))
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder with valid files of most data sets."""
+    root = tmp_path_factory.mktemp("good")
+    with pytest.MonkeyPatch.context() as patch:
+        files = OfficialFiles(root, patch)
+        files.write_idx("MNIST", ("train", "t10k"))
+        files.write_idx("FashionMNIST", ("train", "t10k"), zipped=True)
+        files.write_idx("EMNIST", ("emnist-letters-train", "emnist-letters-test"), first=1)
+        files.write_cifar10()
+        files.write_svhn()
+        files.write_femnist()
+        files.write_tiny_imagenet()
+        files.write_domainnet()
+        yield root
+
+
+@contextmanager
+def other_content(path: Path, content: bytes | None) -> Iterator[None]:
+    """Gives a file another content, or removes it; afterwards it is as before."""
+    before = path.read_bytes() if path.exists() else None
+    try:
+        path.unlink(missing_ok=True) if content is None else path.write_bytes(content)
+        yield
+    finally:
+        path.unlink(missing_ok=True) if before is None else path.write_bytes(before)
+
+
+def zeros(*shape: int) -> bytes:
+    return idx(np.zeros(shape, np.uint8))
+
+
+def counted(first: int) -> bytes:
+    return idx((np.arange(20) % 10 + first).astype(np.uint8))
+
+
+def batch(data: object, labels: object) -> bytes:
+    return pickle.dumps({b"data": data, b"labels": labels})
+
+
+def writers(**changes: Any) -> bytes:
+    """One writer's file with something else in its place: `x` or `y`, or a key of the file."""
+    content = leaf({"w": writer(2)})
+    for key, value in changes.items():
+        place = content["user_data"]["w"] if key in ("x", "y") else content
+        place[key] = value
+    return json.dumps(content).encode()
+
+
+def image(size: tuple[int, int]) -> bytes:
+    file = BytesIO()
+    Image.new("RGB", size).save(file, "JPEG")
+    return file.getvalue()
+
+
+IMAGES = zeros(20, 28, 28)
+ROWS = np.zeros((4, 3072), np.uint8)
+ROW = [0.5] * 784
+LACKING = sorted(WNIDS)[50]
+Content = bytes | None | Callable[[bytes], bytes]
+CASES: dict[tuple[str, str], list[tuple[Content, str]]] = {
+    ("mnist", "MNIST/raw/train-images-idx3-ubyte"): [
+        (b"", "is no idx file of bytes: it starts with ,"),
+        (IMAGES[:-1], "its header .*15,680 bytes; it is truncated: it has 15679"),
+        (IMAGES + b"x", "has bytes left over"),
+        (b"\x00\x00\x0d\x03" + IMAGES[4:], "is no idx file of bytes"),
+        (zeros(20) + b"padding of some length", "is no idx file of bytes"),
+        (zeros(20, 32, 32), r"cannot be used: .*got \[20, 1, 32, 32\]"),
+        (zeros(19, 28, 28), "has 19 images but .* has 20 labels"),
+        (IMAGES[:4] + b"\xff" * 12, "announces .* such a file has at most 54,880,000"),
+    ],
+    ("mnist", "MNIST/raw/train-labels-idx1-ubyte"): [
+        (counted(1), r"labels must lie in \[0, 10\), 2 do not, the first is 10"),
+    ],
+    ("emnist-letters", "EMNIST/raw/emnist-letters-train-labels-idx1-ubyte"): [
+        (counted(0), "the first is -1"),
+    ],
+    ("fashion-mnist", "FashionMNIST/raw/t10k-images-idx3-ubyte.gz"): [
+        (lambda whole: whole[:-20], "cannot be read"),
+        (b"no gzip at all", "cannot be read"),
+        (lambda whole: whole[:3000] + bytes([whole[3000] ^ 0xFF]) + whole[3001:], "cannot be read"),
+    ],
+    ("cifar10", "cifar-10-batches-py/data_batch_3"): [
+        (b"", "cannot be read as a CIFAR batch"),
+        (lambda whole: whole[: len(whole) // 2], "cannot be read as a CIFAR batch"),
+        (lambda whole: whole[:-1], "cannot be read as a CIFAR batch"),
+        (pickle.dumps([1, 2]), "holds a list, not a dict"),
+        (pickle.dumps({b"data": ROWS}), "must be a list of integers"),
+        (batch(ROWS[:, 1:], [0] * 4), r"must be uint8 \[N, 3072\], got uint8 \[4, 3071\]"),
+        (batch(ROWS.astype(float), [0] * 4), "it has an array of type f8"),
+        (batch(b"", []), "got bytes"),
+        (batch(ROWS, [0] * 3), "4 images but 3 labels"),
+        (batch(ROWS, ["a"] * 4), "must be a list of integers"),
+        (batch(ROWS, [0, 1, 2, 10]), r"labels must lie in \[0, 10\)"),
+        (batch(ROWS, [0, 1, 2, 2**70]), "beyond 64 bits"),
+        (batch(ROWS[:0], []), "at least one example"),
+        (None, "no cifar-10-batches-py/data_batch_3 in"),
+    ],
+    # SciPy's reader crashes on some damaged files: it sees none of them
+    ("svhn", "train_32x32.mat"): [
+        (b"", "is not the published file: its MD5 is"),
+        (lambda whole: whole[:-1], "is not the published file"),
+        (lambda whole: whole[:200] + b"x" + whole[201:], "is not the published file"),
+    ],
+    ("femnist", leaf_path("train", 2)): [
+        (b"[1, 2]", "is no file of LEAF"),
+        (writers(users={"w": 1}), "is no file of LEAF"),
+        (writers(users=["v"]), "must speak of the same writers"),
+        (writers(num_samples=[2, 3]), "must speak of the same writers, got 1, 2 and 1"),
+        (writers(user_data={"w": [1]}), "writer 'w': must have x and y"),
+        (writers(num_samples=[3]), r"got \[2, 784\], \[2\] and 3"),
+        (writers(y=[1]), r"got \[2, 784\], \[1\] and 2"),
+        (writers(x=[ROW[1:]] * 2), r"x must be n images of 784 numbers .*; got \[2, 783\]"),
+        (writers(x=[ROW, ROW[1:]]), "the rows of x have several lengths"),
+        (writers(x=[], y=[], num_samples=[0]), "x is empty or no list; a writer without examples"),
+        (writers(x=[ROW, [*ROW[1:], None]]), "x must hold numbers only"),
+        (writers(x=[ROW, [*ROW[1:], float("nan")]]), "1 of 1568 pixels are not numbers in"),
+        (writers(x=[ROW, [*ROW[2:], float("inf"), -1e-9]]), "2 of 1568 pixels are not numbers in"),
+        (writers(x=[ROW, [*ROW[1:], 255]]), "1 of 1568 pixels are not numbers in"),
+        (writers(y=[0, 62]), r"labels must be whole numbers in \[0, 62\)"),
+        (writers(y=[0, 1.5]), "labels must be whole numbers"),
+        (writers(y=[0, 2**70]), "y must hold numbers only"),
+        (writers(y=[True, False]), "y must hold numbers only"),
+        (json.dumps(leaf({"f0100_00": writer(1)})).encode(), "'f0100_00' is in another file of"),
+    ],
+    ("femnist", leaf_path("test", 5)): [
+        (content, "cannot be read as JSON")
+        for content in (b"", b"{", b"<html>404</html>", b"\xff\xfe", b"[" * 100_000)
+    ],
+    ("tiny-imagenet", "tiny-imagenet-200/wnids.txt"): [
+        (
+            "\n".join(WNIDS[1:]).encode(),
+            "must list 200 WordNet numbers .* 199 lines, 199 different",
+        ),
+        ("\n".join([*WNIDS[1:], WNIDS[5]]).encode(), "it has 200 lines, 199 different"),
+        (b"<html>404</html>", "'<html>404</html>' is none"),
+    ],
+    ("tiny-imagenet", "tiny-imagenet-200/val/val_annotations.txt"): [
+        *(
+            (b"val_1.JPEG\tn10000001\t0\n\n" + line, "line 3: expected FILE, tab")
+            for line in (
+                b"val_0.JPEG",
+                b"val_0.JPEG\tn99999999\t0",
+                b"../x.JPEG\tn10000001\t0",
+                b"\tn10000001\t0",
+            )
+        ),
+        (b"\n", "lists no image"),
+        (b"\xff\xfe\x00", "is not a text file"),
+    ],
+    ("tiny-imagenet", "tiny-imagenet-200/val/images/val_3.JPEG"): [
+        (image((32, 48)), "is 32×48, images of tiny-imagenet"),
+        (b"<html>404</html>", "cannot be read as an image"),
+        (None, "is listed but not there"),
+    ],
+    ("tiny-imagenet", f"tiny-imagenet-200/train/{LACKING}/images/{LACKING}_0.JPEG"): [
+        (None, rf"no image in .*{LACKING}/images; unpack http://cs231n"),
+    ],
+    ("domainnet-10", "domainnet/clipart_train.txt"): [
+        (line.encode(), "line 1: expected 'clipart/CLASS/FILE NUMBER'")
+        for line in (
+            "clipart/bird",
+            "sketch/bird/x.jpg 3",
+            "clipart/../x.jpg 3",
+            "clipart/bird/x.jpg three",
+            "clipart/bird/x.jpg 3²",
+            "clipart/bird/x.jpg ٣",
+        )
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "content", "message"),
+    [(*place, *case) for place, cases in CASES.items() for case in cases],
+)
+def test_a_damaged_or_missing_file_is_refused_in_one_line(
+    good: Path, name: str, file: str, content: Content, message: str
+) -> None:
+    path = good / file
+    if callable(content):
+        content = content(path.read_bytes())
+    expected = DataFilesMissingError if content is None else DataFilesCorruptError
+    with other_content(path, content), pytest.raises(expected, match=message) as error:
+        load_dataset(name, good)
+    assert "\n" not in str(error.value)
+    assert (file if content is not None else path.parent.name) in str(error.value)
+
+
+class Evil:
+    """Pickled, this asks the reader to call a function with arguments of its choice."""
+
+    def __init__(self, function: Callable[..., Any], *arguments: object) -> None:
+        self.call = function, arguments
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[object, ...]]:
+        return self.call
+
+
+@pytest.mark.parametrize("protocol", [2, 5])
+def test_a_malicious_pickle_is_refused_and_does_not_run(
+    good: Path, protocol: int, tmp_path: Path
+) -> None:
+    path = good / "cifar-10-batches-py" / "data_batch_1"
+    trace = tmp_path / "trace"
+    attacks = (
+        Evil(os.mkdir, str(trace)),
+        Evil(eval, f"open({str(trace)!r}, 'w')"),
+        Evil(getattr, np.ndarray, "tofile"),
+        Evil(np.fromfile, str(path)),
+    )
+    for evil in attacks:
+        content = pickle.dumps({b"data": ROWS, b"labels": [0] * 4, b"x": evil}, protocol)
+        message = "it asks for .*, which image files do not use"
+        with other_content(path, content), pytest.raises(DataFilesCorruptError, match=message):
+            load_dataset("cifar10", good)
+        assert not trace.exists()
+    # the standard unpickler does run it: the attack is a real one
+    pickle.loads(pickle.dumps(attacks[0], protocol))
+    assert trace.exists()
+
+
+@contextmanager
+def at_most(size: int) -> Iterator[None]:
+    """Fails where more than `size` bytes are taken at once, of those that Python and NumPy hand
+    out."""
+    tracemalloc.start()
+    try:
+        yield
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < size, f"{peak / MEGABYTE:.0f} MB"
+
+
+@pytest.mark.parametrize(
+    ("spec", "resize", "message"),
+    [
+        (OFFICE, True, "is 9000×9000, more than 33,554,432 pixels: reduce it or leave it out"),
+        (CINIC, False, r"is 9000×9000, images of cinic10 are 32×32"),
+    ],
+)
+def test_large_pictures_are_refused_by_their_header(
+    spec: Any, resize: bool, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoded = []
+    load = ImageFile.ImageFile.load
+    monkeypatch.setattr(
+        ImageFile.ImageFile, "load", lambda image: (decoded.append(image), load(image))[1]
+    )
+    paths = [tmp_path / f"{number}.png" for number in range(6)]
+    for path in paths:
+        path.write_bytes(png(9000, 9000))
+    assert paths[0].stat().st_size < MEGABYTE / 2
+    with at_most(4 * MEGABYTE), pytest.raises(DataFilesCorruptError, match=message):
+        read_images(paths, spec, resize=resize)
+    assert decoded == []
+    paths[0].write_bytes(png(64, 64))
+    assert read_images(paths[:1], OFFICE).shape == (1, 3, 64, 64)
+    assert decoded != []
+
+
+def test_large_pictures_are_decoded_one_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_work, most = threading.Semaphore(0), []
+    colour = folders._colour
+
+    def counted(image: Image.Image, spec: Any) -> Any:
+        at_work.release()
+        most.append(at_work._value)
+        try:
+            return colour(image, spec)
+        finally:
+            at_work.acquire()
+
+    monkeypatch.setattr(folders, "_colour", counted)
+    paths = [tmp_path / f"{number}.png" for number in range(8)]
+    for path in paths:
+        path.write_bytes(png(2000, 1000))
+    assert not read_images(paths, OFFICE, resize=True).any()
+    assert most == [1] * 8
+
+
+def test_postscript_and_a_jpeg_of_a_thousand_scans_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.jpg"
+    Image.new("RGB", (64, 64)).save(path, "EPS")
+    with pytest.raises(DataFilesCorruptError, match="cannot identify image file"):
+        read_images([path], OFFICE, resize=True)
+    Image.new("RGB", (64, 64)).save(path, progressive=True)
+    assert read_images([path], OFFICE).shape == (1, 3, 64, 64)
+    path.write_bytes(path.read_bytes()[:-2] + b"\xff\xda\0\2" * 1000)
+    with pytest.raises(DataFilesCorruptError, match="more than 100 scans"):
+        read_images([path], OFFICE)
+
+
+@pytest.mark.parametrize("zipped", [False, True])
+def test_a_header_that_announces_too_much_is_refused(zipped: bool, tmp_path: Path) -> None:
+    header = bytes([0, 0, 8, 3]) + struct.pack(">III", 100_000, 28, 28)
+    content = header + bytes(78_400_000 if zipped else 10)
+    path = tmp_path / ("x.gz" if zipped else "x")
+    path.write_bytes(gzip.compress(content, 1) if zipped else content)
+    message = "such a file has at most 784,000"
+    with at_most(4 * MEGABYTE), pytest.raises(DataFilesCorruptError, match=message):
+        read_idx(path, 3, 1000 * 784)
+
+
+@pytest.mark.parametrize("value", ["x" * MEGABYTE, 10**4000])
+def test_text_among_the_pixels_is_not_made_an_array(value: Any, files: OfficialFiles) -> None:
+    content = leaf({"w": writer(1)})
+    content["user_data"]["w"]["x"] = [[value, *ROW[1:]]]
+    for split in ("train", "test"):
+        files.write_leaf(split, 0, content)
+    message = "x must hold numbers only"
+    with at_most(8 * MEGABYTE), pytest.raises(DataFilesCorruptError, match=message):
+        load_dataset("femnist", files.root)
+
+
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        ("mnist", "MNIST/raw/t10k-labels-idx1-ubyte"),
+        ("cifar10", "cifar-10-batches-py/data_batch_2"),
+        ("svhn", "test_32x32.mat"),
+        ("femnist", leaf_path("test", 0)),
+        ("domainnet-10", "domainnet/clipart_train.txt"),
+    ],
+)
+def test_a_pipe_is_not_waited_for(good: Path, name: str, file: str) -> None:
+    path = good / file
+    with other_content(path, None):
+        os.mkfifo(path)
+        message = f"{path}.*it is not a regular file"
+        with within(30), pytest.raises(DataFilesCorruptError, match=message):
+            load_dataset(name, good)
+        message = "as an image: it is not a regular"
+        with within(30), pytest.raises(DataFilesCorruptError, match=message):
+            read_images([path], OFFICE)
+        path.unlink()
+
+
+@pytest.mark.parametrize("root", ["~nobody-of-that-name", "a\0b", "x" * 300, "a\udcff"])
+def test_folders_that_cannot_exist_are_missing(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("mnist", "femnist"):
+        with pytest.raises(DataFilesMissingError):
+            load_dataset(name, Path(root))
+    with pytest.raises(DataFilesMissingError):
+        # Settings make the folder absolute before any data are read.
+        load_dataset("mnist", resolve({"data": {"data_root": root}}).data_root)
+    monkeypatch.setenv("FEDSYNTH_DATA", root.replace("\0", "/"))
+    with pytest.raises(DataFilesMissingError):
+        load_dataset("mnist")
