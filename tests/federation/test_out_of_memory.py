@@ -21,18 +21,11 @@ from fedsynth.privacy.errors import UnplannedReleaseError
 from fedsynth.privacy.releases import Release
 from fedsynth.privacy.report.build import write_report
 from fedsynth.results.verification import unfinished_report, verify_run
+from tests.notes import Notes
 from tests.simulation.test_unchanged import HERE, differences, fingerprint, ledger_rows
 
 CLIENTS = 5
 Fails = Callable[[ClientGroup], bool]
-
-
-class Notes(Observer):
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def note(self, text: str) -> None:
-        self.lines.append(str(text))
 
 
 def run(observer: Observer | None = None, output: Path | None = None, **sections: Any) -> RunResult:

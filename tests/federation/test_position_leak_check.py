@@ -139,7 +139,7 @@ def test_of_a_mechanism_without_a_guarantee_there_is_no_warning(
     assert not warned(run)
 
 
-@pytest.mark.parametrize("dataset", ["mnist", "cifar10"])
+@pytest.mark.parametrize("dataset", ["mnist", pytest.param("cifar10", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("method", "model"),
     [("fedstats", {}), ("fedavg", {"features": "whitened-scattering", "name": "linear"})],

@@ -18,7 +18,6 @@ from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import DivergedError
 from fedsynth.federation.server import Server, check_declared
 from fedsynth.methods import METHODS, method_class
-from fedsynth.methods.fedprox import LossModel
 from fedsynth.privacy.plans import FIRST, MAIN
 
 
@@ -102,41 +101,26 @@ def server(method: Method | None = None) -> Server:
     return Server(method or Trace(), {"w": torch.ones(1)})
 
 
-def test_the_first_state_is_of_the_methods_type() -> None:
+def test_replies_are_ordered_by_client_and_a_state_changes_at_a_rounds_end() -> None:
     made = server()
-    assert type(made.state) is TraceState
-    assert made.state.first is None
-    assert made.final_parameters() is made.state.parameters
-
-
-def test_replies_are_known_by_number_whatever_their_order() -> None:
-    made = server()
+    before = made.state
+    assert type(before) is TraceState
+    assert made.final_parameters() is before.parameters
     replies = words(3, 0, 2)
     made.request(FIRST, context(2))
     made.receive(FIRST, replies, context(2))
     request = made.request(MAIN, context(2))
     assert isinstance(request, Question)
-    assert request.first[:, 0].tolist() == [0, 2, 3]
+    assert request.first[:, 0].tolist() == [0, 2, 3]  # the main exchange sees the first one's
+    assert made.state is before
     made.receive(MAIN, words(2, 1), context(2))
     assert made.state.parameters["w"][:, 0].exp().round().tolist() == [1, 2]
-    assert list(replies) == [3, 0, 2]  # and what was given is left as it is
-
-
-def test_the_state_changes_at_the_end_of_a_round_alone() -> None:
-    made = server()
-    before = made.state
-    assert made.request(FIRST, context(2)) is not None
-    made.receive(FIRST, words(0, 1), context(2))
-    request: Any = made.request(MAIN, context(2))
-    assert len(request.first) == 2  # the main exchange sees what the first one brought
-    assert made.state is before
-    made.receive(MAIN, words(1, 2), context(2))
-    assert made.state is not before
     assert made.state.first is not None  # type: ignore[attr-defined]
+    assert list(replies) == [3, 0, 2]  # the argument is unchanged
 
 
 def test_a_round_that_ended_early_leaves_nothing_behind() -> None:
-    """Somebody refuses after the first exchange; the next round begins from the last whole one."""
+    """A client refuses after the first exchange; the next round begins from the last whole one."""
     made = server()
     made.request(FIRST, context(2))
     made.receive(FIRST, words(0, 1), context(2))
@@ -146,27 +130,20 @@ def test_a_round_that_ended_early_leaves_nothing_behind() -> None:
     assert len(request.first) == 0
 
 
-def test_a_method_without_a_first_exchange_asks_nothing_in_it() -> None:
-    for name in METHODS:
-        cls = method_class(name)
-        if cls.first_downlink is None:
-            made = cls().first_request(cls().initial_state({}), context(3))
-            assert made is None, name
-
-
-@pytest.mark.parametrize(("phase", "step"), [(FIRST, "first_request"), (MAIN, "broadcast")])
+@pytest.mark.parametrize(
+    ("phase", "name", "value", "words"),
+    [
+        (FIRST, "first_request", lambda *_: Word(torch.ones(1)), r"type \w+, got Word"),
+        (MAIN, "broadcast", lambda *_: Word(torch.ones(1)), r"type \w+, got Word"),
+        (FIRST, "first_downlink", None, "type nothing, got ModelParameters"),
+    ],
+)
 def test_a_request_of_another_type_is_not_sent(
-    phase: str, step: str, monkeypatch: pytest.MonkeyPatch
+    phase: str, name: str, value: Any, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Trace, step, lambda self, state, context: Word(torch.ones(1)))
-    with pytest.raises(TypeError, match=r"trace declares messages of type \w+, got Word"):
+    monkeypatch.setattr(Trace, name, value)
+    with pytest.raises(TypeError, match=f"trace declares messages of {words}"):
         server().request(phase, context(2))
-
-
-def test_a_first_request_that_is_not_declared_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Trace, "first_downlink", None)
-    with pytest.raises(TypeError, match="type nothing, got ModelParameters"):
-        server().request(FIRST, context(2))
 
 
 @pytest.mark.parametrize(
@@ -205,23 +182,14 @@ def test_a_model_that_is_not_finite_is_no_next_state() -> None:
     assert made.state is before
 
 
-def test_what_a_method_declares_is_what_it_takes() -> None:
-    """Of every method; the exact type, and no other message."""
+def test_a_method_takes_the_messages_that_it_declares() -> None:
+    """Of every method: the exact type, and no other message, nor a first exchange without one."""
     for name in METHODS:
         method = method_class(name)()
+        if method.first_downlink is None:
+            assert method.first_request(method.initial_state({}), context(3)) is None, name
         for declared in (method.downlink, method.upload):
             check_declared(method, object.__new__(declared), declared)
             for wrong in (Word, type("Sub", (declared,), {})):
                 with pytest.raises(TypeError, match=f"{name} declares .*{declared.__name__}, got"):
                     check_declared(method, object.__new__(wrong), declared)
-
-
-def test_a_model_is_not_taken_for_a_richer_message() -> None:
-    """FedProx's clients send their losses; a plain model in their place would have none."""
-    made = Server(method_class("fedprox")(), {"w": torch.ones(1)})
-    made.request(MAIN, context())
-    plain = {0: ModelParameters({"w": torch.ones(1)}, 1.0)}
-    with pytest.raises(TypeError, match="type LossModel, got ModelParameters"):
-        made.receive(MAIN, plain, context())
-    made.receive(MAIN, {0: LossModel({"w": torch.full((1,), 4.0)}, 1.0, 0.0)}, context())
-    assert float(made.state.parameters["w"]) == 4

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedsynth import RunResult, load_dataset, resolve, simulate
+from fedsynth import RunResult, resolve, simulate
 from fedsynth.config.participation import (
     CRASHED,
     KINDS,
@@ -24,7 +24,6 @@ from fedsynth.config.participation import (
     Failures,
 )
 from fedsynth.core.context import RoundContext
-from fedsynth.federation.context import public_context
 from fedsynth.federation.in_process import InProcess
 from fedsynth.federation.round_loop import needed_uploads
 from fedsynth.federation.server import Server
@@ -40,14 +39,19 @@ FAILING = {"rounds": ROUNDS, "client_failures": 0.5, "quorum": 0.25, "seed": 2}
 PRIVATE = [name for name in METHODS if method_class(name).protects]
 
 
-def settings_of(given: Mapping[str, Mapping[str, Any]]) -> Any:
+def resolved(given: Mapping[str, Mapping[str, Any]]) -> Any:
     return resolve({name: values for name, values in given.items() if values})
 
 
-@functools.cache
-def failing(name: str, **run: Any) -> RunResult:
+def failing_case(name: str, make: Any = case, **run: Any) -> Any:
+    """Settings under which about half of the clients fail in each round."""
     first = {"method": {"knowledge_from": "first-phase"}} if name == "fedaf" else {}
-    return simulate(settings_of(case(name, run={**FAILING, **run}, **first)))
+    return resolved(make(name, run={**FAILING, **run}, **first))
+
+
+@functools.cache
+def failing(name: str) -> RunResult:
+    return simulate(failing_case(name))
 
 
 # --------------------------------------------------------------------------------------- who fails
@@ -67,30 +71,6 @@ def test_failures_are_a_share_of_each_kind_and_repeat() -> None:
     assert others != every[:100]
     assert not any(Failures(1, 0.0).of(1, client) for client in range(100))
     assert all(Failures(1, 1.0).of(1, client) for client in range(100))
-
-
-@pytest.mark.parametrize(
-    ("failure", "two", "first", "main"),
-    [
-        (None, True, True, True),
-        (Failure(CRASHED, FIRST), True, False, False),
-        (Failure(CRASHED, MAIN), True, True, False),
-        (Failure(TIMED_OUT, FIRST), True, True, False),
-        (Failure(LATE, FIRST), True, True, False),
-        (Failure(LATE, MAIN), True, True, True),
-        (Failure(CRASHED, FIRST), False, True, False),
-        (Failure(TIMED_OUT, FIRST), False, True, True),
-        (Failure(LATE, MAIN), False, True, True),
-    ],
-)
-def test_what_is_released_before_a_failure(
-    failure: Failure | None, two: bool, first: bool, main: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Failures, "of", lambda self, number, client: failure)
-    drawn = Failures(0, 0.5)
-    if two:
-        assert drawn.released(1, 0, FIRST, two=True) == first
-    assert drawn.released(1, 0, MAIN, two=two) == main
 
 
 # ----------------------------------------------------------------------------------- every method
@@ -123,9 +103,8 @@ def test_failures_repeat_with_the_seed() -> None:
 
 @pytest.mark.parametrize("name", ["fedaf", "fedfm"])
 def test_a_client_lost_in_the_first_exchange_is_not_asked_in_the_second(name: str) -> None:
-    """And one that is lost in the second has had its say in the first."""
-    method = {"knowledge_from": "first-phase"} if name == "fedaf" else {}
-    settings = settings_of(case(name, run=FAILING, method=method))
+    """A client that is lost in the second has been heard in the first."""
+    settings = failing_case(name)
     asked: dict[tuple[int, str], list[int]] = {}
 
     class Watching(Server):
@@ -147,43 +126,45 @@ def test_a_client_lost_in_the_first_exchange_is_not_asked_in_the_second(name: st
     assert phases == {FIRST, MAIN}
 
 
-@pytest.mark.parametrize("name", ["fedfm", "scaffold"])
-def test_a_round_below_the_quorum_leaves_the_model(name: str) -> None:
-    models = []
+@pytest.mark.parametrize(
+    ("name", "run"),
+    [
+        ("fedfm", {"quorum": 0.75}),
+        ("scaffold", {"quorum": 0.75}),
+        ("fedavg", {"client_failures": 1}),
+    ],
+)
+def test_a_round_below_the_quorum_leaves_the_model(name: str, run: dict[str, Any]) -> None:
+    """Where all clients fail, the run ends with the first model."""
+    states = []
 
     class Watching(Server):
         def request(self, phase: str, context: RoundContext) -> Any:
-            models.append((context.round, self.state))
+            states.append((context.round, self.state))
             return super().request(phase, context)
 
-    run = {**FAILING, "quorum": 0.75}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fedsynth.simulation.run.Server", Watching)
-        result = simulate(settings_of(case(name, run=run)))
-    before = dict(reversed(models))  # the first request of each round
+        result = simulate(failing_case(name, **run))
+    before = dict(reversed(states))  # the first request of each round
     missed = [row["round"] for row in result.metrics if "not_counted" in row]
-    assert 0 < len(missed) < ROUNDS
     for number in range(1, ROUNDS):
-        same = before[number] is before[number + 1]
-        assert same == (number in missed)
+        assert (before[number] is before[number + 1]) == (number in missed)
     for number in missed:
         row = result.metrics[number - 1]
         there = CLIENTS - len(row["lost"])
-        assert row["not_counted"]["needed"] == 3
+        assert row["not_counted"]["needed"] == (3 if "quorum" in run else 1)
         assert row["not_counted"]["uploads"] >= there
-    last = max(set(range(1, ROUNDS + 1)) - set(missed))
-    gone = result.metrics[last - 1].get("lost", {})
+    counted = sorted(set(range(1, ROUNDS + 1)) - set(missed))
+    if name == "fedavg":
+        assert counted == []
+        assert result.uploads == {}
+        for key, value in before[1].parameters.items():
+            assert torch.equal(result.model.state_dict()[key], value)
+        return
+    assert 0 < len(counted) < ROUNDS
+    gone = result.metrics[counted[-1] - 1].get("lost", {})
     assert [str(k) for k in result.uploads] == [str(k) for k in range(4) if str(k) not in gone]
-
-
-def test_a_run_in_which_no_round_counts_ends_with_the_first_model() -> None:
-    settings = settings_of(case("fedavg", run={**FAILING, "client_failures": 1.0}))
-    result = simulate(settings)
-    assert all(row["not_counted"]["uploads"] == 0 for row in result.metrics)
-    assert result.uploads == {}
-    context = public_context(settings, load_dataset("digits")[0].spec, torch.device("cpu"))
-    for name, value in context.architecture.state_dict().items():
-        assert torch.equal(result.model.state_dict()[name], value)
 
 
 @pytest.mark.parametrize(("kind", "moves"), [(CRASHED, False), (TIMED_OUT, False), (LATE, True)])
@@ -204,7 +185,7 @@ def test_what_a_client_that_failed_remembers(
         return done
 
     monkeypatch.setattr(Simulation, "play", watch)
-    simulate(settings_of(case("scaffold")))
+    simulate(resolved(case("scaffold")))
     assert memories[1] is not memories[0]
     assert (memories[3] is not memories[2]) == moves
 
@@ -212,80 +193,72 @@ def test_what_a_client_that_failed_remembers(
 # ------------------------------------------------------------------------------------------ privacy
 
 
-def private_run(name: str, folder: Path, **run: Any) -> RunResult:
-    more = {"method": {"knowledge_from": "first-phase"}} if name == "fedaf" else {}
-    given = private(name, run={**FAILING, **run}, **more)
-    return simulate(settings_of(given), output=folder)
-
-
 @pytest.mark.parametrize("name", by_family(PRIVATE, ("fedavg", "fedfm")))
 def test_a_private_run_with_failures_is_verified(name: str, tmp_path: Path) -> None:
-    """Also with rounds that do not count, and for some of them not even have a second exchange."""
-    result = private_run(name, tmp_path, quorum=0.75, rounds=3)
+    """Rounds below the quorum are verified, too, with or without their second exchange."""
+    result = simulate(failing_case(name, private, quorum=0.75, rounds=3), output=tmp_path)
     assert result.folder is not None
-    found = verify_run(result.folder)
-    assert found.problems == []
+    assert verify_run(result.folder).problems == []
     assert any("lost" in row for row in result.metrics)
     missed = [row["not_counted"]["exchange"] for row in result.metrics if "not_counted" in row]
     assert missed
     assert (FIRST in missed) == (name in ("fedfm", "fedaf", "fedstats"))
 
 
-def test_what_was_computed_is_charged_and_what_was_not_is_not(tmp_path: Path) -> None:
-    """A client that never starts is charged nothing, and one whose answer is lost for all."""
-    result = private_run("fedfm", tmp_path)
+@pytest.fixture(scope="module")
+def charged(tmp_path_factory: pytest.TempPathFactory) -> RunResult:
+    """FedFM: two exchanges in each round."""
+    return simulate(failing_case("fedfm", private), output=tmp_path_factory.mktemp("runs"))
+
+
+@pytest.mark.parametrize("name", ["fedfm", "fedavg"])
+def test_clients_are_charged_for_what_they_computed(
+    name: str, charged: RunResult, tmp_path: Path
+) -> None:
+    """A client that crashes before an exchange is charged nothing for it, and one whose answer is
+    lost for all of it."""
+    two = name == "fedfm"
+    result = charged if two else simulate(failing_case(name, private), output=tmp_path)
     assert result.folder is not None
-    settings = result.settings
     kinds = set()
     for client in range(CLIENTS):
         file = result.folder / "ledger" / f"client-{client:03d}.jsonl"
         rows = [json.loads(line) for line in file.read_text().splitlines()]
-        charged = [(row["round"], row["mechanism"]) for row in rows if "mechanism" in row]
+        found = [(row["round"], row["mechanism"]) for row in rows if "mechanism" in row]
         for number in range(1, ROUNDS + 1):
-            failure = settings.failures.of(number, client)
-            first = failure is None or failure.phase == MAIN or failure.kind != CRASHED
-            main = failure is None or (failure.phase == MAIN and failure.kind != CRASHED)
-            assert charged.count((number, "sums")) == (2 if first else 0)
-            assert charged.count((number, "dp-sgd")) == (1 if main else 0)
+            failure = result.settings.failures.of(number, client)
+            in_first = failure is not None and failure.phase == FIRST and two
+            crashed = failure is not None and failure.kind == CRASHED
+            assert found.count((number, "sums")) == (2 if two and not (in_first and crashed) else 0)
+            assert found.count((number, "dp-sgd")) == (0 if in_first or crashed else 1)
             if failure is not None:
                 kinds.add((failure.kind, failure.phase))
     assert len(kinds) >= 4
     assert verify_run(result.folder).problems == []
 
 
-def changed_rows(folder: Path, change: Any) -> list[str]:
-    file = folder / "metrics.jsonl"
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"lost": None},
+        {"lost": {"3": "crashed", "0": "too late", "7": "crashed"}},
+        {"lost": ["all"]},
+        {"not_counted": {"exchange": "first", "uploads": 0, "needed": 1}},
+        {"rejected": {"9": "weight is -1"}},
+    ],
+)
+def test_losses_in_a_row_are_verified(
+    change: dict[str, Any], charged: RunResult, tmp_path: Path
+) -> None:
+    number = next(row["round"] for row in charged.metrics if "lost" in row)
+    shutil.copytree(str(charged.folder), tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "metrics.jsonl"
     rows = [json.loads(line) for line in file.read_text().splitlines()]
-    change(rows)
+    changed = {**rows[number - 1], **change}
+    rows[number - 1] = {key: value for key, value in changed.items() if value is not None}
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return verify_run(folder).problems
-
-
-def test_what_a_row_says_of_losses_is_verified(tmp_path: Path) -> None:
-    result = private_run("fedfm", tmp_path / "runs")
-    assert result.folder is not None
-    number = next(row["round"] for row in result.metrics if "lost" in row)
-
-    def nobody(rows: Any) -> None:
-        del rows[number - 1]["lost"]
-
-    def another(rows: Any) -> None:
-        rows[number - 1]["lost"] = {"3": "crashed", "0": "too late", "7": "crashed"}
-
-    def uncounted(rows: Any) -> None:
-        rows[number - 1]["not_counted"] = {"exchange": "first", "uploads": 0, "needed": 1}
-
-    def odd(rows: Any) -> None:
-        rows[number - 1]["lost"] = ["all"]
-
-    def rejected(rows: Any) -> None:
-        rows[number - 1]["rejected"] = {"9": "weight is -1"}
-
-    for position, change in enumerate((nobody, another, uncounted, odd, rejected)):
-        copied = tmp_path / str(position)
-        shutil.copytree(result.folder, copied)
-        problems = changed_rows(copied, change)
-        assert any(f"metrics.jsonl: round {number}" in text for text in problems), problems
+    problems = verify_run(tmp_path).problems
+    assert any(f"metrics.jsonl: round {number}" in text for text in problems), problems
 
 
 def test_a_rows_rejection_is_shown_in_a_private_run(
@@ -300,7 +273,7 @@ def test_a_rows_rejection_is_shown_in_a_private_run(
         return replace(replies, messages=bad)
 
     monkeypatch.setattr(InProcess, "step", step)
-    result = simulate(settings_of(private("fedavg")), output=tmp_path)
+    result = simulate(resolved(private("fedavg")), output=tmp_path)
     assert result.folder is not None
     shown = [
         json.loads(line) for line in (result.folder / "metrics.jsonl").read_text().splitlines()

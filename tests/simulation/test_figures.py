@@ -14,10 +14,10 @@ import torch
 
 from fedsynth import load_dataset, resolve, simulate
 from fedsynth.config.settings import RunSettings
-from fedsynth.federation.observer import Observer
 from fedsynth.methods.feddm import FedDM
 from fedsynth.methods.fedhydra import FedHydra
 from fedsynth.results.verification import verify_run
+from tests.notes import Notes
 from tests.small import small_settings
 
 OUTPUTS = "fedsynth.results"
@@ -35,14 +35,6 @@ def settings_of(method: str, **sections: Any) -> RunSettings:
         "method": {**small_settings(method), "ipc": 1} if method == "feddm" else {},
     }
     return resolve({**given, **sections})
-
-
-class Notes(Observer):
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def note(self, text: str) -> None:
-        self.lines.append(str(text))
 
 
 @pytest.mark.parametrize(
