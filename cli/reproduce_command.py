@@ -232,7 +232,7 @@ def _print_json(document: dict[str, Any]) -> None:
 
 
 def _print_table(rows: Sequence[Sequence[str]]) -> None:
-    from fedsynth.results.overview import aligned
+    from fedsynth.results.finished import aligned
 
     print(aligned(rows), end="")
 

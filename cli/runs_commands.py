@@ -15,7 +15,7 @@ from fedsynth.cli.application import OptionError, ended_by_signals, note, say, w
 from fedsynth.cli.options import path_argument, path_option
 
 if TYPE_CHECKING:
-    from fedsynth.results.folders import Run
+    from fedsynth.results.finished import Run
 
 
 def runs(
@@ -37,9 +37,15 @@ def runs(
     Example: `for mu in 0.01 0.1 1; do fedsynth train --method fedprox --set mu=$mu; done; fedsynth
     runs`.
     """
-    from fedsynth.results.compare import differing
-    from fedsynth.results.folders import Run, finished_runs, read_settings, read_summary
-    from fedsynth.results.overview import aligned, overview
+    from fedsynth.results.finished import (
+        Run,
+        aligned,
+        differing,
+        finished_runs,
+        overview,
+        read_settings,
+        read_summary,
+    )
 
     paths = [*(folders or []), *([output] if output else [])] or [Path("runs")]
     places = finished_runs(paths)
@@ -96,7 +102,7 @@ def plot(
     """
     from fedsynth.privacy.report.plots import standalone
     from fedsynth.results.curves import AXES, curves, curves_svg, write_png
-    from fedsynth.results.folders import Run, finished_runs
+    from fedsynth.results.finished import Run, finished_runs
     from fedsynth.results.page import curves_page
     from fedsynth.validation import check_choice
 
@@ -133,7 +139,7 @@ def report(
     The page is self-contained and loads nothing. (The privacy report of one run, for other parties,
     is `fedsynth privacy report RUN`.)
     """
-    from fedsynth.results.folders import Run, finished_runs
+    from fedsynth.results.finished import Run, finished_runs
     from fedsynth.results.page import runs_page
 
     read = [Run.read(folder) for folder in finished_runs(runs)]

@@ -9,9 +9,16 @@ from pathlib import Path
 
 from fedsynth.errors import OutputError
 from fedsynth.privacy.report.plots import COLOURS, Line, line_plot
-from fedsynth.results.compare import SEEDS, by_seed, labels
-from fedsynth.results.folders import Run, RunFolderError, value_at
-from fedsynth.results.overview import is_share, words_of
+from fedsynth.results.finished import (
+    SEEDS,
+    Run,
+    RunFolderError,
+    by_seed,
+    is_share,
+    labels,
+    value_at,
+    words_of,
+)
 
 AXES: Mapping[str, str] = {
     "rounds": "round",

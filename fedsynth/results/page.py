@@ -26,10 +26,19 @@ from fedsynth.privacy.report.file import HOSTILE, sound_report
 from fedsynth.privacy.report.formatting import band, format_epsilon, format_odds, printable
 from fedsynth.privacy.report.pages import STYLE, words
 from fedsynth.privacy.report.plots import Line, line_plot, svg_templates
-from fedsynth.results.compare import differing, labels
 from fedsynth.results.curves import AXES, curve, curves_svg
-from fedsynth.results.folders import Run, RunFolderError, value_at
-from fedsynth.results.overview import NONE, is_share, overview, percent, words_of
+from fedsynth.results.finished import (
+    NONE,
+    Run,
+    RunFolderError,
+    differing,
+    is_share,
+    labels,
+    overview,
+    percent,
+    value_at,
+    words_of,
+)
 from fedsynth.results.run_folder import COUNTS, ROUNDS
 
 PICTURES = 5

@@ -18,7 +18,7 @@ from pathlib import Path
 from fedsynth.config.settings import RunSettings
 from fedsynth.errors import OutputError
 from fedsynth.privacy.files import last_line, open_regular
-from fedsynth.results.folders import run_folders
+from fedsynth.results.finished import run_folders
 from fedsynth.results.run_folder import INCOMPLETE
 from fedsynth.results.sweep_file import Cell, Sweep, SweepError
 from fedsynth.toml_file import to_toml

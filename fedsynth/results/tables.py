@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fedsynth.results.folders import read_summary, value_at
-from fedsynth.results.overview import NONE, aligned, is_share, words_of
+from fedsynth.results.finished import NONE, aligned, is_share, read_summary, value_at, words_of
 from fedsynth.results.sweep import finished
 from fedsynth.results.sweep_file import SEED, Sweep
 

@@ -95,7 +95,7 @@ def test_an_error_of_the_file_system_is_one_line(
     def broken(*args: object) -> None:
         raise error
 
-    monkeypatch.setattr("fedsynth.results.folders.finished_runs", broken)
+    monkeypatch.setattr("fedsynth.results.finished.finished_runs", broken)
     run = fedsynth("runs")
     assert (run.code, run.stderr.count("\n")) == (2, 1)
     assert error.filename is None or "cannot use /x/y: Permission denied" in run.stderr
@@ -111,7 +111,7 @@ def test_bugs_keep_their_traceback(
         def broken(*args: object, error: Exception = error) -> None:
             raise error
 
-        monkeypatch.setattr("fedsynth.results.folders.finished_runs", broken)
+        monkeypatch.setattr("fedsynth.results.finished.finished_runs", broken)
         with pytest.raises(type(error)):
             fedsynth("runs")
 

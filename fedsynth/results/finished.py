@@ -1,0 +1,334 @@
+"""Finished runs for comparison: their summaries, settings and rounds, the settings in which they
+differ, names that distinguish them, and their results as table rows.
+
+The content of a run folder is untrusted input, so its types are checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from fedsynth.errors import FedsynthError
+from fedsynth.privacy.files import decode_json, read_text
+from fedsynth.privacy.report.figures import faults
+from fedsynth.privacy.report.formatting import format_epsilon
+from fedsynth.results.run_folder import CONFIG, HIDDEN, INCOMPLETE, METRICS
+from fedsynth.toml_file import read_sections
+
+Rows = Sequence[Mapping[str, Any]]
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+QUIET = (
+    "run.method",
+    "run.device",
+    "data.data_root",
+    "privacy.ledger",
+    "privacy.epsilon",
+    "report.responsible",
+    "report.purpose",
+    "report.sites",
+)
+"""Settings that are shown elsewhere or do not affect a result."""
+SEEDS = ("run.seed", "partition.seed")
+MAX_LABEL = 40
+"""Maximum length of a run's name in a legend or a heading, in characters."""
+NONE = "–"
+_SHARES = ("accuracy", "amp", "wlp", "agreement", "share")
+_COLUMNS = {
+    "accuracy": "test_accuracy",
+    "AMP": "local.amp",
+    "WLP": "local.wlp",
+    "as asked": "generator.agreement",
+    "class entropy": "generator.class_entropy_share",
+    "ε": "differential_privacy.epsilon",
+    "rounds": "rounds",
+    "MB up": "upload_bytes",
+    "s": "seconds",
+}
+"""Headings, and the path of each value in a summary."""
+
+
+class RunFolderError(FedsynthError):
+    """The folder is not that of a finished run, or its files are damaged."""
+
+
+class _Part(BaseModel):
+    """A part of a summary. Unknown keys are ignored; a key may be missing."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+
+class Local(_Part):
+    """Metrics on the clients' own test splits."""
+
+    amp: float
+    wlp: float
+
+
+class Promise(_Part):
+    epsilon: float | None = None
+
+
+class Summary(_Part):
+    """The fields of a run's summary.json that are shown, with types and ranges."""
+
+    method: str | None = None
+    dataset: str | None = None
+    rounds: Count | None = None
+    test_accuracy: float | None = None
+    local: Local | None = None
+    generator: dict[str, int | float] | None = None
+    differential_privacy: Promise | None = None
+    upload_bytes: Count | None = None
+    seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run.
+
+    Attributes:
+        folder: its folder.
+        summary: the fields of summary.json that are shown.
+        settings: "section.key" → value, from config.toml.
+        rows: metrics of each round, from metrics.jsonl.
+        hidden: metrics of each round from simulation_only, for a private run.
+    """
+
+    folder: Path
+    summary: dict[str, Any]
+    settings: dict[str, Any]
+    rows: Rows = ()
+    hidden: Rows = ()
+
+    @classmethod
+    def read(cls, folder: Path) -> Run:
+        """Reads a run's folder.
+
+        Raises:
+            RunFolderError, ConfigFileError: a file is missing or damaged.
+        """
+        summary, settings = read_summary(folder), read_settings(folder)
+        return cls(folder, summary, settings, _rows(folder / METRICS), _rows(folder / HIDDEN))
+
+    @property
+    def method(self) -> str:
+        """The method's name, as the summary states it."""
+        return str(self.summary.get("method"))
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+    @property
+    def private(self) -> bool:
+        """True if the run had differential privacy."""
+        return "differential_privacy" in self.summary
+
+
+def run_folders(folder: Path) -> list[Path]:
+    """Returns the folder itself if it is a finished run's, otherwise the finished runs directly
+    below it, ordered by time: the time stamp in the name, and within a second the modification time
+    of summary.json."""
+    if (folder / "summary.json").is_file():
+        return [folder]
+    summaries = [path for path in folder.glob("*/summary.json") if path.parent.suffix != INCOMPLETE]
+    summaries.sort(key=lambda path: (path.parent.name[:15], path.stat().st_mtime_ns))
+    return [path.parent for path in summaries]
+
+
+def finished_runs(folders: Sequence[Path]) -> list[Path]:
+    """Returns the finished runs in these folders. Each may be a run, a folder of runs, or a sweep,
+    whose runs are one level deeper.
+
+    Raises:
+        RunFolderError: there is none.
+    """
+    runs: list[Path] = []
+    for folder in folders:
+        if not folder.is_dir():
+            raise RunFolderError(f"there is no folder {folder}")
+        below = sorted(path for path in folder.iterdir() if path.is_dir())
+        deeper = [run for inner in below for run in run_folders(inner)]
+        runs += run_folders(folder) or deeper
+    if not runs:
+        raise RunFolderError(f"no finished run in {', '.join(str(folder) for folder in folders)}")
+    return runs
+
+
+def read_summary(folder: Path) -> dict[str, Any]:
+    """Returns the content of a run's summary.json.
+
+    Raises:
+        RunFolderError: the file cannot be read, or is no summary.
+    """
+    path = folder / "summary.json"
+    try:
+        return Summary.model_validate_json(read_text(path)).model_dump(exclude_unset=True)
+    except ValidationError as error:
+        raise RunFolderError(f"{path} is no run's summary: {faults(error)[0][:300]}") from None
+    except (OSError, ValueError) as error:
+        raise RunFolderError(f"cannot read {path}: {_reason(error)}") from None
+
+
+def _reason(error: OSError | ValueError) -> str:
+    return str(getattr(error, "strerror", None) or error)[:200]
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    """Returns "section.key" → value of a run's config.toml; empty without one."""
+    path = folder / CONFIG
+    sections = read_sections(path) if path.is_file() else {}
+    return {
+        f"{section}.{key}": value
+        for section, values in sections.items()
+        for key, value in values.items()
+    }
+
+
+def value_at(values: Mapping[str, Any], path: str) -> float | None:
+    """Returns the number at a dotted path such as "local.amp", or None if there is none."""
+    value: Any = values
+    for key in path.split("."):
+        value = value.get(key) if isinstance(value, Mapping) else None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value)
+
+
+def _rows(file: Path) -> Rows:
+    try:
+        text = read_text(file) if file.exists() else ""
+        rows = [decode_json(line) for line in text.splitlines()]
+    except (OSError, ValueError) as error:
+        raise RunFolderError(f"cannot read {file}: {_reason(error)}") from None
+    if not all(isinstance(row, dict) and type(row.get("round")) is int for row in rows):
+        raise RunFolderError(f"{file} is damaged: a line is no round's")
+    return rows
+
+
+# -------------------------------------------------------------------------------------- comparison
+
+
+def differing(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """Returns each run's settings that differ: the method's settings between runs of the same
+    method, all others between all runs. Their names are as short as on the command line."""
+    differences = []
+    for run in runs:
+        differ = {}
+        for key, value in run.settings.items():
+            comparable = [other for other in runs if _comparable(key, run, other)]
+            # an ε or σ that only one of two private runs sets is a difference, too
+            unset = None if key.startswith("privacy.") else value
+            if key not in QUIET and any(o.settings.get(key, unset) != value for o in comparable):
+                differ[key.removeprefix("method.").removeprefix("run.")] = value
+        differences.append(differ)
+    return differences
+
+
+def _comparable(key: str, run: Run, other: Run) -> bool:
+    if key.startswith("method."):
+        return other.method == run.method
+    return other.private == run.private or not key.startswith("privacy.")
+
+
+def labels(runs: Sequence[Run]) -> list[str]:
+    """Returns a short name for each run, for legends and headings.
+
+    It consists of the method, "private" if other runs are not, and the fewest differing settings
+    that distinguish the runs; "…" replaces the rest. If a name is longer than `MAX_LABEL`, only
+    methods are used. Names that coincide are numbered.
+    """
+    mixed = len({run.private for run in runs}) > 1
+    texts = [run.method + (" private" if mixed and run.private else "") for run in runs]
+    rest = differing(runs)
+    while len(set(texts)) < len(texts):
+        keys = dict.fromkeys(key for settings in rest for key in settings)
+        options = [[_with(key, *pair) for pair in zip(texts, rest, strict=True)] for key in keys]
+        best = max(options, key=lambda names: len(set(names)), default=texts)
+        if len(set(best)) == len(set(texts)):
+            break
+        used = list(keys)[options.index(best)]
+        for settings in rest:
+            settings.pop(used, None)
+        texts = best
+    names = [
+        f"{word} …" if remaining else word for word, remaining in zip(texts, rest, strict=True)
+    ]
+    if max(map(len, names)) > MAX_LABEL:
+        names = [run.method for run in runs]
+    return [
+        f"{name} #{number}" if names.count(name) > 1 else name
+        for number, name in enumerate(names, start=1)
+    ]
+
+
+def _with(key: str, word: str, settings: Mapping[str, Any]) -> str:
+    return f"{word} {key}={settings[key]}" if key in settings else word
+
+
+def by_seed(runs: Sequence[Run]) -> list[list[Run]]:
+    """Returns the runs in groups that differ only in seeds, in the order of each group's first
+    run."""
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        same = {key: value for key, value in run.settings.items() if key not in (*SEEDS, *QUIET)}
+        groups.setdefault(repr((run.method, sorted(same.items()))), []).append(run)
+    return list(groups.values())
+
+
+# ------------------------------------------------------------------------------------------ tables
+
+
+def is_share(metric: str) -> bool:
+    """Returns whether a metric is a share, shown in percent."""
+    return metric.endswith(_SHARES)
+
+
+def words_of(metric: str) -> str:
+    """Returns a metric's name for an axis or a heading: "local.amp" becomes "local amp"."""
+    return metric.replace("_", " ").replace(".", " ")
+
+
+def percent(value: float | None) -> str:
+    """Returns a share in percent; a dash for None."""
+    return NONE if value is None else f"{100 * value:.2f} %"
+
+
+def overview(runs: Sequence[Run]) -> list[list[str]]:
+    """Returns the headings, then a row of values for each run, without columns in which no run has
+    a value."""
+    columns = []
+    for heading, path in _COLUMNS.items():
+        cells = [_shown(path, value_at(run.summary, path)) for run in runs]
+        if any(cell != NONE for cell in cells):
+            columns.append([heading, *cells])
+    return [list(row) for row in zip(*columns, strict=True)] or [[] for _ in range(len(runs) + 1)]
+
+
+def _shown(path: str, value: float | None) -> str:
+    if value is None:
+        return NONE
+    if path == "differential_privacy.epsilon":
+        return format_epsilon(value)
+    if path == "generator.class_entropy_share":
+        return f"{value:.2f}"
+    if is_share(path):
+        return percent(value)
+    scale, digits = {"upload_bytes": (1e-6, 2), "seconds": (1.0, 1)}.get(path, (1.0, 0))
+    return f"{scale * value:.{digits}f}"
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Returns rows as lines of aligned columns, each as wide as its longest cell; nothing is
+    cut."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        lines.append("  ".join(cells).rstrip() + "\n")
+    return "".join(lines)
