@@ -1,8 +1,8 @@
 """Damage to valid files, messages and options, reproducible from a seed, and what a call may do
 with it: a result, or one line of an error of fedsynth's own, within 20 seconds.
 
-A surface's test makes its good bytes or its good JSON value once, takes `altered` or
-`altered_json` of it for each of its `cases`, and gives the call to `Faults.of`.
+A surface makes its good bytes or its good JSON value once, takes `altered` or `altered_json` of it
+for each of its cases, and gives the call to `Faults.of`.
 """
 
 from __future__ import annotations
@@ -11,20 +11,17 @@ import copy
 import json
 import random
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sized
 from contextlib import contextmanager
 from typing import Any
 
-import pytest
 from typer.testing import CliRunner
 
 from fedsynth.cli.app import app
 from fedsynth.errors import FedsynthError
 from fedsynth.privacy.errors import PrivacyError
 
-OWN = (FedsynthError, PrivacyError)
 SECONDS = 20.0
-STEP = 11  # shares no factor with the numbers of kinds that cases take in turn
 LONGEST_LINE = 4000
 HOSTILE: tuple[Any, ...] = (
     None, True, 0, -1, 2**31, 2**63, -(2**63), 10**30, 10**400, 0.5, -0.0, 1e308, -1e308, 5e-324,
@@ -33,13 +30,6 @@ HOSTILE: tuple[Any, ...] = (
     "9" * 5000, "x" * 100_000, [], {}, [[]], [1, "x"], {"x": 1},
 )  # fmt: skip
 """What no place expects: another type, out of range, huge, not finite, steering characters."""
-
-
-def fuzzed(count: int) -> pytest.MarkDecorator:
-    """Gives a test `cases`: one number in `STEP` in the suite, all of them with `-m slow`."""
-    sample = pytest.param(range(0, count, STEP), id="sample")
-    every = pytest.param(range(count), id="all", marks=pytest.mark.slow)
-    return pytest.mark.parametrize("cases", [sample, every])
 
 
 def generator(seed: int) -> random.Random:
@@ -174,48 +164,11 @@ def at_most(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-class Faults:
-    """What was neither a result nor an error as it should be, of a surface's cases; `refused` and
-    `accepted` count the others.
-    """
-
-    def __init__(self) -> None:
-        self.found: list[str] = []
-        self.refused = 0
-        self.accepted = 0
-
-    def of(self, case: object, call: Callable[[], Any], own: Sequence[type] = OWN) -> Any:
-        """What the call returns; None where it refuses, or is at fault."""
-        try:
-            with at_most(SECONDS):
-                result = call()
-        except tuple(own) as error:
-            self.refused += 1
-            text = str(error)
-            if "\n" in text or len(text) > LONGEST_LINE:
-                self.found.append(f"{case}: not one short line: {text[:300]!r}")
-            return None
-        except Exception as error:
-            self.found.append(f"{case}: {type(error).__name__}: {str(error)[:300]}")
-            return None
-        self.accepted += 1
-        return result
-
-    def unless(self, right: bool, case: object, what: str) -> None:
-        """A wrong acceptance."""
-        if not right:
-            self.found.append(f"{case}: {what}")
-
-    def check(self, cases: Sequence[int], refused: float = 0.0, accepted: float = 0.0) -> None:
-        """No fault, no case left out, and at least these shares refused and accepted."""
-        assert self.found == [], f"{len(self.found)} faults:\n" + "\n".join(self.found[:40])
-        assert self.refused + self.accepted == len(cases)
-        assert self.refused >= refused * len(cases)
-        assert self.accepted >= accepted * len(cases)
-
-
 class CommandFailedError(Exception):
     """The command line refused, in one line."""
+
+
+OWN = (FedsynthError, PrivacyError, CommandFailedError)
 
 
 def command(*args: str) -> tuple[int, str]:
@@ -234,3 +187,43 @@ def command(*args: str) -> tuple[int, str]:
         raise CommandFailedError(errors[0][:1000])
     assert done.exit_code in (0, 1), (done.exit_code, done.stderr[:500])
     return done.exit_code, done.stdout
+
+
+class Faults:
+    """What was neither a result nor an error as it should be, of a surface's cases; `refused` and
+    `accepted` count the others.
+    """
+
+    def __init__(self) -> None:
+        self.found: list[str] = []
+        self.refused = 0
+        self.accepted = 0
+
+    def of(self, case: object, call: Callable[[], Any]) -> Any:
+        """What the call returns; None where it refuses, or is at fault."""
+        try:
+            with at_most(SECONDS):
+                result = call()
+        except OWN as error:
+            self.refused += 1
+            text = str(error)
+            if "\n" in text or len(text) > LONGEST_LINE:
+                self.found.append(f"{case}: not one short line: {text[:300]!r}")
+            return None
+        except Exception as error:
+            self.found.append(f"{case}: {type(error).__name__}: {str(error)[:300]}")
+            return None
+        self.accepted += 1
+        return result
+
+    def unless(self, right: bool, case: object, what: str) -> None:
+        """A wrong acceptance."""
+        if not right:
+            self.found.append(f"{case}: {what}")
+
+    def check(self, cases: Sized, refused: float = 0.0, accepted: float = 0.0) -> None:
+        """No fault, no case left out, and at least these shares refused and accepted."""
+        assert self.found == [], f"{len(self.found)} faults:\n" + "\n".join(self.found[:40])
+        assert self.refused + self.accepted == len(cases)
+        assert self.refused >= refused * len(cases)
+        assert self.accepted >= accepted * len(cases)

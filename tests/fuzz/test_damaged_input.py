@@ -1,0 +1,849 @@
+"""Damaged and hostile input on every surface: a result as promised, or one line of an error.
+
+`SURFACES` lists them. In the suite one case in `STEP` runs, with `-m slow` all of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import math
+import random
+import re
+import shutil
+import struct
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, get_args, get_origin, get_type_hints
+
+import pytest
+import torch
+from torch import Tensor
+
+from fedsynth import Scaffold, load_dataset, resolve
+from fedsynth.config.settings import RunSettings
+from fedsynth.core.context import RoundContext
+from fedsynth.core.messages import Packed
+from fedsynth.data.images import ImageData
+from fedsynth.deployment.frames import Frame
+from fedsynth.deployment.remote_client import RemoteClient
+from fedsynth.errors import CheckpointError
+from fedsynth.federation.client_runtime import ClientRuntime, OwnData
+from fedsynth.federation.context import public_context
+from fedsynth.federation.protocol import Models, agreement
+from fedsynth.methods import METHODS, method_class
+from fedsynth.privacy.ledger import Ledger, read_ledger
+from fedsynth.privacy.ledger.lines import repair_ledger
+from fedsynth.privacy.releases import SAMPLERS, UNITS, Release
+from fedsynth.results.checkpoint import POINTER, Checkpoint, CheckpointFolder
+from fedsynth.toml_file import read_sections, to_toml
+from tests.data.test_fuzzed_files import ALL
+from tests.fuzz.mutations import (
+    HOSTILE,
+    Faults,
+    altered,
+    altered_json,
+    command,
+    generator,
+    json_bytes,
+)
+from tests.special import SPECIAL, special_file
+
+STEP = 11  # shares no factor with the numbers of kinds that cases take in turn
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What a surface works with: an empty folder, its faults, and a finished private run."""
+
+    folder: Path
+    faults: Faults
+    run: Callable[[], Path]
+
+
+Case = Callable[[int, random.Random], None]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Path]:
+    @functools.cache
+    def run() -> Path:
+        output = tmp_path_factory.mktemp("runs")
+        command(
+            *("train", "--device", "cpu", "--clients", "2", "--rounds", "2", "--dp-sigma", "3"),
+            *("--set", "iterations=1", "--set", "server_epochs=1", "--ipc", "2", "--width", "8"),
+            *("--output", str(output)),
+        )
+        (folder,) = output.iterdir()
+        return folder
+
+    return run
+
+
+# --------------------------------------------------------------------------------- config files
+PLAIN = ("feddm", "fedavg", "fedkf", "fedhydra", "fedgen", "fedfm", "fedaf", "scaffold")
+STRANGE = (
+    "1979-05-27T07:32:00Z",
+    "07:32:00",
+    "0x" + "f" * 5000,
+    "9" * 400,
+    "9" * 5000,
+    "1e400",
+    "-inf",
+    "[" * 5000,
+    "[" * 200 + "]" * 200,
+    "{a=" * 300 + "1" + "}" * 300,
+    "'''\nx\n'''",
+    '"\\u0000"',
+    '"\\u202e"',
+)
+
+
+def sections(method: str) -> dict[str, dict[str, Any]]:
+    """All settings of a private or a plain run."""
+    private = {"privacy": {"noise_multiplier": 3.0, "epsilon": 50.0, "sample_rate": 0.5}}
+    more = private if method in ("feddm", "fedavg", "fedfm") else {}
+    return resolve({"run": {"method": method, "device": "cpu"}, **more}).to_mapping()
+
+
+def in_toml(value: Any) -> str:
+    """A hostile value as TOML says it."""
+    if isinstance(value, str):
+        return to_toml({"x": {"y": value.replace("\ud800", "\ufffd")}}).split("= ", 1)[1].strip()
+    if value is None or isinstance(value, dict):
+        return "{ x = 1 }"
+    if isinstance(value, list):
+        return "[[1], 'x']"
+    return str(value).lower() if not isinstance(value, int) or value < 10**40 else "9" * 400
+
+
+def with_one(given: dict[str, dict[str, Any]], rng: random.Random) -> str:
+    """The sections as TOML, with one hostile value."""
+    section = rng.choice(list(given))
+    given[section][rng.choice(list(given[section]))] = "@@"
+    return to_toml(given).replace('"@@"', rng.choice((*map(in_toml, HOSTILE), *STRANGE)))
+
+
+def finite(settings: RunSettings) -> bool:
+    """All numbers are finite, and none is a truth value where a number stands."""
+    parts = (settings, settings.partition, settings.model, settings.method, settings.privacy)
+    for part in parts:
+        for f in fields(part) if part is not None else ():
+            value = getattr(part, f.name)
+            if isinstance(value, float) and not math.isfinite(value):
+                return False
+            if isinstance(value, bool) and "bool" not in str(f.type):
+                return False
+            if isinstance(value, int) and abs(value) >= 2**63:
+                return False
+    return True
+
+
+def settings_read(path: Path) -> RunSettings:
+    """Settings of the file, if what is written of them is read as the same."""
+    settings = resolve(read_sections(path))
+    text = to_toml(settings.to_mapping())
+    text.encode()
+    assert resolve(tomllib.loads(text)) == settings, text
+    return settings
+
+
+def configs(bench: Bench, content: Callable[[random.Random], bytes]) -> Case:
+    path = bench.folder / "config.toml"
+
+    def case(number: int, rng: random.Random) -> None:
+        path.write_bytes(content(rng))
+        made = bench.faults.of(number, lambda: settings_read(path))
+        bench.faults.unless(made is None or finite(made), number, f"made {made}")
+
+    return case
+
+
+def config_texts(bench: Bench) -> Case:
+    return configs(bench, lambda rng: altered(to_toml(sections(rng.choice(PLAIN))).encode(), rng))
+
+
+def config_values(bench: Bench) -> Case:
+    """One setting, of any section, becomes another type, huge, not finite, or deeply nested."""
+    return configs(
+        bench,
+        lambda rng: with_one(sections(rng.choice(PLAIN)), rng).encode(errors="surrogateescape"),
+    )
+
+
+# -------------------------------------------------------------------------------------- options
+WHOLE = ("-1", "0", "1", "2", "7", *("9" * n for n in (6, 9, 12, 18, 19, 30, 400, 5000)))
+REAL = ("0.5", "1e-5", "1e5", "1e12", "1e30", "1e308", "-1e308", "1e-308", "5e-324", "nan", "inf")
+WORDS = (
+    *("", " ", "²", "١٢", "1_0", "x", "x/y", "../..", "x" * 5000, "x,y", ",", "=", "a=b", "None"),
+    *("run.rounds=x", "~nobody-of-that-name/x", "\udcff", "\u202e", "\x1b[31m"),
+    "none: this data set is public",
+)
+TRAIN = (
+    *("method", "rounds", "seed", "precision", "memory-gb", "participation", "dataset"),
+    *("partition", "clients", "alpha", "classes-per-client", "min-size", "subset", "local-test"),
+    *("model", "client-models", "width", "depth", "norm", "ipc", "matching", "set", "config"),
+    *("data-root", "device"),
+)
+PRIVATE = (
+    *("dp-epsilon", "dp-sigma", "dp-clip", "dp-delta", "dp-max-records", "dp-mechanism"),
+    *("dp-sample-rate", "dp-nominal-size", "dp-adjacency", "dp-unit"),
+)
+SETTINGS = (
+    *("method.batch", "method.image_lr", "method.server_lr", "method.min_examples"),
+    *("method.networks", "method.augment", "method.image_clip", "model.projection"),
+    *("run.evaluate_every", "partition.missing_classes", "partition.dominant_share"),
+    *("privacy.user_records", "privacy.max_request_norm", "privacy.four_sums"),
+    *("method.server_batch", "method.blur", "partition.seed", "run.memory_gb", "run.seed"),
+)
+TINY = (
+    *("train", "--device", "cpu", "--clients", "2", "--rounds", "1", "--width", "8"),
+    *("--set", "iterations=1"),
+)
+PLAN = ("privacy", "plan", "--mechanism=residual")
+OTHER = (
+    (*PLAN, "--epsilon"),
+    (*PLAN, "--epsilon", "8", "--rounds"),
+    (*PLAN, "--epsilon", "8", "--steps"),
+    (*PLAN, "--epsilon", "8", "--n"),
+    ("privacy", "plan", "--epsilon", "8", "--method"),
+    (*PLAN, "--sigma"),
+    (*PLAN, "--sigma", "3", "--delta"),
+    (*PLAN, "--sigma", "3", "--clients"),
+    (*PLAN, "--sigma", "3", "--sample-rate"),
+    (*PLAN, "--sigma", "3", "--set"),
+    *(tuple(line.split()) for line in (
+        "privacy report", "privacy report --ledger", "privacy verify", "privacy verify x --ledger",
+        "privacy verify x --public-key", "privacy sign x --key", "privacy repair",
+        "privacy carry-over .", "privacy carry-over", "runs", "methods show", "distill --models",
+        "distill --models x --arch", "distill --models x --student", "distill --models x --width",
+        "distill --models x --depth", "distill --models x --seed", "distill --models x --set",
+        "distill --models x --dataset", "partition --clients", "partition --alpha",
+        "partition --picture", "partition --set", "privacy audit --run", "privacy audit --canaries",
+    )),
+)  # fmt: skip
+
+
+def word(option: str, rng: random.Random) -> str:
+    """A hostile value; for --set often one of a setting."""
+    chosen = rng.choice(rng.choice((WHOLE, WHOLE, REAL, REAL, WORDS)))
+    if option == "set" and rng.random() < 0.9:
+        return f"{rng.choice(SETTINGS)}={chosen}"
+    return chosen
+
+
+def try_command(faults: Faults, number: int, args: list[str]) -> None:
+    faults.of((number, [a[:60] for a in args[-4:]]), lambda: command(*args))
+
+
+def options_of_runs(bench: Bench) -> Case:
+    """A tiny run with one hostile option: what is accepted is run."""
+
+    def case(number: int, rng: random.Random) -> None:
+        private = number % 3 == 0
+        option = rng.choice(TRAIN + PRIVATE + ("set",) * 20 if private else TRAIN + ("set",) * 12)
+        short = ["--ipc=1", "--set=server_epochs=1"]
+        given = f"--{option}={word(option, rng)}"
+        if option == "ipc":
+            short = short[1:]
+        sigma = ["--dp-sigma=3"] if private and option not in ("dp-sigma", "dp-epsilon") else []
+        output = f"--output={bench.folder / 'out'}"
+        if option == "rounds" and given[-3:].isdigit():
+            output = "--dry-run"  # a number of rounds may be meant
+        try_command(bench.faults, number, [*TINY, *short, *sigma, output, given])
+
+    return case
+
+
+def options_of_other_commands(bench: Bench) -> Case:
+    def case(number: int, rng: random.Random) -> None:
+        *start, last = OTHER[number % len(OTHER)]
+        value = word(last.removeprefix("--"), rng)
+        end = [f"{last}={value}"] if last.startswith("--") else [last, value]
+        try_command(bench.faults, number, [*start, *end])
+
+    return case
+
+
+# -------------------------------------------------------------------- reports and files of a run
+PROMISED = (
+    "config.toml",
+    "privacy_start.json",
+    "privacy_report.md",
+    "privacy_report.html",
+    "metrics.jsonl",
+    "summary.json",
+    "ledger/client-000.jsonl",
+    "ledger/client-001.jsonl",
+)
+OF_PRIVACY = {
+    "summary.json": ("method", "settings", "dataset", "rounds", "seed", "differential_privacy"),
+    "metrics.jsonl": ("round", "epsilon"),
+}
+
+
+def alike(one: Any, other: Any) -> bool:
+    """Two JSON values are equal, numbers up to 1e-6 of them and whole ones exactly."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(alike(one[key], other[key]) for key in one)
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(alike, one, other))
+    if isinstance(one, float) and type(other) in (int, float):
+        try:
+            return math.isclose(one, other, rel_tol=1.01e-6, abs_tol=1e-12)
+        except OverflowError:
+            return False
+    return type(one) is type(other) and bool(one == other)
+
+
+def without_versions(report: dict[str, Any]) -> dict[str, Any]:
+    """What must follow from the run's files: all but which versions made it."""
+    report = json.loads(json.dumps(report))
+    kept = report.get("provenance")
+    report["provenance"] = kept.get("config") if isinstance(kept, dict) else kept
+    accountant = report.get("accountant")
+    if isinstance(accountant, dict):
+        accountant.pop("library", None)
+    return report
+
+
+def same_meaning(name: str, good: bytes, content: bytes) -> bool:
+    """The file states the same about the run's privacy."""
+    if name == "config.toml":
+        was, now = tomllib.loads(good.decode()), tomllib.loads(content.decode())
+        for mapping in (was, now):
+            for key in ("device", "memory_gb", "compile", "evaluate_every", "precision"):
+                mapping["run"].pop(key, None)
+        return alike(was, now)
+    if name == "privacy_start.json":
+        return alike(json.loads(good), json.loads(content))
+    keys = OF_PRIVACY.get(name)
+    if keys is None:
+        return good == content
+    rows = []
+    for text in (good, content):
+        lines = [text] if name == "summary.json" else text.splitlines()
+        rows.append([{key: json.loads(line).get(key) for key in keys} for line in lines])
+    return alike(*rows)
+
+
+def with_content(file: Path, content: bytes, call: Callable[[], Any]) -> Any:
+    """What the call returns with another content of a file, which then has its own again."""
+    before = file.read_bytes()
+    file.write_bytes(content)
+    try:
+        return call()
+    finally:
+        file.write_bytes(before)
+
+
+def verified_reports(bench: Bench) -> Case:
+    """`privacy verify` refuses each change of the report's JSON, or the change has no meaning."""
+    run = Path(shutil.copytree(bench.run(), bench.folder / "run"))
+    file = run / "privacy_report.json"
+    good = json.loads(file.read_text())
+
+    def case(number: int, rng: random.Random) -> None:
+        content = json_bytes(altered_json(good, rng), rng)
+        verify = functools.partial(command, "privacy", "verify", str(run))
+        done = with_content(file, content, lambda: bench.faults.of(number, verify))
+        if done is not None and done[0] == 0:
+            same = alike(without_versions(good), without_versions(json.loads(content)))
+            bench.faults.unless(same, number, f"accepted {content[:3000]!r}")
+
+    return case
+
+
+def shown_reports(bench: Bench) -> Case:
+    """Each form of a damaged report is text, and nothing in it is taken for HTML."""
+    run = Path(shutil.copytree(bench.run(), bench.folder / "run"))
+    file = run / "privacy_report.json"
+    good = json.loads(file.read_text())
+
+    def case(number: int, rng: random.Random) -> None:
+        form = ("markdown", "html", "json")[number % 3]
+        show = functools.partial(command, "privacy", "report", str(run), "--format", form)
+        content = json_bytes(altered_json(good, rng), rng)
+        shown = with_content(file, content, lambda: bench.faults.of(number, show))
+        if shown is not None:
+            bench.faults.unless("\x1b" not in shown[1], number, "steers a terminal")
+            script = form == "html" and "<script" in shown[1]
+            bench.faults.unless(not script, number, "has a script")
+
+    return case
+
+
+def files_of_runs(bench: Bench) -> Case:
+    """Bytes of any of the files that a report follows from."""
+    run = Path(shutil.copytree(bench.run(), bench.folder / "run"))
+
+    def case(number: int, rng: random.Random) -> None:
+        file = run / PROMISED[number % len(PROMISED)]
+        good = file.read_bytes()
+        if file.suffix == ".json" and rng.random() < 0.6:
+            content = json_bytes(altered_json(json.loads(good), rng), rng)
+        else:
+            content = altered(good, rng)
+        verify = functools.partial(command, "privacy", "verify", str(run))
+        done = with_content(file, content, lambda: bench.faults.of(number, verify))
+        if done is not None and done[0] == 0:
+            same = same_meaning(file.name, good, content)
+            bench.faults.unless(same, number, f"{file.name}: accepted {content!r:.1500}")
+
+    return case
+
+
+# ---------------------------------------------------------------------------------- checkpoints
+METHOD = Scaffold()
+DAMAGED_FILES = 150  # cases; the others change the JSON
+
+
+def write_checkpoint(path: Path) -> Checkpoint:
+    state = METHOD.initial_state({"weight": torch.arange(6.0).view(2, 3)})
+    memories = {k: {"h.weight": torch.full((2, 3), float(k))} for k in (0, 2)}
+    rows = ({"round": 1, "loss": 0.5}, {"round": 2, "loss": 0.25, "participants": [0, 2]})
+    good = Checkpoint(rows, state, memories)
+    CheckpointFolder(path, "run").write(good, frozenset(memories))
+    return good
+
+
+def same_checkpoint(path: Path, good: Checkpoint) -> bool:
+    """Reads the checkpoint, which must be as it was written."""
+    folder = CheckpointFolder(path, "run")
+    found = folder.read(METHOD)
+    assert found is not None
+    assert found.rows == good.rows
+    expected = dict(good.state.arrays())
+    stated = dict(found.state.arrays())
+    assert stated.keys() == expected.keys()
+    assert all(torch.equal(stated[name], value) for name, value in expected.items())
+    assert folder.clients == sorted(good.memories)
+    for client, memory in good.memories.items():
+        assert torch.equal(folder.memory(client)["h.weight"], memory["h.weight"])
+    return True
+
+
+def checkpoints(bench: Bench) -> Case:
+    """Never another round, state or memory than was written."""
+    path = bench.folder / "checkpoint"
+    good = write_checkpoint(path)
+    assert same_checkpoint(path, good)
+    contents = {file: file.read_bytes() for file in sorted(path.iterdir())}
+
+    def case(number: int, rng: random.Random) -> None:
+        file = path / POINTER
+        if number < DAMAGED_FILES:
+            file = rng.choice(list(contents))
+            content = altered(contents[file], rng, *contents.values())
+        else:
+            content = json_bytes(altered_json(json.loads(contents[file]), rng), rng)
+        with_content(
+            file, content, lambda: bench.faults.of(number, lambda: same_checkpoint(path, good))
+        )
+        assert sorted(path.iterdir()) == list(contents)
+
+    return case
+
+
+@pytest.mark.parametrize("kind", SPECIAL)
+def test_a_special_file_in_a_checkpoint_is_refused(tmp_path: Path, kind: str) -> None:
+    write_checkpoint(tmp_path)
+    for file in sorted(tmp_path.iterdir()):
+        content = file.read_bytes()
+        special_file(file, kind)
+        with pytest.raises(CheckpointError):
+            CheckpointFolder(tmp_path, "run").read(METHOD)
+        file.rmdir() if kind == "folder" else file.unlink()
+        file.write_bytes(content)
+
+
+# -------------------------------------------------------------------------------------- ledgers
+ROWS = [
+    Release(n, "images", "residual", "residuals", 5.0, 0.1, 0.25, "poisson", 2, 7840)
+    for n in (1, 2, 3)
+]
+
+
+def write_ledger(folder: Path) -> bytes:
+    ledger = Ledger("north", folder / "good.jsonl", dataset="d", records="ab")
+    for row in ROWS[:2]:
+        ledger.charge(row)
+    ledger.carry_over()
+    ledger.charge(ROWS[2])
+    return (folder / "good.jsonl").read_bytes()
+
+
+def rehashed(lines: list[dict[str, Any]]) -> bytes:
+    """The lines with a chain of hashes as the format describes it, computed here."""
+    chain = ""
+    made = b""
+    for line in lines:
+        entry = {key: value for key, value in line.items() if key != "chain"}
+        text = chain + json.dumps(entry, sort_keys=True)
+        chain = hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:32]
+        made += json.dumps({**entry, "chain": chain}).encode() + b"\n"
+    return made
+
+
+def sound(row: Release) -> bool:
+    """A row's values can be what they say, by their meaning alone."""
+    numbers = (row.noise_multiplier, row.sensitivity, row.sample_rate)
+    whole = (row.round, row.steps, row.dimension)
+    return (
+        all(type(n) in (int, float) and math.isfinite(n) for n in numbers)
+        and all(type(n) is int and 0 <= n < 2**63 for n in whole)
+        and row.noise_multiplier >= 0
+        and row.sensitivity > 0
+        and 0 < row.sample_rate <= 1
+        and row.sampler in SAMPLERS
+        and row.unit in UNITS
+        and all(type(t) is str for t in (row.quantity, row.mechanism, row.clipped))
+    )
+
+
+def rows_of(path: Path) -> tuple[Release, ...]:
+    ledger = read_ledger(path)
+    assert len(ledger.chains) == len(ledger.releases) + 1
+    ledger.history().to_json()
+    return ledger.releases
+
+
+def changed_ledgers(bench: Bench) -> Case:
+    """A prefix of whole lines is all that may be taken for the ledger."""
+    good = write_ledger(bench.folder)
+    lines = [json.loads(line) for line in good.splitlines()]
+    meant = [lines[:n] for n in range(1, len(lines) + 1)]
+    path = bench.folder / "damaged.jsonl"
+
+    def case(number: int, rng: random.Random) -> None:
+        path.write_bytes(altered(good, rng))
+        rows = bench.faults.of(number, lambda: rows_of(path))
+        if rows is not None:
+            now = [json.loads(line) for line in path.read_bytes().splitlines()]
+            bench.faults.unless(now in meant, number, "read as other rows")
+            bench.faults.unless(list(rows) == ROWS[: len(rows)], number, f"read as {rows}")
+
+    return case
+
+
+def rehashed_ledgers(bench: Bench) -> Case:
+    """Impossible rows stay refused where their hashes are right."""
+    content = write_ledger(bench.folder)
+    good = [json.loads(line) for line in content.splitlines()]
+    assert rehashed(good) == content
+    path = bench.folder / "damaged.jsonl"
+
+    def case(number: int, rng: random.Random) -> None:
+        changed = altered_json(good, rng)
+        try:
+            content = rehashed(changed)
+        except (AttributeError, RecursionError, ValueError, TypeError):  # no lines of objects
+            content = json_bytes(changed, rng)
+        path.write_bytes(content)
+        for row in bench.faults.of(number, lambda: rows_of(path)) or ():
+            bench.faults.unless(sound(row), number, f"took {row}")
+
+    return case
+
+
+def repaired_ledgers(bench: Bench) -> Case:
+    """What is left after a repair is a ledger of the rows that were charged, or the file as it
+    was."""
+    good = write_ledger(bench.folder)
+
+    def case(number: int, rng: random.Random) -> None:
+        path = bench.folder / f"{number}.jsonl"
+        torn = good[: rng.randrange(1, len(good))]
+        before = torn if rng.random() < 0.5 else altered(torn, rng)
+        path.write_bytes(before)
+        if bench.faults.of(number, lambda: (repair_ledger(path),)) is None:
+            bench.faults.unless(path.read_bytes() == before, number, "changed what it refused")
+        else:
+            rows = rows_of(path)
+            bench.faults.unless(list(rows) == ROWS[: len(rows)], number, f"left {rows}")
+
+    return case
+
+
+# ------------------------------------------------------------------------------------- messages
+NUMBERS = tuple(v for v in HOSTILE if isinstance(v, (int, float)))
+DTYPES = {
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+def kinds(of: type[Packed] = Packed) -> Iterator[type[Packed]]:
+    """All messages and states of the package."""
+    for kind in of.__subclasses__():
+        if kind.__module__.startswith("fedsynth"):
+            yield kind
+            yield from kinds(kind)
+
+
+def parts(hint: Any) -> tuple[Any, ...]:
+    union = get_origin(hint) is UnionType or "Union" in str(get_origin(hint))
+    return get_args(hint) if union else (hint,)
+
+
+def example(kind: type[Packed], rng: random.Random) -> Packed:
+    """A valid one, by its annotations."""
+    values: dict[str, Any] = {}
+    hints = get_type_hints(kind)
+    for f in fields(kind):
+        choices = [part for part in parts(hints[f.name]) if f.default is None or part != NoneType]
+        part = rng.choice(choices)
+        shape = [rng.randint(0, 3) for _ in range(rng.randint(0, 3))]
+        tensor = torch.zeros(shape, dtype=rng.choice(list(DTYPES)))
+        if part is NoneType:
+            values[f.name] = None
+        elif part is float:
+            values[f.name] = rng.choice((0.5, 3.0))
+        elif part is int:
+            values[f.name] = rng.randint(0, 9)
+        elif part is Tensor:
+            values[f.name] = tensor
+        else:
+            values[f.name] = {name: tensor for name in ("a", "b.c")[: rng.randint(0, 2)]}
+    return kind(**values)
+
+
+def damaged_message(sent: bytes, rng: random.Random) -> bytes:
+    """Damages bytes, the header of the file, or fedsynth's own header inside it."""
+    where = rng.randrange(5)
+    if where == 0:
+        return altered(sent, rng)
+    length = int.from_bytes(sent[:8], "little")
+    header = json.loads(sent[8 : 8 + length])
+    if where == 1:
+        text = json_bytes(altered_json(header, rng), rng)
+    else:
+        own = json.loads(header["__metadata__"]["header"])
+        if where == 2 and own["numbers"]:
+            own["numbers"][rng.choice(list(own["numbers"]))] = rng.choice(NUMBERS)
+            changed = json.dumps(own)
+        else:
+            changed = json_bytes(altered_json(own, rng), rng).decode(errors="replace")
+        header["__metadata__"]["header"] = changed
+        text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + sent[8 + length :]
+
+
+def wrong(made: Packed, sent: bytes) -> str:
+    """How a decoded message differs from what its bytes declare; empty: it does not."""
+    header = json.loads(sent[8 : 8 + int.from_bytes(sent[:8], "little")])
+    hints = get_type_hints(type(made))
+    declared = {name: one for name, one in header.items() if name != "__metadata__"}
+    for f in fields(made):
+        value = getattr(made, f.name)
+        choices = parts(hints[f.name])
+        if isinstance(value, bool) or (type(value) is float and float not in choices):
+            return f"{f.name} is {value!r}"
+        if isinstance(value, int | float) and not math.isfinite(value):
+            return f"{f.name} is {value!r}"
+        if isinstance(value, Mapping) and not any(get_origin(c) for c in choices):
+            return f"{f.name} is a mapping"
+        if isinstance(value, Tensor) and Tensor not in choices:
+            return f"{f.name} is a tensor"
+        if value is None and NoneType not in choices:
+            return f"{f.name} is missing"
+    for name, tensor in made.arrays():
+        one = declared.pop(name)
+        if list(tensor.shape) != one["shape"] or DTYPES.get(tensor.dtype) != one["dtype"]:
+            return f"{name} is {tensor.dtype} {list(tensor.shape)}, declared {one}"
+    return f"{sorted(declared)} were left out" if declared else ""
+
+
+def messages(bench: Bench) -> Case:
+    """Exactly the types, shapes and names that its own header declares."""
+    for name in METHODS:
+        method_class(name)
+    all_kinds = sorted({*kinds(), Models}, key=lambda kind: kind.__qualname__)
+    assert len(all_kinds) > 25
+
+    def case(number: int, rng: random.Random) -> None:
+        kind = all_kinds[number % len(all_kinds)]
+        sent = damaged_message(example(kind, rng).to_bytes(), rng)
+        made = bench.faults.of(f"{number} {kind.__name__}", lambda: kind.from_bytes(sent))
+        if made is not None:
+            fault = wrong(made, sent)
+            bench.faults.unless(not fault, f"{number} {kind.__name__}", fault)
+
+    return case
+
+
+# --------------------------------------------------------------------------- frames to a client
+ROUND = {"round": 1, "participants": [0]}
+
+
+def client(private: bool) -> tuple[RemoteClient, RoundContext]:
+    more = {"privacy": {"noise_multiplier": 3.0, "sample_rate": 1.0}} if private else {}
+    settings = resolve(
+        {
+            "run": {"method": "fedavg", "rounds": 3, "device": "cpu"},
+            "partition": {"clients": 1, "local_test": 0.0 if private else 0.2},
+            "model": {"name": "linear"},
+            "method": {"local_steps": 1},
+            **more,
+        }
+    )
+    train, _ = load_dataset("digits")
+    data = ImageData(train.images[:40], train.labels[:40], train.spec)
+    context = public_context(settings, data.spec, torch.device("cpu"))
+    own = OwnData(data, torch.arange(30), torch.arange(30, 40))
+    ledger = None if settings.privacy is None else Ledger("client-000")
+    return RemoteClient(ClientRuntime(0, settings, context, own, ledger), context), context
+
+
+def conversation(settings: RunSettings, context: RoundContext) -> list[Frame]:
+    """All that a server asks a client, in order."""
+    model = context.architecture.state_dict()
+    message = settings.method.exchange_types("main").downlink
+    assert message is not None
+    sent = message(parameters=model, weight=1.0).to_bytes()
+    private = settings.privacy is not None
+    asked = [
+        ("join", {"agreement": agreement(settings)}, b""),
+        ("start", {"sizes": None, "noise_multiplier": 3.0 if private else None}, b""),
+        ("prepare", ROUND, b""),
+        ("begin", ROUND, b""),
+        ("step", {**ROUND, "phase": "main"}, sent),
+        ("facts", ROUND, b""),
+        ("history", {}, b""),
+        *([] if private else [("evaluate", ROUND, Models(model).to_bytes())]),
+    ]
+    return [
+        Frame(kind, {**facts, "number": number}, payload)
+        for number, (kind, facts, payload) in enumerate(asked, 1)
+    ]
+
+
+def damaged_frame(frame: Frame, rng: random.Random) -> bytes:
+    """A frame's bytes, its JSON header, or its message."""
+    match rng.randrange(4):
+        case 0:
+            return altered(frame.to_bytes(), rng)
+        case 1 if frame.payload:
+            return replace(frame, payload=altered(frame.payload, rng)).to_bytes()
+    given = {"kind": frame.kind, "facts": dict(frame.facts)}
+    header = json_bytes(altered_json(given, rng), rng)
+    return len(header).to_bytes(8, "little") + header + frame.payload
+
+
+def frames(bench: Bench, private: bool) -> Case:
+    """The conversation as it should be, with one damaged frame before each of its frames: a client
+    answers it with a frame, and the right one as usual."""
+    faults = bench.faults
+
+    def asked() -> Iterator[tuple[RemoteClient, Frame]]:
+        while True:
+            remote, context = client(private)
+            for frame in conversation(remote.runtime.settings, context):
+                yield remote, frame
+
+    def charges(remote: RemoteClient) -> int:
+        return 0 if remote.runtime.budget is None else len(remote.runtime.history().releases)
+
+    turns = asked()
+
+    def case(number: int, rng: random.Random) -> None:
+        remote, frame = next(turns)
+        sent = damaged_frame(frame, rng)
+        before = charges(remote)
+        answer = faults.of(number, lambda: Frame.from_bytes(remote.answer(sent)))
+        if answer is None:
+            return
+        known = answer.kind in ("answer", "refusal", "error")
+        faults.unless(known, number, f"answers {answer.kind}")
+        faults.unless(answer.facts["client"] == 0, number, "another client answers")
+        text = str(answer.facts.get("text", ""))
+        faults.unless("\n" not in text and len(text) < 2000, number, f"says {text[:200]!r}")
+        fair = charges(remote) == before or (answer.kind == "answer" and frame.kind == "step")
+        faults.unless(fair, number, f"{frame.kind}: charged, and gave {answer.kind}")
+        right = Frame.from_bytes(remote.answer(frame.to_bytes()))
+        # a step that a private client began is never begun again
+        done = private and frame.kind == "step" and answer.kind != "error"
+        faults.unless(
+            right.kind == ("error" if done else "answer") or answer.kind == "answer",
+            number,
+            f"after {sent[:200]!r} ({answer.kind}), {frame.kind} gives {right}",
+        )
+
+    return case
+
+
+# ------------------------------------------------------------------------------------- the table
+@dataclass(frozen=True)
+class Surface:
+    """One kind of input; `refused` and `accepted` are the least shares of its cases."""
+
+    row: str  # of the table in docs/reliability.md
+    cases: int
+    make: Callable[[Bench], Case]
+    refused: float = 0.0
+    accepted: float = 0.0
+
+
+SURFACES = {
+    "config text": Surface("config files", 200, config_texts, refused=0.33),
+    "config value": Surface("config files", 400, config_values, refused=0.33, accepted=0.02),
+    "option of a run": Surface("options", 110, options_of_runs, accepted=0.1),
+    "option of another command": Surface("options", 105, options_of_other_commands),
+    "report to verify": Surface("reports", 180, verified_reports),
+    "report to show": Surface("reports", 100, shown_reports),
+    "file of a run": Surface("reports", 100, files_of_runs),
+    "checkpoint": Surface("checkpoints", 400, checkpoints, refused=0.8),
+    "ledger": Surface("ledgers", 200, changed_ledgers, refused=0.5),
+    "rehashed ledger": Surface("ledgers", 300, rehashed_ledgers, accepted=0.05),
+    "repaired ledger": Surface("ledgers", 100, repaired_ledgers, accepted=0.2),
+    "message": Surface("messages", 600, messages, refused=0.33, accepted=0.02),
+    "frame": Surface("frames", 150, functools.partial(frames, private=False)),
+    "private frame": Surface("frames", 150, functools.partial(frames, private=True)),
+}
+
+
+@pytest.mark.parametrize("step", [STEP, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", SURFACES)
+def test_damaged_input_is_refused_in_one_line_or_read_as_promised(
+    name: str,
+    step: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    finished_run: Callable[[], Path],
+) -> None:
+    monkeypatch.chdir(tmp_path)  # names that are taken for paths must not hit this folder
+    surface = SURFACES[name]
+    faults = Faults()
+    case = surface.make(Bench(tmp_path, faults, finished_run))
+    cases = range(0, surface.cases, step)
+    for number in cases:
+        case(number, generator(number))
+    faults.check(cases, surface.refused, surface.accepted)
+
+
+def test_the_documents_count_the_cases() -> None:
+    page = Path(__file__).parents[2] / "docs" / "reliability.md"
+    section = page.read_text(encoding="utf-8").split("## Malformed input\n")[1].split("\n## ")[0]
+    stated = re.findall(r"^\| [^|]+ \| (\d+) \|", section, re.MULTILINE)
+    counts: dict[str, int] = {"data files": sum(ALL.values())}
+    for surface in SURFACES.values():
+        counts[surface.row] = counts.get(surface.row, 0) + surface.cases
+    assert sorted(map(int, stated)) == sorted(counts.values())
