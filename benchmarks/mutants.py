@@ -46,7 +46,7 @@ SOURCES = {  # how many faults, the folder, and the files that they are drawn fr
     ),
     "ledger": (10, "privacy", "ledger/* report/file"),
     "condensation": (10, "fedsynth/synthesizer/condensation", "*"),
-    "distillation": (10, "fedsynth/synthesizer/generation", "*"),
+    "distillation": (10, "fedsynth/synthesizer/distillation", "*"),
     "engine": (10, "fedsynth", "federation/* simulation/run training/*"),
     "methods": (20, "fedsynth", "methods/* methods/shared/* methods/statistics/* models/* core/*"),
 }

@@ -21,7 +21,7 @@ from fedsynth import (
     simulate,
 )
 from fedsynth.core.method import Method
-from fedsynth.synthesizer.generation.ensembles import share_of_clients
+from fedsynth.synthesizer.distillation.stratification import share_of_clients
 
 LOCAL: dict[str, Any] = {"local_epochs": 10, "batch": 32}
 SERVER: dict[str, Any] = {

@@ -54,6 +54,6 @@ if TYPE_CHECKING:
     from fedsynth.simulation.synthesize import synthesize as synthesize
     from fedsynth.synthesizer.condensation.student import StudentSettings as StudentSettings
     from fedsynth.synthesizer.condensation.student import train_student as train_student
-    from fedsynth.synthesizer.generation.one_teacher import DataFreeDistiller as DataFreeDistiller
+    from fedsynth.synthesizer.distillation.data_free import DataFreeDistiller as DataFreeDistiller
 else:
     __all__, __getattr__, __dir__ = lazy_exports(__name__, __file__, CLASSES)

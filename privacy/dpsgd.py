@@ -33,6 +33,10 @@ Penalty = Callable[[nn.Module], Tensor]
 """(the network in training) -> a scalar whose gradient is added to a step's; it must not see
 private data."""
 
+BeforeStep = Callable[[nn.Module], None]
+"""Called with the network in training before each step; it must not see private data, nor change the
+network."""
+
 ExampleLoss = Callable[[nn.Module, Tensor, Tensor], Tensor]
 """(network, images [N, C, H, W], labels [N]) -> the loss of each example [N], which depends only on
 that example."""
@@ -149,6 +153,7 @@ def dp_sgd(
     settings: DpSgdSettings,
     penalty: Penalty | None = None,
     loss: ExampleLoss | None = None,
+    before_step: BeforeStep | None = None,
     units: Units | None = None,
     factors: Factors | None = None,
     note: Note = lambda text: None,
@@ -167,6 +172,8 @@ def dp_sgd(
             budget if the penalty depends only on released and public values.
         loss: the loss of each example, instead of cross-entropy; its gradient is clipped in the
             same way. It may use released models, but no other example.
+        before_step: called before each step, for example to train a generator of the penalty's
+            images: post-processing under the penalty's condition.
         units: the units of the client's records; None: each record is a unit. If users are the
             units, a user's mean gradient is clipped, and `expected_batch_size` counts users.
         factors: the factors of a linear model's cross-entropy gradients at its current weights. The
@@ -195,6 +202,9 @@ def dp_sgd(
 
     try:
         for _ in range(steps):
+            if before_step is not None:
+                with _unhooked(wrapped):
+                    before_step(model)
             for sample in members.sample(series).split(length):
                 part = sample.records.to(labels_N.device, non_blocking=True)
                 x = padded(images(part), length)
@@ -230,17 +240,23 @@ def _write(flat_P: Tensor, parameters: list[nn.Parameter]) -> None:
 def _public_gradient(
     wrapped: Any, model: nn.Module, parameters: list[nn.Parameter], penalty: Penalty
 ) -> Tensor:
-    """Returns the penalty's gradient [P]; disables Opacus' hooks, which would record it as an
-    example's."""
+    """Returns the penalty's gradient [P]."""
+    with _unhooked(wrapped):
+        gradients = torch.autograd.grad(
+            penalty(model), parameters, allow_unused=True, materialize_grads=True
+        )
+    return torch.cat([gradient.flatten() for gradient in gradients])
+
+
+@contextmanager
+def _unhooked(wrapped: Any) -> Iterator[None]:
+    """Disables Opacus' hooks, which would record passes in the block as an example's."""
     wrapped.disable_hooks()
     try:
         with _quiet_hooks():
-            gradients = torch.autograd.grad(
-                penalty(model), parameters, allow_unused=True, materialize_grads=True
-            )
+            yield
     finally:
         wrapped.enable_hooks()
-    return torch.cat([gradient.flatten() for gradient in gradients])
 
 
 @contextmanager

@@ -45,8 +45,9 @@ LOOPS = (
     ("training/sgd.py", "train_on"),
     ("training/sgd.py", "make_step.<locals>.step"),
     ("training/many_clients.py", "train_together"),
-    ("synthesizer/generation/one_teacher.py", "Distillation.step"),
-    ("synthesizer/generation/many_teachers.py", "_Images._epoch"),
+    ("methods/fedkf.py", "KnowledgeFusion.train_generator"),
+    ("synthesizer/distillation/ensemble.py", "OneShotDistillation.train_generator"),
+    ("synthesizer/distillation/ensemble.py", "OneShotDistillation.train_student"),
     ("methods/feddf.py", "FedDF.distil"),
     ("privacy/dpsgd.py", "dp_sgd"),
 )
@@ -66,7 +67,7 @@ REASONS = {
     """,
     "a model of the run's architecture, once for each client or round": """
         core/context.py:RoundContext.load methods/fedgen.py:FedGen._generator
-        methods/fedkf.py:FedKF.task
+        methods/fedkf.py:KnowledgeFusion.__init__
     """,
     "one look at what came, before it is used": """
         core/uploads.py:Array.check core/uploads.py:check_values
@@ -116,7 +117,8 @@ REASONS = {
         synthesizer/condensation/sets.py:BatchIndices.__init__
         synthesizer/condensation/sets.py:averaged_start
         synthesizer/condensation/sets.py:real_start
-        synthesizer/generation/ensembles.py:Stratification._losses
+        synthesizer/distillation/stratification.py:_losses_of_group
+        synthesizer/distillation/stratification.py:pair_losses
     """,
     "which classes have images, once for each round": """
         methods/fedsum.py:FedSum._set

@@ -24,19 +24,23 @@ from fedsynth import (
 )
 from fedsynth.core.context import RoundContext
 from fedsynth.data.registry import dataset_spec
+from fedsynth.methods.fedkf import KnowledgeFusion, TwoModels
 from fedsynth.mixed_precision import mixed
 from fedsynth.models.registry import build_model
 from fedsynth.seeding import torch_generator
 from fedsynth.synthesizer.condensation.sets import SyntheticSet, train_on_union
-from fedsynth.synthesizer.generation.ensembles import average_of_logits
-from fedsynth.synthesizer.generation.generators import make_generator
-from fedsynth.synthesizer.generation.many_teachers import OneShotDistillation
-from fedsynth.synthesizer.generation.one_teacher import Distillation
+from fedsynth.synthesizer.distillation.ensemble import (
+    OneShotDistillation,
+    OneShotSettings,
+    average_of_logits,
+)
+from fedsynth.synthesizer.distillation.generator import make_generator
 from fedsynth.training import sgd
 from fedsynth.training.optimisers import MomentumSgd
 from fedsynth.training.sgd import SgdSettings, train_on
 
 DIGITS = dataset_spec("digits")
+CPU = torch.device("cpu")
 
 
 def network(seed: int, norm: str = "batch") -> nn.Module:
@@ -73,26 +77,19 @@ def test_training_moves_by_rounding() -> None:
 def test_the_student_sees_images_of_the_new_generator() -> None:
     """autocast would keep the cast weights until it ends: images would be those of before the
     step."""
-    pair = Distillation(
-        network(0),
-        make_generator(DIGITS, 1, width=8),
-        torch_generator(0, "test"),
-        batch=16,
-        learning_rate=0.3,
-        one_hot_weight=0.1,
-        activation_weight=0.1,
-        kl_weight=1.0,
-        bn_weight=1.0,
-        precision=torch.bfloat16,
-    )
-    student = network(5)
-    with mixed(torch.device("cpu"), torch.bfloat16):  # as inside of a client's own step
-        images, answer = pair.step(student)
-    z = torch.randn(16, 100, generator=torch_generator(0, "test"))
+    method = FedKF(generator_batch=16, generator_width=8, generator_lr=0.3, use_kl=True)
+    teacher = network(0).state_dict()
+    context = RoundContext(2, 0, CPU, DIGITS, network(0), 20.0, precision=torch.bfloat16)
+    fusion = KnowledgeFusion(method, 0, TwoModels(teacher, 1.0, teacher), {}, context)
+    with mixed(CPU, torch.bfloat16):  # as inside of a client's own step
+        fusion.train_generator(network(5))
+    draws = torch_generator(0, "distillation noise", 2, 0)
+    z = torch.randn(16, 100, generator=draws)
     with torch.no_grad():
-        before = make_generator(DIGITS, 1, width=8).normalised(z)
-        after = pair.generator.normalised(z)
-    assert images.dtype == answer.dtype == torch.float32
+        before = make_generator(DIGITS, 0, width=8).normalised(z)
+        after = fusion._generator.normalised(z)
+    images = fusion._images
+    assert images.dtype == fusion._answer.dtype == torch.float32
     assert (images - before).abs().mean() > 10 * (images - after).abs().mean() > 0
 
 
@@ -117,12 +114,16 @@ def test_a_server_s_distillation_moves_by_rounding() -> None:
     ends = []
     for precision in (torch.float32, torch.bfloat16):
         student = network(9)
-        settings = OneShotDistillation(
-            epochs=2, generator_steps=2, batch=16, width=8, images="last", generator_lr=1e-3
+        settings = OneShotSettings(
+            generator_steps=2, generator_batch=16, generator_width=8, student_images="last"
         )
-        models = [network(0), network(1, "group")]
+        models = [network(0).eval(), network(1, "group").eval()]
         with convolutions() as seen:
-            settings.fit(models, student, average_of_logits, DIGITS, 0, precision=precision)
+            training = OneShotDistillation(
+                settings, models, average_of_logits, student, DIGITS, 0, precision=precision
+            )
+            for epoch in range(2):
+                training.train_student(epoch, training.train_generator(epoch))
         assert seen == {precision}  # of models, generator and student
         ends.append(weights(student))
     start = weights(network(9))

@@ -8,8 +8,7 @@ from typing import Any
 from fedsynth.core.method import Method
 from fedsynth.methods import METHODS as REGISTERED
 from fedsynth.methods import method_class
-from fedsynth.methods.dense import DistilsWithoutData
-from fedsynth.methods.shared.ensemble import DistilsEnsemble
+from fedsynth.methods.shared.ensemble import DataFreeEnsembleDistillation, EnsembleDistillation
 from fedsynth.methods.shared.local import TrainsLocally
 
 Values = dict[str, Any]
@@ -49,9 +48,9 @@ VARIANTS: dict[str, tuple[str, Values]] = {  # name in the table: method, what d
 
 def family(method: type[Method]) -> Values:
     """Returns the settings of methods of this kind."""
-    if issubclass(method, DistilsWithoutData):
+    if issubclass(method, DataFreeEnsembleDistillation):
         return {**ONCE, **SERVER}
-    if issubclass(method, DistilsEnsemble):
+    if issubclass(method, EnsembleDistillation):
         return ONCE
     if issubclass(method, TrainsLocally):
         return LOCAL
@@ -76,6 +75,6 @@ PERSONAL = tuple(name for name, (method, _) in METHODS.items() if method_class(m
 SINGLE_ROUND = tuple(
     name
     for name, (method, values) in METHODS.items()
-    if issubclass(method_class(method), DistilsEnsemble) or values == ONCE
+    if issubclass(method_class(method), EnsembleDistillation) or values == ONCE
 )
 TAKE_FEDAVGS_RATE = (*PERSONAL, *SINGLE_ROUND)

@@ -19,7 +19,7 @@ from fedsynth.data.images import ImageData, normalise
 from fedsynth.features.feature_map import FeatureMap
 from fedsynth.models.feature_linear import Embedding
 from fedsynth.models.on_features import OnFeatures
-from fedsynth.privacy.dpsgd import DpSgdSettings, ExampleLoss, Penalty, dp_sgd
+from fedsynth.privacy.dpsgd import BeforeStep, DpSgdSettings, ExampleLoss, Penalty, dp_sgd
 from fedsynth.privacy.errors import UnplannedReleaseError
 from fedsynth.privacy.mechanisms import GaussianSums, Released
 from fedsynth.privacy.passes import Note, padded, pass_length, values_of_each
@@ -411,9 +411,11 @@ class PrivateClients:
         settings: DpSgdSettings,
         penalty: Penalty | None = None,
         loss: ExampleLoss | None = None,
+        before_step: BeforeStep | None = None,
     ) -> None:
         """Trains the model of the group's only client in place, by DP-SGD with a series charged for
-        `steps` releases; `penalty` sees no data, `loss` is per example (`dp_sgd`)."""
+        `steps` releases; `penalty` and `before_step` see no data, `loss` is per example (`dp_sgd`).
+        """
         self._check_owners(series)
         (mechanism,), (part,), (units,) = series, self._parts, self._units
         labels = self._data.labels[part]
@@ -433,6 +435,7 @@ class PrivateClients:
             settings,
             penalty,
             loss,
+            before_step,
             units,
             factors,
             self._note,

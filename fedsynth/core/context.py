@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -11,9 +12,10 @@ from torch import nn
 
 from fedsynth.copies import copied
 from fedsynth.data.registry import DatasetSpec
-from fedsynth.keeping import KeepsNothing, StepKeeper
 from fedsynth.privacy.grid import Grid
 from fedsynth.privacy.settings import PrivacySettings
+from fedsynth.training.loop import State, resumable
+from fedsynth.training.loop_checkpoint import LoopCheckpointer, NullCheckpointer
 
 
 class Reporter(Protocol):
@@ -120,7 +122,7 @@ class RoundContext:
     rounds: int = 1
     participants: tuple[int, ...] | None = None
     reporter: Reporter = field(default_factory=Silent)
-    keeper: StepKeeper = field(default_factory=KeepsNothing)
+    keeper: LoopCheckpointer = field(default_factory=NullCheckpointer)
     precision: torch.dtype = torch.float32
     memory_bytes: int = 4 * 2**30
     compiled: bool = False
@@ -132,11 +134,13 @@ class RoundContext:
             return tuple(range(self.clients))
         return self.participants
 
-    @property
-    def server_keeper(self) -> StepKeeper:
-        """Keeper of the server's loops. With differential privacy a repeated round has other
-        uploads, so its loops start from scratch."""
-        return self.keeper if self.privacy is None else KeepsNothing()
+    def server_loop(self, name: str, steps: int, state: State) -> Iterator[int]:
+        """Yields the steps of a loop of the server, reports them, and resumes after the last
+        checkpoint (`resumable`). With differential privacy a repeated round has other uploads, so
+        its loops start from scratch."""
+        keeper = self.keeper if self.privacy is None else None
+        report = partial(self.report, name, total=steps)
+        return resumable(steps, state, keeper=keeper, name=name, report=report)
 
     def architecture_of(self, client: int) -> nn.Module:
         """Returns the untrained network of this client."""

@@ -23,12 +23,15 @@ those are released or public.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from fedsynth.seeding import torch_generator
 
 GENERATOR = "generator"
 """The key of these facts in a round's metrics."""
@@ -36,6 +39,8 @@ GeneratorFacts = dict[
     Literal["agreement", "student", "class_entropy", "class_entropy_share", "classes"], float
 ]
 """The shape of these facts."""
+TALLIED = 256
+"""Images of a tally: enough that 26 equal classes are 3.2 and not 3.1 nats."""
 
 
 def tally(
@@ -58,6 +63,26 @@ def tally(
     asked_NC = _one_hot(asked_N.to(scores_NC.device), scores_NC.shape[1])
     compared = [asked_NC] if student_NC is None else [asked_NC, _choices(student_NC)]
     return torch.stack([counts, *((given_NC & other_NC).sum(dim=0) for other_NC in compared)])
+
+
+@torch.no_grad()
+def generator_tally(teacher: nn.Module, generator: Any, images: int = TALLIED) -> Tensor:
+    """Returns the counts of the teacher's predictions on a batch of generated images, [1, C].
+
+    The batch is generated as in training, with batch statistics in batch norm, from noise that is
+    always the same. Neither network changes, nor any random stream.
+
+    Args:
+        generator: a `synthesizer.distillation.generator.Generator`.
+    """
+    device = next(generator.parameters()).device
+    draws = torch_generator(0, "tally of generated images", device=device)
+    z = torch.randn(images, generator.latent, generator=draws, device=device)
+    mode = teacher.training
+    # a copy, because the pass updates the running statistics
+    answer: Tensor = teacher.eval()(copy.deepcopy(generator).train().normalised(z))
+    teacher.train(mode)
+    return tally(answer)
 
 
 def describe(tally_RC: Tensor) -> dict[str, float]:

@@ -19,16 +19,15 @@ from torch import nn
 from fedsynth.core.context import RoundContext
 from fedsynth.core.method import Presets
 from fedsynth.errors import SettingError
-from fedsynth.methods.shared.ensemble import DistilsEnsemble, EnsembleState
+from fedsynth.methods.shared.ensemble import EnsembleDistillation, EnsembleState
 from fedsynth.mixed_precision import mixed, widened
 from fedsynth.seeding import torch_generator
-from fedsynth.synthesizer.generation.generators import distillation_loss
-from fedsynth.training.loop import resumable
+from fedsynth.synthesizer.distillation.losses import distillation_loss
 from fedsynth.validation import check_ranges
 
 
 @dataclass(frozen=True)
-class FedDF(DistilsEnsemble):
+class FedDF(EnsembleDistillation):
     """Settings, with the paper's values.
 
     Args:
@@ -76,37 +75,27 @@ class FedDF(DistilsEnsemble):
             )
 
     def distil(
-        self,
-        models: Sequence[nn.Module],
-        student: nn.Module,
-        state: EnsembleState,
-        context: RoundContext,
+        self, models: Sequence[nn.Module], student: nn.Module, context: RoundContext
     ) -> EnsembleState:
+        """The server's part of Algorithm 1: fusion by AVGLOGITS."""
         images = context.proxy
         if images is None:
             raise SettingError(None, "RoundContext.proxy", "must hold public images for feddf")
-        for model in models:
-            model.requires_grad_(False).eval()
         adam = torch.optim.Adam(student.parameters(), self.server_lr)
         schedule: Any = torch.optim.lr_scheduler.CosineAnnealingLR(adam, max(1, self.server_steps))
         draws = torch_generator(context.seed, "proxy batches", context.round)
+        state = {"student": student, "adam": adam, "schedule": schedule, "draws": draws}
         student.train()
-        for _ in resumable(
-            self.server_steps,
-            {"student": student, "adam": adam, "schedule": schedule, "draws": draws},
-            keeper=context.server_keeper,
-            name="distillation",
-            report=lambda done: context.report("distillation", done, self.server_steps),
-        ):
+        for _ in context.server_loop("distillation", self.server_steps, state):
             chosen = torch.randint(len(images), (self.server_batch,), generator=draws)
-            batch = images(chosen.to(context.device, non_blocking=True))
+            x = images(chosen.to(context.device, non_blocking=True))
             with torch.no_grad(), mixed(context.device, context.precision):
-                said = torch.stack([model(batch) for model in models])
+                teacher = widened(torch.stack([model(x) for model in models])).mean(dim=0)
             with torch.enable_grad():
                 adam.zero_grad()
                 with mixed(context.device, context.precision):
-                    learnt = student(batch)
-                distillation_loss(widened(said).mean(dim=0), widened(learnt)).backward()
+                    logits = student(x)
+                distillation_loss(teacher, widened(logits)).backward()
             adam.step()
             schedule.step()
         student.eval()

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -149,11 +149,22 @@ class FedFAPlus(TrainsLocally):
     def task(
         self, client: int, message: StatisticsDown, memory: Memory, context: RoundContext
     ) -> Task:
-        layers = (
-            {}
-            if self.parts == "alignment"
-            else self._layers(client, message.statistics, memory, context)
+        coin = torch_generator(context.seed, "augmentation coin", context.round, client)
+        noise = torch_generator(
+            context.seed, "augmentation", context.round, client, device=context.device
         )
+        layers = {
+            name: Augmentation(
+                self.probability,
+                coin,
+                noise,
+                message.statistics.get(f"mean.{name}"),
+                message.statistics.get(f"std.{name}"),
+                memory.get(f"mean.{name}"),
+                memory.get(f"std.{name}"),
+            )
+            for name in self._stages(context)
+        }
         shared = None if self.parts == "augmentation" else message.statistics.get(HISTOGRAM)
 
         def loss(network: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -167,12 +178,18 @@ class FedFAPlus(TrainsLocally):
             return each + self.align_weight * symmetric_divergence(mine, shared)
 
         def finish(model: nn.Module, trained: Trained) -> tuple[Message, Memory]:
-            found = {f"mean.{name}": layer.mean for name, layer in layers.items()}
-            found.update({f"std.{name}": layer.std for name, layer in layers.items()})
-            kept = {name: value for name, value in found.items() if value is not None}
-            return StatisticsUp(model.state_dict(), trained.weight, kept), kept
+            statistics = {
+                f"{kind}.{name}": value
+                for position, kind in enumerate(("mean", "std"))
+                for name, layer in layers.items()
+                for value in [each[position] for each in layer.statistics]
+            }
+            return StatisticsUp(model.state_dict(), trained.weight, statistics), statistics
 
-        return Task(loss=loss, stateful=True, finish=finish)
+        state: dict[str, Any] = {"coin": coin, "noise": noise}
+        for name, layer in layers.items():
+            state[f"statistics.{name}"] = layer.statistics
+        return Task(loss=loss, state=state, finish=finish)
 
     def complete(
         self,
@@ -230,27 +247,12 @@ class FedFAPlus(TrainsLocally):
         made = average(uploads, even=True)
         return replace(state, parameters=made, statistics=statistics)
 
-    def _layers(
-        self, client: int, statistics: Mapping[str, Tensor], memory: Memory, context: RoundContext
-    ) -> dict[str, Augmentation]:
-        stages: Sequence[str] = context.architecture.stage_names  # type: ignore[assignment]
-        coin = torch_generator(context.seed, "augmentation coin", context.round, client)
-        noise = torch_generator(
-            context.seed, "augmentation", context.round, client, device=context.device
-        )
-        return {
-            name: Augmentation(
-                self.probability,
-                coin,
-                noise,
-                *(
-                    source.get(f"{kind}.{name}")
-                    for source in (statistics, memory)
-                    for kind in ("mean", "std")
-                ),
-            )
-            for name in stages
-        }
+    def _stages(self, context: RoundContext) -> Sequence[str]:
+        """Returns the names of the stages whose outputs are augmented."""
+        if self.parts == "alignment":
+            return ()
+        names: Sequence[str] = context.architecture.stage_names  # type: ignore[assignment]
+        return names
 
     def _histogram(self, model: nn.Module, clients: OpenClients, position: int) -> Tensor:
         """Returns π_k of all examples of a client, by its trained model, without augmentation."""

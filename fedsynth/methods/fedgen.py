@@ -45,11 +45,8 @@ from fedsynth.models.on_features import check_learned_embedding
 from fedsynth.privacy.disclosure import Disclosure, released
 from fedsynth.privacy.requests import check_named, check_tensor
 from fedsynth.seeding import torch_generator
-from fedsynth.synthesizer.generation.generators import (
-    LatentGenerator,
-    diversity_loss,
-    make_latent_generator,
-)
+from fedsynth.synthesizer.distillation.generator import LatentGenerator, make_latent_generator
+from fedsynth.synthesizer.distillation.losses import diversity_loss
 from fedsynth.training.loop import load_tensors, named_tensors
 from fedsynth.validation import check_embedding, check_ranges
 
@@ -234,7 +231,11 @@ class FedGen(TrainsLocally):
                 known, apart, 0.0
             )
 
-        return Task(penalty=penalty if self.alpha else None, loss=loss if self.beta else None)
+        return Task(
+            penalty=penalty if self.alpha else None,
+            loss=loss if self.beta else None,
+            state={"draws": draws} if self.alpha else {},
+        )
 
     def complete(
         self,
@@ -309,7 +310,8 @@ class FedGen(TrainsLocally):
         shares = counts / counts.sum(dim=1, keepdim=True).clamp_min(1)
         here = counts.sum(dim=1) > 0
         draws = torch_generator(context.seed, "fedgen training", context.round, device=device)
-        for done in range(self.generator_steps):
+        state_of_loop = {"generator": generator, "adam": adam, "draws": draws}
+        for _ in context.server_loop("generator", self.generator_steps, state_of_loop):
             y = torch.multinomial(
                 here.to(torch.float32), self.generator_batch, replacement=True, generator=draws
             )
@@ -321,6 +323,5 @@ class FedGen(TrainsLocally):
             ) + self.diversity * diversity_loss(noise, made)
             total.backward()
             adam.step()
-            context.report("generator", done + 1, self.generator_steps)
         known = here if state.known is None else here | state.known
         return named_tensors({"generator": generator, "adam": adam}), known

@@ -1,11 +1,11 @@
 """FedHydra: one-shot distillation in which each client's model is weighted by the classes that it
 knows (stratified aggregation).
 
-Server: model stratification measures how well each client's model can teach each class, U [C, m]
-(Eqs. 2 and 3); its rows and columns, normalised, weigh clients for a class and classes within a
-client (Eqs. 4 to 7). A generator is trained against that weighted ensemble P (Eqs. 8 to 16), and
-the student by KL(P, F_g) + β·CE(F_g, argmax P) (Eqs. 17 to 19), on the images of all the
-generator's steps (Sec. 2). U is kept, and goes into the run folder.
+Server (Algorithm 1): model stratification measures how well each client's model can teach each
+class, U [C, m] (Eqs. 2 and 3); its rows and columns, normalised, weigh clients for a class and
+classes within a client (Eqs. 4 to 7). Then, for each epoch, a generator is trained against that
+weighted ensemble P (Eqs. 8 to 16), and the student by KL(P, F_g) + β·CE(F_g, argmax P) (Eqs. 17 to
+19), on the images of all the generator's steps (Sec. 2). U goes into the run folder.
 """
 
 from __future__ import annotations
@@ -21,26 +21,25 @@ from torch import Tensor, nn
 
 from fedsynth.core.context import RoundContext
 from fedsynth.core.method import Presets
-from fedsynth.methods.dense import DistilsWithoutData
-from fedsynth.methods.shared.ensemble import EnsembleState
-from fedsynth.synthesizer.generation.ensembles import (
+from fedsynth.methods.shared.ensemble import DataFreeEnsembleDistillation, EnsembleState
+from fedsynth.synthesizer.distillation.ensemble import (
     Aggregate,
-    Stratification,
+    OneShotDistillation,
     average_of_logits,
+)
+from fedsynth.synthesizer.distillation.stratification import (
+    guidance,
+    pair_losses,
     stratified_aggregation,
     stratified_probabilities,
     stratified_weights,
 )
 from fedsynth.validation import check_choices, check_ranges
 
-STRATIFICATION = "stratification"
-"""The name of its checkpoint."""
-ARTEFACTS = ("stratification", "clients_for_class", "classes_of_client")
-
 
 @dataclass(frozen=True)
-class FedHydra(DistilsWithoutData):
-    """Settings: `DistilsWithoutData` with the paper's values, and
+class FedHydra(DataFreeEnsembleDistillation):
+    """Settings: `DataFreeEnsembleDistillation` with the paper's values, and
 
     Args:
         aggregation: "stratified" (SA), or "average" (AE), which is DENSE's ensemble in FedHydra's
@@ -55,7 +54,7 @@ class FedHydra(DistilsWithoutData):
         lessons: what the student learns: "ensemble", P, which depends on the class that was asked
             for, or "average", the plain mean of the clients' logits, on the images of P's
             generator. Not in the paper, to see through which of the two P acts.
-        stratification_steps: of a pair's generator, as the three that follow see `Stratification`.
+        stratification_steps: of a pair's generator, as the next two see `pair_losses`.
         stratification_batch: images of such a step.
         stratification_lr: of such a generator.
         stratification_floor: the least denominator of Eq. 2.
@@ -105,51 +104,53 @@ class FedHydra(DistilsWithoutData):
         )
         check_ranges(self, stratification_floor=(1e-12, inf))
 
-    def stratify(self, models: Sequence[nn.Module], context: RoundContext) -> Tensor:
-        """Returns U [C, m] of frozen models in evaluation mode (Algorithm 2)."""
-        stratification = Stratification(
-            self.stratification_steps,
-            self.stratification_batch,
-            self.stratification_lr,
-            self.latent,
-            self.generator_width,
-            self.stratification_floor,
+    def distil(
+        self, models: Sequence[nn.Module], student: nn.Module, context: RoundContext
+    ) -> EnsembleState:
+        """The server's part of Algorithm 1: lines 9 to 25."""
+        U = guidance(self.pair_losses(models, context), self.stratification_floor)  # Eqs. 2, 3
+        U_r, U_c = stratified_weights(U, in_place=self.columns == "in-place")  # Eqs. 4 to 7
+        training = OneShotDistillation(
+            self,
+            models,
+            self.aggregate(U_r, U_c),  # Eqs. 8 to 12
+            student,
+            context.spec,
+            context.seed,
+            context.round,
+            targets=average_of_logits if self.lessons == "average" else None,
+            precision=context.precision,
         )
-        return stratification.measure(models, context.spec, context.seed, context.device)
+        for epoch in context.server_loop("distillation", self.server_epochs, training.state):
+            batches = training.train_generator(epoch)  # Eqs. 13 to 16
+            training.train_student(epoch, batches)  # Eqs. 17 to 19
+        self.note_models(models, context)
+        matrices = {"stratification": U, "clients_for_class": U_r, "classes_of_client": U_c}
+        return EnsembleState({}, tallies=training.tallies, matrices=matrices)
 
-    def aggregate(self, u: Tensor) -> Aggregate:
-        """Returns the function that computes P from the models' logits, weighted by U [C, m]."""
+    def pair_losses(self, models: Sequence[nn.Module], context: RoundContext) -> Tensor:
+        """Returns the losses of Algorithm 2, [T_G, C, m], of models in evaluation mode."""
+        return pair_losses(
+            models,
+            context.spec,
+            context.seed,
+            context.device,
+            steps=self.stratification_steps,
+            batch=self.stratification_batch,
+            learning_rate=self.stratification_lr,
+            latent=self.latent,
+            width=self.generator_width,
+            loop=context.server_loop,
+        )
+
+    def aggregate(self, U_r: Tensor, U_c: Tensor) -> Aggregate:
+        """Returns the function that computes P from the models' logits (Algorithm 3)."""
         if self.aggregation == "average":
             return average_of_logits
-        by_class, by_client = stratified_weights(u, in_place=self.columns == "in-place")
         if self.aggregation == "clients":
-            by_client = torch.ones_like(by_client)
+            U_c = torch.ones_like(U_c)
         weigh = stratified_aggregation if self.outputs == "logits" else stratified_probabilities
-        return partial(weigh, by_class_CM=by_class, by_client_CM=by_client)
-
-    def distil(
-        self,
-        models: Sequence[nn.Module],
-        student: nn.Module,
-        state: EnsembleState,
-        context: RoundContext,
-    ) -> EnsembleState:
-        for model in models:
-            model.requires_grad_(False).eval()
-        u = self._stratified(models, context)
-        lessons = average_of_logits if self.lessons == "average" else None
-        tallies = self.fit_student(models, student, self.aggregate(u), context, lessons)
-        weights = stratified_weights(u, in_place=self.columns == "in-place")
-        matrices = dict(zip(ARTEFACTS, (u, *weights), strict=True))
-        return EnsembleState({}, tallies=tallies, matrices=matrices)
-
-    def _stratified(self, models: Sequence[nn.Module], context: RoundContext) -> Tensor:
-        """Returns the result of `stratify`, or its checkpoint if the round was interrupted."""
-        keeper = context.server_keeper
-        kept = keeper.found(STRATIFICATION)
-        u = self.stratify(models, context) if kept is None else kept[1]["u"].to(context.device)
-        keeper.ended(STRATIFICATION, self.stratification_steps, lambda: {"u": u.clone()})
-        return u
+        return partial(weigh, by_class_CM=U_r, by_client_CM=U_c)
 
     def artefacts(self, state: EnsembleState) -> Mapping[str, Tensor]:
         return state.matrices

@@ -1,11 +1,11 @@
 """FedKF: knowledge of all clients' models, distilled on each client without data (Zhou et al. 2023,
 arXiv 2207.10447).
 
-Server (T1): one cache slot for each client's last model; ACA averages the round's active clients,
-OCA all slots, both weighted by n_k. Active clients get both: they start from ACA, and OCA is the
-teacher. Client (T2), for each local batch: one step of its generator on L_G of the teacher (Eq. 5),
-then one step of the model on CE + γ·KL(teacher ‖ model) on generated images (Eq. 8). The generator,
-with its optimiser's state, is the client's memory.
+Server (T1): one cache slot for each client's last model ŵ_k; ACA w averages the round's active
+clients, OCA ŵ all slots, both weighted by n_k. Active clients get both: they start from w, and ŵ is
+the teacher. Client (T2), for each local batch: one step of its generator g(θ_k; ·) down L_G (Eq.
+5), then one step of its model w_k down L_CE + γ·L_KL (Eq. 8), with L_KL on generated images (Eq.
+6). The generator, with its optimiser's state, is the client's memory.
 
 With differential privacy the model is trained by DP-SGD. Teacher and generator come only from the
 server's message and public noise, so the distillation term is post-processing; n_k weights become
@@ -20,24 +20,33 @@ from the clients' memories; no message carries them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters, public
 from fedsynth.core.method import Memory, Presets
-from fedsynth.evaluation.generated import GENERATOR, GeneratorFacts, average, describe
-from fedsynth.methods.shared.aggregation import AveragingState
+from fedsynth.evaluation.generated import (
+    GENERATOR,
+    GeneratorFacts,
+    describe,
+    generator_tally,
+)
+from fedsynth.evaluation.generated import average as average_facts
+from fedsynth.methods.shared.aggregation import AveragingState, average, cached
 from fedsynth.methods.shared.client_training import Task, plain_upload
 from fedsynth.methods.shared.local import TrainsLocally
+from fedsynth.methods.shared.robust import counted_uploads
+from fedsynth.mixed_precision import mixed, widened
 from fedsynth.privacy.disclosure import Disclosure, released
 from fedsynth.privacy.requests import check_named
 from fedsynth.seeding import torch_generator
-from fedsynth.synthesizer.generation.generators import make_generator
-from fedsynth.synthesizer.generation.one_teacher import Distillation
+from fedsynth.synthesizer.distillation.generator import descend, make_generator
+from fedsynth.synthesizer.distillation.losses import distillation_loss, generator_loss
 from fedsynth.training.loop import load_tensors, named_tensors
 from fedsynth.validation import check_choices, check_embedding, check_ranges
 
@@ -65,7 +74,7 @@ class FedKF(TrainsLocally):
         teacher: "oca", or "aca" (FedKF⁻: half the downlink).
         distillation: γ.
         one_hot_weight: λ1, of a loss scaled as in the official code
-            (`synthesizer/generation/generators.py`).
+            (`synthesizer/distillation/losses.py`).
         activation_weight: λ2, scaled the same way; features are the classifier's inputs (that
             code's LeNet-5 has them one layer earlier).
         use_kl: the generator also seeks images on which the local model differs from the teacher:
@@ -144,38 +153,32 @@ class FedKF(TrainsLocally):
     def check_request(self, message: TwoModels, context: RoundContext) -> None:
         check_named("teacher", message.teacher, context.architecture.state_dict())
 
+    def server_step(
+        self, state: AveragingState, uploads: Mapping[int, ModelParameters], context: RoundContext
+    ) -> AveragingState:
+        """T1: ACA, over the active clients, and OCA, over every client's last model."""
+        active = counted_uploads(uploads, state.parameters, context)
+        if not active:
+            return state
+        aca = replace(state, parameters=average(active))  # w^t
+        return cached(aca, state, uploads, context, everybody=self.oca == "all")  # ŵ_k, ŵ^t
+
     def broadcast(self, state: AveragingState, context: RoundContext) -> Message:
         teacher = state.overall if self.teacher == "oca" else {}
         return TwoModels(state.parameters, 1.0, teacher)
 
     def task(self, client: int, message: TwoModels, memory: Memory, context: RoundContext) -> Task:
+        """T2, Algorithm 1's ClientUpdate: SGD on L_CE, with these additions to each step."""
         if context.round <= self.plain_rounds or self.distillation == 0:
             return Task(finish=lambda model, trained: (plain_upload(model, trained)[0], memory))
-        device = context.device
-        # the same initial θ for all clients, as in Algorithm 1
-        generator = make_generator(
-            context.spec, context.seed, latent=self.latent, width=self.generator_width
-        ).to(device)
-        pair = Distillation(
-            context.load(message.teacher or message.parameters),
-            generator,
-            torch_generator(
-                context.seed, "distillation noise", context.round, client, device=device
-            ),
-            batch=self.generator_batch,
-            learning_rate=self.generator_lr,
-            one_hot_weight=self.one_hot_weight,
-            activation_weight=self.activation_weight,
-            kl_weight=self.distillation if self.use_kl else 0.0,
-            precision=context.precision,
-        )
-        if TALLY in memory:
-            load_tensors(pair.state, memory)
+        fusion = KnowledgeFusion(self, client, message, memory, context)
         return Task(
-            penalty=lambda network: self.distillation * pair.loss(network),
+            before_step=fusion.train_generator,  # θ_k ← θ_k − β·∇L_G (Eq. 5)
+            penalty=lambda w_k: self.distillation * fusion.loss(w_k),  # γ·L_KL (Eqs. 6 and 8)
+            state=fusion.state,
             finish=lambda model, trained: (
                 plain_upload(model, trained)[0],
-                {**named_tensors(pair.state), TALLY: pair.tally()},
+                fusion.memory(),
             ),
         )
 
@@ -185,5 +188,83 @@ class FedKF(TrainsLocally):
 
     def merge_facts(self, facts: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
         """Averages the facts over the round's clients that have a generator."""
-        merged = average([one[GENERATOR] for one in facts if GENERATOR in one])
+        merged = average_facts([one[GENERATOR] for one in facts if GENERATOR in one])
         return {GENERATOR: merged} if merged else {}
+
+
+class KnowledgeFusion:
+    """The teacher ŵ at one client, its generator g(θ_k; ·), and the last generated images.
+
+    Attributes:
+        state: all that training the generator changes (`fedsynth.training.loop`).
+    """
+
+    def __init__(
+        self,
+        method: FedKF,
+        client: int,
+        message: TwoModels,
+        memory: Memory,
+        context: RoundContext,
+    ) -> None:
+        device = context.device
+        self._method = method
+        self._precision = context.precision
+        self._teacher: Any = context.load(message.teacher or message.parameters)
+        self._teacher.requires_grad_(False).eval()
+        # the same initial θ for all clients, as in Algorithm 1
+        self._generator = (
+            make_generator(
+                context.spec, context.seed, latent=method.latent, width=method.generator_width
+            )
+            .to(device)
+            .train()
+        )
+        self._adam = torch.optim.Adam(self._generator.parameters(), method.generator_lr)
+        self._draws = torch_generator(
+            context.seed, "distillation noise", context.round, client, device=device
+        )
+        self._kept = {"generator": self._generator, "adam": self._adam}
+        self.state = {**self._kept, "draws": self._draws}
+        if memory:
+            load_tensors(self._kept, memory)
+
+    def train_generator(self, w_k: nn.Module) -> None:
+        """Takes one step of the generator down L_G (Eqs. 2 to 5), and generates images from the
+        same noise z.
+
+        Args:
+            w_k: the client's model, which `use_kl` sends the generator against; not changed.
+        """
+        method = self._method
+        z = torch.randn(
+            method.generator_batch, method.latent, generator=self._draws, device=self._draws.device
+        )
+        with mixed(z.device, self._precision):
+            x = self._generator.normalised(z)
+            features = self._teacher.embed(x)
+            logits = widened(self._teacher.classifier(features))
+        loss = generator_loss(
+            widened(features), logits, method.one_hot_weight, method.activation_weight
+        )
+        if method.use_kl:
+            kl = distillation_loss(logits.detach(), self._logits(w_k, x))
+            loss = loss - method.distillation * kl
+        descend(loss, self._adam)
+        with torch.no_grad():
+            with mixed(z.device, self._precision):
+                self._images = widened(self._generator.normalised(z))
+            self._answer = self._logits(self._teacher, self._images)
+
+    def loss(self, w_k: nn.Module) -> Tensor:
+        """Returns L_KL = KL(ŵ(x) ‖ w_k(x)) on the last generated images x (Eq. 6)."""
+        return distillation_loss(self._answer, self._logits(w_k, self._images))
+
+    def memory(self) -> Memory:
+        """Returns the generator, its Adam, and the tally of its images."""
+        tally = generator_tally(self._teacher, self._generator)
+        return {**named_tensors(self._kept), TALLY: tally}
+
+    def _logits(self, model: nn.Module, x: Tensor) -> Tensor:
+        with mixed(x.device, self._precision):
+            return widened(model(x))

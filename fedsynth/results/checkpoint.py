@@ -5,7 +5,7 @@
         state-ROUND.safetensors      the server's state
         memory-CLIENT-ROUND.…        a client's memory, from the last round it took part in
         upload-CLIENT-ROUND.…        the synthetic sets of the last round
-        steps-ROUND-NAME             the checkpoint of a long loop within a round (`kept_steps.py`)
+        steps-ROUND-NAME             the checkpoint of a long loop within a round (`loop_checkpoints.py`)
 
 `checkpoint.json` is replaced last, atomically, so that there is always one complete checkpoint,
 even if a run is killed or the disk is full. Files that it does not name are removed afterwards.

@@ -21,7 +21,7 @@ from fedsynth.results.checkpoint import (
     CheckpointFolder,
     without_place,
 )
-from fedsynth.results.kept_steps import KeptSteps
+from fedsynth.results.loop_checkpoints import LoopCheckpoints
 from fedsynth.results.run_folder import RunFolder
 from fedsynth.toml_file import read_sections
 
@@ -104,13 +104,13 @@ class RunCheckpoints:
             for number in set(memories) - set(following):
                 self._store(clients[number], context.device)
 
-    def steps_of(self, number: int) -> KeptSteps | None:
+    def steps_of(self, number: int) -> LoopCheckpoints | None:
         """Returns the keeper of checkpoints of the loops within a round, or None
         without a folder.
         """
         if self._folder is None:
             return None
-        return KeptSteps(self._folder, number, STEP_SECONDS, self._shared)
+        return LoopCheckpoints(self._folder, number, STEP_SECONDS, self._shared)
 
     @staticmethod
     def discard(run: RunFolder) -> None:

@@ -27,8 +27,7 @@ from fedsynth.evaluation.accuracy import accuracy
 from fedsynth.evaluation.generated import GENERATOR, in_words
 from fedsynth.federation.context import resolve_device
 from fedsynth.methods import method_class
-from fedsynth.methods.dense import DistilsWithoutData
-from fedsynth.methods.shared.ensemble import EnsembleState
+from fedsynth.methods.shared.ensemble import DataFreeEnsembleDistillation, EnsembleState
 from fedsynth.models.convnet import NORMS
 from fedsynth.models.registry import ModelSettings, build_model
 from fedsynth.models.weights import require_finite, restore
@@ -37,7 +36,7 @@ from fedsynth.models.weights import require_finite, restore
 def distil_models(
     models: Sequence[nn.Module],
     student: nn.Module,
-    method: DistilsWithoutData,
+    method: DataFreeEnsembleDistillation,
     spec: DatasetSpec,
     seed: int = 0,
     reporter: Reporter | None = None,
@@ -106,7 +105,7 @@ def distil_files(
     spec = dataset_spec(dataset)
     torch_device = resolve_device(device)
     kind = method_class(method)
-    if not issubclass(kind, DistilsWithoutData):
+    if not issubclass(kind, DataFreeEnsembleDistillation):
         raise SettingError(
             "run", "method", "does not distil without data: use fedhydra or dense", value=method
         )

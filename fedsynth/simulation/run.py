@@ -45,7 +45,7 @@ from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.ledger.history import History
 from fedsynth.privacy.report.formatting import format_epsilon
 from fedsynth.results.checkpoint import Checkpoint, run_identity
-from fedsynth.results.kept_steps import KeptSteps
+from fedsynth.results.loop_checkpoints import LoopCheckpoints
 from fedsynth.results.measure import Measure
 from fedsynth.results.private_run import plan_when_it_began
 from fedsynth.results.result import RunResult, own_sources
@@ -218,7 +218,9 @@ class Simulation:
             if refusal is not None:
                 self._end_early(refusal)
                 break
-            previous = context.keeper.earlier if isinstance(context.keeper, KeptSteps) else 0.0
+            previous = (
+                context.keeper.earlier if isinstance(context.keeper, LoopCheckpoints) else 0.0
+            )
             self._record(context, started - previous)
         return self._finish()
 

@@ -14,18 +14,22 @@ from fedsynth._lazy_import import lazy_exports
 if TYPE_CHECKING:
     from fedsynth.synthesizer.condensation.student import StudentSettings as StudentSettings
     from fedsynth.synthesizer.condensation.student import train_student as train_student
-    from fedsynth.synthesizer.generation.ensembles import Stratification as Stratification
-    from fedsynth.synthesizer.generation.ensembles import average_of_logits as average_of_logits
-    from fedsynth.synthesizer.generation.ensembles import (
-        stratified_aggregation as stratified_aggregation,
-    )
-    from fedsynth.synthesizer.generation.ensembles import stratified_weights as stratified_weights
-    from fedsynth.synthesizer.generation.generators import Generator as Generator
-    from fedsynth.synthesizer.generation.generators import make_generator as make_generator
-    from fedsynth.synthesizer.generation.many_teachers import (
+    from fedsynth.synthesizer.distillation.data_free import DataFreeDistiller as DataFreeDistiller
+    from fedsynth.synthesizer.distillation.ensemble import (
         OneShotDistillation as OneShotDistillation,
     )
-    from fedsynth.synthesizer.generation.one_teacher import DataFreeDistiller as DataFreeDistiller
+    from fedsynth.synthesizer.distillation.ensemble import OneShotSettings as OneShotSettings
+    from fedsynth.synthesizer.distillation.ensemble import average_of_logits as average_of_logits
+    from fedsynth.synthesizer.distillation.generator import Generator as Generator
+    from fedsynth.synthesizer.distillation.generator import make_generator as make_generator
+    from fedsynth.synthesizer.distillation.stratification import guidance as guidance
+    from fedsynth.synthesizer.distillation.stratification import pair_losses as pair_losses
+    from fedsynth.synthesizer.distillation.stratification import (
+        stratified_aggregation as stratified_aggregation,
+    )
+    from fedsynth.synthesizer.distillation.stratification import (
+        stratified_weights as stratified_weights,
+    )
     from fedsynth.synthesizer.pipeline import FeatureMatching as FeatureMatching
     from fedsynth.synthesizer.pipeline import GradientMatching as GradientMatching
     from fedsynth.synthesizer.pipeline import ResidualMatching as ResidualMatching

@@ -37,6 +37,9 @@ class Augmentation:
         coin: CPU generator that decides this.
         noise: generator on the features' device.
         mean, std: statistics accumulated so far [C]; None: starts with those of the first batch.
+
+    Attributes:
+        statistics: the accumulated mean and standard deviation; empty before the first batch.
     """
 
     def __init__(
@@ -53,14 +56,16 @@ class Augmentation:
         self._coin = coin
         self._noise = noise
         self._gammas = gamma_mean, gamma_std
-        self.mean = mean
-        self.std = std
+        self.statistics = [(mean, std)] if mean is not None and std is not None else []
 
     def __call__(self, x_NCHW: Tensor) -> Tensor:
         mean = x_NCHW.mean(dim=(2, 3))
         std = (x_NCHW.var(dim=(2, 3), correction=0) + EPS).sqrt()
-        self.mean = _moved(self.mean, mean)
-        self.std = _moved(self.std, std)
+        batch = mean.detach().mean(dim=0), std.detach().mean(dim=0)
+        if self.statistics:
+            (before,) = self.statistics
+            batch = _moved(before[0], batch[0]), _moved(before[1], batch[1])
+        self.statistics[:] = [batch]
         if float(torch.rand((), generator=self._coin)) >= self._probability:
             return x_NCHW
         new_mean, new_std = (
@@ -77,9 +82,8 @@ class Augmentation:
         return value_NC + drawn * deviation
 
 
-def _moved(previous: Tensor | None, value_NC: Tensor) -> Tensor:
-    mean_C = value_NC.detach().mean(dim=0)
-    return mean_C if previous is None else MOMENTUM * previous + (1 - MOMENTUM) * mean_C
+def _moved(before_C: Tensor, now_C: Tensor) -> Tensor:
+    return MOMENTUM * before_C + (1 - MOMENTUM) * now_C
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from fedsynth.keeping import KeepsNothing, StepKeeper
+from fedsynth.training.loop_checkpoint import LoopCheckpointer, NullCheckpointer
 
 State = Mapping[str, Any]
 """A loop's mutable state, by name: tensors, networks, optimisers, learning rate schedules,
@@ -21,7 +21,7 @@ def resumable(
     steps: int,
     state: State,
     *,
-    keeper: StepKeeper | None = None,
+    keeper: LoopCheckpointer | None = None,
     name: str = "loop",
     report: Callable[[int], None] = lambda completed: None,
     draws: Sequence[Iterator[object]] = (),
@@ -43,8 +43,8 @@ def resumable(
     >>> total
     tensor([3.])
     """
-    keeper = keeper or KeepsNothing()
-    completed = _restored(keeper.found(name), state)
+    keeper = keeper or NullCheckpointer()
+    completed = _restored(keeper.load(name), state)
     for draw in draws:
         for _ in range(completed):
             next(draw)
@@ -52,7 +52,7 @@ def resumable(
         yield step
         keeper.offer(name, step + 1, lambda: named_tensors(state))
         report(step + 1)
-    keeper.ended(name, steps, lambda: named_tensors(state))
+    keeper.finish(name, steps, lambda: named_tensors(state))
 
 
 def _restored(saved: tuple[int, Mapping[str, Tensor]] | None, state: State) -> int:

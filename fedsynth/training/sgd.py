@@ -12,18 +12,19 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from fedsynth.keeping import StepKeeper
 from fedsynth.mixed_precision import mixed, widened
 from fedsynth.models.batch_norm import has_batch_norm
 from fedsynth.models.flat import FlatNetwork, load_flat
 from fedsynth.training.cuda_graphs import recorded
-from fedsynth.training.loop import resumable
+from fedsynth.training.loop import State, resumable
+from fedsynth.training.loop_checkpoint import LoopCheckpointer
 from fedsynth.training.optimisers import Optimiser
 from fedsynth.training.softmax_regression import is_softmax_regression, regression_step
 
 WORTH_RECORDING = 20  # steps
 FETCHED = 2**18  # scalars of the images that are looked up at a time
 Penalty = Callable[[nn.Module], Tensor]
+BeforeStep = Callable[[nn.Module], None]
 Objective = Callable[[nn.Module, Tensor, Tensor], Tensor]
 
 
@@ -78,8 +79,9 @@ def train_on(
     report: Callable[[int, int], None] = lambda completed, total: None,
     penalty: Penalty | None = None,
     objective: Objective | None = None,
-    stateful: bool = False,
-    keeper: StepKeeper | None = None,
+    before_step: BeforeStep | None = None,
+    state: State | None = None,
+    keeper: LoopCheckpointer | None = None,
     name: str = "train",
     precision: torch.dtype = torch.float32,
 ) -> None:
@@ -90,15 +92,16 @@ def train_on(
             device).
         labels_N: labels of all examples.
         generator: a CPU generator; shuffles every epoch.
-        penalty: (the network in training) -> a scalar that is added to each step's loss. It may
-            draw random numbers or keep state, so only steps with a `Pull` are recorded.
+        penalty: (the network in training) -> a scalar that is added to each step's loss; only
+            steps with no penalty or a `Pull` are recorded.
         objective: replaces the mean cross-entropy: (the network in training, images [M, C, H, W],
             labels [M]) -> scalar; must not wait for the device.
-        stateful: whether the objective draws random numbers or keeps state: its steps are then not
-            recorded.
-        keeper: saves weights and optimiser under `name` between epochs. If this training was
-            interrupted, it resumes from there with the same draws. Penalty and objective must then
-            be stateless.
+        before_step: called with the network in training before each step, for example to train
+            another network; its steps are not recorded.
+        state: what the functions above change, by name, saved with the checkpoints: objects of
+            `fedsynth.training.loop.State`. Steps with a state are not recorded.
+        keeper: saves the training under `name` between epochs. If it was interrupted, it resumes
+            from there with the same draws.
         name: identifies this training within a round.
         precision: precision of the network's pass for the cross-entropy
             (`fedsynth.mixed_precision`); an objective chooses its own.
@@ -107,22 +110,23 @@ def train_on(
         return
     network = FlatNetwork(model, requires_grad=True)
     network.module.train()
-    state = settings.optimiser.init(network.flat)
-    step = make_step(network, state, settings, penalty, objective, precision)
+    moments = settings.optimiser.init(network.flat)
+    step = make_step(network, moments, settings, penalty, objective, before_step, precision)
     labels = labels_N.__getitem__
     per_epoch = batches_of(len(labels_N), settings.batch)
     total_steps = steps_of(settings, len(labels_N))
     full: Callable[[Tensor], None] | None = None
-    recordable = (penalty is None or isinstance(penalty, Pull)) and not stateful
+    recordable = not (state or before_step) and (penalty is None or isinstance(penalty, Pull))
     whole_batches = settings.epochs * (len(labels_N) // settings.batch)
     changed = {
         "weights": network.flat,
-        **{f"optimiser{k}": tensor for k, tensor in enumerate(state)},
+        **{f"optimiser{k}": tensor for k, tensor in enumerate(moments)},
         **{f"buffer.{key}": tensor for key, tensor in network.module.named_buffers()},
         "shuffle": generator,
+        **(state or {}),
     }
     if recordable and labels_N.is_cuda and whole_batches >= WORTH_RECORDING:
-        written = [network.flat, *state, network.grad, *network.module.buffers()]
+        written = [network.flat, *moments, network.grad, *network.module.buffers()]
         full = _recorded(
             lambda indices: step(images(indices), labels(indices)),
             settings.batch,
@@ -186,6 +190,7 @@ def make_step(
     settings: SgdSettings,
     penalty: Penalty | None = None,
     objective: Objective | None = None,
+    before_step: BeforeStep | None = None,
     precision: torch.dtype = torch.float32,
 ) -> Callable[[Tensor, Tensor], None]:
     """Returns a step function of a batch's images and labels, which changes `network` and the
@@ -216,6 +221,8 @@ def make_step(
     gradient = differentiate_regression if closed else differentiate
 
     def step(x: Tensor, y: Tensor) -> None:
+        if before_step is not None:
+            before_step(network.module)
         gradient(x, y)
         with torch.no_grad():
             if pull is not None:

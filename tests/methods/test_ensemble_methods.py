@@ -13,23 +13,22 @@ import pytest
 import torch
 
 from fedsynth.config.resolve import resolve
-from fedsynth.core.context import RoundContext
+from fedsynth.core.context import Notes, RoundContext
 from fedsynth.core.messages import ModelParameters
 from fedsynth.data.images import denormalise, from_arrays
 from fedsynth.data.proxy import ProxyImages
 from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import SettingError, UnknownNameError
 from fedsynth.evaluation.generated import GENERATOR
-from fedsynth.methods.dense import Dense, generated_facts
+from fedsynth.methods.dense import Dense
 from fedsynth.methods.feddf import FedDF
 from fedsynth.methods.fedhydra import FedHydra
 from fedsynth.methods.shared.aggregation import average
-from fedsynth.methods.shared.ensemble import DistilsEnsemble, EnsembleState
-from fedsynth.privacy.errors import ForbiddenLayerError, UnaccountedReleaseError
+from fedsynth.methods.shared.ensemble import EnsembleDistillation, EnsembleState, generated_facts
+from fedsynth.privacy.errors import UnaccountedReleaseError
 from fedsynth.simulation.simulate import simulate
 from fedsynth.simulation.stderr_observer import round_line
-from fedsynth.synthesizer.generation.ensembles import average_of_logits
-from fedsynth.synthesizer.generation.many_teachers import OneShotDistillation
+from fedsynth.synthesizer.distillation.stratification import stratified_weights
 from tests.digits import SPEC, convnet, digits
 from tests.digits import context as some_context
 
@@ -96,11 +95,6 @@ def test_with_privacy_the_clients_are_charged_and_the_server_is_not() -> None:
     assert result.summary[GENERATOR] == said
 
 
-def test_batch_norm_statistics_are_refused_with_privacy() -> None:
-    with pytest.raises(ForbiddenLayerError, match="batch norm"):
-        simulate(run("dense", privacy={"epsilon": 10.0}, norm="batch"))
-
-
 def context(**changes: Any) -> RoundContext:
     return some_context(nominal=6.0, **{"clients": 2, "participants": (0, 1), **changes})
 
@@ -121,7 +115,7 @@ def proxy_of(pixels: np.ndarray) -> ProxyImages:
 
 
 @pytest.mark.parametrize("method", [Dense(server_epochs=0), FedDF(server_steps=0, proxy="noise")])
-def test_without_a_step_the_student_is_where_it_starts(method: DistilsEnsemble) -> None:
+def test_without_a_step_the_student_is_where_it_starts(method: EnsembleDistillation) -> None:
     """The n_k-weighted average (FedAvg, one shot), or the server's model."""
     assert method.start == ("server" if method.name == "dense" else "average")
     where = context(proxy=proxy_of(np.zeros((4, 8, 8), np.uint8)))
@@ -139,27 +133,23 @@ def test_p_weighs_by_the_rows_shares_by_hand() -> None:
         "raw": ([0.75, 0.25], [0.1, 0.9]),
     }
     for kind, ((a, b), (c, d)) in columns.items():
-        p = FedHydra(columns=kind).aggregate(u)(logits, asked)
+        weights = stratified_weights(u, in_place=kind == "in-place")
+        p = FedHydra(columns=kind).aggregate(*weights)(logits, asked)
         expected = [0.75 * 1 * a + 0.25 * 3 * c, 0.75 * 2 * b + 0.25 * 4 * d]
         assert p[0].tolist() == pytest.approx(expected)
-    alone = FedHydra(aggregation="clients").aggregate(u)(logits, asked)
+    alone = FedHydra(aggregation="clients").aggregate(*weights)(logits, asked)
     assert alone[0].tolist() == pytest.approx([0.75 * 1 + 0.25 * 3, 0.75 * 2 + 0.25 * 4])
-    average = FedHydra(aggregation="average").aggregate(u)(logits, asked)
+    average = FedHydra(aggregation="average").aggregate(*weights)(logits, asked)
     assert average.tolist() == [[2.0, 3.0]]
 
 
-def test_the_student_may_learn_the_average_on_images_of_p(monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[bool] = []
-    original = OneShotDistillation.fit
-
-    def look(*args: Any, lessons: Any = None, **more: Any) -> Any:
-        given.append(lessons is average_of_logits)
-        return original(*args, lessons=lessons, **more)
-
-    monkeypatch.setattr(OneShotDistillation, "fit", look)
-    for lessons in ("ensemble", "average"):
-        FedHydra(**HYDRA, lessons=lessons).server_step(start(), uploads(), context())
-    assert given == [False, True]
+def test_the_student_may_learn_the_average_on_images_of_p() -> None:
+    """Also that only one of the two is what its server distils by default."""
+    students = [
+        FedHydra(**HYDRA, lessons=lessons).server_step(start(), uploads(), context()).parameters
+        for lessons in ("ensemble", "average")
+    ]
+    assert not all(torch.equal(students[0][name], students[1][name]) for name in students[0])
 
 
 def test_agreement_is_of_the_student_s_images() -> None:
@@ -170,10 +160,14 @@ def test_agreement_is_of_the_student_s_images() -> None:
             return 5.0 * torch.eye(10)[3].expand(len(x), 10) + 0 * x.sum()
 
     method = Dense(**{**TINY, "server_epochs": 3, "generator_batch": 200})
-    tallies = method.fit_student([Three()], convnet(), average_of_logits, context())
-    said = generated_facts(EnsembleState({}, tallies=tallies))
+    notes = Notes()
+    state = method.distil([Three()], convnet(), context(reporter=notes))
+    said = generated_facts(state)
     assert said["agreement"] == pytest.approx(0.1, abs=0.05)
     assert (said["class_entropy"], said["classes"]) == (0, 1)
+    assert notes.lines == [
+        "no batch-norm term for models 0: they have no batch norm with running statistics"
+    ]
 
 
 def test_feddf_moves_the_student_to_the_ensemble_on_its_proxy() -> None:
@@ -206,7 +200,7 @@ def test_models_that_do_not_count_are_not_in_the_ensemble(monkeypatch: pytest.Mo
     monkeypatch.setattr(
         Dense,
         "distil",
-        lambda self, models, student, state, ctx: seen.append(len(models)) or EnsembleState({}),
+        lambda self, models, student, ctx: seen.append(len(models)) or EnsembleState({}),
     )
     one, two = uploads().values()
     state = start()

@@ -40,7 +40,8 @@ from fedsynth.privacy.dpsgd import cross_entropies
 from fedsynth.privacy.errors import UnaccountedReleaseError
 from fedsynth.seeding import torch_generator
 from fedsynth.simulation.simulate import simulate
-from fedsynth.synthesizer.generation.generators import diversity_loss, make_latent_generator
+from fedsynth.synthesizer.distillation.generator import make_latent_generator
+from fedsynth.synthesizer.distillation.losses import diversity_loss
 from fedsynth.training.feature_statistics import (
     augmented,
     modulation,

@@ -20,7 +20,6 @@ from fedsynth.data.partition_settings import PartitionSettings
 from fedsynth.errors import SettingError, UnknownNameError
 from fedsynth.evaluation.volume import condensation_floats
 from fedsynth.federation.server import Server
-from fedsynth.keeping import KeepsNothing
 from fedsynth.methods.feddm import FedDM, perturbed
 from fedsynth.methods.real import Real
 from fedsynth.models.convnet import ConvNet
@@ -30,6 +29,7 @@ from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.seeding import torch_generator
 from fedsynth.simulation.simulate import simulate
 from fedsynth.synthesizer.condensation.sets import SyntheticSet, real_start
+from fedsynth.training.loop_checkpoint import NullCheckpointer
 from tests.digits import SPEC, charged, context, digits, sent
 from tests.rounds import play
 
@@ -259,14 +259,14 @@ def test_weights_are_frozen_and_unknown_variants_refused() -> None:
 # --------------------------------------------------------------------------- fixed networks
 
 
-class Keeps(KeepsNothing):
+class Keeps(NullCheckpointer):
     """What a loop offers at one step, and gives it back."""
 
     def __init__(self, at: int) -> None:
         self._at = at
         self.kept: tuple[int, dict[str, Tensor]] | None = None
 
-    def found(self, name: str) -> tuple[int, dict[str, Tensor]] | None:
+    def load(self, name: str) -> tuple[int, dict[str, Tensor]] | None:
         return self.kept
 
     def offer(self, name: str, done: int, tensors: Any) -> None:

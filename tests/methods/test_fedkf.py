@@ -23,7 +23,7 @@ from fedsynth.methods.shared.local import TrainsLocally
 from fedsynth.models.flat import flatten
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.seeding import torch_generator
-from fedsynth.synthesizer.generation.generators import make_generator
+from fedsynth.synthesizer.distillation.generator import make_generator
 from tests.digits import CPU, SPEC, charged, convnet, digits, sent
 from tests.digits import context as some_context
 

@@ -34,7 +34,7 @@ from fedsynth.reproduction.runs import (
     scaled,
 )
 from fedsynth.results import run_checkpoints
-from fedsynth.results.kept_steps import KeptSteps
+from fedsynth.results.loop_checkpoints import LoopCheckpoints
 
 SCALE = 0.05
 TABLE = preset("fedprox:synthetic")
@@ -229,13 +229,13 @@ def test_one_shot_methods_are_stopped_inside_their_round_and_share_what_clients_
     assert made(rows, each, clock=clock, observer=Stops()) == ["stopped", "not begun"]
     assert phases == ["local training"]
     training: list[str] = []
-    offer = KeptSteps.offer
+    offer = LoopCheckpoints.offer
 
-    def noted(self: KeptSteps, name: str, *rest: Any) -> None:
+    def noted(self: LoopCheckpoints, name: str, *rest: Any) -> None:
         training.append(name.split("-")[0])
         offer(self, name, *rest)
 
-    monkeypatch.setattr(KeptSteps, "offer", noted)
+    monkeypatch.setattr(LoopCheckpoints, "offer", noted)
     assert made(rows, each[:1]) == ["finished"]
     assert set(training) == {"train"}
     training.clear()

@@ -32,7 +32,7 @@ from fedsynth.privacy.ledger import read_ledger
 from fedsynth.results import checkpoint as checkpoints
 from fedsynth.results import run_checkpoints
 from fedsynth.results.checkpoint import POINTER, Checkpoint, CheckpointFolder
-from fedsynth.results.kept_steps import KeptSteps
+from fedsynth.results.loop_checkpoints import LoopCheckpoints
 from fedsynth.results.result import RunResult
 from fedsynth.results.run_folder import RESUMED, RunFolder
 from fedsynth.results.verification import unfinished_report, verify_run
@@ -269,14 +269,14 @@ def kill_at(call: str, moment: int) -> None:
 def each_step(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """Loops are checkpointed at every step; the steps are listed."""
     monkeypatch.setattr(run_checkpoints, "STEP_SECONDS", 0.0)
-    offer = KeptSteps.offer
+    offer = LoopCheckpoints.offer
     offered: list[tuple[str, int]] = []
 
-    def noted(self: KeptSteps, loop: str, step: int, tensors: Any) -> None:
+    def noted(self: LoopCheckpoints, loop: str, step: int, tensors: Any) -> None:
         offer(self, loop, step, tensors)
         offered.append((loop, step))
 
-    monkeypatch.setattr(KeptSteps, "offer", noted)
+    monkeypatch.setattr(LoopCheckpoints, "offer", noted)
     return offered
 
 
@@ -287,6 +287,11 @@ def each_step(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
         ("fedaf", 2, {"iterations": 8, "local_weight": 0.5, "distance": "rows"}, 8 + 5, 5),
         ("fedavg", 1, {"local_epochs": 3}, 3 + 2, 2),  # of the second client
         ("scaffold", 1, {"local_epochs": 3}, 3 + 3 + 1, 1),
+        ("fedkf", 1, {"local_epochs": 3, "plain_rounds": 0}, 3 + 2, 2),
+        ("fedfa-plus", 1, {"local_epochs": 3}, 3 + 2, 2),
+        ("fedgen", 2, {"local_epochs": 3, "generator_steps": 3}, 4 * 3 + 3 + 3 + 2, 2),
+        ("fedgen", 1, {"local_epochs": 3, "generator_steps": 3}, 4 * 3 + 2, 2),
+        ("fedhydra", 1, {"local_epochs": 3, "server_epochs": 3}, 4 * 3 + 1, 1),
         ("dense", 1, {"local_epochs": 3, "server_epochs": 3}, 4 * 3 + 2, 2),
         ("feddf", 1, {"local_epochs": 3, "server_steps": 5}, 4 * 3 + 3, 3),
     ],
@@ -308,24 +313,18 @@ def test_condensation_training_and_distillation_resume_inside_a_round(
     assert once[last - 1][1] == step
     each_step.clear()
     # `each_step` notes a step after `interrupted` has counted it
-    with interrupted(KeptSteps, "offer", lambda *_: len(each_step) == last):
+    with interrupted(LoopCheckpoints, "offer", lambda *_: len(each_step) == last):
         run(given, tmp_path / "cut")
     assert_same(whole, resumed(given, tmp_path / "cut"))
     assert each_step == once
 
 
-@pytest.mark.parametrize(
-    ("method", "more"),
-    [
-        ("fedkf", {"method": {"plain_rounds": 0}}),  # its generator is no part of what is stored
-        *((method, {"privacy": PRIVATE}) for method in ("feddm", "fedavg", "dense")),
-    ],
-)
-def test_loops_of_private_runs_and_of_stateful_losses_are_not_checkpointed(
-    method: str, more: Any, tmp_path: Path, each_step: list[tuple[str, int]]
+@pytest.mark.parametrize("method", ["feddm", "fedavg", "fedkf", "dense"])
+def test_loops_of_private_runs_are_not_checkpointed(
+    method: str, tmp_path: Path, each_step: list[tuple[str, int]]
 ) -> None:
     """A private loop's releases would be made twice on one charge."""
-    run(sections(method, run={"rounds": 1}, **more), tmp_path)
+    run(sections(method, run={"rounds": 1}, privacy=PRIVATE), tmp_path)
     assert each_step == []
 
 
@@ -337,7 +336,7 @@ def test_a_loop_is_not_resumed_on_other_data(
     train, test = load_dataset("digits")
     other = replace(train, images=255 - train.images)
     whole = run(given, tmp_path / "whole", data=(other, test))
-    with interrupted(KeptSteps, "offer", lambda name, step, _: step == 2):
+    with interrupted(LoopCheckpoints, "offer", lambda name, step, _: step == 2):
         run(given, tmp_path / "cut", data=(train, test))
     assert list((unfinished(tmp_path / "cut") / "simulation_only").rglob("steps-*"))
     assert_same(whole, resumed(given, tmp_path / "cut", data=(other, test)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -15,12 +15,13 @@ from fedsynth.core.client import OpenClients, PrivateClients, chunk
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters
 from fedsynth.core.method import Memory
-from fedsynth.keeping import KeepsNothing, StepKeeper
 from fedsynth.privacy.dpsgd import DpSgdSettings, ExampleLoss, Penalty
 from fedsynth.seeding import torch_generator
+from fedsynth.training.loop import State
+from fedsynth.training.loop_checkpoint import NullCheckpointer
 from fedsynth.training.many_clients import Learner, train_together
 from fedsynth.training.optimisers import Optimiser
-from fedsynth.training.sgd import Pull, SgdSettings, steps_of, train_on
+from fedsynth.training.sgd import BeforeStep, Pull, SgdSettings, steps_of, train_on
 from fedsynth.version import __version__
 
 MODEL = "model"
@@ -50,11 +51,14 @@ class Task:
     result.
 
     Args:
+        before_step: called with the network in training before each step, for example to train a
+            generator; sees no data of the client.
         penalty: (the network in training) -> a scalar added to each step's loss; sees no data of
             the client.
         loss: (network, x [N, C, H, W], y [N]) -> the loss of each example [N], in place of its
             cross-entropy; with differential privacy it must not depend on other examples.
-        stateful: the loss draws or keeps state, so that its steps cannot be recorded.
+        state: all that `before_step`, `penalty` and `loss` change, random generators included, by
+            name: it is saved with the training, and its steps are not recorded. {}: nothing.
         finish: (the trained model, its `Trained`) -> upload and memory.
 
     >>> from fedsynth import ModelSettings, RunSettings, TrainsLocally, simulate
@@ -67,16 +71,18 @@ class Task:
     True
     """
 
+    before_step: BeforeStep | None = None
     penalty: Penalty | None = None
     loss: ExampleLoss | None = None
-    stateful: bool = False
+    state: State = field(default_factory=dict)
     finish: Callable[[nn.Module, Trained], tuple[Message, Memory]] = plain_upload
 
     @property
     def plain(self) -> bool:
         """Returns whether training is SGD on the cross-entropy plus at most a `Pull`, so that many
         clients can be trained in one pass."""
-        return self.loss is None and (self.penalty is None or isinstance(self.penalty, Pull))
+        pulled = self.penalty is None or isinstance(self.penalty, Pull)
+        return self.loss is None and self.before_step is None and pulled
 
 
 def train_openly(
@@ -135,7 +141,8 @@ def train_privately(
         alone = clients.alone(position)
         plan = alone.plan(MODEL)
         settings = DpSgdSettings(optimiser, plan.sample_rate * context.nominal_size)
-        alone.fit(alone.series(MODEL), model, plan.steps, settings, task.penalty, task.loss)
+        additions = (task.penalty, task.loss, task.before_step)
+        alone.fit(alone.series(MODEL), model, plan.steps, settings, *additions)
         trained.append(Trained(1.0, plan.steps))
         context.report("local training", position + 1, len(models))
     return trained
@@ -158,10 +165,11 @@ def _train_alone(
 ) -> None:
     mine = learner.where
     loss = task.loss
-    keeper: StepKeeper = context.keeper if task.plain else KeepsNothing()
+    keeper = context.keeper if task.plain or task.state else NullCheckpointer()
     name = f"train-{client}"
-    known = learner.penalty is None or type(learner.penalty) is Pull  # fully covered by the digest
-    if keeper.shared is not None and known and len(mine):
+    # a digest covers the data, and penalties of this type only
+    covered = task.plain and (task.penalty is None or type(task.penalty) is Pull)
+    if keeper.shared is not None and covered and len(mine):
         keeper = keeper.shared
         name = f"train-{training_digest(learner, clients, context.device, precision)}"
     train_on(
@@ -173,7 +181,8 @@ def _train_alone(
         report,
         penalty=task.penalty,
         objective=None if loss is None else lambda network, x, y: loss(network, x, y).mean(),
-        stateful=task.stateful,
+        before_step=task.before_step,
+        state=task.state,
         keeper=keeper,
         name=name,
         precision=precision,

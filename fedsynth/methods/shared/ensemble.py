@@ -1,5 +1,5 @@
-"""The base class of DENSE, FedHydra and FedDF: clients train as in FedAvg, and the server distils
-their models into one.
+"""The common part of DENSE, FedHydra and FedDF: clients train as in FedAvg, and the server distils
+their models into one (`distil`, on each page).
 
 One round is the one-shot setting. In further rounds clients start from the distilled model, so all
 must have the server's architecture; in a single round each client may have a different one
@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from math import ceil
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -23,8 +24,13 @@ from fedsynth.core.messages import ModelParameters
 from fedsynth.core.method import Presets
 from fedsynth.core.state import ServerState
 from fedsynth.errors import SettingError
+from fedsynth.evaluation.generated import GENERATOR, GeneratorFacts, describe
+from fedsynth.evaluation.generated import average as average_facts
 from fedsynth.methods.shared.aggregation import AveragingState, average
 from fedsynth.methods.shared.local import TrainsLocally
+from fedsynth.privacy.disclosure import Disclosure, released
+from fedsynth.synthesizer.distillation.ensemble import OneShotSettings
+from fedsynth.synthesizer.distillation.losses import has_statistics
 from fedsynth.validation import check_choices
 
 
@@ -43,7 +49,7 @@ class EnsembleState(AveragingState):
 
 
 @dataclass(frozen=True)
-class DistilsEnsemble(TrainsLocally):
+class EnsembleDistillation(TrainsLocally):
     """Settings of FedHydra's comparison: SGD 0.01, batch 128, 200 local epochs; momentum is not
     named.
 
@@ -81,13 +87,13 @@ class DistilsEnsemble(TrainsLocally):
             )
 
     def distil(
-        self,
-        models: Sequence[nn.Module],
-        student: nn.Module,
-        state: EnsembleState,
-        context: RoundContext,
+        self, models: Sequence[nn.Module], student: nn.Module, context: RoundContext
     ) -> EnsembleState:
-        """Trains `student` in place, and returns the state without its parameters."""
+        """Trains `student` in place, and returns the state without its parameters.
+
+        Args:
+            models: the clients', frozen and in evaluation mode.
+        """
         raise NotImplementedError  # abstract
 
     def server_step(
@@ -97,7 +103,9 @@ class DistilsEnsemble(TrainsLocally):
         context: RoundContext,
     ) -> EnsembleState:
         models = [
-            context.load(u.parameters, client) for client, u in uploads.items() if u.weight > 0
+            context.load(u.parameters, client).requires_grad_(False).eval()
+            for client, u in uploads.items()
+            if u.weight > 0
         ]
         if not models:
             return state
@@ -105,5 +113,57 @@ class DistilsEnsemble(TrainsLocally):
         student = context.load(
             average(uploads) if alike and self.start == "average" else state.parameters
         )
-        made = self.distil(models, student, state, context)
-        return replace(made, parameters=student.state_dict())
+        distilled = self.distil(models, student, context)
+        return replace(distilled, parameters=student.state_dict())
+
+
+@dataclass(frozen=True)
+class DataFreeEnsembleDistillation(OneShotSettings, EnsembleDistillation):
+    """Settings of the server's distillation: see `OneShotSettings`."""
+
+    discloses: ClassVar[Mapping[str, Disclosure]] = {
+        **EnsembleDistillation.discloses,
+        GENERATOR: released("the server makes the generators from uploaded models", GeneratorFacts),
+    }
+    presets: ClassVar[Presets] = {
+        "digits": {
+            "server_epochs": 40,
+            "generator_steps": 10,
+            "generator_width": 8,
+            "generator_batch": 64,
+            "generator_lr": 0.01,
+            "replay": True,
+            "start": "average",
+        }
+    }
+
+    def __post_init__(self) -> None:
+        EnsembleDistillation.__post_init__(self)
+        OneShotSettings.__post_init__(self)
+
+    def note_models(self, models: Sequence[nn.Module], context: RoundContext) -> None:
+        """Notes which models have no statistics for L_BN."""
+        without = [str(k) for k, model in enumerate(models) if not has_statistics(model)]
+        if self.bn_weight and without:
+            context.note(
+                f"no batch-norm term for models {', '.join(without)}: they have no batch norm with "
+                "running statistics"
+            )
+
+    def facts(self, state: EnsembleState, context: RoundContext) -> Mapping[str, Any]:
+        """Returns the facts, with `generated_facts` under `GENERATOR`: post-processing."""
+        found = generated_facts(state)
+        return {**super().facts(state, context), **({GENERATOR: found} if found else {})}
+
+
+def generated_facts(state: EnsembleState) -> dict[str, float]:
+    """Returns how often the ensemble assigns the requested class to generated images, and how many
+    classes an epoch's images have (`evaluation.generated`), averaged over the round's epochs. The
+    student's agreement with the ensemble is averaged over the last tenth of the epochs. Empty if no
+    image was generated."""
+    epochs = [describe(epoch) for epoch in (() if state.tallies is None else state.tallies)]
+    last = epochs[len(epochs) - ceil(len(epochs) / 10) :]
+    return {
+        **average_facts(epochs),
+        **average_facts([{"student": epoch["student"]} for epoch in last]),
+    }

@@ -35,7 +35,7 @@ from fedsynth.methods.shared.client_training import (
     train_openly,
     train_privately,
 )
-from fedsynth.methods.shared.robust import robust_uploads
+from fedsynth.methods.shared.robust import counted_uploads
 from fedsynth.models.on_features import input_size
 from fedsynth.models.registry import parameter_count
 from fedsynth.privacy.disclosure import COUNT, Disclosure, public
@@ -241,12 +241,10 @@ class TrainsLocally(Method):
         self, state: State, uploads: Mapping[int, Up], context: RoundContext
     ) -> ServerState:
         before: AveragingState = state
-        counting = {client: u for client, u in uploads.items() if u.weight > 0}
-        if not counting:  # every client was dropped or has no examples: skip the round
+        counted = counted_uploads(uploads, before.parameters, context)
+        if not counted:  # every client was dropped or has no examples: skip the round
             return before
-        if context.robust != "none":
-            counting = robust_uploads(counting, before.parameters, context)
-        made = self.combine(before, counting, context)
+        made = self.combine(before, counted, context)
         if not self.keeps_cache():
             return made
         return cached(made, before, uploads, context, everybody=self.oca == "all")

@@ -40,6 +40,17 @@ Rows = Sequence[Tensor]
 Sent = TypeVar("Sent", bound=Message)
 
 
+def counted_uploads(
+    uploads: Mapping[int, Sent], before: Mapping[str, Tensor], context: RoundContext
+) -> Mapping[int, Sent]:
+    """Returns the uploads that count, with a weight above zero; with robust aggregation as of
+    `robust_uploads`. Empty if no upload counts."""
+    counted = {client: u for client, u in uploads.items() if u.weight > 0}  # type: ignore[attr-defined]
+    if context.robust == "none" or not counted:
+        return counted
+    return robust_uploads(counted, before, context)
+
+
 def robust_uploads(
     uploads: Mapping[int, Sent], before: Mapping[str, Tensor], context: RoundContext
 ) -> dict[int, Sent]:

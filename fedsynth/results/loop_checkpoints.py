@@ -1,7 +1,7 @@
-"""Checkpoints of the long loops within a round, next to the checkpoint of the previous round; and
-finished loops that several runs share, in a common folder.
+"""Checkpoints of the long loops within a round, next to the checkpoint of the previous round, and
+finished trainings that several runs share, in a common folder.
 
-A file is a `StepsDone` preceded by its hash, which also covers the run's settings and data. A file
+A file is a `LoopState` preceded by its hash, which also covers the run's settings and data. A file
 that is damaged or of another run is ignored, and the loop starts from scratch.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,24 +19,23 @@ from torch import Tensor
 
 from fedsynth.core.messages import Packed
 from fedsynth.errors import MessageError
-from fedsynth.keeping import StepKeeper
 from fedsynth.privacy.files import MAX_TENSORS_BYTES, read_regular, write_whole
 from fedsynth.results.checkpoint import CheckpointFolder
+from fedsynth.training.loop_checkpoint import LoopCheckpointer, Tensors
 
 FORMAT = 1
 """Version of the files; files of another version are ignored."""
 HASH_BYTES = 32
-LONG = 0.1
-"""A loop that took at least this share of the time between two writes is worth sharing."""
-SPARING = 20
+SHARED_TIME_RATIO = 0.1
+"""A loop is shared if it took at least this share of the time between two writes."""
+WRITE_COST_RATIO = 20
 """The time between two writes is at least this many times the duration of the last write, …"""
-SELDOM = 10
+MAX_PAUSE_RATIO = 10
 """… but at most this many times the usual time between writes."""
-Tensors = Callable[[], Mapping[str, Tensor]]
 
 
 @dataclass(frozen=True)
-class StepsDone(Packed):
+class LoopState(Packed):
     """The checkpoint of a loop.
 
     Args:
@@ -52,29 +51,30 @@ class StepsDone(Packed):
 
 @dataclass(frozen=True)
 class _Loop:
-    """A loop of this process: its file, and the time at which it would have begun without
-    interruption.
-    """
+    """A loop of this process: its file, and when it would have begun without interruption."""
 
     path: Path
     began: float
+
+    def state(self, step: int, tensors: Tensors) -> LoopState:
+        return LoopState(tensors(), step, self.seconds)
 
     @property
     def seconds(self) -> float:
         return time.monotonic() - self.began
 
 
-class KeptSteps:
+class LoopCheckpoints:
     """The loop checkpoints of one round.
 
     Args:
         folder: the run's checkpoint folder.
         number: the round number.
         seconds: the minimum time between two writes.
-        shared: the folder of training results that several runs share; None: no sharing.
+        shared: the folder of trainings that several runs share; None: no sharing.
 
     Attributes:
-        shared: keeps loops whose names determine their results, also for other runs.
+        shared: a `TrainingCache`, or None.
         earlier: seconds that other processes have spent on the loops found, also for this run.
     """
 
@@ -82,7 +82,9 @@ class KeptSteps:
         self, folder: CheckpointFolder, number: int, seconds: float, shared: Path | None = None
     ) -> None:
         self.earlier = 0.0
-        self.shared = None if shared is None else _SharedLoops(self, shared, LONG * seconds)
+        self.shared = None
+        if shared is not None:
+            self.shared = TrainingCache(self, shared, SHARED_TIME_RATIO * seconds)
         self._folder = folder
         self._number = number
         self._seconds = seconds
@@ -90,18 +92,18 @@ class KeptSteps:
         self._last = time.monotonic()
         self._begun: dict[str, int] = {}
         self._loops: dict[str, _Loop] = {}
-        self._ended: list[tuple[Path, StepsDone]] = []
+        self._finished: list[tuple[Path, LoopState]] = []
 
-    def found(self, name: str) -> tuple[int, Mapping[str, Tensor]] | None:
+    def load(self, name: str) -> tuple[int, Mapping[str, Tensor]] | None:
         """Returns the saved step and tensors of a loop, or None, and starts its clock. A second
         loop with the same name is a different one.
         """
         count = self._begun[name] = self._begun.get(name, 0) + 1
         suffix = f"-{count}" if count > 1 else ""
         path = self._folder.path / f"steps-{self._number}-{name}{suffix}"
-        saved = read_steps(path, self._folder.identity)
-        self._loops[name] = _Loop(path, time.monotonic() - (saved.seconds if saved else 0.0))
-        return None if saved is None else self.taken(saved)
+        state = read_loop_state(path, self._folder.identity)
+        self._loops[name] = _Loop(path, time.monotonic() - (state.seconds if state else 0.0))
+        return None if state is None else self.resume_from(state)
 
     def offer(self, name: str, step: int, tensors: Tensors) -> None:
         """Writes the tensors, and those of finished loops, if the last write was long enough ago.
@@ -109,84 +111,86 @@ class KeptSteps:
         Raises:
             OutputError: they cannot be written.
         """
-        if time.monotonic() - self._last >= self._pause:
+        if self._is_due():
             loop = self._loops[name]
-            self._write([*self._ended, (loop.path, StepsDone(tensors(), step, loop.seconds))])
+            self._write([*self._finished, (loop.path, loop.state(step, tensors))])
 
-    def ended(self, name: str, steps: int, tensors: Tensors) -> None:
+    def finish(self, name: str, steps: int, tensors: Tensors) -> None:
         """Queues a finished loop's tensors for the next write.
 
         Raises:
             OutputError: they cannot be written.
         """
         loop = self._loops[name]
-        self._ended.append((loop.path, StepsDone(tensors(), steps, loop.seconds)))
-        if time.monotonic() - self._last >= self._pause:
-            self._write(self._ended)
+        self._finished.append((loop.path, loop.state(steps, tensors)))
+        if self._is_due():
+            self._write(self._finished)
 
     def seconds_of(self, name: str) -> float:
         """Returns the time in seconds that a loop has taken so far."""
         return self._loops[name].seconds
 
-    def taken(self, saved: StepsDone) -> tuple[int, Mapping[str, Tensor]]:
+    def resume_from(self, state: LoopState) -> tuple[int, Mapping[str, Tensor]]:
         """Returns the step and tensors from which a loop resumes, and counts their seconds."""
-        self.earlier += saved.seconds
-        return int(saved.step), saved.tensors
+        self.earlier += state.seconds
+        return int(state.step), state.tensors
 
-    def _write(self, files: list[tuple[Path, StepsDone]]) -> None:
+    def _is_due(self) -> bool:
+        return time.monotonic() - self._last >= self._pause
+
+    def _write(self, files: list[tuple[Path, LoopState]]) -> None:
         began = time.monotonic()
         with self._folder.writing():
             self._folder.path.mkdir(parents=True, exist_ok=True)
-            for path, saved in files:
-                write_whole(path, _with_hash(saved, self._folder.identity))
-        self._ended = []
+            for path, state in files:
+                write_whole(path, _with_hash(state, self._folder.identity))
+        self._finished = []
         self._last = time.monotonic()
-        sparing = min(SPARING * (self._last - began), SELDOM * self._seconds)
-        self._pause = max(self._seconds, sparing)
+        pause = min(WRITE_COST_RATIO * (self._last - began), MAX_PAUSE_RATIO * self._seconds)
+        self._pause = max(self._seconds, pause)
 
 
-class _SharedLoops:
-    """Loops whose names determine their results: finished ones are read from, and written to, the
-    shared folder.
+class TrainingCache:
+    """Trainings whose names determine their results: finished ones are read from, and written to,
+    the shared folder.
 
     Args:
-        own: keeps the checkpoints of unfinished loops.
+        own: saves the checkpoints of unfinished loops.
         folder: the shared folder.
-        least: the minimum seconds of a loop that is shared.
+        min_seconds: the minimum duration of a loop that is shared.
     """
 
-    shared: StepKeeper | None = None
+    shared: LoopCheckpointer | None = None
 
-    def __init__(self, checkpoints: KeptSteps, folder: Path, min_seconds: float) -> None:
-        self._own = checkpoints
+    def __init__(self, own: LoopCheckpoints, folder: Path, min_seconds: float) -> None:
+        self._own = own
         self._folder = folder
-        self._least = min_seconds
-        self._whole: set[str] = set()
+        self._min_seconds = min_seconds
+        self._found: set[str] = set()
 
-    def found(self, name: str) -> tuple[int, Mapping[str, Tensor]] | None:
+    def load(self, name: str) -> tuple[int, Mapping[str, Tensor]] | None:
         """Returns the finished loop, or else this run's checkpoint of it."""
-        saved = read_steps(self._folder / name, "")
-        if saved is None:
-            return self._own.found(name)
-        self._whole.add(name)
-        return self._own.taken(saved)
+        state = read_loop_state(self._folder / name, "")
+        if state is None:
+            return self._own.load(name)
+        self._found.add(name)
+        return self._own.resume_from(state)
 
     def offer(self, name: str, step: int, tensors: Tensors) -> None:
         """Writes the checkpoint for this run only."""
         self._own.offer(name, step, tensors)
 
-    def ended(self, name: str, steps: int, tensors: Tensors) -> None:
+    def finish(self, name: str, steps: int, tensors: Tensors) -> None:
         """Shares the finished loop with all runs if it was long; if the folder cannot be written,
-        keeps it for this run only.
+        saves it for this run only.
         """
-        if name in self._whole:
+        if name in self._found:
             return
         seconds = self._own.seconds_of(name)
-        if seconds >= self._least:
-            content = _with_hash(StepsDone(tensors(), steps, seconds), "")
-            temporary = (
-                self._folder / f"{name}.{os.getpid()}"
-            )  # another process may write the same file
+        if seconds >= self._min_seconds:
+            content = _with_hash(LoopState(tensors(), steps, seconds), "")
+            # another process may write the same file
+            temporary = self._folder / f"{name}.{os.getpid()}"
             try:
                 self._folder.mkdir(parents=True, exist_ok=True)
                 write_whole(temporary, content)
@@ -195,22 +199,22 @@ class _SharedLoops:
             except OSError:
                 with suppress(OSError):
                     temporary.unlink()
-        self._own.ended(name, steps, tensors)
+        self._own.finish(name, steps, tensors)
 
 
-def read_steps(path: Path, identity: str) -> StepsDone | None:
+def read_loop_state(path: Path, identity: str) -> LoopState | None:
     """Returns the content of a file, or None if it is missing, damaged, or of another run."""
     try:
         content = read_regular(path, MAX_TENSORS_BYTES)
         if _hash_of(content[HASH_BYTES:], identity) != content[:HASH_BYTES]:
             return None
-        return StepsDone.from_bytes(content[HASH_BYTES:])
+        return LoopState.from_bytes(content[HASH_BYTES:])
     except (OSError, MessageError):
         return None
 
 
-def _with_hash(saved: StepsDone, identity: str) -> bytes:
-    content = saved.to_bytes()
+def _with_hash(state: LoopState, identity: str) -> bytes:
+    content = state.to_bytes()
     return _hash_of(content, identity) + content
 
 

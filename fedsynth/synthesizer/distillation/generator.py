@@ -1,5 +1,4 @@
-"""Generators of images for distillation without data (and FedGen's, of embeddings), and their
-training losses.
+"""Generators of images for distillation without data, and FedGen's generator of embeddings.
 
 The generator is DCGAN-like (Radford et al. 2016, in the form that DAFL, Chen et al. 2019, trains
 without data): a linear layer to a small feature map, two doublings by upsampling with convolution,
@@ -11,8 +10,6 @@ It never accesses data: it learns only from released models.
 """
 
 from __future__ import annotations
-
-import math
 
 import torch
 from torch import Tensor, nn
@@ -139,15 +136,6 @@ def make_latent_generator(
         return LatentGenerator(classes, size, noise, hidden)
 
 
-def diversity_loss(noise_NE: Tensor, made_ND: Tensor) -> Tensor:
-    """Returns exp(−mean over all pairs of ‖ε_i − ε_j‖²/E · ‖G_i − G_j‖₁/D) (FedGen's public code):
-    small if different noise yields different embeddings."""
-    apart = (noise_NE[:, None] - noise_NE[None]).square().mean(dim=2) * (
-        made_ND[:, None] - made_ND[None]
-    ).abs().mean(dim=2)
-    return (-apart.mean()).exp()
-
-
 def make_generator(
     spec: DatasetSpec,
     seed: int,
@@ -163,53 +151,10 @@ def make_generator(
         return Generator(spec, latent, width, classes, running)
 
 
-def information_entropy_loss(logits_NC: Tensor) -> Tensor:
-    """Returns −IE/log C of the batch-mean prediction p̄, in [−1, 0]: −1 if all classes are
-    predicted equally often.
-
-    FedKF, Eq. 3, has −IE. The official code divides by log C, so that the term's weight relative to
-    the two others does not depend on the number of classes.
-    """
-    mean = torch.softmax(logits_NC, dim=1).mean(dim=0)
-    negative = (mean * mean.clamp_min(torch.finfo(mean.dtype).tiny).log()).sum()
-    return negative / math.log(max(2, mean.shape[0]))
-
-
-def one_hot_loss(logits_NC: Tensor) -> Tensor:
-    """Returns CE(p̂, argmax p̂), averaged over the batch (FedKF, Eq. 2): minimal if each prediction
-    is certain."""
-    return F.cross_entropy(logits_NC, logits_NC.argmax(dim=1))
-
-
-def activation_loss(features_ND: Tensor) -> Tensor:
-    """Returns −mean|f| over the batch and the D features (FedKF, Eq. 4): minimal if features are
-    strong.
-
-    Eq. 4 prints −‖f‖₁; the official code takes the mean over the features. A sum is D times as
-    strong (84 times for LeNet-5): it outweighs L_IE, and the generator collapses to the few classes
-    with the strongest features.
-    """
-    return -features_ND.abs().mean()
-
-
-def generator_loss(
-    features_ND: Tensor, logits_NC: Tensor, one_hot_weight: float, activation_weight: float
-) -> Tensor:
-    """Returns L_G = L_IE + λ1·L_OH + λ2·L_A of a teacher's features and logits on generated images
-    (FedKF, Eq. 5)."""
-    return (
-        information_entropy_loss(logits_NC)
-        + one_hot_weight * one_hot_loss(logits_NC)
-        + activation_weight * activation_loss(features_ND)
-    )
-
-
-def distillation_loss(teacher_NC: Tensor, student_NC: Tensor) -> Tensor:
-    """Returns KL(teacher ‖ student) of the softmax of logits, averaged over the batch (FedKF, Eq.
-    6)."""
-    return F.kl_div(
-        student_NC.log_softmax(dim=1),
-        teacher_NC.log_softmax(dim=1),
-        log_target=True,
-        reduction="batchmean",
-    )
+def descend(loss: Tensor, *optimisers: torch.optim.Optimizer) -> None:
+    """Takes one step of each optimiser down `loss`; gradients of other networks do not change."""
+    learned = [p for one in optimisers for group in one.param_groups for p in group["params"]]
+    for p, gradient in zip(learned, torch.autograd.grad(loss, learned), strict=True):
+        p.grad = gradient
+    for optimiser in optimisers:
+        optimiser.step()

@@ -15,9 +15,14 @@ from fedsynth import RunResult, resolve, simulate
 from fedsynth.core.client import OpenClients
 from fedsynth.methods.shared import client_training
 from fedsynth.methods.shared.client_training import training_digest
-from fedsynth.results import kept_steps, run_checkpoints
+from fedsynth.results import loop_checkpoints, run_checkpoints
 from fedsynth.results.checkpoint import CheckpointFolder
-from fedsynth.results.kept_steps import HASH_BYTES, KeptSteps, StepsDone, read_steps
+from fedsynth.results.loop_checkpoints import (
+    HASH_BYTES,
+    LoopCheckpoints,
+    LoopState,
+    read_loop_state,
+)
 from fedsynth.training.many_clients import Learner
 from fedsynth.training.optimisers import MomentumSgd
 from fedsynth.training.sgd import Pull, SgdSettings
@@ -27,8 +32,8 @@ FORK = multiprocessing.get_context("fork")
 ONE = {"w": torch.ones(3)}
 
 
-def keeper(folder: Path, seconds: float = 60.0, shared: Path | None = None) -> KeptSteps:
-    return KeptSteps(CheckpointFolder(folder, "this run"), 1, seconds, shared)
+def keeper(folder: Path, seconds: float = 60.0, shared: Path | None = None) -> LoopCheckpoints:
+    return LoopCheckpoints(CheckpointFolder(folder, "this run"), 1, seconds, shared)
 
 
 class Clock:
@@ -36,7 +41,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
-        monkeypatch.setattr(kept_steps.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(loop_checkpoints.time, "monotonic", lambda: self.now)
 
 
 # -------------------------------------------------------------------------------------------- when
@@ -49,12 +54,12 @@ def test_every_minute_all_that_has_ended_by_then_is_written(
     clock = Clock(monkeypatch)
     kept = keeper(tmp_path)
     for client in range(4):
-        assert kept.found(f"train-{client}") is None
+        assert kept.load(f"train-{client}") is None
         clock.now += 19.0
         kept.offer(f"train-{client}", 1, lambda: ONE)
-        kept.ended(f"train-{client}", 2, lambda: ONE)
+        kept.finish(f"train-{client}", 2, lambda: ONE)
     again = keeper(tmp_path)
-    found = [again.found(f"train-{client}") for client in range(4)]
+    found = [again.load(f"train-{client}") for client in range(4)]
     assert [one and one[0] for one in found] == [2, 2, 2, 1]  # at 76 seconds, by the fourth's offer
     assert again.earlier == 4 * 19.0
 
@@ -64,18 +69,18 @@ def test_what_takes_long_to_write_is_written_seldom(
 ) -> None:
     clock = Clock(monkeypatch)
     kept = keeper(tmp_path)
-    kept.found("distillation")
+    kept.load("distillation")
 
     def slow() -> dict[str, Tensor]:
         return ONE
 
-    write = kept_steps.write_whole
+    write = loop_checkpoints.write_whole
 
     def writing(*given: Any) -> None:
         clock.now += 10.0
         write(*given)
 
-    monkeypatch.setattr(kept_steps, "write_whole", writing)
+    monkeypatch.setattr(loop_checkpoints, "write_whole", writing)
     written = []
     for step in range(1, 12):
         clock.now += 30.0
@@ -89,11 +94,11 @@ def test_a_second_loop_of_a_name_is_another(tmp_path: Path) -> None:
     """Catches: a method that trains a client twice in a round, whose second training is skipped."""
     kept = keeper(tmp_path, 0.0)
     for weights in (1.0, 2.0):
-        assert kept.found("train-0") is None
-        kept.ended("train-0", 1, lambda weights=weights: {"w": torch.tensor([weights])})
+        assert kept.load("train-0") is None
+        kept.finish("train-0", 1, lambda weights=weights: {"w": torch.tensor([weights])})
     again = keeper(tmp_path, 0.0)
     for weights in (1.0, 2.0):
-        found = again.found("train-0")
+        found = again.load("train-0")
         assert found is not None
         assert found[1]["w"].item() == weights
 
@@ -103,11 +108,11 @@ def test_what_is_damaged_or_another_runs_is_not_gone_on_with(
     what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept = keeper(tmp_path, 0.0)
-    kept.found("train-0")
+    kept.load("train-0")
     kept.offer("train-0", 1, lambda: ONE)
     path = tmp_path / "steps-1-train-0"
     content = bytearray(path.read_bytes())
-    assert keeper(tmp_path).found("train-0") is not None
+    assert keeper(tmp_path).load("train-0") is not None
     identity = "this run"
     if what == "bit":
         content[-1] ^= 1
@@ -118,9 +123,9 @@ def test_what_is_damaged_or_another_runs_is_not_gone_on_with(
     elif what == "another run":
         identity = "that run"
     else:
-        monkeypatch.setattr(kept_steps, "FORMAT", 0)
+        monkeypatch.setattr(loop_checkpoints, "FORMAT", 0)
     path.write_bytes(content)
-    assert KeptSteps(CheckpointFolder(tmp_path, identity), 1, 0.0).found("train-0") is None
+    assert LoopCheckpoints(CheckpointFolder(tmp_path, identity), 1, 0.0).load("train-0") is None
 
 
 # ------------------------------------------------------------------------------------------ shared
@@ -132,9 +137,9 @@ def test_a_shared_file_that_is_damaged_is_replaced(tmp_path: Path) -> None:
     (shared / "train-x").write_bytes(b"damaged")
     kept = keeper(tmp_path / "run", 0.0, shared)
     assert kept.shared is not None
-    assert kept.shared.found("train-x") is None
-    kept.shared.ended("train-x", 3, lambda: ONE)
-    found = read_steps(shared / "train-x", "")
+    assert kept.shared.load("train-x") is None
+    kept.shared.finish("train-x", 3, lambda: ONE)
+    found = read_loop_state(shared / "train-x", "")
     assert found is not None
     assert found.step == 3
 
@@ -144,17 +149,17 @@ def test_a_shared_folder_that_cannot_be_written_ends_no_run(tmp_path: Path) -> N
     shared.write_text("a file")
     kept = keeper(tmp_path / "run", 0.0, shared)
     assert kept.shared is not None
-    kept.shared.found("train-x")
-    kept.shared.ended("train-x", 3, lambda: ONE)  # beside the checkpoint, then
-    assert keeper(tmp_path / "run").found("train-x") is not None
+    kept.shared.load("train-x")
+    kept.shared.finish("train-x", 3, lambda: ONE)  # beside the checkpoint, then
+    assert keeper(tmp_path / "run").load("train-x") is not None
 
 
 def finish_many(folder: Path, shared: Path) -> None:
     kept = keeper(folder, 0.0, shared)
     assert kept.shared is not None
     for number in range(20):
-        kept.shared.found(f"train-{number}")
-        kept.shared.ended(f"train-{number}", 1, lambda: {"w": torch.ones(2000)})
+        kept.shared.load(f"train-{number}")
+        kept.shared.finish(f"train-{number}", 1, lambda: {"w": torch.ones(2000)})
 
 
 def test_two_processes_may_finish_the_same_training_at_once(tmp_path: Path) -> None:
@@ -166,20 +171,20 @@ def test_two_processes_may_finish_the_same_training_at_once(tmp_path: Path) -> N
         process.join(60)
     assert [process.exitcode for process in both] == [0, 0]
     assert len(list(shared.iterdir())) == 20
-    assert all(read_steps(path, "") is not None for path in shared.iterdir())
+    assert all(read_loop_state(path, "") is not None for path in shared.iterdir())
 
 
 def noted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The loops that make a step, by name."""
     monkeypatch.setattr(run_checkpoints, "STEP_SECONDS", 0.0)
     names: list[str] = []
-    offer = KeptSteps.offer
+    offer = LoopCheckpoints.offer
 
-    def noting(self: KeptSteps, name: str, *rest: Any) -> None:
+    def noting(self: LoopCheckpoints, name: str, *rest: Any) -> None:
         names.append(name.split("-")[0])
         offer(self, name, *rest)
 
-    monkeypatch.setattr(KeptSteps, "offer", noting)
+    monkeypatch.setattr(LoopCheckpoints, "offer", noting)
     return names
 
 
@@ -204,8 +209,8 @@ def test_methods_that_train_alike_share_their_clients_models(
     assert trained == ["train"] * (2 * 4)
     assert len(list(shared.iterdir())) == 4
     for path in shared.iterdir():
-        done = StepsDone.from_bytes(path.read_bytes()[HASH_BYTES:])
-        path.write_bytes(kept_steps._with_hash(replace(done, seconds=1000.0), ""))
+        done = LoopState.from_bytes(path.read_bytes()[HASH_BYTES:])
+        path.write_bytes(loop_checkpoints._with_hash(replace(done, seconds=1000.0), ""))
     trained.clear()
     taken = run(alike("dense"), tmp_path / "second", trained=shared)
     assert set(trained) == {"distillation"}

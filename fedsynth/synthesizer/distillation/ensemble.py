@@ -1,0 +1,321 @@
+"""Distillation of several models into one without data: the server of DENSE (Zhang et al. 2022,
+Algorithm 1) and FedHydra (Algorithm 1, Eqs. 12 to 19).
+
+An epoch draws noise z and labels y once. The generator takes several steps down
+L_CE + λ1·L_BN + λ2·L_AD on them, and then the student learns the ensemble's predictions P on the
+generated images. Everything here is computed only from the models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedsynth.data.registry import DatasetSpec
+from fedsynth.evaluation.generated import tally
+from fedsynth.mixed_precision import mixed, widened
+from fedsynth.seeding import torch_generator
+from fedsynth.synthesizer.condensation.augmentation import Views
+from fedsynth.synthesizer.distillation.generator import descend, make_generator
+from fedsynth.synthesizer.distillation.losses import (
+    adversarial_loss,
+    batch_norm_matching,
+    student_loss,
+)
+from fedsynth.validation import check_choices, check_ranges
+
+Aggregate = Callable[[Tensor, Tensor], Tensor]
+"""(logits of all models [m, N, C], target labels [N]) -> logits of the ensemble [N, C]."""
+
+
+class Batch(NamedTuple):
+    """Generated images x̂ [N, C, H, W], the ensemble's logits P on them [N, classes], their target
+    labels y [N], and the generator's loss on them."""
+
+    images: Tensor
+    logits: Tensor
+    labels: Tensor
+    loss: Tensor
+
+
+def average_of_logits(logits_MNC: Tensor, labels_N: Tensor) -> Tensor:
+    """Returns the averaging ensemble of DENSE (Eq. 1) and FedDF, [N, C].
+
+    >>> average_of_logits(torch.tensor([[[1.0, 0.0]], [[0.0, 3.0]]]), torch.tensor([0]))
+    tensor([[0.5000, 1.5000]])
+    """
+    return logits_MNC.mean(dim=0)
+
+
+@dataclass(frozen=True)
+class OneShotSettings:
+    """Settings with FedHydra's values, and reasons for those that the papers do not give.
+
+    Args:
+        server_epochs: T_g.
+        generator_steps: T_G in an epoch.
+        generator_lr, generator_beta1: Adam's; β₁ is 0.5 in DENSE's public code.
+        generator_batch: images of an epoch's draw (DENSE's public default is 256).
+        latent, generator_width: of the generator: DENSE's public code has 256, and 64.
+        conditional: the label is an input of the generator; the papers' generators take only noise
+            and learn an epoch's labels with it.
+        generator_reset: train a new generator in each epoch, as in DENSE's public code.
+        learn_noise: Adam optimises the epoch's noise together with the generator (DENSE's public
+            code).
+        bn_weight, ad_weight: λ1, λ2.
+        only_disagreement: DENSE's L_AD.
+        student_images: which of an epoch's images the student is trained on. "all": those of every
+            generator step, a student step for each batch ("leverages all generated intermediate
+            images", FedHydra, Sec. 2); "last": one batch, generated after the last step (Algorithm
+            1 taken literally, with its one student step); "best": the batch of the step with the
+            lowest loss (DENSE's public code).
+        replay: train on the images of all epochs so far (DENSE's public code) instead of this
+            epoch's.
+        flips, crop: random views, see `Views`. The ensemble receives views while the generator is
+            trained. The student and its teacher receive new ones in each pass, cropped only if
+            images are in colour (DENSE's public code, which crops CIFAR for the student, and flips
+            digits, too).
+        hard_weight: β; the paper gives none: 1.
+        server_lr: of the student's SGD.
+        server_momentum: of the student's SGD: 0, as FedHydra's paper gives none (Sec. 4.1.4). With
+            a student step for every generator step, on images that hardly differ, momentum
+            accumulates the steps: at 0.9 students learn less at most skews, and their hidden units
+            may die (docs/results.md). DENSE's public code, which trains on each image among many
+            others (`replay`), has 0.9.
+    """
+
+    server_epochs: int = 200
+    generator_steps: int = 30
+    generator_lr: float = 1e-3
+    generator_beta1: float = 0.9
+    generator_batch: int = 128
+    latent: int = 100
+    generator_width: int = 64
+    conditional: bool = False
+    generator_reset: bool = False
+    learn_noise: bool = False
+    bn_weight: float = 1.0
+    ad_weight: float = 0.5
+    only_disagreement: bool = False
+    student_images: str = "all"
+    replay: bool = False
+    flips: bool = False
+    crop: float = 0.0
+    hard_weight: float = 1.0
+    server_lr: float = 0.01
+    server_momentum: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_choices(self, student_images=("all", "last", "best"))
+        check_ranges(
+            self,
+            server_epochs=(0, inf),
+            generator_steps=(1, inf),
+            generator_lr=(0, inf),
+            generator_beta1=(0, 0.9999),
+            generator_batch=(2, inf),
+            latent=(1, inf),
+        )
+        check_ranges(
+            self,
+            generator_width=(1, inf),
+            bn_weight=(0, inf),
+            ad_weight=(0, inf),
+            hard_weight=(0, inf),
+        )
+        check_ranges(self, server_lr=(0, inf), server_momentum=(0, 1), crop=(0, 0.5))
+
+
+class OneShotDistillation:
+    """A generator and a student in training, alternately, one epoch at a time.
+
+    Args:
+        models: F_1 … F_m on the student's device, frozen and in evaluation mode.
+        aggregate: computes the ensemble's logits P.
+        student: F_g, trained in place.
+        spec: the data set's specification; only public facts of it are used.
+        targets: computes the logits that the student learns, if they are not P.
+        precision: of the networks' passes (`fedsynth.mixed_precision`).
+
+    Attributes:
+        tallies: of each epoch's images for the student, int64 [epochs, 3, classes], see
+            `evaluation.generated`; the student's predictions are those after the epoch.
+        state: all objects that an epoch changes and the next one needs (`resumable`).
+
+    >>> from fedsynth.data.registry import dataset_spec
+    >>> models = [nn.Sequential(nn.Flatten(), nn.Linear(64, 10)).eval() for _ in range(3)]
+    >>> sizes = OneShotSettings(server_epochs=2, generator_steps=2, generator_width=4)
+    >>> digits = dataset_spec("digits")
+    >>> training = OneShotDistillation(sizes, models[:2], average_of_logits, models[2], digits, 0)
+    >>> for epoch in range(2):
+    ...     training.train_student(epoch, training.train_generator(epoch))
+    >>> training.tallies[:, 0].sum(dim=1)  # images that the student has learned from
+    tensor([256, 256])
+    """
+
+    def __init__(
+        self,
+        settings: OneShotSettings,
+        models: Sequence[nn.Module],
+        aggregate: Aggregate,
+        student: nn.Module,
+        spec: DatasetSpec,
+        seed: int,
+        round: int = 1,
+        *,
+        targets: Aggregate | None = None,
+        precision: torch.dtype = torch.float32,
+    ) -> None:
+        device = next(student.parameters()).device
+        self._settings = settings
+        self._models = models
+        self._aggregate = aggregate
+        self._student = student.eval()
+        self._spec = spec
+        self._targets = targets
+        self._precision = precision
+        self._where = seed, round
+        self._device = device
+        self._draws = torch_generator(seed, "one-shot draws", round, device=device)
+        self._view_draws = torch_generator(seed, "one-shot views", round, device=device)
+        self._shuffle = torch_generator(seed, "one-shot replay", round)
+        self._views = Views(settings.flips, settings.crop)
+        self._student_views = Views(settings.flips, settings.crop if spec.channels > 1 else 0.0)
+        self._sgd = torch.optim.SGD(
+            student.parameters(), settings.server_lr, settings.server_momentum
+        )
+        self._batches: list[Batch] = []
+        self.tallies = torch.zeros(
+            settings.server_epochs, 3, spec.classes, dtype=torch.int64, device=device
+        )
+        self._new_generator(0)
+        self.state: dict[str, Any] = {
+            "student": student,
+            "sgd": self._sgd,
+            "shuffle": self._shuffle,
+            "tallies": self.tallies,
+            "draws": self._draws,
+            "view_draws": self._view_draws,
+        }
+        if settings.replay:
+            self.state["batches"] = self._batches
+        if not settings.generator_reset:
+            self.state |= {"generator": self._generator, "adam": self._adam}
+
+    def train_generator(self, epoch: int) -> list[Batch]:
+        """Takes the generator's T_G steps of an epoch (FedHydra, Algorithm 1, lines 13 to 21);
+        returns the batches that the student learns from."""
+        settings = self._settings
+        if settings.generator_reset and epoch:
+            self._new_generator(epoch)
+        shape = (settings.generator_batch, settings.latent)
+        z = torch.randn(shape, generator=self._draws, device=self._device)
+        y = torch.randint(self._spec.classes, shape[:1], generator=self._draws, device=self._device)
+        optimisers = [self._adam]
+        if settings.learn_noise:
+            optimisers.append(self._new_adam([z.requires_grad_()]))
+        batches: list[Batch] = []
+        for _ in range(settings.generator_steps):
+            batch = self._generator_step(z, y, optimisers)
+            if settings.student_images == "all":
+                batches.append(batch)
+            elif settings.student_images == "best":
+                batches = [_better(batches[0], batch) if batches else batch]
+        if settings.student_images == "last":
+            with torch.no_grad():
+                x = self._generated(z, y)
+                batches = [Batch(x, self._aggregate(self._logits(x), y), y, y.new_zeros(()))]
+        return batches
+
+    def _generator_step(
+        self, z: Tensor, y: Tensor, optimisers: Sequence[torch.optim.Optimizer]
+    ) -> Batch:
+        """Takes one step down L_Gen; returns the images before it."""
+        settings = self._settings
+        with torch.enable_grad():
+            x = self._generated(z, y)
+            view = self._views(x, self._spec, self._view_draws)
+            with batch_norm_matching(self._models if settings.bn_weight else []) as bn_loss:
+                P = self._aggregate(self._logits(view), y)  # Eq. 12
+                loss = F.cross_entropy(P, y)  # L_CE, Eq. 13
+                loss = loss + settings.bn_weight * bn_loss()  # Eq. 14
+            if settings.ad_weight:  # Eqs. 15 and 16
+                loss = loss + settings.ad_weight * adversarial_loss(
+                    P, self._said(view), only_disagreement=settings.only_disagreement
+                )
+            descend(loss, *optimisers)
+        return Batch(x.detach(), P.detach(), y, loss.detach())
+
+    def train_student(self, epoch: int, batches: Sequence[Batch]) -> None:
+        """Takes a step down L_Glo = KL(P ‖ F_g) + β·CE(F_g, argmax P) for each batch (FedHydra, Eqs.
+        17 to 19), of earlier epochs, too, with `replay`; counts the epoch's predictions."""
+        if not self._settings.replay:
+            self._batches.clear()
+        self._batches += batches
+        self._student.train()
+        for position in torch.randperm(len(self._batches), generator=self._shuffle).tolist():
+            batch = Batch(*(part.to(self._device) for part in self._batches[position]))
+            x, P = self._lesson(batch)
+            with torch.enable_grad():
+                self._sgd.zero_grad()
+                student_loss(P, self._said(x), self._settings.hard_weight).backward()
+            self._sgd.step()
+        self._student.eval()
+        with torch.no_grad():
+            counts = [tally(b.logits, b.labels, self._said(b.images)) for b in batches]
+        self.tallies[epoch] = torch.stack(counts).sum(dim=0)
+
+    @torch.no_grad()
+    def _lesson(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Returns images and target logits of one student step; new views, if there are any."""
+        if not self._student_views and self._targets is None:
+            return batch.images, batch.logits
+        x = self._student_views(batch.images, self._spec, self._view_draws)
+        return x, (self._targets or self._aggregate)(self._logits(x), batch.labels)
+
+    def _generated(self, z: Tensor, y: Tensor) -> Tensor:
+        with mixed(self._device, self._precision):
+            return widened(self._generator.normalised(z, y if self._settings.conditional else None))
+
+    def _logits(self, x: Tensor) -> Tensor:
+        """Returns the models' logits, [m, N, C]."""
+        with mixed(self._device, self._precision):
+            return widened(torch.stack([model(x) for model in self._models]))
+
+    def _said(self, x: Tensor) -> Tensor:
+        """Returns the student's logits F_g(x), [N, C]."""
+        with mixed(self._device, self._precision):
+            return widened(self._student(x))
+
+    def _new_generator(self, epoch: int) -> None:
+        generator = make_generator(
+            self._spec,
+            *self._where,
+            *([epoch] if epoch else []),
+            latent=self._settings.latent,
+            width=self._settings.generator_width,
+            classes=self._spec.classes if self._settings.conditional else 0,
+        )
+        self._generator = generator.to(self._device, non_blocking=True).train()
+        self._adam = self._new_adam(generator.parameters())
+
+    def _new_adam(self, parameters: Iterable[Tensor]) -> torch.optim.Adam:
+        betas = (self._settings.generator_beta1, 0.999)
+        return torch.optim.Adam(parameters, self._settings.generator_lr, betas)
+
+
+def _better(one: Batch, other: Batch) -> Batch:
+    """Returns the batch with the lower loss, compared on the device; the first one on a tie."""
+    lower = other.loss < one.loss
+    return Batch(
+        torch.where(lower, other.images, one.images),
+        torch.where(lower, other.logits, one.logits),
+        one.labels,
+        torch.where(lower, other.loss, one.loss),
+    )

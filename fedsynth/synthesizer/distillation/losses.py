@@ -1,0 +1,137 @@
+"""Losses of distillation without data: FedKF's (arXiv 2207.10447, Eqs. 2 to 6), DENSE's and
+FedHydra's (Eqs. 14 to 19), and FedGen's term for diverse embeddings.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedsynth.models.batch_statistics import batch_statistics
+
+
+def information_entropy_loss(logits_NC: Tensor) -> Tensor:
+    """Returns −IE/log C of the batch-mean prediction p̄, in [−1, 0]: −1 if all classes are
+    predicted equally often.
+
+    FedKF, Eq. 3, has −IE. The official code divides by log C, so that the term's weight relative to
+    the two others does not depend on the number of classes.
+    """
+    mean = torch.softmax(logits_NC, dim=1).mean(dim=0)
+    negative = (mean * mean.clamp_min(torch.finfo(mean.dtype).tiny).log()).sum()
+    return negative / math.log(max(2, mean.shape[0]))
+
+
+def one_hot_loss(logits_NC: Tensor) -> Tensor:
+    """Returns CE(p̂, argmax p̂), averaged over the batch (FedKF, Eq. 2): minimal if each prediction
+    is certain."""
+    return F.cross_entropy(logits_NC, logits_NC.argmax(dim=1))
+
+
+def activation_loss(features_ND: Tensor) -> Tensor:
+    """Returns −mean|f| over the batch and the D features (FedKF, Eq. 4): minimal if features are
+    strong.
+
+    Eq. 4 prints −‖f‖₁; the official code takes the mean over the features. A sum is D times as
+    strong (84 times for LeNet-5): it outweighs L_IE, and the generator collapses to the few classes
+    with the strongest features.
+    """
+    return -features_ND.abs().mean()
+
+
+def generator_loss(
+    features_ND: Tensor, logits_NC: Tensor, one_hot_weight: float, activation_weight: float
+) -> Tensor:
+    """Returns L_G = L_IE + λ1·L_OH + λ2·L_A of a teacher's features and logits on generated images
+    (FedKF, Eq. 5)."""
+    return (
+        information_entropy_loss(logits_NC)
+        + one_hot_weight * one_hot_loss(logits_NC)
+        + activation_weight * activation_loss(features_ND)
+    )
+
+
+def distillation_loss(teacher_NC: Tensor, student_NC: Tensor) -> Tensor:
+    """Returns KL(teacher ‖ student) of the softmax of logits, averaged over the batch (FedKF, Eq.
+    6)."""
+    return F.kl_div(
+        student_NC.log_softmax(dim=1),
+        teacher_NC.log_softmax(dim=1),
+        log_target=True,
+        reduction="batchmean",
+    )
+
+
+def adversarial_loss(ensemble_NC: Tensor, student_NC: Tensor, *, only_disagreement: bool) -> Tensor:
+    """Returns −KL(P ‖ F_g), averaged over the batch (FedHydra, Eq. 15); DENSE (Eq. 4) counts only
+    images on which the two disagree."""
+    log_p = ensemble_NC.log_softmax(dim=1)
+    log_q = student_NC.log_softmax(dim=1)
+    each = (log_p.exp() * (log_p - log_q)).sum(dim=1)
+    if only_disagreement:
+        each = torch.where(ensemble_NC.argmax(dim=1) != student_NC.argmax(dim=1), each, 0.0)
+    return -each.mean()
+
+
+def student_loss(ensemble_NC: Tensor, student_NC: Tensor, hard_weight: float) -> Tensor:
+    """Returns KL(P ‖ F_g) + β·CE(F_g, argmax P) (FedHydra, Eqs. 17 to 19)."""
+    return distillation_loss(ensemble_NC, student_NC) + hard_weight * F.cross_entropy(
+        student_NC, ensemble_NC.argmax(dim=1)
+    )
+
+
+def has_statistics(model: nn.Module) -> bool:
+    """Returns whether a model has batch-norm layers with running statistics."""
+    return any(_with_statistics(layer) for layer in model.modules())
+
+
+def _with_statistics(layer: nn.Module) -> bool:
+    return isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.running_mean is not None
+
+
+@contextmanager
+def batch_norm_matching(models: Sequence[nn.Module]) -> Iterator[Callable[[], Tensor | float]]:
+    """Looks at the inputs of all batch-norm layers inside the block. Yields a function to call after
+    one pass of each model, which returns
+
+    L_BN = 1/m Σ_k Σ_l ‖μ_l(x) − μ_{k,l}‖ + ‖σ²_l(x) − σ²_{k,l}‖ (DENSE, Eq. 3; FedHydra, Eq. 14)
+
+    with μ_l(x), σ²_l(x) the batch's statistics at the layer's input and μ_{k,l}, σ²_{k,l} its
+    running ones; zero without such layers. (FedHydra's text describes the layers as the
+    generator's; they are the client models', as in DENSE.)
+    """
+    terms: list[Tensor] = []
+
+    def look(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        mean, variance = batch_statistics(inputs[0])
+        apart = (mean - layer.running_mean, variance - layer.running_var)  # type: ignore[operator]
+        terms.append(sum((torch.linalg.vector_norm(a) for a in apart), mean.new_zeros(())))
+
+    def loss() -> Tensor | float:
+        return torch.stack(terms).sum() / len(models) if terms else 0.0
+
+    handles = [
+        layer.register_forward_pre_hook(look)
+        for model in models
+        for layer in model.modules()
+        if _with_statistics(layer)
+    ]
+    try:
+        yield loss
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def diversity_loss(noise_NE: Tensor, made_ND: Tensor) -> Tensor:
+    """Returns exp(−mean over all pairs of ‖ε_i − ε_j‖²/E · ‖G_i − G_j‖₁/D) (FedGen's public code):
+    small if different noise yields different embeddings."""
+    apart = (noise_NE[:, None] - noise_NE[None]).square().mean(dim=2) * (
+        made_ND[:, None] - made_ND[None]
+    ).abs().mean(dim=2)
+    return (-apart.mean()).exp()
