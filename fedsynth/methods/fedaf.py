@@ -47,10 +47,10 @@ from fedsynth.seeding import forked_rng, torch_generator
 from fedsynth.synthesizer.condensation.distributions import DistributionMatcher
 from fedsynth.synthesizer.condensation.knowledge import (
     average_over_holders,
+    collaborative_distance,
     knowledge_matching,
     logits_gradient,
     mean_logits,
-    sliced_wasserstein,
     soft_labels,
     unit_directions,
 )
@@ -147,7 +147,9 @@ class FedAF(SharesKnowledge):
 
         def distance(u_SC: Tensor) -> Tensor:  # Σ_c F(u_{k,c}, v_c), the second term of Eq. 10
             kind, theta = self.distance, next(thetas)
-            return sliced_wasserstein(u_SC[known], v, client, distance=kind, directions_PC=theta)
+            return collaborative_distance(
+                u_SC[known], v, client, distance=kind, directions_PC=theta
+            )
 
         velocity = torch.zeros_like(S)
         for t in self.steps(clients, S, velocity, context, (networks, thetas)):  # t = 0, …, T − 1

@@ -36,5 +36,6 @@ if TYPE_CHECKING:
     from fedsynth.synthesizer.pipeline import SyntheticRecords as SyntheticRecords
     from fedsynth.synthesizer.pipeline import condense as condense
     from fedsynth.synthesizer.pipeline import mean_distance as mean_distance
+    from fedsynth.synthesizer.pipeline import sliced_wasserstein as sliced_wasserstein
 else:
     __all__, __getattr__, __dir__ = lazy_exports(__name__, __file__)

@@ -79,6 +79,34 @@ def mean_distance(real: Tensor, synthetic: Tensor) -> Tensor:
     return (real.mean(dim=0) - synthetic.mean(dim=0)).square().sum()
 
 
+def sliced_wasserstein(
+    u_ND: Tensor, v_MD: Tensor, *, projections: int = 64, seed: int = 0
+) -> Tensor:
+    """Returns the sliced Wasserstein distance of two sets of points: the mean over random
+    directions of the 1-Wasserstein distance of their projections (Bonneel et al. 2015).
+
+    Args:
+        u_ND, v_MD: the points; N and M may differ.
+        projections: number of directions.
+        seed: of the directions.
+
+    >>> sliced_wasserstein(torch.zeros(4, 1), torch.full((2, 1), 3.0))
+    tensor(3.)
+    """
+    directions = torch.randn(
+        u_ND.shape[1], projections, generator=torch_generator(seed, "slicing directions")
+    ).to(u_ND)
+    directions = directions / torch.linalg.vector_norm(directions, dim=0)
+    along_u = (u_ND @ directions).sort(dim=0).values
+    along_v = (v_MD @ directions).sort(dim=0).values
+    N, M = len(u_ND), len(v_MD)
+    # Both quantile functions are constant between the levels k/N and k/M, in units of 1/(N·M).
+    levels = torch.cat([M * torch.arange(N + 1), N * torch.arange(M + 1)]).unique()
+    rows, widths = levels[:-1], levels.diff().to(u_ND) / (N * M)
+    apart = along_u[rows // M] - along_v[rows // N]
+    return (widths[:, None] * apart.abs()).sum(dim=0).mean()
+
+
 class ModuleFeatures:
     """The features of records of any shape under any module, as a `FeatureMap`."""
 

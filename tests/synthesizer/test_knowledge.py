@@ -12,8 +12,8 @@ import torch
 from fedsynth.synthesizer.condensation.knowledge import (
     DISTANCES,
     average_over_holders,
+    collaborative_distance,
     knowledge_matching,
-    sliced_wasserstein,
     soft_labels,
     unit_directions,
 )
@@ -37,7 +37,7 @@ def test_point_distance_and_its_gradient_are_the_expectation_over_directions() -
     u = torch.randn(1, 10, generator=GENERATOR).double().requires_grad_()
     v = torch.randn(1, 10, generator=GENERATOR).double()
     directions = next(unit_directions(200_000, 10, GENERATOR)).double()
-    exact = sliced_wasserstein(u, v, torch.zeros(1), distance="point", directions_PC=directions)
+    exact = collaborative_distance(u, v, torch.zeros(1), distance="point", directions_PC=directions)
     mean = (directions @ (u - v)[0]).abs().mean()
     assert exact.item() == pytest.approx(mean.item(), rel=0.01)
     a, b = torch.autograd.grad(exact, u)[0], torch.autograd.grad(mean, u)[0]
@@ -54,15 +54,15 @@ def test_rows_distance_equals_numpy_sorting_client_by_client() -> None:
             one, other = (np.sort(w[client == k] @ theta) for w in (u, v))
             expected += np.abs(one - other).sum() / 7
     given = [torch.tensor(a) for a in (u, v, client)]
-    found = sliced_wasserstein(*given, distance="rows", directions_PC=directions)  # type: ignore[misc]
+    found = collaborative_distance(*given, distance="rows", directions_PC=directions)  # type: ignore[misc]
     assert float(found) == pytest.approx(expected)
 
 
 def test_sorted_distance_is_blind_to_which_class_is_which() -> None:
     u, v = torch.tensor([[1.0, 2, 3]]), torch.tensor([[3.0, 1, 2]])
     args = {"client_S": torch.zeros(1), "directions_PC": next(unit_directions(3, 3, GENERATOR))}
-    assert float(sliced_wasserstein(u, v, distance="sorted", **args)) == 0  # type: ignore[arg-type]
-    assert float(sliced_wasserstein(u, v, distance="point", **args)) > 0.5  # type: ignore[arg-type]
+    assert float(collaborative_distance(u, v, distance="sorted", **args)) == 0  # type: ignore[arg-type]
+    assert float(collaborative_distance(u, v, distance="point", **args)) > 0.5  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("distance", DISTANCES)
@@ -77,7 +77,7 @@ def test_gradients_flow_and_are_finite_where_both_sides_are_equal(
     client = torch.tensor([0, 0, 1, 1], device=device)
 
     def loss(u: torch.Tensor) -> torch.Tensor:
-        return sliced_wasserstein(u, v, client, distance=distance, directions_PC=directions)
+        return collaborative_distance(u, v, client, distance=distance, directions_PC=directions)
 
     u = (v + torch.randn(4, 5, generator=GENERATOR).to(device)).requires_grad_()
     assert torch.autograd.gradcheck(loss, (u,))

@@ -6,21 +6,24 @@ import subprocess
 import sys
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
+from scipy.stats import wasserstein_distance
 from torch import Tensor, nn
 
 from fedsynth import synthesizer
 from fedsynth.errors import DataError, DivergedError
 from fedsynth.models.convnet import ConvNet
 from fedsynth.privacy import BudgetExceededError, DataOwner, PrivacyError
-from fedsynth.seeding import forked_rng
+from fedsynth.seeding import forked_rng, torch_generator
 from fedsynth.synthesizer import (
     FeatureMatching,
     GradientMatching,
     ResidualMatching,
     condense,
     mean_distance,
+    sliced_wasserstein,
 )
 from fedsynth.synthesizer.pipeline import Networks, Objective
 
@@ -154,3 +157,17 @@ def test_every_public_name_is_imported_on_first_use() -> None:
     )
     code = "import sys, fedsynth.synthesizer, fedsynth.privacy; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_sliced_distance_is_scipys_along_each_direction() -> None:
+    u, v = torch.randn(7, 3), torch.randn(4, 3) + 1
+    directions = torch.randn(3, 5, generator=torch_generator(2, "slicing directions"))
+    directions /= directions.norm(dim=0)
+    expected = np.mean(
+        [wasserstein_distance((u @ way).numpy(), (v @ way).numpy()) for way in directions.T]
+    )
+    found = sliced_wasserstein(u, v, projections=5, seed=2)
+    assert float(found) == pytest.approx(expected, rel=1e-5)
+    leaf = v.clone().requires_grad_()
+    sliced_wasserstein(u, leaf).backward()
+    assert bool(leaf.grad.abs().sum() > 0)

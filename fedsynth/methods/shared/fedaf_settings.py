@@ -95,7 +95,7 @@ class SharesKnowledge(Condenses):
             on Fashion-MNIST, 0.01 on DomainNet.
         global_weight: λ_glob; 0 leaves knowledge matching out (an ablation). 1e-2 on CIFAR, 2.0 on
             Fashion-MNIST, 0.1 on DomainNet.
-        distance: of Eq. 10, see `sliced_wasserstein`; "point", as u and v are one vector each.
+        distance: of Eq. 10, see `collaborative_distance`; "point", as u and v are one vector each.
         directions: of distance "rows".
         server_matching: the t_c of Eq. 13 over the "minibatch"'s images of the class, or over the
             "union" of all sets, which is literal and costs a pass over S in every step, or the

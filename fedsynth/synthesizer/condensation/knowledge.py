@@ -39,7 +39,7 @@ def average_over_holders(
     return total / count.clamp_min(1)[:, None], count > 0
 
 
-def sliced_wasserstein(
+def collaborative_distance(
     u_SC: Tensor, v_SC: Tensor, client_S: Tensor, *, distance: str, directions_PC: Tensor
 ) -> Tensor:
     """Returns the collaborative loss Σ_c SWD(u_{k,c}, v_c) of each client of a group (Eq. 10),
