@@ -203,16 +203,6 @@ def test_widths_must_be_those_that_were_charged() -> None:
     assert ledger.releases == ()
 
 
-def test_two_series_of_one_client_have_other_noise() -> None:
-    """Catches: noise reused across rounds."""
-    secret, draws = SecretGenerator(), []
-    for _ in range(2):
-        s = series(3, secret, dimension=1500)
-        s.sample(0)
-        draws.append(s.release().flatten())
-    assert torch.corrcoef(torch.stack(draws))[0, 1].abs() < 0.15
-
-
 def test_no_batch_is_capped_and_every_mask_is_the_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     """More records are sampled than a chunk holds."""
     records = 1300

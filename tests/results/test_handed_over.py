@@ -57,30 +57,6 @@ def test_the_report_names_the_run_and_its_files(folder: Path) -> None:
     assert any("id, date, responsible, sites" in note for note in found.notes)
 
 
-def test_another_model_or_another_hospital_is_noticed(folder: Path) -> None:
-    """Old form: any model.safetensors could lie beside a report."""
-    model = folder / "model.safetensors"
-    config = folder / "config.toml"
-    for file, change in (
-        (model, model.read_bytes() + b"x"),
-        (config, config.read_bytes().replace(b"Mitte", b"Mitre", 1)),
-    ):
-        before = file.read_bytes()
-        file.write_bytes(change)
-        problems = verify_run(folder).problems
-        file.write_bytes(before)
-        assert any(one.startswith(f"files.{file.name} says ") for one in problems)
-    assert verify_run(folder).problems == []
-
-
-def test_each_round_leaves_a_picture_and_the_counts_are_there_to_read(folder: Path) -> None:
-    pictures = sorted(path.name for path in (folder / "synthetic_by_round").iterdir())
-    assert pictures == ["round-00001.png", "round-00002.png"]
-    counts = json.loads((folder / "simulation_only" / "partition.json").read_text())
-    assert counts["class_names"] == [str(digit) for digit in range(10)]
-    assert np.array(counts["counts"]).shape == (2, 10)
-
-
 def test_sites_are_as_many_as_clients_and_texts_are_lines() -> None:
     with pytest.raises(SettingError, match=r"report\.sites must name each of the 3 clients' sites"):
         simulate(resolve({**TINY, "partition": {"kind": "iid", "clients": 3}}))

@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from fedsynth.data.load import load_dataset
 from fedsynth.data.registry import DatasetSpec, dataset_spec
 from fedsynth.data.shared_set import FORMAT, NORMALISED
 from fedsynth.errors import DataError, OutputError
-from fedsynth.federation.observer import Observer
 from fedsynth.methods.feddm import FedDM
 from fedsynth.privacy.errors import BudgetExceededError
 from fedsynth.privacy.settings import NO_LEDGER
@@ -159,17 +157,6 @@ def test_synthetic_images_are_kept_as_they_were_sent(tmp_path: Path) -> None:
             "class_names": json.dumps(SPEC.class_names),
         }
     assert (folder.path / "synthetic.png").is_file()
-
-
-def test_a_run_that_breaks_stays_incomplete(tmp_path: Path) -> None:
-    class Broken(Observer):
-        def round_ended(self, row: Mapping[str, Any]) -> None:
-            raise RuntimeError("the plug was pulled")
-
-    with pytest.raises(RuntimeError, match="the plug"):
-        simulate(resolve(TINY), data=(examples(), examples()), output=tmp_path, observer=Broken())
-    (left,) = names(tmp_path)
-    assert left.endswith(".incomplete")
 
 
 def test_an_absent_class_is_refused_before_anything_is_written(tmp_path: Path) -> None:
