@@ -121,6 +121,31 @@ class DatasetSpec:
 _TUPLES = ("mean", "std", "class_names", "domains")
 
 
+def as_spec(images: DatasetSpec | tuple[int, int, int]) -> DatasetSpec:
+    """Returns a specification unchanged, and for a shape (C, H, W) that of images whose network
+    inputs are pixels in [0, 1].
+
+    >>> as_spec((1, 28, 28)).image_shape
+    (1, 28, 28)
+    """
+    if isinstance(images, DatasetSpec):
+        return images
+    channels, height, width = images
+    return DatasetSpec(
+        name="images",
+        channels=channels,
+        height=height,
+        width=width,
+        classes=1,
+        train_size=1,
+        test_size=1,
+        mean=(0.0,) * channels,
+        std=(1.0,) * channels,
+        class_names=("0",),
+        source="tensors",
+    )
+
+
 def spec_from_json(stated: Mapping[str, Any]) -> DatasetSpec:
     """Builds a specification from JSON or TOML values.
 

@@ -22,6 +22,12 @@ if TYPE_CHECKING:
     from fedsynth.synthesizer.distillation.ensemble import average_of_logits as average_of_logits
     from fedsynth.synthesizer.distillation.generator import Generator as Generator
     from fedsynth.synthesizer.distillation.generator import make_generator as make_generator
+    from fedsynth.synthesizer.distillation.losses import activation_loss as activation_loss
+    from fedsynth.synthesizer.distillation.losses import distillation_loss as distillation_loss
+    from fedsynth.synthesizer.distillation.losses import (
+        information_entropy_loss as information_entropy_loss,
+    )
+    from fedsynth.synthesizer.distillation.losses import one_hot_loss as one_hot_loss
     from fedsynth.synthesizer.distillation.stratification import guidance as guidance
     from fedsynth.synthesizer.distillation.stratification import pair_losses as pair_losses
     from fedsynth.synthesizer.distillation.stratification import (

@@ -36,17 +36,18 @@ def test_the_programs_of_the_librarys_page(
 ) -> None:
     """The programs on plain tensors, each at most 25 lines, one after the other."""
     page = (EXAMPLES.parent / "docs" / "library.md").read_text(encoding="utf-8")
-    section = page.split("## Condense your tensors")[1].split("\n## ")[0]
+    section = page.split("## Condense your tensors")[1].split("\n## Custom")[0]
     programs = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
-    assert len(programs) == 3
+    assert len(programs) == 4
     assert max(len(program.splitlines()) for program in programs) <= 25
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}
     for program in programs:
         exec(compile(program, "library.md", "exec"), names)
-    first, second = map(float, re.findall(r"[\d.]+(?=\n)", capsys.readouterr().out))
+    first, second, distance = map(float, re.findall(r"[\d.]+(?=\n)", capsys.readouterr().out))
     assert 4.99 < first <= 5
     assert 2.99 < second <= 3
+    assert distance > 0.3
     assert "Privacy report" in (tmp_path / "report.html").read_text(encoding="utf-8")
 
 

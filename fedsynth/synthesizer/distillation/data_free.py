@@ -35,8 +35,10 @@ class DataFreeDistiller:
     """Trains students of a teacher without any data (FedKF, Table IV).
 
     Args:
-        teacher: a trained network with `embed` and `classifier`.
-        spec: of the teacher's images; only public facts of it are used.
+        teacher: a trained classifier. Its features are those of `embed`, if it has that, otherwise
+            the input of its last linear layer.
+        images: the specification of the teacher's images, or their shape (C, H, W) if its inputs
+            are pixels in [0, 1].
         steps: of generator and student.
         batch: images of a step; the paper gives none.
         learning_rate: of the student's SGD (0.01 for LeNet-5, 0.1 for ResNet-8); it decays to zero
@@ -71,7 +73,7 @@ class DataFreeDistiller:
     """
 
     teacher: nn.Module
-    spec: DatasetSpec
+    images: DatasetSpec | tuple[int, int, int]
     steps: int = 5000
     batch: int = 128
     learning_rate: float = 0.01
@@ -118,7 +120,7 @@ class DataFreeDistiller:
         """
         device = next(self.teacher.parameters()).device
         teacher = copied(self.teacher).requires_grad_(False).eval()
-        generator = make_generator(self.spec, self.seed, latent=self.latent, width=self.width)
+        generator = make_generator(self.images, self.seed, latent=self.latent, width=self.width)
         adam = torch.optim.Adam(generator.to(device).train().parameters(), self.generator_lr)
         sgd = torch.optim.SGD(student.to(device).parameters(), self.learning_rate, self.momentum)
         schedule: Any = torch.optim.lr_scheduler.CosineAnnealingLR(sgd, self.steps)
@@ -146,8 +148,7 @@ class DataFreeDistiller:
     def _generator_loss(self, x: Tensor, teacher: Any, student: nn.Module) -> Tensor:
         """Returns L_G of generated images, and the terms that FedKF does not have."""
         with batch_norm_matching([teacher] if self.bn_weight else []) as bn_loss:
-            features = teacher.embed(x)
-            logits = teacher.classifier(features)
+            features, logits = features_and_logits(teacher, x)
             loss = generator_loss(features, logits, self.one_hot_weight, self.activation_weight)
             loss = loss + self.bn_weight * bn_loss()
         if self.kl_weight or self.ad_weight:
@@ -164,3 +165,24 @@ class DataFreeDistiller:
         The names are those of `evaluation.generated.describe`.
         """
         return describe(generator_tally(self.teacher, generator))
+
+
+def features_and_logits(teacher: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns a classifier's features [N, D] and logits [N, C] of images.
+
+    Raises:
+        ValueError: it has neither `embed` and `classifier` nor a linear layer.
+    """
+    if hasattr(teacher, "embed") and hasattr(teacher, "classifier"):
+        features = teacher.embed(x)
+        return features, teacher.classifier(features)
+    layers = [layer for layer in teacher.modules() if isinstance(layer, nn.Linear)]
+    if not layers:
+        raise ValueError("the teacher needs a linear layer, whose input is taken as its features")
+    inputs: list[Tensor] = []
+    hook = layers[-1].register_forward_pre_hook(lambda _, given: inputs.append(given[0]))
+    try:
+        logits = teacher(x)
+    finally:
+        hook.remove()
+    return inputs[-1], logits

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedsynth.data.images import pixel_constants
-from fedsynth.data.registry import DatasetSpec
+from fedsynth.data.registry import DatasetSpec, as_spec
 from fedsynth.mixed_precision import widened
 from fedsynth.models.layout import channels_last
 from fedsynth.seeding import forked_rng
@@ -57,6 +57,7 @@ class Generator(nn.Module):
     """`forward`: noise [N, latent] (and labels [N]) to pixels [N, C, H, W] in [0, 1].
 
     Args:
+        images: the specification of the images, or their shape (C, H, W).
         latent: length of z.
         width: channels of the last hidden layer (DAFL: 64); those before have twice as many.
         classes: of a conditional generator; 0: none.
@@ -65,13 +66,14 @@ class Generator(nn.Module):
 
     def __init__(
         self,
-        spec: DatasetSpec,
+        images: DatasetSpec | tuple[int, int, int],
         latent: int = 100,
         width: int = 64,
         classes: int = 0,
         running: bool = True,
     ) -> None:
         super().__init__()
+        spec = as_spec(images)
         self.latent = latent
         self.classes = classes
         self._spec = spec
@@ -137,7 +139,7 @@ def make_latent_generator(
 
 
 def make_generator(
-    spec: DatasetSpec,
+    images: DatasetSpec | tuple[int, int, int],
     seed: int,
     *numbers: int,
     latent: int = 100,
@@ -145,10 +147,14 @@ def make_generator(
     classes: int = 0,
     running: bool = True,
 ) -> Generator:
-    """Returns a generator whose weights depend only on (seed, numbers); the global RNG is not
-    changed."""
+    """Returns a `Generator` whose weights depend only on (seed, numbers); the global RNG is not
+    changed.
+
+    >>> make_generator((1, 28, 28), seed=0)(torch.randn(2, 100)).shape
+    torch.Size([2, 1, 28, 28])
+    """
     with forked_rng(seed, "generator initialisation", *numbers):
-        return Generator(spec, latent, width, classes, running)
+        return Generator(images, latent, width, classes, running)
 
 
 def descend(loss: Tensor, *optimisers: torch.optim.Optimizer) -> None:
