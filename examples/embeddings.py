@@ -40,7 +40,8 @@ def embeddings(number: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
 def as_images(vectors: np.ndarray) -> np.ndarray:
     """Returns the vectors as byte images [N, 1, 1, DIMENSION]."""
     scaled = (np.clip(vectors, -4, 4) + 4) / 8 * 255
-    return scaled.round().astype(np.uint8).reshape(-1, 1, 1, DIMENSION)
+    pixels: np.ndarray = scaled.round().astype(np.uint8)
+    return pixels.reshape(-1, 1, 1, DIMENSION)
 
 
 def restore(pixels: Tensor) -> Tensor:

@@ -104,7 +104,8 @@ def sliced_wasserstein(
     levels = torch.cat([M * torch.arange(N + 1), N * torch.arange(M + 1)]).unique()
     rows, widths = levels[:-1], levels.diff().to(u_ND) / (N * M)
     apart = along_u[rows // M] - along_v[rows // N]
-    return (widths[:, None] * apart.abs()).sum(dim=0).mean()
+    distances: Tensor = (widths[:, None] * apart.abs()).sum(dim=0)
+    return distances.mean()
 
 
 class ModuleFeatures:

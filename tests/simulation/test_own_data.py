@@ -317,10 +317,9 @@ def test_accuracy_on_private_test_images_stands_in_simulation_only(
 ) -> None:
     """Own images are private unless their owner declares them public; a run without differential
     privacy shows all."""
-    if declared == "none":
-        data, test = (scans(), None), None
-    else:
-        data, test = (scans(), scans(40, 1)), declared
+    without_test = declared == "none"
+    data = (scans(), None if without_test else scans(40, 1))
+    test = None if without_test else declared
     settings = tiny(
         "fedavg",
         run={"rounds": 2},
