@@ -68,15 +68,15 @@ TESTS = {  # below tests/; each group of files is run where those before find no
         "methods/test_cond* methods/test_fed*",
     ),
     "distillation": (
-        "synthesizer/test_many* synthesizer/test_v*",
-        "synthesizer/test_[eg]*",
+        "synthesizer/test_ens* synthesizer/test_str*",
+        "synthesizer/test_[agl]*",
         "methods/test_ens* methods/test_fedkf*",
     ),
     "engine": (
         "training federation/test_ser* config/test_set*",
         "simulation/test_sim* federation/test_cl* config/test_pa*",
         "simulation/test_unch*",
-        "simulation/test_re* results/test_kept* deployment/test_re*",
+        "simulation/test_re* results/test_loop* deployment/test_re*",
     ),
     "methods": (
         "methods/test_[bclr]* methods/test_fe[ad]* models core methods",
