@@ -80,7 +80,7 @@ def summarise(
     privacy: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
     """Returns the content of summary.json, except the folder; for a private run including what only
-    a simulation may show (`federation.outputs.disclosed`).
+    a simulation may show (`fedsynth.results.disclosed`).
 
     Args:
         metrics: the rounds' rows.

@@ -88,7 +88,7 @@ class RunFolder:
         base: the parent folder.
         name: of method and data set; characters that file names cannot have are replaced by `_`.
 
-    `federation.outputs.disclosed` decides which part of a row may be outside `simulation_only`.
+    `fedsynth.results.disclosed` decides which part of a row may be outside `simulation_only`.
 
     Raises:
         OutputError: the folder cannot be made or written.
