@@ -72,15 +72,6 @@ class Wait:
     operation: str
     stack: tuple[tuple[str, str, int], ...]
 
-    @property
-    def place(self) -> tuple[str, str]:
-        """File and function of the innermost one."""
-        return self.stack[0][:2] if self.stack else ("", "")
-
-    def within(self, file: str, function: str) -> bool:
-        """Whether this function of the package was running."""
-        return any(frame[:2] == (file, function) for frame in self.stack)
-
     def __str__(self) -> str:
         where = " < ".join(f"{file}:{line} {function}" for file, function, line in self.stack[:6])
         return f"{self.kind} {self.operation} at {where}"
@@ -181,9 +172,6 @@ class StandIn(Tensor):
 
     def tolist(self) -> Any:
         return self.cpu().tolist()
-
-    def __repr__(self, *args: Any, **kwargs: Any) -> str:  # type: ignore[override]
-        return f"StandIn({list(self.shape)}, {self.dtype})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
@@ -423,9 +411,5 @@ def pretended_gpu() -> Iterator[_Device]:
                 yield gpu
         finally:
             _HERE.pop()
-            _forget_constants()
-
-
-def _forget_constants() -> None:
-    """Pixel constants are kept by device: those of the stand-in must not outlive it."""
-    pixels._constants.cache_clear()
+            # kept by device: those of the stand-in must not outlive it
+            pixels._constants.cache_clear()

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import gzip
 import hashlib
 import json
@@ -33,6 +34,7 @@ def idx(array: Bytes) -> bytes:
     return bytes([0, 0, 8, array.ndim]) + sizes + array.tobytes()
 
 
+@functools.cache
 def png(width: int, height: int) -> bytes:
     """A valid black PNG, a kilobyte for each megapixel."""
 

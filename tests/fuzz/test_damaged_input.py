@@ -17,8 +17,8 @@ import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from types import NoneType
+from typing import Any, get_origin, get_type_hints
 
 import pytest
 import torch
@@ -35,7 +35,6 @@ from fedsynth.errors import CheckpointError
 from fedsynth.federation.client_runtime import ClientRuntime, OwnData
 from fedsynth.federation.context import public_context
 from fedsynth.federation.protocol import Models, agreement
-from fedsynth.methods import METHODS, method_class
 from fedsynth.privacy.ledger import Ledger, read_ledger
 from fedsynth.privacy.ledger.lines import repair_ledger
 from fedsynth.privacy.releases import SAMPLERS, UNITS, Release
@@ -51,6 +50,7 @@ from tests.fuzz.mutations import (
     generator,
     json_bytes,
 )
+from tests.messages import DTYPES, choices_of, example, kinds
 from tests.special import SPECIAL, special_file
 
 STEP = 11  # shares no factor with the numbers of kinds that cases take in turn
@@ -579,51 +579,6 @@ def repaired_ledgers(bench: Bench) -> Case:
 
 # ------------------------------------------------------------------------------------- messages
 NUMBERS = tuple(v for v in HOSTILE if isinstance(v, (int, float)))
-DTYPES = {
-    torch.float32: "F32",
-    torch.float64: "F64",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-
-
-def kinds(of: type[Packed] = Packed) -> Iterator[type[Packed]]:
-    """All messages and states of the package."""
-    for kind in of.__subclasses__():
-        if kind.__module__.startswith("fedsynth"):
-            yield kind
-            yield from kinds(kind)
-
-
-def parts(hint: Any) -> tuple[Any, ...]:
-    union = get_origin(hint) is UnionType or "Union" in str(get_origin(hint))
-    return get_args(hint) if union else (hint,)
-
-
-def example(kind: type[Packed], rng: random.Random) -> Packed:
-    """A valid one, by its annotations."""
-    values: dict[str, Any] = {}
-    hints = get_type_hints(kind)
-    for f in fields(kind):
-        choices = [part for part in parts(hints[f.name]) if f.default is None or part != NoneType]
-        part = rng.choice(choices)
-        shape = [rng.randint(0, 3) for _ in range(rng.randint(0, 3))]
-        tensor = torch.zeros(shape, dtype=rng.choice(list(DTYPES)))
-        if part is NoneType:
-            values[f.name] = None
-        elif part is float:
-            values[f.name] = rng.choice((0.5, 3.0))
-        elif part is int:
-            values[f.name] = rng.randint(0, 9)
-        elif part is Tensor:
-            values[f.name] = tensor
-        else:
-            values[f.name] = {name: tensor for name in ("a", "b.c")[: rng.randint(0, 2)]}
-    return kind(**values)
 
 
 def damaged_message(sent: bytes, rng: random.Random) -> bytes:
@@ -654,7 +609,7 @@ def wrong(made: Packed, sent: bytes) -> str:
     declared = {name: one for name, one in header.items() if name != "__metadata__"}
     for f in fields(made):
         value = getattr(made, f.name)
-        choices = parts(hints[f.name])
+        choices = choices_of(hints[f.name])
         if isinstance(value, bool) or (type(value) is float and float not in choices):
             return f"{f.name} is {value!r}"
         if isinstance(value, int | float) and not math.isfinite(value):
@@ -674,9 +629,7 @@ def wrong(made: Packed, sent: bytes) -> str:
 
 def messages(bench: Bench) -> Case:
     """Exactly the types, shapes and names that its own header declares."""
-    for name in METHODS:
-        method_class(name)
-    all_kinds = sorted({*kinds(), Models}, key=lambda kind: kind.__qualname__)
+    all_kinds = kinds()
     assert len(all_kinds) > 25
 
     def case(number: int, rng: random.Random) -> None:
