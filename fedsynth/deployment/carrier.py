@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from fedsynth.validation import MAX_SECONDS, check_number
@@ -46,3 +46,19 @@ class Timeouts:
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             check_number(None, f"{name}_seconds", value, 0, MAX_SECONDS)
+
+
+@dataclass(frozen=True)
+class Post:
+    """The server's connection to nodes.
+
+    Args:
+        carrier: transports messages to the nodes.
+        timeouts: how long the server waits for them.
+        numbers: node -> client, by the keys that nodes authenticate with; empty: each node states
+            its client's number.
+    """
+
+    carrier: Carrier
+    timeouts: Timeouts = field(default_factory=Timeouts)
+    numbers: Mapping[int, int] = field(default_factory=dict)

@@ -1,8 +1,19 @@
-"""Frames: the wire format between a server and a remote client.
+"""Frames: the wire format between a server and a data owner's node, and the facts in them.
 
 A frame is a JSON header (its length first, 8 bytes little-endian) and, for requests, replies and
 models, one packed message (`fedsynth.core.messages`). Received frames are untrusted: nothing in
-them is executed.
+them is executed. A server asks, and a node answers each frame with one:
+
+    join      {proposal, after}         answer {size, history}, or refusal {reason, kind}
+    refused   {reason}                  answer {}
+    keys, shares, step, unmask          answer, or refusal; a step's comes with {facts, history}
+              {round, participants, phase, sizes, noise_multiplier}; of a sum {sum}, too
+    evaluate  {round, …}                answer {size, tested, right}
+    end       {rounds, sizes, noise_multiplier}     answer {history}
+
+Every question has a {number}, and every answer this number and its {client}. An "error" has a
+{text}. Each message to a node takes seconds, regardless of its size: so a question of a round
+brings the run's terms, and the answer to a step what the round's metrics and the report need.
 """
 
 from __future__ import annotations
@@ -10,21 +21,31 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fedsynth.core.messages import LENGTH_BYTES
 from fedsynth.errors import MessageError
+from fedsynth.federation.protocol import Terms
+from fedsynth.privacy.errors import PrivacyError
+from fedsynth.privacy.ledger.history import History
 
 LONGEST_HEADER = 64 * 2**20
 """Largest header in bytes; a header may hold a ledger's history."""
+ANSWER, REFUSAL, ERROR = "answer", "refusal", "error"
+JOIN, REFUSED, END, EVALUATE = "join", "refused", "end", "evaluate"
+KEYS, SHARES, STEP, UNMASK = "keys", "shares", "step", "unmask"
+EXCHANGE = (KEYS, SHARES, STEP, UNMASK)
+"""The questions of an exchange; without a secure sum only the step."""
 
 
 @dataclass(frozen=True)
 class Frame:
-    """One request or reply.
+    """One question or answer.
 
     Args:
-        kind: the kind of request, or "answer", "refusal" or "error".
+        kind: the kind of question, or "answer", "refusal" or "error".
         facts: JSON values.
         payload: a packed message, or none.
     """
@@ -59,12 +80,103 @@ class Frame:
         return cls(kind, facts, sent[end:])
 
 
-def parse_nonnegative_int(value: Any, what: str) -> int:
-    """Returns a value of a frame's facts that must be an integer of at least 0.
+Count = Annotated[int, Field(ge=0)]
+
+
+class Facts(BaseModel):
+    """The facts of a frame that its receiver uses; others are ignored."""
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    @classmethod
+    def of(cls, frame: Frame) -> Self:
+        """Returns a received frame's facts.
+
+        Raises:
+            MessageError: one is missing, or of another type.
+        """
+        try:
+            return cls.model_validate(frame.facts)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            where = ".".join(map(str, first["loc"]))
+            raise MessageError(f"{where:.80} of {frame.kind!r:.40}: {first['msg']:.200}") from None
+
+
+class JoinFacts(Facts):
+    """A server's proposal, and the last completed round of a run that is resumed."""
+
+    proposal: Any = None
+    after: Count = 0
+
+
+class TermsFacts(Facts):
+    """The run's terms; `ClientRuntime.start` checks σ."""
+
+    sizes: list[Count] | None = None
+    noise_multiplier: Any = None
+
+    @property
+    def terms(self) -> Terms:
+        """The run's terms."""
+        return Terms(None if self.sizes is None else tuple(self.sizes), self.noise_multiplier)
+
+
+class EndFacts(TermsFacts):
+    """The number of completed rounds."""
+
+    rounds: Count
+
+
+class RoundFacts(TermsFacts):
+    """The facts of a question in a round.
+
+    Args:
+        round: its number.
+        participants: the clients that take part.
+        phase: the exchange; None: the question is of no exchange.
+        sum: the server's name of a secure sum; None: there is none.
+        sealed: of a step in a sum, the other clients' shares.
+    """
+
+    round: Count
+    participants: Annotated[list[Count], Field(min_length=1)]
+    phase: Literal["first", "main"] | None = None
+    sum: str | None = None
+    sealed: str = ""
+
+
+class Joining(Facts):
+    """A client's answer to the request to join."""
+
+    client: Count
+    size: Count | None = None
+    history: Any = None
+
+
+class Correct(Facts):
+    """The number of correct predictions of one model."""
+
+    model: Count
+
+
+class Accuracy(Facts):
+    """A client's answer to a model that it tests; see `Evaluated`."""
+
+    size: Count
+    tested: Count
+    right: Correct
+
+
+def parse_history(stated: Any) -> History | None:
+    """Returns a client's statement of its ledger; None: it has none.
 
     Raises:
-        MessageError: it is not.
+        MessageError: it is damaged.
     """
-    if type(value) is not int or value < 0:
-        raise MessageError(f"a {what} must be a whole number of at least 0, got {value!r:.80}")
-    return value
+    if stated is None:
+        return None
+    try:
+        return History.from_json(stated)
+    except (KeyError, TypeError, ValueError, AttributeError, PrivacyError) as error:
+        raise MessageError(f"a client's history is damaged: {error!r:.80}") from None

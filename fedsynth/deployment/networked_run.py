@@ -10,25 +10,24 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from fedsynth.config.checks import check_method, check_own_noise, check_quorum
+from fedsynth.config.checks import check_quorum
 from fedsynth.config.settings import RunSettings
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message
 from fedsynth.data.images import ImageData
 from fedsynth.data.load import load_dataset
 from fedsynth.data.registry import is_published
-from fedsynth.deployment.carrier import Carrier, Timeouts
-from fedsynth.deployment.client_records import ClientRecords
+from fedsynth.deployment.carrier import Post
+from fedsynth.deployment.client_records import FILE, write_clients
 from fedsynth.deployment.node_exchange import NodeExchange
-from fedsynth.deployment.proposal import Proposal, new_run
-from fedsynth.deployment.secure_aggregation.primitives import require_cryptography
+from fedsynth.deployment.proposal import Proposal, new_run, refuse
 from fedsynth.errors import CheckpointError, DataFilesMissingError
 from fedsynth.federation.context import public_context, resolve_device, with_proxy
 from fedsynth.federation.observer import Observer
@@ -41,11 +40,11 @@ from fedsynth.privacy.errors import LedgerError
 from fedsynth.privacy.files import load_json, write_whole
 from fedsynth.privacy.ledger.history import History
 from fedsynth.privacy.releases import Release
-from fedsynth.privacy.report.figures import Event
+from fedsynth.privacy.report.figures import Event, Start
 from fedsynth.results import privacy_summary
 from fedsynth.results.checkpoint import Checkpoint, CheckpointFolder
 from fedsynth.results.measure import Measure
-from fedsynth.results.run_folder import PRIVATE_START, SERVED, RunFolder
+from fedsynth.results.run_folder import SERVED, RunFolder, private_start
 from fedsynth.results.run_record import RunRecord
 from fedsynth.synthesizer.condensation.sets import synthetic_sets
 from fedsynth.toml_file import to_toml
@@ -70,21 +69,6 @@ class Served:
     report: dict[str, object] | None
     histories: list[History]
     deviations: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Post:
-    """The server's connection to nodes.
-
-    Args:
-        carrier: transports messages to the nodes.
-        timeouts: how long the server waits for them.
-        numbers: node -> client, where the server knows it; empty: each node states its client.
-    """
-
-    carrier: Carrier
-    timeouts: Timeouts = field(default_factory=Timeouts)
-    numbers: Mapping[int, int] = field(default_factory=dict)
 
 
 def serve(
@@ -121,48 +105,39 @@ class _Run:
         self.settings = settings
         self.method = settings.method
         self.observer = observer
-        self.private = settings.privacy is not None
-        if self.private:
-            check_method(self.method)
         context = public_context(settings, proposal.spec, resolve_device(settings.device))
-        plan = PrivacyPlan.checked(settings, context) if self.private else None
+        refuse(proposal, context)
         if self.method.sums_alone:
-            require_cryptography()
             check_quorum(settings)
-        elif plan is not None:
-            check_own_noise(plan.plans)
         self.method.check_model(context.architecture)
         context = with_proxy(context, settings)
         warnings = check_private_steps(settings, context)
-        self.test = _test_set(proposal)
-        self.folder = _opened(proposal, output, resume)
-        self.proposal = replace(proposal, run=_name(self.folder, proposal, resume))
-        self.checkpoints = CheckpointFolder(self.folder.path / "checkpoint", self.proposal.run)
+        test = _test_set(proposal)
+        self.folder = _folder(proposal, output, resume)
+        run = _run_name(self.folder, proposal)
+        self.checkpoints = CheckpointFolder(self.folder.path / "checkpoint", run)
         checkpoint = None if resume is None else self.checkpoints.read(self.method)
-        self.records = ClientRecords(self.checkpoints.path)
-        completed = 0 if checkpoint is None else checkpoint.round
-        began = resume is not None and self.folder.has_begun
+        self.file = self.checkpoints.path / FILE
+        began = self.folder.has_begun
         lost = checkpoint is None and self.folder.has_rounds
-        if resume is not None and (lost or (began and not self.records.exists)):
+        if lost or (began and not self.file.exists()):
             raise CheckpointError(f"the checkpoint of the run in {self.folder.path} is gone")
-        start = _start(self.folder.path) if began else None
+        start = private_start(self.folder.path) if began else None
         self.exchange = NodeExchange(
-            self.proposal,
-            post.carrier,
+            replace(proposal, run=run),
+            post,
             context.device,
-            post.timeouts,
-            numbers=post.numbers,
-            completed=completed,
-            names=() if start is None else list(start[1]),
-            records=self.records,
+            self.file,
+            after=0 if checkpoint is None else checkpoint.round,
+            names=() if start is None else list(start.ledgers),
             note=observer.note,
         )
         planned = None if start is None else partial(_plan_when_it_began, start, settings, context)
         self.agreed = agree(settings, context, self.exchange, planned)
         self.context = self.agreed.context
         self.participation = settings.schedule(self.agreed.terms.sizes)
-        test = None if self.test is None else self.test.to(context.device)
-        local = settings.partition.local_test > 0 and not self.private
+        local = settings.partition.local_test > 0 and settings.privacy is None
+        on_device = None if test is None else test.to(context.device)
         self.server = Server.begun(self.method, self.context)
         self.uploads: dict[int, Message] = {}
         self.record = RunRecord(
@@ -170,8 +145,8 @@ class _Run:
             self.agreed.plan,
             self.folder,
             observer,
-            Measure(self.method, self.exchange, test, False, local),
-            NO_TEST if self.test is None else PUBLIC,
+            Measure(self.method, self.exchange, on_device, False, local),
+            NO_TEST if test is None else PUBLIC,
             simulated=False,
             warnings=warnings,
         )
@@ -185,11 +160,10 @@ class _Run:
         """Writes a private run's initial state, and restores the checkpoint."""
         plan = self.agreed.plan
         if plan is not None:
-            for line in privacy_summary.headline(plan, simulated=False):
+            warnings = [f"warning: {line}" for line in self.record.warnings]
+            for line in [*privacy_summary.headline(plan, simulated=False), *warnings]:
                 self.observer.note(line)
             self.record.begin(plan.histories)
-            for line in self.record.warnings:
-                self.observer.note(f"warning: {line}")
         if checkpoint is not None:
             device = self.context.device
             self.server.state = checkpoint.state.to(device)
@@ -223,9 +197,11 @@ class _Run:
             self.uploads = dict(played.uploads)
         state = self.server.state
         row = self.record.row(state, context, played, started)
-        checkpoint = Checkpoint(tuple(self.record.rows), state, {}, synthetic_sets(self.uploads))
-        self.records.write(self.exchange.clients)  # first: the checkpoint must not be ahead of it
-        self.checkpoints.write(checkpoint, frozenset())
+        kept = Checkpoint(tuple(self.record.rows), state, {}, synthetic_sets(self.uploads))
+        write_clients(
+            self.file, self.exchange.clients
+        )  # first: the checkpoint must not be ahead of it
+        self.checkpoints.write(kept, frozenset())
         self.record.tell(row)
 
     def _finish(self) -> Served:
@@ -235,8 +211,8 @@ class _Run:
             self.server.end(self._context_of(completed))
         histories = self._charged()
         ended = self.record.end(self.server, self.context, self.uploads, histories)
-        folder = self.folder.path / "checkpoint"
-        ClientRecords(folder).discard()
+        folder = self.folder.path / "checkpoint"  # the run folder has another name now
+        (folder / FILE).unlink(missing_ok=True)
         CheckpointFolder(folder, "").discard()
         return Served(
             self.folder.path,
@@ -294,35 +270,27 @@ def _test_set(proposal: Proposal) -> ImageData | None:
     return test
 
 
-def _opened(proposal: Proposal, output: Path, resume: Path | None) -> RunFolder:
-    """Returns the run's folder, which holds its settings.
+def _folder(proposal: Proposal, output: Path, resume: Path | None) -> RunFolder:
+    """Returns the run's folder, with its settings and its name."""
+    if resume is not None:
+        return RunFolder.reopen(resume)
+    folder = RunFolder(output, f"{proposal.settings.method.name}-{proposal.spec.name}")
+    folder.write_config(to_toml(proposal.settings.to_mapping()))
+    stated = {"run": new_run(), "agreement": proposal.agreement}
+    write_whole(folder.path / SERVED, json.dumps(stated).encode())
+    return folder
+
+
+def _run_name(folder: RunFolder, proposal: Proposal) -> str:
+    """Returns the run's name.
 
     Raises:
-        CheckpointError: the run to resume has other settings.
-    """
-    config = to_toml(proposal.settings.to_mapping())
-    if resume is None:
-        folder = RunFolder(output, f"{proposal.settings.method.name}-{proposal.spec.name}")
-        folder.write_config(config)
-        return folder
-    return RunFolder.reopen(resume)
-
-
-def _name(folder: RunFolder, proposal: Proposal, resume: Path | None) -> str:
-    """Returns the run's name: a new one, or that of the resumed run.
-
-    Raises:
-        CheckpointError: that run has other settings, or its file is damaged.
+        CheckpointError: the run has other settings, or its file is damaged.
     """
     file = folder.path / SERVED
-    if resume is None:
-        stated = {"run": new_run(), "agreement": proposal.agreement}
-        write_whole(file, json.dumps(stated).encode())
-        return str(stated["run"])
     try:
         stated = load_json(file)
-        agreed = str(stated["agreement"])
-        name = str(stated["run"])
+        agreed, name = str(stated["agreement"]), str(stated["run"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{file} is damaged: {error!r:.120}") from None
     if agreed != proposal.agreement:
@@ -330,23 +298,8 @@ def _name(folder: RunFolder, proposal: Proposal, resume: Path | None) -> str:
     return name
 
 
-def _start(folder: Path) -> tuple[float, dict[str, int]]:
-    """Reads a private run's initial state: σ, and the number of rows in each client's ledger, by
-    name, in the clients' order.
-
-    Raises:
-        CheckpointError: the file is damaged.
-    """
-    try:
-        start = load_json(folder / PRIVATE_START)
-        rows = {str(name): int(entry["rows"]) for name, entry in start["ledgers"].items()}
-        return float(start["noise_multiplier"]), rows
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{folder / PRIVATE_START} is damaged: {error!r:.120}") from None
-
-
 def _plan_when_it_began(
-    start: tuple[float, Mapping[str, int]],
+    start: Start,
     settings: RunSettings,
     context: RoundContext,
     histories: Sequence[History],
@@ -356,13 +309,12 @@ def _plan_when_it_began(
     Raises:
         LedgerError: a ledger has lost rows.
     """
-    sigma, initial_rows = start
-    initial: list[History] = []
-    for history in histories:
-        rows = initial_rows[history.client]
-        if len(history.releases) < rows:
-            raise LedgerError(f"{history.client}: its ledger has lost rows that it had")
-        initial.append(replace(history, releases=history.releases[:rows]))
+    before: list[History] = []
+    for one in histories:
+        rows = start.ledgers[one.client].rows
+        if len(one.releases) < rows:
+            raise LedgerError(f"{one.client}: its ledger has lost rows that it had")
+        before.append(replace(one, releases=one.releases[:rows]))
     plan = PrivacyPlan.checked(settings, context)
-    privacy = replace(plan.privacy, noise_multiplier=sigma)
-    return replace(plan, privacy=privacy, histories=tuple(initial))
+    privacy = replace(plan.privacy, noise_multiplier=start.noise_multiplier)
+    return replace(plan, privacy=privacy, histories=tuple(before))

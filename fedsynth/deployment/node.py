@@ -17,25 +17,30 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from fedsynth.config.checks import check_own_noise
-from fedsynth.core.context import Silent
 from fedsynth.data.images import ImageData
-from fedsynth.deployment.frames import Frame, parse_nonnegative_int
-from fedsynth.deployment.messages import pack, unpack
+from fedsynth.deployment.frames import (
+    ANSWER,
+    END,
+    ERROR,
+    JOIN,
+    REFUSAL,
+    REFUSED,
+    EndFacts,
+    Frame,
+    JoinFacts,
+)
 from fedsynth.deployment.owner_report import request_words, write_owner_report
 from fedsynth.deployment.policy import ANY, Owner
-from fedsynth.deployment.proposal import Proposal
+from fedsynth.deployment.proposal import Proposal, refuse
 from fedsynth.deployment.record_source import Source
 from fedsynth.deployment.secure_aggregation.client import Identities
-from fedsynth.deployment.secure_aggregation.primitives import require_cryptography
-from fedsynth.deployment.session import Session, answered, kept_proposal
-from fedsynth.errors import FedsynthError, MessageError, SettingError
+from fedsynth.deployment.session import STATE, Session, State, read_state
+from fedsynth.errors import CheckpointError, FedsynthError, MessageError, SettingError
 from fedsynth.federation.context import public_context, resolve_device
 from fedsynth.federation.position_leak_check import check_private_steps
-from fedsynth.federation.privacy_plan import PrivacyPlan
-from fedsynth.federation.protocol import REQUEST, agreement
+from fedsynth.federation.protocol import REQUEST
 from fedsynth.federation.run_data import Clients
-from fedsynth.privacy.errors import PrivacyError
+from fedsynth.privacy.errors import PrivacyError, RequestRefusedError
 from fedsynth.privacy.files import open_regular
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.ledger.folder import LedgerFolder
@@ -44,7 +49,8 @@ from fedsynth.privacy.randomness import SecretGenerator
 RUNS = "runs"
 LOCK = ".answering"
 CANNOT = "this client cannot take part; its owner is told why"
-"""The only text that a server receives about errors in an owner's files."""
+"""The only text that a server receives about errors that are not of its own message: they may depend
+on an owner's files, records or machine."""
 
 
 class OwnRecordsError(FedsynthError):
@@ -96,24 +102,27 @@ class Node:
             LedgerFolder(self.home).check_whole()
 
     def answer(self, run: str, sent: bytes) -> bytes:
-        """Returns the answers to a message's frames; errors are returned as answers, too.
+        """Returns the answer to a server's frame; errors are returned as answers, too.
 
         Args:
             run: the run that the message claims to belong to.
-            sent: the frames.
+            sent: the frame.
         """
-        try:
-            frames = unpack(sent)
-        except MessageError as error:
-            return pack([self._named(_error(str(error)), None)])
-        answers: list[bytes] = []
-        for frame in frames:
-            with self._alone():
-                answer = self._one(run, frame)
-            answers.append(answer)
-            if Frame.from_bytes(answer).kind != "answer":
-                break
-        return pack(answers)
+        number = None
+        with self._alone():
+            try:
+                frame = Frame.from_bytes(sent)
+                number = frame.facts.get("number")
+                answer = self._answer(run, frame)
+            except Exception as error:
+                self.say(f"run {run:.16}: {type(error).__name__}: {error}")
+                # Text from an owner's file, folder or ledger stays here, and so does the type of
+                # the error: a server could otherwise probe classes and sizes until it knew the
+                # owner's images.
+                public = type(error) in (MessageError, RequestRefusedError)
+                answer = Frame(ERROR, {"text": str(error) if public else CANNOT})
+        named = {"client": self.number, "number": number if type(number) is int else None}
+        return replace(answer, facts={**answer.facts, **named}).to_bytes()
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -128,47 +137,22 @@ class Node:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
-    def _one(self, run: str, sent: bytes) -> bytes:
-        number: int | None = None
-        try:
-            frame = Frame.from_bytes(sent)
-            number_sent = frame.facts.get("number")
-            number = number_sent if type(number_sent) is int else None
-            if frame.kind == "join":
-                return self._join(run, frame, sent)
-            session = self._session(run)
-            if frame.kind == "end":
-                return self._named(self._end(session, frame), number)
-            if frame.kind == "refused":
-                self.refused = f"{frame.facts.get('reason')!s:.500}"
-                return self._named(Frame("answer", {}), number)
-            if frame.kind == "start" and session.told(frame.facts):
-                return self._named(Frame("answer", {}), number)  # the answer to it was lost
-            if frame.kind == "start":
-                session.check_terms(frame.facts)
-            cached = session.again(frame)
-            if cached is not None:
-                session.keep()
-                return self._named(cached, number)
-            return session.answer(frame, sent)
-        except Exception as error:
-            self.say(f"run {run:.16}: {error}")
-            # Text from an owner's file, folder or ledger stays here, and so does the type of the
-            # error: a server could otherwise probe classes and sizes until it knew the owner's
-            # images.
-            reason = str(error) if type(error) is MessageError else CANNOT
-            return self._named(_error(reason), number)
+    def _answer(self, run: str, frame: Frame) -> Frame:
+        if frame.kind == JOIN:
+            return self._join(run, JoinFacts.of(frame))
+        session = self._session(run)
+        if frame.kind == REFUSED:
+            self.refused = f"{frame.facts.get('reason')!s:.500}"
+            return Frame(ANSWER, {})
+        if frame.kind == END:
+            return self._end(session, EndFacts.of(frame))
+        return session.answer(frame)
 
-    def _named(self, answer: Frame, number: int | None) -> bytes:
-        facts = {**answer.facts, "client": self.number, "number": number}
-        return replace(answer, facts=facts).to_bytes()
-
-    def _join(self, run: str, frame: Frame, sent: bytes) -> bytes:
+    def _join(self, run: str, asked: JoinFacts) -> Frame:
         """Joins a run if the owner allows it, for the first time or after its server was
         restarted.
         """
-        number = parse_nonnegative_int(frame.facts.get("number"), "request's number")
-        proposal = Proposal.from_json(frame.facts.get("proposal"))
+        proposal = Proposal.from_json(asked.proposal)
         if proposal.run != run:
             raise MessageError(f"the proposal is of run {proposal.run}, the message of {run:.16}")
         if self.number >= proposal.settings.partition.clients:
@@ -176,40 +160,40 @@ class Node:
                 f"the run has {proposal.settings.partition.clients} clients, and this one is "
                 f"number {self.number}"
             )
-        previous = kept_proposal(self._folder(run))
-        if previous is not None and previous.agreement != proposal.agreement:
+        state = read_state(self.folder(run))
+        if state is not None and _accepted(state).agreement != proposal.agreement:
             raise MessageError("the run was agreed on with other settings")
-        identified = self.identities is not None
-        objections = [
-            *_unexecuted(proposal),
-            *self.owner.objections(proposal, identified=identified),
-        ]
-        policy = self.owner.policy
-        says_images = policy is not None and policy.says_images
-        objections += self.source.objections(proposal, says_images)
-        objections += self._used_up(proposal)
-        warnings = []
-        if previous is None and not objections:
+        objections = self._objections(proposal)
+        warnings: list[str] = []
+        if state is None and not objections:
             try:
                 warnings = self._tried(proposal)
             except SettingError as error:  # of public settings and code, so the server may know
                 objections.append(str(error))
-        if previous is None or objections:
+        if state is None or objections:
             self._show(proposal, objections)
         if objections:
-            reason = f"declines: {'; '.join(objections)}"
-            return self._named(Frame("refusal", {"reason": reason, "kind": REQUEST}), number)
-        session = self._new(proposal)
-        if previous is None:
-            session.warnings = warnings
+            return Frame(REFUSAL, {"reason": f"declines: {'; '.join(objections)}", "kind": REQUEST})
+        session = self._new(proposal, state)
+        if state is None:
+            session.state.warnings = warnings
             for line in warnings:
                 self.say(f"  warning: {line}")
-        session.begin(parse_nonnegative_int(frame.facts.get("after", 0), "round"))
-        message = Frame("join", {"agreement": agreement(proposal.settings), "number": number})
-        answer = session.remote.answer(message.to_bytes())
-        session.keep()
+        joined = session.join(asked.after)
         self._sessions[run] = session
-        return answer
+        return joined
+
+    def _objections(self, proposal: Proposal) -> list[str]:
+        """Returns why the client does not take part, by public values and by what the owner has
+        written; empty: it does.
+        """
+        policy = self.owner.policy
+        return [
+            *_unexecuted(proposal),
+            *self.owner.objections(proposal, identified=self.identities is not None),
+            *self.source.objections(proposal, policy is not None and policy.says_images),
+            *self._used_up(proposal),
+        ]
 
     def _tried(self, proposal: Proposal) -> list[str]:
         """Returns the warnings of a trial of the client's step on public images, on its device.
@@ -233,12 +217,9 @@ class Node:
         if proposal.agreement not in self.owner.approved or ANY in self.owner.approved:
             return []
         for folder in sorted((self.home / RUNS).glob("*")):
-            previous = kept_proposal(folder) if folder.name != proposal.run else None
-            if (
-                previous is not None
-                and previous.agreement == proposal.agreement
-                and answered(folder)
-            ):
+            state = read_state(folder) if folder.name != proposal.run else None
+            used = state is not None and bool(state.answered)
+            if state and used and _accepted(state).agreement == proposal.agreement:
                 return [f"its approval was for run {folder.name}, and no ε bounds more of them"]
         return []
 
@@ -255,7 +236,8 @@ class Node:
             return None
         return LedgerFolder(self.home).ledgers().get(self.name)
 
-    def _folder(self, run: str) -> Path:
+    def folder(self, run: str) -> Path:
+        """Returns the folder of a run; its name is not checked here."""
         return self.home / RUNS / run
 
     def _session(self, run: str) -> Session:
@@ -266,40 +248,26 @@ class Node:
         """
         if run in self._sessions and self._sessions[run].current:
             return self._sessions[run]
-        runs = {path.name for path in (self.home / RUNS).glob("*")}
-        proposal = kept_proposal(self._folder(run)) if run in runs else None
-        if proposal is None:
+        known = {path.name for path in (self.home / RUNS).glob("*")}
+        state = read_state(self.folder(run)) if run in known else None
+        if state is None:
             raise MessageError("this client has not joined the run")
-        session = self._new(proposal)
+        session = self._new(_accepted(state), state)
         session.resume()
         self._sessions[run] = session
         return session
 
-    def _new(self, proposal: Proposal) -> Session:
+    def _new(self, proposal: Proposal, state: State | None) -> Session:
         """Reads the owner's records for a run.
 
         Raises:
             OwnRecordsError: any error in them; only the owner sees the cause.
         """
         try:
-            return self._opened(proposal)
+            data = self.source.read(proposal, self.number)
+            return Session(self, proposal, data, self._ledger(proposal, data), state)
         except Exception as error:
             raise OwnRecordsError(f"its records: {error}") from None
-
-    def _opened(self, proposal: Proposal) -> Session:
-        data = self.source.read(proposal, self.number)
-        return Session(
-            self._folder(proposal.run),
-            proposal,
-            self.number,
-            data,
-            self._ledger(proposal, data),
-            self.owner.cap,
-            self.device,
-            None if self.secret is None else self.secret(),
-            Teller(self.say),
-            self.identities,
-        )
 
     def _ledger(self, proposal: Proposal, data: ImageData) -> Ledger:
         """Opens the persistent ledger of these records.
@@ -311,48 +279,35 @@ class Node:
         folder = LedgerFolder(self.home)
         return folder.open((self.name,), client.digests, self.source.identifier(proposal))[0]
 
-    def _end(self, session: Session, frame: Frame) -> Frame:
+    def _end(self, session: Session, asked: EndFacts) -> Frame:
         """Ends the run and writes its owner's report."""
-        rounds = parse_nonnegative_int(frame.facts.get("rounds"), "number of rounds")
+        session.take(asked.terms)
+        stated = session.statement()
         folder = session.folder
-        written = write_owner_report(session, rounds, folder)
-        self.say(f"run {folder.name} has ended after {rounds} rounds: {written}")
+        written = write_owner_report(session, asked.rounds, folder)
+        self.say(f"run {folder.name} has ended after {asked.rounds} rounds: {written}")
         del self._sessions[folder.name]
         self.ended += 1
-        return Frame("answer", {})
+        return Frame(ANSWER, stated)
+
+
+def _accepted(state: State) -> Proposal:
+    """Returns the proposal that the owner has accepted.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
+    try:
+        return Proposal.from_json(state.proposal)
+    except MessageError as error:
+        raise CheckpointError(f"{STATE} is damaged: {error}") from None
 
 
 def _unexecuted(proposal: Proposal) -> list[str]:
     """Returns why no client can take part, whatever the owner allows; uses only public values."""
-    run = proposal.settings
     try:
-        if run.method.sums_alone:
-            require_cryptography()
-        if run.privacy is None:
-            return []
-        context = public_context(run, proposal.spec, torch.device("cpu"))
-        plan = PrivacyPlan.checked(run, context)
-        if not run.method.sums_alone:
-            check_own_noise(plan.plans)
+        context = public_context(proposal.settings, proposal.spec, torch.device("cpu"))
+        refuse(proposal, context)
     except (FedsynthError, PrivacyError) as error:
         return [str(error)]
     return []
-
-
-class Teller(Silent):
-    """Reports errors in a step to the owner.
-
-    Args:
-        say: receives the lines.
-    """
-
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say = say
-
-    def note(self, text: str) -> None:
-        """Passes a line to the owner."""
-        self._say(text)
-
-
-def _error(text: str) -> Frame:
-    return Frame("error", {"text": text})

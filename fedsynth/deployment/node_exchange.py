@@ -8,7 +8,10 @@ continues with the others while they are a quorum.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,16 +19,22 @@ from torch import Tensor
 
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message
-from fedsynth.core.uploads import most_bytes
-from fedsynth.deployment.carrier import Carrier, Timeouts
-from fedsynth.deployment.client_records import Admission, ClientRecords
-from fedsynth.deployment.frames import LONGEST_HEADER, Frame
-from fedsynth.deployment.messages import (
-    MAX_FRAMES,
-    Request,
-    majority_schema,
-    pack,
-    parse_evaluation,
+from fedsynth.core.uploads import LARGEST, most_bytes
+from fedsynth.deployment.carrier import Post
+from fedsynth.deployment.client_records import JoinedClient, read_clients, write_clients
+from fedsynth.deployment.frames import (
+    ANSWER,
+    END,
+    EVALUATE,
+    JOIN,
+    LONGEST_HEADER,
+    REFUSAL,
+    REFUSED,
+    STEP,
+    Accuracy,
+    Frame,
+    Joining,
+    parse_history,
 )
 from fedsynth.deployment.proposal import Proposal
 from fedsynth.deployment.secure_exchange import SecureStep
@@ -59,12 +68,9 @@ class NodeExchange:
 
     Args:
         proposal: the run's.
-        carrier: transports messages to the nodes.
+        post: to the nodes.
         device: the device of uploads.
-        timeouts: how long the server waits.
-        records: the file of the run's clients.
-        numbers: node -> client, by the keys that nodes authenticate with; empty: each node states
-            its client's number.
+        file: of the run's clients.
         after: the last completed round of a resumed run; 0: the run begins.
         names: the clients' names when a private run began, in their order; empty: it begins now.
         note: receives lines for the server's operator.
@@ -77,33 +83,30 @@ class NodeExchange:
     def __init__(
         self,
         proposal: Proposal,
-        carrier: Carrier,
+        post: Post,
         device: torch.device,
-        timeouts: Timeouts | None = None,
+        file: Path,
         *,
-        records: ClientRecords,
-        numbers: Mapping[int, int] | None = None,
-        completed: int = 0,
+        after: int = 0,
         names: Sequence[str] = (),
         note: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._settings = proposal.settings
         self._method = proposal.settings.method
         self._proposal = proposal
-        self._carrier = carrier
-        self._carrier.run = proposal.run
+        self._post = post
+        post.carrier.run = proposal.run
         self._device = device
-        self._timeouts = timeouts or Timeouts()
-        self._records = records
-        self._after = completed
+        self._file = file
+        self._after = after
         self._note = note
-        self.clients = records.read()
+        self.clients = read_clients(file)
         self.out: dict[int, str] = {}
         self._everybody = range(proposal.settings.partition.clients)
-        self._admission = Admission(proposal.settings, self.clients, self.out, numbers or {}, names)
-        self._sent = 0
-        self._start: Frame | None = None
-        self._waiting: list[Frame] = []
+        self._known_names = names
+        self._names = names or [f"client-{number:03d}" for number in self._everybody]
+        self._terms = Terms()
+        self._number = 0
         self._lost: dict[int, str] = {}
         self._declined: dict[int, Refusal] = {}
         self._unsound: dict[int, Refusal] = {}
@@ -117,23 +120,22 @@ class NodeExchange:
             TooFewClientsError: fewer clients have joined than the quorum.
             OutputError: the clients' file cannot be written.
         """
-        asked_nodes: set[int] = set()
-        ends = time.monotonic() + self._timeouts.join
-        while len(self._admission.present) + len(self.out) < len(self._everybody):
-            remaining = ends - time.monotonic()
-            if remaining <= 0:
+        asked: set[int] = set()
+        timeouts = self._post.timeouts
+        ends = time.monotonic() + timeouts.join
+        while len(self._present) + len(self.out) < len(self._everybody):
+            left = ends - time.monotonic()
+            if left <= 0:
                 break
-            connected = set(self._carrier.nodes())
-            asked_nodes &= connected  # a node that has left and is back is asked again
-            new = sorted(
-                connected - asked_nodes - {joined.node for joined in self.clients.values()}
-            )
-            asked_nodes.update(new)
+            here = set(self._post.carrier.nodes())
+            asked &= here  # a node that has left and is back is asked again
+            new = sorted(here - asked - {one.node for one in self.clients.values()})
+            asked.update(new)
             if new:
-                self._ask_to_join(new, remaining)
+                self._ask_to_join(new, left)
             else:
-                time.sleep(min(self._timeouts.look, remaining))
-        present = self._admission.present
+                time.sleep(min(timeouts.look, left))
+        present = self._present
         for client in self._everybody:
             if client not in present:
                 self.out.setdefault(client, "has not joined")
@@ -145,25 +147,91 @@ class NodeExchange:
                 f"{len(present)} of {len(self._everybody)} clients have joined, and {needed} "
                 "are the quorum"
             )
-        self._records.write(self.clients)
-        return [self._admission.joined(client) for client in self._everybody]
+        write_clients(self._file, self.clients)
+        never = JoinedClient(0, None)  # has no records
+        joined = [(k, self.clients.get(k, never)) for k in self._everybody]
+        return [
+            Joined(k, one.size, History(self._names[k]) if one is never else one.history)
+            for k, one in joined
+        ]
+
+    @property
+    def _present(self) -> list[int]:
+        """Clients that have joined this process of the server."""
+        return [client for client, one in self.clients.items() if one.node is not None]
 
     def _ask_to_join(self, nodes: Sequence[int], seconds: float) -> None:
-        self._sent += 1
-        number = self._sent
+        self._number += 1
+        number = self._number
         facts = {"proposal": self._proposal.to_json(), "after": self._after, "number": number}
-        sent = pack([Frame("join", facts).to_bytes()])
+        carrier = self._post.carrier
+        asked = dict.fromkeys(nodes, Frame(JOIN, facts).to_bytes())
         refused: dict[int, bytes] = {}
-        for node, answer in self._carrier.ask(dict.fromkeys(nodes, sent), seconds).items():
+        for node, answer in carrier.ask(asked, seconds).items():
             try:
-                self._admission.admit(node, answer)
+                self._admit(node, answer)
             except MessageError as error:
                 self._note(f"node {node} cannot join: {error}")
                 if isinstance(answer, bytes):
-                    message = Frame("refused", {"reason": str(error), "number": number})
-                    refused[node] = pack([message.to_bytes()])
+                    reason = {"reason": str(error), "number": number}
+                    refused[node] = Frame(REFUSED, reason).to_bytes()
         if refused:
-            self._carrier.ask(refused, min(seconds, REFUSAL_SECONDS))
+            carrier.ask(refused, min(seconds, REFUSAL_SECONDS))
+
+    def _admit(self, node: int, answer: bytes | str) -> None:
+        """Processes a node's answer to the request to join.
+
+        Raises:
+            MessageError: it is not the answer of a client that may join.
+        """
+        if isinstance(answer, str):
+            raise MessageError(answer)
+        if len(answer) > LONGEST_HEADER:
+            raise MessageError(f"sends {len(answer)} bytes")
+        frame = Frame.from_bytes(answer)
+        stated = Joining.of(frame)
+        client = stated.client
+        numbers = self._post.numbers
+        if client not in self._everybody:
+            raise MessageError(f"there is no client {client!s:.20} in this run")
+        if numbers and numbers.get(node) != client:
+            raise MessageError(f"says that it is client {client}, which its key is not for")
+        if client in self._present:
+            raise MessageError(f"says that it is client {client}, which another one is")
+        if frame.kind != ANSWER:
+            why = frame.facts.get("reason", frame.facts.get("text"))
+            self.out[client] = f"{why!s:.500}"
+            return
+        history = parse_history(stated.history)
+        self._check_name(client, history)
+        known = self.clients.setdefault(client, JoinedClient(stated.size, history))
+        if known.size != stated.size:
+            raise MessageError(f"it had {known.size} examples, and joins with {stated.size}")
+        known.state(history)
+        known.node = node
+        self.out.pop(client, None)
+
+    def _check_name(self, client: int, history: History | None) -> None:
+        """Checks that a client states a ledger, under its own name.
+
+        Raises:
+            MessageError: it states none, or one under another name.
+        """
+        if history is None:
+            if self._settings.privacy is not None:
+                raise MessageError("it does not state its ledger")
+            return
+        name = self._names[client]
+        if self._known_names and history.client != name:
+            raise MessageError(
+                f"its name is {history.client!r:.80}, and it was {name!r} when the run began"
+            )
+        others = {other for number, other in enumerate(self._names) if number != client}
+        for number, one in self.clients.items():
+            if number != client and one.history is not None:
+                others.add(one.history.client)
+        if history.client in others:
+            raise MessageError(f"its name {history.client!r:.80} is another client's")
 
     @property
     def never_joined(self) -> dict[int, str]:
@@ -173,27 +241,21 @@ class NodeExchange:
     # ------------------------------------------------------------------------------ a round
 
     def start(self, terms: Terms) -> None:
-        """Stores the terms, which each client receives with its first message of a round."""
-        facts = {"sizes": terms.sizes, "noise_multiplier": terms.noise_multiplier}
-        self._start = Frame("start", facts)
+        """Stores the terms, which come with each question."""
+        self._terms = terms
 
     def prepare(self, context: RoundContext) -> list[Refusal]:
         """Asks no client before the step: a client that cannot take part declines the step."""
         self._lost = dict(self.out)
         for client in self.clients.values():
-            client.facts = {}
-        self._waiting = [Frame("prepare", round_header(context))]
+            client.facts = None
         return []
 
     def begin(self, context: RoundContext) -> None:
-        self._waiting.append(Frame("begin", round_header(context)))
+        """Tells no client: a question of the round begins it."""
 
     def step(
-        self,
-        phase: str,
-        message: Message,
-        context: RoundContext,
-        numbers: Sequence[int],
+        self, phase: str, message: Message, context: RoundContext, asked: Sequence[int]
     ) -> Replies:
         """Sends a step; see `Exchange.step`.
 
@@ -202,17 +264,25 @@ class NodeExchange:
         """
         self._declined, self._unsound = {}, {}
         answers = self._sum if self._method.sums_alone else self._uploads
-        replies = answers(phase, message, context, numbers)
+        replies = answers(phase, message, context, asked)
         if not (replies.messages or replies.rejected or replies.total is not None):
             refusals = self._declined or self._unsound
             if refusals:
                 return Replies(refusals=tuple(refusals.values()))
         return replies
 
+    def _facts(self, context: RoundContext) -> dict[str, Any]:
+        """Returns the facts of a question in a round."""
+        return {
+            "round": context.round,
+            "participants": list(context.active),
+            **asdict(self._terms),
+        }
+
     def _uploads(
         self, phase: str, message: Message, context: RoundContext, clients: Sequence[int]
     ) -> Replies:
-        frame = Frame("step", {**round_header(context), "phase": phase}, message.to_bytes())
+        frame = Frame(STEP, {**self._facts(context), "phase": phase}, message.to_bytes())
         expected = declared(self._method, phase, "upload")
         max_bytes = {
             client: most_bytes(expected, self._method.upload_rules(phase, client, context))
@@ -237,50 +307,50 @@ class NodeExchange:
             answers = self._ask(questions, dict.fromkeys(questions, max_bytes))
             return {client: answer.payload for client, answer in answers.items()}
 
-        header = round_header(context)
-        agreed = agreement(self._settings)
-        exchange = SecureStep(self._method, phase, context, header, agreed, ask)
+        facts = {**self._facts(context), "phase": phase}
+        exchange = SecureStep(self._method, phase, context, facts, agreement(self._settings), ask)
         total = exchange.run(clients, message)
-        summed = () if total is None else total.clients
-        lost = {k: self._lost[k] for k in clients if k in self._lost and k not in summed}
-        rejected = {k: why for k, why in exchange.rejected.items() if k not in {*lost, *summed}}
+        there = () if total is None else total.clients
+        lost = {k: self._lost[k] for k in clients if k in self._lost and k not in there}
+        rejected = {k: why for k, why in exchange.rejected.items() if k not in {*lost, *there}}
         return Replies(lost=lost, rejected=rejected, total=total)
 
-    def facts(self, context: RoundContext, numbers: Sequence[int]) -> list[Mapping[str, Any]]:
+    def facts(self, context: RoundContext, asked: Sequence[int]) -> list[Mapping[str, Any]]:
         """Returns the facts that came with the step."""
-        stated = [self.clients[k].facts.get("facts") for k in numbers if k in self.clients]
-        return majority_schema(stated)
+        return majority_schema([self.clients[k].facts for k in asked if k in self.clients])
 
     def histories(self) -> list[History]:
         """Returns the ledgers of all clients that have ever joined, as they last stated them."""
-        stated = (self.clients[k].history for k in sorted(self.clients))
-        return [history for history in stated if history is not None]
+        known = (self.clients[k].history for k in sorted(self.clients))
+        return [history for history in known if history is not None]
 
     def evaluate(
         self, models: Mapping[str, Mapping[str, Tensor]], context: RoundContext
     ) -> list[Evaluated]:
-        answers: list[dict[int, Frame]] = []
-        for parameters in models.values():
-            question = Frame("evaluate", round_header(context), Models(parameters).to_bytes())
-            answers.append(self._ask(dict.fromkeys(self._everybody, question)))
-        evaluated = []
-        for client in self._everybody:
-            if client in self._lost:
-                continue
-            try:
-                facts = [answer[client].facts for answer in answers]
-                evaluated.append(parse_evaluation(client, models, facts))
-            except (MessageError, LookupError, TypeError) as error:
-                self._lost[client] = f"tells no accuracy: {error!r:.80}"
-        return evaluated
+        found: dict[int, Evaluated] = {}
+        for name, parameters in models.items():
+            payload = Models(parameters).to_bytes()
+            asked = Frame(EVALUATE, self._facts(context), payload)
+            for client, answer in self._ask(dict.fromkeys(self._everybody, asked)).items():
+                try:
+                    stated = Accuracy.of(answer)
+                    first = Evaluated(client, stated.size, stated.tested, {})
+                    known = found.setdefault(client, first)
+                    if stated.right.model > known.tested:
+                        raise MessageError(f"{stated.right.model} of {known.tested} are right")
+                except MessageError as error:
+                    self._lost[client] = f"tells no accuracy: {error}"
+                    continue
+                found[client] = replace(known, right={**known.right, name: stated.right.model})
+        return [one for client, one in sorted(found.items()) if client not in self._lost]
 
     def end(self, rounds: int) -> None:
         """Tells the clients that the run is over, and receives their final ledgers: they were
         charged also for uploads that never arrived.
         """
         self._lost = dict(self.out)
-        self._waiting = [Frame("history", {})]
-        self._ask(dict.fromkeys(sorted(self.clients), Frame("end", {"rounds": rounds})))
+        frame = Frame(END, {"rounds": rounds, **asdict(self._terms)})
+        self._ask(dict.fromkeys(sorted(self.clients), frame))
 
     # ------------------------------------------------------------------------------ messages
 
@@ -289,31 +359,63 @@ class NodeExchange:
     ) -> dict[int, Frame]:
         """Returns the answers of the clients that are not lost. The others are lost from now on.
 
+        The request of a step is written to the file first: from then on the client may be charged.
+
         Args:
             questions: one for each client.
             max_bytes: the size limit of each client's payload; None: no limit.
         """
-        pending = {k: frame for k, frame in questions.items() if k not in self._lost}
-        requests = self._requests_to(pending)
-        nodes = {client: self.clients[client].node or 0 for client in requests}
-        received = self._carrier.ask(
-            {nodes[client]: request.to_bytes() for client, request in requests.items()},
-            self._timeouts.answer,
-        )
+        asked = {k: frame for k, frame in questions.items() if k not in self._lost}
+        self._number += 1
+        messages: dict[int, bytes] = {}
+        nodes: dict[int, int] = {}
+        for client, frame in asked.items():
+            nodes[client] = self.clients[client].node or 0
+            facts = {**frame.facts, "number": self._number}
+            messages[nodes[client]] = replace(frame, facts=facts).to_bytes()
+            if frame.kind == STEP:
+                exchange = (frame.facts["round"], frame.facts["phase"])
+                self.clients[client].unstated.append(exchange)
+        if any(frame.kind == STEP for frame in asked.values()):
+            write_clients(self._file, self.clients)
+        received = self._post.carrier.ask(messages, self._post.timeouts.answer)
         answers: dict[int, Frame] = {}
-        for client, request in requests.items():
-            limit = LONGEST_HEADER if max_bytes is None else MAX_FACTS_BYTES + max_bytes[client]
-            sent = received.get(nodes[client], "does not answer in time")
+        for client, node in nodes.items():
+            payload = 0 if max_bytes is None else max_bytes[client]
+            limit = LONGEST_HEADER + MAX_FACTS_BYTES + payload
             try:
-                reply = request.read(sent, self.clients[client], limit + LONGEST_HEADER)
+                reply = self._read(client, received.get(node, "does not answer in time"), limit)
             except MessageError as error:
                 self._lost[client] = str(error)
                 continue
-            if reply.kind == "answer":
+            if reply.kind == ANSWER:
                 answers[client] = reply
             else:
                 self._refused(client, reply)
         return answers
+
+    def _read(self, client: int, sent: bytes | str, max_bytes: int) -> Frame:
+        """Returns a client's answer or refusal, and stores what it states.
+
+        Raises:
+            MessageError: there is none, it is an error, or its ledger does not continue the one
+                that was stated before.
+        """
+        if isinstance(sent, str):
+            raise MessageError(sent)
+        if len(sent) > max_bytes:
+            raise MessageError(f"sends {len(sent)} bytes, above the {max_bytes} that it may")
+        frame = Frame.from_bytes(sent)
+        stated = (frame.facts.get("client"), frame.facts.get("number"))
+        if stated != (client, self._number):
+            raise MessageError(f"was asked request {self._number}, and {stated!r:.80} answers")
+        if frame.kind not in (ANSWER, REFUSAL):
+            raise MessageError(f"answers with an error: {frame.facts.get('text')!s:.200}")
+        known = self.clients[client]
+        if "history" in frame.facts:
+            known.state(parse_history(frame.facts["history"]))
+        known.facts = frame.facts.get("facts", known.facts)
+        return frame
 
     def _refused(self, client: int, reply: Frame) -> None:
         reason = f"{reply.facts.get('reason')!s:.500}"
@@ -324,26 +426,26 @@ class NodeExchange:
             self._unsound[client] = Refusal(client, reason, REQUEST)
             self._lost[client] = f"refuses: {reason}"
 
-    def _requests_to(self, questions: Mapping[int, Frame]) -> dict[int, Request]:
-        """Returns each client's message, which includes the frames waiting for the next one.
 
-        The request of a step is written to the file first: from then on the client may be charged.
-        """
-        first = self._sent + 1
-        self._sent += MAX_FRAMES
-        requests: dict[int, Request] = {}
-        for client, frame in questions.items():
-            record = self.clients[client]
-            start = [] if record.started or self._start is None else [self._start]
-            requests[client] = Request(client, frame, [*start, *self._waiting], first)
-            if frame.kind == "step":
-                record.unstated.append((frame.facts["round"], frame.facts["phase"]))
-        self._waiting = []
-        if any(request.is_step for request in requests.values()):
-            self._records.write(self.clients)
-        return requests
+def majority_schema(stated: Sequence[Any]) -> list[Mapping[str, Any]]:
+    """Returns the facts that a method can merge: those with the schema of most clients.
+
+    Facts are finite numbers by name, or mappings of such by name.
+    """
+    schemas = {position: form for position, one in enumerate(stated) if (form := _schema(one))}
+    most = Counter(schemas.values()).most_common(1)
+    return [stated[position] for position, form in schemas.items() if form == most[0][0]]
 
 
-def round_header(context: RoundContext) -> dict[str, Any]:
-    """Returns the facts that identify a round to its clients."""
-    return {"round": context.round, "participants": list(context.active)}
+def _schema(value: Any, depth: int = 2) -> str:
+    """Returns the schema of a client's facts; empty: there are none, or they are invalid."""
+    if not isinstance(value, dict) or not depth:
+        return ""
+    parts = []
+    for name, one in sorted(value.items()):
+        number = type(one) in (int, float) and abs(one) <= LARGEST
+        inner = "" if number else _schema(one, depth - 1)
+        if not (number or inner):
+            return ""
+        parts.append(f"{name!r}:{inner}")
+    return f"{{{','.join(parts)}}}" if parts else ""

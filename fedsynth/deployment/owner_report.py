@@ -96,7 +96,7 @@ def write_owner_report(session: Session, rounds: int, folder: Path) -> str:
         PrivacyError: the ledger cannot be read.
         OSError: the report cannot be written.
     """
-    runtime = session.remote.runtime
+    runtime = session.runtime
     budget = runtime.budget
     if budget is None:
         return "it was without differential privacy, which the ledger says"
@@ -104,7 +104,7 @@ def write_owner_report(session: Session, rounds: int, folder: Path) -> str:
     initial = _as_it_was(session.history, budget.ledger.path)
     began = Began.today(folder.name)
     start = privacy_summary.start(
-        plan, (initial,), NO_TEST, began, session.warnings, simulated=False
+        plan, (initial,), NO_TEST, began, session.state.warnings, simulated=False
     )
     write_whole(folder / "config.toml", to_toml(plan.run.to_mapping()).encode())
     write_whole(folder / PRIVATE_START, json.dumps(start.to_json(), indent=1).encode())

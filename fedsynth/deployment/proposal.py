@@ -15,9 +15,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from fedsynth.config.checks import check_quorum
+from fedsynth.config.checks import check_method, check_own_noise, check_quorum
 from fedsynth.config.resolve import resolve
 from fedsynth.config.settings import RunSettings
+from fedsynth.core.context import RoundContext
 from fedsynth.data.files import one_line
 from fedsynth.data.registry import (
     DATASETS,
@@ -26,7 +27,9 @@ from fedsynth.data.registry import (
     dataset_spec,
     spec_from_json,
 )
+from fedsynth.deployment.secure_aggregation.primitives import require_cryptography
 from fedsynth.errors import FedsynthError, MessageError, SettingError
+from fedsynth.federation.privacy_plan import PrivacyPlan
 from fedsynth.federation.protocol import agreement
 from fedsynth.privacy.files import load_toml
 
@@ -114,6 +117,27 @@ def own_proposal(sections: Mapping[str, Mapping[str, Any]], spec: Path | None = 
     if settings.method.sums_alone:
         check_quorum(settings)
     return Proposal(new_run(), settings, dataset)
+
+
+def refuse(proposal: Proposal, context: RoundContext) -> None:
+    """Refuses a run that no client may take part in, by public values.
+
+    Args:
+        proposal: the run's.
+        context: public, of round 1.
+
+    Raises:
+        FedsynthError, PrivacyError: the method cannot run privately, its plan is invalid, or its
+            noise needs a sum that is not made.
+    """
+    run = proposal.settings
+    if run.method.sums_alone:
+        require_cryptography()
+    if run.privacy is not None:
+        check_method(run.method)
+        plan = PrivacyPlan.checked(run, context)
+        if not run.method.sums_alone:
+            check_own_noise(plan.plans)
 
 
 def new_run() -> str:

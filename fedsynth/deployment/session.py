@@ -1,10 +1,11 @@
-"""One run at a data owner's node, from one message to the next.
+"""A client of one run at a data owner's node: it answers the server's questions
+(`fedsynth.deployment.frames`), and its state is in files.
 
-A node's state is in files of the owner's folder, and not in the transport: it persists across
-processes, and never leaves the machine. The client memory of the last rounds is kept, so that a
-server that resumes from its checkpoint finds the memory of that round.
+Whatever a question says, the client uses its own settings, and charges its own ledger first. Its
+files never leave the machine, and persist across processes. The client memory of the last rounds is
+kept, so that a server that resumes from its checkpoint finds the memory of that round.
 
-    HOME/runs/RUN/session.json           the proposal, the terms, and the completed steps
+    HOME/runs/RUN/session.json           the proposal, σ, and the completed steps
     HOME/runs/RUN/memory-ROUND           the client's memory after that round
     HOME/runs/RUN/first-ROUND            its memory of that round's first exchange
     HOME/runs/RUN/answer-ROUND-EXCHANGE-QUESTION    its answer, for a server that repeats the
@@ -14,36 +15,53 @@ server that resumes from its checkpoint finds the memory of that round.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from pydantic import BaseModel, ConfigDict, ValidationError
 
-from fedsynth.core.context import Reporter
+from fedsynth.core.context import RoundContext, Silent
+from fedsynth.core.messages import Message
 from fedsynth.core.method import Memory
 from fedsynth.data.images import ImageData
-from fedsynth.deployment.frames import Frame
+from fedsynth.deployment.frames import (
+    ANSWER,
+    EVALUATE,
+    EXCHANGE,
+    KEYS,
+    REFUSAL,
+    SHARES,
+    STEP,
+    UNMASK,
+    Frame,
+    RoundFacts,
+)
 from fedsynth.deployment.proposal import Proposal
-from fedsynth.deployment.remote_client import RemoteClient
-from fedsynth.deployment.response_cache import KeptAnswers
-from fedsynth.deployment.secure_aggregation.client import Identities
-from fedsynth.deployment.secure_exchange import STEP
-from fedsynth.errors import CheckpointError, MessageError, OutputError
+from fedsynth.deployment.secure_aggregation.client import Identities, SumClient, SumTerms
+from fedsynth.deployment.secure_aggregation.messages import Present, Roster, Sealed, SumState
+from fedsynth.deployment.secure_aggregation.primitives import SecureSumError
+from fedsynth.deployment.secure_aggregation.quantization import sum_form, sum_terms
+from fedsynth.errors import CheckpointError, MessageError
+from fedsynth.federation.client_group import step_alone
 from fedsynth.federation.client_runtime import ClientRuntime, OwnData, Standing
 from fedsynth.federation.context import public_context, resolve_device, with_proxy
-from fedsynth.federation.protocol import Terms
+from fedsynth.federation.protocol import Models, Refusal, Terms, agreement, declared
 from fedsynth.federation.run_data import divided
-from fedsynth.privacy.files import MAX_TENSORS_BYTES, load_json, read_regular, write_whole
-from fedsynth.privacy.guard import Cap
+from fedsynth.privacy.errors import RequestRefusedError
+from fedsynth.privacy.files import MAX_TENSORS_BYTES, read_regular, read_text, write_whole
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.plans import FIRST, MAIN
-from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.results.checkpoint import Kept
+
+if TYPE_CHECKING:
+    from fedsynth.deployment.node import Node
 
 STATE = "session.json"
 SUM_FILE = "sum.json"
@@ -52,295 +70,49 @@ MOST_ANSWERS = 3
 resumes from its checkpoint and repeats a round. Each answer is charged; without a cap, only one is
 given."""
 KEPT_ROUNDS = 3
-"""The number of rounds whose memory is kept: a resumed server lacks at most the last one."""
-_MEMORY = re.compile(r"memory-([0-9]+)")
+"""The number of rounds whose files are kept: a resumed server lacks at most the last one."""
+HASH_BYTES = 32
+_OF_ROUND = re.compile(r"(?:memory|first|answer)-([0-9]+)(?:-[a-z-]+)?")
 
 
-class Session:
-    """A client of one run, whose state is in a folder.
+class State(BaseModel):
+    """What a client's next process needs, in addition to its memory.
 
     Args:
-        folder: of this run.
         proposal: the proposal that the owner has accepted.
-        number: the client's index, from 0.
-        data: its records.
-        ledger: its own.
-        cap: its owner's budget.
-        device: as in a run's settings.
-        secret: the generator of its noise; None: one with a fresh key.
-        reporter: receives errors.
-        identities: of all clients, for secure sums; None: see `SumDesk`.
-
-    Attributes:
-        remote: answers the server's frames.
-        context: of the run.
-        history: the ledger when the client first joined the run.
-        warnings: the warnings of the trial of the client's step when it joined.
+        held: the number of rows in the ledger when the client first joined the run.
+        warnings: of the trial of the client's step when it joined.
+        sigma: σ, which is calibrated once for a run; None: not received yet.
+        answered: how often each step was taken, over all joins, by "ROUND-EXCHANGE".
+        done: (round, exchange) of each step since the client joined.
+        memory: the round whose memory it has; 0: none.
+        recorded: see `Standing`.
+        pending: the round of `Standing.pending`.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        proposal: Proposal,
-        number: int,
-        data: ImageData,
-        ledger: Ledger,
-        cap: Cap | None = None,
-        device: str = "auto",
-        secret: SecretGenerator | None = None,
-        reporter: Reporter | None = None,
-        identities: Identities | None = None,
-    ) -> None:
-        self.folder = folder
-        self.proposal = proposal
-        settings = proposal.settings
-        torch_device = resolve_device(device)
-        context = with_proxy(public_context(settings, proposal.spec, torch_device), settings)
-        settings.method.check_model(context.architecture)
-        self.context = context
-        partition = [torch.arange(len(data))]
-        training, held_out = divided(settings, partition, data)
-        client_data = OwnData(data.to(torch_device), training[0], held_out[0])
-        runtime = ClientRuntime(
-            number, settings, context, client_data, ledger, secret=secret, cap=cap, apart=True
-        )
-        self.remote = RemoteClient(runtime, context, reporter, identities)
-        self._answers = KeptAnswers(folder)
-        self._saved = 0
-        self._stamp = _stamp(folder)
-        privacy = settings.privacy  # without it, a second sum of the same uploads reveals one
-        capped = privacy is not None and (cap is not None or privacy.epsilon is not None)
-        self._most = MOST_ANSWERS if capped else 1
-        self._answered = answered(folder)
-        self._counted: set[tuple[int, str]] = set()
-        self._spend()
-        history = ledger.history()
-        with damage_is_named(folder):
-            state = read_state(folder) or {"warnings": [], "sigma": None, "held": None}
-            self.warnings: list[str] = state["warnings"]
-            self._sigma: float | None = state["sigma"]
-            self.history = replace(history, releases=history.releases[: state["held"]])
+    model_config = ConfigDict(extra="forbid")
 
-    def _spend(self) -> None:
-        """Blocks the exchanges that have reached their limit of answers."""
-        over = {question for question, times in self._answered.items() if times >= self._most}
-        self.remote.spent = over
+    proposal: dict[str, Any]
+    held: int
+    warnings: list[str] = []
+    sigma: float | None = None
+    answered: dict[str, int] = {}
+    done: set[tuple[int, str]] = set()
+    memory: int = 0
+    recorded: int = 0
+    pending: int | None = None
 
-    def _count(self) -> None:
-        """Counts the answers since the last write."""
-        for question in self.remote.done - self._counted:
-            self._answered[question] = self._answered.get(question, 0) + 1
-        self._counted = set(self.remote.done)
-        self._spend()
 
-    @property
-    def current(self) -> bool:
-        """Returns whether no other process has answered for this client since this one did."""
-        return self._stamp == _stamp(self.folder)
+def read_state(folder: Path) -> State | None:
+    """Returns the state in the folder of a run; None: none was written yet.
 
-    @property
-    def round(self) -> int:
-        """The last round that the client has completed; 0: none."""
-        return max((number for number, phase in self.remote.done if phase == MAIN), default=0)
-
-    def told(self, facts: Mapping[str, Any]) -> bool:
-        """Returns whether these are the terms that the client has already received."""
-        terms = self._terms()
-        return terms is not None and terms == {name: facts.get(name) for name in terms}
-
-    def _terms(self) -> dict[str, Any] | None:
-        """Returns the terms in JSON form; None: it has not received them yet."""
-        terms = self.remote.terms
-        if terms is None:
-            return None
-        sizes = None if terms.sizes is None else list(terms.sizes)
-        return {"sizes": sizes, "noise_multiplier": terms.noise_multiplier}
-
-    def check_terms(self, facts: Mapping[str, Any]) -> None:
-        """Refuses a σ that differs from the run's: σ is calibrated once, and a resumed server has
-        it on file.
-
-        Each charge uses the σ that noise is drawn with, so the ledger would be right with another
-        σ, too; but the owner has not agreed to such a run.
-
-        Raises:
-            MessageError: σ differs.
-        """
-        if self._sigma is not None and facts.get("noise_multiplier") != self._sigma:
-            raise MessageError("the run was begun with another noise multiplier")
-
-    def begin(self, completed: int) -> None:
-        """Begins after a round: 0, or the one after which a restarted server resumes.
-
-        The client continues with the memory of its last round until then. That may be an earlier
-        one: it takes part in some rounds only, and may have been lost in others.
-
-        Raises:
-            MessageError: the memory of its last round until then was pruned.
-        """
-        rounds = self._rounds()
-        last = max((number for number in rounds if number <= completed), default=0)
-        if last:
-            self.remote.runtime.memory = self._read(f"memory-{last}")
-            self._saved = last
-        elif completed and len(rounds) >= KEPT_ROUNDS:
-            raise MessageError(
-                f"this client keeps its memories of rounds {sorted(rounds)}, and the server "
-                f"resumes after round {completed}"
-            )
-        for obsolete in rounds:
-            # rounds that the server repeats, unless their answers are stored, too
-            if obsolete > completed and not self._answers.has(obsolete, MAIN):
-                (self.folder / f"memory-{obsolete}").unlink(missing_ok=True)
-
-    def resume(self) -> None:
-        """Restores the state that another process has left.
-
-        Raises:
-            CheckpointError: the folder is damaged.
-        """
-        with damage_is_named(self.folder):
-            state = load_json(self.folder / STATE)
-            self.remote.joined = True  # a folder is written when it has
-            if state["terms"] is not None:
-                sizes = state["terms"]["sizes"]
-                sigma = state["terms"]["noise_multiplier"]
-                self.remote.take(Terms(None if sizes is None else tuple(sizes), sigma))
-            self.remote.done = {(int(number), str(phase)) for number, phase in state["done"]}
-            self._counted = set(self.remote.done)
-            runtime = self.remote.runtime
-            pending = state["pending"]
-            first = None if pending is None else (pending, self._read(f"first-{pending}"))
-            runtime.standing = Standing(state["recorded"], first)
-            if state["memory"]:
-                runtime.memory = self._read(f"memory-{state['memory']}")
-            self._saved = state["memory"]
-            if (self.folder / SUM_FILE).is_file():
-                self.remote.sums.standing = load_json(self.folder / SUM_FILE)
-
-    def again(self, question: Frame) -> Frame | None:
-        """Returns the stored answer to a repeated question and restores the client's state after
-        it.
-
-        The ledger is not consulted, because nothing new is released. None: it is a new question.
-
-        Raises:
-            CheckpointError: the stored answer is damaged.
-        """
-        if question.kind in ("prepare", "begin") and self._answers.has(
-            question.facts.get("round"), FIRST, MAIN
-        ):
-            return Frame("answer", {})  # its step may be stored; if not, its charge is checked
-        cached = self._answers.of(question)
-        if cached is None or question.kind != STEP:
-            return cached
-        number = int(question.facts["round"])
-        phase = str(question.facts["phase"])
-        runtime = self.remote.runtime
-        stem = f"{'first' if phase == FIRST else 'memory'}-{number}"
-        memory = self._read(stem) if (self.folder / stem).is_file() else {}
-        runtime.remember(phase, memory, replace(runtime.context, round=number))
-        if (number, phase) not in self.remote.done:
-            self.remote.done.add((number, phase))
-            self._counted.add((number, phase))
-        return cached
-
-    def answer(self, question: Frame, sent: bytes) -> bytes:
-        """Returns the client's answer to a frame, after storing the answer and the client's state.
-
-        Args:
-            question: the frame.
-            sent: the frame's bytes as received.
-
-        Raises:
-            OutputError: they cannot be stored.
-        """
-        answer = self.remote.answer(sent)
-        try:
-            self._keep_sum()  # first: an upload is never masked twice with the same masks
-            self._answers.keep(question, Frame.from_bytes(answer))
-        except OSError as error:
-            raise OutputError(f"cannot write {self.folder}: {error.strerror or error}") from None
-        self.keep()
-        return answer
-
-    def keep(self) -> None:
-        """Writes the client's state; an answer leaves the node only afterwards.
-
-        Raises:
-            OutputError: it cannot be written.
-        """
-        self._count()
-        runtime = self.remote.runtime
-        standing = runtime.standing
-        number = self.round
-        terms = self.remote.terms
-        try:
-            if number and runtime.memory:
-                self._write(f"memory-{number}", Kept(runtime.memory).to_bytes())
-                self._saved = number
-            if standing.pending is not None:
-                self._write(f"first-{standing.pending[0]}", Kept(standing.pending[1]).to_bytes())
-            state: dict[str, Any] = {
-                "proposal": self.proposal.to_json(),
-                "held": len(self.history.releases),
-                "terms": self._terms(),
-                "sigma": self._sigma if terms is None else terms.noise_multiplier,
-                "done": sorted(self.remote.done),
-                "answered": [
-                    [*question, times] for question, times in sorted(self._answered.items())
-                ],
-                "recorded": standing.recorded,
-                "pending": None if standing.pending is None else standing.pending[0],
-                "memory": self._saved,
-                "warnings": self.warnings,
-            }
-            self._write(STATE, json.dumps(state).encode())
-            self._stamp = _stamp(self.folder)
-            self._keep_sum()
-            self._prune(standing)
-        except OSError as error:
-            raise OutputError(f"cannot write {self.folder}: {error.strerror or error}") from None
-
-    def _keep_sum(self) -> None:
-        """Stores the state of a secure sum, and removes that of a completed one."""
-        stated = self.remote.sums.standing
-        if stated is not None:
-            self._write(SUM_FILE, json.dumps(stated).encode())
-        else:
-            for name in (SUM_FILE, f"{SUM_FILE}.partial"):
-                (self.folder / name).unlink(missing_ok=True)
-
-    def _prune(self, standing: Standing) -> None:
-        """Removes all memories but the last rounds', the pending one, and those of stored
-        answers.
-        """
-        self._answers.prune()
-        for number in sorted(self._rounds())[:-KEPT_ROUNDS]:
-            (self.folder / f"memory-{number}").unlink(missing_ok=True)
-        pending = None if standing.pending is None else standing.pending[0]
-        for path in self.folder.glob("first-*"):
-            of_round = path.name.removeprefix("first-")
-            has_first = of_round.isdecimal() and self._answers.has(int(of_round), FIRST)
-            if not has_first and path.name != f"first-{pending}":
-                path.unlink(missing_ok=True)
-
-    def _rounds(self) -> set[int]:
-        """Returns the rounds whose memory is kept."""
-        if not self.folder.is_dir():
-            return set()
-        matches = (_MEMORY.fullmatch(path.name) for path in self.folder.iterdir())
-        return {int(match.group(1)) for match in matches if match is not None}
-
-    def _write(self, name: str, content: bytes) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        write_whole(self.folder / name, content, secret=True)
-
-    def _read(self, name: str) -> Memory:
-        """Returns a stored memory, on the client's device."""
-        device = self.remote.runtime.context.device
-        memory = Kept.from_bytes(read_regular(self.folder / name, MAX_TENSORS_BYTES)).memory
-        return {key: tensor.to(device) for key, tensor in memory.items()}
+    Raises:
+        CheckpointError: it is damaged; that does not count as having answered nothing.
+    """
+    if not (folder / STATE).is_file():
+        return None
+    with damage_is_named(folder):
+        return State.model_validate_json(read_text(folder / STATE))
 
 
 @contextmanager
@@ -348,41 +120,410 @@ def damage_is_named(folder: Path) -> Iterator[None]:
     """Converts errors from reading a damaged folder to CheckpointError."""
     try:
         yield
-    except (OSError, ValueError, KeyError, TypeError, MessageError) as error:
+    except (OSError, ValueError, ValidationError, MessageError) as error:
         raise CheckpointError(f"{folder} is damaged: {error!r:.120}") from None
 
 
-def read_state(folder: Path) -> Any:
-    """Returns the state in the folder of a run; None: none was written yet."""
-    return load_json(folder / STATE) if (folder / STATE).is_file() else None
+class Session:
+    """A client of one run.
+
+    Args:
+        node: the owner's.
+        proposal: the proposal that the owner has accepted.
+        data: its records.
+        ledger: its own.
+        state: what an earlier process has left; None: the client joins for the first time.
+
+    Attributes:
+        folder: of the run.
+        runtime: the client, with its own copy of the run's settings.
+        history: the ledger when the client first joined the run.
+    """
+
+    def __init__(
+        self, node: Node, proposal: Proposal, data: ImageData, ledger: Ledger, state: State | None
+    ) -> None:
+        settings = proposal.settings
+        device = resolve_device(node.device)
+        context = with_proxy(public_context(settings, proposal.spec, device), settings)
+        settings.method.check_model(context.architecture)
+        [training], [held_out] = divided(settings, [torch.arange(len(data))], data)
+        self.runtime = ClientRuntime(
+            node.number,
+            settings,
+            context,
+            OwnData(data.to(device), training, held_out),
+            ledger,
+            secret=None if node.secret is None else node.secret(),
+            cap=node.owner.cap,
+            apart=True,
+        )
+        self._node = node
+        self.folder = node.folder(proposal.run)
+        self._agreed = agreement(settings)
+        self._schedule = settings.schedule()
+        self._terms: Terms | None = None
+        self._stamp = _stamp(self.folder)
+        history = ledger.history()
+        self.state = state or State(proposal=proposal.to_json(), held=len(history.releases))
+        self.history = replace(history, releases=history.releases[: self.state.held])
+        privacy = settings.privacy  # without it, a second sum of the same uploads reveals one
+        capped = privacy is not None and (node.owner.cap is not None or privacy.epsilon is not None)
+        self._most = MOST_ANSWERS if capped else 1
+
+    @property
+    def current(self) -> bool:
+        """Returns whether no other process has answered for this client since this one did."""
+        return self._stamp == _stamp(self.folder)
+
+    def join(self, after: int) -> Frame:
+        """Begins after a round: 0, or the one after which a restarted server resumes.
+
+        The client continues with the memory of its last round until then. That may be an earlier
+        one: it takes part in some rounds only, and may have been lost in others.
+
+        Returns:
+            Its join message.
+
+        Raises:
+            MessageError: the memory of its last round until then was pruned.
+        """
+        memories = {n for name, n in self._files().items() if name == f"memory-{n}"}
+        last = max((number for number in memories if number <= after), default=0)
+        if after and not last and len(memories) >= KEPT_ROUNDS:
+            raise MessageError(
+                f"this client keeps its memories of rounds {sorted(memories)}, and the server "
+                f"resumes after round {after}"
+            )
+        for number in memories:
+            # rounds that the server repeats, unless their answers are stored, too
+            if number > after and not self._answer_file(number, MAIN, STEP).is_file():
+                (self.folder / f"memory-{number}").unlink(missing_ok=True)
+        fresh = {"done": set(), "recorded": 0, "pending": None, "memory": last}
+        self.state = self.state.model_copy(update=fresh)
+        if last:
+            self.runtime.memory = self._read(f"memory-{last}")
+        self.keep()
+        joined = self.runtime.join()
+        return Frame(ANSWER, {"size": joined.size, **self.statement()})
+
+    def resume(self) -> None:
+        """Restores the state that another process has left.
+
+        Raises:
+            CheckpointError: the folder is damaged.
+        """
+        state = self.state
+        with damage_is_named(self.folder):
+            if state.sigma is not None:
+                self.take(Terms(noise_multiplier=state.sigma))
+            pending = None
+            if state.pending is not None:
+                pending = (state.pending, self._read(f"first-{state.pending}"))
+            self.runtime.standing = Standing(state.recorded, pending)
+            if state.memory:
+                self.runtime.memory = self._read(f"memory-{state.memory}")
+
+    def statement(self) -> dict[str, Any]:
+        """Returns the fact that states the client's ledger."""
+        history = self.runtime.history()
+        return {"history": None if history is None else history.to_json()}
+
+    def take(self, terms: Terms) -> None:
+        """Accepts the terms, which are the same in all questions of a run.
+
+        Each charge uses the σ that noise is drawn with, so the ledger would be right with another
+        σ, too; but the owner has not agreed to such a run.
+
+        Raises:
+            MessageError: they are not of this run, or σ is not the one that it was begun with.
+            RequestRefusedError: others were received before; or as `ClientRuntime.start`.
+            LedgerError: as `ClientRuntime.start`.
+        """
+        if terms == self._terms:
+            return
+        if terms.sizes is not None and len(terms.sizes) != self.runtime.context.clients:
+            raise MessageError("the terms need the size of every client")
+        if self.state.sigma not in (None, terms.noise_multiplier):
+            raise MessageError("the run was begun with another noise multiplier")
+        self.runtime.start(terms)
+        self._terms = terms
+        self.state.sigma = terms.noise_multiplier
+
+    def answer(self, frame: Frame) -> Frame:
+        """Returns the answer to a question of a round, after storing it and the client's state.
+
+        The ledger is not consulted for a repeated question, because nothing new is released.
+
+        Raises:
+            MessageError, RequestRefusedError: the question is invalid.
+            OutputError: the state cannot be written.
+            Exception: of any kind, whose text may depend on records.
+        """
+        asked = RoundFacts.of(frame)
+        self.take(asked.terms)
+        context = self._context(asked)
+        if frame.kind == EVALUATE:
+            return self._evaluate(frame, context)
+        if frame.kind not in EXCHANGE or asked.phase is None:
+            raise MessageError(f"no client answers {frame.kind!r:.40} in {asked.phase}")
+        file = self._answer_file(context.round, asked.phase, frame.kind)
+        answer = _stored(file, frame)
+        try:
+            if answer is None:
+                answer = self._new_answer(frame, asked.phase, asked, context)
+                if answer.kind == ANSWER:
+                    sent = answer.to_bytes()
+                    self._write(file.name, _digest(frame) + hashlib.sha256(sent).digest() + sent)
+            elif frame.kind == STEP:
+                self._restore(asked.phase, context)
+        finally:
+            self.keep()
+        if frame.kind != STEP or (answer.kind == ANSWER and asked.phase == FIRST):
+            return answer
+        facts = {**answer.facts, **self.statement()}
+        if answer.kind == ANSWER:
+            facts["facts"] = dict(self.runtime.facts(context))
+        return replace(answer, facts=facts)
+
+    def _context(self, asked: RoundFacts) -> RoundContext:
+        """Returns the context of the round that a question is of."""
+        runtime = self.runtime
+        clients = runtime.context.clients
+        rounds = runtime.settings.rounds
+        some = tuple(asked.participants)
+        if list(some) != sorted(set(some)) or some[-1] >= clients:
+            raise MessageError(f"the participants must be of the {clients} clients, ascending")
+        if not 1 <= asked.round <= rounds:
+            raise RequestRefusedError(f"the run has {rounds} rounds, not {asked.round!s:.20}")
+        # a sum's smallest number of clients follows from the participants, with privacy and without
+        fixed = runtime.private or runtime.sees_sums
+        if fixed and some != self._schedule.in_round(asked.round):
+            raise RequestRefusedError(
+                f"others take part in round {asked.round} by the run's settings"
+            )
+        teller = Teller(self._node.say)
+        return replace(runtime.context, reporter=teller, round=asked.round, participants=some)
+
+    def _evaluate(self, frame: Frame, context: RoundContext) -> Frame:
+        if self.runtime.private:
+            raise RequestRefusedError("accuracies on a client's own records are not protected")
+        model = Models.from_bytes(frame.payload).to(context.device)
+        found = self.runtime.evaluate({"model": model.parameters}, context)
+        self.keep()
+        return Frame(ANSWER, asdict(found))
+
+    # ----------------------------------------------------------------------------- an exchange
+
+    def _new_answer(
+        self, frame: Frame, phase: str, asked: RoundFacts, context: RoundContext
+    ) -> Frame:
+        """Returns the answer to a question that was not asked before."""
+        begun = any(number == context.round for number, _ in self.state.done)
+        if frame.kind in (KEYS, STEP) and not begun:
+            refusal = self.runtime.prepare(context)
+            if refusal is not None:
+                return _refused(refusal)
+        if frame.kind == STEP:
+            return self._step(frame, phase, asked, context)
+        terms = self._sum_terms(phase, asked, context)
+        if frame.kind == KEYS:  # discards an unfinished sum and its secrets
+            client = SumClient(self._place(context), terms, self._identities(context))
+            payload = client.keys().to_bytes()
+            self._write(SUM_FILE, client.state.to_bytes())
+            return _answered(payload)
+        with self._sum(terms, context) as client:
+            if frame.kind == SHARES:
+                payload = client.share(Roster.from_bytes(frame.payload)).to_bytes()
+            else:
+                payload = client.unmask(Present.from_bytes(frame.payload)).to_bytes()
+        if frame.kind == UNMASK:
+            for name in (SUM_FILE, f"{SUM_FILE}.partial"):
+                (self.folder / name).unlink(missing_ok=True)
+        return _answered(payload)
+
+    def _step(self, frame: Frame, phase: str, asked: RoundFacts, context: RoundContext) -> Frame:
+        """Returns the client's upload, masked in a sum, or its refusal."""
+        method = self.runtime.method
+        if self.runtime.sees_sums and asked.sum is None:
+            raise RequestRefusedError("this client's uploads are seen only in sums")
+        message = declared(method, phase, "downlink").from_bytes(frame.payload)
+        self._place(context)
+        exchange = (context.round, phase)
+        times = self.state.answered.get(f"{context.round}-{phase}", 0)
+        once = self.runtime.private or asked.sum is not None
+        if once and (exchange in self.state.done or times >= self._most):
+            raise RequestRefusedError(f"round {context.round} was answered before")
+
+        def step() -> Message | Refusal:
+            self.state.done.add(exchange)
+            self.state.answered[f"{context.round}-{phase}"] = times + 1
+            reply = step_alone(self.runtime, phase, message.to(context.device), context)
+            if not isinstance(reply, Refusal):
+                self._keep_memory(phase, context)
+            return reply
+
+        if asked.sum is None:
+            reply = step()
+            return _refused(reply) if isinstance(reply, Refusal) else _answered(reply.to_bytes())
+        form = sum_form(method, phase, context)
+        with self._sum(self._sum_terms(phase, asked, context), context) as client:
+            # first: the step is not charged if the others' shares are too few
+            client.receive(Sealed.from_bytes(asked.sealed.encode()))
+            reply = step()
+            if isinstance(reply, Refusal):
+                return _refused(reply)
+            return _answered(client.masked(form.encode(reply)).to_bytes())
+
+    def _place(self, context: RoundContext) -> int:
+        """Returns the client's position among those of the round."""
+        if self.runtime.number not in context.active:
+            raise RequestRefusedError("this client takes no part in the round")
+        return context.active.index(self.runtime.number)
+
+    def _identities(self, context: RoundContext) -> Identities | None:
+        """Returns the identities of the round's clients, by their positions among them."""
+        known = self._node.identities
+        if known is None:
+            return None
+        places = enumerate(context.active)
+        return Identities(known.own, {p: known.others[k] for p, k in places if k in known.others})
+
+    def _sum_terms(self, phase: str, asked: RoundFacts, context: RoundContext) -> SumTerms:
+        method = self.runtime.method
+        if not method.sums_alone:
+            raise MessageError(f"{method.name} sends its uploads as they are")
+        return sum_terms(method, phase, context, asked.sum or "", self._agreed)
+
+    @contextmanager
+    def _sum(self, terms: SumTerms, context: RoundContext) -> Iterator[SumClient]:
+        """Opens the sum under way, and stores its state afterwards: no answer leaves before, so
+        that no two uploads leave under the same masks.
+
+        Raises:
+            SecureSumError: it was not begun here, or is another one.
+        """
+        file = self.folder / SUM_FILE
+        if not file.is_file():
+            raise SecureSumError("this client takes no part in such a sum")
+        state = SumState.from_bytes(read_regular(file))
+        client = SumClient(self._place(context), terms, self._identities(context), state)
+        try:
+            yield client
+        finally:
+            self._write(SUM_FILE, client.state.to_bytes())
+
+    # ------------------------------------------------------------------------------- its files
+
+    def _answer_file(self, number: int, phase: str, kind: str) -> Path:
+        return self.folder / f"answer-{number}-{phase}-{kind}"
+
+    def _restore(self, phase: str, context: RoundContext) -> None:
+        """Puts the client where its stored step has left it."""
+        name = _memory_file(phase, context)
+        memory = self._read(name) if (self.folder / name).is_file() else {}
+        self.runtime.remember(phase, memory, context)
+        self._keep_memory(phase, context)
+        self.state.done.add((context.round, phase))
+
+    def _keep_memory(self, phase: str, context: RoundContext) -> None:
+        """Stores the memory that a step has left."""
+        memory = self.runtime.recall(MAIN, context)
+        if memory or phase == FIRST:
+            self._write(_memory_file(phase, context), Kept(memory).to_bytes())
+        if memory and phase == MAIN:
+            self.state.memory = context.round
+
+    def keep(self) -> None:
+        """Writes the client's state, and removes the files of all but the last rounds; an answer
+        leaves the node only afterwards.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        standing = self.runtime.standing
+        self.state.recorded = standing.recorded
+        self.state.pending = None if standing.pending is None else standing.pending[0]
+        self._write(STATE, self.state.model_dump_json().encode())
+        self._stamp = _stamp(self.folder)
+        files = self._files()
+        old = set(sorted(set(files.values()))[:-KEPT_ROUNDS])
+        for name, number in files.items():
+            if number in old:
+                (self.folder / name).unlink(missing_ok=True)
+
+    def _files(self) -> dict[str, int]:
+        """Returns the names of the files of rounds, with their rounds."""
+        names = [path.name for path in self.folder.glob("*")]
+        return {name: int(found[1]) for name in names if (found := _OF_ROUND.fullmatch(name))}
+
+    def _write(self, name: str, content: bytes) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        write_whole(self.folder / name, content, secret=True)
+
+    def _read(self, name: str) -> Memory:
+        """Returns a stored memory, on the client's device."""
+        device = self.runtime.context.device
+        kept = Kept.from_bytes(read_regular(self.folder / name, MAX_TENSORS_BYTES)).memory
+        return {key: tensor.to(device) for key, tensor in kept.items()}
 
 
-def answered(folder: Path) -> dict[tuple[int, str], int]:
-    """Returns how often each exchange of a folder's run was answered, over all joins.
+class Teller(Silent):
+    """Reports what happens in a step to the owner.
+
+    Args:
+        say: receives the lines.
+    """
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+
+    def note(self, text: str) -> None:
+        """Passes a line to the owner."""
+        self._say(text)
+
+
+def _memory_file(phase: str, context: RoundContext) -> str:
+    return f"{'first' if phase == FIRST else 'memory'}-{context.round}"
+
+
+def _digest(question: Frame) -> bytes:
+    """Returns a hash of the whole question except its number."""
+    facts = {name: value for name, value in question.facts.items() if name != "number"}
+    text = json.dumps([question.kind, facts], sort_keys=True)
+    return hashlib.sha256(text.encode() + b"\0" + question.payload).digest()
+
+
+def _stored(file: Path, question: Frame) -> Frame | None:
+    """Returns the stored answer to exactly this question; None: it was not asked before.
 
     Raises:
-        CheckpointError: the folder is damaged; that does not count as having no answers.
+        CheckpointError: the file is damaged, so that the answer cannot be repeated.
     """
-    with damage_is_named(folder):
-        state = read_state(folder) or {"answered": []}
-        return {(int(number), str(phase)): int(n) for number, phase, n in state["answered"]}
+    if not file.is_file():
+        return None
+    with damage_is_named(file):
+        content = read_regular(file, MAX_TENSORS_BYTES)
+        if content[:HASH_BYTES] != _digest(question):
+            return None
+        sent = content[2 * HASH_BYTES :]
+        if hashlib.sha256(sent).digest() != content[HASH_BYTES : 2 * HASH_BYTES]:
+            raise ValueError("its hash is another")
+        return Frame.from_bytes(sent)
 
 
-def kept_proposal(folder: Path) -> Proposal | None:
-    """Returns the accepted proposal of a folder's run; None: there is none yet.
+def _answered(payload: bytes) -> Frame:
+    return Frame(ANSWER, {}, payload)
 
-    Raises:
-        CheckpointError: the folder is damaged.
-    """
-    with damage_is_named(folder):
-        state = read_state(folder)
-        return None if state is None else Proposal.from_json(state["proposal"])
+
+def _refused(refusal: Refusal) -> Frame:
+    return Frame(REFUSAL, {"reason": refusal.reason, "kind": refusal.kind})
 
 
 def _stamp(folder: Path) -> tuple[int, int, int] | None:
     """Returns a stamp that changes with each write of the state; None: it was not written yet."""
     try:
-        status = (folder / STATE).stat()
+        found = (folder / STATE).stat()
     except FileNotFoundError:
         return None
-    return status.st_ino, status.st_mtime_ns, status.st_ctime_ns
+    return found.st_ino, found.st_mtime_ns, found.st_ctime_ns

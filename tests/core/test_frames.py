@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedsynth.core.messages import LENGTH_BYTES
-from fedsynth.deployment.frames import LONGEST_HEADER, Frame, parse_nonnegative_int
+from fedsynth.deployment.frames import LONGEST_HEADER, EndFacts, Frame, RoundFacts
 from fedsynth.errors import MessageError
 
 VALUES = st.recursive(
@@ -71,6 +71,8 @@ def test_what_is_no_number_is_not_sent() -> None:
 @pytest.mark.parametrize("value", [-1, 1.0, True, "1", None, [1]])
 def test_a_whole_number_is_one(value: Any) -> None:
     """Catches: True as 1, and 1.0 as 1."""
-    with pytest.raises(MessageError, match="a round must be a whole number"):
-        parse_nonnegative_int(value, "round")
-    assert parse_nonnegative_int(3, "round") == 3
+    with pytest.raises(MessageError, match="rounds of 'end': Input should be"):
+        EndFacts.of(Frame("end", {"rounds": value}))
+    with pytest.raises(MessageError, match=r"participants\.1 of 'step': Input should be"):
+        RoundFacts.of(Frame("step", {"round": 1, "participants": [0, value]}))
+    assert EndFacts.of(Frame("end", {"rounds": 3, "other": value})).rounds == 3

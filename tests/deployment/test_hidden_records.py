@@ -18,10 +18,9 @@ from fedsynth.data.images import ImageData
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.deployment import networked_run as served
 from fedsynth.deployment import node
-from fedsynth.deployment.carrier import Timeouts
+from fedsynth.deployment.carrier import Post, Timeouts
 from fedsynth.deployment.frames import Frame
-from fedsynth.deployment.messages import unpack
-from fedsynth.deployment.networked_run import Post, serve
+from fedsynth.deployment.networked_run import serve
 from fedsynth.deployment.node import Node
 from fedsynth.deployment.policy import Owner, Policy
 from fedsynth.deployment.proposal import Proposal
@@ -29,7 +28,7 @@ from fedsynth.deployment.record_source import ClassFolders, Source
 from fedsynth.features.feature_map import FeatureMap
 from fedsynth.features.registry import register_features
 from fedsynth.models.registry import register_model
-from tests.deployment.test_nodes import Hand
+from tests.deployment.place import Hand
 from tests.deployment.test_secure_runs import injected
 
 SPEC = DatasetSpec(
@@ -144,14 +143,13 @@ def answers(folder: Path, given: Any, records: Source) -> tuple[list[Any], list[
     # "features" sends the classes whose released counts are above a floor
     fixed_size = given["privacy"].get("mechanism") != "features"
 
-    def look(number: int, sent: bytes, answer: bytes) -> bytes:
+    def look(number: int, asked: Frame, answer: bytes) -> bytes:
         if number == 100:
-            for one in unpack(answer):
-                frame = Frame.from_bytes(one)
-                facts = {key: value for key, value in frame.facts.items() if key != "history"}
-                sized = fixed_size or frame.kind != "answer"
-                seen.append((frame.kind, facts, len(one) if sized else 0))
-                payloads.append(frame.payload)
+            frame = Frame.from_bytes(answer)
+            facts = {key: value for key, value in frame.facts.items() if key != "history"}
+            sized = fixed_size or frame.kind != "answer"
+            seen.append((frame.kind, facts, len(answer) if sized else 0))
+            payloads.append(frame.payload)
         return answer
 
     says = {"classes": SPEC.class_names, "height": 8, "width": 8, "channels": 1}

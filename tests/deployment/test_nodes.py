@@ -4,8 +4,8 @@ policy allows, and what a ledger refuses."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,18 +22,17 @@ from fedsynth.core.messages import ModelParameters
 from fedsynth.data.declaration import proposal as declaration
 from fedsynth.data.registry import DatasetSpec, dataset_spec
 from fedsynth.deployment import networked_run as served
-from fedsynth.deployment.carrier import Timeouts
+from fedsynth.deployment.carrier import Post, Timeouts
 from fedsynth.deployment.frames import Frame
-from fedsynth.deployment.messages import majority_schema, pack, unpack
-from fedsynth.deployment.networked_run import Post, Served, serve
+from fedsynth.deployment.networked_run import Served, serve
 from fedsynth.deployment.node import Node
-from fedsynth.deployment.node_exchange import TooFewClientsError
+from fedsynth.deployment.node_exchange import TooFewClientsError, majority_schema
 from fedsynth.deployment.owner_report import request_words
 from fedsynth.deployment.policy import ANY, Owner, Policy
 from fedsynth.deployment.proposal import Proposal, new_run, own_proposal
 from fedsynth.deployment.record_source import ClassFolders, PartOf
 from fedsynth.deployment.session import Session
-from fedsynth.errors import CheckpointError, DataError, MessageError, SettingError
+from fedsynth.errors import CheckpointError, DataError, SettingError
 from fedsynth.federation import client_group, position_leak_check
 from fedsynth.federation.protocol import Terms
 from fedsynth.methods import METHODS, method_class
@@ -50,87 +49,20 @@ from fedsynth.privacy.ledger import Ledger, read_ledger
 from fedsynth.privacy.releases import Release
 from fedsynth.results.checkpoint import Kept
 from fedsynth.results.verification import verify_run
+from tests.deployment.place import (
+    CLIENTS,
+    PRIVATE,
+    Hand,
+    Place,
+    StoppedError,
+    ask,
+    joined,
+    sections,
+)
 from tests.families import by_family
-from tests.small import small_settings
 from tests.special import SPECIAL, special_file
 
-CLIENTS = 3
-PRIVATE = {"noise_multiplier": 5.0}
 PROTECTING = by_family((m for m in METHODS if method_class(m).protects), ("fedavg", "fedstats"))
-
-
-def sections(name: str, **more: Any) -> dict[str, dict[str, Any]]:
-    """Two rounds of a method on the digits, with a subset and small steps."""
-    run = {"method": name, "rounds": 2, "device": "cpu", "evaluate_every": 2}
-    return {
-        "run": {**run, **more.pop("run", {})},
-        "partition": {"clients": CLIENTS, "subset": 0.2, "alpha": 1.0},
-        "model": {"width": 4, "depth": 2, "norm": "batch" if name == "fedbn" else "instance"},
-        "method": small_settings(name),
-        **more,
-    }
-
-
-class StoppedError(Exception):
-    """The server's process is gone."""
-
-
-@dataclass
-class Hand:
-    """Carries messages to nodes in this process.
-
-    Args:
-        nodes_: by their number, 100 and more.
-        change: of (node, message, answer) what arrives; None: nothing.
-    """
-
-    nodes_: dict[int, Node]
-    change: Callable[[int, bytes, bytes], bytes | str | None] = lambda node, sent, answer: answer
-    run: str = ""
-    asked: list[tuple[int, list[str]]] = field(default_factory=list)
-
-    def nodes(self) -> Sequence[int]:
-        return list(self.nodes_)
-
-    def ask(self, messages: Mapping[int, bytes], seconds: float) -> dict[int, bytes | str]:
-        found: dict[int, bytes | str] = {}
-        for node, sent in messages.items():
-            self.asked.append((node, [Frame.from_bytes(one).kind for one in unpack(sent)]))
-            arrived = self.change(node, sent, self.nodes_[node].answer(self.run, sent))
-            if arrived is not None:
-                found[node] = arrived
-        return found
-
-
-@dataclass
-class Place:
-    """Owners, each with a folder, and a server's."""
-
-    folder: Path
-    said: list[str] = field(default_factory=list)
-
-    def node(self, number: int, policy: Policy | None = None, **more: Any) -> Node:
-        owner = Owner(policy) if policy is not None else Owner(approved=frozenset({ANY}))
-        home = self.folder / f"owner-{number}"
-        return Node(number, home, PartOf(), owner, device="cpu", say=self.said.append, **more)
-
-    def hand(self, *nodes: Node) -> Hand:
-        return Hand({100 + node.number: node for node in nodes or map(self.node, range(CLIENTS))})
-
-    def serve(
-        self, given: Any, hand: Hand | None = None, *, join: float = 0.2, **more: Any
-    ) -> Served:
-        post = Post(hand or self.hand(), Timeouts(join=join, answer=60, look=0.05))
-        return serve(own_proposal(given), post, self.folder / "runs", **more)
-
-    def ledger(self, number: int) -> tuple[Any, ...]:
-        return read_ledger(self.folder / f"owner-{number}" / f"client-{number:03d}.jsonl").releases
-
-
-@pytest.fixture
-def place(tmp_path: Path) -> Place:
-    torch.set_num_threads(1)
-    return Place(tmp_path)
 
 
 @pytest.mark.parametrize("method", by_family(METHODS, ("solo", "fedaf", "fedkf")))
@@ -179,22 +111,22 @@ def test_an_owner_is_warned_once_of_rows_that_depend_on_their_position(
     server asks it to join again; and in all reports."""
     moved = SimpleNamespace(moved=True, finding="")
     monkeypatch.setattr(position_leak_check, "_trials", lambda *args: [moved])
-    joins: list[tuple[int, bytes]] = []
+    joins: list[tuple[int, Frame]] = []
     hand = place.hand()
 
     def warned() -> int:
         return sum("depend on its position" in line for line in place.said)
 
-    def look(node: int, sent: bytes, answer: bytes) -> bytes:
-        if b'"kind": "join"' in sent:
-            joins.append((node, sent))
+    def look(node: int, asked: Frame, answer: bytes) -> bytes:
+        if asked.kind == "join":
+            joins.append((node, asked))
             assert warned() == len(joins)
         return answer
 
     hand.change = look
     place.serve(sections("feddm", privacy=PRIVATE), hand)
     assert warned() == len(joins) == CLIENTS
-    hand.nodes_[joins[0][0]].answer(hand.run, joins[0][1])
+    hand.nodes_[joins[0][0]].answer(hand.run, joins[0][1].to_bytes())
     assert warned() == CLIENTS
     reports = list(place.folder.rglob("privacy_report.json"))
     assert len(reports) == CLIENTS + 1
@@ -239,9 +171,7 @@ def test_a_try_that_fails_decides_over_nothing(
 def test_a_round_is_one_message_an_exchange(place: Place) -> None:
     hand = place.hand()
     place.serve(sections("feddm", privacy=PRIVATE), hand)
-    of_one = [kinds for node, kinds in hand.asked if node == 101]
-    step = ["prepare", "begin", "step", "facts", "history"]
-    assert of_one == [["join"], ["start", *step], step, ["history", "end"]]
+    assert [kind for node, kind in hand.asked if node == 101] == ["join", "step", "step", "end"]
 
 
 def test_each_message_may_find_another_process(place: Place) -> None:
@@ -269,7 +199,7 @@ def test_nothing_but_the_ledgers_rows_and_released_values_leaves_a_private_node(
     """No record, no count, no name of a file: every byte of every answer is looked at."""
     arrived: list[bytes] = []
 
-    def look(node: int, sent: bytes, answer: bytes) -> bytes:
+    def look(node: int, asked: Frame, answer: bytes) -> bytes:
         arrived.append(answer)
         return answer
 
@@ -352,18 +282,10 @@ def test_noise_that_needs_a_sum_is_refused_where_none_is_made(place: Place) -> N
     proposal = replace(known, settings=replace(known.settings, method=method))
     with pytest.raises(PrivacySettingError, match="is not made under masks"):
         serve(proposal, Post(place.hand(), Timeouts(join=0.2)), place.folder / "runs")
-    data = PartOf().read(proposal, 0)
-    runtime = Session(place.folder / "s", proposal, 0, data, Ledger("c")).remote.runtime
+    session = Session(place.node(0), proposal, PartOf().read(proposal, 0), Ledger("c"), None)
     with pytest.raises(PrivacySettingError, match="is not made under masks"):
-        runtime.start(Terms(None, 5.0))
+        session.take(Terms(None, 5.0))
     assert joined(place.node(0), known).kind == "answer"
-
-
-def joined(node: Node, proposal: Proposal) -> Frame:
-    """What a node answers to a server that proposes this."""
-    frame = Frame("join", {"proposal": proposal.to_json(), "after": 0, "number": 1})
-    [answer] = unpack(node.answer(proposal.run, pack([frame.to_bytes()])))
-    return Frame.from_bytes(answer)
 
 
 def test_a_policys_cap_holds_at_each_charge(place: Place) -> None:
@@ -474,34 +396,28 @@ def test_an_owner_reads_what_it_costs_on_top_of_what_was_spent(place: Place) -> 
 # ------------------------------------------------------------------------------ what is not sound
 
 
-def instead(how: str, answer: bytes) -> bytes | str | None:
+def instead(how: str, sent: bytes) -> bytes | str | None:
     """What arrives in place of an answer to a step."""
-    *before, step, facts, history = map(Frame.from_bytes, unpack(answer))
-    words: dict[str, tuple[str, dict[str, Any]]] = {
-        "error": ("error", {"text": "x" * 9999}),
-        "refusal": ("refusal", {"kind": "request", "reason": "no"}),
-        "declined": ("refusal", {"kind": "budget", "reason": "spent"}),
+    answer = Frame.from_bytes(sent)
+    facts: dict[str, dict[str, Any]] = {
+        "error": {"text": "x" * 9999},
+        "refusal": {"kind": "request", "reason": "no"},
+        "declined": {"kind": "budget", "reason": "spent"},
+        "another client": {"client": 2},
+        "an earlier request": {"number": 1},
+        "damaged ledger": {"history": {"releases": 7}},
+        "damaged row": {"history": {"client": "client-001", "releases": [{}], "chain": None}},
     }
-    if how in words:
-        kind, stated = words[how]
-        step = replace(step, kind=kind, facts={**step.facts, **stated})
-        return pack([one.to_bytes() for one in (*before, step)])
-    if how in ("another client", "an earlier request"):
-        changed = {"client": 2} if how == "another client" else {"number": 3}
-        step = replace(step, facts={**step.facts, **changed})
-    if how == "no message":
-        step = replace(step, payload=b"\xff" * 100)
-    if how == "damaged ledger":
-        history = replace(history, facts={**history.facts, "history": {"releases": 7}})
-    whole = pack([one.to_bytes() for one in (*before, step, facts, history)])
+    kinds = {"error": "error", "refusal": "refusal", "declined": "refusal"}
+    payload = b"\xff" * 100 if how == "no message" else answer.payload
+    changed = replace(answer, facts={**answer.facts, **facts.get(how, {})}, payload=payload)
+    whole = replace(changed, kind=kinds.get(how, answer.kind)).to_bytes()
     others: dict[str, bytes | str | None] = {
         "silence": None,
         "is gone": "is gone",
         "empty": b"",
         "junk": b"\xff" * 40,
-        "no frame": pack([b"x"]),
-        "unnumbered": pack([Frame("answer", {}).to_bytes()] * 5),
-        "too few": pack([one.to_bytes() for one in before]),
+        "unnumbered": Frame("answer", {}).to_bytes(),
         "long": whole + bytes(140 * 2**20),
     }
     return others.get(how, whole)
@@ -510,11 +426,9 @@ def instead(how: str, answer: bytes) -> bytes | str | None:
 WAYS = {
     "silence": "does not answer in time",
     "is gone": "is gone",
-    "empty": "no frames of fedsynth",
-    "junk": "no frames of fedsynth",
-    "no frame": "no frame of fedsynth",
+    "empty": "no frame of fedsynth",
+    "junk": "no frame of fedsynth",
     "unnumbered": "was asked request",
-    "too few": "does not answer all",
     "another client": "was asked request",
     "an earlier request": "was asked request",
     "long": "bytes, above the",
@@ -522,19 +436,17 @@ WAYS = {
     "refusal": "refuses: no",
     "declined": "declines: spent",
     "damaged ledger": "history is damaged",
+    "damaged row": "history is damaged",
 }
 
 
 def failing(hand: Hand, hows: Sequence[str], *nodes: int) -> Hand:
     """These nodes fail in the step of each of the first rounds, in these ways."""
 
-    def fails(node: int, sent: bytes, answer: bytes) -> bytes | str | None:
-        if node not in nodes or b'"kind": "step"' not in sent:
+    def fails(node: int, asked: Frame, answer: bytes) -> bytes | str | None:
+        if node not in nodes or asked.kind != "step" or asked.facts["round"] > len(hows):
             return answer
-        for number, how in enumerate(hows, 1):
-            if f'"round": {number},'.encode() in sent:
-                return instead(how, answer)
-        return answer
+        return instead(hows[asked.facts["round"] - 1], answer)
 
     hand.change = fails
     return hand
@@ -617,8 +529,8 @@ def test_a_number_is_one_nodes_alone(place: Place) -> None:
 def test_a_run_that_goes_on_has_its_own_settings_and_checkpoint(place: Place) -> None:
     hand = place.hand()
 
-    def stops(node: int, sent: bytes, answer: bytes) -> bytes:
-        if b'"kind": "step"' in sent and b'"round": 2' in sent:
+    def stops(node: int, asked: Frame, answer: bytes) -> bytes:
+        if asked.kind == "step" and asked.facts["round"] == 2:
             raise StoppedError
         return answer
 
@@ -640,18 +552,18 @@ def test_a_private_run_that_goes_on_charges_what_is_asked_otherwise(place: Place
     given = sections("feddm", privacy=PRIVATE)
     policy = Policy(epsilon=8.0, delta=1e-5)
     hand = place.hand(*(place.node(k, policy) for k in range(CLIENTS)))
-    asked: list[int] = []
+    steps: list[int] = []
 
-    def stops(node: int, sent: bytes, answer: bytes) -> bytes:
-        if b'"kind": "step"' in sent:
-            asked.append(node)
-        if len(asked) == 4:
+    def stops(node: int, asked: Frame, answer: bytes) -> bytes:
+        steps.extend([node] if asked.kind == "step" else [])
+        if len(steps) == 4:
             raise StoppedError
         return answer
 
     class Moves(Hand):
         def ask(self, messages: Mapping[int, bytes], seconds: float) -> dict[int, bytes | str]:
-            return super().ask({k: otherwise(one) for k, one in messages.items()}, seconds)
+            moved = {k: otherwise(Frame.from_bytes(one)) for k, one in messages.items()}
+            return super().ask({k: one.to_bytes() for k, one in moved.items()}, seconds)
 
     hand.change = stops
     with pytest.raises(StoppedError):
@@ -682,10 +594,8 @@ def test_an_unsound_proposal_is_refused(place: Place) -> None:
     unsound += [proposed(settings=odd) for odd in odd_settings]
     unsound += [proposed(spec=odd) for odd in odd_specs]
     for stated in unsound:
-        frame = Frame("join", {"proposal": stated, "after": 0, "number": 1})
-        run = stated.get("run", "") if isinstance(stated, dict) else ""
-        [answer] = unpack(place.node(0).answer(str(run), pack([frame.to_bytes()])))
-        assert Frame.from_bytes(answer).kind == "error", stated
+        run = str(stated.get("run", "")) if isinstance(stated, dict) else ""
+        assert ask(place.node(0), run, "join", proposal=stated).kind == "error", stated
     assert not (place.folder / "owner-0").exists()
 
 
@@ -703,9 +613,7 @@ def test_a_server_names_no_place_of_an_owners(place: Place) -> None:
 def test_a_client_answers_only_runs_that_it_has_joined(place: Place) -> None:
     node = place.node(0)
     for run in ("0" * 16, "..", "", "/etc/passwd", "a" * 300):
-        frame = Frame("step", {"number": 1, "round": 1})
-        [answer] = unpack(node.answer(run, pack([frame.to_bytes()])))
-        said = Frame.from_bytes(answer)
+        said = ask(node, run, "step", round=1)
         assert said.kind == "error"
         assert "has not joined" in said.facts["text"]
 
@@ -714,16 +622,8 @@ def test_settings_cannot_change_after_a_client_has_joined(place: Place) -> None:
     node = place.node(0)
     first = own_proposal(sections("feddm", privacy=PRIVATE))
     other = own_proposal(sections("feddm", privacy={"noise_multiplier": 0.1}))
-    for proposal, kind in ((first, "answer"), (replace(other, run=first.run), "error")):
-        frame = Frame("join", {"proposal": proposal.to_json(), "after": 0, "number": 1})
-        [answer] = unpack(node.answer(first.run, pack([frame.to_bytes()])))
-        assert Frame.from_bytes(answer).kind == kind
-
-
-def test_bytes_that_are_no_bundle() -> None:
-    for sent in (b"", b"\x01", bytes(8), pack([b"a"]) + b"b", pack([b"abc"])[:-1]):
-        with pytest.raises(MessageError, match="no frames of fedsynth"):
-            unpack(sent)
+    assert joined(node, first).kind == "answer"
+    assert joined(node, replace(other, run=first.run)).kind == "error"
 
 
 # ------------------------------------------------------------------------------ own data
@@ -831,32 +731,34 @@ def test_data_that_cannot_be_read_as_a_whole_are_one_answer(tmp_path: Path) -> N
     assert b"cannot take part" in answers.pop()
 
 
-def asked_of(place: Place, given: Any) -> tuple[Proposal, list[bytes]]:
-    """What a server has asked its first client in a whole run."""
-    caught: list[bytes] = []
+def asked_of(place: Place, given: Any) -> tuple[Proposal, list[Frame]]:
+    """What a server has asked its first client in the rounds of a run."""
+    caught: list[Frame] = []
     hand = place.hand()
 
-    def catch(node: int, sent: bytes, answer: bytes) -> bytes:
+    def catch(node: int, asked: Frame, answer: bytes) -> bytes:
         if node == 100:
-            caught.append(sent)
+            caught.append(asked)
         return answer
 
     hand.change = catch
     place.serve(given, hand)
-    first = Frame.from_bytes(unpack(caught[0])[0]).facts["proposal"]
-    return Proposal.from_json(first), caught
+    proposal = Proposal.from_json(caught[0].facts["proposal"])
+    return proposal, [one for one in caught if one.kind == "step"]
 
 
-def otherwise(sent: bytes) -> bytes:
-    """The same message with another model in its step."""
-    frames = [Frame.from_bytes(one) for one in unpack(sent)]
-    for place, frame in enumerate(frames):
-        if frame.kind == "step":
-            model = ModelParameters.from_bytes(frame.payload)
-            moved = {name: value + 1e-3 for name, value in model.parameters.items()}
-            payload = replace(model, parameters=moved).to_bytes()
-            frames[place] = replace(frame, payload=payload)
-    return pack([frame.to_bytes() for frame in frames])
+def otherwise(asked: Frame) -> Frame:
+    """The same question with another model, if it is a step."""
+    if asked.kind != "step":
+        return asked
+    model = ModelParameters.from_bytes(asked.payload)
+    moved = {name: value + 1e-3 for name, value in model.parameters.items()}
+    return replace(asked, payload=replace(model, parameters=moved).to_bytes())
+
+
+def again(node: Node, run: str, asked: Frame) -> Frame:
+    """What a node answers to a question that was caught."""
+    return Frame.from_bytes(node.answer(run, asked.to_bytes()))
 
 
 def test_joining_again_is_no_way_to_more_releases(place: Place) -> None:
@@ -868,15 +770,14 @@ def test_joining_again_is_no_way_to_more_releases(place: Place) -> None:
         home = place.folder / f"again-{number}"
         approved = frozenset({proposal.agreement})
         owner = Owner(policy) if policy is not None else Owner(approved=approved)
-        kinds = []
-        sent = caught[1]
+        refused = []
+        asked = caught[0]
         for _ in range(5):
             node = Node(0, home, PartOf(), owner, device="cpu", say=place.said.append)
-            node.answer(proposal.run, caught[0])
-            last = unpack(node.answer(proposal.run, sent))
-            sent = otherwise(sent)
-            kinds.append([Frame.from_bytes(one).facts.get("text", "") for one in last])
-        refused = ["was answered before" in " ".join(texts) for texts in kinds]
+            joined(node, proposal)
+            told = again(node, proposal.run, asked)
+            refused.append("was answered before" in told.facts.get("text", ""))
+            asked = otherwise(asked)
         assert refused == [False] * most + [True] * (5 - most)
         once = len(place.ledger(0)) // 2
         assert len(read_ledger(home / "client-000.jsonl").releases) == most * once
@@ -895,19 +796,19 @@ def test_the_same_question_has_the_same_answer_and_costs_nothing(
     given = sections(method, privacy={"noise_multiplier": 50.0})
     if method == "fedaf":  # whose first phase is an exchange of its own
         given["method"] = {**given["method"], "knowledge_from": "first-phase"}
-    proposal, caught = asked_of(place, given)
-    steps = [one for one in caught if b'"kind": "step"' in one]
+    proposal, steps = asked_of(place, given)
     home = place.folder / "another"
     owner = Owner(approved=frozenset({ANY}))
     nodes = [Node(0, home, PartOf(), owner, device="cpu") for _ in range(3)]
-    nodes[0].answer(proposal.run, caught[0])
+    joined(nodes[0], proposal)
 
-    def payloads(node: Node, sent: bytes) -> list[bytes]:
-        frames = [Frame.from_bytes(one) for one in unpack(node.answer(proposal.run, sent))]
-        assert [one.kind for one in frames] == ["answer"] * len(unpack(sent))
-        return [one.payload for one in frames]
+    def payload(node: Node, asked: Frame) -> bytes:
+        answer = again(node, proposal.run, asked)
+        assert answer.kind == "answer"
+        assert ("history" in answer.facts) == (asked.facts["phase"] == "main")
+        return answer.payload
 
-    first = [payloads(nodes[0], sent) for sent in steps]
+    first = [payload(nodes[0], asked) for asked in steps]
     rows = read_ledger(home / "client-000.jsonl").releases
     kept = memories(home)
 
@@ -915,10 +816,10 @@ def test_the_same_question_has_the_same_answer_and_costs_nothing(
         raise AssertionError("a step is taken again")
 
     monkeypatch.setattr(client_group, "view", never)
-    assert payloads(nodes[0], steps[-1]) == first[-1]
-    assert payloads(nodes[1], steps[-1]) == first[-1]  # another process
-    nodes[2].answer(proposal.run, caught[0])  # and one whose server begins anew
-    assert [payloads(nodes[2], sent) for sent in steps] == first
+    assert payload(nodes[0], steps[-1]) == first[-1]
+    assert payload(nodes[1], steps[-1]) == first[-1]  # another process
+    joined(nodes[2], proposal)  # and one whose server begins anew
+    assert [payload(nodes[2], asked) for asked in steps] == first
     assert read_ledger(home / "client-000.jsonl").releases == rows
     assert memories(home) == kept
 
@@ -943,18 +844,17 @@ def test_a_server_that_goes_on_keeps_the_noise_that_it_began_with(place: Place) 
         owner = Owner(approved=frozenset({ANY}))
         return Node(0, home, PartOf(), owner, device="cpu", say=place.said.append)
 
-    for sent in caught[:2]:
-        node().answer(proposal.run, sent)
+    joined(node(), proposal)
+    again(node(), proposal.run, caught[0])
     rows = read_ledger(home / "client-000.jsonl").releases
     assert rows
-    frames = [Frame.from_bytes(one) for one in unpack(otherwise(caught[1]))]
-    facts = dict(frames[0].facts)
+    asked = otherwise(caught[0])
     for factor, kind in ((0.5, "error"), (2.0, "error"), (1.0, "answer")):
-        node().answer(proposal.run, caught[0])  # joins again
-        told = {**facts, "noise_multiplier": facts["noise_multiplier"] * factor}
-        other = [replace(frames[0], facts=told), *frames[1:]]
-        answers = unpack(node().answer(proposal.run, pack([one.to_bytes() for one in other])))
-        assert Frame.from_bytes(answers[0]).kind == kind
+        told = {**asked.facts, "noise_multiplier": asked.facts["noise_multiplier"] * factor}
+        again_joined = node()
+        joined(again_joined, proposal)
+        for answering in (again_joined, node()) if kind == "error" else (node(),):
+            assert again(answering, proposal.run, replace(asked, facts=told)).kind == kind
         more = read_ledger(home / "client-000.jsonl").releases
         assert (len(more) > len(rows)) == (kind == "answer")
 
@@ -975,11 +875,11 @@ def test_what_fails_in_a_step_is_one_answer_whatever_it_was(
         owner = Owner(approved=frozenset({ANY}))
         home = place.folder / f"fails-{number}"
         node = Node(0, home, PartOf(), owner, device="cpu", say=said.append)
-        node.answer(proposal.run, caught[0])
+        joined(node, proposal)
         with monkeypatch.context() as patch:
             patch.setattr(client_group, "view", fails)
-            answers.add(unpack(node.answer(proposal.run, caught[1]))[-1])
-        assert any(repr(error) in one for one in said)
+            answers.add(again(node, proposal.run, caught[0]).to_bytes())
+        assert any(f"{type(error).__name__}: {error}" in one for one in said)
     assert len(answers) == 1
     assert "is told why" in Frame.from_bytes(answers.pop()).facts["text"]
 

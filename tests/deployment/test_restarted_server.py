@@ -15,14 +15,13 @@ import torch
 
 from fedsynth import Observer, resolve, simulate
 from fedsynth.deployment.frames import Frame
-from fedsynth.deployment.messages import pack, unpack
 from fedsynth.deployment.networked_run import Served
 from fedsynth.deployment.node import Node
 from fedsynth.deployment.policy import Policy
 from fedsynth.errors import CheckpointError
 from fedsynth.privacy.accounting import epsilon
 from fedsynth.results.verification import verify_run
-from tests.deployment.test_nodes import CLIENTS, PRIVATE, Hand, Place, StoppedError, sections
+from tests.deployment.place import CLIENTS, PRIVATE, Hand, Place, killed, sections
 
 LAST = CLIENTS - 1
 
@@ -33,40 +32,6 @@ class Notes(Observer):
 
     def note(self, text: str) -> None:
         self.said.append(text)
-
-
-@pytest.fixture
-def place(tmp_path: Path) -> Place:
-    torch.set_num_threads(1)
-    return Place(tmp_path)
-
-
-def killed(
-    place: Place,
-    given: Any,
-    hand: Hand,
-    steps: int,
-    resume: Path | None = None,
-    kind: str = "step",
-) -> Path:
-    """The folder of a run whose server is killed when it has asked so many times for steps, or for
-    another kind of frame."""
-    before = hand.change
-    asked: list[int] = []
-
-    def stops(node: int, sent: bytes, answer: bytes) -> bytes | str | None:
-        if f'"kind": "{kind}"'.encode() in sent:
-            asked.append(node)
-        if len(asked) == steps:
-            raise StoppedError
-        return before(node, sent, answer)
-
-    hand.change = stops
-    with pytest.raises(StoppedError):
-        place.serve(given, hand, resume=resume)
-    hand.change = before
-    [folder] = (place.folder / "runs").glob("*.incomplete")
-    return folder
 
 
 def covers_everybody(place: Place, served: Served, ever: Sequence[int]) -> None:
@@ -127,8 +92,10 @@ def test_a_client_that_is_away_for_one_restart_is_taken_by_its_word_again(place:
 def test_a_client_that_falls_silent_is_counted_as_charged(place: Place) -> None:
     """Without any restart: its answer to the last round is lost, and it never answers again."""
     hand = place.hand()
-    hand.change = lambda node, sent, answer: (
-        None if node == 100 + LAST and (b'"round": 2' in sent or b'"end"' in sent) else answer
+    hand.change = lambda node, asked, answer: (
+        None
+        if node == 100 + LAST and (asked.facts.get("round") == 2 or asked.kind == "end")
+        else answer
     )
     served = place.serve(sections("feddm", privacy=PRIVATE), hand)
     covers_everybody(place, served, range(CLIENTS))
@@ -140,8 +107,8 @@ def test_a_client_that_declines_a_round_is_not_counted_as_charged(place: Place) 
     hand = place.hand(
         place.node(0), place.node(1), place.node(LAST, Policy(epsilon=1.5, delta=1e-5))
     )
-    hand.change = lambda node, sent, answer: (
-        None if node == 100 + LAST and b'"end"' in sent else answer
+    hand.change = lambda node, asked, answer: (
+        None if node == 100 + LAST and asked.kind == "end" else answer
     )
     served = place.serve(sections("feddm", privacy=PRIVATE), hand)
     assert served.report is not None
@@ -173,9 +140,8 @@ def test_an_open_run_keeps_the_terms_that_it_began_with(place: Place, size: bool
     hand = place.hand()
     told: list[Any] = []
 
-    def look(node: int, sent: bytes, answer: bytes) -> bytes:
-        head = sent.split(b'"sizes": ')
-        told.extend([head[1].split(b"]")[0]] if len(head) > 1 else [])
+    def look(node: int, asked: Frame, answer: bytes) -> bytes:
+        told.extend([tuple(asked.facts["sizes"])] if asked.kind == "step" else [])
         return answer
 
     hand.change = look
@@ -194,8 +160,8 @@ def test_a_client_that_missed_the_last_rounds_comes_back(place: Place) -> None:
     has."""
     given = sections("scaffold", run={"rounds": 4})
     hand = place.hand()
-    hand.change = lambda node, sent, answer: (
-        None if node == 102 and b'"round": 2' in sent else answer
+    hand.change = lambda node, asked, answer: (
+        None if node == 102 and asked.facts.get("round") == 2 else answer
     )
     missed = {"hand": hand, "steps": 2 * CLIENTS + 1}
     # the step was taken and its answer lost; without it the client has no memory of round 2
@@ -243,8 +209,8 @@ def test_a_second_client_with_a_key_does_not_take_the_firsts_place(place: Place,
     given = sections("feddm", privacy=PRIVATE, run={"rounds": 3})
     hand = place.hand()
 
-    def copies(node: int, sent: bytes, answer: bytes) -> bytes:
-        if b'"round": 1' in sent and b'"kind": "step"' in sent and node == 101:
+    def copies(node: int, asked: Frame, answer: bytes) -> bytes:
+        if asked.kind == "step" and asked.facts["round"] == 1 and node == 101:
             shutil.copytree(place.folder / "owner-0", place.folder / "earlier")
         return answer
 
@@ -278,13 +244,12 @@ def test_a_ledger_that_is_replaced_within_a_run_is_no_answer(place: Place) -> No
     """Its upload is not used, and what the first one was charged stays."""
     hand = place.hand()
 
-    def replaced(node: int, sent: bytes, answer: bytes) -> bytes:
-        if node != 100 or b'"round": 2' not in sent:
+    def replaced(node: int, asked: Frame, answer: bytes) -> bytes:
+        if node != 100 or asked.facts.get("round") != 2:
             return answer
-        *others, last = [Frame.from_bytes(one) for one in unpack(answer)]
-        history = {**last.facts["history"], "releases": last.facts["history"]["releases"][1:]}
-        last = replace(last, facts={**last.facts, "history": history})
-        return pack([one.to_bytes() for one in (*others, last)])
+        frame = Frame.from_bytes(answer)
+        history = {**frame.facts["history"], "releases": frame.facts["history"]["releases"][1:]}
+        return replace(frame, facts={**frame.facts, "history": history}).to_bytes()
 
     hand.change = replaced
     served = place.serve(sections("feddm", privacy=PRIVATE), hand)

@@ -16,10 +16,10 @@ import torch
 from safetensors.torch import load_file
 
 from fedsynth import resolve, simulate
-from fedsynth.deployment.carrier import Timeouts
+from fedsynth.deployment import session
+from fedsynth.deployment.carrier import Post, Timeouts
 from fedsynth.deployment.frames import Frame
-from fedsynth.deployment.messages import pack, unpack
-from fedsynth.deployment.networked_run import Post, Served, serve
+from fedsynth.deployment.networked_run import Served, serve
 from fedsynth.deployment.policy import Owner, Policy
 from fedsynth.deployment.proposal import Proposal, own_proposal
 from fedsynth.deployment.secure_aggregation import primitives
@@ -31,8 +31,8 @@ from fedsynth.deployment.secure_aggregation.client import (
 )
 from fedsynth.deployment.secure_aggregation.messages import Keys, Present, Roster, Sealed, Shares
 from fedsynth.deployment.secure_aggregation.primitives import SecureSumError, Words
-from fedsynth.deployment.secure_aggregation.quantization import sum_form, with_parcel
-from fedsynth.deployment.secure_exchange import SecureStep, SumDesk
+from fedsynth.deployment.secure_aggregation.quantization import sum_form
+from fedsynth.deployment.secure_exchange import SecureStep
 from fedsynth.errors import SettingError
 from fedsynth.federation.context import public_context
 from fedsynth.federation.protocol import Total
@@ -40,13 +40,12 @@ from fedsynth.federation.server import Server
 from fedsynth.privacy import grid, randomness
 from fedsynth.privacy.report.pages import render_markdown
 from fedsynth.privacy.report.pages import words as words_of
-from tests.deployment.test_nodes import CLIENTS, Hand, Place, StoppedError, joined, place
+from tests.deployment.place import CLIENTS, Hand, Place, StoppedError, ask, joined
 from tests.families import by_family
 from tests.simulation.test_unchanged import RepeatableNoise
 from tests.small import small_settings
 
 pytest.importorskip("cryptography", reason="the secure extra is not installed")
-__all__ = ["place"]
 PRIVATE = {"noise_multiplier": 2.0}
 METHODS = ["fedstats", "fedsum"]
 
@@ -186,17 +185,14 @@ class Seen:
 def watched(monkeypatch: pytest.MonkeyPatch, runs: Path) -> Seen:
     """Looks on at both sides of every sum."""
     seen = Seen()
-    masked, unmasked, total_of = SumDesk.masked, SecureStep._run, Server.receive_total
+    unmasked, total_of, taken = SecureStep._run, Server.receive_total, session.step_alone
 
-    def at_client(self: SumDesk, frame: Frame, phase: str, context: Any, step: Any) -> Any:
-        def watched_step() -> Any:
-            reply = step()
-            where = (context.round, phase, self._place(context))
-            seen.plain[where] = sum_form(self._runtime.method, phase, context).encode(reply)
-            seen.uploads[where] = reply
-            return reply
-
-        return masked(self, frame, phase, context, watched_step)
+    def at_client(runtime: Any, phase: str, message: Any, context: Any) -> Any:
+        reply = taken(runtime, phase, message, context)
+        where = (context.round, phase, context.active.index(runtime.number))
+        seen.plain[where] = sum_form(runtime.method, phase, context).encode(reply)
+        seen.uploads[where] = reply
+        return reply
 
     def at_server(self: SecureStep, clients: Any, request: Any) -> Total:
         made = unmasked(self, clients, request)
@@ -217,7 +213,7 @@ def watched(monkeypatch: pytest.MonkeyPatch, runs: Path) -> Seen:
         seen.held.extend(parts_of(self.server))
         return found
 
-    monkeypatch.setattr(SumDesk, "masked", at_client)
+    monkeypatch.setattr(session, "step_alone", at_client)
     monkeypatch.setattr(SecureStep, "_run", at_server)
     monkeypatch.setattr(SecureStep, "_answers", collected)
     monkeypatch.setattr(Server, "receive_total", made)
@@ -264,7 +260,7 @@ def test_the_server_holds_masked_vectors_and_the_sum_alone(
     the upload; and the sum is that of the uploads."""
     arrived: list[bytes] = []
 
-    def look(node: int, sent: bytes, answer: bytes) -> bytes:
+    def look(node: int, asked: Frame, answer: bytes) -> bytes:
         arrived.append(answer)
         return answer
 
@@ -323,11 +319,9 @@ def test_what_looks_at_masks_sees_a_mask_that_is_none() -> None:
 def silent(question: str, gone: set[int], number: int = 1) -> Callable[..., bytes | None]:
     """Loses the answers of some nodes to this question of a round's main exchange."""
 
-    def change(node: int, sent: bytes, answer: bytes) -> bytes | None:
-        frames = [Frame.from_bytes(one) for one in unpack(sent)]
-        asked = [one for one in frames if one.kind == question]
-        here = [one for one in asked if one.facts["round"] == number]
-        return None if here and here[0].facts["phase"] == "main" and node in gone else answer
+    def change(node: int, asked: Frame, answer: bytes) -> bytes | None:
+        where = (asked.kind, asked.facts.get("round"), asked.facts.get("phase"))
+        return None if where == (question, number, "main") and node in gone else answer
 
     return change
 
@@ -375,13 +369,11 @@ def test_who_sends_nonsense_is_out_of_the_sum(place: Place, question: str) -> No
     hand = place.hand(*[place.node(k) for k in range(4)])
     lose = silent(question, {103})
 
-    def change(node: int, sent: bytes, answer: bytes) -> bytes | None:
-        if lose(node, sent, answer) is not None:
+    def change(node: int, asked: Frame, answer: bytes) -> bytes | None:
+        if lose(node, asked, answer) is not None:
             return answer
-        frames = [Frame.from_bytes(one) for one in unpack(answer)]
-        at = [Frame.from_bytes(one).kind for one in unpack(sent)].index(question)
-        frames[at] = replace(frames[at], payload=frames[at].payload[:-1])
-        return pack([one.to_bytes() for one in frames])
+        frame = Frame.from_bytes(answer)
+        return replace(frame, payload=frame.payload[:-1]).to_bytes()
 
     hand.change = change
     served = place.serve(of_four("fedsum"), hand)
@@ -422,8 +414,7 @@ class Asked:
     message: bytes
 
     def ask(self, node: Any, kind: str, payload: bytes = b"", **more: Any) -> Frame:
-        frame = Frame(kind, {**self.where, **more, "number": 1}, payload)
-        return Frame.from_bytes(unpack(node.answer(self.proposal.run, pack([frame.to_bytes()])))[0])
+        return ask(node, self.proposal.run, kind, payload, **{**self.where, **more})
 
     def shared(self) -> dict[int, Sealed]:
         """The first two questions."""
@@ -436,8 +427,8 @@ class Asked:
         return {k: Sealed({j: made[j].of[k] for j in made if j != k}) for k in made}
 
     def step(self, number: int, sealed: Sealed) -> Frame:
-        payload = with_parcel(sealed.to_bytes(), self.message)
-        return self.ask(self.nodes[number], "step", payload)
+        sent = sealed.to_bytes().decode()
+        return self.ask(self.nodes[number], "step", self.message, sealed=sent)
 
 
 @pytest.fixture
@@ -461,12 +452,11 @@ def all_asked(place: Place, given: dict[str, dict[str, Any]]) -> Asked:
     state = method.initial_state(context.architecture.state_dict())
     everybody = list(range(clients))
     where = {"round": 1, "participants": everybody, "phase": "main", "sum": "ab" * 16}
+    where["noise_multiplier"] = 2.0
     message = method.broadcast(state, context).to_bytes()
     made = Asked(place, nodes, proposal, where, message)
     for node in nodes:
         assert joined(node, proposal).kind == "answer"
-        start = {"sizes": None, "noise_multiplier": 2.0}
-        assert made.ask(node, "start", **start).kind == "answer"
     return made
 
 
@@ -502,10 +492,8 @@ def test_an_upload_leaves_in_a_sum_alone(asked: Asked) -> None:
         return len(asked.place.ledger(0)) if found else 0
 
     node = asked.nodes[0]
-    plain = {k: v for k, v in asked.where.items() if k != "sum"}
-    frame = Frame("step", {**plain, "number": 1}, asked.message)
-    [told] = unpack(node.answer(asked.proposal.run, pack([frame.to_bytes()])))
-    assert "in sums alone" in Frame.from_bytes(told).facts["text"]
+    told = asked.ask(node, "step", asked.message, sum=None)
+    assert "only in sums" in told.facts["text"]
     assert asked.step(0, Sealed({})).kind == "error"
     passed = asked.shared()
     assert asked.step(0, Sealed({})).kind == "error"
@@ -554,10 +542,12 @@ def test_with_identities_a_server_cannot_take_a_clients_place(asked: Asked, know
         for node, one in zip(asked.nodes, identified(folder), strict=True):
             node.identities = one
             assert joined(node, asked.proposal).kind == "answer"
-            start = {"sizes": None, "noise_multiplier": 2.0}
-            assert asked.ask(node, "start", **start).kind == "answer"
     keys = {k: Keys.from_bytes(asked.ask(n, "keys").payload) for k, n in enumerate(asked.nodes)}
-    mine = replace(keys[2], mask=primitives.public(primitives.new_key()), channel=keys[2].channel)
+    mine = replace(
+        keys[2],
+        mask=primitives.public(primitives.key_of(bytes(range(32)))),
+        channel=keys[2].channel,
+    )
     false = asked.ask(asked.nodes[0], "shares", Roster({**keys, 2: mine}).to_bytes())
     assert false.kind == ("error" if known else "answer")
     true = asked.ask(asked.nodes[1], "shares", Roster(keys).to_bytes())
@@ -574,8 +564,8 @@ def test_a_server_that_begins_anew_gets_another_sum_and_pays_again(
     hand = place.hand()
     seen = watched(monkeypatch, place.folder / "runs")
 
-    def stops(node: int, sent: bytes, answer: bytes) -> bytes:
-        if b'"kind": "unmask"' in sent and b'"round": 2' in sent:
+    def stops(node: int, asked: Frame, answer: bytes) -> bytes:
+        if asked.kind == "unmask" and asked.facts["round"] == 2:
             raise StoppedError
         return answer
 
@@ -640,18 +630,12 @@ def opened(place: Place, clients: int, policy: Policy | None = None, **method: A
     state = chosen.initial_state(context.architecture.state_dict())
     everybody = list(range(clients))
     where = {"round": 1, "participants": everybody, "phase": "first", "sum": "ab" * 16}
+    where["sizes"] = [100] * clients
     message = chosen.first_request(state, context).to_bytes()
     made = Asked(place, nodes, proposal, where, message)
     for node in nodes:
-        made_ready(made, node)
+        assert joined(node, proposal).kind == "answer"
     return made
-
-
-def made_ready(asked: Asked, node: Any) -> None:
-    assert joined(node, asked.proposal).kind == "answer"
-    clients = asked.proposal.settings.partition.clients
-    start = {"sizes": [100] * clients, "noise_multiplier": None}
-    assert asked.ask(node, "start", **start).kind == "answer"
 
 
 def test_what_a_client_keeps_of_a_sum_nobody_else_reads(asked: Asked) -> None:
@@ -672,15 +656,15 @@ def test_who_takes_part_is_the_settings_and_not_the_servers_to_say(place: Place)
 
 def test_a_client_goes_on_in_the_same_sum_alone() -> None:
     terms = SumTerms(b"one", threshold=3, clients=3, length=2)
-    stated = SumClient(1, terms).to_json()
-    assert SumClient.from_json(stated, 1, terms, None).number == 1
+    state = SumClient(1, terms).state
+    assert SumClient(1, terms, None, state).number == 1
     for number, other in (
         (0, terms),
         (1, replace(terms, threshold=2)),
         (1, replace(terms, length=3)),
     ):
         with pytest.raises(SecureSumError, match="takes part in another sum"):
-            SumClient.from_json(stated, number, other, None)
+            SumClient(number, other, None, state)
 
 
 def test_an_open_exchange_is_not_repeated_whatever_the_owners_cap(place: Place) -> None:
@@ -691,7 +675,7 @@ def test_an_open_exchange_is_not_repeated_whatever_the_owners_cap(place: Place) 
     for k in range(CLIENTS):
         assert asked.step(k, passed[k]).kind == "answer"
     for node in asked.nodes:
-        made_ready(asked, node)
+        assert joined(node, asked.proposal).kind == "answer"
     asked.where["sum"] = "cd" * 16
     passed = asked.shared()
     assert asked.step(0, passed[0]).kind == "error"
@@ -709,6 +693,6 @@ def test_an_approval_by_hand_is_of_one_open_run_of_sums(place: Place) -> None:
 
 
 def test_a_round_that_is_no_number_of_a_round_ends_nobodys_process(asked: Asked) -> None:
-    for question in ("keys", "shares", "step", "unmask", "prepare"):
+    for question in ("keys", "shares", "step", "unmask"):
         for number in (10**300, 0, -1):
             assert asked.ask(asked.nodes[0], question, round=number).kind == "error"

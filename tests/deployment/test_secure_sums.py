@@ -141,11 +141,11 @@ def test_a_server_is_sent_no_secret_and_no_word_of_a_vector() -> None:
     for played in (first, second):
         np.testing.assert_allclose(played.sum(), played.expected({0, 1, 3, 4}), atol=2e-7)
     everything = b"".join(sent)
-    assert set(vars(first.server)) == {"terms", "_keys", "_sealed", "masked"}
+    assert set(vars(first.server)) == {"terms", "_keys", "_sealed", "masked", "rejected"}
     for number, client in first.made.items():
         secrets_of = [client._mask_key.private_bytes_raw(), client._channel_key.private_bytes_raw()]
         if number == 2:  # of those that are there it gets the seed
-            secrets_of.append(client._seed)
+            secrets_of.append(client.state.seed)
         else:
             plain = first.form.encode(first.vectors[number])
             masked, other = first.server.masked[number], second.server.masked[number]
@@ -186,7 +186,7 @@ def test_a_mask_key_in_anothers_place_gives_noise_and_no_vector() -> None:
         if not isinstance(parcel, Roster) or client != 1:
             return parcel
         others = dict(parcel.keys)
-        others[0] = replace(others[0], mask=primitives.public(primitives.new_key()))
+        others[0] = replace(others[0], mask=primitives.public(primitives.key_of(bytes(range(32)))))
         return Roster(others)
 
     played = Played(on_the_way=change)
@@ -212,7 +212,9 @@ def test_with_identities_a_server_cannot_put_keys_in_anothers_place() -> None:
         if not isinstance(parcel, Roster) or client != 1:
             return parcel
         others = dict(parcel.keys)
-        others[0] = replace(others[0], channel=primitives.public(primitives.new_key()))
+        others[0] = replace(
+            others[0], channel=primitives.public(primitives.key_of(bytes(range(32))))
+        )
         return Roster(others)
 
     with pytest.raises(SecureSumError, match="client 0 has not signed its keys"):
@@ -290,8 +292,10 @@ def test_a_share_for_nobody_is_refused() -> None:
     roster = played.server.roster({k: one.keys() for k, one in clients.items()})
     sealed = {k: one.share(roster) for k, one in clients.items()}
     sealed[0] = Sealed({1: sealed[0].of[1]})
-    with pytest.raises(SecureSumError, match="client 0 has not made a share"):
-        played.server.passed_on(sealed)
+    assert set(played.server.passed_on(sealed)) == {1, 2}
+    assert played.server.rejected == {0: "sends no usable shares"}
+    with pytest.raises(SecureSumError, match="1 clients have sent shares, and 2 are needed"):
+        played.server.passed_on({**sealed, 1: sealed[0]})
 
 
 # ---------------------------------------------------------------------------------- its parts

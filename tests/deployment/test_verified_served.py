@@ -20,7 +20,7 @@ from fedsynth.privacy.releases import Release
 from fedsynth.privacy.report.figures import Event
 from fedsynth.privacy.report.pages import render_html, render_markdown
 from fedsynth.results.verification import verify_run
-from tests.deployment.test_nodes import CLIENTS, Place, StoppedError, sections
+from tests.deployment.place import CLIENTS, Place, killed, sections
 from tests.deployment.test_secure_runs import sections as secure_sections
 from tests.results.test_tampering import computed
 
@@ -78,17 +78,7 @@ def test_other_runs_verify(tmp_path: Path, kind: str) -> None:
     declines = Policy(methods=("fedavg",)) if kind == "absent" else None
     hand = place.hand(place.node(0), place.node(1), place.node(2, declines))
     if kind == "resumed":
-        steps: list[int] = []
-
-        def stops(node: int, sent: bytes, answer: bytes) -> bytes:
-            steps.extend([node] if b'"kind": "step"' in sent else [])
-            if len(steps) == CLIENTS + 2:
-                raise StoppedError
-            return answer
-
-        hand.change = stops
-        with pytest.raises(StoppedError):
-            place.serve(given, hand)
+        killed(place, given, hand, CLIENTS + 2)
         again = place.hand(*hand.nodes_.values())
         place.serve(given, again, resume=servers(tmp_path))
     else:

@@ -16,6 +16,7 @@ import struct
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
+from itertools import count
 from pathlib import Path
 from types import NoneType
 from typing import Any, get_origin, get_type_hints
@@ -26,15 +27,15 @@ from torch import Tensor
 
 from fedsynth import Scaffold, load_dataset, resolve
 from fedsynth.config.settings import RunSettings
-from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Packed
 from fedsynth.data.images import ImageData
 from fedsynth.deployment.frames import Frame
-from fedsynth.deployment.remote_client import RemoteClient
+from fedsynth.deployment.node import Node
+from fedsynth.deployment.policy import ANY, Owner
+from fedsynth.deployment.proposal import Proposal
 from fedsynth.errors import CheckpointError
-from fedsynth.federation.client_runtime import ClientRuntime, OwnData
 from fedsynth.federation.context import public_context
-from fedsynth.federation.protocol import Models, agreement
+from fedsynth.federation.protocol import Models
 from fedsynth.privacy.ledger import Ledger, read_ledger
 from fedsynth.privacy.ledger.lines import repair_ledger
 from fedsynth.privacy.releases import SAMPLERS, UNITS, Release
@@ -647,7 +648,26 @@ def messages(bench: Bench) -> Case:
 ROUND = {"round": 1, "participants": [0]}
 
 
-def client(private: bool) -> tuple[RemoteClient, RoundContext]:
+RUN = "0123456789abcdef"
+
+
+@dataclass(frozen=True)
+class Few:
+    """A source of a few records."""
+
+    data: ImageData
+
+    def read(self, proposal: Proposal, number: int) -> ImageData:
+        return self.data
+
+    def objections(self, proposal: Proposal, identified: bool) -> list[str]:
+        return []
+
+    def identifier(self, proposal: Proposal) -> str:
+        return "few"
+
+
+def proposed(private: bool) -> tuple[Proposal, Few]:
     more = {"privacy": {"noise_multiplier": 3.0, "sample_rate": 1.0}} if private else {}
     settings = resolve(
         {
@@ -660,28 +680,24 @@ def client(private: bool) -> tuple[RemoteClient, RoundContext]:
     )
     train, _ = load_dataset("digits")
     data = ImageData(train.images[:40], train.labels[:40], train.spec)
-    context = public_context(settings, data.spec, torch.device("cpu"))
-    own = OwnData(data, torch.arange(30), torch.arange(30, 40))
-    ledger = None if settings.privacy is None else Ledger("client-000")
-    return RemoteClient(ClientRuntime(0, settings, context, own, ledger), context), context
+    return Proposal(RUN, settings, data.spec), Few(data)
 
 
-def conversation(settings: RunSettings, context: RoundContext) -> list[Frame]:
+def conversation(proposal: Proposal) -> list[Frame]:
     """All that a server asks a client, in order."""
+    settings = proposal.settings
+    context = public_context(settings, proposal.spec, torch.device("cpu"))
     model = context.architecture.state_dict()
     message = settings.method.exchange_types("main").downlink
     assert message is not None
     sent = message(parameters=model, weight=1.0).to_bytes()
     private = settings.privacy is not None
+    terms = {"sizes": None, "noise_multiplier": 3.0 if private else None}
     asked = [
-        ("join", {"agreement": agreement(settings)}, b""),
-        ("start", {"sizes": None, "noise_multiplier": 3.0 if private else None}, b""),
-        ("prepare", ROUND, b""),
-        ("begin", ROUND, b""),
-        ("step", {**ROUND, "phase": "main"}, sent),
-        ("facts", ROUND, b""),
-        ("history", {}, b""),
-        *([] if private else [("evaluate", ROUND, Models(model).to_bytes())]),
+        ("join", {"proposal": proposal.to_json(), "after": 0}, b""),
+        ("step", {**ROUND, **terms, "phase": "main"}, sent),
+        *([] if private else [("evaluate", {**ROUND, **terms}, Models(model).to_bytes())]),
+        ("step", {**ROUND, **terms, "phase": "main", "round": 2}, sent),
     ]
     return [
         Frame(kind, {**facts, "number": number}, payload)
@@ -706,22 +722,29 @@ def frames(bench: Bench, private: bool) -> Case:
     answers it with a frame, and the right one as usual."""
     faults = bench.faults
 
-    def asked() -> Iterator[tuple[RemoteClient, Frame]]:
-        while True:
-            remote, context = client(private)
-            for frame in conversation(remote.runtime.settings, context):
-                yield remote, frame
+    proposal, source = proposed(private)
+    owner = Owner(approved=frozenset({ANY}))
+    other_run: list[Node] = []
 
-    def charges(remote: RemoteClient) -> int:
-        return 0 if remote.runtime.budget is None else len(remote.runtime.history().releases)
+    def asked() -> Iterator[tuple[Node, Frame]]:
+        for number in count():
+            home = bench.folder / f"home-{number}"
+            node = Node(0, home, source, owner, device="cpu", say=lambda text: None)
+            for frame in conversation(proposal):
+                if node not in other_run:
+                    yield node, frame
+
+    def charges(node: Node) -> int:
+        file = node.home / "client-000.jsonl"
+        return len(read_ledger(file).releases) if private and file.exists() else 0
 
     turns = asked()
 
     def case(number: int, rng: random.Random) -> None:
-        remote, frame = next(turns)
+        node, frame = next(turns)
         sent = damaged_frame(frame, rng)
-        before = charges(remote)
-        answer = faults.of(number, lambda: Frame.from_bytes(remote.answer(sent)))
+        before = charges(node)
+        answer = faults.of(number, lambda: Frame.from_bytes(node.answer(RUN, sent)))
         if answer is None:
             return
         known = answer.kind in ("answer", "refusal", "error")
@@ -729,9 +752,12 @@ def frames(bench: Bench, private: bool) -> Case:
         faults.unless(answer.facts["client"] == 0, number, "another client answers")
         text = str(answer.facts.get("text", ""))
         faults.unless("\n" not in text and len(text) < 2000, number, f"says {text[:200]!r}")
-        fair = charges(remote) == before or (answer.kind == "answer" and frame.kind == "step")
+        fair = charges(node) == before or (answer.kind == "answer" and frame.kind == "step")
         faults.unless(fair, number, f"{frame.kind}: charged, and gave {answer.kind}")
-        right = Frame.from_bytes(remote.answer(frame.to_bytes()))
+        if frame.kind == "join" and answer.kind == "answer":
+            other_run.append(node)  # perhaps with other settings, which it then keeps
+            return
+        right = Frame.from_bytes(node.answer(RUN, frame.to_bytes()))
         # a step that a private client began is never begun again
         done = private and frame.kind == "step" and answer.kind != "error"
         faults.unless(

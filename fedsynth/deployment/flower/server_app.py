@@ -22,9 +22,9 @@ from typing import Any
 from flwr.app import Context, Message
 from flwr.serverapp import Grid, ServerApp
 
-from fedsynth.deployment.carrier import Timeouts
+from fedsynth.deployment.carrier import Post, Timeouts
 from fedsynth.deployment.flower.records import from_record, request
-from fedsynth.deployment.networked_run import Post, Served, serve
+from fedsynth.deployment.networked_run import Served, serve
 from fedsynth.deployment.proposal import Proposal
 from fedsynth.errors import FedsynthError, MessageError
 from fedsynth.federation.observer import Observer

@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fedsynth.deployment.secure_aggregation import primitives
 from fedsynth.deployment.secure_aggregation.messages import (
@@ -18,8 +18,10 @@ from fedsynth.deployment.secure_aggregation.messages import (
     Roster,
     Sealed,
     Shares,
+    SumState,
 )
 from fedsynth.deployment.secure_aggregation.primitives import (
+    KEY_BYTES,
     SHARE_BYTES,
     SecureSumError,
     Words,
@@ -105,47 +107,57 @@ class Identities:
 
 class SumClient:
     """One client of one sum. Its answers are requested in this order, each once: `keys`, `share`,
-    `mask` (or `receive` and `masked`), `unmask`. It can resume in another process (`to_json`).
+    `mask` (or `receive` and `masked`), `unmask`. It can resume in another process (`state`).
 
     Args:
         number: the client's index.
         terms: of the sum.
         identities: None: the server is trusted to relay keys unchanged.
+        state: what an earlier process has left of the same sum; None: the sum begins.
+
+    Raises:
+        SecureSumError: it is the state of another sum.
     """
 
-    def __init__(self, number: int, terms: SumTerms, identities: Identities | None = None) -> None:
+    def __init__(
+        self,
+        number: int,
+        terms: SumTerms,
+        identities: Identities | None = None,
+        state: SumState | None = None,
+    ) -> None:
         require_cryptography()
         self.number = number
         self.terms = terms
         self._identities = identities
-        self._mask_key = primitives.new_key()
-        self._channel_key = primitives.new_key()
-        self._seed = secrets.token_bytes(32)
-        self._roster: Mapping[int, Keys] = {}
-        self._shares: dict[int, bytes] = {}
-        self._step = 0
+        if state is None:
+            mask_key, channel_key, seed = (secrets.token_bytes(KEY_BYTES) for _ in range(3))
+            state = SumState(number, repr(terms), mask_key, channel_key, seed, 0, {}, {})
+        if (state.number, state.terms) != (number, repr(terms)):
+            raise SecureSumError(f"client {number} takes part in another sum")
+        self.state = state
+        self._mask_key = primitives.key_of(state.mask_key)
+        self._channel_key = primitives.key_of(state.channel_key)
 
     def _next(self, step: int) -> None:
         """Checks the order: a second answer could remove a mask that the first has left."""
-        if self._step != step:
+        if self.state.step != step:
             raise SecureSumError(f"client {self.number} was asked out of order")
-        self._step += 1
+        self.state.step += 1
 
     def keys(self) -> Keys:
         """Returns its public keys."""
         self._next(0)
-        unsigned = Keys(
+        found = Keys(
             self.number,
             primitives.public(self._mask_key),
             primitives.public(self._channel_key),
-            hashlib.sha256(self._seed).digest(),
+            hashlib.sha256(self.state.seed).digest(),
         )
         if self._identities is None:
-            return unsigned
-        signature = self._identities.own.sign(unsigned.signed(self.terms.name))
-        return Keys(
-            unsigned.client, unsigned.mask, unsigned.channel, unsigned.commitment, signature
-        )
+            return found
+        signature = self._identities.own.sign(found.signed(self.terms.name))
+        return Keys(found.client, found.mask, found.channel, found.commitment, signature)
 
     def share(self, roster: Roster) -> Sealed:
         """Returns shares of its secrets for each other client, which the server cannot read.
@@ -155,12 +167,11 @@ class SumClient:
         """
         self._next(1)
         self._check(roster)
-        self._roster = dict(sorted(roster.keys.items()))
-        holders = list(self._roster)
-        mask_secret = self._mask_key.private_bytes_raw()
-        of_key = split(mask_secret, holders, self.terms.threshold)
-        of_seed = split(self._seed, holders, self.terms.threshold)
-        self._shares[self.number] = of_key[self.number] + of_seed[self.number]
+        self.state.keys = dict(sorted(roster.keys.items()))
+        holders = list(self.state.keys)
+        of_key = split(self.state.mask_key, holders, self.terms.threshold)
+        of_seed = split(self.state.seed, holders, self.terms.threshold)
+        self.state.shares[self.number] = of_key[self.number] + of_seed[self.number]
         sealed = {}
         for k in holders:
             if k != self.number:
@@ -172,27 +183,19 @@ class SumClient:
         keys = roster.keys
         if len(keys) < self.terms.least or max(keys) >= self.terms.clients:
             raise SecureSumError(f"{len(keys)} clients are no sum of {self.terms.least}")
-        own_keys = keys.get(self.number)
-        if own_keys is None or own_keys.mask != primitives.public(self._mask_key):
+        own = keys.get(self.number)
+        if own is None or own.mask != primitives.public(self._mask_key):
             raise SecureSumError("the server has other keys of this client")
-        public = [
-            client_keys
-            for keys_of in keys.values()
-            for client_keys in (keys_of.mask, keys_of.channel)
-        ]
-        if len(set(public)) < len(public) or any(
-            k != client_keys.client for k, client_keys in keys.items()
-        ):
+        public = [one for keys_of in keys.values() for one in (keys_of.mask, keys_of.channel)]
+        if len(set(public)) < len(public) or any(k != one.client for k, one in keys.items()):
             raise SecureSumError("two clients have the same key")
         if self._identities is None:
             return
         from cryptography.exceptions import InvalidSignature
 
-        for k, client_keys in keys.items():
+        for k, one in keys.items():
             try:
-                self._identities.others[k].verify(
-                    client_keys.signature, client_keys.signed(self.terms.name)
-                )
+                self._identities.others[k].verify(one.signature, one.signed(self.terms.name))
             except (InvalidSignature, KeyError):
                 raise SecureSumError(f"client {k} has not signed its keys") from None
 
@@ -202,7 +205,7 @@ class SumClient:
         """
         about = b"%s from %d to %d" % (self.terms.name, sender, receiver)
         key = primitives.common(
-            self._channel_key, self._roster[other].channel, primitives.CHANNEL, about
+            self._channel_key, self.state.keys[other].channel, primitives.CHANNEL, about
         )
         return key, about
 
@@ -222,7 +225,7 @@ class SumClient:
         """
         self._next(2)
         senders = sorted(received.of)
-        if self.number in senders or not set(senders) <= set(self._roster):
+        if self.number in senders or not set(senders) <= set(self.state.keys):
             raise SecureSumError("shares of clients that have no keys")
         if len(senders) + 1 < self.terms.least:
             raise SecureSumError(
@@ -230,8 +233,8 @@ class SumClient:
             )
         for k in senders:
             key, about = self._channel(k, k, self.number)
-            self._shares[k] = primitives.unseal(key, received.of[k], about)
-            if len(self._shares[k]) != 2 * SHARE_BYTES:
+            self.state.shares[k] = primitives.unseal(key, received.of[k], about)
+            if len(self.state.shares[k]) != 2 * SHARE_BYTES:
                 raise SecureSumError(f"client {k} has sent other things than shares")
 
     def masked(self, vector: Words) -> Masked:
@@ -246,19 +249,17 @@ class SumClient:
         self._next(3)
         if vector.shape != (self.terms.length,):
             raise SecureSumError(f"a vector has {self.terms.length} numbers, not {vector.shape}")
-        total = vector + primitives.mask(
-            primitives.derived(self._seed, primitives.OWN, self.terms.name), self.terms.length
+        words = vector + primitives.mask(
+            primitives.derived(self.state.seed, primitives.OWN, self.terms.name), self.terms.length
         )
-        for k in sorted(set(self._shares) - {self.number}):
-            common = primitives.common(
-                self._mask_key,
-                self._roster[k].mask,
-                primitives.MASK,
-                primitives.about_pair(self.terms.name, self.number, k),
+        for k in sorted(set(self.state.shares) - {self.number}):
+            other = self.state.keys[k].mask
+            pair = (self.number, k)
+            stream = primitives.pair_mask(
+                self._mask_key, other, self.terms.name, pair, self.terms.length
             )
-            stream = primitives.mask(common, self.terms.length)
-            total = total + stream if self.number < k else total - stream
-        return Masked(total)
+            words = words + stream if self.number < k else words - stream
+        return Masked(words)
 
     def unmask(self, present: Present) -> Shares:
         """Returns one share for each client: of its own mask if it is present, otherwise of its
@@ -268,81 +269,34 @@ class SumClient:
             SecureSumError: too few are present, or some that never took part: the masks stay.
         """
         self._next(4)
-        present_clients = set(present.clients)
-        if len(present_clients) < self.terms.least or not present_clients <= set(self._shares):
+        there = set(present.clients)
+        if len(there) < self.terms.least or not there <= set(self.state.shares):
             raise SecureSumError(
-                f"{len(present_clients)} clients are present, and {self.terms.least} are needed"
+                f"{len(there)} clients are present, and {self.terms.least} are needed"
             )
-        if self.number not in present_clients:
+        if self.number not in there:
             raise SecureSumError("the server says that this client's vector is not there")
-        seeds = {
-            k: share[SHARE_BYTES:] for k, share in self._shares.items() if k in present_clients
-        }
-        keys = {
-            k: share[:SHARE_BYTES] for k, share in self._shares.items() if k not in present_clients
-        }
-        return Shares(seeds, keys)
-
-    @staticmethod
-    def _sizes(terms: SumTerms) -> list[int]:
-        return [terms.threshold, terms.clients, terms.length, terms.honest, terms.colluders]
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns its state, with its secrets: for a file that only the client reads."""
-        return {
-            "name": self.terms.name.hex(),
-            "number": self.number,
-            "terms": self._sizes(self.terms),
-            "step": self._step,
-            "mask_key": self._mask_key.private_bytes_raw().hex(),
-            "channel_key": self._channel_key.private_bytes_raw().hex(),
-            "seed": self._seed.hex(),
-            "roster": Roster(self._roster).to_bytes().hex(),
-            "shares": {str(k): share.hex() for k, share in self._shares.items()},
-        }
-
-    @classmethod
-    def from_json(
-        cls, stated: Mapping[str, Any], number: int, terms: SumTerms, identities: Identities | None
-    ) -> SumClient:
-        """Returns the client with a saved state.
-
-        Raises:
-            SecureSumError: it is the state of another sum.
-            KeyError, TypeError, ValueError: it is not a state.
-        """
-        identity = bytes.fromhex(stated["name"]), stated["number"], stated["terms"]
-        if identity != (terms.name, number, cls._sizes(terms)):
-            raise SecureSumError(f"client {number} takes part in another sum")
-        client = cls(number, terms, identities)
-        client._step = int(stated["step"])
-        client._mask_key = primitives.key_of(bytes.fromhex(stated["mask_key"]))
-        client._channel_key = primitives.key_of(bytes.fromhex(stated["channel_key"]))
-        client._seed = bytes.fromhex(stated["seed"])
-        client._roster = Roster.from_bytes(bytes.fromhex(stated["roster"])).keys
-        client._shares = {int(k): bytes.fromhex(share) for k, share in stated["shares"].items()}
-        return client
+        own = {k: one[SHARE_BYTES:] for k, one in self.state.shares.items() if k in there}
+        keys = {k: one[:SHARE_BYTES] for k, one in self.state.shares.items() if k not in there}
+        return Shares(own, keys)
 
 
 _NAME = re.compile(r"client-([0-9]{3,9})\.pem")
 
 
-def read_identities(key_file: Path, keys_folder: Path) -> Identities:
+def read_identities(own: Path, others: Path) -> Identities:
     """Returns a client's own key, and all clients' public ones.
 
     Args:
-        key_file: an Ed25519 private key, PEM.
-        keys_folder: a folder of client-NNN.pem, Ed25519 public keys; the client's own may be among
-            them.
+        own: an Ed25519 private key, PEM.
+        others: a folder of client-NNN.pem, Ed25519 public keys; the client's own may be among them.
 
     Raises:
         SettingError: the folder has no such file.
         SigningError: a file is not such a key, or `cryptography` is not installed.
     """
-    matches = [
-        match for path in sorted(keys_folder.glob("*")) if (match := _NAME.fullmatch(path.name))
-    ]
-    if not matches:
-        raise SettingError(None, str(keys_folder), "has no client-NNN.pem, the other clients' keys")
-    public = {int(match[1]): read_public_key(keys_folder / match[0]) for match in matches}
-    return Identities(read_private_key(key_file), public)
+    found = [match for path in sorted(others.glob("*")) if (match := _NAME.fullmatch(path.name))]
+    if not found:
+        raise SettingError(None, str(others), "has no client-NNN.pem, the other clients' keys")
+    public = {int(match[1]): read_public_key(others / match[0]) for match in found}
+    return Identities(read_private_key(own), public)

@@ -1,29 +1,35 @@
-"""The messages between clients and server in a secure sum: JSON facts and words, as frames
-(`fedsynth.deployment.frames`). All received bytes are untrusted.
+"""The messages of a secure sum, and a client's state between them: JSON with bytes in hexadecimal,
+and words. All received bytes are untrusted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Self
+from functools import cache
+from typing import Annotated, Any, Self
 
 import numpy as np
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
 
-from fedsynth.deployment.frames import Frame
-from fedsynth.deployment.secure_aggregation.primitives import SecureSumError, Words
-from fedsynth.errors import MessageError
+from fedsynth.deployment.secure_aggregation.primitives import KEY_BYTES, SecureSumError, Words
+
+Index = Annotated[int, Field(ge=0, lt=10**9)]
+Key = Annotated[bytes, Field(min_length=KEY_BYTES, max_length=KEY_BYTES)]
+CHECKED = ConfigDict(strict=True, extra="forbid", ser_json_bytes="hex", val_json_bytes="hex")
+
+
+@cache
+def _schema(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
 
 
 class Parcel:
-    """A message; subclasses define its facts and payload."""
-
-    kind = ""
+    """A message; its subclasses are dataclasses that check their fields."""
 
     def to_bytes(self) -> bytes:
         """Returns its bytes."""
-        facts, payload = self._parts()
-        return Frame(self.kind, facts, payload).to_bytes()
+        kind: Any = type(self)
+        return _schema(kind).dump_json(self)
 
     @classmethod
     def from_bytes(cls, sent: bytes) -> Self:
@@ -33,39 +39,31 @@ class Parcel:
             SecureSumError: it is another kind of message, or damaged.
         """
         try:
-            frame = Frame.from_bytes(sent)
-            if frame.kind != cls.kind:
-                raise MessageError(f"it is {frame.kind!r:.40}")
-            return cls._of(frame.facts, frame.payload)
-        except (MessageError, KeyError, TypeError, ValueError, AttributeError) as error:
-            raise SecureSumError(f"no {cls.kind} of a secure sum: {error!s:.120}") from None
-
-    def _parts(self) -> tuple[Mapping[str, Any], bytes]:
-        raise NotImplementedError  # abstract
-
-    @classmethod
-    def _of(cls, facts: Mapping[str, Any], payload: bytes) -> Self:
-        raise NotImplementedError  # abstract
+            kind: Any = cls
+            read: Self = _schema(kind).validate_json(sent)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]["msg"]
+            raise SecureSumError(f"no {cls.__name__} of a secure sum: {first:.120}") from None
+        return read
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=CHECKED)
 class Keys(Parcel):
     """A client's public keys for one sum.
 
     Args:
         client: its index.
-        mask: for masks that it shares with others, 32 bytes.
-        channel: for messages from others through the server, 32 bytes.
+        mask: for masks that it shares with others.
+        channel: for messages from others through the server.
         commitment: SHA-256 of the seed of its own mask.
         signature: by its long-lived key, if the parties know these; otherwise empty.
     """
 
-    kind = "keys"
-    client: int
-    mask: bytes
-    channel: bytes
-    commitment: bytes
-    signature: bytes = b""
+    client: Index
+    mask: Key
+    channel: Key
+    commitment: Key
+    signature: Annotated[bytes, Field(max_length=64)] = b""
 
     def signed(self, sum_name: bytes) -> bytes:
         """Returns the signed bytes."""
@@ -73,20 +71,8 @@ class Keys(Parcel):
             self.mask + self.channel + self.commitment
         )
 
-    def _parts(self) -> tuple[Mapping[str, Any], bytes]:
-        return {"client": self.client}, (
-            self.mask + self.channel + self.commitment + self.signature
-        )
 
-    @classmethod
-    def _of(cls, facts: Mapping[str, Any], payload: bytes) -> Self:
-        if len(payload) not in (96, 160):
-            raise ValueError("keys have 96 bytes, and 64 of a signature")
-        client = _number(facts["client"])
-        return cls(client, payload[:32], payload[32:64], payload[64:96], payload[96:])
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=CHECKED)
 class Roster(Parcel):
     """All clients' keys, from the server.
 
@@ -94,18 +80,10 @@ class Roster(Parcel):
         keys: of each client, by number.
     """
 
-    kind = "roster"
-    keys: Mapping[int, Keys]
-
-    def _parts(self) -> tuple[Mapping[str, Any], bytes]:
-        return _hex({k: client_keys.to_bytes() for k, client_keys in self.keys.items()}), b""
-
-    @classmethod
-    def _of(cls, facts: Mapping[str, Any], payload: bytes) -> Self:
-        return cls({k: Keys.from_bytes(packed) for k, packed in _bytes(facts).items()})
+    keys: dict[Index, Keys]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=CHECKED)
 class Sealed(Parcel):
     """Sealed bytes by client: for each receiver, or from each sender.
 
@@ -113,37 +91,10 @@ class Sealed(Parcel):
         of: sealed shares, by client.
     """
 
-    kind = "sealed"
-    of: Mapping[int, bytes]
-
-    def _parts(self) -> tuple[Mapping[str, Any], bytes]:
-        return _hex(self.of), b""
-
-    @classmethod
-    def _of(cls, facts: Mapping[str, Any], payload: bytes) -> Self:
-        return cls(_bytes(facts))
+    of: dict[Index, bytes]
 
 
-@dataclass(frozen=True, eq=False)
-class Masked(Parcel):
-    """A client's masked vector.
-
-    Args:
-        words: uint64 [n].
-    """
-
-    kind = "masked"
-    words: Words
-
-    def _parts(self) -> tuple[Mapping[str, Any], bytes]:
-        return {}, self.words.astype("<u8").tobytes()
-
-    @classmethod
-    def _of(cls, facts: Mapping[str, Any], payload: bytes) -> Self:
-        return cls(np.frombuffer(payload, "<u8").astype(np.uint64))
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=CHECKED)
 class Present(Parcel):
     """The clients whose masked vectors the server has; it asks for shares to remove the masks.
 
@@ -151,18 +102,10 @@ class Present(Parcel):
         clients: their numbers, ascending.
     """
 
-    kind = "present"
-    clients: tuple[int, ...]
-
-    def _parts(self) -> tuple[Mapping[str, Any], bytes]:
-        return {"clients": list(self.clients)}, b""
-
-    @classmethod
-    def _of(cls, facts: Mapping[str, Any], payload: bytes) -> Self:
-        return cls(tuple(_number(client) for client in facts["clients"]))
+    clients: tuple[Index, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=CHECKED)
 class Shares(Parcel):
     """A client's shares that remove masks: one for each other client, and never two.
 
@@ -171,35 +114,51 @@ class Shares(Parcel):
         keys: of mask keys, of lost clients.
     """
 
-    kind = "shares"
-    own: Mapping[int, bytes]
-    keys: Mapping[int, bytes]
+    own: dict[Index, bytes]
+    keys: dict[Index, bytes]
 
-    def _parts(self) -> tuple[Mapping[str, Any], bytes]:
-        return {"own": _hex(self.own), "keys": _hex(self.keys)}, b""
+
+@dataclass(config=CHECKED, repr=False)
+class SumState(Parcel):
+    """A client's state in one sum, with its secrets: for a file that only the client reads.
+
+    Args:
+        number: the client's index.
+        terms: the sum's name and sizes.
+        mask_key: its private key for masks.
+        channel_key: its private key for the channel.
+        seed: of its own mask.
+        step: the number of questions that it was asked.
+        keys: all clients' public keys.
+        shares: others' and its own, by client.
+    """
+
+    number: Index
+    terms: str
+    mask_key: Key
+    channel_key: Key
+    seed: Key
+    step: int
+    keys: dict[Index, Keys]
+    shares: dict[Index, bytes]
+
+
+class Masked(Parcel):
+    """A client's masked vector.
+
+    Args:
+        words: uint64 [n].
+    """
+
+    def __init__(self, words: Words) -> None:
+        self.words = words
+
+    def to_bytes(self) -> bytes:
+        return self.words.astype("<u8").tobytes()
 
     @classmethod
-    def _of(cls, facts: Mapping[str, Any], payload: bytes) -> Self:
-        return cls(_bytes(facts["own"]), _bytes(facts["keys"]))
-
-
-def _number(value: Any) -> int:
-    if type(value) is not int or value < 0:
-        raise ValueError(f"a client's number, got {value!r:.40}")
-    return value
-
-
-def _hex(of: Mapping[int, bytes]) -> dict[str, str]:
-    """Returns bytes by client in JSON form."""
-    return {str(client): content.hex() for client, content in of.items()}
-
-
-def _bytes(facts: Mapping[str, Any]) -> dict[int, bytes]:
-    """Returns the inverse of `_hex`."""
-    return {_numbered(client): bytes.fromhex(content) for client, content in facts.items()}
-
-
-def _numbered(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or len(text) > 9:
-        raise ValueError(f"a client's number, got {text!r:.40}")
-    return int(text)
+    def from_bytes(cls, sent: bytes) -> Self:
+        try:
+            return cls(np.frombuffer(sent, "<u8").astype(np.uint64))
+        except ValueError:
+            raise SecureSumError("no Masked of a secure sum: its words are cut off") from None

@@ -177,13 +177,6 @@ _ZERO = bytes(16)
 MASK, CHANNEL, OWN = b"mask", b"channel", b"own mask"
 
 
-def new_key() -> X25519PrivateKey:
-    """Returns a key for one sum."""
-    from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
-
-    return X25519PrivateKey.generate()
-
-
 def key_of(secret: bytes) -> X25519PrivateKey:
     """Returns the key with these 32 bytes."""
     from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
@@ -264,8 +257,17 @@ def unseal(key: bytes, sealed: bytes, about: bytes) -> bytes:
         raise SecureSumError("shares were changed on the way, or are for others") from None
 
 
-def about_pair(sum_name: bytes, first: int, other: int) -> bytes:
-    """Returns bytes that bind a key to one sum and one pair; the same on both sides."""
-    low = min(first, other)
-    high = max(first, other)
-    return hashlib.sha256(b"%s %d %d" % (sum_name, low, high)).digest()
+def pair_mask(
+    key: X25519PrivateKey, other: bytes, sum_name: bytes, pair: tuple[int, int], length: int
+) -> Words:
+    """Returns the mask that two clients share in one sum, the same on both sides, uint64 [length].
+
+    Args:
+        key: the private key of one of them.
+        other: the other's public key.
+        sum_name: the sum's.
+        pair: their indices.
+        length: the number of words.
+    """
+    about = hashlib.sha256(b"%s %d %d" % (sum_name, min(pair), max(pair))).digest()
+    return mask(common(key, other, MASK, about), length)

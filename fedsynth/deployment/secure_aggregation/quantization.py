@@ -19,17 +19,14 @@ import torch
 
 from fedsynth.config.checks import fewest
 from fedsynth.core.context import RoundContext
-from fedsynth.core.messages import LENGTH_BYTES, Message, public
+from fedsynth.core.messages import Message, public
 from fedsynth.core.method import Method
 from fedsynth.core.uploads import Array
 from fedsynth.deployment.secure_aggregation.client import SumTerms
 from fedsynth.deployment.secure_aggregation.primitives import FixedPoint, SecureSumError, Words
-from fedsynth.errors import MessageError
 from fedsynth.federation.protocol import declared
 from fedsynth.privacy.grid import finest
 
-SUM = "sum"
-"""The fact in a sum's frames that holds the server's name of it."""
 NAME_DIGITS = 32
 
 
@@ -173,24 +170,3 @@ def sum_terms(
         length=sum_form(method, phase, context).length,
         honest=method.noise_shares(context.clients),
     )
-
-
-def with_parcel(parcel: bytes, message: bytes) -> bytes:
-    """Returns a step's payload: the others' sealed shares for this client, and the request.
-
-    >>> parted(with_parcel(b"shares", b"request"))
-    (b'shares', b'request')
-    """
-    return len(parcel).to_bytes(LENGTH_BYTES, "little") + parcel + message
-
-
-def parted(payload: bytes) -> tuple[bytes, bytes]:
-    """Returns the two parts of a step's payload.
-
-    Raises:
-        MessageError: it is cut off.
-    """
-    end = LENGTH_BYTES + int.from_bytes(payload[:LENGTH_BYTES], "little")
-    if not LENGTH_BYTES < end <= len(payload):
-        raise MessageError("the request of a sum is cut off")
-    return payload[LENGTH_BYTES:end], payload[end:]

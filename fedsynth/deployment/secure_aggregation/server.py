@@ -5,7 +5,10 @@ the sum.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+import numpy as np
 
 from fedsynth.deployment.secure_aggregation import primitives
 from fedsynth.deployment.secure_aggregation.client import SumTerms
@@ -24,15 +27,19 @@ from fedsynth.deployment.secure_aggregation.primitives import (
     require_cryptography,
 )
 
+T = TypeVar("T")
+
 
 class SumServer:
-    """The server of one sum: four exchanges, in this order. Clients may be lost before each.
+    """The server of one sum: four exchanges, in this order. Clients may be lost before each, and
+    those whose messages cannot be used are.
 
     Args:
         terms: of the sum.
 
     Attributes:
         masked: the received vectors, by client.
+        rejected: client -> why its message cannot be used.
     """
 
     def __init__(self, terms: SumTerms) -> None:
@@ -41,9 +48,22 @@ class SumServer:
         self._keys: dict[int, Keys] = {}
         self._sealed: dict[int, Sealed] = {}
         self.masked: dict[int, Words] = {}
+        self.rejected: dict[int, str] = {}
 
-    def _enough(self, clients: int, what: str, minimum: int | None = None) -> None:
-        needed = self.terms.least if minimum is None else minimum
+    def _usable(
+        self, sent: Mapping[int, T], right: Callable[[int, T], bool], what: str
+    ) -> dict[int, T]:
+        """Returns the usable messages, in the order of the clients.
+
+        Raises:
+            SecureSumError: too few.
+        """
+        usable = {k: one for k, one in sorted(sent.items()) if right(k, one)}
+        self.rejected |= dict.fromkeys(sent.keys() - usable.keys(), f"sends no usable {what}")
+        self._enough(len(usable), what, self.terms.least)
+        return usable
+
+    def _enough(self, clients: int, what: str, needed: int) -> None:
         if clients < needed:
             raise SecureSumError(
                 f"{clients} clients have sent {what}, and {needed} are needed: "
@@ -51,45 +71,41 @@ class SumServer:
             )
 
     def roster(self, keys: Mapping[int, Keys]) -> Roster:
-        """Returns all keys, for all clients.
+        """Returns all keys, for all clients; a client that claims to be another one is lost.
 
         Raises:
-            SecureSumError: too few, or a client that claims to be another one.
+            SecureSumError: too few.
         """
-        for k, client_keys in keys.items():
-            if client_keys.client != k:
-                raise SecureSumError(f"client {k} says that it is {client_keys.client}")
-        self._enough(len(keys), "keys")
-        self._keys = dict(sorted(keys.items()))
+        self._keys = self._usable(keys, lambda k, one: one.client == k, "keys")
         return Roster(self._keys)
 
     def passed_on(self, sealed: Mapping[int, Sealed]) -> dict[int, Sealed]:
-        """Returns the message to each client: the shares that the others have made for it.
+        """Returns the message to each client: the shares that the others have made for it. A client
+        that has no share for another is lost: masks would not cancel.
 
         Raises:
-            SecureSumError: too few have made shares, or one lacks a share for another: masks would
-                not cancel.
+            SecureSumError: too few have made shares.
         """
-        for k, shares in sealed.items():
-            if k not in self._keys or set(shares.of) != set(self._keys) - {k}:
-                raise SecureSumError(f"client {k} has not made a share for each other client")
-        self._enough(len(sealed), "shares")
-        self._sealed = dict(sealed)
-        return {
-            k: Sealed({j: shares.of[k] for j, shares in sealed.items() if j != k}) for k in sealed
-        }
+        self._sealed = self._usable(
+            sealed,
+            lambda k, one: k in self._keys and one.of.keys() == self._keys.keys() - {k},
+            "shares",
+        )
+        senders = self._sealed.items()
+        return {k: Sealed({j: one.of[k] for j, one in senders if j != k}) for k in self._sealed}
 
     def present(self, masked: Mapping[int, Masked]) -> Present:
-        """Returns the clients whose vectors are present, for all of them.
+        """Returns the clients whose vectors are present, for all of them; one with a vector of
+        another length is lost.
 
         Raises:
-            SecureSumError: too few vectors, or one of another length.
+            SecureSumError: too few vectors.
         """
-        for k, upload in masked.items():
-            if k not in self._sealed or upload.words.shape != (self.terms.length,):
-                raise SecureSumError(f"client {k} has sent another vector than it may")
-        self._enough(len(masked), "vectors")
-        self.masked = {k: upload.words for k, upload in sorted(masked.items())}
+        shape = (self.terms.length,)
+        usable = self._usable(
+            masked, lambda k, one: k in self._sealed and one.words.shape == shape, "vector"
+        )
+        self.masked = {k: one.words for k, one in usable.items()}
         return Present(tuple(self.masked))
 
     def sum(self, shares: Mapping[int, Shares]) -> Words:
@@ -98,42 +114,24 @@ class SumServer:
         Raises:
             SecureSumError: too few or wrong shares: there is no sum.
         """
-        answers = {k: client_shares for k, client_shares in shares.items() if k in self.masked}
-        self._enough(len(answers), "what takes the masks away", self.terms.threshold)
-        total = sum(self.masked.values(), start=next(iter(self.masked.values())) * 0)
+        answers = {k: one for k, one in shares.items() if k in self.masked}
+        threshold = self.terms.threshold
+        self._enough(len(answers), "shares of masks", threshold)
+        total = np.zeros(self.terms.length, np.uint64)
         name = self.terms.name
-        for k in self.masked:
-            seed = self._combined(
-                {
-                    j: client_shares.own[k]
-                    for j, client_shares in answers.items()
-                    if k in client_shares.own
-                }
-            )
+        for k, words in self.masked.items():
+            parts = {j: one.own[k] for j, one in answers.items() if k in one.own}
+            seed = combine(parts, threshold)
             if hashlib.sha256(seed).digest() != self._keys[k].commitment:
                 raise SecureSumError(f"the shares of client {k}'s own mask are not what it shared")
-            total = total - primitives.mask(
-                primitives.derived(seed, primitives.OWN, name), self.terms.length
-            )
-        for k in set(self._sealed) - set(self.masked):
-            secret = self._combined(
-                {
-                    j: client_shares.keys[k]
-                    for j, client_shares in answers.items()
-                    if k in client_shares.keys
-                }
-            )
-            key = primitives.key_of(secret)
+            own = primitives.derived(seed, primitives.OWN, name)
+            total = total + words - primitives.mask(own, self.terms.length)
+        for k in self._sealed.keys() - self.masked.keys():
+            parts = {j: one.keys[k] for j, one in answers.items() if k in one.keys}
+            key = primitives.key_of(combine(parts, threshold))
             if primitives.public(key) != self._keys[k].mask:
                 raise SecureSumError(f"the shares of client {k}'s mask key are not what it shared")
             for j in self.masked:
-                about = primitives.about_pair(name, j, k)
-                stream = primitives.mask(
-                    primitives.common(key, self._keys[j].mask, primitives.MASK, about),
-                    self.terms.length,
-                )
-                total = total - stream if j < k else total + stream
+                stream = primitives.pair_mask(key, self._keys[j].mask, name, (k, j), len(total))
+                total = total + stream if k < j else total - stream
         return total
-
-    def _combined(self, shares: Mapping[int, bytes]) -> bytes:
-        return combine(shares, self.terms.threshold)

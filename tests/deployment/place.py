@@ -1,0 +1,130 @@
+"""Data owners' nodes in this process, a server over them, and what passes between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedsynth.deployment.carrier import Post, Timeouts
+from fedsynth.deployment.frames import Frame
+from fedsynth.deployment.networked_run import Served, serve
+from fedsynth.deployment.node import Node
+from fedsynth.deployment.policy import ANY, Owner, Policy
+from fedsynth.deployment.proposal import Proposal, own_proposal
+from fedsynth.deployment.record_source import PartOf
+from fedsynth.privacy.ledger import read_ledger
+from tests.small import small_settings
+
+CLIENTS = 3
+PRIVATE = {"noise_multiplier": 5.0}
+
+
+def sections(name: str, **more: Any) -> dict[str, dict[str, Any]]:
+    """Two rounds of a method on the digits, with a subset and small steps."""
+    run = {"method": name, "rounds": 2, "device": "cpu", "evaluate_every": 2}
+    return {
+        "run": {**run, **more.pop("run", {})},
+        "partition": {"clients": CLIENTS, "subset": 0.2, "alpha": 1.0},
+        "model": {"width": 4, "depth": 2, "norm": "batch" if name == "fedbn" else "instance"},
+        "method": small_settings(name),
+        **more,
+    }
+
+
+class StoppedError(Exception):
+    """The server's process is gone."""
+
+
+@dataclass
+class Hand:
+    """Carries messages to nodes in this process.
+
+    Args:
+        nodes_: by their number, 100 and more.
+        change: of (node, question, answer) what arrives; None: nothing.
+    """
+
+    nodes_: dict[int, Node]
+    change: Callable[[int, Frame, bytes], bytes | str | None] = lambda node, asked, answer: answer
+    run: str = ""
+    asked: list[tuple[int, str]] = field(default_factory=list)
+
+    def nodes(self) -> Sequence[int]:
+        return list(self.nodes_)
+
+    def ask(self, messages: Mapping[int, bytes], seconds: float) -> dict[int, bytes | str]:
+        found: dict[int, bytes | str] = {}
+        for node, sent in messages.items():
+            asked = Frame.from_bytes(sent)
+            self.asked.append((node, asked.kind))
+            arrived = self.change(node, asked, self.nodes_[node].answer(self.run, sent))
+            if arrived is not None:
+                found[node] = arrived
+        return found
+
+
+@dataclass
+class Place:
+    """Owners, each with a folder, and a server's."""
+
+    folder: Path
+    said: list[str] = field(default_factory=list)
+
+    def node(self, number: int, policy: Policy | None = None, **more: Any) -> Node:
+        owner = Owner(policy) if policy is not None else Owner(approved=frozenset({ANY}))
+        home = self.folder / f"owner-{number}"
+        return Node(number, home, PartOf(), owner, device="cpu", say=self.said.append, **more)
+
+    def hand(self, *nodes: Node) -> Hand:
+        return Hand({100 + node.number: node for node in nodes or map(self.node, range(CLIENTS))})
+
+    def serve(
+        self, given: Any, hand: Hand | None = None, *, join: float = 0.2, **more: Any
+    ) -> Served:
+        post = Post(hand or self.hand(), Timeouts(join=join, answer=60, look=0.05))
+        return serve(own_proposal(given), post, self.folder / "runs", **more)
+
+    def ledger(self, number: int) -> tuple[Any, ...]:
+        return read_ledger(self.folder / f"owner-{number}" / f"client-{number:03d}.jsonl").releases
+
+
+def ask(node: Node, run: str, kind: str, payload: bytes = b"", **facts: Any) -> Frame:
+    """What a node answers to a server."""
+    sent = Frame(kind, {"number": 1, **facts}, payload).to_bytes()
+    return Frame.from_bytes(node.answer(run, sent))
+
+
+def joined(node: Node, proposal: Proposal, after: int = 0) -> Frame:
+    """What a node answers to a server that proposes this."""
+    return ask(node, proposal.run, "join", proposal=proposal.to_json(), after=after)
+
+
+def killed(
+    place: Place,
+    given: Any,
+    hand: Hand,
+    steps: int,
+    resume: Path | None = None,
+    kind: str = "step",
+) -> Path:
+    """The folder of a run whose server is killed when it has asked so many times for steps, or for
+    another kind of frame."""
+    before = hand.change
+    seen: list[int] = []
+
+    def stops(node: int, asked: Frame, answer: bytes) -> bytes | str | None:
+        seen.extend([node] if asked.kind == kind else [])
+        if len(seen) == steps:
+            raise StoppedError
+        return before(node, asked, answer)
+
+    hand.change = stops
+    with pytest.raises(StoppedError):
+        place.serve(given, hand, resume=resume)
+    hand.change = before
+    [folder] = (place.folder / "runs").glob("*.incomplete")
+    return folder

@@ -1,0 +1,201 @@
+"""A client at its owner's node: what it answers, and what it refuses before it is charged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from fedsynth.core.messages import ModelParameters
+from fedsynth.deployment.frames import Frame
+from fedsynth.deployment.node import Node
+from fedsynth.deployment.proposal import own_proposal
+from fedsynth.federation.protocol import Models
+from fedsynth.methods import METHODS, method_class
+from fedsynth.privacy.releases import Release
+from tests.deployment.place import CLIENTS, PRIVATE, Place, ask, joined, sections
+from tests.families import by_family
+
+ROUND: dict[str, Any] = {"round": 1, "participants": list(range(CLIENTS)), "phase": "main"}
+EPSILON = {"epsilon": 8.0}
+CAPPED = {"epsilon": 50.0, "noise_multiplier": 5.0}
+"""With which an exchange is answered anew when a server begins again."""
+Tensors = dict[str, torch.Tensor]
+
+
+class Client:
+    """A node that has joined a run, and the test as its server."""
+
+    def __init__(self, place: Place, given: Any, **terms: Any) -> None:
+        self.proposal = own_proposal(given)
+        self.node: Node = place.node(0)
+        self.terms = terms
+        assert joined(self.node, self.proposal).kind == "answer"
+        self.runtime = self.node._session(self.proposal.run).runtime
+
+    def asked(self, kind: str, payload: bytes = b"", **facts: Any) -> Frame:
+        """The client's answer to one question."""
+        asked = {**ROUND, **self.terms, **facts}
+        return ask(self.node, self.proposal.run, kind, payload, **asked)
+
+    @property
+    def rows(self) -> tuple[Release, ...]:
+        assert self.runtime.ledger is not None
+        return self.runtime.ledger.releases
+
+    def model(self, **other: torch.Tensor) -> Tensors:
+        return {**self.runtime.context.architecture.state_dict(), **other}
+
+    def message(self, **other: torch.Tensor) -> bytes:
+        return ModelParameters(self.model(**other), 1.0).to_bytes()
+
+
+def test_a_hostile_question_is_answered_with_an_error(place: Place) -> None:
+    client = Client(place, sections("fedavg"), sizes=[1] * CLIENTS)
+    questions: list[tuple[str, dict[str, Any]]] = [
+        *(("step", {"phase": phase}) for phase in ("other", "first", None, 7)),
+        ("read the disk", {}),
+        ("step", {}),  # whose message is junk
+        *(("step", {"sizes": sizes}) for sizes in (["many"], [1], [True] * 3, 7, [-1] * 3)),
+        *(("step", {"participants": some}) for some in ([], [7], [1, 0], [0, 0], "0", None)),
+        *(("step", {"round": n}) for n in (-1, 0, 3, 10**300, 10**1000, 1.0, True, "1", None)),
+        *((kind, {}) for kind in ("keys", "shares", "unmask")),
+        ("end", {"rounds": "2"}),
+        ("join", {"after": -1}),
+    ]
+    for kind, facts in questions:
+        answer = client.asked(kind, b"junk", **facts)
+        assert answer.kind == "error", (kind, facts)
+        assert 0 < len(answer.facts["text"]) < 400
+    for sent in (b"", b"\xff" * 40):
+        assert Frame.from_bytes(client.node.answer(client.proposal.run, sent)).kind == "error"
+    assert client.asked("step", client.message()).kind == "answer"
+
+
+def test_a_private_client_is_not_measured_on_its_own_records(place: Place) -> None:
+    client = Client(place, sections("fedavg", privacy=EPSILON), noise_multiplier=3.0)
+    answer = client.asked("evaluate", Models(client.model()).to_bytes())
+    assert (answer.kind, "not protected" in answer.facts["text"]) == ("error", True)
+
+
+@pytest.mark.parametrize(
+    "method", by_family((n for n in METHODS if method_class(n).protects), ("fedavg", "feddm"))
+)
+def test_nothing_is_answered_without_the_terms(place: Place, method: str) -> None:
+    """A client is private by its own settings, and not because a server has said so."""
+    client = Client(place, sections(method, privacy=EPSILON))
+    state = client.runtime.method.initial_state(client.model())
+    sent = client.runtime.method.broadcast(state, client.runtime.context).to_bytes()
+    for kind in ("step", "keys", "evaluate"):
+        for facts in ({}, {"phase": "first"}, {"sizes": [1] * CLIENTS}):
+            assert client.asked(kind, sent, **facts).kind == "error", kind
+    assert client.rows == ()
+
+
+def test_the_noise_is_that_of_the_clients_own_settings_and_the_first_terms(place: Place) -> None:
+    """Where the settings name σ, it is this one, whatever the server says; otherwise the first."""
+    client = Client(place, sections("fedavg", privacy=PRIVATE))
+    for sigma in ("3", None, 3, 0.0, -1.0, 1e-300, 0.001, 4.999):
+        answer = client.asked("step", client.message(), noise_multiplier=sigma)
+        assert answer.kind == "error", sigma
+    assert client.rows == ()
+    other = Client(Place(place.folder / "other"), sections("fedavg", privacy=EPSILON))
+    assert other.asked("step", other.message(), noise_multiplier=6.0).kind == "answer"
+    assert other.asked("step", other.message(), noise_multiplier=5.0, round=2).kind == "error"
+    assert {row.noise_multiplier for row in other.rows} == {6.0}
+
+
+def test_a_cap_holds_whatever_noise_a_server_asks_for(place: Place) -> None:
+    client = Client(place, sections("fedavg", privacy=EPSILON), noise_multiplier=0.05)
+    answer = client.asked("step", client.message())
+    assert (answer.kind, answer.facts["kind"]) == ("refusal", "budget")
+    assert answer.facts["history"]["releases"] == []
+    assert client.rows == ()
+
+
+def test_rounds_are_those_of_the_schedule_each_once(place: Place) -> None:
+    client = Client(place, sections("fedavg", privacy=CAPPED), noise_multiplier=5.0)
+    answer = client.asked("step", client.message())
+    assert answer.kind == "answer"
+    charged = len(client.rows)
+    assert len(answer.facts["history"]["releases"]) == charged
+    other = client.message(**{k: v + 1 for k, v in client.model().items()})
+    for facts in (
+        {},
+        {"round": 0},
+        {"round": 3},
+        {"round": 10**9},
+        {"round": 2, "participants": [1, 2]},
+        {"round": 2, "participants": [0]},
+    ):
+        assert client.asked("step", other, **facts).kind == "error", facts
+    assert len(client.rows) == charged
+    assert client.asked("step", client.message()).payload == answer.payload  # the stored one
+    assert len(client.rows) == charged
+
+
+def test_a_crafted_model_is_refused_before_it_is_charged(place: Place) -> None:
+    given = sections("fedavg", privacy=PRIVATE)
+    name, own = next(iter(Client(place, given).model().items()))
+    changes: list[Callable[[torch.Tensor], Tensors]] = [
+        lambda own: {name: own[None]},
+        lambda own: {name: torch.full_like(own, 7).to(torch.int64)},
+        lambda own: {name: own.to(torch.complex64)},
+        lambda own: {name: torch.full_like(own, float("inf"))},
+        lambda own: {"other": own},
+    ]
+    for number, change in enumerate(changes):
+        client = Client(Place(place.folder / str(number)), given, noise_multiplier=5.0)
+        answer = client.asked("step", client.message(**change(own)))
+        assert answer.kind in ("refusal", "error")
+        assert client.rows == ()
+
+
+@pytest.mark.parametrize("field", ["known", "anchors"])
+def test_a_crafted_request_of_a_method_is_refused_before_it_is_charged(
+    place: Place, field: str
+) -> None:
+    """`known` as a matrix would make each example's loss depend on the others."""
+    client = Client(place, sections("fedfm-lite", privacy=PRIVATE), noise_multiplier=5.0)
+    state = client.runtime.method.initial_state(client.model())
+    sent = client.runtime.method.broadcast(state, client.runtime.context)
+    odd = {"known": torch.ones(10, 64, dtype=torch.bool), "anchors": torch.ones(64)}[field]
+    answer = client.asked("step", replace(sent, **{field: odd}).to_bytes())
+    assert answer.kind == "refusal"
+    assert field in answer.facts["reason"]
+    assert client.rows == ()
+
+
+@pytest.mark.parametrize("kind", ["step", "evaluate"])
+def test_an_open_client_records_a_round_before_it_answers(place: Place, kind: str) -> None:
+    """A step, or a test of models on its own split, is written down once."""
+    given = sections("fedavg")
+    given["partition"]["local_test"] = 0.2
+    client = Client(place, given, sizes=[1] * CLIENTS)
+    model = client.model()
+    payload = client.message() if kind == "step" else Models(model).to_bytes()
+    for _ in range(2):
+        assert client.asked(kind, payload).kind == "answer"
+    assert [row.unaccounted is not None for row in client.rows] == [True]
+
+
+def test_a_process_that_takes_over_knows_what_was_done(place: Place) -> None:
+    """The stored state decides, and a damaged one is no permission."""
+    client = Client(place, sections("fedavg", privacy=CAPPED), noise_multiplier=5.0)
+    assert client.asked("step", client.message()).kind == "answer"
+    other = client.message(**{k: v + 1 for k, v in client.model().items()})
+    client.node = place.node(0)
+    assert "answered before" in client.asked("step", other).facts["text"]
+    [state] = place.folder.glob("owner-0/runs/*/session.json")
+    for damaged in (state.read_text()[:-9], "{}", state.read_text().replace('"held"', '"keep"')):
+        whole = state.read_text()
+        state.write_text(damaged)
+        client.node = place.node(0)
+        answer = client.asked("step", other, round=2)
+        assert "is told why" in answer.facts["text"]
+        assert "damaged" in place.said[-1]
+        state.write_text(whole)
+    assert client.asked("step", other, round=2).kind == "answer"
