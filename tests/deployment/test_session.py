@@ -12,9 +12,11 @@ import torch
 from fedsynth.core.messages import ModelParameters
 from fedsynth.deployment.frames import Frame
 from fedsynth.deployment.node import Node
+from fedsynth.deployment.policy import Policy
 from fedsynth.deployment.proposal import own_proposal
-from fedsynth.federation.protocol import Models
+from fedsynth.federation.protocol import Models, Terms
 from fedsynth.methods import METHODS, method_class
+from fedsynth.privacy.accounting import epsilon
 from fedsynth.privacy.releases import Release
 from tests.deployment.place import CLIENTS, PRIVATE, Place, ask, joined, sections
 from tests.families import by_family
@@ -29,9 +31,11 @@ Tensors = dict[str, torch.Tensor]
 class Client:
     """A node that has joined a run, and the test as its server."""
 
-    def __init__(self, place: Place, given: Any, **terms: Any) -> None:
+    def __init__(
+        self, place: Place, given: Any, policy: Policy | None = None, **terms: Any
+    ) -> None:
         self.proposal = own_proposal(given)
-        self.node: Node = place.node(0)
+        self.node: Node = place.node(0, policy)
         self.terms = terms
         assert joined(self.node, self.proposal).kind == "answer"
         self.runtime = self.node._session(self.proposal.run).runtime
@@ -114,6 +118,32 @@ def test_a_cap_holds_whatever_noise_a_server_asks_for(place: Place) -> None:
     assert (answer.kind, answer.facts["kind"]) == ("refusal", "budget")
     assert answer.facts["history"]["releases"] == []
     assert client.rows == ()
+
+
+def test_a_round_is_declined_before_its_first_exchange_if_the_budget_lacks_its_second(
+    place: Place,
+) -> None:
+    given = sections("fedaf", privacy=PRIVATE)
+    given["method"]["knowledge_from"] = "first-phase"
+    for share, kind in ((0.5, "refusal"), (1.01, "answer")):
+        client = Client(Place(place.folder / kind), given, noise_multiplier=5.0)
+        session = client.node._session(client.proposal.run)
+        session.take(Terms(noise_multiplier=5.0))
+        context = replace(client.runtime.context, participants=tuple(range(CLIENTS)))
+        budget = client.runtime.budget
+        assert budget is not None
+        rows = budget.plan.client_rows(0, context)
+        plans = budget.plan.client_plans(0, context)
+        first = [row for row, plan in zip(rows, plans, strict=True) if plan.phase == "first"]
+        least, whole = epsilon(first, 1e-5), epsilon(rows, 1e-5)
+        assert least < 0.9 * whole
+        policy = Policy(epsilon=least + share * (whole - least), delta=1e-5)
+        capped = Client(Place(place.folder / f"{kind}-capped"), given, policy, **client.terms)
+        method: Any = client.runtime.method
+        state = method.initial_state(client.model())
+        sent = method.first_request(state, client.runtime.context).to_bytes()
+        assert capped.asked("step", sent, phase="first").kind == kind
+        assert bool(capped.rows) == (kind == "answer")
 
 
 def test_rounds_are_those_of_the_schedule_each_once(place: Place) -> None:
