@@ -194,7 +194,7 @@ def test_a_client_that_comes_back_goes_on_from_its_images(
 
 def test_privacy_counts_the_rounds_that_a_client_takes_part_in(tmp_path: Path) -> None:
     """σ is found for the client with most rounds; the others spend less; the report verifies."""
-    settings = tiny(rounds=4, privacy={"epsilon": 5.0})
+    settings = tiny("feddm", rounds=4, privacy={"epsilon": 5.0})
     result = simulate(settings, output=tmp_path)
     rounds = [len(Participation(0, 4, 0.5).rounds_of(k, 4)) for k in range(4)]
     assert len(set(rounds)) > 1
@@ -217,7 +217,8 @@ def random_data(records: int, seed: int = 0) -> ImageData:
     return from_arrays(images, rng.integers(0, 10, records), dataset_spec("digits"))
 
 
-def test_local_splits_are_disjoint_and_of_the_share_that_was_asked_for() -> None:
+def test_local_splits_are_disjoint_and_of_the_given_share() -> None:
+    """Equal records are on the same side; the label is part of a record."""
     data = random_data(3000)
     parts = [np.arange(2000), np.array([2001]), np.array([], np.int64), np.arange(2100, 3000)]
     training, testing = hold_out(parts, 0.2, 0, data)
@@ -225,6 +226,12 @@ def test_local_splits_are_disjoint_and_of_the_share_that_was_asked_for() -> None
         assert sorted([*a, *b]) == part.tolist()
     assert 330 < len(testing[0]) < 470
     assert hold_out(parts, 0.2, 1, data)[1][0].tolist() != testing[0].tolist()
+    labelled = ImageData(data.images, (data.labels + 1) % 10, data.spec)
+    assert hold_out(parts, 0.2, 0, labelled)[1][0].tolist() != testing[0].tolist()
+    twice = data.subset(np.concatenate([np.arange(200)[::-1], np.arange(200)]))
+    for side in hold_out([np.arange(400)], 0.3, 0, twice):
+        assert len(side[0]) > 0
+        assert set((399 - side[0]).tolist()) == set(side[0].tolist())
 
 
 def test_removing_a_record_moves_no_other_from_one_split_to_the_other() -> None:
@@ -235,24 +242,6 @@ def test_removing_a_record_moves_no_other_from_one_split_to_the_other() -> None:
         rest = np.delete(np.arange(1000), removed)
         (after,), _ = hold_out([np.arange(999)], 0.2, 0, data.subset(rest))
         assert set(before.tolist()) ^ set(rest[after].tolist()) <= {removed}
-
-
-def test_equal_records_stand_on_the_same_side() -> None:
-    data = random_data(200)
-    twice = data.subset(np.concatenate([np.arange(200)[::-1], np.arange(200)]))
-    (training,), (testing,) = hold_out([np.arange(400)], 0.3, 0, twice)
-    assert len(testing) > 0
-    assert set((399 - testing).tolist()) == set(testing.tolist())
-    assert set((399 - training).tolist()) == set(training.tolist())
-
-
-def test_the_label_is_part_of_a_record() -> None:
-    """A hash of the images alone would put both on the same side."""
-    data = random_data(300)
-    other = ImageData(data.images, (data.labels + 1) % 10, data.spec)
-    (one,), _ = hold_out([np.arange(300)], 0.5, 0, data)
-    (two,), _ = hold_out([np.arange(300)], 0.5, 0, other)
-    assert one.tolist() != two.tolist()
 
 
 def test_a_ledger_is_the_records_and_not_how_they_are_split() -> None:
@@ -273,7 +262,8 @@ def test_local_metrics_stand_in_the_rows_and_with_privacy_only_in_simulation_onl
     row = simulate(tiny(**partitioned)).metrics[-1]
     assert 0 <= row["local"]["wlp"] <= row["local"]["amp"] <= 1
     assert len(row["local"]["client_accuracy"]) == 4
-    private = simulate(tiny(**partitioned, privacy={"epsilon": 5.0}), output=tmp_path).folder
+    privacy = {"noise_multiplier": 3.0, "sample_rate": 1.0}
+    private = simulate(tiny(**partitioned, privacy=privacy), output=tmp_path).folder
     assert private is not None
     for path in private.rglob("*"):
         if path.is_file() and "simulation_only" not in path.parts:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedsynth.config.resolve import resolve
@@ -30,13 +30,14 @@ def test_the_trip_through_toml(dataset: str) -> None:
     privacy = {"noise_multiplier": 1.5, "ledger": "/ledgers"}
     for method in METHODS:
         run = {"method": method, "seed": 3, "device": "cpu"}
-        settings = resolve({"run": run, "data": data, "privacy": privacy})
-        assert resolve(tomllib.loads(to_toml(settings.to_mapping()))) == settings
+        found = resolve({"run": run, "data": data, "privacy": privacy})
+        assert resolve(tomllib.loads(to_toml(found.to_mapping()))) == found
 
 
 texts = st.text(st.characters(exclude_categories=["Cs"]))  # TOML cannot hold lone surrogates
 
 
+@settings(max_examples=30, deadline=None)
 @given(
     st.dictionaries(
         st.from_regex(r"[a-z_]{1,9}", fullmatch=True),
@@ -52,9 +53,9 @@ def test_toml_gives_back_every_value(values: dict[str, Any]) -> None:
 
 
 def test_what_is_given_wins_over_the_preset_which_wins_over_the_defaults() -> None:
-    settings = resolve({"model": {"width": 16}})
-    assert (settings.method.name, settings.dataset) == ("feddm", "digits")
-    assert (settings.model.width, settings.model.depth, settings.model.norm) == (16, 2, "instance")
+    found = resolve({"model": {"width": 16}})
+    assert (found.method.name, found.dataset) == ("feddm", "digits")
+    assert (found.model.width, found.model.depth, found.model.norm) == (16, 2, "instance")
     assert resolve({"data": {"dataset": "mnist"}}).model.depth == 3
     assert resolve({"data": {"dataset": "cifar100"}}).to_mapping()["method"]["ipc"] == 5
     assert resolve({"data": {"dataset": "cifar10"}}).to_mapping()["method"]["ipc"] == 10

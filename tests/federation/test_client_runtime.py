@@ -1,4 +1,4 @@
-"""Clients alone: what they take, what they answer, and that bytes are all that has to pass."""
+"""Clients without an engine: the requests they accept, their answers, and their charges."""
 
 from __future__ import annotations
 
@@ -17,11 +17,8 @@ from fedsynth.config.settings import RunSettings
 from fedsynth.core.client import PrivateClients
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters
-from fedsynth.core.state import ServerState
 from fedsynth.data.images import ImageData
 from fedsynth.data.partition_settings import PartitionSettings
-from fedsynth.data.proxy import ProxyImages, noise_images
-from fedsynth.errors import DivergedError
 from fedsynth.federation.client_group import (
     evaluate_together,
     step_alone,
@@ -32,12 +29,10 @@ from fedsynth.federation.client_runtime import ClientRuntime, OwnData
 from fedsynth.federation.context import public_context
 from fedsynth.federation.privacy_plan import PrivacyPlan
 from fedsynth.federation.protocol import BUDGET, REQUEST, Terms
-from fedsynth.federation.server import Server
 from fedsynth.methods import METHODS, method_class
 from fedsynth.methods.fedavg import FedAvg
 from fedsynth.methods.fedfm import FedFMLite
 from fedsynth.methods.shared.class_sums import COUNTS
-from fedsynth.methods.shared.client_training import Task
 from fedsynth.methods.solo import Solo
 from fedsynth.models.registry import ModelSettings
 from fedsynth.models.small import Linear
@@ -46,8 +41,6 @@ from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.plans import FIRST, MAIN, PHASES
 from fedsynth.privacy.settings import PrivacySettings
 from tests.digits import CPU, SPEC, digits
-from tests.families import by_family
-from tests.simulation.test_unchanged import case
 
 PARTS = [torch.arange(0, 30), torch.arange(30, 70), torch.arange(70, 90), torch.arange(90, 120)]
 
@@ -138,26 +131,6 @@ def test_a_client_keeps_its_own_memory() -> None:
     assert clients[0].personal({}) is one
 
 
-class Broken(FedAvg):
-    """Its second client's memory is not finite."""
-
-    name = "broken"
-    personal = True
-
-    def task(self, client: int, message: Any, memory: Any, context: RoundContext) -> Task:
-        def finish(model: nn.Module, trained: Any) -> Any:
-            bad = torch.tensor([float("nan") if client == 1 else 1.0])
-            return ModelParameters(model.state_dict(), trained.weight), {"own": bad}
-
-        return Task(finish=finish)
-
-
-def test_a_personal_model_that_is_not_finite_is_named() -> None:
-    clients = runtimes(Broken(local_steps=1))
-    with pytest.raises(DivergedError, match="round 1: own of the client 1 is not finite"):
-        step_together(clients, MAIN, request(context()), context())
-
-
 def test_an_unsound_request_is_refused_by_an_answer() -> None:
     """Not by an exception: the server is elsewhere. Nothing was asked of the data."""
     ctx = context(privacy=PrivacySettings(noise_multiplier=1.0, max_request_norm=1.0), sizes=None)
@@ -200,7 +173,7 @@ class SaysZero(nn.Module):
 
 
 def test_models_are_tested_on_each_clients_own_split() -> None:
-    """Of consecutive labels every tenth is 0: by hand; a client without a split has none right."""
+    """Every tenth label is 0: counted by hand. A personal model has its client's parameters."""
     bounds = ((0, 0), (120, 131), (121, 125), (130, 150))
     splits = [torch.arange(*some) for some in bounds]
     ctx = replace(context(), architecture=SaysZero())
@@ -214,78 +187,19 @@ def test_models_are_tested_on_each_clients_own_split() -> None:
     assert [e.right["one"] for e in found] == [0, 1, 1, 2]
     assert [client.evaluate(models, ctx) for client in clients] == found
     assert [e.tested for e in evaluate_together(runtimes(FedAvg()), models, ctx)] == [0] * 4
-
-
-def test_a_personal_model_is_tested_with_what_its_client_keeps() -> None:
-    splits = [torch.arange(120, 131)] * 4
-    ctx = replace(context(), architecture=SaysZero())
-    clients = runtimes(Solo(), splits)
-    clients[1].memory = {"bias": torch.eye(10)[5]}
-    found = evaluate_together(clients, {"global": SaysZero().state_dict()}, ctx)
+    personal = runtimes(Solo(), [torch.arange(120, 131)] * 4)
+    personal[1].memory = {"bias": torch.eye(10)[5]}
+    found = evaluate_together(personal, {"global": SaysZero().state_dict()}, ctx)
     assert [e.right["global"] for e in found] == [2, 1, 2, 2]
 
 
-# ------------------------------------------------------------------------------------------ bytes
-
-
-def run(name: str, *, over_bytes: bool, rounds: int = 2) -> tuple[Server, list[ClientRuntime]]:
-    """A federation of `name` in this process; over bytes nothing else passes, from round to round
-    the server's state neither."""
-    few = {"min_examples": 1} if name in ("feddm", "real") else {}
-    settings = resolve(case(name, method=few))
-    base = public_context(settings, SPEC, CPU)
-    sizes = tuple(len(part) for part in PARTS)
-    base = replace(base, sizes=sizes)
-    if name == "feddf":
-        proxy = ProxyImages(noise_images(SPEC, 0), SPEC)
-        base = replace(base, proxy=proxy)
-    clients = runtimes(settings.method)
-    server = Server(settings.method, base.architecture.state_dict())
-
-    def passed(message: Any) -> Any:
-        return type(message).from_bytes(message.to_bytes()) if over_bytes else message
-
-    for number in range(1, rounds + 1):
-        ctx = replace(base, round=number)
-        elsewhere = pickle.loads(pickle.dumps(ctx)) if over_bytes else ctx
-        for phase in PHASES:
-            asked = server.request(phase, ctx)
-            if asked is None:
-                continue
-            replies: dict[int, Message] = {}
-            for client in reversed(clients):
-                replies[client.number] = passed(step_alone(client, phase, passed(asked), elsewhere))
-            server.receive(phase, replies, ctx)
-        resumed = Server(settings.method, {})
-        resumed.state = passed(server.state)
-        server = resumed
-    return server, clients
-
-
-def tensors(kept: ServerState) -> dict[str, Tensor]:
-    return dict(kept.numbers())
-
-
-@pytest.mark.parametrize("name", by_family(METHODS, ("scaffold", "fedfm", "feddf")))
-def test_bytes_are_all_that_has_to_pass(name: str) -> None:
-    """Two rounds of every method: messages, contexts and the state from round to round as bytes,
-    replies in another order; and the same state, and memories, as without."""
-    server, clients = run(name, over_bytes=True)
-    plain, others = run(name, over_bytes=False)
-    found, expected = tensors(server.state), tensors(plain.state)
-    assert set(found) == set(expected)
-    for key, value in expected.items():
-        assert torch.equal(found[key], value), key
-    assert type(server.state) is type(plain.state) is method_class(name).state
-    for one, other in zip(clients, others, strict=True):
-        assert set(one.memory) == set(other.memory)
-        assert all(torch.equal(one.memory[key], value) for key, value in other.memory.items())
+# -------------------------------------------------------------------------------------- charges
 
 
 def test_the_client_whose_budget_is_spent_is_the_one_that_refuses() -> None:
-    """Another run charges client 1 between `prepare` and the step: 0 is charged, 1 says no."""
+    """Another run charges client 1 between `prepare` and the step: 0 is charged, 1 refuses."""
     given = {"run": {"method": "fedavg", "rounds": 1}, "method": {"local_epochs": 1}}
-    settings = resolve({**given, "privacy": {"epsilon": 1.0}})
+    settings = resolve({**given, "privacy": {"epsilon": 1.0, "sample_rate": 1.0}})
     public = public_context(settings, SPEC, CPU)
     ledgers = [Ledger(f"client-{k}") for k in range(5)]
     plan = PrivacyPlan.make(settings, public, [ledger.history() for ledger in ledgers])

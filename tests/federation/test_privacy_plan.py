@@ -32,7 +32,7 @@ from fedsynth.privacy.errors import (
 )
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.ledger.history import History
-from fedsynth.privacy.plans import FIRST, MAIN, PrivatePlan, UnaccountedNoise
+from fedsynth.privacy.plans import FIRST, MAIN, Allowance, PrivatePlan, UnaccountedNoise
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import USER, Release
 from fedsynth.results.privacy_summary import headline
@@ -213,10 +213,7 @@ def budgets(plan: PrivacyPlan, *ledgers: Ledger) -> list[ClientBudget]:
 
 
 def test_a_budget_is_its_clients_own() -> None:
-    """One client's ledger is full: it alone refuses, and says nothing of others.
-
-    Old form: the run asked all clients' guards, in one object.
-    """
+    """Only the client whose ledger is full refuses, and its message names no other."""
     plan = plan_of(settings(noise_multiplier=8.0, epsilon=2.0))
     full, empty = Ledger("north"), Ledger("south")
     full.charge(replace(SPENT, steps=60))
@@ -310,18 +307,16 @@ class Asking(FedAvg):
     ],
 )
 def test_a_step_that_wants_more_than_its_plan_fails_with_its_name(names: str, message: str) -> None:
-    """Through the engine. Old form: it wrote a release down itself and was charged for it, and the
-    plan's ε was wrong until the report."""
+    """Catches: a step that charges itself for a release beyond the plan's ε."""
     run = replace(settings("fedavg"), method=Asking(local_epochs=1, batch=64, names=names))
     with pytest.raises(UnplannedReleaseError, match=message):
         simulate(run)
 
 
 @pytest.mark.parametrize("name", ["fedaf", "fedfm", "fedfm-lite", "feddm", "fedavg"])
-def test_every_planned_series_is_spent(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is charged before a step, the step takes: no client pays for what never leaves."""
-    from fedsynth.privacy.plans import Allowance
-
+def test_a_step_takes_every_series_that_is_charged_for_it(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     given: list[Allowance[Any]] = []
     init = Allowance.__init__
 
@@ -333,31 +328,35 @@ def test_every_planned_series_is_spent(name: str, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(simulated_run, "check_private_steps", lambda *args: [])  # charges nothing
     own = {"knowledge_from": "first-phase"} if name == "fedaf" else {}
     privacy = {"mechanism": "features"} if name == "feddm" else {}
-    simulate(settings(name, clients=2, own=own, noise_multiplier=3.0, **privacy))
+    run = settings(name, clients=2, own=own, noise_multiplier=3.0, **privacy)
+    simulate(replace(run, rounds=1))
     assert given
     assert all(not one._left for one in given)
 
 
-def test_people_are_told_of_a_schedule_that_leaves_nothing_but_noise() -> None:
+def warnings_of(run: RunSettings, words: str) -> list[str]:
+    return [str(line) for line in headline(plan_of(run)) if words in str(line)]
+
+
+def test_a_headline_warns_of_a_schedule_that_leaves_nothing_but_noise() -> None:
     """FedDM's own rounds and steps, on few images."""
 
-    def told(**own: int) -> list[str]:
-        run = settings("feddm", own=own, epsilon=8.0)
-        return [str(line) for line in headline(plan_of(run)) if "releases share" in str(line)]
+    def told(iterations: int) -> list[str]:
+        run = settings("feddm", own={"iterations": iterations}, epsilon=8.0)
+        return warnings_of(run, "releases share")
 
-    assert told(iterations=20) == []
-    (line,) = told(iterations=2000)
+    assert told(20) == []
+    (line,) = told(2000)
     assert "6,000 releases share the budget, each with noise of σ = " in line
 
 
-def test_people_are_told_that_noise_is_larger_than_the_signal() -> None:
-    """FedStats' plan says how large its sums can be; with σ = 50 noise is larger."""
+def test_a_headline_warns_of_noise_that_is_larger_than_the_signal() -> None:
+    """FedStats' plan states how large its sums can be; with σ = 50 noise is larger."""
 
     def told(sigma: float) -> list[str]:
-        run = replace(
-            settings("fedavg", noise_multiplier=sigma), method=FedStats(features="pixels"), rounds=1
-        )
-        return [str(line) for line in headline(plan_of(run)) if "warning: noise" in line]
+        method = FedStats(features="pixels")
+        run = replace(settings("fedavg", noise_multiplier=sigma), method=method, rounds=1)
+        return warnings_of(run, "warning: noise")
 
     assert told(0.5) == []
     (line,) = told(50.0)

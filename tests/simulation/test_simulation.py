@@ -14,16 +14,17 @@ import torch
 
 from fedsynth.config.resolve import resolve
 from fedsynth.config.settings import RunSettings
-from fedsynth.data.images import from_arrays
+from fedsynth.data.images import ImageData, from_arrays, normalise
+from fedsynth.data.load import load_dataset
 from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import DataError, DivergedError, PartitionError, SettingError
-from fedsynth.federation.observer import Observer
 from fedsynth.methods.feddm import FedDM
 from fedsynth.privacy.accounting import epsilon
 from fedsynth.privacy.errors import BudgetExceededError, LedgerError, PrivacySettingError
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.releases import Release
 from fedsynth.simulation.simulate import simulate
+from tests.notes import Notes
 
 
 def tiny(method: str = "feddm", **privacy: Any) -> RunSettings:
@@ -45,6 +46,11 @@ def tiny(method: str = "feddm", **privacy: Any) -> RunSettings:
 
 def same(a: torch.nn.Module, b: torch.nn.Module) -> bool:
     return all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
+
+
+def random_images(labels: np.ndarray) -> ImageData:
+    images = np.random.default_rng(0).integers(0, 256, (len(labels), 1, 8, 8)).astype(np.uint8)
+    return from_arrays(images, labels, dataset_spec("digits"))
 
 
 @pytest.mark.parametrize("method", ["feddm", "fedavg"])
@@ -77,14 +83,6 @@ def test_charged_rows_are_the_rounds_that_ran_and_the_report_holds_them(tmp_path
     spent = epsilon(rows, 1e-5)
     assert result.metrics[-1]["epsilon"] == pytest.approx(spent)
     assert result.summary["differential_privacy"]["epsilon"] == pytest.approx(spent)
-
-
-def test_epsilon_alone_calibrates_for_the_whole_run() -> None:
-    """Catches: calibration for one round only."""
-    spent = simulate(tiny(epsilon=4.0)).summary["differential_privacy"]
-    assert 3.9 < spent["epsilon"] <= 4.0
-    sigma = spent["noise_multiplier"]
-    assert epsilon([Release(1, "x", "x", "x", sigma, 1.0, 1.0, "full", 2, 1)], 1e-5) < 3.0
 
 
 def test_a_hard_cap_ends_the_run_in_order() -> None:
@@ -120,21 +118,22 @@ def test_delta_is_checked_against_the_public_bound() -> None:
 
 def test_a_class_nobody_has_is_refused_only_without_privacy() -> None:
     """With DP on, class presence is private: no rule may look at it."""
-    rng = np.random.default_rng(0)
-    train = from_arrays(
-        rng.integers(0, 256, (200, 1, 8, 8)).astype(np.uint8),
-        np.arange(200) % 9,
-        dataset_spec("digits"),
-    )
+    train = random_images(np.arange(200) % 9)
     with pytest.raises(DataError, match="class"):
         simulate(tiny(), data=(train, train))
     simulate(tiny(noise_multiplier=3.0), data=(train, train))
 
 
-def test_divergence_is_said_and_leaves_no_finished_folder(tmp_path: Path) -> None:
-    settings = tiny("fedavg")
-    settings = replace(settings, method=replace(settings.method, lr=1e30, momentum=0.0))  # type: ignore[call-arg]
-    with pytest.raises(DivergedError, match=r"round 1: parameters.* of the client 0 is not finite"):
+@pytest.mark.parametrize(("method", "name"), [("fedavg", "parameters.*"), ("solo", ".*weight")])
+def test_a_diverged_run_names_the_client_and_has_no_finished_folder(
+    method: str, name: str, tmp_path: Path
+) -> None:
+    """An upload's parameters, and a model that stays with its client."""
+    diverging = {"local_epochs": 1, "lr": 1e38, "momentum": 0.0}
+    settings = resolve(
+        {"run": {"method": method, "rounds": 1}, "model": {"width": 4}, "method": diverging}
+    )
+    with pytest.raises(DivergedError, match=rf"round 1: {name} of the client 0 is not finite"):
         simulate(settings, output=tmp_path)
     assert all(folder.name.endswith(".incomplete") for folder in tmp_path.iterdir())
 
@@ -146,11 +145,7 @@ def test_a_run_in_which_nobody_sends_an_image_is_refused() -> None:
 
 
 def test_accuracy_is_the_test_sets() -> None:
-    """A test set whose labels are the model's own predictions gives 1, one of other labels gives 0,
-    whatever the training set."""
-    from fedsynth.data.images import ImageData, normalise
-    from fedsynth.data.load import load_dataset
-
+    """Test labels that are the model's own predictions give 1, others 0."""
     train, test = load_dataset("digits")
     model = simulate(tiny(), data=(train, test)).model
     with torch.no_grad():
@@ -161,22 +156,18 @@ def test_accuracy_is_the_test_sets() -> None:
 
 
 def test_memories_go_from_round_to_round() -> None:
-    """Images kept over rounds move twice; restarted ones go back to the start first."""
-    kept = simulate(tiny()).uploads[0]
+    """Images of the last round move twice; restarted ones are set back first."""
     settings = tiny()
-    restarted = simulate(replace(settings, method=replace(settings.method, restart=True))).uploads[
-        0
-    ]  # type: ignore[call-arg]
-    assert not torch.allclose(
-        dict(kept.arrays())["images"], dict(restarted.arrays())["images"], atol=1e-3
+    restarting = replace(settings, method=replace(settings.method, restart=True))  # type: ignore[call-arg]
+    kept, restarted = (
+        dict(simulate(each).uploads[0].arrays())["images"] for each in (settings, restarting)
     )
+    assert not torch.allclose(kept, restarted, atol=1e-3)
 
 
 def test_your_own_clients() -> None:
-    rng = np.random.default_rng(0)
-    images = rng.integers(0, 256, (200, 1, 8, 8)).astype(np.uint8)
     labels = np.arange(200) % 10
-    data = from_arrays(images, labels, dataset_spec("digits"))
+    data = random_images(labels)
     parts = [np.flatnonzero(labels < 3), np.flatnonzero(labels >= 3)]
     uploads = simulate(tiny(), data=(data, data), parts=parts).uploads
     sent = [dict(uploads[k].arrays())["labels"].tolist() for k in (0, 1)]
@@ -191,22 +182,12 @@ def test_your_own_clients() -> None:
             simulate(tiny(), data=(data, data), parts=bad)  # type: ignore[arg-type]
 
 
-def test_a_class_that_nobody_sends_is_said() -> None:
-    class Listener(Observer):
-        def __init__(self) -> None:
-            self.notes: list[str] = []
-
-        def note(self, text: str) -> None:
-            self.notes.append(text)
-
-    rng, listener = np.random.default_rng(0), Listener()
-    labels = np.concatenate([np.arange(180) % 9, [9, 9]])
-    data = from_arrays(
-        rng.integers(0, 256, (182, 1, 8, 8)).astype(np.uint8), labels, dataset_spec("digits")
-    )
-    simulate(tiny(), data=(data, data), parts=[np.arange(182)], observer=listener)
-    assert listener.notes[0].startswith("no differential privacy")
-    assert "nobody sends images of 9" in listener.notes[1]
+def test_a_class_that_no_client_sends_is_noted() -> None:
+    data = random_images(np.concatenate([np.arange(180) % 9, [9, 9]]))
+    notes = Notes()
+    simulate(tiny(), data=(data, data), parts=[np.arange(182)], observer=notes)
+    assert notes.lines[0].startswith("no differential privacy")
+    assert "nobody sends images of 9" in notes.lines[1]
 
 
 def test_the_memory_bound_splits_clients_and_changes_nothing_else(
