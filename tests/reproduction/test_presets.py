@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
-from fedsynth import load_preset
+from fedsynth import load_preset, resolve
 from fedsynth.config.settings import RunSettings
 from fedsynth.errors import UnknownNameError
 from fedsynth.reproduction.preset_files import not_covered, preset, preset_names, published
 from fedsynth.reproduction.presets import PresetError, main_cell, preset_sections
+from fedsynth.reproduction.rows import run_hash
 
 CHOSEN = "not given in the paper: chosen"
 CELLS = [(name, cell) for name in preset_names() for cell in preset(name).cells]
@@ -106,8 +107,6 @@ def test_settings_are_the_papers(
 
 def test_both_final_models_of_one_training_are_one_run() -> None:
     """Catches: a training for each of FedKF's two final models."""
-    from fedsynth.reproduction.rows import run_hash
-
     table = preset("fedkf:table5")
     aca, oca = (table.select(alpha=0.1, method=f"fedkf ({one})")[0] for one in ("aca", "oca"))
     assert run_hash(table.settings(aca)) == run_hash(table.settings(oca))
@@ -120,8 +119,6 @@ def test_both_final_models_of_one_training_are_one_run() -> None:
 def test_the_library_and_train_mean_the_same_run() -> None:
     given = {"data": {"dataset": "cifar10"}, "partition": {"alpha": 0.1}, "run": {"seed": 2}}
     sections, cell = preset_sections(preset("feddm:table2"), given)
-    from fedsynth import resolve
-
     assert resolve(sections) == load_preset("feddm:table2", dataset="cifar10", alpha=0.1, seed=2)
     assert cell.method == "feddm"
 

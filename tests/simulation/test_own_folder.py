@@ -39,16 +39,14 @@ def clinic(tmp_path: Path) -> Path:
 
 
 def test_each_site_is_a_client(tmp_path: Path) -> None:
-    result = simulate(tiny(make_folder(tmp_path, ("a", "b", "c"))), quiet=True)
+    folder = make_folder(tmp_path, ("a", "b", "c"))
+    result = simulate(tiny(folder), quiet=True)
     assert sorted(result.uploads) == [0, 1, 2]
     assert (result.settings.partition.kind, result.settings.partition.clients) == ("given", 3)
-
-
-def test_a_loaded_folder_is_data_of_a_run(tmp_path: Path) -> None:
     run = {"method": "fedavg", "rounds": 1}
     settings = resolve({"run": run, "model": {"name": "linear"}, "partition": {"kind": "iid"}})
-    found = load_folder(make_folder(tmp_path))
-    assert len(simulate(settings, data=found, quiet=True).uploads) == 2
+    found = load_folder(folder)
+    assert len(simulate(settings, data=found, quiet=True).uploads) == 3
     divided = simulate(settings, data=(found.train, None), quiet=True)
     assert len(divided.uploads) == settings.partition.clients
 

@@ -21,6 +21,7 @@ from fedsynth.privacy.errors import LedgerError, PrivacySettingError
 from fedsynth.privacy.mechanisms import GaussianSums, Released
 from fedsynth.privacy.releases import USER
 from fedsynth.results.verification import verify_run
+from fedsynth.simulation.audit.auditing import audit_run
 from fedsynth.simulation.simulate import RunResult, simulate
 
 SPEC = dataset_spec("digits")
@@ -65,11 +66,9 @@ def test_the_report_says_who_is_protected_and_is_verified(tmp_path: Path) -> Non
     assert "2 persons together" in text
 
 
-@pytest.mark.parametrize("method", ["fedavg"])
-def test_epsilon_counts_users_by_the_public_number_of_them(method: str) -> None:
-    """The rate is the method's batch over the nominal number of users; the divisor likewise: 1 if
-    that is smaller."""
-    report: Any = simulate(settings(method), data=people(), parts=PARTS).privacy
+def test_the_sample_rate_is_of_the_public_number_of_users() -> None:
+    """The method's batch over the nominal number of users, at most 1."""
+    report: Any = simulate(settings("fedavg"), data=people(), parts=PARTS).privacy
     assert {row["sample_rate"] for row in report["ledger"]} == {1.0}
 
 
@@ -146,8 +145,6 @@ def test_a_kept_ledger_protects_one_unit(tmp_path: Path) -> None:
 
 def test_users_can_be_audited() -> None:
     """Each canary is a user; the claim of an honest run stands."""
-    from fedsynth.simulation.audit.auditing import audit_run
-
     found = audit_run(
         settings(noise_multiplier=2.0), canaries=40, test_only=np.random.default_rng(0)
     )
