@@ -3,6 +3,7 @@ memories."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,14 +45,11 @@ def test_four_of_twenty_drawn_anew_and_by_the_seed() -> None:
 
 
 def test_a_share_that_is_no_client_is_refused() -> None:
-    """Catches: 1 % of three clients, which was silently a third of them."""
-    with pytest.raises(
-        SettingError, match=r"run.participation 0.01 of 3 clients is not one.*0.333"
-    ):
-        Participation(0, 3, 0.01)
+    """Catches: 1 % of ten clients, which was silently a tenth of them."""
     settings = RunSettings(FedAvg(), rounds=1, participation=0.01, model=ModelSettings("linear"))
     with pytest.raises(
-        SettingError, match=r"0.01 of 10 clients is not one: it must be at least 0.1"
+        SettingError,
+        match=r"run.participation 0.01 of 10 clients is not one: it must be at least 0.1",
     ):
         simulate(settings, quiet=True)
 
@@ -127,12 +125,19 @@ def test_planning_draws_each_round_once(monkeypatch: pytest.MonkeyPatch) -> None
     assert len(drawn) == 40
 
 
-@pytest.mark.parametrize("privacy", [{"noise_multiplier": 3.0}, {}])
-def test_no_client_pays_for_a_round_that_one_ledger_cannot_take(
-    privacy: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("method", "privacy"),
+    [
+        ("fedavg", {"noise_multiplier": 3.0, "sample_rate": 1.0}),
+        ("fedavg", {}),
+        ("feddm", {"noise_multiplier": 3.0, "mechanism": "paper"}),  # no guard looks at its ledger
+    ],
+)
+def test_no_client_is_charged_for_a_round_that_one_ledger_cannot_take(
+    method: str, privacy: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = {"method": "fedavg", "rounds": 1}
-    settings = tiny(run=run, privacy={**privacy, "ledger": tmp_path})
+    settings = tiny(method, run={"method": method}, privacy={**privacy, "ledger": tmp_path})
+    settings = replace(settings, rounds=1)
     simulate(settings)
     before = {path: path.read_bytes() for path in tmp_path.glob("*.jsonl")}
     last = max(before)

@@ -212,10 +212,12 @@ def test_the_client_whose_budget_is_spent_is_the_one_that_refuses() -> None:
     assert [client.prepare(ctx) for client in clients] == [None] * 3
     for row in plan.planned():
         ledgers[1].charge(row)
+    assert [clients[k].prepare(ctx) is None for k in range(3)] == [True, False, True]
     message = ModelParameters(ctx.architecture.state_dict(), 1.0)
     replies = step_together(clients, MAIN, message, ctx)
     (refusal,) = replies.refusals
     assert (refusal.client, refusal.kind) == (1, BUDGET)
+    assert "client-1" in refusal.reason
     assert [len(ledger.releases) for ledger in ledgers[:3]] == [1, 1, 0]
     assert replies.messages == {}
 
