@@ -136,3 +136,14 @@ def test_the_config_fed_back_repeats_the_run(
     for summary in summaries:
         del summary["seconds"], summary["folder"]
     assert summaries[0] == summaries[1]
+
+
+@pytest.mark.parametrize("method", ["fedbn", "fedhydra"])
+def test_personal_and_one_shot_methods_leave_a_model(method: str, train: Call) -> None:
+    run = train(f"{method} --json --local-test 0.2")
+    assert run.code == 0, run.stderr
+    summary = json.loads(run.stdout)
+    # fedbn has no common model: only its owner sees a result
+    assert (summary["test_accuracy"] is None) == (method == "fedbn")
+    assert 0 <= summary["local"]["amp"] <= 1
+    assert (run.folder / "model.safetensors").is_file()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -82,22 +82,18 @@ def test_data_that_do_not_say_whose_they_are() -> None:
         bounded(np.arange(3), ImageData(data.images, data.labels, SPEC), 1, 0)
 
 
-def test_folders_of_images_take_their_users_from_the_file(tmp_path: Path) -> None:
-    from PIL import Image
-
+def test_folders_of_images_take_their_users_from_the_file(files: Any) -> None:
     spec = dataset_spec("office-caltech-10")
-    lines = ["path,user"]
-    for domain in spec.domains:
-        for name in spec.class_names:
-            folder = tmp_path / "office_caltech_10" / domain / name
-            folder.mkdir(parents=True)
-            for number in range(5):
-                Image.new("RGB", (8, 8), (number, 0, 0)).save(folder / f"{number}.png")
-                lines.append(f"{domain}/{name}/{number}.png,{domain}-{number % 2}")
-    train, test = read_office_caltech(spec, tmp_path)
+    files.write_office_caltech()
+    train, _ = read_office_caltech(spec, files.root)
     assert train.groups is None
-    (tmp_path / "office_caltech_10" / "users.csv").write_text("\n".join(lines))
-    train, test = read_office_caltech(spec, tmp_path)
+    root = files.root / "office_caltech_10"
+    lines = ["path,user"]
+    for path in sorted(root.rglob("*.png")):
+        place = path.relative_to(root)
+        lines.append(f"{place.as_posix()},{place.parts[0]}-{int(path.stem[-1]) % 2}")
+    (root / "users.csv").write_text("\n".join(lines))
+    train, test = read_office_caltech(spec, files.root)
     assert test.groups is None
     assert train.groups is not None
     assert len(np.unique(train.groups)) == 2 * len(spec.domains)
