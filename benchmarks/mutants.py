@@ -63,7 +63,7 @@ TESTS = {  # below tests/; each group of files is run where those before find no
     ),
     "ledger": ("privacy/test_ledger*", "privacy simulation/test_own_data*"),
     "condensation": (
-        "synthesizer/test_[dfknpsw]*",
+        "synthesizer/test_[adfkps]* test_docstring_examples.py",
         "synthesizer/test_matchers*",
         "methods/test_cond* methods/test_fed*",
     ),

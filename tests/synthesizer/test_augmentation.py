@@ -124,6 +124,8 @@ def test_crops_are_windows_of_the_image_in_black(device: torch.device) -> None:
 
 def test_gradients_reach_what_is_seen(device: torch.device) -> None:
     x = _images(device, 1, 8).requires_grad_()
+    assert not Views()
+    assert Views(crop=0.125)
     seen = Views(True, 0.125)(x, DIGITS, torch_generator(1, "views", device=device))
     (gradient,) = torch.autograd.grad((seen * 2).sum(), x)
     assert set(gradient.unique().tolist()) == {0.0, 2.0}  # cut off, or seen once

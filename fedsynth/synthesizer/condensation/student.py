@@ -156,8 +156,8 @@ def soft_labels(teacher: nn.Module, images_NCHW: Tensor) -> Tensor:
 def mixed(values: Tensor, rows_2B: Tensor, share_B: Tensor | None) -> Tensor:
     """Returns share·values[first] + (1 − share)·values[second]; without shares only values[first].
 
-    >>> mixed(torch.tensor([0.0, 4.0]), torch.tensor([[1], [0]]), torch.tensor([0.25]))
-    tensor([1.])
+    >>> mixed(torch.tensor([2.0, 4.0]), torch.tensor([[1], [0]]), torch.tensor([0.25]))
+    tensor([2.5000])
     """
     first = values[rows_2B[0]]
     if share_B is None:
