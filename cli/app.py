@@ -40,7 +40,7 @@ from fedsynth.version import __version__
 app = Application(
     name="fedsynth",
     cls=OneLineGroup,
-    help="Federated learning by synthetic data, with differential privacy that is accounted for.",
+    help="Federated learning with synthetic data and differential privacy accounting.",
     invoke_without_command=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -182,7 +182,7 @@ def _dry_run(sections: Sections, as_json: bool) -> None:
             return
         print(UNPROTECTED)
         if settings.ledger is not None:
-            print(f"  the ledgers in {settings.ledger} would say so: {NO_LATER_EPSILON}")
+            print(f"  the ledgers in {settings.ledger} would record this: {NO_LATER_EPSILON}")
         return
     if warning := long_draw(settings):
         note(warning)
@@ -247,6 +247,7 @@ def _reduce_threads(sections: Sections) -> str:
         return ""
     run["threads"] = threads
     return (
-        f"note: {threads} of {usual} CPU threads, as other programs use the CPUs (run.threads="
-        f"{usual} takes all; another number rounds results otherwise)"
+        f"note: using {threads} of {usual} CPU threads, because other programs use the CPUs "
+        f"(run.threads={usual} uses all of them; another number changes the rounding of "
+        "results)"
     )

@@ -92,8 +92,8 @@ _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 PACKAGE = Path(__file__).resolve().parent.parent
 OUT_OF_MEMORY = (
-    "this machine has not enough memory for these settings: fewer images, smaller batches or a "
-    "smaller model may fit"
+    "this machine does not have enough memory for these settings: use fewer images, smaller "
+    "batches or a smaller model"
 )
 NO_MEMORY = "DefaultCPUAllocator: can't allocate memory"
 NO_BUG = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM}
@@ -240,4 +240,4 @@ def _require_working_folder() -> None:
     try:
         os.getcwd()
     except FileNotFoundError:
-        fail("the working folder does not exist any more: go to another one")
+        fail("the working folder no longer exists: change to another folder")

@@ -20,20 +20,18 @@ if TYPE_CHECKING:
     from fedsynth.deployment.proposal import Proposal
 
 deploy_app = Application(
-    help="Prepare a federation over machines: its keys, a Flower app folder.", no_args_is_help=True
+    help="Prepare a deployment: its keys and a Flower app folder.", no_args_is_help=True
 )
 RUN = ("run.method", "run.rounds", "run.seed", "data.dataset", "partition.clients")
 """The settings with an option; `--set` sets the others."""
 Spec = Annotated[
     Path | None,
-    path_option(
-        "A TOML file with the specification of your own data (public); default: the data set's."
-    ),
+    path_option("A TOML file with the public specification of your data. Default: the data set's."),
 ]
 Insecure = Annotated[
     bool, typer.Option("--insecure", help="Without TLS: for trials on one machine only.")
 ]
-NewFolder = Annotated[Path, path_argument("The folder to be made.")]
+NewFolder = Annotated[Path, path_argument("The folder to create.")]
 
 
 @deploy_app.command("init")
@@ -48,28 +46,28 @@ def init(
     options = {"output": str(Path("runs").absolute()), "home": str(Path("homes").absolute())}
     write_app(folder, proposal, options)
     print(
-        f"{folder} is a Flower app of the run with agreement {proposal.agreement}; what is "
-        "next stands in docs/deployment.md"
+        f"{folder} is a Flower app of the run with agreement {proposal.agreement}; see "
+        "docs/deployment.md for the next steps"
     )
 
 
 @deploy_app.command("keys")
 def keys(
     folder: NewFolder,
-    clients: Annotated[int, typer.Option(help="How many clients.")],
+    clients: Annotated[int, typer.Option(help="The number of clients.")],
     host: Annotated[
         list[str] | None,
-        typer.Option(help="The server's name or address, as clients know it; may be repeated."),
+        typer.Option(help="The server's name or address that clients connect to; may be repeated."),
     ] = None,
-    days: Annotated[int, typer.Option(help="How long certificates are valid.")] = 365,
+    days: Annotated[int, typer.Option(help="Validity of the certificates in days.")] = 365,
 ) -> None:
     """Make a CA, the server's certificate, and a key for each client."""
     from fedsynth.deployment.flower.keys import make_keys
 
     make_keys(folder, clients, tuple(host or ()), days)
     print(
-        f"{folder}: server.crt, server.key and all client-*.pub are the server's; each client "
-        "gets ca.crt and its own client-NNN, and nobody else does"
+        f"{folder}: keep server.crt, server.key and all client-*.pub on the server; send "
+        "each client ca.crt and only its own client-NNN"
     )
 
 
@@ -84,13 +82,20 @@ def server(
         ),
     ] = None,
     insecure: Insecure = False,
-    host: Annotated[str, typer.Option(help="127.0.0.1, or 0.0.0.0 for nodes elsewhere.")] = (
-        "127.0.0.1"
-    ),
-    port: Annotated[int, typer.Option(min=1, max=65535, help="Nodes connect there.")] = 9092,
-    join_seconds: Annotated[float, typer.Option(help="Seconds that clients have to join.")] = 600.0,
+    host: Annotated[
+        str, typer.Option(help="127.0.0.1, or 0.0.0.0 for nodes on other machines.")
+    ] = ("127.0.0.1"),
+    port: Annotated[
+        int, typer.Option(min=1, max=65535, help="The port that nodes connect to.")
+    ] = 9092,
+    join_seconds: Annotated[
+        float, typer.Option(help="Seconds within which clients must join.")
+    ] = 600.0,
     answer_seconds: Annotated[
-        float, typer.Option(help="Seconds that a client has for a step; then it is lost.")
+        float,
+        typer.Option(
+            help="Seconds within which a client must finish a step; a slower client drops out."
+        ),
     ] = 3600.0,
     config: given.Config = None,
     output: given.Output = Path("runs"),
@@ -105,11 +110,11 @@ def server(
 
     if resume is not None:
         if config is not None or any(chosen.values()):
-            raise OptionError("--resume takes the run's own config.toml, and no other settings")
+            raise OptionError("--resume uses the run's config.toml: leave out all other settings")
         config = resume / "config.toml"
     proposal = _proposal(chosen, config, spec)
     if keys is None and not insecure:
-        raise OptionError("--keys is needed, or --insecure for a trial on this machine alone")
+        raise OptionError("--keys is required (or --insecure for a trial on this machine only)")
     link = Link(port, keys, proposal.settings.partition.clients, host)
     timeouts = Timeouts(join_seconds, answer_seconds)
     print(f"the run's agreement is {proposal.agreement}", flush=True)
@@ -124,41 +129,51 @@ def server(
 def client(
     server: Annotated[str, typer.Option(help="The server, HOST:PORT.")],
     number: Annotated[
-        int, typer.Option("--number", min=0, max=MOST_CLIENTS - 1, help="This client's, from 0.")
+        int,
+        typer.Option("--number", min=0, max=MOST_CLIENTS - 1, help="This client's index, from 0."),
     ],
     ledger: Annotated[
-        Path, path_option("Folder of your ledgers, kept over all runs on your records.")
+        Path,
+        path_option("Folder of your ledgers. Use the same folder for all runs on your records."),
     ],
     data: Annotated[
-        Path | None, path_option("Your images, in a folder for each class: DIR/CLASS/*.png.")
+        Path | None, path_option("Your images, with one folder per class: DIR/CLASS/*.png.")
     ] = None,
     trial: Annotated[
         bool,
-        typer.Option("--trial", help="In place of --data: your part of the published data set."),
+        typer.Option("--trial", help="Instead of --data: use your part of the published data set."),
     ] = False,
     data_root: Annotated[
-        Path | None, path_option("Of a trial, the folder of data sets (default: $FEDSYNTH_DATA).")
+        Path | None, path_option("The folder of data sets for --trial (default: $FEDSYNTH_DATA).")
     ] = None,
     ca: Annotated[Path | None, path_option("The CA's certificate, PEM.")] = None,
     key: Annotated[Path | None, path_option("Your node's private key.")] = None,
     insecure: Insecure = False,
-    policy: Annotated[Path | None, path_option("What you allow (docs/deployment.md).")] = None,
+    policy: Annotated[
+        Path | None,
+        path_option("Your consent policy: the runs that you allow (docs/deployment.md)."),
+    ] = None,
     approve: Annotated[
         list[str] | None,
-        typer.Option(help="An agreement that you allow, as it is shown; any: all. Repeatable."),
+        typer.Option(
+            help="An agreement that you allow, as printed by the node; any: all of "
+            "them. Repeatable."
+        ),
     ] = None,
     identity: Annotated[
-        Path | None, path_option("For secure sums, your long-lived private key, Ed25519 in PEM.")
+        Path | None,
+        path_option("Your long-lived private key for secure aggregation, Ed25519 in PEM."),
     ] = None,
     identities: Annotated[
-        Path | None, path_option("With it, a folder of all clients' public keys, client-NNN.pem.")
+        Path | None,
+        path_option("With --identity: a folder of all clients' public keys, client-NNN.pem."),
     ] = None,
-    name: Annotated[str, typer.Option(help="Of your ledger; default client-NNN.")] = "",
+    name: Annotated[str, typer.Option(help="The name of your ledger; default: client-NNN.")] = "",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    once: Annotated[bool, typer.Option("--once", help="Leave when a run has ended.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Exit after one run.")] = False,
     wait: Annotated[
         float,
-        typer.Option(help="Seconds without a connection to the server after which to give up."),
+        typer.Option(help="Exit after this many seconds without a connection to the server."),
     ] = 600.0,
 ) -> None:
     """Take part in a federation with your own records, your own ledger, and by your own rules.
@@ -176,11 +191,13 @@ def client(
     from fedsynth.privacy.ledger.folder import check_names
 
     if (data is None) != trial:
-        raise OptionError("--data names your records; or --trial, a published data set's part")
+        raise OptionError(
+            "--data (your records) or --trial (your part of a published data set) is required"
+        )
     if ca is None and not insecure:
-        raise OptionError("--ca is needed, or --insecure for a trial on this machine alone")
+        raise OptionError("--ca is required (or --insecure for a trial on this machine only)")
     if (identity is None) != (identities is None):
-        raise OptionError("--identity and --identities belong together")
+        raise OptionError("--identity and --identities must be used together")
     check_names([name or f"client-{number:03d}"], 1)
     source: Source = PartOf(data_root) if data is None else ClassFolders(data)
     door = Door(server, ca, key)
@@ -199,7 +216,10 @@ def _owner(policy: Path | None, approve: list[str] | None) -> Owner:
     from fedsynth.deployment.policy import Owner, Policy
 
     if policy is None and not approve:
-        print("note: neither --policy nor --approve: runs are shown, and declined", file=sys.stderr)
+        print(
+            "note: neither --policy nor --approve is set: runs are printed and declined",
+            file=sys.stderr,
+        )
     read = None if policy is None else Policy.read(policy)
     return Owner(read, frozenset(approve or ()))
 

@@ -25,7 +25,7 @@ class MethodsGroup(Group):
 
 
 methods_app = Application(
-    help="The methods: a line each, or one in full.", no_args_is_help=False, cls=MethodsGroup
+    help="List all methods, or print one method in full.", no_args_is_help=False, cls=MethodsGroup
 )
 
 
@@ -116,16 +116,19 @@ def distill(
     chosen: Sections,
     models: Annotated[str, typer.Option(help="Model files (.safetensors), comma-separated.")],
     arch: Annotated[
-        str, typer.Option(help="Their architectures: one for all, or one each, comma-separated.")
+        str,
+        typer.Option(
+            help="Architectures of the models: one for all, or one per model, comma-separated."
+        ),
     ] = "convnet",
     student: Annotated[
-        str | None, typer.Option(help="Architecture of the model to make; default: the first's.")
+        str | None, typer.Option(help="Architecture of the student; default: the first model's.")
     ] = None,
     dataset: Annotated[
-        str, typer.Option(help="Whose image size, classes and normalisation.")
+        str, typer.Option(help="The data set that defines image size, classes and normalisation.")
     ] = "mnist",
     method: Annotated[
-        str, typer.Option(help="fedhydra or dense: neither needs data.")
+        str, typer.Option(help="fedhydra or dense, which need no data.")
     ] = "fedhydra",
     settings: Annotated[
         list[str] | None,
@@ -134,9 +137,12 @@ def distill(
         ),
     ] = None,
     evaluate: Annotated[
-        bool, typer.Option("--evaluate", help="Also test models and student on the data set.")
+        bool,
+        typer.Option("--evaluate", help="Also test the models and the student on the data set."),
     ] = False,
-    output: Annotated[Path, path_option("The file of the student.")] = Path("student.safetensors"),
+    output: Annotated[Path, path_option("The file to write the student to.")] = Path(
+        "student.safetensors"
+    ),
 ) -> None:
     """Distil trained models into one, in one shot and without data.
 

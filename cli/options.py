@@ -46,40 +46,42 @@ def named_path(text: str | Path) -> Path:
         typer.BadParameter: no file can have that name, or it cannot be accessed.
     """
     if "\0" in str(text):
-        raise typer.BadParameter("a file's name has no zero byte")
+        raise typer.BadParameter("a file name must not contain a zero byte")
     try:
         path = Path(text).expanduser()
         status = os.stat(path)
     except RuntimeError:
-        raise typer.BadParameter(f"{str(text)!r}: there is no such user's home") from None
+        raise typer.BadParameter(
+            f"{str(text)!r}: the home directory of this user was not found"
+        ) from None
     except (FileNotFoundError, NotADirectoryError):
         return path  # the command reports or creates it
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or "it is no name of a file"
+        reason = getattr(error, "strerror", None) or "it is not a valid file name"
         raise typer.BadParameter(f"{str(text)[:200]!r}: {reason}") from None
     if stat.S_ISDIR(status.st_mode) and not os.access(path, os.X_OK):
-        raise typer.BadParameter(f"{str(text)!r}: no right to look into that folder")
+        raise typer.BadParameter(f"{str(text)!r}: permission to read this folder is missing")
     return path
 
 
 Config = Annotated[
     Path | None,
-    path_option("A config.toml, or a run's folder with one. Options that are given win over it."),
+    path_option("A config.toml, or a run folder that contains one. Options override its settings."),
 ]
 Preset = Annotated[
     str | None,
     typer.Option(
-        help="A published table's settings, as feddm:table2 (`fedsynth reproduce --list`). "
-        "--dataset, --method, --alpha, --clients and --rounds choose the cell; other options win "
-        "over it."
+        help="The settings of a published table, such as feddm:table2 (`fedsynth reproduce "
+        "--list`). --dataset, --method, --alpha, --clients and --rounds choose the cell; "
+        "other options override its settings."
     ),
 ]
-Output = Annotated[Path, path_option("The folder of run folders.")]
+Output = Annotated[Path, path_option("The folder that contains the run folders.")]
 Resume = Annotated[
     Path | None,
     path_option(
-        "Resume a run that did not finish, by its folder (runs/….incomplete). Its own settings "
-        "hold; only --device, --memory-gb, --compile and --data-root may be given.",
+        "Resume the unfinished run in this folder (runs/….incomplete) with its settings; "
+        "only --device, --memory-gb, --compile and --data-root can be changed.",
         metavar="RUN",
     ),
 ]
@@ -87,13 +89,13 @@ Log = Annotated[
     list[str] | None,
     typer.Option(
         metavar="NAME",
-        help="Also log each round to csv, tensorboard, wandb or mlflow, below --output; may be "
-        "repeated. All but csv need the extra of that name.",
+        help="Also log each round to csv, tensorboard, wandb or mlflow in --output; may be "
+        "repeated. All except csv need the extra with the same name.",
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
 DryRun = Annotated[
-    bool, typer.Option("--dry-run", help="Print what the run would cost in privacy; read no data.")
+    bool, typer.Option("--dry-run", help="Print the privacy cost of the run without reading data.")
 ]
 Download = Annotated[
     bool, typer.Option("--download", help="Download the data set (with torchvision).")
@@ -151,10 +153,10 @@ PANELS: Mapping[str, str] = {
 }
 _PUBLISHED = ", ".join(name for name in DATASETS if "(" not in name)
 HELPS: Mapping[str, str] = {
-    "data.dataset": f"{_PUBLISHED}, or 'synthetic(1,1)' with numbers of yours; digits come with "
-    "fedsynth.",
-    "partition.kind": f"{', '.join(BY_LABELS)}, {DOMAIN} or {NATURAL} (as the data come); `--set "
-    "partition.KEY=VALUE` gives more.",
+    "data.dataset": f"{_PUBLISHED}, or 'synthetic(1,1)' with your own numbers; fedsynth includes "
+    "digits.",
+    "partition.kind": f"{', '.join(BY_LABELS)}, {DOMAIN} or {NATURAL} (the grouping of the "
+    "data); `--set partition.KEY=VALUE` sets more options.",
 }
 """Help texts with names that a docstring cannot list."""
 _KINDS: Mapping[str, type] = {"int": int, "float": float, "bool": bool, "Path": Path}
@@ -204,8 +206,8 @@ Set = Annotated[
     typer.Option(
         "--set",
         metavar="KEY=VALUE",
-        help="A setting of the method, KEY=VALUE, or of another section, model.projection=256; "
-        "may be repeated.",
+        help="A setting of the method, KEY=VALUE, or of another section, such as "
+        "model.projection=256; may be repeated.",
     ),
 ]
 

@@ -27,13 +27,14 @@ NAMES = {f"privacy.{key}": f"--{key.replace('_', '-')}" for key in KEYS["privacy
 }
 """The names of `plan`'s options."""
 SIGNAL = (
-    "S/N, signal to noise: of the sum over all clients, if the examples of each class were alike, "
-    "and any two\nclasses orthogonal (of covariances: if features were white; docs/fedstats.md); "
-    "real classes have less"
+    "S/N: signal-to-noise ratio of the sum over all clients, if the examples of each class "
+    "were equal and\n"
+    "all classes orthogonal (for covariances: if features were white; docs/fedstats.md). "
+    "Real data have less"
 )
 
 privacy_app = Application(
-    help="Plan a privacy budget; read, verify, sign and audit what a run claims.",
+    help="Plan a privacy budget; read, verify, sign and audit a run's privacy report.",
     no_args_is_help=True,
 )
 for command in (report, verify, sign, audit):
@@ -52,10 +53,10 @@ def plan(
     steps: Annotated[
         int | None,
         typer.Option(
-            help="Condensation steps of a round (local epochs, for methods that train models)."
+            help="Condensation steps per round (local epochs for methods that train models)."
         ),
     ] = None,
-    plot: Annotated[Path | None, path_option("Also draw ε over rounds into this SVG file.")] = None,
+    plot: Annotated[Path | None, path_option("Also plot ε over rounds to this SVG file.")] = None,
     as_json: given.AsJson = False,
 ) -> None:
     """Show what a budget allows, or what a σ costs: only from public numbers, before any data are
@@ -73,7 +74,7 @@ def plan(
         chosen["method"] |= _steps_setting(chosen["run"].get("method", DEFAULT_METHOD), steps)
     sections = with_own_code(chosen)
     if not sections["privacy"].keys() & {"epsilon", "noise_multiplier"}:
-        raise OptionError("a plan needs --epsilon (a budget, gives σ) or --sigma (gives ε)")
+        raise OptionError("a plan needs --epsilon (to compute σ) or --sigma (to compute ε)")
     plans = costs_by_mechanism(sections, note)
     if plot is not None:
         write_text(plot, costs_plot(plans))
@@ -95,7 +96,7 @@ def _steps_setting(method: str, steps: int) -> dict[str, Any]:
     keys = {f.name for f in fields(method_class(method))}
     name = next((key for key in ("iterations", "local_epochs") if key in keys), None)
     if name is None:
-        raise OptionError(f"--steps has no meaning for {method}")
+        raise OptionError(f"--steps does not apply to {method}: leave it out")
     return {name: steps}
 
 
@@ -105,10 +106,7 @@ def _warn(plans: list[MechanismCosts]) -> None:
         if first is not None:
             note(f"{p.mechanism} exceeds ε = {p.target:g} in round {first} with this σ")
     if any(p.epsilon[max(p.epsilon)] > 10 for p in plans):
-        say(
-            "warning: ε above 10 is a weak guarantee; --epsilon 8 finds the noise for a stronger "
-            "one"
-        )
+        say("warning: ε above 10 is a weak guarantee; use --epsilon 8 for a stronger one")
 
 
 def _first_beyond(plan: MechanismCosts) -> int | None:
@@ -183,8 +181,8 @@ def carry_over(
 
     rows = LedgerFolder(folder).carry_over(client)
     print(
-        f"the next run may bring other records of {client}; "
-        f"what its ledger holds (rows: {rows}) counts for all of them"
+        f"the next run may use other records of {client}; the entries of its ledger ({rows}) "
+        "count for all of them"
     )
 
 
@@ -202,11 +200,11 @@ def repair(
 
     result = repair_ledger(ledger)
     if result is None:
-        print(f"no line of {ledger} is torn: nothing is changed")
+        print(f"{ledger} has no incomplete line: nothing was changed")
         return
     print(f"torn line: {result.line!r}")
     if result.counts:
-        print("  it lacks only its line break, so it counts: the break is added")
+        print("  only its line break is missing, so it counts: the line break was added")
     else:
-        print("  taken out: nothing was released for it")
-    print(f"the ledger as it was: {result.copy}")
+        print("  removed: nothing was released for it")
+    print(f"copy of the ledger before the repair: {result.copy}")

@@ -29,8 +29,8 @@ from fedsynth.results.result import RunResult
 from fedsynth.simulation.stderr_observer import Spoken, accuracies
 
 NO_ACCURACY = {
-    "private": "private: what is measured on them stands in simulation_only",
-    "none": "none, so that there is no accuracy",
+    "private": "private: metrics on them are in simulation_only",
+    "none": "none: no accuracy is measured",
 }
 
 

@@ -41,8 +41,8 @@ Run = Annotated[Path, path_argument("A run folder, or its privacy_report.json.",
 LedgerFolder = Annotated[
     Path | None,
     path_option(
-        "Folder of the ledger files (default: ledger/ in the run folder, or where config.toml "
-        "keeps them).",
+        "Folder of the ledger files (default: ledger/ in the run folder, or the folder in "
+        "config.toml).",
         "--ledger",
     ),
 ]
@@ -53,7 +53,7 @@ def report(
     chosen: Sections,
     run: Run,
     form: Annotated[str, typer.Option("--format", help="markdown, json or html.")] = "markdown",
-    output: Annotated[Path | None, path_option("Write there, and not to the screen.")] = None,
+    output: Annotated[Path | None, path_option("Write to this file instead of the screen.")] = None,
     ledger: LedgerFolder = None,
 ) -> None:
     """Show a run's privacy budget report.
@@ -92,7 +92,7 @@ def _report_unfinished(run: Path, ledger: Path | None) -> None:
 
     if is_unfinished(run):
         write_report(unfinished_report(run, ledger=ledger), run)
-        message = "the run did not finish; its report was built from its ledgers and written into"
+        message = "the run did not finish; its report was built from its ledgers and written to"
         note(f"{message} {run}")
 
 
@@ -127,9 +127,9 @@ def verify(
     if problems:
         raise typer.Exit(1)
     print(
-        "the report is the one that follows from the run's settings and ledger rows, and "
-        "summary.json and metrics.jsonl agree with it "
-        "(bookkeeping only: this does not attest that noise was added)"
+        "the report follows from the run's settings and ledger entries, and summary.json "
+        "and metrics.jsonl agree with it (bookkeeping only: this does not attest that noise "
+        "was added)"
     )
     for text in (*result.notes, note):
         print(printable(text))
@@ -140,10 +140,14 @@ def _signature(folder: Path, key: Any) -> tuple[list[str], str]:
     from fedsynth.privacy.signing import SIGNATURE, signature_problems
 
     if key is not None:
-        return signature_problems(folder, key), "the signature is this key's, over these files"
+        return signature_problems(folder, key), (
+            "the signature is valid for this key and these files"
+        )
     if (folder / SIGNATURE).exists():
         return [], "the run is signed; the signature was not checked (--public-key FILE)"
-    return [], "the run is not signed: whoever can rewrite all its files can also make them agree"
+    return [], (
+        "the run is not signed: anyone who can rewrite all its files can also make them agree"
+    )
 
 
 def sign(
@@ -170,8 +174,8 @@ def signer(key: Path | None, private: bool) -> Callable[[Path], None]:
         return lambda folder: None
     if not private:
         raise OptionError(
-            "--sign-key signs a run's privacy report and what belongs to it, and this run has no "
-            "differential privacy"
+            "--sign-key signs a private run's report and files, but this run has no "
+            "differential privacy: leave it out"
         )
     from fedsynth.privacy.signing import read_private_key, sign_run
 
@@ -197,26 +201,33 @@ def _audit(*names: str, help: str) -> Any:
 def audit(
     chosen: Sections,
     canaries: Annotated[
-        int, _audit(help="Artificial records, each in one client's data by a fair coin.")
+        int,
+        _audit(
+            help="The number of artificial records; each is included in one client's "
+            "data with probability 1/2."
+        ),
     ] = 1000,
     canaries_as: Annotated[
         str,
         _audit(
-            help="vectors (of their own direction, put in just before the clip; the higher bound) "
-            "or images (random pixels, through network, augmentation and all)."
+            help="vectors (separate directions, inserted just before clipping; gives the higher "
+            "bound) or images (random pixels that pass through augmentation and network)."
         ),
     ] = "vectors",
     guesses: Annotated[
         int | None,
-        _audit(help="Guesses, an even number, chosen before the run; default: two fifths."),
+        _audit(
+            help="The number of guesses, even and chosen before the run; default: two fifths "
+            "of the canaries."
+        ),
     ] = None,
     confidence: Annotated[
-        float, _audit(help="That the bound is not above the true ε, of this one audit.")
+        float, _audit(help="Confidence of this audit that the bound is not above the true ε.")
     ] = 0.999,
     run: Annotated[
         Path | None,
         path_option(
-            "Audit this run folder's settings, and put the result into its privacy report.",
+            "Audit the settings of this run folder, and add the result to its privacy report.",
             panel=AUDIT,
         ),
     ] = None,
@@ -255,8 +266,8 @@ def _audit_options(
     settings = resolve(sections)
     if settings.privacy is None:
         raise OptionError(
-            "an audit tests a claim of differential privacy: give --dp-sigma or --dp-epsilon, or "
-            "--run FOLDER of a private run"
+            "an audit tests a claim of differential privacy: set --dp-sigma, --dp-epsilon, "
+            "or --run FOLDER of a private run"
         )
     first = from_preset(sections)
     return _audited(settings, numbers, first), shlex.join(["fedsynth", *sys.argv[1:]])
@@ -272,7 +283,7 @@ def _audit_folder(
     from fedsynth.simulation.audit.auditing import settings_of_run, write_audit
 
     if config is not None:
-        raise OptionError("--run audits the run's own config.toml: leave --config out")
+        raise OptionError("--run audits the run's config.toml: leave out --config")
     sections = read_config(run / "config.toml")
     settings = resolve(sections)
     _same(settings, resolve(merged(sections, {"run": {}, **chosen})), run)
@@ -301,8 +312,8 @@ def _same(settings: RunSettings, audited: RunSettings, run: Path) -> None:
     ]
     if differ:
         raise OptionError(
-            f"the run in {run} has other settings ({', '.join(differ)}): --run audits its own; "
-            "leave out these options, or --run"
+            f"the run in {run} has other settings ({', '.join(differ)}), and --run audits "
+            "the run's settings: leave out these options, or --run"
         )
 
 
@@ -324,10 +335,10 @@ def _show(result: AuditResult, command: str, as_json: bool) -> None:
         print(json.dumps(facts, indent=2, ensure_ascii=False))
     else:
         print(
-            f"ε = {format_epsilon(result.epsilon)} claimed (δ = {result.delta:g}) · audited lower "
-            f"bound {down(result.epsilon_lower_bound)} at {100 * result.confidence:g} % "
-            f"confidence from {result.canaries} canaries, {result.guesses} guesses, "
-            f"{result.correct} right"
+            f"ε = {format_epsilon(result.epsilon)} claimed (δ = {result.delta:g}) · audited "
+            f"lower bound {down(result.epsilon_lower_bound)} at {100 * result.confidence:g} "
+            f"% confidence from {result.canaries} canaries, {result.guesses} guesses, "
+            f"{result.correct} correct"
         )
         print(
             f"({CAVEAT}; the canaries are artificial and no record was read: no privacy was spent)"

@@ -41,7 +41,10 @@ def seconds_of(text: str | None) -> float:
         return math.inf
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text.strip())
     if match is None:
-        raise OptionError(f"--time-budget takes 170m, 2h, 90s or seconds, got {text!r}")
+        raise OptionError(
+            "--time-budget must be a duration such as 170m, 2h, 90s or a number "
+            f"of seconds, got {text!r}"
+        )
     return float(match[1]) * UNITS[match[2]]
 
 
@@ -49,16 +52,19 @@ def seconds_of(text: str | None) -> float:
 def reproduce(
     chosen: Sections,
     preset: Annotated[
-        str | None, typer.Argument(help="A published table, as feddm:table2 (--list has all).")
+        str | None,
+        typer.Argument(help="A published table, such as feddm:table2 (--list prints all)."),
     ] = None,
     listed: Annotated[
-        bool, typer.Option("--list", help="Show tables; of one, its settings and cells.")
+        bool, typer.Option("--list", help="List all tables, or the settings and cells of one.")
     ] = False,
     dataset: Annotated[str | None, typer.Option(help="Only cells of this data set.")] = None,
     partition: Annotated[
-        str | None, typer.Option(help="Only this partition, in the table's words.")
+        str | None, typer.Option(help="Only this partition, as named in the table.")
     ] = None,
-    alpha: Annotated[float | None, typer.Option(help="Only Dirichlet partitions with it.")] = None,
+    alpha: Annotated[
+        float | None, typer.Option(help="Only Dirichlet partitions with this α.")
+    ] = None,
     clients: Annotated[
         int | None, typer.Option(help="Only cells with this number of clients.")
     ] = None,
@@ -67,22 +73,24 @@ def reproduce(
     ] = None,
     method: Annotated[
         str | None,
-        typer.Option(help="Only this method, by the table's word or the name in this package."),
+        typer.Option(help="Only this method, as named in the table or in this package."),
     ] = None,
     note: Annotated[str | None, typer.Option(help='Only cells with these words ("ipc 5").')] = None,
     seeds: Annotated[
         int, typer.Option(min=1, max=10_000, help="Runs of each cell: seeds 0, 1, ….")
     ] = 1,
-    output: Annotated[Path, path_option("The folder of rows and run folders.")] = Path(
+    output: Annotated[Path, path_option("The folder for rows and run folders.")] = Path(
         "reproduction"
     ),
     time_budget: Annotated[
-        str | None, typer.Option(help="170m, 2h or seconds: no round begins that would end later.")
+        str | None,
+        typer.Option(help="170m, 2h or seconds: do not start a round that would end later."),
     ] = None,
     scale: Annotated[
         float | None,
         typer.Option(
-            help="0.05: run this fraction of rounds, steps, epochs and data: a test, not a result."
+            help="Run only this fraction of rounds, steps, epochs and data, such as 0.05: a "
+            "test, not a result."
         ),
     ] = None,
     settings: Annotated[
@@ -101,7 +109,7 @@ def reproduce(
     """
     if preset is None:
         if not listed:
-            raise OptionError("name a table (feddm:table2), or list all tables with --list")
+            raise OptionError("name a table, such as feddm:table2; --list prints all tables")
         _list_tables(as_json)
         return
     from fedsynth.reproduction.preset_files import preset as preset_of
@@ -160,7 +168,7 @@ def _run(
             say(f"{mark}{table.name} {cell.method} on {cell.dataset}: not runnable: {reason}")
     jobs = jobs_of(table, cells, seeds, scale=scale, changes=changes, speed=speed)
     if not jobs:
-        raise OptionError(f"{table.name}: none of these cells can be run")
+        raise OptionError(f"{table.name}: none of these cells is runnable")
 
     @contextmanager
     def watch(settings: RunSettings) -> Iterator[Observer]:
@@ -223,7 +231,8 @@ def _print_comparison(
     _print_table(body)
     if unfinished:
         print(
-            f"{mark}{len(unfinished)} of {len(outcomes)} runs are unfinished; call again to resume"
+            f"{mark}{len(unfinished)} of {len(outcomes)} runs are unfinished; run the same "
+            "command again to resume"
         )
 
 
@@ -262,7 +271,7 @@ def _list_tables(as_json: bool) -> None:
         numbers = [str(fact[name]) for name in ("preset", "runnable", "cells", "numbers")]
         rows.append([*numbers, f"{fact['title']} ({fact['source']})"])
     _print_table(rows)
-    print("\nnot covered, because the package does not include their numbers:")
+    print("\nnot covered, because the package does not include these published values:")
     for paper, item, what in not_covered():
         print(f"  {paper}, {item}: {what}")
 
@@ -325,7 +334,7 @@ def _states(table: Preset, cells: Sequence[Cell], data_root: str | None) -> list
         if reason := table.refusal(cell):
             states.append(f"not runnable: {reason}")
         elif missing_files(name, root):
-            states.append(f"runnable; no files of {name} here")
+            states.append(f"runnable; the files of {name} are not on this machine")
         else:
             states.append("runnable")
     return states

@@ -21,10 +21,12 @@ if TYPE_CHECKING:
 def runs(
     folders: Annotated[
         list[Path] | None,
-        path_argument("Run folders, or folders of such; default: runs.", metavar="FOLDERS"),
+        path_argument(
+            "Run folders, or folders that contain run folders; default: runs.", metavar="FOLDERS"
+        ),
     ] = None,
     output: Annotated[
-        Path | None, path_option("The folder of run folders, as `train --output` names it.")
+        Path | None, path_option("The folder that contains the run folders (`train --output`).")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the rows as JSON.")] = False,
 ) -> None:
@@ -77,22 +79,25 @@ def _as_json(run: Run, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 Runs = Annotated[
-    list[Path], path_argument("Run folders, or folders of such (runs/).", metavar="RUN...")
+    list[Path],
+    path_argument("Run folders, or folders that contain run folders (runs/).", metavar="RUN..."),
 ]
 
 
 def plot(
     runs: Runs,
-    output: Annotated[Path, path_option("Ends in .svg, .png or .html.")] = Path("curves.svg"),
+    output: Annotated[Path, path_option("The plot file, ending in .svg, .png or .html.")] = Path(
+        "curves.svg"
+    ),
     by: Annotated[str, typer.Option(help="rounds, bytes, seconds or eps.")] = "rounds",
     metric: Annotated[
         str,
-        typer.Option(help="A number of a round's row, such as local.amp or generator.agreement."),
+        typer.Option(help="A metric of metrics.jsonl, such as local.amp or generator.agreement."),
     ] = "test_accuracy",
     mean: Annotated[
         bool,
         typer.Option(
-            "--mean", help="Mean ± standard deviation of runs that differ in seeds alone."
+            "--mean", help="Show mean ± standard deviation of runs that differ only in their seeds."
         ),
     ] = False,
 ) -> None:
@@ -123,13 +128,13 @@ def plot(
 
 def report(
     runs: Runs,
-    output: Annotated[Path, path_option("The HTML file.")] = Path("report.html"),
+    output: Annotated[Path, path_option("The HTML file to write.")] = Path("report.html"),
     simulation_only: Annotated[
         bool,
         typer.Option(
             "--simulation-only",
-            help="Of private runs also show what stands in simulation_only: exact figures of "
-            "private data; the page says so.",
+            help="For private runs, also show simulation_only: exact values from private data; "
+            "the page states this.",
         ),
     ] = False,
 ) -> None:
@@ -153,19 +158,26 @@ COMMAND = (sys.executable, "-c", "from fedsynth.cli.app import main; main()")
 def sweep(
     file: Annotated[Path, path_argument("The sweep, in TOML.", metavar="FILE")],
     form: Annotated[str, typer.Option("--format", help="table, csv, latex or markdown.")] = "table",
-    output: Annotated[Path | None, path_option("Folder of the runs; default: the file's.")] = None,
+    output: Annotated[
+        Path | None, path_option("Folder of the runs; default: the one in the file.")
+    ] = None,
     jobs: Annotated[
-        int | None, typer.Option(help="Runs at once; default: the file's, or 1.")
+        int | None,
+        typer.Option(help="Number of runs at a time; default: the one in the file, or 1."),
     ] = None,
     memory_gb: Annotated[
-        float | None, typer.Option(help="What all runs at once may take; default: the file's.")
+        float | None,
+        typer.Option(help="Memory for all runs together, in GB; default: the value in the file."),
     ] = None,
-    table: Annotated[Path | None, path_option("Write the table there.")] = None,
+    table: Annotated[Path | None, path_option("Write the table to this file.")] = None,
     only_table: Annotated[
-        bool, typer.Option("--only-table", help="Make no run; show what has finished.")
+        bool, typer.Option("--only-table", help="Start no run; show the finished ones.")
     ] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check all settings and list the runs.")
+        bool,
+        typer.Option(
+            "--dry-run", help="Check all settings and list the runs without starting any."
+        ),
     ] = False,
 ) -> None:
     """Make a grid of runs (methods, partitions, seeds, any setting) and print mean ± standard

@@ -30,8 +30,8 @@ def set_options(texts: list[str]) -> Sections:
         if not equals or not name or section not in SET_SECTIONS:
             sections = ", ".join(SET_SECTIONS)
             raise OptionError(
-                f"--set takes KEY=VALUE of the method, or SECTION.KEY=VALUE of {sections}; "
-                f"got {text!r}"
+                "--set must be KEY=VALUE for the method, or SECTION.KEY=VALUE for "
+                f"{sections}; got {text!r}"
             )
         values.setdefault(section, {})[name] = value.strip()
     return values
@@ -42,7 +42,7 @@ def method_settings(texts: list[str]) -> dict[str, Any]:
     sections = set_options(texts)
     if len(sections) > 1:
         raise OptionError(
-            f"--set takes a setting of the method here, got one of {list(sections)[1]}"
+            f"here, --set must be a setting of the method, got one of {list(sections)[1]}"
         )
     return sections["method"]
 
@@ -61,7 +61,10 @@ def with_set_options(sections: Sections, texts: list[str]) -> Sections:
     for section, values in set_options(texts).items():
         for name, value in values.items():
             if name in together.setdefault(section, {}):
-                raise OptionError(f"{section}.{name} is given twice: by an option and by --set")
+                raise OptionError(
+                    f"{section}.{name} is set twice, by an option and by --set: "
+                    "leave out one of them"
+                )
             together[section][name] = value
     return together
 
@@ -88,8 +91,8 @@ def merged(
     new = str(chosen["run"].get("method", old))
     if new != old and config.pop("method", None):
         note(
-            f"note: the config's method settings are {old}'s and are left out; {new} has its "
-            "defaults, or what options say"
+            f"note: the config's method settings are for {old} and are ignored; {new} uses "
+            "its defaults and your options"
         )
     if chosen.get("data", {}).get("folder") and "folder" not in config.get("data", {}):
         # custom images replace a named data set, whose name they do not have
@@ -117,7 +120,9 @@ def _features_where_they_belong(options: Sections, method: str) -> Sections:
     if "features" not in {field.name for field in fields(method_class(method))}:
         return options
     if "features" in options.get("method", {}):
-        raise OptionError("features is given twice, by --features and by --set")
+        raise OptionError(
+            "features is set twice, by --features and by --set: leave out one of them"
+        )
     model = {key: value for key, value in options["model"].items() if key != "features"}
     its_own = {**options.get("method", {}), "features": features}
     return {**options, "model": model, "method": its_own}
@@ -139,7 +144,7 @@ def from_table(
         FedsynthError: no such preset or cell.
     """
     if config is not None:
-        raise OptionError("--preset and --config both give all settings: give one of them")
+        raise OptionError("--preset and --config both define all settings: use only one of them")
     from fedsynth.reproduction.comparison import format_number
     from fedsynth.reproduction.preset_files import preset
     from fedsynth.reproduction.presets import cell_words, preset_sections
@@ -173,7 +178,7 @@ def from_preset(sections: Sections) -> str:
         changed += [f"{prefix}{key}={value}" for key, value in values.items() if key not in chosen]
     if not changed:
         return ""
-    return f"preset of {dataset}, where nothing else is given: {', '.join(changed)}"
+    return f"preset of {dataset}, for settings that you did not set: {', '.join(changed)}"
 
 
 OWN_CODE = ("method", "model", "features")
@@ -250,8 +255,8 @@ def refuse_beside_resume(context: typer.Context) -> None:
             continue  # user code has to be given again
         if explicit and name not in BESIDE_RESUME:
             raise OptionError(
-                f"--resume goes on with the settings of the run's config.toml; {parameter.opts[0]} "
-                "cannot be given beside it"
+                "--resume uses the settings of the run's config.toml: leave out "
+                f"{parameter.opts[0]}"
             )
 
 
@@ -274,5 +279,5 @@ def refuse_needless_code(config: Sections, chosen: Sections) -> None:
         has = [str(config.get(entry, {}).get(name)) for entry, name in places]
         if names_a_file(value) and not any(is_label(entry) for entry in has):
             raise SettingError(
-                section, key, f"is {value}, and the run that goes on has no such file of its own"
+                section, key, f"is {value}, but the resumed run uses no custom file: leave it out"
             )

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from fedsynth.simulation.student import Student
 
 
-data_app = Application(help="Your own images: what is public of them.", no_args_is_help=True)
+data_app = Application(help="Describe the public facts about your images.", no_args_is_help=True)
 
 
 @data_app.callback()
@@ -49,17 +49,21 @@ def describe(
     folder: Annotated[
         Path,
         path_argument(
-            "SITE/CLASS/files, CLASS/files, or with a manifest.csv of path, label, site, user.",
+            "SITE/CLASS/files, CLASS/files, or a folder with a manifest.csv (path, label, "
+            "site, user).",
             metavar="DIR",
         ),
     ],
     name: Annotated[
         str | None,
-        typer.Option(help="What to call the data set, in public; default: the folder's."),
+        typer.Option(help="The public name of the data set; default: the folder's name."),
     ] = None,
     output: Annotated[
         Path | None,
-        path_option("Default: fedsynth.toml in the folder, where `train --data` finds it."),
+        path_option(
+            "The file to write; default: fedsynth.toml in the folder, where `train "
+            "--data` looks for it."
+        ),
     ] = None,
 ) -> None:
     """Propose the public declaration of a folder of images: a TOML file to be checked and signed.
@@ -75,32 +79,34 @@ def describe(
     description = describe_folder(settings, note, name)
     path = output or description.path
     if path.exists():
-        raise OptionError(f"{path} is there already: remove it, or give --output")
+        raise OptionError(f"{path} already exists: remove it, or set --output")
     write_text(path, description.toml)
-    print(f"{description.table}\n(the table is exact and private: it stands in no file)\n")
+    print(f"{description.table}\n(the table is exact and private: it is not written to any file)\n")
     print(
-        f"written: {path}\nCheck each line: all of it is public. Then fill in [signed_off]; "
-        f"`fedsynth synthesize --data {folder} --dp-epsilon 8` (the images of one owner) or "
-        f"`fedsynth train --data {folder} --dp-epsilon 8 --rounds 2 --set iterations=20` (each "
-        "site a client) goes by it."
+        f"written: {path}\n"
+        "Check each line: all of it is public. Then fill in [signed_off]; `fedsynth "
+        f"synthesize --data {folder} --dp-epsilon 8` (images of one owner) or `fedsynth "
+        f"train --data {folder} --dp-epsilon 8 --rounds 2 --set iterations=20` (one client "
+        "per site) uses it."
     )
 
 
 Out = Annotated[
-    Path, path_option("The folder to be made: what may leave the house, and nothing else.", "--out")
+    Path, path_option("The folder to create. It contains only what may be shared.", "--out")
 ]
 Unprotected = Annotated[
     bool,
     typer.Option(
-        "--unprotected", help="Also without differential privacy: such images may show real ones."
+        "--unprotected",
+        help="Also export without differential privacy: such images may reveal real ones.",
     ),
 ]
 WithModel = Annotated[
     bool,
     typer.Option(
         "--with-model",
-        help="Also the run's model, which has the same guarantee: FedStats' labels changed copies "
-        "for `fedsynth student`.",
+        help="Also export the run's model, which has the same guarantee. FedStats' model labels "
+        "augmented copies for `fedsynth student`.",
     ),
 ]
 
@@ -146,7 +152,7 @@ def synthesize(
             download=download,
         )
     show_result(result, as_json)
-    say(f"to hand over: {out} (and nothing of the run folder)")
+    say(f"to share: {out} (share nothing from the run folder)")
 
 
 @takes_settings(*OWN_CODE, others=False)
@@ -168,7 +174,7 @@ def export(
 
     with_own_code(chosen)
     folder = export_run(run, out, unprotected=unprotected, with_model=with_model)
-    print(f"to hand over: {folder}")
+    print(f"to share: {folder}")
 
 
 TENTHS = 10
@@ -182,34 +188,37 @@ MEASURED_STEPS = 10
 )  # fmt: skip
 def student(
     chosen: Sections,
-    share: Annotated[Path, path_argument("A folder that `fedsynth export` made.", metavar="SET")],
+    share: Annotated[Path, path_argument("A folder that `fedsynth export` wrote.", metavar="SET")],
     labels: Annotated[
-        str, typer.Option(help="soft (as kept with the images), hard (their classes), or auto.")
+        str, typer.Option(help="soft (stored with the images), hard (their classes), or auto.")
     ] = "auto",
     teacher: Annotated[
         str,
         typer.Option(
             metavar="PATH",
-            help="A run's folder, or a set or file with a model, that labels changed copies of the "
-            "images; auto: the set's own model, if it has one that was not trained on them; none.",
+            help="The model that labels augmented copies of the images: a run folder, an "
+            "exported set or a model file; auto: the set's model, if it was not trained on "
+            "them; none.",
         ),
     ] = "auto",
     features: Annotated[
         str | None,
         typer.Option(
-            metavar="FILE.py:NAME", help="The teacher's feature map, if it is somebody's own."
+            metavar="FILE.py:NAME", help="The teacher's feature map, if it is a custom one."
         ),
     ] = None,
     steps: Annotated[int | None, typer.Option(help="Training steps.")] = None,
-    copies: Annotated[int | None, typer.Option(help="Changed copies of each image.")] = None,
-    flip: Annotated[
-        bool, typer.Option("--flip", help="Copies may be mirrored (not digits or letters).")
-    ] = False,
-    dataset: Annotated[
-        str | None, typer.Option(help="A data set whose test images to test on.")
+    copies: Annotated[
+        int | None, typer.Option(help="Number of augmented copies per image.")
     ] = None,
+    flip: Annotated[
+        bool, typer.Option("--flip", help="Also mirror copies (not for digits or letters).")
+    ] = False,
+    dataset: Annotated[str | None, typer.Option(help="The data set with the test images.")] = None,
     download: given.Download = False,
-    output: Annotated[Path, path_option("Where the network goes.")] = Path("student.safetensors"),
+    output: Annotated[Path, path_option("The file to write the network to.")] = Path(
+        "student.safetensors"
+    ),
 ) -> None:
     """Train a network only on a synthetic set.
 
@@ -255,17 +264,18 @@ def student(
         report=_Progress(),
     )
     result.save(output)
-    copies_of = f", and {settings.views} changed copies of each" if settings.views else ""
+    copies_of = f", and {settings.views} augmented copies of each" if settings.views else ""
     labelled = " that a model labelled" if result.taught and settings.views else ""
     print(
-        f"learned: {len(result.found.labels)} images, {result.labels} labels{copies_of}{labelled}"
+        f"trained on: {len(result.found.labels)} images, {result.labels} "
+        f"labels{copies_of}{labelled}"
     )
     print(f"guarantee: {_guarantee(result)}")
     if test is not None:
         right = 100 * result.accuracy_on(test)
         print(f"accuracy: {right:.2f} % of {len(test.labels)} real test images")
         if "test_folder" in data:
-            note("of private images that figure is outside any guarantee")
+            note("if these images are private, this accuracy is not covered by the guarantee")
     print(f"student: {output}")
 
 
@@ -273,14 +283,14 @@ def _guarantee(result: Student) -> str:
     from fedsynth.privacy.report.formatting import format_epsilon
 
     if result.found.epsilon is None:
-        return "none: the set has none"
+        return "none: the synthetic set has none"
     epsilon = f"ε = {format_epsilon(result.found.epsilon)} at δ = {result.found.delta:g}"
     model = result.architecture.own.get("model")
     if result.guaranteed and model is None:
         return f"{epsilon}, the set's"
     if result.guaranteed:
-        return f"{epsilon}, the set's, if nothing in {model} comes from private data"
-    return f"none that is known: the set has {epsilon}, and more than the set went in"
+        return f"{epsilon}, the same as the set's, if nothing in {model} comes from private data"
+    return f"unknown: the set has {epsilon}, but the training used more than the set"
 
 
 class _Progress:

@@ -84,14 +84,14 @@ def given_again(
     changed = [other for other in labels if other.partition("@")[0] == file]
     if changed:
         return SettingError(
-            section, key, f"is {label}, and what was given is another: {changed[-1]}"
+            section, key, f"is {label}, but the code that you named is another: {changed[-1]}"
         )
     place = "model" if key == "features" else section
     return SettingError(
         section,
         key,
-        f"is {label}, from a file of its own: give that file again ({place}.{key}=PATH/{file}, or "
-        f"{register})",
+        f"is {label}, from a custom file: name that file again ({place}.{key}=PATH/{file}, "
+        f"or {register})",
     )
 
 

@@ -31,7 +31,7 @@ def read_sections(path: Path) -> Sections:
         raise ConfigFileError(f"{path} is not valid TOML: {error}") from None
     loose = [name for name, values in read.items() if not isinstance(values, dict)]
     if loose:
-        raise ConfigFileError(f"{path}: {loose[0]!r} stands outside every section")
+        raise ConfigFileError(f"{path}: {loose[0]!r} must be in a section such as [run]")
     return read
 
 

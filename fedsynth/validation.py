@@ -116,9 +116,10 @@ def check_embedding(method: str, model: nn.Module) -> None:
     """
     if not (hasattr(model, "embed") and isinstance(getattr(model, "classifier", None), nn.Linear)):
         reason = (
-            f"must be a network with `embed` and a linear `classifier`: {method} looks at "
-            "embeddings and logits (of a model of your own: embed(x), [N, embedding_size]; "
-            "classifier, an nn.Linear(embedding_size, classes); and embedding_size)"
+            f"must be a network with `embed` and a linear `classifier`: {method} uses "
+            "embeddings and logits (a custom model needs embed(x), which returns [N, "
+            "embedding_size]; classifier, an nn.Linear(embedding_size, classes); and "
+            "embedding_size)"
         )
         raise SettingError("model", "name", reason)
 
@@ -188,7 +189,9 @@ def convert(section: str | None, key: str, value: Any, kind: type) -> Any:
     if kind is float and not math.isfinite(converted):
         raise SettingError(section, key, f"must be a finite number, got {shown(value)}")
     if kind is float and abs(converted) > LARGEST_FLOAT:
-        raise SettingError(section, key, f"must be a number that fp32 can hold, got {shown(value)}")
+        raise SettingError(
+            section, key, f"must be a number in the range of fp32, got {shown(value)}"
+        )
     if kind is int and abs(converted) > LARGEST:
         raise SettingError(section, key, f"must have at most 18 digits, got {shown(converted)}")
     return converted

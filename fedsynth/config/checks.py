@@ -54,9 +54,7 @@ def refuse_absence(settings: RunSettings) -> None:
     """Refuses partial participation for a method whose rounds release different things."""
     method = settings.method
     if not method.even_rounds and settings.participation < 1:
-        reason = (
-            f"must be 1 with {method.name}: its rounds release different things of every client"
-        )
+        reason = f"must be 1 with {method.name}: its rounds have different releases for each client"
         raise SettingError("run", "participation", reason, value=settings.participation)
 
 
@@ -70,8 +68,8 @@ def check_own_noise(plans: Sequence[PrivatePlan]) -> None:
     shared = [plan for plan in plans if plan.shares > 1]
     if shared:
         reason = (
-            "must be own over machines: the sum of this method's uploads is not made under masks, "
-            f"and each would carry the noise of 1 of {shared[0].shares} clients"
+            "must be own in a deployment: this method's uploads are not summed by secure "
+            f"aggregation, so each upload would carry only 1/{shared[0].shares} of the noise"
         )
         raise PrivacySettingError("method", "aggregation", reason, value="secure")
 
@@ -106,9 +104,10 @@ def refuse_noise_of_absent_clients(settings: RunSettings, plans: Sequence[Privat
     active = active_clients(settings.partition.clients, settings.participation)
     if shares > 1 and shares >= active:
         reason = (
-            f"lets {active} of {settings.partition.clients} clients take part in a round, and the "
-            f"noise is shared by {shares} others than the one who is attacked: take "
-            f"method.honest of less than {active}, more participation, or each client's own noise"
+            f"selects {active} of {settings.partition.clients} clients per round, but "
+            f"{shares} clients besides the attacked one must share the noise: set "
+            f"method.honest below {active}, raise run.participation, or set "
+            "method.aggregation=own"
         )
         raise SettingError("run", "participation", reason, value=settings.participation)
 
@@ -129,8 +128,9 @@ def refuse_own_proxy(method: Method, spec: DatasetSpec) -> None:
     """Refuses public images for distillation that are the clients' private images."""
     if method.public_images() == spec.name:
         raise UnaccountedReleaseError(
-            f"{method.name} cannot distil on {spec.name} with differential privacy: those are the "
-            "clients' own images; name public ones (method.proxy=noise, or another data set)"
+            f"{method.name} cannot distil on {spec.name} with differential privacy: it "
+            "consists of the clients' images; name a public data set (method.proxy=noise, "
+            "or another data set)"
         )
 
 
@@ -158,7 +158,7 @@ def check_quorum(settings: RunSettings) -> None:
     private = settings.privacy is not None
     needed = fewest(settings.method, taking, settings.partition.clients, private=private)
     if needed > taking:
-        reason = f"lets {taking} clients take part in a round, and a sum needs {needed}"
+        reason = f"selects {taking} clients per round, but a secure sum needs {needed}: raise it"
         raise SettingError("run", "participation", reason, value=settings.participation)
     if math.ceil(settings.quorum * taking - 1e-9) < needed:
         enough = math.ceil(1000 * needed / taking) / 1000
@@ -213,12 +213,11 @@ def long_run(settings: RunSettings, spec: DatasetSpec) -> str | None:
     key = key if section == "method" else "rounds"
     if seconds > LONGEST:
         reason = (
-            f"asks, with the other settings, for {total:.3g} steps, which take "
-            f"{seconds / LONGEST:,.1f} years if each takes no more than {1e6 * STEP_SECONDS:.0f} "
-            "µs: no run ends like that"
+            f"results in {total:.3g} steps with the other settings, or "
+            f"{seconds / LONGEST:,.1f} years at {1e6 * STEP_SECONDS:.0f} µs a step: lower it"
         )
         raise SettingError(section, key, reason)
     return (
-        f"note: {total:.3g} steps ({section}.{key}): {seconds / 3600:,.1f} hours, if each "
-        f"takes no more than {1e6 * STEP_SECONDS:.0f} µs"
+        f"note: {total:.3g} steps ({section}.{key}): at least {seconds / 3600:,.1f} hours, "
+        f"at {1e6 * STEP_SECONDS:.0f} µs a step"
     )

@@ -46,8 +46,8 @@ class Participation:
     def __post_init__(self) -> None:
         if round(self.share * self.clients) < 1:
             reason = (
-                f"{self.share:g} of {self.clients} clients is not one: it must be at least "
-                f"{1 / self.clients:.3g}"
+                f"{self.share:g} of {self.clients} clients is less than one client: it must "
+                f"be at least {1 / self.clients:.3g}"
             )
             raise SettingError("run", "participation", reason)
 

@@ -44,12 +44,12 @@ class ReportSettings:
             limit = LONGEST_PERSON if name == "person" else LONGEST
             if name != "sites" and len(text) > limit:
                 raise SettingError(
-                    "report", name, f"must be of at most {limit} characters, got {len(text)}"
+                    "report", name, f"must have at most {limit} characters, got {len(text)}"
                 )
             if not text.isprintable():
                 raise SettingError("report", name, "must be one line of printable characters")
         if self.sites and not all(self._sites):
-            raise SettingError("report", "sites", "must name each site: a name is empty")
+            raise SettingError("report", "sites", "must name each site, but one name is empty")
         if any(len(site) > LONGEST for site in self._sites):
             raise SettingError("report", "sites", f"must be names of at most {LONGEST} characters")
 

@@ -146,7 +146,7 @@ def _of_the_method(method: type[Method], values: Mapping[str, Any]) -> Mapping[s
         home = section_of(key)
         if key not in names and home is not None:
             raise SettingError(
-                "method", key, f"is no setting of {method.name}, but {home}.{key} is one"
+                "method", key, f"is not a setting of {method.name}: use {home}.{key}"
             )
     return values
 
@@ -159,14 +159,17 @@ def _check_source(name: str, stated: Any, own_method: type[Method] | None) -> No
         method_class(name)
     except UnknownNameError:
         reason = (
-            f"is {name} of {shown(stated)}, from a file of its own: give that file again "
-            f"(run.method=PATH/{str(stated).partition('@')[0]:.200}, or fedsynth.register_method)"
+            f"is {name} of {shown(stated)}, from a custom file: name that file again "
+            f"(run.method=PATH/{str(stated).partition('@')[0]:.200}, or "
+            "fedsynth.register_method)"
         )
         raise SettingError("run", "method", reason) from None
     source = own_source(name)
     if source is not None and source.label != stated:
         raise SettingError(
-            "run", "method", f"is of {shown(stated)}, and what was given is another: {source.label}"
+            "run",
+            "method",
+            f"is from {shown(stated)}, but the code that you named is another: {source.label}",
         )
 
 
@@ -186,12 +189,12 @@ def _own_folder(data: Mapping[str, Any]) -> tuple[str, FolderSettings | None]:
         return str(name or DEFAULT_DATASET), None
     if not values.get("folder"):
         key = next(iter(values))
-        raise SettingError("data", key, "is of your own images, which data.folder names")
+        raise SettingError("data", key, "is for user data: set data.folder too")
     folder = from_mapping(FolderSettings, values)
     if name is not None and is_known(str(name)):
         reason = (
-            f"is the name of a published data set, {name}, and cannot be that of the images in "
-            f"{folder.folder}"
+            f"is the name of a published data set, {name}: choose another name for the "
+            f"images in {folder.folder}"
         )
         raise SettingError("data", "dataset", reason)
     return str(name or own_name(folder)), folder

@@ -139,7 +139,7 @@ class RunSettings:
             object.__setattr__(self, "model", own_model(self.model))
         if self.ledger is not None:
             if self.privacy is not None:
-                reason = "is that of a run without privacy; with privacy it is privacy.ledger"
+                reason = "is for runs without privacy: set privacy.ledger for private runs"
                 raise SettingError(None, "RunSettings.ledger", reason)
             object.__setattr__(self, "ledger", kept_ledger(self.ledger))
         for name, (kind, example) in _KINDS.items():
@@ -169,10 +169,10 @@ class RunSettings:
         if not 0 <= self.robust_share < 0.5:
             yield "run", "robust_share", f"must be in [0, 0.5), got {self.robust_share}"
         if self.sampling == "size" and self.privacy is not None:
-            reason = "sampling by size shows how many examples a client has"
+            reason = "sampling by size reveals the clients' numbers of examples"
             yield "run", "sampling", f"must be uniform with differential privacy: {reason}"
         if self.sampling == "size" and self.participation == 1:
-            reason = "by size draws some of the clients: it needs run.participation below 1"
+            reason = "by size samples a part of the clients: it needs run.participation below 1"
             yield "run", "sampling", reason
         method = self.method
         if self.robust != "none":
@@ -181,7 +181,11 @@ class RunSettings:
             active = active_clients(self.partition.clients, self.participation)
             if active < FEWEST:
                 reason = f"needs at least {FEWEST} clients in a round, got {active}"
-                yield "run", "robust", f"{reason}: of two nobody can say which one lies"
+                yield (
+                    "run",
+                    "robust",
+                    (f"{reason}: with two clients, a malicious one cannot be identified"),
+                )
         if self.model.features and method.features_refusal:
             reason = f"must be left out with {method.name}: {method.features_refusal}"
             yield "model", "features", reason
@@ -189,7 +193,7 @@ class RunSettings:
             reason = f"must be left out: {method.name} needs one architecture for all"
             yield "model", "clients", reason
         if self.model.client_names and self.rounds > 1:
-            reason = "clients of their own architectures cannot start from the server's model"
+            reason = "clients with different architectures cannot start from the server's model"
             yield "model", "clients", f"needs one round (run.rounds=1): {reason}"
 
     @property

@@ -45,9 +45,7 @@ def charge_for(
         raise SettingError("privacy", "noise_multiplier", "must be set for private clients")
     plans = method.round_plans(method.private_plans(privacy, context), context.round)
     if not all(mechanism_facts(plan.mechanism).guaranteed for plan in plans):
-        raise SettingError(
-            "privacy", "mechanism", "guarantees nothing: there is no series to charge"
-        )
+        raise SettingError("privacy", "mechanism", "has no guarantee: no mechanism can be charged")
     sigma = privacy.noise_multiplier
     return [
         authorise(

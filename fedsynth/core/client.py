@@ -289,7 +289,8 @@ class PrivateClients:
         ]
         if owners != list(self.ids):
             raise UnplannedReleaseError(
-                f"series of clients {owners} were given for the records of clients {list(self.ids)}"
+                f"mechanisms of clients {owners} do not match the records of clients "
+                f"{list(self.ids)}"
             )
 
     def class_sums(

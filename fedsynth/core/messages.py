@@ -135,7 +135,7 @@ class Packed:
             raise MessageError(f"expected a message {cls.__name__}, got {header.get('type')!r:.80}")
         numbers, keys, none = (header.get(part) for part in ("numbers", "keys", "none"))
         if not (isinstance(numbers, dict) and isinstance(keys, dict) and isinstance(none, list)):
-            raise MessageError(f"a message {cls.__name__} without its numbers and keys")
+            raise MessageError(f"a message {cls.__name__} has no numbers and keys")
         try:
             tensors = safetensors.torch.load(sent)
         except DAMAGED as error:
@@ -201,14 +201,14 @@ def _header(sent: bytes) -> dict[str, Any]:
     try:
         length = int.from_bytes(sent[:LENGTH_BYTES], "little")
         if length > LONGEST_HEADER:
-            raise ValueError(f"a header of {length} bytes, above {LONGEST_HEADER}")
+            raise ValueError(f"the header has {length} bytes, above the limit of {LONGEST_HEADER}")
         metadata = json.loads(sent[LENGTH_BYTES : LENGTH_BYTES + length])["__metadata__"]
         header = json.loads(metadata["header"])
         if metadata["fedsynth_message"] != WIRE_FORMAT or not isinstance(header, dict):
             raise ValueError(f"not of format {WIRE_FORMAT}")
         return header
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise MessageError(f"these bytes are no message of fedsynth: {error!r:.80}") from None
+        raise MessageError(f"not a valid fedsynth message: {error!r:.80}") from None
 
 
 def _forms(kind: type[Packed]) -> dict[str, tuple[type, ...]]:

@@ -91,9 +91,9 @@ class Method(OptionalHooks):
     protects: ClassVar[tuple[str, ...]] = ()
     refusal: ClassVar[str] = ""
     robust_refusal: ClassVar[str] = (
-        "its server takes no average of models that a rule could replace"
+        "its server does not average models, so a robust rule has no effect"
     )
-    features_refusal: ClassVar[str] = "its clients or its server work on images themselves"
+    features_refusal: ClassVar[str] = "its clients or server use the images directly"
     presets: ClassVar[Presets] = {}
 
     def to_dict(self) -> dict[str, Any]:

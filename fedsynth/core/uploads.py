@@ -58,12 +58,12 @@ class Number:
 
     def check(self, name: str, value: Any) -> None:
         if type(value) not in (int, float):
-            raise UploadRejectedError(name, f"is no number, but a {type(value).__name__}")
+            raise UploadRejectedError(name, f"must be a number, got {type(value).__name__}")
         if not abs(value) <= sys.float_info.max:  # an int may exceed every float
             raise UploadRejectedError(name, "is not finite", diverged=True)
         if not self.least <= value <= self.most:
             raise UploadRejectedError(
-                name, f"is {value:.6g}, and must be in [{self.least:g}, {self.most:g}]"
+                name, f"is {value:.6g}, but must be in [{self.least:g}, {self.most:g}]"
             )
 
 
@@ -100,13 +100,13 @@ class Array:
 
     def check(self, name: str, value: Any) -> None:
         if not isinstance(value, Tensor):
-            raise UploadRejectedError(name, f"is no tensor, but a {type(value).__name__}")
+            raise UploadRejectedError(name, f"must be a tensor, got {type(value).__name__}")
         if not _plain(value):
             raise UploadRejectedError(name, "has no plain memory")
         if value.dtype != self.dtype or not self._fits(value):
             raise UploadRejectedError(
                 name,
-                f"is {_short(value.dtype)} {list(value.shape)}, and must be "
+                f"is {_short(value.dtype)} {list(value.shape)}, but must be "
                 f"{_short(self.dtype)} {self._sizes()}",
             )
         if value.dtype == torch.bool or not value.numel():
@@ -115,7 +115,7 @@ class Array:
         if self.sums_to_one:
             off = float((value.double().sum(dim=-1) - 1).abs().max())
             if off > TOLERANCE:
-                raise UploadRejectedError(name, f"has rows that miss a sum of 1 by {off:.3g}")
+                raise UploadRejectedError(name, f"has rows whose sums differ from 1 by {off:.3g}")
 
     def _fits(self, value: Tensor) -> bool:
         sizes = tuple(value.shape)
@@ -158,10 +158,12 @@ class Named:
 
     def check(self, name: str, value: Any) -> None:
         if not isinstance(value, Mapping):
-            raise UploadRejectedError(name, f"holds no names, but is a {type(value).__name__}")
+            raise UploadRejectedError(
+                name, f"must be a mapping of names, got {type(value).__name__}"
+            )
         extra = sorted(map(str, value.keys() - self.arrays.keys()))
         if extra:
-            raise UploadRejectedError(name, f"has {extra[0]!r:.80}, which nobody asked for")
+            raise UploadRejectedError(name, f"has {extra[0]!r:.80}, which was not requested")
         missing = [] if self.partial else sorted(self.arrays.keys() - value.keys())
         if missing:
             raise UploadRejectedError(name, f"lacks {missing[0]!r:.80}")
@@ -184,7 +186,9 @@ class Free:
             if not _plain(value):
                 raise UploadRejectedError(name, "has no plain memory")
             if size > self.nbytes:
-                raise UploadRejectedError(name, f"has {size} bytes, above {self.nbytes}")
+                raise UploadRejectedError(
+                    name, f"has {size} bytes, above the limit of {self.nbytes}"
+                )
             if value.dtype != torch.bool and value.numel():
                 check_values(name, value, -math.inf, math.inf)
         elif value is not None:
@@ -223,7 +227,7 @@ def check_values(name: str, value: Tensor, minimum: float, maximum: float) -> No
         worst = low if low < minimum else high
         raise UploadRejectedError(
             name,
-            f"holds {worst:.6g}, and must be in [{minimum:g}, {maximum:g}]",
+            f"holds {worst:.6g}, but must be in [{minimum:g}, {maximum:g}]",
             diverged=value.is_floating_point(),
         )
 

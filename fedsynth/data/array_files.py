@@ -59,7 +59,8 @@ def read_idx(path: Path, ndim: int, max_bytes: int) -> Bytes:
     magic = bytes([0, 0, 8, ndim])  # 8: unsigned bytes
     if content[:4] != magic or len(content) < header:
         raise DataFilesCorruptError(
-            f"{path} is no idx file of bytes: it starts with {content[:4].hex()}, not {magic.hex()}"
+            f"{path} is not an idx file of bytes: it starts with {content[:4].hex()}, not "
+            f"{magic.hex()}"
         )
     shape = np.frombuffer(content[4:header], ">u4").tolist()
     size = math.prod(shape)
@@ -68,11 +69,9 @@ def read_idx(path: Path, ndim: int, max_bytes: int) -> Bytes:
     if size > max_bytes:
         fault = f"such a file has at most {max_bytes:,}"
     elif got != size:
-        fault = f"it {'is truncated' if got < size else 'has bytes left over'}: it has {got}"
+        fault = f"it {'is truncated' if got < size else 'has bytes after its end'}: it has {got}"
     if fault:
-        raise DataFilesCorruptError(
-            f"{path}: its header announces {shape}, {size:,} bytes; {fault}"
-        )
+        raise DataFilesCorruptError(f"{path}: its header declares {shape}, {size:,} bytes; {fault}")
     return np.frombuffer(content, np.uint8, offset=header).reshape(shape)
 
 
@@ -121,7 +120,7 @@ def read_cifar_batch(path: Path, label_key: str) -> tuple[Bytes, Labels]:
         ) from None
     if not isinstance(batch, dict):
         raise DataFilesCorruptError(
-            f"{path} is no CIFAR batch: it holds a {type(batch).__name__}, not a dict"
+            f"{path} is not a CIFAR batch: it contains a {type(batch).__name__} instead of a dict"
         )
     named = {key.encode() if isinstance(key, str) else key: value for key, value in batch.items()}
     data = named.get(b"data")
@@ -137,5 +136,7 @@ def read_cifar_batch(path: Path, label_key: str) -> tuple[Bytes, Labels]:
     try:
         y = np.array(labels, dtype=np.int64)
     except OverflowError:
-        raise DataFilesCorruptError(f"{path}: {label_key!r} has a number beyond 64 bits") from None
+        raise DataFilesCorruptError(
+            f"{path}: {label_key!r} has a number of more than 64 bits"
+        ) from None
     return x.reshape(-1, 3, 32, 32), y

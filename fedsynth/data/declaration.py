@@ -123,17 +123,19 @@ def read_declaration(path: Path) -> Declaration:
         first = error.errors(include_url=False, include_input=False)[0]
         location = ".".join(map(str, first["loc"]))[:80]
         raise DataFilesCorruptError(
-            f"{path} is no declaration of images: {location}: {first['msg'][:200]}"
+            f"{path} is not a valid declaration of images: {location}: {first['msg'][:200]}"
         ) from None
     except FedsynthError as error:
-        raise DataFilesCorruptError(f"{path} is no declaration of images: {error}") from None
+        raise DataFilesCorruptError(
+            f"{path} is not a valid declaration of images: {error}"
+        ) from None
     if read.sizes.most_images < read.sizes.images:
         raise DataFilesCorruptError(
-            f"{path}: sizes.most_images is a bound, and must not be below sizes.images"
+            f"{path}: sizes.most_images is an upper bound: it must be at least sizes.images"
         )
     for key, names in (("class_names", read.images.class_names), ("sites", read.images.sites)):
         if len(set(names)) < len(names):
-            raise DataFilesCorruptError(f"{path}: images.{key} has a name twice")
+            raise DataFilesCorruptError(f"{path}: images.{key} contains a name twice")
     signed = read.signed_off
     both = signed.by.strip() and signed.date.strip()
     ledger = read.privacy.ledger.strip()
@@ -202,40 +204,40 @@ def proposal(
     return f"""\
 # What is PUBLIC of the images in this folder, proposed by `fedsynth data describe`.
 #
-# Everything here may be known to anybody: it stands in privacy reports, and divisors, sampling
-# rates and the shape of what leaves the house follow from it. Nothing else of the images is public.
-# The proposals below were read from the folder. A PERSON HAS TO CHECK EACH LINE: put in what you
-# would tell anybody who asks, and not what was counted. Then fill in [signed_off]; until that is
-# done, no run with differential privacy starts.
+# Everyone may know this: it appears in privacy reports, and it determines divisors, sampling rates
+# and the shapes of exported tensors. Nothing else about the images is public.
+# The values below were read from the folder. A PERSON MUST CHECK EACH LINE: enter what you would
+# publish, not exact counts. Then fill in [signed_off]: without it, no run with differential
+# privacy starts.
 
 [images]
 name = {json.dumps(spec.name, ensure_ascii=False)}
-class_names = {listed(spec.class_names)}  # in this order; also those that a site may lack
-sites = {listed(sites)}  # names that may be known; [] where the data are one owner's
+class_names = {listed(spec.class_names)}  # in this order; include classes that some sites lack
+sites = {listed(sites)}  # public names; [] if the data have a single owner
 channels = {spec.channels}  # 1: grey, 3: colour
 height = {spec.height}  # every image is resized to this
 width = {spec.width}
-mean = {listed(spec.mean)}  # of pixels from 0 to 1: constants, not computed from these images
+mean = {listed(spec.mean)}  # of pixels in [0, 1]: constants, not computed from these images
 std = {listed(spec.std)}
 source = {json.dumps(spec.source, ensure_ascii=False)}
-person = "person"  # what the privacy report calls one person in the images, such as "patient"
+person = "person"  # the word for one person in the privacy report, such as "patient"
 
 [sizes]
-# Round numbers that you would state without looking. A wrong `images` makes results worse, and not
-# less private; `most_images` must be a true bound (δ is checked against it).
-images = {coarse(images)}  # about how many there are at all sites together
-most_images = {coarse(2 * images, up=True)}  # there are certainly no more
-# About how many people they are of; 0: not known. (A run that protects users, privacy.unit, still
-# asks how many a client has: privacy.nominal_size.)
+# Rounded public estimates. A wrong `images` makes results worse, but not less private.
+# `most_images` must be a true upper bound (δ is checked against it).
+images = {coarse(images)}  # approximate number at all sites together
+most_images = {coarse(2 * images, up=True)}  # upper bound of the number of images
+# Approximate number of people in the images; 0: unknown. (A run that protects users, privacy.unit,
+# still needs the number of users per client: privacy.nominal_size.)
 users = {coarse(users) if users else 0}
 
 [privacy]
-# Where it is written down what was spent on these images, over all runs: keep it, and let nobody
-# see the folder `private` in it. Relative to this file.
+# The folder of the ledgers, which record the ε spent on these images over all runs. Do not delete
+# it, and give no one access to its folder `private`. Relative to this file.
 ledger = {json.dumps(LEDGERS)}
 
 [signed_off]
-by = ""  # who has checked all of the above
+by = ""  # the person who checked all of the above
 date = ""  # such as 2026-11-23
 """
 
@@ -248,6 +250,6 @@ def require_signed(declaration: Declaration) -> None:
     """
     if not declaration.signed:
         raise DataError(
-            f"{declaration.path} is not signed off: a person has to check each line of it, as all "
-            "of it is public, and put name and date under [signed_off]"
+            f"{declaration.path} is not signed: all of it is public, so a person must check "
+            "each line and enter name and date under [signed_off]"
         )

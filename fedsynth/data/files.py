@@ -60,18 +60,18 @@ def expanded(folder: str | Path) -> Path:
         DataFilesMissingError: the name is invalid, or `~` refers to an unknown user.
     """
     if "\0" in str(folder):
-        raise DataFilesMissingError("the data folder's name has a zero byte in it")
+        raise DataFilesMissingError("the data folder's name contains a zero byte")
     try:
         str(folder).encode()
     except UnicodeEncodeError:
         raise DataFilesMissingError(
-            f"the data folder's name, {one_line(ascii(str(folder)))}, is no UTF-8, as a run's "
-            "config.toml is"
+            f"the data folder's name, {one_line(ascii(str(folder)))}, is not valid UTF-8, "
+            "which a run's config.toml requires"
         ) from None
     try:
         return Path(folder).expanduser()
     except RuntimeError:
         raise DataFilesMissingError(
-            f"the data folder {one_line(folder)}: there is no such user's home; give the folder's "
-            "whole path"
+            f"the data folder {one_line(folder)}: the home directory of this user was not "
+            "found; use the folder's full path"
         ) from None

@@ -59,13 +59,16 @@ def files_of(
         note(f"skipped in {one_line(folder)}: {counted(files.ignored)}")
     if not files.not_read:
         return files
-    problem = f"{one_line(folder)} has what is no image that can be read: {counted(files.not_read)}"
+    problem = (
+        f"{one_line(folder)} contains files that cannot be read as images: "
+        f"{counted(files.not_read)}"
+    )
     if not skip.other:
         raise DataError(
-            f"{problem}; convert it to PNG or remove it, list the images in a manifest.csv, or "
-            "skip it with --skip-other (data.skip_other=True)"
+            f"{problem}; convert them to PNG, remove them, list the images in a "
+            "manifest.csv, or skip them with --skip-other (data.skip_other=True)"
         )
-    note(f"{problem}; it is skipped")
+    note(f"{problem}; they are skipped")
     return files
 
 
@@ -85,8 +88,9 @@ def check_apart(train: OwnFiles, test: OwnFiles, note: Note) -> None:
     people = set(train.users or ()) & set(test.users or ())
     if people:
         note(
-            f"warning: {len(people)} of {len(set(test.users or ()))} people (users, patients) of "
-            "the test images also have training images: the accuracy says little of new people"
+            f"warning: {len(people)} of {len(set(test.users or ()))} people (users, "
+            "patients) in the test images also have training images: the accuracy may not "
+            "hold for new people"
         )
 
 
@@ -123,7 +127,7 @@ def require_declared_counts(train: ImageData, declaration: Declaration) -> None:
     """
     if len(train) > declaration.most_images:
         raise DataError(
-            f"there are more images than {declaration.path} declares in sizes.most_images: correct "
+            f"there are more images than sizes.most_images in {declaration.path}: correct "
             "the bound, and sign again"
         )
     users = 0 if train.groups is None else len(train.groups.unique())
@@ -133,7 +137,6 @@ def require_declared_counts(train: ImageData, declaration: Declaration) -> None:
     ):
         if count * FAR_FEWER < declared:
             raise DataError(
-                f"there are {count} {key}, and {declaration.path} declares {declared} in "
-                f"sizes.{key}: a part of them is missing, or the number is wrong (correct it, and "
-                "sign again)"
+                f"there are {count} {key}, but {declaration.path} declares {declared} in "
+                f"sizes.{key}: add the missing ones, or correct the number and sign again"
             )

@@ -76,7 +76,7 @@ class FolderSettings:
             raise SettingError(
                 "data",
                 "test",
-                "needs images to test on, data.test_folder",
+                "needs test images: set data.test_folder",
                 value=self.test,
             )
         if self.channels not in (0, 1, 3):

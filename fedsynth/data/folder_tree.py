@@ -13,7 +13,7 @@ from fedsynth.errors import DataFilesCorruptError
 
 IMAGE = "image"
 HIDDEN = "hidden"
-DANGLING = "links to nothing"
+DANGLING = "broken links"
 EMPTY = "empty folders"
 NO_ENDING = "no ending"
 _LITTER = {"__macosx", "thumbs.db", "desktop.ini"}
@@ -117,8 +117,8 @@ def _refuse_twice(folder: Path, seen: dict[tuple[int, int], Path]) -> None:
     other = seen.setdefault((status.st_dev, status.st_ino), folder)
     if other != folder:
         raise DataFilesCorruptError(
-            f"{one_line(folder)} and {one_line(other)} are one folder, by a link: its images would "
-            "count twice; remove the link"
+            f"a link makes {one_line(folder)} and {one_line(other)} the same folder, so its "
+            "images would count twice: remove the link"
         )
 
 

@@ -124,7 +124,7 @@ def _pixels(path: Path, spec: DatasetSpec, resize: bool) -> Bytes:
         with opened_image(path, lambda size: _check_size(path, size, spec, resize)) as image:
             return _colour(image, spec)
     except FileNotFoundError:
-        raise DataFilesMissingError(f"{spec.name}: {path} is listed but not there") from None
+        raise DataFilesMissingError(f"{spec.name}: {path} is listed but does not exist") from None
     except DataFilesCorruptError:
         raise
     except Exception as error:  # a damaged image may raise anything
@@ -166,8 +166,8 @@ def _check_size(path: Path, size: tuple[int, int], spec: DatasetSpec, resize: bo
         )
     if not resize and size != (spec.width, spec.height):
         raise DataFilesCorruptError(
-            f"{path} is {width}×{height}, images of {spec.name} are {spec.width}×{spec.height}: "
-            "unpack it anew"
+            f"{path} is {width}×{height}, but images of {spec.name} must be "
+            f"{spec.width}×{spec.height}: unpack the data set again"
         )
 
 

@@ -44,7 +44,7 @@ def read_tiny_imagenet(spec: DatasetSpec, root: Path) -> tuple[Split, Split]:
         fault = (
             f"{wrong[0][:80]!r} is none"
             if wrong
-            else f"it has {len(names)} lines, {len(set(names))} different ones"
+            else f"it has {len(names)} lines, of which {len(set(names))} are different"
         )
         raise DataFilesCorruptError(
             f"{folder / 'wnids.txt'} must list {spec.classes} WordNet numbers such as n01443537: "
@@ -108,7 +108,7 @@ def _annotated(folder: Path, names: list[str], spec: DatasetSpec) -> Split:
         paths.append(folder / "images" / file)
         labels.append(label)
     if not paths:
-        raise DataFilesCorruptError(f"{path} lists no image: unpack it anew")
+        raise DataFilesCorruptError(f"{path} lists no image: unpack the data set again")
     return Split(read_images(paths, spec), np.array(labels, np.int64))
 
 
@@ -189,8 +189,8 @@ def _images_in(domain: Path, name: str, spec: DatasetSpec) -> list[Path]:
     files = images_in(folder)
     if not files:
         raise DataFilesMissingError(
-            f"{spec.name}: no image in {domain / name}; {_OFFICE}; say where with data.data_root "
-            "or FEDSYNTH_DATA"
+            f"{spec.name}: no image in {domain / name}; {_OFFICE}; set its folder with "
+            "data.data_root or FEDSYNTH_DATA"
         )
     return files
 
@@ -206,7 +206,7 @@ _OFFICE = (
     "expected office_caltech_10/DOMAIN/CLASS/* with the domains amazon, caltech, dslr and webcam"
 )
 _DOMAINNET = (
-    "unpack the domains and lists of http://ai.bu.edu/M3SDA/ into domainnet/ below the data folder"
+    "unpack the domains and lists of http://ai.bu.edu/M3SDA/ into domainnet/ in the data folder"
 )
 
 IMAGE_FOLDER_READERS: dict[str, Reader] = {

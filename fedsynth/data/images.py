@@ -107,8 +107,7 @@ class ImageData:
             )
         if len(index) and (int(index.min()) < 0 or int(index.max()) >= len(self)):
             raise DataError(
-                f"indices must lie in [0, {len(self)}), got [{int(index.min())}, "
-                f"{int(index.max())}]"
+                f"indices must be in [0, {len(self)}), got [{int(index.min())}, {int(index.max())}]"
             )
         index = index.to(self.labels.device, torch.int64)
         return self._each(lambda array: array[index])
@@ -293,9 +292,10 @@ def _checked_numbers(
     wide = numbers.long()  # a too large uint64 becomes negative, and is then refused
     wrong = wide[(wide < 0) | (wide >= (limit if limit is not None else torch.inf))]
     if len(wrong):
-        allowed = f"lie in [0, {limit})" if limit is not None else "be numbers from 0 on"
+        allowed = f"be in [0, {limit})" if limit is not None else "be at least 0"
         raise DataError(
-            f"{spec.name}: {what} must {allowed}, {len(wrong)} do not, the first is {int(wrong[0])}"
+            f"{spec.name}: {what} must {allowed}; {len(wrong)} are not, the first is "
+            f"{int(wrong[0])}"
         )
     return wide
 
@@ -317,7 +317,7 @@ def _to_uint8(x: Tensor, spec: DatasetSpec) -> Tensor:
     outside = int(((x < 0) | (x > 1)).sum())
     if outside:
         raise DataError(
-            f"{spec.name}: images in floating point must lie in [0, 1], {outside} of {x.numel()} "
-            "do not"
+            f"{spec.name}: floating-point images must be in [0, 1]; {outside} of {x.numel()} "
+            "values are not"
         )
     return (x.float() * 255).round().to(torch.uint8)

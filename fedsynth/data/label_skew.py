@@ -71,12 +71,12 @@ def dominant_classes(
     size = sizes.sum() / clients
     if per_client >= C:
         raise PartitionError(
-            f"dominant_classes is {per_client} but there are examples of {C} classes only: lower it"
+            f"dominant_classes is {per_client}, but only {C} classes have examples: lower it"
         )
     if share <= per_client / C:
         raise PartitionError(
-            f"dominant_share {share:g} is no more than the even share of {per_client} of {C} "
-            f"classes, {per_client / C:g}: raise it"
+            f"dominant_share {share:g} must be above {per_client / C:g}, the even share of "
+            f"{per_client} of {C} classes: raise it"
         )
     holds = _take(_places(clients, per_client, C, rng), clients, per_client, rng)
     dominant = holds * (share * size / per_client)
@@ -84,9 +84,9 @@ def dominant_classes(
     if remaining.min() < -_FITTED:
         j = int(remaining.argmin())
         raise PartitionError(
-            f"class {int(present[j])} has {int(totals[j])} examples, but to dominate "
-            f"{int(holds[:, j].sum())} of {clients} clients it "
-            f"needs {totals[j] - remaining[j]:.0f}: lower dominant_share, or raise "
+            f"class {int(present[j])} has {int(totals[j])} examples, but dominating "
+            f"{int(holds[:, j].sum())} of {clients} clients takes "
+            f"{totals[j] - remaining[j]:.0f}: lower dominant_share, or raise "
             "dominant_classes or clients"
         )
     rest = _spread(np.full(clients, (1 - share) * size), remaining.clip(0), ~holds)
@@ -184,9 +184,8 @@ def _spread(rows: Floats, columns: Floats, allowed: npt.NDArray[np.bool_]) -> Fl
         ):
             return x
     raise PartitionError(
-        "the classes' totals leave clients of one size no such share of their dominant classes: "
-        "lower dominant_share, or raise "
-        "dominant_classes or clients"
+        "the class sizes are too small for this share of dominant classes with clients of "
+        "equal size: lower dominant_share, or raise dominant_classes or clients"
     )
 
 

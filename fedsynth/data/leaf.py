@@ -28,9 +28,9 @@ from fedsynth.errors import DataFilesCorruptError, DataFilesMissingError
 from fedsynth.privacy.files import read_regular
 
 _LEAF = (
-    "make it with LEAF (https://github.com/TalwalkarLab/leaf, data/femnist: ./preprocess.sh -s "
-    "niid --sf 1.0 -k 0 -t sample) and copy "
-    "data/train and data/test to femnist/ there"
+    "create it with LEAF (https://github.com/TalwalkarLab/leaf, data/femnist: "
+    "./preprocess.sh -s niid --sf 1.0 -k 0 -t sample) and copy data/train and data/test to "
+    "femnist/ there"
 )
 
 MOST_BYTES = 2**30
@@ -78,8 +78,8 @@ def _writers(folder: Path, spec: DatasetSpec) -> Writers:
         for name, arrays in _file(path, spec).items():
             if name in writers:
                 raise DataFilesCorruptError(
-                    f"{path}: writer {one_line(repr(name), 80)} is in another file of {folder} "
-                    "too: make the files anew"
+                    f"{path}: writer {one_line(repr(name), 80)} is also in another file of "
+                    f"{folder}: create the files again"
                 )
             writers[name] = arrays
     return writers
@@ -96,8 +96,8 @@ def _file(path: Path, spec: DatasetSpec) -> Writers:
     )
     if not (isinstance(users, list) and isinstance(sizes, list) and isinstance(data, dict)):
         raise DataFilesCorruptError(
-            f"{path} is no file of LEAF: it must hold the lists users and num_samples and the "
-            "object user_data"
+            f"{path} is not a LEAF file: it must contain the lists users and num_samples and "
+            "the object user_data"
         )
     if (
         len(users) != len(sizes)
@@ -105,7 +105,7 @@ def _file(path: Path, spec: DatasetSpec) -> Writers:
         or sorted(users) != sorted(data)
     ):
         raise DataFilesCorruptError(
-            f"{path}: users, num_samples and user_data must speak of the same writers, got "
+            f"{path}: users, num_samples and user_data must describe the same writers, got "
             f"{len(users)}, {len(sizes)} and {len(data)}"
         )
     return {
@@ -119,7 +119,7 @@ def _one_writer(
 ) -> tuple[Bytes, IntArray]:
     """Returns pixels uint8 [n, 1, 28, 28], rint(255x), and labels [n]."""
     if not (isinstance(data, dict) and "x" in data and "y" in data):
-        raise DataFilesCorruptError(f"{context}: must have x and y")
+        raise DataFilesCorruptError(f"{context}: must have the keys x and y")
     x = _numbers(data["x"], "x", context)
     y = _numbers(data["y"], "y", context)
     pixels = spec.height * spec.width
@@ -150,12 +150,12 @@ def _numbers(values: object, what: str, context: str) -> npt.NDArray[Any]:
     """
     if not isinstance(values, list) or not values or values[0] == []:
         raise DataFilesCorruptError(
-            f"{context}: {what} is empty or no list; a writer without examples does not belong in "
-            "the file"
+            f"{context}: {what} must be a list with at least one element; remove writers "
+            "without examples"
         )
     rows = values if isinstance(values[0], list) else [values]
     if not all(isinstance(row, list) for row in rows) or len(set(map(len, rows))) != 1:
-        raise DataFilesCorruptError(f"{context}: the rows of {what} have several lengths")
+        raise DataFilesCorruptError(f"{context}: the rows of {what} differ in length")
     kinds: set[type] = set().union(*(map(type, row) for row in rows))
     try:
         if kinds <= {int, float}:

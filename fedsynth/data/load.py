@@ -69,9 +69,9 @@ def load_dataset(
     if name in READERS:
         missing = missing_files(name, folder)
         if missing:
-            hint = f" (data.data_root or {ROOT_VARIABLE} says where to look)"
+            hint = f" (set its folder with data.data_root or {ROOT_VARIABLE})"
             if download:
-                hint = "; torchvision cannot fetch it"
+                hint = "; torchvision cannot download it"
             raise DataFilesMissingError(
                 f"{name}: no {missing[0]} in {folder}; {READERS[name].where}{hint}"
             )
@@ -81,8 +81,8 @@ def load_dataset(
     missing = missing_files(name, folder)
     if missing:
         raise DataFilesMissingError(
-            f"{name}: no {missing[0]} in {folder}; fetch it with {_DOWNLOAD}, or say where it is "
-            f"with data.data_root or {ROOT_VARIABLE}"
+            f"{name}: no {missing[0]} in {folder}; download it with {_DOWNLOAD}, or set its "
+            f"folder with data.data_root or {ROOT_VARIABLE}"
         )
     layout = _TORCHVISION[name]
     return _load_split(spec, folder, layout.train), _load_split(spec, folder, layout.test)
@@ -111,7 +111,7 @@ def _data_folder(name: str, root: Path | None) -> Path:
     if not folder:
         source = READERS[name].where if name in READERS else f"{_DOWNLOAD} fetches it"
         raise DataFilesMissingError(
-            f"{name}: no data folder was given to look for {_first_file(name)} in; name it with "
+            f"{name}: the data folder with {_first_file(name)} is not set; set "
             f"data.data_root or {ROOT_VARIABLE} ({source})"
         )
     return expanded(folder)
@@ -139,7 +139,7 @@ def missing_files(name: str, folder: Path) -> list[str]:
     except OSError as error:  # no permission, or the name is too long
         reason = one_line(error.strerror or error)
         raise DataFilesMissingError(
-            f"{name}: cannot look into {one_line(folder)}: {reason}"
+            f"{name}: cannot read the folder {one_line(folder)}: {reason}"
         ) from None
 
 

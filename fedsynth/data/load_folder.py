@@ -190,7 +190,7 @@ def _specification(
         ):
             if value is not None and value != declared:
                 raise SettingError(
-                    "data", key, f"is another than {declaration.path} declares: {declared}"
+                    "data", key, f"differs from the value in {declaration.path}: {declared}"
                 )
         return spec
     size = settings.size()
@@ -232,8 +232,8 @@ def _one_size(looks: Sequence[Look], folder: str) -> tuple[int, int]:
         return next(iter(sizes))
     listed = ", ".join(f"{height}×{width}" for (height, width), _ in sizes.most_common(3))
     raise DataError(
-        f"the images in {folder} have {len(sizes)} sizes ({listed}, …): say to which they are "
-        "resized with data.image_size=64"
+        f"the images in {folder} have {len(sizes)} sizes ({listed}, …): set the size to "
+        "resize them to, such as data.image_size=64"
     )
 
 
@@ -249,7 +249,7 @@ def _read(
     if failed:
         _refuse_failed(files, failed, skip)
         # Lists every skipped file, one a line, because a user who skips files wants to know which.
-        head = f"{_how_many(files, failed)} and are left out:"
+        head = f"{_how_many(files, failed)} and are skipped:"
         note("\n".join([head, *(f"  {line}" for line in _reasons(files, failed))]))
         rows = np.setdiff1d(np.arange(len(files.paths)), list(failed))
         images = images[rows]
@@ -270,9 +270,9 @@ def _refuse_failed(files: OwnFiles, failed: Mapping[int, str], skip: Skip) -> No
     names = "; ".join(reasons[:NAMED]) + (" …" if len(reasons) > NAMED else "")
     hint = ""
     if any("\\" in files.paths[row] for row in failed):
-        hint = "; paths are written with /"
+        hint = "; separate the parts of a path with /"
     raise DataFilesCorruptError(
-        f"{_how_many(files, failed)}: {names}{hint}; repair or remove them, or leave them out "
+        f"{_how_many(files, failed)}: {names}{hint}; repair or remove them, or skip them "
         "with --skip-corrupt (data.skip_corrupt=True)"
     )
 
@@ -328,10 +328,10 @@ def read_records(folder: Path, spec: DatasetSpec, note: Note, *, by_user: bool) 
         raise DataError(f"{spec.name} has {spec.channels} channels: image files have 1 or 3")
     files = find_declared(folder, spec.class_names, by_user=by_user)
     if files.not_read:
-        note(f"left out in {one_line(folder)}: {counted(files.not_read)}")
+        note(f"skipped in {one_line(folder)}: {counted(files.not_read)}")
     data, _, _ = _read(files, spec, Skip(corrupt=True, other=True, all=True), note)
     if not len(data):
-        note(f"{one_line(folder)} has no image of the run's classes: nothing but noise is added")
+        note(f"{one_line(folder)} has no image of the run's classes: this client adds only noise")
     return data
 
 

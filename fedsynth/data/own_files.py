@@ -101,7 +101,7 @@ def find_files(place: Path, ledger: Path | None = None) -> OwnFiles:
     if place.is_file():
         files = _listed(place)
     elif not place.is_dir():
-        raise DataFilesMissingError(f"there is no folder {one_line(place)}")
+        raise DataFilesMissingError(f"the folder {one_line(place)} does not exist")
     elif (place / MANIFEST).exists():
         files = _listed(place / MANIFEST)
     else:
@@ -172,8 +172,8 @@ def _refuse_near_names(kind: str, names: Sequence[str]) -> None:
         other = seen.setdefault(_rough(name), name)
         if other != name:
             raise DataError(
-                f"two {kind} are called {other!r} and {name!r}: rename one of the folders (or "
-                "labels) if they are the same"
+                f"two {kind} have the names {other!r} and {name!r}: if they are the same, "
+                "rename one of the folders (or labels)"
             )
 
 
@@ -227,8 +227,9 @@ def _refuse_splits(root: Path, sites: Sequence[str]) -> None:
     """Raises an error if the sites look like splits: a run would then train on test images."""
     if sites and {site.casefold() for site in sites} <= _SPLITS:
         raise DataError(
-            f"{one_line(root)} has the folders {', '.join(in_order(sites))}, which would be sites: "
-            "if they are splits, name the folder to train on, and the other as test images"
+            f"{one_line(root)} has the folders {', '.join(in_order(sites))}, which would be "
+            "sites: if they are splits, use one as training folder and the other as test "
+            "folder"
         )
 
 
@@ -239,7 +240,8 @@ def _depth(root: Path, images: Sequence[tuple[str, ...]]) -> int:
         if len(parts) not in (2, 3) or len(parts) != len(first):
             contrast = f" beside {'/'.join(first)}" if parts != first else ""
             raise DataFilesCorruptError(
-                f"{one_line(root)} has {one_line('/'.join(parts) + contrast)}; {_LAYOUT}, all alike"
+                f"{one_line(root)} has {one_line('/'.join(parts) + contrast)}; {_LAYOUT}, "
+                "the same layout everywhere"
             )
     return len(first)
 

@@ -62,9 +62,9 @@ def _each(of: Iterable[T], read: Callable[[T], Any]) -> list[Any]:
         try:
             return read(which)
         except FileNotFoundError:
-            return "there is no such file"
+            return "the file does not exist"
         except UnidentifiedImageError:  # its text contains a memory address
-            return f"it is no {', '.join(FORMATS)} file"
+            return f"it is not a {', '.join(FORMATS)} file"
         except Exception as error:  # a damaged image may raise anything
             return one_line(error)
 

@@ -65,11 +65,11 @@ def partition(
         return [subset[part] for part in partition(y[subset], full, classes, *origins)]
     if settings.clients > len(y):
         raise PartitionError(
-            f"{settings.clients} clients are more than the {len(y)} examples: lower clients"
+            f"there are {settings.clients} clients but only {len(y)} examples: lower clients"
         )
     if settings.kind == GIVEN:
         raise PartitionError(
-            "the partition 'given' has no rule: pass the clients' positions to simulate(parts=...)"
+            "the partition 'given' needs the clients' indices: pass them to simulate(parts=...)"
         )
     rng = numpy_generator(settings.seed or 0, "partition")
     if settings.kind == NATURAL:
@@ -108,15 +108,16 @@ def check_parts(parts: Sequence[npt.ArrayLike], examples: int) -> None:
         indices = np.asarray(part)
         if indices.ndim != 1 or (len(indices) and not np.issubdtype(indices.dtype, np.integer)):
             raise PartitionError(
-                f"client {client}: positions must be a vector of whole numbers, got "
+                f"client {client}: indices must be a vector of whole numbers, got "
                 f"{indices.dtype} {indices.shape}"
             )
         if len(indices) and not 0 <= indices.min() <= indices.max() < examples:
-            raise PartitionError(f"client {client}: positions must lie in [0, {examples})")
+            raise PartitionError(f"client {client}: indices must be in [0, {examples})")
         indices = indices.astype(np.int64)
         if len(np.unique(indices)) < len(indices) or assigned[indices].any():
             raise PartitionError(
-                f"client {client}: an example is given twice; each belongs to one client at most"
+                f"client {client}: an index occurs twice: each example belongs to at most "
+                "one client"
             )
         assigned[indices] = True
 
@@ -135,7 +136,7 @@ def _checked_labels(labels: npt.NDArray[np.integer], classes: int) -> IntArray:
     if y.ndim != 1 or not np.issubdtype(y.dtype, np.integer):
         raise DataError(f"labels must be integers [N], got {y.dtype} of shape {list(y.shape)}")
     if len(y) and (int(y.min()) < 0 or int(y.max()) >= classes):
-        raise DataError(f"labels must lie in [0, {classes}), got [{int(y.min())}, {int(y.max())}]")
+        raise DataError(f"labels must be in [0, {classes}), got [{int(y.min())}, {int(y.max())}]")
     return y.astype(np.int64)
 
 
@@ -179,8 +180,8 @@ def _redrawn(
     min_size = settings.min_size
     if K * min_size > total:
         raise PartitionError(
-            f"{K} clients of at least {min_size} examples need {K * min_size}, there are {total}: "
-            "lower min_size or clients"
+            f"{K} clients of at least {min_size} examples need {K * min_size}, but there are "
+            f"{total}: lower min_size or clients"
         )
     for _ in range(MAX_TRIES):
         counts = draw()
@@ -229,7 +230,7 @@ def _classes(sizes: IntArray, settings: PartitionSettings, rng: Rng) -> IntArray
     C = int(np.count_nonzero(sizes))
     if c > C:
         raise PartitionError(
-            f"classes_per_client is {c} but there are examples of {C} classes only: lower it"
+            f"classes_per_client is {c}, but only {C} classes have examples: lower it"
         )
     if K * c < C:
         raise PartitionError(
@@ -247,7 +248,7 @@ def _missing(sizes: IntArray, settings: PartitionSettings, rng: Rng) -> IntArray
     C = int(np.count_nonzero(sizes))
     if m >= C:
         raise PartitionError(
-            f"missing_classes is {m} but there are examples of {C} classes only: lower it"
+            f"missing_classes is {m}, but only {C} classes have examples: lower it"
         )
     if K * (C - m) < C:
         raise PartitionError(
@@ -264,8 +265,8 @@ def _of_domains(
     its clients."""
     if domains is None:
         raise PartitionError(
-            "this data set does not say which domain an example comes from: partition domain needs "
-            "one that does"
+            "this data set has no domains: choose another partition than domain, or a data "
+            "set with domains"
         )
     present = np.unique(domains)
     if settings.clients % len(present):
@@ -290,15 +291,14 @@ def _of_groups(
     """Gives client k the k-th group, in order of number, of K random groups."""
     if groups is None:
         raise PartitionError(
-            "this data set does not say whose an example is: partition natural needs one that "
-            "does, such as femnist or synthetic(1,1)"
+            "this data set has no groups: choose another partition than natural, or a data "
+            "set with groups, such as femnist or synthetic(1,1)"
         )
     present = np.unique(groups)
     if settings.clients > len(present):
         raise PartitionError(
-            f"{settings.clients} clients are more than the {len(present)} groups of this data set: "
-            "lower clients to at most "
-            f"{len(present)}"
+            f"there are {settings.clients} clients but only {len(present)} groups in this "
+            f"data set: lower clients to at most {len(present)}"
         )
     chosen = np.sort(rng.permutation(present)[: settings.clients])
     order = np.argsort(groups, kind="stable")  # stable: positions stay ascending within a group

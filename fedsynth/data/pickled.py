@@ -60,7 +60,7 @@ def read_pickle(content: bytes) -> object:
             raise PickleRefusedError(f"it has more than {MAX_INSTRUCTIONS:,} instructions")
         machine.step(instruction.name, argument)
     if file.tell() != len(content):
-        raise PickleRefusedError(f"it has {len(content) - file.tell()} bytes left over")
+        raise PickleRefusedError(f"it has {len(content) - file.tell()} bytes after its end")
     if len(machine.stack) != 1 or machine.marks:
         raise PickleRefusedError("it does not end with one value")
     return machine.stack[0]
@@ -90,7 +90,7 @@ class _Machine:
             self.stack.append(value)
         elif name in ("BINGET", "LONG_BINGET"):
             if argument not in self.memo:
-                raise PickleRefusedError("it recalls what it has not stored")
+                raise PickleRefusedError("it reads an entry that it did not store")
             self.stack.append(self.memo[argument])
         elif name not in ("PROTO", "FRAME", "STOP"):
             raise PickleRefusedError(f"it has the instruction {name}, which image files do not use")
@@ -99,7 +99,7 @@ class _Machine:
         """Pops the last `count` values from the stack."""
         start = len(self.stack) - count
         if start < (self.marks[-1] if self.marks else 0):
-            raise PickleRefusedError("it takes more values than there are")
+            raise PickleRefusedError("it takes more values than exist")
         values = self.stack[start:]
         del self.stack[start:]
         return values
@@ -107,7 +107,7 @@ class _Machine:
     def since_mark(self) -> list[Any]:
         """Pops the last mark and the values after it from the stack."""
         if not self.marks:
-            raise PickleRefusedError("it looks for a mark that is not there")
+            raise PickleRefusedError("it needs a mark that does not exist")
         values = self.stack[self.marks.pop() :]
         del self.stack[len(self.stack) - len(values) :]
         return values
@@ -115,7 +115,7 @@ class _Machine:
     def extended(self, items: list[Any]) -> list[Any]:
         (target,) = self.take(1)
         if type(target) is not list:
-            raise PickleRefusedError("it appends to what is not a list")
+            raise PickleRefusedError("it appends to a value that is not a list")
         target += items
         return target
 
@@ -124,7 +124,9 @@ class _Machine:
         keys = items[::2]
         # Only these key types: hashing nested tuples recurses, and hashes of integers can collide.
         if type(target) is not dict or not all(isinstance(key, str | bytes) for key in keys):
-            raise PickleRefusedError("it puts values into what is not a dict with names as keys")
+            raise PickleRefusedError(
+                "it sets items of a value that is not a dict with names as keys"
+            )
         target.update(zip(keys, items[1::2], strict=True))
         return target
 
@@ -139,7 +141,7 @@ def _named(module: object, attribute: object) -> Callable[..., object]:
 
 def _call(function: object, arguments: object) -> object:
     if function not in _FUNCTIONS.values() or type(arguments) is not tuple:
-        raise PickleRefusedError("it calls what is not a function")
+        raise PickleRefusedError("it calls a value that is not a function")
     return function(*arguments)  # type: ignore[operator]
 
 
@@ -148,7 +150,7 @@ def _build(target: object, state: object) -> object:
     if isinstance(target, _Uint8):
         return target
     if not isinstance(target, PickledArray) or target.value is not None:
-        raise PickleRefusedError("it sets the state of what has none")
+        raise PickleRefusedError("it sets the state of a value that has none")
     if type(state) is not tuple or len(state) != 5:
         raise PickleRefusedError("it has an array without its five parts")
     _, shape, kind, by_columns, content = state
@@ -160,7 +162,7 @@ def _numbers(content: object, kind: object, shape: Any, order: Any) -> npt.NDArr
     if isinstance(content, str):  # Python 2's strings are bytes
         content = content.encode("latin1")
     if not isinstance(content, bytes | bytearray) or not isinstance(kind, _Uint8):
-        raise PickleRefusedError("it has an array of something else than bytes")
+        raise PickleRefusedError("it has an array that does not consist of bytes")
     return np.frombuffer(content, np.uint8).reshape(shape, order=order)
 
 
@@ -179,7 +181,7 @@ def _from_buffer(content: object, kind: object, shape: object, order: object) ->
 def _encode(text: str, encoding: str) -> bytes:
     """Returns bytes, which protocols before 3 store as encoded text."""
     if encoding != "latin1":
-        raise PickleRefusedError("it encodes text in another way than bytes are stored")
+        raise PickleRefusedError("it encodes text in a way that is not used for bytes")
     return text.encode("latin1")
 
 

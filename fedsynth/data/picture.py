@@ -60,8 +60,8 @@ def partition_table(counts: Counts) -> str:
         half = MAX_ROWS // 2
         lines[half + 1 : -half] = [f"… {K - MAX_ROWS} more"]
     summary = (
-        f"{K} clients, {int(sizes.sum())} examples: {_spread(sizes)} each, of "
-        f"{_spread((matrix > 0).sum(axis=1))} classes (fewest – median – most)"
+        f"{K} clients, {int(sizes.sum())} examples: {_spread(sizes)} and "
+        f"{_spread((matrix > 0).sum(axis=1))} classes each (minimum – median – maximum)"
     )
     return "\n".join([*lines, summary])
 

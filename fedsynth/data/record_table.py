@@ -86,7 +86,7 @@ def _text(file: Path) -> tuple[str, int]:
         text = content.decode("utf-16" if utf_16 else "utf-8-sig")
     except UnicodeDecodeError:
         raise DataFilesCorruptError(
-            f"cannot read {file}: it is no UTF-8 text: save it as CSV UTF-8"
+            f"cannot read {file}: it is not UTF-8 text: save it as CSV UTF-8"
         ) from None
     hint = _EXCEL_HINT.match(text)
     return (text, 0) if hint is None else (text[hint.end() :], 1)
@@ -117,13 +117,13 @@ def _columns(
         positions = [at for at, heading in enumerate(headings) if heading in HEADINGS[name]]
         if len(positions) > 1:
             twice = " and ".join(one_line(cells[at], 40) for at in positions)
-            raise DataFilesCorruptError(f"{location}: two columns say the {name}: {twice}")
+            raise DataFilesCorruptError(f"{location}: two columns contain the {name}: {twice}")
         if positions:
             columns[name] = positions[0]
     if any(name not in columns for name in required):
         headings_shown = ", ".join(one_line(cell, 40) for cell in cells[:10])
         raise DataFilesCorruptError(
-            f"{location}: needs the columns {_listed(required)}; found: {headings_shown}"
+            f"{location}: the columns {_listed(required)} are required, got {headings_shown}"
         )
     return columns
 
@@ -140,7 +140,9 @@ def _row(cells: Sequence[str], columns: dict[str, int], location: str) -> dict[s
             raise DataFilesCorruptError(f"{location}: {name} is empty")
     path = PurePosixPath(cells[columns["path"]].strip())
     if path.is_absolute() or ".." in path.parts or "\0" in str(path):
-        raise DataFilesCorruptError(f"{location}: {one_line(path)} must be a path below the file")
+        raise DataFilesCorruptError(
+            f"{location}: {one_line(path)} must be a path inside the file's folder"
+        )
     return {**row, "path": path.as_posix()}
 
 
@@ -162,10 +164,13 @@ def read_users(file: Path, paths: Sequence[str]) -> tuple[str, ...]:
     missing = [path for path in names if path not in owner]
     if missing:
         strange = min(owner.keys() - set(names), default=None)
-        hint = "" if strange is None else f"; it lists {one_line(strange)}, which is no image here"
+        hint = (
+            ""
+            if strange is None
+            else (f"; it lists {one_line(strange)}, which is not an image in this folder")
+        )
         raise DataFilesCorruptError(
-            f"{file} does not say whose {one_line(missing[0])} is ({len(missing)} such images)"
-            f"{hint}"
+            f"{file} names no user of {one_line(missing[0])} ({len(missing)} such images){hint}"
         )
     return tuple(owner[path] for path in names)
 
@@ -181,7 +186,7 @@ def read_owners(file: Path) -> dict[str, str]:
         path = same_name(row["path"])
         if owner.setdefault(path, row["user"]) != row["user"]:
             raise DataFilesCorruptError(
-                f"{file}, line {line}: {one_line(path)} is given to two users"
+                f"{file}, line {line}: {one_line(path)} is listed for two users"
             )
     return owner
 

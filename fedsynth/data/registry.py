@@ -83,8 +83,8 @@ class DatasetSpec:
                 raise SettingError(
                     None,
                     field,
-                    f"{of} needs one number for each of the {self.channels} channels, got "
-                    f"{len(values)}",
+                    f"{of} must have one number for each of the {self.channels} channels, "
+                    f"got {len(values)}",
                 )
             if not all(map(math.isfinite, values)):
                 raise SettingError(None, field, f"{of} must be finite, got {values}")
@@ -155,7 +155,7 @@ def spec_from_json(stated: Mapping[str, Any]) -> DatasetSpec:
     names = {field.name for field in fields(DatasetSpec)}
     unknown = sorted(set(stated) - names)
     if unknown:
-        raise ValueError(f"a data set's specification has no {unknown[0]!r:.80}")
+        raise ValueError(f"a data set's specification has no field {unknown[0]!r:.80}")
     values: dict[str, Any] = {k: tuple(v) if k in _TUPLES else v for k, v in stated.items()}
     for field in fields(DatasetSpec):
         if field.type == "int" and field.name in values and type(values[field.name]) is not int:

@@ -100,8 +100,8 @@ def load_synthetic(folder: str | Path) -> SharedSet:
     root = expand_home(folder)
     if not (root / SUMS).is_file():
         raise DataFilesMissingError(
-            f"{one_line(root)} is no synthetic set: it has no {SUMS} (fedsynth export RUN makes "
-            "one)"
+            f"{one_line(root)} is not a synthetic set: it has no {SUMS} (fedsynth export RUN "
+            "creates one)"
         )
     check_hashes(root)
     try:
@@ -160,7 +160,7 @@ def shared_set(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Sh
         ValueError: something is missing, inconsistent, or has invalid values.
     """
     if metadata.get("format") != FORMAT:
-        raise ValueError(f"its format is {metadata.get('format')!r}, and should be {FORMAT!r}")
+        raise ValueError(f"its format is {metadata.get('format')!r}, but should be {FORMAT!r}")
     try:
         images = _in_units(tensors["images"], metadata)
         spec = _spec_of(images, metadata)
@@ -171,9 +171,9 @@ def shared_set(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Sh
     except (TypeError, FedsynthError) as error:
         raise ValueError(f"it does not describe its images: {one_line(error)}") from None
     if (epsilon is None) != (delta is None):
-        raise ValueError("it has one of ε and δ")
+        raise ValueError("it has only one of ε and δ")
     if delta is not None and delta >= 1:
-        raise ValueError(f"its δ is {delta:g}, and must be below 1")
+        raise ValueError(f"its δ is {delta:g}, but must be below 1")
     _check_labels(tensors, len(images), spec.classes)
     synthetic = SharedSet(
         images,
@@ -218,7 +218,9 @@ def _check_labels(tensors: Mapping[str, Tensor], count: int, classes: int) -> No
         ValueError: as for `shared_set`.
     """
     if unknown := sorted(set(tensors) - _TENSORS):
-        raise ValueError(f"it has {one_line(unknown[0], 80)!r}, which no such set has")
+        raise ValueError(
+            f"it has {one_line(unknown[0], 80)!r}, which is not part of a synthetic set"
+        )
     for name in ("labels", "client"):
         values = tensors.get(name)
         if values is None and name == "client":
@@ -227,12 +229,12 @@ def _check_labels(tensors: Mapping[str, Tensor], count: int, classes: int) -> No
             raise ValueError(f"its {name} are not one whole number for each image")
     labels = tensors["labels"]
     if not 0 <= int(labels.min()) <= int(labels.max()) < classes:
-        raise ValueError("its labels are of classes that there are not")
+        raise ValueError("its labels contain classes that do not exist")
     soft = tensors.get("soft_labels")
     if soft is None:
         return
     if soft.shape != (count, classes) or not soft.is_floating_point():
-        raise ValueError("its soft labels are not a share of each class for each image")
+        raise ValueError("its soft labels must have one probability per class and image")
     shares = soft.float()
     sums = shares.sum(dim=1)
     if not (shares >= 0).all() or not ((sums - 1).abs() <= SUM_TOLERANCE).all():  # true for NaN
@@ -245,7 +247,7 @@ def _promised(text: str) -> float | None:
     if value is None:
         return None
     if type(value) not in (int, float) or not 0 <= value < math.inf:
-        raise ValueError(f"its guarantee is no number: {value!r:.40}")
+        raise ValueError(f"its guarantee is not a number: {value!r:.40}")
     return float(value)
 
 

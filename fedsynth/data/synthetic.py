@@ -52,7 +52,7 @@ def make_synthetic(spec: DatasetSpec) -> tuple[Split, Split]:
     """
     parameters = synthetic_parameters(spec.name)
     if parameters is None:
-        raise ValueError(f"{spec.name} is no synthetic(α,β)")
+        raise ValueError(f"{spec.name} is not of the form synthetic(α,β)")
     alpha, beta = parameters
     rows: tuple[list[Split], list[Split]] = ([], [])
     for device, n in enumerate(device_sizes()):

@@ -28,9 +28,9 @@ def users_of(data: ImageData) -> IntArray:
     """
     if data.groups is None:
         raise DataError(
-            f"{data.spec.name} does not say whose its records are: protecting users needs groups= "
-            "of from_arrays, "
-            f"or a file {USERS_FILE} beside folders of images"
+            f"{data.spec.name} does not name the users of its records: to protect users, "
+            f"pass groups= to from_arrays, or put a file {USERS_FILE} next to the image "
+            "folders"
         )
     users: IntArray = data.groups.cpu().numpy()
     return users
@@ -50,9 +50,9 @@ def check_one_client_each(parts: Sequence[IntArray], data: ImageData) -> None:
             other = home.setdefault(user, client)
             if other != client:
                 raise PartitionError(
-                    f"clients {other} and {client} both have records of one user, who would be "
-                    "protected at each of them separately: divide the data by user "
-                    "(partition.kind=natural or domain, or `parts` of your own)"
+                    f"clients {other} and {client} have records of the same user, who would "
+                    "be protected at each client separately: divide the data by user "
+                    "(partition.kind=natural or domain, or custom `parts`)"
                 )
 
 

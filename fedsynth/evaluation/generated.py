@@ -94,7 +94,7 @@ def describe(tally_RC: Tensor) -> dict[str, float]:
     """
     count = int(tally_RC[0].sum())
     if not count:
-        raise ValueError("a tally of no image says nothing")
+        raise ValueError("cannot evaluate zero images")
     facts = {}
     for name, right_C in zip(("agreement", "student"), tally_RC[1:], strict=False):
         facts[name] = int(right_C.sum()) / count

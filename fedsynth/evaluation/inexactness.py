@@ -35,7 +35,7 @@ def inexactness(
         DataError: there is no example, so F has no gradient.
     """
     if not len(labels_N):
-        raise DataError("γ-inexactness is of a client with examples, got none")
+        raise DataError("γ-inexactness needs a client with examples, got none")
     state = {name: value.detach().clone() for name, value in model.state_dict().items()}
     training = model.training
     model.eval()

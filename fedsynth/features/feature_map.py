@@ -77,8 +77,8 @@ class FeatureMap:
             raise SettingError(
                 None,
                 "blocks",
-                f"of features {self.name!r} must have {self.dimension} coordinates in all, got "
-                f"{self.blocks}",
+                f"of features {self.name!r} must have {self.dimension} coordinates in total, "
+                f"got {self.blocks}",
             )
 
     def __call__(self, pixels_NCHW: Tensor) -> Tensor:
@@ -105,15 +105,15 @@ class FeatureMap:
             raise SettingError(
                 None,
                 "function",
-                f"of features {self.name!r} must make a tensor [N, {self.dimension}], got "
+                f"of features {self.name!r} must return a tensor [N, {self.dimension}], got "
                 f"{type(features).__name__}",
             )
         if tuple(features.shape) != (len(x), self.dimension):
             raise SettingError(
                 None,
                 "dimension",
-                f"of features {self.name!r} is {self.dimension}, but its function made "
-                f"{tuple(features.shape)} of {len(x)} images",
+                f"of features {self.name!r} is {self.dimension}, but its function returned "
+                f"{tuple(features.shape)} for {len(x)} images",
             )
         return features.float()
 

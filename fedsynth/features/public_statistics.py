@@ -85,22 +85,22 @@ def measured_map(name: str, image_shape: Shape, function: Callable[[Tensor], Ten
         vectors = public_vectors(function, image_shape).float()
     except (AttributeError, TypeError) as error:
         raise SettingError(
-            None, "function", f"of features {name!r} must make a tensor [N, d]: {error}"
+            None, "function", f"of features {name!r} must return a tensor [N, d]: {error}"
         ) from None
     if vectors.dim() != 2:
         raise SettingError(
             None,
             "function",
-            f"of features {name!r} must make one vector of each image, [N, d], and makes "
-            f"{list(vectors.shape)} of {len(vectors)}",
+            f"of features {name!r} must return one vector per image, [N, d], but returns "
+            f"{list(vectors.shape)} for {len(vectors)}",
         )
     if not bool(torch.isfinite(vectors).all()):
         raise SettingError(
-            None, "function", f"of features {name!r} makes numbers that are not finite"
+            None, "function", f"of features {name!r} returns numbers that are not finite"
         )
     if not constants(vectors)[1] > 0:
         raise SettingError(
-            None, "function", f"of features {name!r} makes the same of half of all images"
+            None, "function", f"of features {name!r} returns the same vector for half of all images"
         )
     return map_of_vectors(name, image_shape, function, vectors)
 

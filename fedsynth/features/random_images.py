@@ -64,7 +64,7 @@ def random_images(
     check_choice("features", "process", process, PROCESSES)
     if count < 0 or min(image_shape) < 1:
         raise SettingError(
-            "features", "image_shape", f"must hold sizes of at least 1, got {image_shape}"
+            "features", "image_shape", f"must contain sizes of at least 1, got {image_shape}"
         )
     channels, height, width = image_shape
     parts = [torch.empty(0, 3, height, width, device=generator.device)]

@@ -133,6 +133,6 @@ def _check(shape: Shape) -> None:
         raise SettingError(
             "method",
             "features",
-            f"of random processes take grey or colour images of at least {LEAST}×{LEAST} pixels, "
-            f"got {shape}",
+            f"of random processes need grey or colour images of at least {LEAST}×{LEAST} "
+            f"pixels, got {shape}",
         )

@@ -132,7 +132,9 @@ class _EachAlone:
             return
         finding = dependence_on_batch(self.function, shape, device)
         if finding:
-            reason = f"its function {finding}, so one example's influence has no bound: {ADVICE}"
+            reason = (
+                f"its function {finding}, so the influence of one example is not bounded: {ADVICE}"
+            )
             raise _refused(self.name, reason)
         self.tried.add(device)
 
@@ -153,10 +155,15 @@ def _checked(name: str, shape: Shape) -> FeatureMap:
         reason = f"fails for images of shape {shape}: {type(error).__name__}: {one_line(error)}"
         raise _refused(name, reason) from error
     if not isinstance(feature_map, FeatureMap):
-        reason = f"what was registered makes {type(feature_map).__name__}, and should make a "
+        reason = (
+            f"the registered function returns {type(feature_map).__name__}, but must return a  "
+        )
         raise _refused(name, f"{reason}fedsynth.features.FeatureMap of an image shape")
     if feature_map.image_shape != shape:
-        reason = f"its map is for images of shape {feature_map.image_shape}, and these are {shape}"
+        reason = (
+            f"its map is for images of shape {feature_map.image_shape}, but these images "
+            f"have shape {shape}"
+        )
         raise _refused(name, reason)
     function = _EachAlone(name, feature_map.function)
     try:
@@ -209,13 +216,15 @@ def register_features(name: str, build: Builder, source: OwnCode | None = None) 
     """
     if name in _BUILT_IN:
         raise SettingError(
-            None, "name", f"of own features cannot be {name!r}: the package has a map of that name"
+            None,
+            "name",
+            f"of custom features cannot be {name!r}: the package has a map with this name",
         )
     if not callable(build):
         raise SettingError(
             None,
             "build",
-            f"of own features must be a function from an image shape to a FeatureMap, got "
+            "of custom features must be a function from an image shape to a FeatureMap, got "
             f"{type(build).__name__}",
         )
     _OWN[name] = (build, source)

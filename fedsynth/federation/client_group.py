@@ -51,7 +51,9 @@ def view(clients: Sequence[ClientRuntime], phase: str, context: RoundContext) ->
     for client in clients:
         client.require_terms()
         if client.data.resident is not resident or client.private != private:
-            raise ValueError("clients of one group share resident data, and are alike private")
+            raise ValueError(
+                "clients of one group must share resident data, and all or none must be private"
+            )
     ids = [client.number for client in clients]
     records = [client.data.records for client in clients]
     if not private:

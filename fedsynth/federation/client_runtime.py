@@ -164,13 +164,13 @@ class ClientRuntime:
             LedgerError: its ledger holds releases of another unit.
         """
         if self._told:
-            raise RequestRefusedError("the terms of a run are told once")
+            raise RequestRefusedError("a client can receive the run terms only once")
         if self.private:
             plan = self._plan(terms)
             self.budget = self._new_budget(plan)
             self._context = plan.in_context(self._context)
         elif terms.noise_multiplier is not None:
-            raise RequestRefusedError("this run has no differential privacy, and so no σ")
+            raise RequestRefusedError("this run has no differential privacy, so it has no σ")
         else:
             self._context = replace(self._context, sizes=terms.sizes)
         self._told = True
@@ -189,7 +189,7 @@ class ClientRuntime:
         stated = plan.privacy.noise_multiplier
         if stated is not None and sigma != stated:
             raise RequestRefusedError(
-                f"the server says σ = {sigma:.6g}, and the run's settings say {stated:.6g}"
+                f"the server sent σ = {sigma:.6g}, but the run's settings have {stated:.6g}"
             )
         return replace(plan, privacy=replace(plan.privacy, noise_multiplier=sigma))
 

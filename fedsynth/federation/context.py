@@ -39,8 +39,8 @@ def resolve_device(name: str) -> torch.device:
         raise unknown_value("run", "device", name, DEVICES)
     if name != "cpu" and not torch.cuda.is_available():
         raise DeviceError(
-            f"run.device={name} was asked for, but torch {torch.__version__} finds no CUDA device "
-            "here; use run.device=cpu"
+            f"run.device={name}: torch {torch.__version__} finds no CUDA device on this "
+            "machine; use run.device=cpu"
         )
     try:
         return torch.empty(0, device=name).device
@@ -78,9 +78,7 @@ def check_compiler(device: torch.device) -> None:
     elif not any(
         shutil.which(name) for name in (os.environ.get("CXX", ""), "g++", "clang++", "c++") if name
     ):
-        reason = (
-            "needs a C++ compiler (g++ or clang++, or $CXX), and none is on the path; leave it out"
-        )
+        reason = "needs a C++ compiler (g++, clang++ or $CXX), but none was found; leave it out"
         raise SettingError("run", "compile", reason)
 
 

@@ -109,13 +109,13 @@ def long_draw(settings: RunSettings) -> str | None:
         return None
     if seconds > LONGEST:
         reason = (
-            f"must be at most {int(LONGEST / round_seconds):,} for a plan, which draws who takes "
-            f"part in each round, and for {settings.rounds:,} of them takes some "
-            f"{seconds / 3600:,.1f} hours; or plan with run.participation=1, which is an upper "
-            "bound"
+            f"must be at most {int(LONGEST / round_seconds):,} for a plan, because sampling "
+            f"the cohorts of {settings.rounds:,} rounds would take about "
+            f"{seconds / 3600:,.1f} hours; or plan with run.participation=1, which gives an "
+            "upper bound"
         )
         raise SettingError("run", "rounds", reason)
-    return f"drawing who takes part in each of {settings.rounds:,} rounds: some {seconds:.0f} s"
+    return f"sampling the cohorts of {settings.rounds:,} rounds: about {seconds:.0f} s"
 
 
 def plan_of(settings: RunSettings) -> PrivacyPlan:
@@ -163,7 +163,7 @@ def costs_by_mechanism(
     if "mechanism" in privacy:
         names = [str(privacy["mechanism"])]
     if not all(mechanism_facts(name).guaranteed for name in names):
-        reason = "gives no guarantee, so there is nothing to plan"
+        reason = "has no guarantee, so there is nothing to plan"
         raise PrivacySettingError("privacy", "mechanism", reason, value=names[0])
     plans: list[MechanismCosts] = []
     for name in names:

@@ -108,15 +108,19 @@ class InProcess:
         if not all(client.may_try_again(phase, context) for client in group):
             client_bytes = self.clients[0].method.client_bytes(context)
             bound = f"{2 * fewer * (client_bytes or 0) / 2**30:.3g}"
-            remedy = f"go on with run.memory_gb={bound}"
+            remedy = f"resume with run.memory_gb={bound}"
             raise DeviceMemoryError(
-                f"{location} with differential privacy; it is charged, and is not taken again, as "
-                f"one charge pays for one draw of noise: {advice if len(group) == 1 else remedy}"
+                f"{location} with differential privacy; it is charged and cannot be "
+                "repeated, because a charge covers one draw of noise: "
+                f"{advice if len(group) == 1 else remedy}"
             )
         if len(group) == 1:
             raise DeviceMemoryError(f"{location}, number {group[0].number}: {advice}")
         self._most = fewer
-        context.note(f"{location}; from now on at most {fewer} share a pass, which moves no result")
+        context.note(
+            f"{location}; from now on, at most {fewer} clients share a pass, which does "
+            "not change results"
+        )
 
     def _failing(self, phase: str, numbers: Sequence[int], context: RoundContext) -> dict[int, str]:
         """Returns which of these clients fail in this exchange, and how. The main exchange also has

@@ -66,5 +66,5 @@ def check_model_request(message: Message, context: RoundContext) -> None:
     if not isinstance(message, ModelParameters):
         return
     if not message.parameters:
-        raise RequestRefusedError("the server sent no model")
+        raise RequestRefusedError("the server did not send a model")
     check_named("model", message.parameters, context.architecture.state_dict())

@@ -34,11 +34,11 @@ UNTRIED = (
 )
 """Exceptions that a step can raise on random images: nothing was tried then."""
 MOVED = (
-    "On the machine that tried it, the bits of an example's vector depend on its position among "
-    "other examples: against a server that crafts weights epsilon may not hold (docs/threat-model.md, "
-    "malicious servers)"
+    "On the machine that tested it, the bits of an example's vector depend on its position "
+    "among other examples. Epsilon may not hold against a server that crafts weights "
+    "(docs/threat-model.md, malicious servers)"
 )
-NOT_TRIED = "Whether an example's vector depends on other examples could not be tried: "
+NOT_TRIED = "The test whether an example's vector depends on other examples failed: "
 
 
 def check_private_steps(
@@ -86,14 +86,14 @@ def check_private_steps(
             setting = ("run", "method")
         raise SettingError(
             *setting,
-            f"cannot be private: a client's step with {' and '.join(settings.own_code)} {finding}, "
-            f"so one example's influence has no bound: {ADVICE}",
+            f"cannot be private: a client's step with {' and '.join(settings.own_code)} "
+            f"{finding}, so the influence of one example is not bounded: {ADVICE}",
         )
     if not any(item.moved for item in trials):
         return []
     if not settings.method.takes_model or settings.model.features:
         return [f"{MOVED}."]
-    return [f"{MOVED}: take model.width in multiples of 8, and images of even sides."]
+    return [f"{MOVED}: use a multiple of 8 as model.width, and images of even height and width."]
 
 
 def _trials(plan: PrivacyPlan, context: RoundContext, clients: list[int]) -> list[StepTrial]:

@@ -116,9 +116,9 @@ class PrivacyPlan:
         reasons = plan.reasons(plan.histories)
         if plan.facts.guaranteed and privacy.epsilon is not None and reasons:
             raise UnaccountedReleaseError(
-                f"ε = {privacy.epsilon:g} cannot be kept to: a ledger in {privacy.ledger} holds a "
-                f"release without any guarantee ({reasons[0]}), which nothing takes back; with "
-                "privacy.noise_multiplier alone the run adds noise and states no ε"
+                f"ε = {privacy.epsilon:g} cannot be guaranteed: a ledger in {privacy.ledger} "
+                f"contains a release without any guarantee ({reasons[0]}), which cannot be "
+                "undone; set only privacy.noise_multiplier to add noise without stating ε"
             )
         if privacy.noise_multiplier is None:
             privacy = replace(privacy, noise_multiplier=plan._calibrated())
@@ -147,7 +147,7 @@ class PrivacyPlan:
         """
         if self.privacy.noise_multiplier is None:
             raise SettingError(
-                "privacy", "noise_multiplier", "is not found yet: no client has joined"
+                "privacy", "noise_multiplier", "is not known yet: no client has joined"
             )
         return self.privacy.noise_multiplier
 
@@ -182,8 +182,8 @@ class PrivacyPlan:
         planned = tuple(self.run.method.round_plans(self.plans, number))
         if [plan for plan in self.plans if plan in planned] != list(planned):
             raise UnplannedReleaseError(
-                f"{self.run.method.name} may leave out some of its planned releases in round "
-                f"{number}, and no more"
+                f"{self.run.method.name} may only leave out planned releases in round "
+                f"{number}, but changes others"
             )
         return planned
 
@@ -245,7 +245,7 @@ class PrivacyPlan:
         plans = tuple(self.run.method.client_plans(planned, client, context))
         if len(plans) != len(planned):
             raise UnplannedReleaseError(
-                f"{self.run.method.name} plans {len(planned)} releases, and {len(plans)} for "
+                f"{self.run.method.name} plans {len(planned)} releases, but {len(plans)} for "
                 f"client {client}"
             )
         for plan, client_plan in zip(planned, plans, strict=True):
@@ -254,9 +254,9 @@ class PrivacyPlan:
             )
             if same != plan or client_plan.steps > plan.steps:
                 raise UnplannedReleaseError(
-                    f"{self.run.method.name} may plan fewer steps and another dimension for a "
-                    f"client, and no more: {client_plan} of client {client} is not in the plan "
-                    f"{plan}"
+                    f"{self.run.method.name} may change only the dimension or lower the "
+                    f"steps for a client: {client_plan} of client {client} does not fit the "
+                    f"plan {plan}"
                 )
         return plans
 
@@ -377,12 +377,12 @@ class PrivacyPlan:
             spent_epsilon = self._spent(spent)
             if spent_epsilon >= target * (1 - NOTHING_LEFT):
                 raise BudgetExceededError(
-                    f"the budget ε = {target:g} is already spent: a client's ledger stands at "
+                    f"the budget ε = {target:g} is exhausted: a client's ledger has spent "
                     f"{spent_epsilon:.4g}"
                     + (
                         ""
                         if spent_epsilon >= target
-                        else ", and what is left bears nothing but noise"
+                        else ", and the rest is too small for anything but noise"
                     )
                 )
 

@@ -105,7 +105,8 @@ def agree(
     histories = [info.history for info in joined if info.history is not None]
     if len(histories) < context.clients:
         raise LedgerError(
-            f"{len(histories)} of {context.clients} clients have said what their ledgers hold"
+            f"{len(histories)} of {context.clients} clients have reported the totals of "
+            "their ledgers"
         )
     if planned is not None:
         plan = planned(histories)

@@ -45,11 +45,13 @@ def checked_data(data: tuple[ImageData, ImageData | None]) -> tuple[ImageData, I
     Raises:
         DataError: they are not image data, or have different specifications.
     """
-    wrong = "data must be (train, test), each made by fedsynth.from_arrays, or (train, None)"
+    wrong = "data must be (train, test) or (train, None), each made by fedsynth.from_arrays"
     if isinstance(data, ImageData):
-        raise DataError(f"{wrong}; got the training images alone")
+        raise DataError(f"{wrong}; got only the training images")
     if not (isinstance(data, tuple | list) and len(data) == 2):
-        raise DataError(f"{wrong}, or what fedsynth.load_folder gives; got {type(data).__name__}")
+        raise DataError(
+            f"{wrong}, or the result of fedsynth.load_folder; got {type(data).__name__}"
+        )
     train, test = data
     if not (isinstance(train, ImageData) and (test is None or isinstance(test, ImageData))):
         raise DataError(wrong)
@@ -80,8 +82,8 @@ def note_shared_records(train: ImageData, test: ImageData, note: Callable[[str],
     both = sum(digest in training for digest in testing)
     if both:
         note(
-            f"warning: {both} of {len(testing)} test images are the same, pixel by pixel, as "
-            "training images: the accuracy on them says little of new images"
+            f"warning: {both} of {len(testing)} test images are identical to training "
+            "images: the accuracy may not hold for new images"
         )
 
 
@@ -96,8 +98,8 @@ def require_a_ledger(settings: RunSettings, spec: DatasetSpec) -> None:
     """
     if settings.privacy is not None and settings.privacy.ledger is None and not is_published(spec):
         reason = (
-            f"must name a folder for the ledgers of your own data ({spec.name!r}), kept over all "
-            f"runs on them; or say {NO_LEDGER!r}"
+            f"must name the folder of the ledgers of your data ({spec.name!r}), the same for "
+            f"all runs on them, or be {NO_LEDGER!r}"
         )
         raise PrivacySettingError("privacy", "ledger", reason)
 
@@ -218,8 +220,9 @@ def _of_folder(settings: RunSettings, folder_data: FolderData, test: str | None)
         return RunData(settings, folder_data.train, tested, kind, left_out=folder_data.left_out)
     if folder_data.sites is None:
         raise PartitionError(
-            f"the images of {folder_data.train.spec.name} have no sites (SITE/CLASS/files): say "
-            "how they are divided among clients (partition.kind=dirichlet, partition.clients=5)"
+            f"the images of {folder_data.train.spec.name} have no sites (SITE/CLASS/files): "
+            "set how to divide them among clients (partition.kind=dirichlet, "
+            "partition.clients=5)"
         )
     return RunData(
         settings,
@@ -237,8 +240,8 @@ def _note_missing(train: ImageData, note: Callable[[Any], None]) -> None:
     spec = train.spec
     if len(train) < spec.train_size and spec.name not in LEAF_READERS:  # LEAF's scripts draw some
         note(
-            f"warning: {spec.name} has {len(train):,} training images here, and "
-            f"{spec.train_size:,} as it is published: a part of it is missing"
+            f"warning: {spec.name} has {len(train):,} training images on this machine, but "
+            f"{spec.train_size:,} in the published version: some are missing"
         )
 
 
@@ -266,10 +269,10 @@ def _required(declaration: Declaration | None, settings: RunSettings) -> Declara
     if declaration is None:
         folder = "FOLDER" if settings.folder is None else settings.folder.folder
         if folder != "FOLDER" and not Path(folder).exists():
-            raise DataFilesMissingError(f"there is no folder {one_line(folder)}")
+            raise DataFilesMissingError(f"the folder {one_line(folder)} does not exist")
         raise DataError(
-            "a private run on your own images must be told what is public of them: fedsynth data "
-            f"describe {folder} proposes a declaration, which a person checks and signs"
+            "a private run on your images needs a declaration of their public facts: run "
+            f"fedsynth data describe {folder}, then check and sign the file"
         )
     require_signed(declaration)
     return declaration
@@ -281,8 +284,8 @@ def _require_same_ledger(setting: str | Path | None, declared: Path) -> None:
     """
     if setting is not None and expand_home(setting).resolve() != declared.resolve():
         reason = (
-            f"must be that of the declaration, {declared}, or be left out: with another what these "
-            "images have spent would not count"
+            f"must be the ledger folder of the declaration, {declared}, or be left out: "
+            "another folder would not count earlier releases from these images"
         )
         raise SettingError("privacy", "ledger", reason, value=str(setting))
 

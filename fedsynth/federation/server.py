@@ -102,13 +102,13 @@ class Server:
         if type(reply) is not declared:
             expected = "nothing" if declared is None else declared.__name__
             raise UploadRejectedError(
-                "the message", f"is a {type(reply).__name__}, and must be a {expected}"
+                "the message", f"is a {type(reply).__name__}, but must be a {expected}"
             )
         check_fields(reply, self.method.upload_rules(phase, client, context))
         for name, tensor in reply.arrays():
             if tensor.device.type != context.device.type:
                 raise UploadRejectedError(
-                    name, f"is on {tensor.device.type}, and the server on {context.device.type}"
+                    name, f"is on {tensor.device.type}, but the server is on {context.device.type}"
                 )
         self.method.check_upload(phase, reply, client, context)
 

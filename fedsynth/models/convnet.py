@@ -99,7 +99,8 @@ class ConvNet(EmbeddingNetwork):
             raise SettingError(
                 "model",
                 "depth",
-                f"halves a {height}×{side} image to nothing; use a smaller one",
+                f"is too large for a {height}×{side} image, which is halved in each block; "
+                "use a smaller one",
                 value=depth,
             )
         blocks: list[nn.Module] = []

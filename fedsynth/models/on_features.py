@@ -97,6 +97,6 @@ def check_learned_embedding(method: str, model: nn.Module) -> None:
         raise SettingError(
             "model",
             "name",
-            f"must be mlp on features: {method} works on an embedding that is learned, and that of "
-            "a linear model is the feature map's",
+            f"must be mlp on features: {method} needs a learned embedding, but the embedding "
+            "of a linear model is the fixed feature map",
         )

@@ -54,7 +54,7 @@ def builder(
         except SettingError:
             raise
         except Exception as error:
-            raise _wrong(name, f"cannot be made for images of {_shown(shape)}", error) from error
+            raise _wrong(name, f"cannot be built for images of {_shown(shape)}", error) from error
         checked(name, network, shape, classes)
         case = (shape, classes, tuple(values.items()))
         if case not in rehearsed:
@@ -77,14 +77,17 @@ def _parameters(name: str, model: Callable[..., nn.Module]) -> frozenset[str]:
     try:
         parameters = inspect.signature(model).parameters.values()
     except (TypeError, ValueError):
-        raise SettingError("model", "name", f"{name} must be a module, or what makes one") from None
+        raise SettingError(
+            "model", "name", f"{name} must be a module, or a class or function that returns one"
+        ) from None
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     several = any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in parameters)
     if not several and sum(parameter.kind in kinds for parameter in parameters) < 2:
         raise SettingError(
             "model",
             "name",
-            f"{name} must take image_shape, as (channels, height, width), and classes",
+            f"{name} must accept the arguments image_shape, a tuple (channels, height, "
+            "width), and classes",
         )
     return frozenset(parameter.name for parameter in parameters)
 
@@ -96,7 +99,7 @@ def checked(name: str, network: Any, shape: Shape, classes: int) -> nn.Module:
         SettingError: it does not, or its `embed` and `classifier` do not fit each other.
     """
     if not isinstance(network, nn.Module):
-        raise SettingError("model", "name", f"{name} makes no torch.nn.Module")
+        raise SettingError("model", "name", f"{name} does not return a torch.nn.Module")
     if next(network.parameters(), None) is None:
         raise SettingError("model", "name", f"{name} has no parameters")
     training = network.training
@@ -113,7 +116,7 @@ def checked(name: str, network: Any, shape: Shape, classes: int) -> nn.Module:
     if not isinstance(logits, Tensor) or logits.shape != (2, classes):
         got = list(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
         raise SettingError(
-            "model", "name", f"{name} must make logits [N, {classes}] of images, it makes {got}"
+            "model", "name", f"{name} must return logits [N, {classes}], but returns {got}"
         )
     last = getattr(network, "classifier", None)
     if isinstance(features, Tensor) and isinstance(last, nn.Linear):
@@ -121,8 +124,8 @@ def checked(name: str, network: Any, shape: Shape, classes: int) -> nn.Module:
             raise SettingError(
                 "model",
                 "name",
-                f"{name}: `embed` makes {list(features.shape)}, and `classifier` takes "
-                f"[N, {last.in_features}]",
+                f"{name}: `embed` returns {list(features.shape)}, but `classifier` needs [N, "
+                f"{last.in_features}]",
             )
         if not hasattr(network, "embedding_size"):
             network.embedding_size = last.in_features  # type: ignore[assignment]
@@ -159,7 +162,7 @@ def rehearse(name: str, network: nn.Module, shape: Shape, classes: int) -> None:
     except Exception as error:
         raise _wrong(name, "cannot be trained", error) from error
     if logits.shape != (2, classes):
-        raise _refused(name, f"makes {list(logits.shape)} in training, and not [N, {classes}]")
+        raise _refused(name, f"returns {list(logits.shape)} instead of [N, {classes}] in training")
     if shapes != {key: value.shape for key, value in twin.state_dict().items()}:
         raise _refused(name, "changes the names or shapes in its state_dict in training")
 
@@ -173,29 +176,29 @@ def check_state(name: str, state: Mapping[str, Any]) -> None:
     owners: dict[int, str] = {}
     for key, value in state.items():
         if fault := _fault(value):
-            raise _refused(name, f"has a state that cannot be kept: {key} {fault}")
+            raise _refused(name, f"has a state that cannot be saved: {key} {fault}")
         if value.numel():
             owner = owners.setdefault(value.untyped_storage().data_ptr(), key)
             if owner != key:
                 raise _refused(
                     name,
-                    f"has tied weights: {key} is {owner}, or a part of it; give each its own "
-                    "tensor",
+                    f"has tied weights: {key} shares memory with {owner}; use a separate "
+                    "tensor for each",
                 )
 
 
 def _fault(value: Any) -> str:
     """Returns why an entry of a state cannot be kept; "": it can."""
     if not isinstance(value, Tensor):
-        return f"is a {type(value).__name__} and not a tensor"
+        return f"is a {type(value).__name__} instead of a tensor"
     if nn.parameter.is_lazy(value):
-        return "belongs to a lazy layer that no image reaches"
+        return "belongs to a lazy layer that the forward pass does not use"
     if value.layout != torch.strided or value.is_quantized:
         return "is sparse or quantised"
     if value.device.type == "meta":
         return "has no values (device meta)"
     if value.is_complex() or (value.is_floating_point() and value.dtype != torch.float32):
-        return f"is of {value.dtype} and not of torch.float32"
+        return f"has type {value.dtype} instead of torch.float32"
     return "" if torch.isfinite(value).all() else "is not finite"
 
 
@@ -226,7 +229,9 @@ def refuse_dependence(
             except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
                 raise _wrong(name, "cannot take random images", error) from error
             if finding:
-                bound = "with differential privacy one example's influence has no bound"
+                bound = (
+                    "the influence of one example is not bounded, as differential privacy requires"
+                )
                 raise _refused(name, f"{finding}, so {bound}: {ADVICE}")
 
 

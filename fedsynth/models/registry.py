@@ -160,12 +160,12 @@ class ModelSettings:
             raise SettingError(
                 "model",
                 "name",
-                f"must be {' or '.join(ON_FEATURES)} with model.features={self.features}: other "
-                "networks work on images",
+                f"must be {' or '.join(ON_FEATURES)} with model.features={self.features}: "
+                "other networks need images",
                 value=self.name,
             )
         if self.projection:
-            raise SettingError("model", "projection", "must be 0 with features: take the model mlp")
+            raise SettingError("model", "projection", "must be 0 with features: use the model mlp")
 
     @property
     def client_names(self) -> tuple[str, ...]:
@@ -222,10 +222,12 @@ def register_model(
     650
     """
     if not name or (name in _MODELS and not _MODELS[name].own):
-        raise SettingError("model", "name", f"{name!r} is an architecture of the package")
+        raise SettingError(
+            "model", "name", f"{name!r} is a built-in architecture: choose another name"
+        )
     if not callable(model):  # a module is, too
         raise SettingError(
-            "model", "name", f"{name} must be a module, or a class or function that makes one"
+            "model", "name", f"{name} must be a module, or a class or function that returns one"
         )
     is_module = isinstance(model, nn.Module)
     _MODELS[name] = _Architecture(builder(name, model), norms, True, is_module, source)
@@ -340,8 +342,8 @@ def _refuse_beyond_measure(settings: ModelSettings, image_shape: Shape, classes:
         raise SettingError(
             "model",
             key,
-            f"gives a network of {count:,} parameters, more than {MOST_PARAMETERS:,}: take a "
-            "smaller one",
+            f"results in a network of {count:,} parameters, more than {MOST_PARAMETERS:,}: "
+            "use a smaller value",
             value=getattr(settings, key),
         )
 

@@ -133,7 +133,8 @@ class Cnn(EmbeddingNetwork):
             raise SettingError(
                 "model",
                 "name",
-                f"halves a {height}×{width} image to nothing in its {len(channels)} blocks",
+                f"needs larger images: its {len(channels)} blocks each halve the "
+                f"{height}×{width} image",
             )
         layers: list[nn.Module] = []
         for outside in channels:

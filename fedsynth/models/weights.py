@@ -20,7 +20,7 @@ def restore(network: nn.Module, weights: Mapping[str, Tensor]) -> None:
         value = weights.get(name, current)
         if _kind(value) != _kind(current):
             raise ValueError(
-                f"{name} has values of type {value.dtype}, and should have {current.dtype}"
+                f"{name} has values of type {value.dtype}, but should have {current.dtype}"
             )
         if not torch.isfinite(value.to(current.dtype)).all():
             raise ValueError(f"{name} has values that are not finite")

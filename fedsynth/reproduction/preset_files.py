@@ -193,7 +193,7 @@ def _table_order(name: str) -> tuple[str, int, str]:
 
 def _when(name: str, columns: Mapping[str, Any]) -> When:
     if unknown := set(columns) - set(COLUMNS):
-        raise PresetError(f"preset {name}: `when` has no column {min(unknown)}")
+        raise PresetError(f"preset {name}: `when` has the unknown column {min(unknown)}")
     return {
         column: tuple(values) if isinstance(values, list) else (values,)
         for column, values in columns.items()
@@ -202,7 +202,7 @@ def _when(name: str, columns: Mapping[str, Any]) -> When:
 
 def _block(name: str, entry: Mapping[str, Any]) -> Block:
     if unknown := set(entry) - _BLOCK_KEYS:
-        raise PresetError(f"preset {name}: a block of settings has no key {min(unknown)}")
+        raise PresetError(f"preset {name}: a block of settings has the unknown key {min(unknown)}")
     if not entry.get("source"):
         raise PresetError(f"preset {name}: a block of settings has no source")
     return Block(

@@ -266,7 +266,7 @@ def partition_of(word: str) -> dict[str, Any]:
         for name, text in match.groupdict().items():
             settings[name] = float(text) if name == "alpha" else int(text)
         return settings
-    raise PresetError(f"no partition is called {word!r} in published tables")
+    raise PresetError(f"no published table has a partition {word!r}")
 
 
 def sections_of_words(cell: Cell) -> Sections:

@@ -74,7 +74,7 @@ class Rows:
             except ValueError:
                 rows = [None]
             if not all(isinstance(row, dict) and row.keys() >= NEEDED for row in rows):
-                raise OutputError(f"{path} has a line that is no row of a finished run")
+                raise OutputError(f"{path} has a line that is not a row of a finished run")
             rows_by_settings.update(
                 {row["settings"]: row for row in rows if row["scale"] == self.scale}
             )

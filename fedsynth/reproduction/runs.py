@@ -56,7 +56,7 @@ from fedsynth.training.many_clients import trains_together
 EXAMPLES = 50
 """Average number of examples per client that scaling keeps at least."""
 LENGTHS = ("epochs", "steps", "iterations")
-NO_RESULT = "a part of the work, to see that it runs: no result of the published setting"
+NO_RESULT = "a scaled-down test run, not a result of the published setting"
 """Describes a scaled run."""
 CHECKPOINTED = ("condense", "local training", "distillation")
 """The phases that are checkpointed inside a round."""
@@ -327,7 +327,7 @@ class Runner:
         seconds = rounds[-1]["seconds"] if rounds else 0.0
         checkpointed = checkpointed_inside(job.settings, self._loaded(job.settings)[0].spec)
         if not round_fits(self._clock, seconds, checkpointed):
-            text = f"a round takes {seconds:.0f} s, {self._clock.left:.0f} s are left"
+            text = f"a round takes {seconds:.0f} s, but {self._clock.left:.0f} s are left"
             return Outcome(job, "not begun", text)
         return self._simulate(job, folder, incomplete, checkpointed)
 
@@ -346,7 +346,10 @@ class Runner:
             except OutOfTimeError:
                 incomplete = unfinished(folder)
                 rounds = 0 if incomplete is None else len(metrics_of(incomplete))
-                text = f"after {rounds} of {settings.rounds} rounds; call again to resume"
+                text = (
+                    f"after {rounds} of {settings.rounds} rounds; run the same command again "
+                    "to resume"
+                )
                 return Outcome(job, "stopped", text)
             except DivergedError as error:
                 incomplete = unfinished(folder)

@@ -107,7 +107,7 @@ def distil_files(
     kind = method_class(method)
     if not issubclass(kind, DataFreeEnsembleDistillation):
         raise SettingError(
-            "run", "method", "does not distil without data: use fedhydra or dense", value=method
+            "run", "method", "cannot distil without data: use fedhydra or dense", value=method
         )
     chosen = kind.from_mapping(settings)
     if not files:
@@ -160,7 +160,7 @@ def _network(name: str, size: tuple[int, int, str], spec: DatasetSpec, seed: int
 
 def _read(file: Path, network: nn.Module) -> nn.Module:
     if not file.is_file():
-        raise DataFilesMissingError(f"no model file {file}")
+        raise DataFilesMissingError(f"the model file {file} does not exist")
     try:
         restore(network, read_tensors(file)[0])
     except (OSError, ValueError) as error:

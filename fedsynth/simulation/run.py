@@ -131,7 +131,9 @@ class Simulation:
         """
         if self.agreed.plan is None:
             raise PrivacySettingError(
-                None, "privacy", "is not set: this run has no differential privacy, and so no plan"
+                None,
+                "privacy",
+                "is not set: this run has no differential privacy, so it has no plan",
             )
         return self.agreed.plan
 
@@ -292,7 +294,7 @@ class Simulation:
             return f"{progress}{self._spent()}; nothing was written"
         charge_note = ""
         if self._private:
-            charge_note = "; a round that was cut off is charged again when the run is resumed"
+            charge_note = "; an interrupted round is charged again when the run is resumed"
         return f"{progress}{self._spent()}{charge_note}; to resume: --resume {self.folder.path}"
 
     def _new_folder(self, output: Path, clients: Clients) -> RunFolder:
@@ -319,9 +321,9 @@ class Simulation:
     def _end_early(self, refusal: Refusal) -> None:
         message = self.record.ended_early(refusal)
         if not self.over:
-            location = "nothing is written"
+            location = "nothing was written"
             if self.folder is not None:
-                location = f"what it has done is in {self.folder.final}"
+                location = f"its results are in {self.folder.final}"
             self.observer.note(f"{message}{self._spent()}; {location}")
 
     def _after_uploads(self, context: RoundContext) -> None:

@@ -12,9 +12,10 @@ from fedsynth.results import privacy_summary
 from fedsynth.synthesizer.condensation.sets import SyntheticSet
 
 UNPROTECTED = (
-    "no differential privacy: what clients send is not protected (privacy.epsilon protects it)"
+    "no differential privacy: the clients' uploads are not protected (set privacy.epsilon "
+    "to protect them)"
 )
-NO_LATER_EPSILON = "no run on these data can have an ε afterwards"
+NO_LATER_EPSILON = "no later run on these data can state an ε"
 
 
 def headline(settings: RunSettings, plan: PrivacyPlan | None) -> list[str]:
@@ -23,7 +24,7 @@ def headline(settings: RunSettings, plan: PrivacyPlan | None) -> list[str]:
         return privacy_summary.headline(plan)
     lines: list[str] = [UNPROTECTED]
     if settings.ledger is not None:
-        lines.append(f"  the ledgers in {settings.ledger} say so: {NO_LATER_EPSILON}")
+        lines.append(f"  the ledgers in {settings.ledger} record this: {NO_LATER_EPSILON}")
     return lines
 
 
@@ -33,13 +34,13 @@ def warnings(settings: RunSettings) -> list[str]:
     texts: list[str] = []
     if method.personal and not settings.partition.local_test:
         texts.append(
-            f"warning: {method.name}'s clients keep models of their own, which nothing tests here "
-            "(partition.local_test=0.2)"
+            f"warning: {method.name}'s clients have personal models, which this run does not "
+            "test (set partition.local_test=0.2)"
         )
     if not method.takes_model and model_is_set(settings):
         texts.append(
-            f"warning: {method.name} has a model of its own: what model.name and its kin say "
-            "changes nothing"
+            f"warning: {method.name} uses its own model: the settings in section model have "
+            "no effect"
         )
     return texts
 
@@ -59,10 +60,7 @@ def missing_classes(
     if not missing:
         return []
     names = ", ".join(spec.class_names[c] for c in missing)
-    why = "no client has min_examples examples of it (method.min_examples=1)"
+    why = "no client has at least min_examples examples of it (try method.min_examples=1)"
     if guaranteed:
-        why = (
-            "no client's released count of it is clearly above the counts' noise (a larger "
-            "budget helps)"
-        )
-    return [f"warning: nobody sends images of {names}: {why}"]
+        why = "no client's released count of it is clearly above the noise (a larger budget helps)"
+    return [f"warning: no client sends images of {names}: {why}"]

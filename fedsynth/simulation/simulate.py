@@ -146,5 +146,5 @@ def simulate(
             None if trained is None else Path(trained),
         ).run()
     if run_data.left_out:
-        observer.note(f"left out of the data: {run_data.left_out}")
+        observer.note(f"excluded from the data: {run_data.left_out}")
     return result

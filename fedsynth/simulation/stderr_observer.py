@@ -92,8 +92,9 @@ class Pace:
             return None
         self._said = True
         return (
-            f"note: at this pace the run takes {'' if remaining is not None else 'at least '}"
-            f"{duration(bound)} more; it can be stopped and resumed"
+            "note: at this speed, the run takes "
+            f"{'' if remaining is not None else 'at least '}{duration(bound)} more; it can "
+            "be stopped and resumed"
         )
 
 

@@ -91,10 +91,11 @@ def require_place(file: Path) -> Path:
         OutputError: names it.
     """
     if file.is_dir():
-        raise OutputError(f"{file} is a folder: name a file")
+        raise OutputError(f"{file} is a folder: name a file instead")
     if any((folder / SUMS).is_file() for folder in file.resolve().parents):
         raise OutputError(
-            f"{file} would lie in a synthetic set, whose hashes list its files: name another place"
+            f"{file} would be inside a synthetic set, which lists the hashes of all its "
+            "files: choose another folder"
         )
     return file
 
@@ -208,7 +209,7 @@ def _teacher(
         try:
             return _fitting(load_model(folder), str(folder), spec), True
         except OutputError as error:
-            raise OutputError(f"{error} (teacher={NOBODY} does without it)") from None
+            raise OutputError(f"{error} (set teacher={NOBODY} to use no model)") from None
     place = Path(named)
     if place.resolve() in (folder.resolve(), own_model.resolve()):
         return _fitting(load_model(folder), str(folder), spec), True
@@ -228,7 +229,7 @@ def _fitting(model: nn.Module, name: str, spec: DatasetSpec) -> nn.Module:
         logits = torch.empty(0)
     model.train(mode)
     if logits.shape != (2, spec.classes):
-        raise SettingError(None, "teacher", f"of {name} is for other images than the set's")
+        raise SettingError(None, "teacher", f"of {name} does not fit the images of the set")
     return model
 
 
@@ -240,8 +241,8 @@ def _refuse_other_images(place: Path, spec: DatasetSpec) -> None:
         return
     if (its.class_names, its.mean, its.std) != (spec.class_names, spec.mean, spec.std):
         reason = (
-            f"of {place} is for images of {its.name}, and the set's are of {spec.name}: its "
-            "classes, or how its pixels are normalised, are others"
+            f"of {place} is for images of {its.name}, but the set has images of {spec.name}: "
+            "the classes or normalisation constants differ"
         )
         raise SettingError(None, "teacher", reason)
 
@@ -291,7 +292,7 @@ def real_images(
         DataError: the files are missing or damaged, or of other classes.
     """
     if folder is not None and dataset is not None:
-        raise SettingError("data", "dataset", "is named beside data.test_folder: give one")
+        raise SettingError("data", "dataset", "and data.test_folder are both set: use only one")
     if folder is not None:
         return read_as(Path(folder), spec, note, skip)[0]
     if dataset is None:
@@ -300,6 +301,9 @@ def real_images(
     theirs = loaded.spec
     if theirs.image_shape != spec.image_shape or theirs.class_names != spec.class_names:
         raise SettingError(
-            "data", "dataset", "has other images or classes than the synthetic set", value=dataset
+            "data",
+            "dataset",
+            "does not have the same image shape and classes as the synthetic set",
+            value=dataset,
         )
     return ImageData(loaded.images, loaded.labels, spec)  # normalised as the synthetic ones are

@@ -96,8 +96,8 @@ def synthesize(
     require_new(target)
     if settings.privacy is None and not unprotected:
         reason = (
-            "must be given: without it the images may show real ones, and nothing is guaranteed "
-            f"to anybody (--{UNPROTECTED}, {UNPROTECTED}=True: make them all the same)"
+            "must be set: without it, the images may reveal real ones and have no guarantee "
+            f"(to create them nevertheless: --{UNPROTECTED}, {UNPROTECTED}=True)"
         )
         raise PrivacySettingError("privacy", "epsilon", reason)
     _check_images(settings.method)

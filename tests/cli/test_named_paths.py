@@ -126,7 +126,7 @@ RUN = "import sys; sys.argv[0] = 'fedsynth'; from fedsynth.cli.app import main; 
         ("{} --version > /dev/full", 2, "No space left on device"),
         ("{} | true; exit ${{PIPESTATUS[0]}}", 141, ""),
         ("{} >&-", 0, ""),
-        ("mkdir x; cd x; rmdir ../x; {} train", 2, "the working folder does not exist any more"),
+        ("mkdir x; cd x; rmdir ../x; {} train", 2, "the working folder no longer exists"),
     ],
 )
 def test_broken_streams_and_a_deleted_working_folder(shell: str, code: int, text: str) -> None:

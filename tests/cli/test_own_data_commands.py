@@ -37,16 +37,16 @@ def test_from_a_folder_to_an_exported_set(tmp_path: Path, fedsynth: Call) -> Non
     assert "sites 0: north, 1: south" in described.stdout
     toml = folder / "fedsynth.toml"
     assert f"written: {toml}" in described.stdout
-    assert "is there already" in fedsynth(f"data describe {folder}").stderr
+    assert "already exists" in fedsynth(f"data describe {folder}").stderr
 
-    assert "is not signed off" in fedsynth(synthesize).stderr
+    assert "is not signed: " in fedsynth(synthesize).stderr
     toml.write_text(
         toml.read_text().replace('by = ""', 'by = "me"').replace('date = ""', 'date = "2026-11-23"')
     )
     done = fedsynth(f"{synthesize} --responsible 'Klinikum Mitte'")
     assert done.code == 0, done.stderr
     assert "Klinikum Mitte" in (share / "privacy_report.md").read_text()
-    assert f"to hand over: {share}" in done.stderr
+    assert f"to share: {share}" in done.stderr
     found = load_synthetic(share)
     assert found.epsilon is not None
     assert found.epsilon <= 8
@@ -70,11 +70,11 @@ def test_train_on_sites_and_names_damaged_files(tmp_path: Path, fedsynth: Call) 
     line = f"train --data {folder} --output {tmp_path / 'out'} {SHORT}"
     refused = fedsynth(f"{line} --image-size 16")
     assert (refused.code, refused.stderr.count("\n")) == (2, 1)
-    assert "or leave them out with --skip-corrupt (data.skip_corrupt=True)" in refused.stderr
-    assert "resized with data.image_size=64" in fedsynth(f"{line} --skip-corrupt").stderr
+    assert "or skip them with --skip-corrupt (data.skip_corrupt=True)" in refused.stderr
+    assert "such as data.image_size=64" in fedsynth(f"{line} --skip-corrupt").stderr
     done = fedsynth(f"{line} --image-size 16 --skip-corrupt")
     assert done.code == 0, done.stderr
-    assert "  north/ill/00.png (it is no JPEG, PNG, BMP, WEBP file)" in done.stderr
+    assert "  north/ill/00.png (it is not a JPEG, PNG, BMP, WEBP file)" in done.stderr
     for path in done.folder.rglob("*"):  # their names stay on the screen
         assert path.is_dir() or b"00.png" not in path.read_bytes()
 
@@ -128,5 +128,5 @@ def test_a_run_that_ends_early_says_what_it_spent_and_where(
     line = capsys.readouterr().err.splitlines()[-1]
     (left,) = (tmp_path / "failed").iterdir()
     assert line.startswith("failed after 1 of 2 rounds; spent: ε = ")
-    assert "; a round that was cut off is charged again when the run is resumed; to res" in line
+    assert "; an interrupted round is charged again when the run is resumed; to res" in line
     assert line.endswith(f"--resume {left}")

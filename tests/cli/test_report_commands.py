@@ -118,7 +118,7 @@ def test_a_run_is_signed_and_the_signature_checked(
     verify = f"privacy verify {folder} --public-key {public}"
     good = fedsynth(verify)
     assert good.code == 0, good.stderr
-    assert "the signature is this key's" in good.stdout
+    assert "the signature is valid for this key" in good.stdout
     assert "the signature was not checked" in fedsynth(f"privacy verify {folder}").stdout
     (folder / "simulation_only" / "partition.txt").unlink()
     assert fedsynth(verify).code == 0

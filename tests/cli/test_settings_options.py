@@ -52,7 +52,7 @@ def test_keys_go_to_the_method_or_to_the_section_that_they_name() -> None:
 
 @pytest.mark.parametrize("text", ["mu", "=1", "model.=1", "nowhere.x=1", "method.=1"])
 def test_anything_else_is_refused(text: str) -> None:
-    with pytest.raises(OptionError, match="--set takes KEY=VALUE"):
+    with pytest.raises(OptionError, match="--set must be KEY=VALUE"):
         set_options([text])
 
 
@@ -60,7 +60,7 @@ def test_a_setting_that_is_given_twice_is_refused() -> None:
     given = {"partition": {"kind": "iid"}, "method": {}}
     merged = with_set_options(given, ["partition.alpha=2"])
     assert merged == {"partition": {"kind": "iid", "alpha": "2"}, "method": {}}
-    with pytest.raises(OptionError, match=r"^partition\.kind is given twice: by an option and by "):
+    with pytest.raises(OptionError, match=r"^partition\.kind is set twice, by an option and by "):
         with_set_options(given, ["partition.kind=classes"])
 
 

@@ -41,7 +41,8 @@ def test_it_says_what_it_learned_its_guarantee_and_its_accuracy(
     run = fedsynth(f"student {share} {BRIEF} --dataset digits --output {made}")
     assert run.code == 0, run.stderr
     assert (
-        "learned: 60 images, soft labels, and 1 changed copies of each that a model" in run.stdout
+        "trained on: 60 images, soft labels, and 1 augmented copies of each that a model"
+        in run.stdout
     )
     epsilon = format_epsilon(load_synthetic(share).epsilon or 0.0)
     assert f"guarantee: ε = {epsilon} at δ = 1e-05, the set's" in run.stdout
@@ -62,8 +63,8 @@ def test_it_says_what_it_learned_its_guarantee_and_its_accuracy(
         ("--copies -1", "views must be at least 0"),
         ("--width 0", "model.width must be at least 1"),
         ("--teacher nowhere", "nowhere is no folder of a finished run"),
-        ("--dataset 'synthetic(1,1)'", "data.dataset=synthetic(1,1) has other images"),
-        ("--dataset digits --test-data x", "data.dataset is named beside data.test_folder"),
+        ("--dataset 'synthetic(1,1)'", "data.dataset=synthetic(1,1) does not have the same"),
+        ("--dataset digits --test-data x", "data.dataset and data.test_folder are both set"),
     ],
 )
 def test_mistakes_are_one_line(options: str, text: str, share: Path, fedsynth: Call) -> None:

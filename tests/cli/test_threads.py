@@ -117,7 +117,7 @@ def test_a_run_keeps_its_number_of_threads(
     torch.set_num_threads(2)
     with interrupted_in_round(2, monkeypatch):
         cut = train("fedavg --rounds 2")
-    assert cut.stderr.count("note: 1 of 2 CPU threads, as other programs use the CPUs") == 1
+    assert cut.stderr.count("note: using 1 of 2 CPU threads, because other programs") == 1
     assert tomllib.loads((cut.folder / "config.toml").read_text())["run"]["threads"] == 1
     monkeypatch.setattr(CpuUse, "now", classmethod(lambda cls: later(2.0)))
     ended = fedsynth(f"train --resume {cut.folder}")

@@ -24,7 +24,7 @@ def metrics(run: Any) -> list[dict[str, Any]]:
 def test_what_the_preset_decides_is_said(train: Call) -> None:
     # tiny runs give all else
     run = train("scaffold")
-    assert "preset of digits, where nothing else is given: model.depth=2\n" in run.stderr
+    assert "preset of digits, for settings that you did not set: model.depth=2\n" in run.stderr
     said = from_preset({"data": {}, "run": {"method": "MOON"}, "partition": {"clients": 3}})
     assert said.endswith(": rounds=3, model.width=32, model.depth=2, batch=32")
     assert from_preset({"data": {"dataset": "mnist"}, "run": {}}) == ""
@@ -38,7 +38,7 @@ def test_another_methods_config_is_not_dropped_in_silence(tmp_path: Path, train:
     run = train(f"fedavg --config {config}")
     assert "stragglers = 0.9" not in (run.folder / "config.toml").read_text()
     said = run.stderr
-    assert "config's method settings are fedprox's and are left out; fedavg has its" in said
+    assert "config's method settings are for fedprox and are ignored; fedavg uses its" in said
     notes: list[str] = []
     fedprox = {"run": {"method": "fedprox"}}
     merged({**fedprox, "method": {"mu": 1.0}}, fedprox, notes.append)

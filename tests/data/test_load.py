@@ -200,12 +200,12 @@ def test_missing_files_are_named_with_their_source(
     for part in (name, f"no {lacks} in {tmp_path}", source, "data.data_root", "FEDSYNTH_DATA"):
         assert part in str(error.value)
     assert "\n" not in str(error.value)
-    with pytest.raises(DataFilesMissingError, match=f"no data folder was given .* {lacks} in"):
+    with pytest.raises(DataFilesMissingError, match=f"the data folder with {lacks} is not set"):
         load_dataset(name)
 
 
 def test_a_data_set_that_torchvision_lacks_is_not_downloaded(tmp_path: Path) -> None:
-    with pytest.raises(DataFilesMissingError, match="torchvision cannot fetch it"):
+    with pytest.raises(DataFilesMissingError, match="torchvision cannot download it"):
         load_dataset("cinic10", tmp_path, download=True)
 
 

@@ -99,8 +99,8 @@ def test_damaged_files_are_named_and_skipped_on_request(tmp_path: Path) -> None:
     (tmp_path / "south" / "ill" / "00.png").write_bytes(b"not at all")
     with pytest.raises(
         DataFilesCorruptError,
-        match=r"2 of 24 files .* cannot be read: north/well/03.png .*; south/ill/00.png \(it is no "
-        r"JPEG.*data.skip_corrupt=True",
+        match=r"2 of 24 files .* cannot be read: north/well/03.png .*; south/ill/00.png \(it is not "
+        r"a JPEG.*data.skip_corrupt=True",
     ):
         load_folder(tmp_path, image_size=16)
     with pytest.warns(UserWarning, match=r"2 of 24 files(.|\n)*north/well/03.png"):
@@ -121,7 +121,7 @@ def test_damaged_files_are_named_and_skipped_on_request(tmp_path: Path) -> None:
         (("ill/1.png", "north/ill/2.png"), "has north/ill/2.png beside ill/1.png; expected SITE"),
         (("a/b/c/1.png",), "has a/b/c/1.png; expected SITE/CLASS/files"),
         (("1.png",), "has 1.png; expected"),
-        (("ill/1.png", "Ill/2.png"), "two classes are called 'Ill' and 'ill'"),
+        (("ill/1.png", "Ill/2.png"), "two classes have the names 'Ill' and 'ill'"),
         (("a/1.dcm", "b/2.dcm"), r"no image .*\(there are .dcm: 2 \(a/1.dcm …\)\)"),
     ],
 )
@@ -153,8 +153,8 @@ def empty_site_by_a_link(root: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "counted"),
     [
-        (lambda root: (root / "scans/south").symlink_to(root / "gone"), "links to nothing: 1"),
-        (lambda root: (root / "scans/loop").symlink_to(root / "scans/loop"), "links to nothing: 1"),
+        (lambda root: (root / "scans/south").symlink_to(root / "gone"), "broken links: 1"),
+        (lambda root: (root / "scans/loop").symlink_to(root / "scans/loop"), "broken links: 1"),
         (lambda root: (root / "scans/north/unsure").mkdir(), r"empty folders: 1 \(north/unsure\)"),
         (empty_site_by_a_link, r"empty folders: 1 \(south\)"),
         (lambda root: (root / "scans/north/.x.png").mkdir(), None),
@@ -198,7 +198,7 @@ def test_linked_folders_and_files_are_followed(tmp_path: Path) -> None:
     for other in ("disk/south", "scans"):  # a site twice, a loop
         link = tmp_path / "scans" / "west"
         link.symlink_to(tmp_path / other)
-        with pytest.raises(DataFilesCorruptError, match="are one folder, by a link"):
+        with pytest.raises(DataFilesCorruptError, match="the same folder"):
             load_folder(tmp_path / "scans")
         link.unlink()
 
@@ -218,7 +218,7 @@ def test_one_class_in_two_spellings_is_refused(tmp_path: Path, names: tuple[str,
     for site, name in zip(("north", "south"), names, strict=True):
         write_image(tmp_path / site / name / "1.png", 1)
         write_image(tmp_path / site / "other" / "1.png", 1)
-    with pytest.raises(DataError, match="two classes are called"):
+    with pytest.raises(DataError, match="two classes have the names"):
         load_folder(tmp_path)
 
 
@@ -276,14 +276,20 @@ def test_a_manifest_says_label_site_and_user(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "error"),
     [
-        ("name,label\na.png,ill\n", r"line 1: needs the columns path .*; found: name, label"),
+        ("name,label\na.png,ill\n", r"line 1: the columns path .* are required, got name, label"),
         ("path,label,site\na.png,ill,\n", "line 2: site is empty"),
-        ("path,label\n../a.png,ill\n", "must be a path below"),
+        ("path,label\n../a.png,ill\n", "must be a path inside"),
         ("path,label\na.png,ill\na.png,well\n", "lists a.png twice"),
         ("path,label\n", "lists no image"),
-        ("path,label\nnorth\\a.png,ill\n", r"no such file\); paths are written with /"),
+        (
+            "path,label\nnorth\\a.png,ill\n",
+            r"the file does not exist\); separate the parts of a path with /",
+        ),
         ("path,label\na.png,ill\nempty.png,ill\n", r"1 of 2 files .*\(it is empty: 0 bytes\)"),
-        ("path,image,label\na.png,a.png,ill\n", "line 1: two columns say the path: path and image"),
+        (
+            "path,image,label\na.png,a.png,ill\n",
+            "line 1: two columns contain the path: path and image",
+        ),
         ("\n\npath;label\n\na.png;\n", "line 5: label is empty"),
     ],
 )
@@ -328,10 +334,13 @@ def test_tables_as_spreadsheets_save_them(
 @pytest.mark.parametrize(
     ("content", "error"),
     [
-        (b"\xff\xfe\x00", "it is no UTF-8 text: save it as CSV UTF-8"),
+        (b"\xff\xfe\x00", "it is not UTF-8 text: save it as CSV UTF-8"),
         (b"", "users.csv is empty: it needs the columns path .* and user"),
-        (b"path,user\na.png,Ada\na.png,Bob\n", "line 3: a.png is given to two users"),
-        (b"path,user\nscans/a.png,Ada\n", "whose a/1.png is .* it lists scans/a.png, which is no"),
+        (b"path,user\na.png,Ada\na.png,Bob\n", "line 3: a.png is listed for two users"),
+        (
+            b"path,user\nscans/a.png,Ada\n",
+            "names no user of a/1.png .* it lists scans/a.png, which is not",
+        ),
     ],
 )
 def test_a_users_csv_that_cannot_be_used_is_one_line(
@@ -353,7 +362,7 @@ def test_a_declaration_decides_what_images_are(tmp_path: Path) -> None:
     assert found.declaration is not None
     assert found.declaration.signed_by == "A. Keller, 2026-11-22"
     assert found.declaration.ledger == tmp_path / "fedsynth-ledger"
-    with pytest.raises(SettingError, match=r"data.image_size is another than"):
+    with pytest.raises(SettingError, match=r"data.image_size differs from"):
         load_folder(tmp_path, image_size=8)
 
 
@@ -382,7 +391,7 @@ def test_declared_counts_that_do_not_hold_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"more images than .*sizes.most_images"):
         load_folder(tmp_path / "many")
     declare(make_folder(tmp_path / "few", each=3))
-    with pytest.raises(DataError, match=r"12 images, and .* declares 50 in sizes.images"):
+    with pytest.raises(DataError, match=r"12 images, but .* declares 50 in sizes.images"):
         load_folder(tmp_path / "few")
     declare(make_folder(tmp_path / "one"), users=20)
     rows = [f"{p.relative_to(tmp_path / 'one').as_posix()},A" for p in tmp_path.rglob("one/*/*/*")]
@@ -395,13 +404,13 @@ def test_declared_counts_that_do_not_hold_are_refused(tmp_path: Path) -> None:
     ("old", "new", "error"),
     [
         ("images = 50", "images = 0", "sizes.images"),
-        ("images = 50", "images = 5000", "must not be below sizes.images"),
+        ("images = 50", "images = 5000", "must be at least sizes.images"),
         ('source = "a test"', 'sauce = "a test"', "images.source|images.sauce"),
         ("mean = [0.5]", "mean = [0.5, 0.5]", "mean"),
         ("height = 16", 'height = "16"', "images.height"),
         ('date = "2026-11-22"', 'date = "22.11.2026"', "signed_off.date.*such as 2026-11-23"),
         ("[sizes]", "[sizes", "no valid TOML|is not valid TOML"),
-        ('"ill", "well"', '"ill", "ill "', "images.class_names has a name twice"),
+        ('"ill", "well"', '"ill", "ill "', "images.class_names contains a name twice"),
     ],
 )
 def test_a_damaged_declaration_names_the_key(

@@ -140,14 +140,14 @@ def test_c_classes_per_client(clients: int, c: int, seed: int) -> None:
 @pytest.mark.parametrize(
     ("sizes", "wish", "message"),
     [
-        ([2] * 6, {"kind": "iid", "clients": 20}, "20 clients are more than the 12 examples"),
-        ([10] * 9, {"min_size": 10}, "need 100, there are 90: lower min_size or clients"),
+        ([2] * 6, {"kind": "iid", "clients": 20}, "there are 20 clients but only 12 examples"),
+        ([10] * 9, {"min_size": 10}, "need 100, but there are 90: lower min_size or clients"),
         # nearly one client per class at α = 0.001: 40 clients cannot all have 10 examples
         ([100] * 10, {"clients": 40, "alpha": 0.001}, r"in 300 tries at alpha=0\.001: raise alpha"),
         (
             [0, 30, 30, 30],
             {"kind": "classes", "clients": 3, "classes_per_client": 4},
-            "examples of 3 classes only",
+            "only 3 classes have examples",
         ),
         (
             [50, 3],
@@ -157,27 +157,27 @@ def test_c_classes_per_client(clients: int, c: int, seed: int) -> None:
         (
             [100] * 10,
             {"kind": "dominant", "clients": 4},
-            r"class \d has 100 examples, but to dominate 1 of 4 clients it needs 115: lower",
+            r"class \d has 100 examples, but dominating 1 of 4 clients takes 115: lower",
         ),
         (
             [100, 0, 100],
             {"kind": "dominant", "dominant_classes": 2},
-            "dominant_classes is 2 but there are examples of 2 classes only",
+            "dominant_classes is 2, but only 2 classes have examples",
         ),
         (
             [100] * 4,
             {"kind": "dominant", "dominant_share": 0.25},
-            "dominant_share 0.25 is no more than the even share of 1 of 4 classes, 0.25: raise it",
+            "dominant_share 0.25 must be above 0.25, the even share of 1 of 4 classes: raise it",
         ),
         (
             [220, 40, 40],
             {"kind": "dominant", "clients": 3, "dominant_share": 0.4},
-            "the classes' totals leave clients of one size no such share",
+            "the class sizes are too small for this share",
         ),
         (
             [9, 0, 9, 9],
             {"kind": "missing", "clients": 3, "missing_classes": 3},
-            "missing_classes is 3 but there are examples of 3 classes only",
+            "missing_classes is 3, but only 3 classes have examples",
         ),
         (
             [90, 3],

@@ -53,22 +53,25 @@ def test_arrays_of_other_types_are_refused(protocol: int, kind: str) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"N.x", "1 bytes left over"),
+        (b"N.x", "1 bytes after its end"),
         (b"NN.", "does not end with one value"),
         (b"(.", "does not end with one value"),
         (b"N", "exhausted before seeing STOP"),
-        (b"K\x01(\x85.", "takes more values than there are"),
-        (b"t.", "a mark that is not there"),
-        (b"h\x00.", "recalls what it has not stored"),
-        (b"NNa.", "appends to what is not a list"),
+        (b"K\x01(\x85.", "takes more values than exist"),
+        (b"t.", "a mark that does not exist"),
+        (b"h\x00.", "reads an entry that it did not store"),
+        (b"NNa.", "appends to a value that is not a list"),
         (b"})Ns.", "not a dict with names as keys"),
         (b"N" * (MAX_INSTRUCTIONS + 1), "more than 1,048,576 instructions"),
         (b"cos\nsystem\n.", r"asks for os\.system, which"),
         (b"c\x1b[31m\nx\n.", r"asks for \?\[31m\.x, which"),
         (b"N0.", "the instruction POP, which"),
-        (b"N)R.", "calls what is not a function"),
-        (b"NNb.", "sets the state of what has none"),
-        (b"c_codecs\nencode\nX\x01\0\0\0aX\x05\0\0\0utf-8\x86R.", "encodes text in another way"),
+        (b"N)R.", "calls a value that is not a function"),
+        (b"NNb.", "sets the state of a value that has none"),
+        (
+            b"c_codecs\nencode\nX\x01\0\0\0aX\x05\0\0\0utf-8\x86R.",
+            "encodes text in a way that is not used",
+        ),
     ],
 )
 def test_what_is_refused(content: bytes, message: str) -> None:

@@ -26,8 +26,8 @@ def test_a_small_table_in_full() -> None:
         "client  examples  0  1    2",
         "     0       125  5  ·  120",
         "     1         7  ·  7    ·",
-        "2 clients, 132 examples: 7 – 66 – 125 each, of 1 – 1.5 – 2 classes (fewest – median – "
-        "most)",
+        "2 clients, 132 examples: 7 – 66 – 125 and 1 – 1.5 – 2 classes each (minimum – median – "
+        "maximum)",
     ]
 
 

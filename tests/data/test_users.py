@@ -72,13 +72,13 @@ def test_a_user_more_moves_no_other_user_to_the_other_split() -> None:
 def test_a_user_of_two_clients_is_refused() -> None:
     data = people(np.array([0, 0, 1, 1]))
     check_one_client_each([np.array([0, 1]), np.array([2, 3])], data)
-    with pytest.raises(PartitionError, match="clients 0 and 1 both have records of one user"):
+    with pytest.raises(PartitionError, match="clients 0 and 1 have records of the same user"):
         check_one_client_each([np.array([0]), np.array([1, 2, 3])], data)
 
 
 def test_data_that_do_not_say_whose_they_are() -> None:
     data = people(np.zeros(3, np.int64))
-    with pytest.raises(DataError, match=r"groups= of from_arrays, or a file users\.csv"):
+    with pytest.raises(DataError, match=r"groups= to from_arrays, or put a file users\.csv"):
         bounded(np.arange(3), ImageData(data.images, data.labels, SPEC), 1, 0)
 
 

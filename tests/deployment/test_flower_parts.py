@@ -80,7 +80,7 @@ def test_a_record_of_anybody_elses_is_no_message(change: str) -> None:
         record = RecordDict({"fedsynth": ConfigRecord({"run": 3, "frames": "text"})})
     else:
         record = RecordDict({})
-    with pytest.raises(MessageError, match="no message of fedsynth"):
+    with pytest.raises(MessageError, match="not a valid fedsynth message"):
         from_record(record)
 
 
@@ -423,7 +423,7 @@ def test_an_app_folder_is_what_flower_and_our_server_read(tmp_path: Path) -> Non
     ("arguments", "said"),
     [
         (["client", "--server", "127.0.0.1:1", "--number", "0", "--ledger", "L"], "--data names"),
-        (["server"], "--keys is needed"),
+        (["server"], "--keys is required"),
         (["deploy", "keys", "K", "--clients", "0"], "must be at least 1"),
         (["deploy", "init", "A", "--spec", "/nothing.toml"], "says no specification"),
     ],

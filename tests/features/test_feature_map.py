@@ -119,13 +119,13 @@ def test_own_maps_are_known_by_their_names() -> None:
 def test_an_own_map_is_looked_at_before_a_run_needs_it() -> None:
     """What it makes of one image must have its declared form, before any ledger is charged."""
     wrong: dict[str, tuple[Any, str]] = {
-        "own-array": (lambda shape: torch.ones(3), "makes Tensor, and should make a"),
-        "own-width": (lambda shape: own(shape, dimension=2), "is 2, but its function made"),
+        "own-array": (lambda shape: torch.ones(3), "returns Tensor, but must return a"),
+        "own-width": (lambda shape: own(shape, dimension=2), "is 2, but its function returned"),
         "own-numpy": (
             lambda shape: replace(own(shape), function=lambda x: np.zeros((len(x), 1))),  # type: ignore[arg-type,return-value]
-            "must make a tensor .*, got ndarray",
+            "must return a tensor .*, got ndarray",
         ),
-        "own-other": (lambda shape: own((3, 8, 8)), r"is for images of shape \(3, 8, 8\), and"),
+        "own-other": (lambda shape: own((3, 8, 8)), r"is for images of shape \(3, 8, 8\), but"),
     }
     for name, (build, says) in wrong.items():
         register_features(name, build)
@@ -176,9 +176,9 @@ def test_the_constants_are_medians_over_public_images() -> None:
 @pytest.mark.parametrize(
     ("function", "words"),
     [
-        (lambda x: 3, "must make a tensor"),
-        (lambda x: x, "one vector of each image"),
-        (lambda x: torch.zeros(len(x), 4), "the same of half"),
+        (lambda x: 3, "must return a tensor"),
+        (lambda x: x, "one vector per image"),
+        (lambda x: torch.zeros(len(x), 4), "the same vector for half"),
         (lambda x: x.flatten(1) / 0, "not finite"),
     ],
 )

@@ -193,9 +193,9 @@ def test_a_trial_that_fails_is_in_the_verdict_and_ends_nothing(
 
     monkeypatch.setattr(position_leak_check, "_trials", fails)
     report: Any = simulate(settings("fedavg", width=8, depth=2)).privacy
-    assert "could not be tried: out of memory.\n" in capsys.readouterr().err
+    assert "other examples failed: out of memory.\n" in capsys.readouterr().err
     [warning] = report["verdict"]["warnings"]
-    assert warning.endswith("could not be tried: out of memory.")
+    assert warning.endswith("other examples failed: out of memory.")
 
 
 def test_as_many_records_are_tried_as_a_step_has_and_memory_allows() -> None:

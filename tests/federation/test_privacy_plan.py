@@ -116,7 +116,7 @@ def test_the_noises_deviation_is_public_by_name() -> None:
 
 def test_what_a_plan_is_of_is_refused_before_anything_is_opened() -> None:
     run = settings(noise_multiplier=1.0)
-    with pytest.raises(UnaccountedReleaseError, match="cannot be kept to"):
+    with pytest.raises(UnaccountedReleaseError, match="cannot be guaranteed"):
         plan_of(settings(epsilon=8.0), joining((), (LEAK,), ()))
     with pytest.raises(LedgerError, match="protect a user"):
         plan_of(run, joining((), (replace(SPENT, unit=USER),), ()))
@@ -126,7 +126,7 @@ def test_what_a_plan_is_of_is_refused_before_anything_is_opened() -> None:
         (joining((SPENT,))[0],)
     )
     nearly = settings(epsilon=held * (1 + 1e-5))
-    with pytest.raises(BudgetExceededError, match="what is left bears nothing but noise"):
+    with pytest.raises(BudgetExceededError, match="the rest is too small for anything but noise"):
         plan_of(nearly, joining((SPENT,), (), ()))
     unsettled = PrivacyPlan.checked(settings(epsilon=8.0), context(run))
     with pytest.raises(Exception, match="no client has joined"):

@@ -96,14 +96,14 @@ def fails(image_shape: Shape, classes: int) -> nn.Module:
 @pytest.mark.parametrize(
     ("model", "text"),
     [
-        (fails, "cannot be made for images of 1×8×8: no luck$"),
-        (lambda image_shape, classes: 3, r"makes no torch.nn.Module"),
+        (fails, "cannot be built for images of 1×8×8: no luck$"),
+        (lambda image_shape, classes: 3, r"does not return a torch.nn.Module"),
         (lambda image_shape, classes: nn.Flatten(), "has no parameters"),
         (
             lambda image_shape, classes: flat(image_shape, 7),
-            r"must make logits \[N, 10\].*\[2, 7\]",
+            r"must return logits \[N, 10\].*\[2, 7\]",
         ),
-        (lambda: flat((1, 8, 8), 10), "must take image_shape"),
+        (lambda: flat((1, 8, 8), 10), "must accept the arguments image_shape"),
         (3, "must be a module, or a class or function"),
     ],
 )
@@ -167,9 +167,9 @@ class NoGradients(Faulty):
     [
         (
             with_fault(lambda self: setattr(self, "twin", self.classifier)),
-            "tied weights: twin.weight is classifier.weight",
+            "tied weights: twin.weight shares memory with classifier.weight",
         ),
-        (with_fault(share_buffers), "tied weights: b is a"),
+        (with_fault(share_buffers), "tied weights: b shares memory with a"),
         (ExtraState, "_extra_state is a dict"),
         (with_fault(rename), "saved and loaded"),
         (with_fault(lambda self: setattr(self, "lock", threading.Lock())), "cannot be copied"),
@@ -241,30 +241,32 @@ def test_embed_must_fit_the_classifier() -> None:
             logits: Tensor = self.classifier(self.body(x))
             return logits
 
-    with pytest.raises(SettingError, match=r"`embed` makes \[2, 5\], and `classifier` takes"):
+    with pytest.raises(SettingError, match=r"`embed` returns \[2, 5\], but `classifier` needs"):
         build_model(register_model("own-wrong", Wrong), (1, 8, 8), 10, 0)
 
 
 def test_methods_say_what_they_need_of_a_model() -> None:
     """Catches: an AttributeError in the first step of condensation."""
     settings = RunSettings(FedDM(), rounds=1, model=flat)  # type: ignore[arg-type]
-    says = r"embed\(x\), \[N, embedding_size\]; classifier, an nn.Linear\(embedding_size, classes"
+    says = r"embed\(x\), which returns \[N, embedding_size\]; classifier, an nn.Linear\("
     with pytest.raises(SettingError, match=says):
         simulate(settings, quiet=True)
 
 
 def test_names_of_the_package_are_taken() -> None:
     for name in ("convnet", ""):
-        with pytest.raises(SettingError, match="architecture of the package"):
+        with pytest.raises(SettingError, match="built-in architecture"):
             register_model(name, Net)
 
 
 def test_a_file_that_was_not_given_again_is_said() -> None:
-    says = r"is mynet.py:Net@1234, from a file of its own: .*PATH/mynet.py:Net"
+    says = r"is mynet.py:Net@1234, from a custom file: .*PATH/mynet.py:Net"
     with pytest.raises(SettingError, match=says):
         ModelSettings("mynet.py:Net@1234")
     register_model("mynet.py:Net@5678", Net)
-    with pytest.raises(SettingError, match=r"is mynet.py:Net@1234, and what was given is another"):
+    with pytest.raises(
+        SettingError, match=r"is from mynet.py:Net@1234, but the code that you named is another"
+    ):
         ModelSettings("mynet.py:Net@1234")
     with pytest.raises(UnknownNameError, match="unknown model 'nett'"):
         ModelSettings("nett")

@@ -143,7 +143,9 @@ def test_a_model_is_refused_before_anything_is_charged(
     name: str, method: str, tmp_path: Path
 ) -> None:
     register_model("own-dependent", MODELS[name])
-    with pytest.raises(SettingError, match=r"model\.name.*one example's influence has no") as error:
+    with pytest.raises(
+        SettingError, match=r"model\.name.*influence of one example is not"
+    ) as error:
         private(method, tmp_path, model={"name": "own-dependent"})
     assert "\n" not in str(error.value)
     assert not list(tmp_path.iterdir())
@@ -220,6 +222,6 @@ def test_a_feature_map_is_refused(tmp_path: Path) -> None:
         return FeatureMap("", shape, 64, 8.0, 4.0, "pixels", lambda x: mix(x.flatten(1)))
 
     register_features("own-map", build)
-    with pytest.raises(SettingError, match="so one example's influence has no bound"):
+    with pytest.raises(SettingError, match="so the influence of one example is not bounded"):
         private("fedavg", tmp_path, model={"features": "own-map"})
     assert not list(tmp_path.iterdir())

@@ -77,7 +77,7 @@ def test_own_data_need_a_ledger_or_a_declaration(tmp_path: Path) -> None:
         return folder
 
     with pytest.raises(
-        PrivacySettingError, match=r"privacy.ledger must name a folder .*'scans'.* or say 'none"
+        PrivacySettingError, match=r"privacy.ledger must name the folder .*'scans'.* or be 'none"
     ) as caught:
         run()
     assert "\n" not in str(caught.value)
@@ -228,7 +228,7 @@ def test_a_run_without_privacy_leaves_its_row_and_later_reports_say_so(
     assert open_run.privacy is None
     result = simulate(open_run, data=(scans(), None), parts=PARTS, observer=notes)
     assert result.privacy is None
-    assert "no run on these data can have an ε afterwards" in notes.lines[1]
+    assert "no later run on these data can state an ε" in notes.lines[1]
     for ledger in LedgerFolder(ledgers).ledgers().values():
         assert [row.round for row in ledger.releases] == [1, 2]
         assert all(
@@ -236,7 +236,7 @@ def test_a_run_without_privacy_leaves_its_row_and_later_reports_say_so(
         )
     for target in ({"epsilon": 8.0}, {"epsilon": 8.0, "noise_multiplier": None}):
         capped = {k: v for k, v in private(ledger=ledgers, **target).items() if v is not None}
-        with pytest.raises(UnaccountedReleaseError, match="ε = 8 cannot be kept to") as caught:
+        with pytest.raises(UnaccountedReleaseError, match="ε = 8 cannot be guaranteed") as caught:
             simulate(tiny(privacy=capped), data=(scans(), None), parts=PARTS)
         assert f"a round of {method} (none): a run on the same data" in str(caught.value)
     later = simulate(

@@ -65,14 +65,14 @@ def test_private_runs_need_a_signed_declaration(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=f"fedsynth data describe {folder} proposes") as caught:
         simulate(tiny(folder, privacy=BUDGET), output=tmp_path / "runs", quiet=True)
     assert "\n" not in str(caught.value)
-    with pytest.raises(DataError, match="must be told what is public"):
+    with pytest.raises(DataError, match="needs a declaration of their public facts"):
         simulate(tiny(folder, privacy=BUDGET), data=load_folder(folder), quiet=True)
     declare(folder, by="")
-    with pytest.raises(DataError, match="is not signed off"):
+    with pytest.raises(DataError, match="is not signed: "):
         simulate(tiny(folder, privacy=BUDGET), output=tmp_path / "runs", quiet=True)
     assert not (tmp_path / "runs").exists()
     declare(folder, ledger="")
-    with pytest.raises(PrivacySettingError, match="ledger must name a folder"):
+    with pytest.raises(PrivacySettingError, match="ledger must name the folder"):
         simulate(tiny(folder, privacy=BUDGET), quiet=True)
 
 
@@ -151,11 +151,11 @@ def test_test_images_that_also_train_are_counted(
     make_folder(tmp_path / "scans")
     make_folder(tmp_path / "test", sites=(), each=2)  # drawn from the same seeds
     simulate(tiny(tmp_path / "scans", data={"test_folder": str(tmp_path / "test")}))
-    assert "2 of 4 test images are the same, pixel by pixel" in capsys.readouterr().err
+    assert "2 of 4 test images are identical to training images" in capsys.readouterr().err
     train, test = load_dataset("digits")
     linear = resolve({"run": {"method": "fedavg", "rounds": 1}, "model": {"name": "linear"}})
     simulate(linear, data=(train, test.subset(np.arange(5))))
-    assert "pixel by pixel" not in capsys.readouterr().err
+    assert "are identical" not in capsys.readouterr().err
     own = replace(train, spec=replace(train.spec, name="mine"))
     simulate(linear, data=(own, own.subset(np.arange(5))))
     assert "5 of 5 test images are the same" in capsys.readouterr().err
@@ -182,7 +182,7 @@ def test_a_published_data_set_with_a_part_missing_is_said(
     monkeypatch.setattr("fedsynth.federation.run_data.load_dataset", lambda *_, **__: few)
     sections = {"run": {"method": "fedavg", "rounds": 1}, "model": {"name": "linear"}}
     simulate(resolve(sections))
-    assert "digits has 1,000 training images here, and 1,438 as" in capsys.readouterr().err
+    assert "has 1,000 training images on this machine, but 1,438 in" in capsys.readouterr().err
     simulate(resolve({**sections, "privacy": {"noise_multiplier": 3.0}}))
     assert "missing" not in capsys.readouterr().err  # it depends on private data
 
@@ -227,7 +227,7 @@ def test_patients_are_protected_by_the_users_of_the_images(tmp_path: Path) -> No
     folder = make_folder(tmp_path / "clinic")
     declare(folder, users=20)
     by_user = {**BUDGET, "unit": "user", "nominal_size": 10}
-    with pytest.raises(DataError, match="does not say whose its records are"):
+    with pytest.raises(DataError, match="does not name the users of its records"):
         simulate(tiny(folder, privacy=by_user), quiet=True)
     images = sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*.png"))
     rows = [f"{name},patient {number // 3}" for number, name in enumerate(images)]

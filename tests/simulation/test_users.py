@@ -126,9 +126,9 @@ def test_what_users_need() -> None:
     with pytest.raises(PrivacySettingError, match="user_records"):
         settings(unit="record", user_records=3)
     data, test = people()
-    with pytest.raises(DataError, match="whose its records are"):
+    with pytest.raises(DataError, match="name the users of its records"):
         simulate(settings(), data=(test, test), parts=PARTS)
-    with pytest.raises(PartitionError, match="records of one user"):
+    with pytest.raises(PartitionError, match="records of the same user"):
         simulate(
             settings(),
             data=(data, test),

@@ -139,8 +139,8 @@ def audit_run(
         raise SettingError(
             None,
             "aggregation",
-            "must be own for an audit: a client's upload alone has less noise than what is charged "
-            "for the sum",
+            "must be own for an audit: a single upload has less noise than the charge for "
+            "the sum assumes",
         )
     run.watch()
     correct = right_guesses(run.canaries.scores.numpy(), run.canaries.included.numpy(), guesses)
@@ -181,7 +181,7 @@ def _audited(settings: RunSettings, spec: DatasetSpec | None) -> RunSettings:
     mechanism = settings.privacy.mechanism
     if mechanism is not None and not mechanism_facts(mechanism).guaranteed:
         raise PrivacySettingError(
-            "privacy", "mechanism", "claims no ε, so there is nothing to audit", value=mechanism
+            "privacy", "mechanism", "states no ε, so there is nothing to audit", value=mechanism
         )
     known_spec = spec or specification(settings)
     privacy = settings.privacy
@@ -309,7 +309,9 @@ def settings_of_run(folder: Path, settings: RunSettings) -> RunSettings:
         SettingError: the folder has no summary of a private run.
         PrivacyError: no report of this version, or one of other settings.
     """
-    no_run = SettingError(None, "folder", "is no folder of a finished private run", value=folder)
+    no_run = SettingError(
+        None, "folder", "is not the folder of a finished private run", value=folder
+    )
     try:
         summary = read_json(folder / "summary.json", "run's summary")
     except PrivacyError:
@@ -321,7 +323,7 @@ def settings_of_run(folder: Path, settings: RunSettings) -> RunSettings:
         raise no_run
     if settings.privacy is None or rounds < 1:
         raise SettingError(
-            None, "folder", "is of a run that released nothing that could be audited", value=folder
+            None, "folder", "belongs to a run without any release to audit", value=folder
         )
     _report(folder, settings)
     privacy = replace(settings.privacy, noise_multiplier=sigma, epsilon=None, ledger=None)
@@ -344,5 +346,5 @@ def write_audit(folder: Path, settings: RunSettings, entry: Mapping[str, Any]) -
 def _report(folder: Path, settings: RunSettings) -> dict[str, Any]:
     report = read_report(folder)
     if report["provenance"].get("config") != provenance(settings)["config"]:
-        raise PrivacyError(f"{folder}/config.toml is not what its privacy report was made with")
+        raise PrivacyError(f"{folder}/config.toml differs from the settings in its privacy report")
     return report

@@ -189,8 +189,8 @@ class Canaries:
             raise PrivacySettingError(
                 None,
                 "canaries",
-                f"are too many: what {len(self)} images contribute to one release takes "
-                f"{needed / 2**30:.1f} GiB; audit with fewer, canaries_as=vectors, or more "
+                f"are too many: the contributions of {len(self)} images to one release need "
+                f"{needed / 2**30:.1f} GiB; use fewer canaries, canaries_as=vectors, or more "
                 "run.memory_gb",
             )
         return ImageSums(release, groups, guard, secret, self)
@@ -295,7 +295,9 @@ class AuditedSums(GaussianSums):
             PrivacyError: not all sampled records came to the sum.
         """
         if self._at != len(self._given):
-            raise PrivacyError(f"of {len(self._given)} sampled records {self._at} came to the sum")
+            raise PrivacyError(
+                f"only {self._at} of {len(self._given)} sampled records are in the sum"
+            )
         released = super().release()
         y_GD = released.to(self._rest)
         self._unclipped = self._clip_is_missing(y_GD)
