@@ -78,7 +78,7 @@ def register_method(method: type[Method], source: OwnCode | None = None) -> str:
         raise SettingError(
             "run",
             "method",
-            f"of your own needs a `name` that no method of the package has, got {name!r}",
+            f"must have a `name` that differs from all built-in methods, got {name!r}",
         )
     _OWN[name] = (method, source)
     return name

@@ -53,16 +53,16 @@ class FedBN(TrainsLocally):
     """
 
     name: ClassVar[str] = "fedbn"
-    summary: ClassVar[str] = "FedAvg in which batch-norm layers stay with their clients"
+    summary: ClassVar[str] = "FedAvg whose batch-norm layers stay on the clients"
     reference: ClassVar[str] = "Li et al. 2021, FedBN, arXiv 2102.07623"
     personal: ClassVar[bool] = True
     protects: ClassVar[tuple[str, ...]] = ()
     features_refusal: ClassVar[str] = (
-        "it is about batch norms, and a model on features has none: take fedavg"
+        "it needs batch-norm layers, and a model on features has none: use fedavg"
     )
     refusal: ClassVar[str] = (
-        "it is about batch norm, which mixes a batch's examples: no example's influence on a step "
-        "can be bounded"
+        "batch norm mixes the examples of a batch, so the influence of one example on a "
+        "step cannot be bounded"
     )
 
     def check_model(self, model: nn.Module) -> None:
@@ -70,7 +70,8 @@ class FedBN(TrainsLocally):
             raise SettingError(
                 "model",
                 "norm",
-                "must be batch: fedbn keeps batch norms local, and this network has none",
+                "must be batch: fedbn keeps batch-norm layers on the clients, and this "
+                "network has none",
             )
 
     def start_model(

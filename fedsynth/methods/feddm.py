@@ -102,7 +102,7 @@ class FedDM(Condenses, TrainsInBall):
 
     name: ClassVar[str] = "feddm"
     summary: ClassVar[str] = (
-        "clients send synthetic sets matched to their data around the global model"
+        "clients send synthetic sets that match their data around the global model"
     )
     reference: ClassVar[str] = "Xiong et al. 2023, FedDM, arXiv 2207.09653"
     protects: ClassVar[tuple[str, ...]] = ("residual", "gradient", "features", "paper")
@@ -129,8 +129,8 @@ class FedDM(Condenses, TrainsInBall):
             raise SettingError(
                 "method",
                 "networks_per_round",
-                "must be 0 unless class means are matched (method.matching=mean): whole "
-                "distributions need examples in every step",
+                "must be 0 unless method.matching=mean: matching of whole distributions "
+                "needs examples in every step",
             )
         check_choices(self, augment=AUGMENTATIONS, perturbation=PERTURBATIONS)
 
@@ -212,8 +212,8 @@ class FedDM(Condenses, TrainsInBall):
             raise SettingError(
                 "method",
                 "networks_per_round",
-                "must be 0 with batch norm, which ties an image's features to the others of its "
-                "pass",
+                "must be 0 with batch norm, which makes an image's features depend on the "
+                "other images of its batch",
             )
 
     def printed_epsilon(self, delta: float, sigma: float) -> Mapping[str, str]:
@@ -241,8 +241,8 @@ class FedDM(Condenses, TrainsInBall):
             raise SettingError(
                 "method",
                 "networks_per_round",
-                "must be 0 with differential privacy: it reads exact class means; its private form "
-                "is privacy.mechanism=features with method.networks",
+                "must be 0 with differential privacy, because it uses exact class means: "
+                "use privacy.mechanism=features with method.networks instead",
             )
         if privacy.mechanism != "features":
             return super().private_plans(privacy, context)

@@ -53,7 +53,7 @@ class FedDyn(TrainsLocally):
 
     name: ClassVar[str] = "feddyn"
     summary: ClassVar[str] = (
-        "a regulariser that moves with each client aligns local optima with the global one"
+        "a dynamic regulariser per client aligns local optima with the global optimum"
     )
     reference: ClassVar[str] = "Acar et al. 2021, FedDyn, arXiv 2111.04263"
     one_pass: ClassVar[bool] = True

@@ -103,17 +103,18 @@ class FedFAPlus(TrainsLocally):
     upload: ClassVar[type[Message]] = StatisticsUp
     state: ClassVar[type[ServerState]] = StatisticsState
     refusal: ClassVar[str] = (
-        "its losses mix the examples of a batch, so one example's influence on a step cannot be "
-        "bounded, and it uploads channel statistics "
-        "and histograms of features that no mechanism protects"
+        "its losses mix the examples of a batch, so the influence of one example on a step "
+        "cannot be bounded; it also uploads channel statistics and histograms of features "
+        "that no mechanism protects"
     )
     protects: ClassVar[tuple[str, ...]] = ()
     features_refusal: ClassVar[str] = (
-        "it changes what convolutional stages make, and a model on features has none: take fedfm"
+        "it augments the outputs of convolutional stages, and a model on features has none: "
+        "use fedfm"
     )
     robust_refusal: ClassVar[str] = (
-        "beside the models its server needs how far the clients' channel statistics differ, which "
-        "a rule that outvotes clients would take away"
+        "its server needs the differences between the clients' channel statistics, which a "
+        "robust rule would remove"
     )
 
     parts: str = "both"

@@ -129,7 +129,7 @@ class FedGen(TrainsLocally):
     upload: ClassVar[type[Message]] = ModelAndCounts
     state: ClassVar[type[ServerState]] = GeneratorState
     robust_refusal: ClassVar[str] = (
-        "its server trains a generator on every client's own classifier, beside the average"
+        "its server also trains a generator on the classifier of each client"
     )
     discloses: ClassVar[Mapping[str, Disclosure]] = {
         **TrainsLocally.discloses,
@@ -181,9 +181,11 @@ class FedGen(TrainsLocally):
         total = float(upload.counts.double().sum())
         most = most_examples(client, context)
         if context.privacy is None and total > most:
-            raise UploadRejectedError("counts", f"are {total:g} in all, of {most:g} examples")
+            raise UploadRejectedError(
+                "counts", f"add up to {total:g}, but the client has at most {most:g} examples"
+            )
         if upload.weight > 0 and total == 0:
-            raise UploadRejectedError("counts", f"are zero, and weight is {upload.weight:g}")
+            raise UploadRejectedError("counts", f"are zero, but weight is {upload.weight:g}")
 
     def broadcast(self, state: GeneratorState, context: RoundContext) -> Message:
         learner = state.learner.items()

@@ -69,7 +69,8 @@ class FedHydra(DataFreeEnsembleDistillation):
 
     name: ClassVar[str] = "fedhydra"
     summary: ClassVar[str] = (
-        "one-shot: clients' logits weighted by what each can teach, distilled on generated images"
+        "one-shot: distils the clients' logits, weighted by class-wise model quality, on "
+        "generated images"
     )
     reference: ClassVar[str] = (
         "FedHydra (one-shot, stratified aggregation), Eqs. 2 to 19 of its paper"

@@ -95,12 +95,13 @@ class FedKF(TrainsLocally):
 
     name: ClassVar[str] = "fedkf"
     summary: ClassVar[str] = (
-        "clients distil the average of all cached models into theirs, on images of a generator of "
-        "their own"
+        "clients distil the average of all cached models into theirs, on images of a local "
+        "generator"
     )
     reference: ClassVar[str] = "Zhou et al. 2023, FedKF, arXiv 2207.10447"
     features_refusal: ClassVar[str] = (
-        "its server makes images for clients to distil on: take fedgkd, which distils on their own"
+        "its server generates the images on which clients distil: use fedgkd, which distils "
+        "on the clients' data"
     )
     presets: ClassVar[Presets] = {
         "digits": {"lr": 0.2, "generator_width": 8, "generator_batch": 32}

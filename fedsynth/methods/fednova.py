@@ -73,7 +73,9 @@ class FedNova(TrainsLocally):
         self, phase: str, upload: NormalisedModel, client: int, context: RoundContext
     ) -> None:
         if upload.weight > 0 and upload.norm < reach(1, self.momentum) * (1 - 1e-9):
-            raise UploadRejectedError("norm", f"is {upload.norm:g}, and one step's is 1")
+            raise UploadRejectedError(
+                "norm", f"is {upload.norm:g}, but must be at least 1, the norm of one step"
+            )
 
     def combine(
         self, state: AveragingState, uploads: Mapping[int, NormalisedModel], context: RoundContext

@@ -87,7 +87,7 @@ class FedProx(TrainsLocally):
     """
 
     name: ClassVar[str] = "fedprox"
-    summary: ClassVar[str] = "FedAvg with a proximal term, and stragglers' partial work kept"
+    summary: ClassVar[str] = "FedAvg with a proximal term that also uses stragglers' partial work"
     reference: ClassVar[str] = "Li et al. 2020, FedProx, arXiv 1812.06127"
     one_pass: ClassVar[bool] = True
     downlink: ClassVar[type[Message]] = ProxMessage
@@ -109,8 +109,8 @@ class FedProx(TrainsLocally):
             raise SettingError(
                 "method",
                 "adaptive",
-                "must be false with differential privacy: an adaptive μ needs the clients' losses, "
-                "which no mechanism here protects",
+                "must be false with differential privacy: an adaptive μ needs the clients' "
+                "losses, which no mechanism protects",
             )
         return super().private_plans(privacy, context)
 

@@ -74,7 +74,8 @@ class FedStats(PlansStatistics):
 
     name: ClassVar[str] = "fedstats"
     summary: ClassVar[str] = (
-        "clients send noisy class statistics of fixed features; the server has the rest from them"
+        "clients send noisy class statistics of fixed features; the server computes model "
+        "and images from them"
     )
     reference: ClassVar[str] = "after Mehta et al. 2022, DP-FC, arXiv 2211.13403; docs/fedstats.md"
     protects: ClassVar[tuple[str, ...]] = ("statistics",)

@@ -68,7 +68,8 @@ class FedSum(SumsFeatures):
 
     name: ClassVar[str] = "fedsum"
     summary: ClassVar[str] = (
-        "class sums of shared networks' features; the server pools them and condenses once"
+        "clients send class sums of shared networks' features; the server pools them and "
+        "condenses once"
     )
     reference: ClassVar[str] = "FedDM's objective (arXiv 2207.09653, Eq. 9) on pooled class sums"
 
@@ -204,7 +205,7 @@ class FedSum(SumsFeatures):
     def _set(self, state: CondensedState, context: RoundContext) -> SyntheticSet:
         """Returns the images of the classes with enough data."""
         if state.images is None or state.kept is None:
-            raise ValueError("no round has made images yet")
+            raise ValueError("no round has produced images yet")
         labels = torch.arange(context.spec.classes, device=context.device)
         labels = labels.repeat_interleave(self.ipc)
         where = state.kept[labels]

@@ -57,7 +57,8 @@ class Moon(TrainsLocally):
 
     name: ClassVar[str] = "moon"
     summary: ClassVar[str] = (
-        "representations pulled to the global model's and away from the client's last"
+        "local training pulls representations to the global model's and away from the "
+        "client's previous ones"
     )
     reference: ClassVar[str] = "Li, He and Song 2021, MOON, arXiv 2103.16257"
 

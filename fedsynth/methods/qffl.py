@@ -49,17 +49,17 @@ class QFFL(TrainsLocally):
     """
 
     name: ClassVar[str] = "qffl"
-    summary: ClassVar[str] = "clients with larger losses count more, for even accuracy"
+    summary: ClassVar[str] = "clients with larger losses have more weight, for uniform accuracy"
     reference: ClassVar[str] = "Li et al. 2020, q-FFL, arXiv 1905.10497"
     one_pass: ClassVar[bool] = True
     upload: ClassVar[type[Message]] = FairModel
     protects: ClassVar[tuple[str, ...]] = ()
     refusal: ClassVar[str] = (
-        "each client's exact loss is uploaded and decides its weight, and no mechanism here "
+        "each client uploads its exact loss, which determines its weight, and no mechanism "
         "protects it"
     )
     robust_refusal: ClassVar[str] = (
-        "clients count by the losses that they say themselves, which is what no rule may rely on"
+        "clients are weighted by the losses that they report, which a robust rule must not rely on"
     )
 
     momentum: float = 0.0

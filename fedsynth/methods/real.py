@@ -59,12 +59,10 @@ class Real(TrainsInBall):
     """
 
     name: ClassVar[str] = "real"
-    summary: ClassVar[str] = (
-        "clients send random real images: FedDM's control, without privacy of any kind"
-    )
+    summary: ClassVar[str] = "clients send random real images: FedDM's control, without any privacy"
     reference: ClassVar[str] = "Xiong et al. 2023, FedDM, Sec. 4.5, arXiv 2207.09653"
     upload: ClassVar[type[Message]] = RealImages
-    refusal: ClassVar[str] = "it sends clients' own images, which no mechanism protects"
+    refusal: ClassVar[str] = "it sends the clients' images, which no mechanism protects"
     presets: ClassVar[Presets] = {"cifar100": {"ipc": 5}}  # the paper's
 
     ipc: int = 10

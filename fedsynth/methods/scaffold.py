@@ -88,8 +88,8 @@ class Scaffold(TrainsLocally):
             raise SettingError(
                 "method",
                 "momentum",
-                f"must be 0, got {self.momentum}: scaffold's option II reads its control from "
-                "plain steps",
+                f"must be 0, got {self.momentum}: scaffold's option II computes its control "
+                "variate from plain SGD steps",
             )
 
     def check_request(self, message: ControlDown, context: RoundContext) -> None:

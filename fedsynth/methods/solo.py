@@ -39,15 +39,15 @@ class Solo(TrainsLocally):
     """
 
     name: ClassVar[str] = "solo"
-    summary: ClassVar[str] = "no federation: each client trains alone"
+    summary: ClassVar[str] = "no federation: each client trains only on its data"
     reference: ClassVar[str] = "the comparison papers' SOLO"
     one_pass: ClassVar[bool] = True
     upload: ClassVar[type[Message]] = Nothing
     personal: ClassVar[bool] = True
     protects: ClassVar[tuple[str, ...]] = ()
     refusal: ClassVar[str] = (
-        "nothing is sent, so there is nothing to protect; its accuracies are exact functions of "
-        "private data"
+        "nothing is sent, so there is nothing to protect, and its accuracies are exact "
+        "functions of private data"
     )
     robust_refusal: ClassVar[str] = "nothing is sent, so there is nothing to average"
 
@@ -55,7 +55,7 @@ class Solo(TrainsLocally):
         super().__post_init__()
         if self.final == "oca":
             raise SettingError(
-                "method", "final", "has no meaning for solo, which has no common model", value="oca"
+                "method", "final", "does not apply to solo, which has no global model", value="oca"
             )
 
     def start_model(

@@ -451,6 +451,6 @@ def condense(
         optimiser.update(synthetic, objective.gradient(step, synthetic), state)
         synthetic.clamp_(*objective.bounds)
     if not bool(synthetic.isfinite().all()):
-        raise DivergedError(f"the synthetic records are not finite: take lr below {lr:g}")
+        raise DivergedError(f"the synthetic records are not finite: use an lr below {lr:g}")
     labels = torch.arange(objective.classes, device=synthetic.device)
     return SyntheticRecords(synthetic.flatten(0, 1), labels.repeat_interleave(per_class))

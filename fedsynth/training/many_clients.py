@@ -108,7 +108,9 @@ def train_together(
         replace(other.settings, epochs=common.epochs, steps=common.steps) != common
         for other in learners
     ):
-        raise ValueError("learners in one pass share batch and optimiser, and have no radius")
+        raise ValueError(
+            "learners in one pass must have the same batch and optimiser, and no radius"
+        )
     queues = sorted((_Queue(learner) for learner in learners), key=lambda queue: -queue.steps)
     flat_KP = torch.stack([flatten(queue.learner.model) for queue in queues])
     pulls = _joined([queue.learner for queue in queues])
@@ -230,7 +232,7 @@ def _joined(learners: Sequence[Learner]) -> tuple[Tensor, Tensor, Tensor] | None
 def _pull(penalty: Penalty | None) -> Pull | None:
     if penalty is None or isinstance(penalty, Pull):
         return penalty
-    raise ValueError("learners in one pass take no penalty but a Pull")
+    raise ValueError("learners in one pass support no penalty except a Pull")
 
 
 def _gradients(

@@ -31,7 +31,7 @@ TRAIN = (
     ("feddm --dp-epsilon 3 --dp-mechanism paper", "no differential privacy guarantee"),
     ("feddm --dp-sigma 1 --dp-unit user", "privacy.unit=user needs privacy.nominal_size: "),
     ("feddm --dp-sigma 1 --dp-epsilon 0.001", "above the cap 0.001"),
-    ("real --dp-sigma 1", "real cannot run with differential privacy: it sends clients' own"),
+    ("real --dp-sigma 1", "real cannot run with differential privacy: it sends the clients'"),
     ("fedavg --dp-sigma 1 --norm batch", "'features.1' is BatchNorm2d"),
     ("fedavg --client-models cnn1", "model.clients must be left out"),
     ("feddm --dataset mnist", "no data folder was given"),

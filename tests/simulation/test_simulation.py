@@ -140,7 +140,7 @@ def test_a_diverged_run_names_the_client_and_has_no_finished_folder(
 
 def test_a_run_in_which_nobody_sends_an_image_is_refused() -> None:
     many = replace(tiny(), partition=replace(tiny().partition, clients=500, min_size=0))
-    with pytest.raises(SettingError, match="nobody sends an image"):
+    with pytest.raises(SettingError, match="no client sends an image"):
         simulate(many)
 
 

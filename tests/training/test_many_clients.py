@@ -138,11 +138,11 @@ def test_what_is_not_common_is_refused() -> None:
         lambda k: SgdSettings(1, 5 + k, MomentumSgd(0.1)),
         lambda k: SgdSettings(1, 5, MomentumSgd(0.1), radius=1.0),
     ):
-        with pytest.raises(ValueError, match="learners in one pass share"):
+        with pytest.raises(ValueError, match="learners in one pass must have"):
             train_together(learners(settings), IMAGES.__getitem__, LABELS.__getitem__)
     one = learners(lambda k: SgdSettings(1, 5, MomentumSgd(0.1)))[0]
     odd = Learner(one.model, one.where, one.settings, one.generator, lambda net: torch.zeros(()))
-    with pytest.raises(ValueError, match="no penalty but a Pull"):
+    with pytest.raises(ValueError, match="no penalty except a Pull"):
         train_together([odd], IMAGES.__getitem__, LABELS.__getitem__)
 
 

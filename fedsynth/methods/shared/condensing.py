@@ -53,12 +53,12 @@ class TrainsOnUnion(Method):
 
     presets: ClassVar[Presets] = {"digits": {"server_epochs": 60}}
     features_refusal: ClassVar[str] = (
-        "its network is trained on condensed images: take fedstats, whose images come from sums of "
-        "features"
+        "its network is trained on condensed images: use fedstats, whose images come from "
+        "sums of features"
     )
     robust_refusal: ClassVar[str] = (
-        "its server averages no models, it trains on the union of the clients' images, where a "
-        "client that lies has the share of the images that it sends"
+        "its server does not average models but trains on the union of the clients' images; "
+        "a malicious client affects only the images that it sends"
     )
 
     server_epochs: int = 500

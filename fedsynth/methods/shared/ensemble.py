@@ -62,12 +62,9 @@ class EnsembleDistillation(TrainsLocally):
     heterogeneous: ClassVar[bool] = True
     state: ClassVar[type[ServerState]] = EnsembleState
     presets: ClassVar[Presets] = {"digits": {"local_epochs": 20}}
-    features_refusal: ClassVar[str] = (
-        "its server distils on images that it makes or is given: take fedavg"
-    )
+    features_refusal: ClassVar[str] = "its server distils on generated or public images: use fedavg"
     robust_refusal: ClassVar[str] = (
-        "its server distils every client's model into one, each by what it says of an image, and "
-        "averages none"
+        "its server distils the logits of the clients' models and does not average the models"
     )
 
     local_epochs: int = 200
@@ -82,7 +79,7 @@ class EnsembleDistillation(TrainsLocally):
             raise SettingError(
                 "method",
                 "final",
-                f"has no meaning for {self.name}, whose final model is the distilled one",
+                f"does not apply to {self.name}, whose final model is the distilled one",
                 value="oca",
             )
 

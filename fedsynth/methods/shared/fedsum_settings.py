@@ -93,8 +93,8 @@ class SumsFeatures(TrainsInBall, SharesNoise):
         "cifar100": {"ipc": 5},
     }
     robust_refusal: ClassVar[str] = (
-        "it adds up sums of which many clients have none of a class, and by coordinates these "
-        "would outvote the others"
+        "it adds class sums; clients without examples of a class would outvote the others "
+        "in a robust rule by coordinate"
     )
     discloses: ClassVar[Mapping[str, Disclosure]] = {
         "condensed_classes": made_of_released("how many released counts are above their noise")

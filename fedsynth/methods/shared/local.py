@@ -128,13 +128,13 @@ class TrainsLocally(Method):
             raise SettingError(
                 "method",
                 "equal_steps",
-                "needs method.local_steps=0: these are already the same for every client",
+                "needs method.local_steps=0, because local_steps are already equal for all clients",
             )
         if self.stragglers and self.local_steps:
             raise SettingError(
                 "method",
                 "stragglers",
-                "needs method.local_steps=0: stragglers manage fewer passes over their data",
+                "needs method.local_steps=0, because stragglers run fewer epochs",
             )
 
     def broadcast(self, state: State, context: RoundContext) -> Message:

@@ -89,8 +89,8 @@ class SharesNoise(Method):
             raise SettingError(
                 "method",
                 "honest",
-                f"must be below the number of clients, {clients}: one of them may be who looks, "
-                "and knows its own noise",
+                f"must be below the number of clients, {clients}: one client may be the "
+                "attacker, who knows its own noise",
                 value=self.honest,
             )
         return self.honest or max(1, clients - 1)
@@ -135,8 +135,8 @@ class SharesNoise(Method):
         if context.privacy is None or clients >= shares + shared:
             return True
         context.note(
-            f"round {context.round}: {clients} clients answered, and the noise is that of {shares} "
-            "beside one who may look: nothing is made of this round"
+            f"round {context.round}: only {clients} clients answered, but the noise must "
+            f"come from {shares} clients besides a possible attacker: this round is discarded"
         )
         return False
 

@@ -158,6 +158,6 @@ def _unknown(mechanism: str | None, of_its_own: str) -> SettingError:
     return SettingError(
         "privacy",
         "mechanism",
-        f"is {mechanism!r}, which condensation does not know: a method that adds a mechanism needs "
-        f"a `{of_its_own}` of its own",
+        f"is {mechanism!r}, which condensation does not support: a method with another "
+        f"mechanism must override `{of_its_own}`",
     )

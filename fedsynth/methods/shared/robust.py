@@ -172,6 +172,6 @@ def _check_finite(client: int, upload: Message, context: RoundContext) -> None:
     for name, value in upload.numbers():
         if not bool(torch.isfinite(value).all()):
             raise DivergedError(
-                f"round {context.round}: {name} of client {client} is not finite, and "
-                f"robust aggregation by {context.robust} takes finite numbers alone"
+                f"round {context.round}: {name} of client {client} is not finite, but robust "
+                f"aggregation by {context.robust} requires finite numbers"
             )

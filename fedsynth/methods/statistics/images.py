@@ -117,7 +117,7 @@ class MakesImages(Method):
             raise SettingError(
                 "method",
                 "pictures",
-                "is yes, and no images are asked for that would start from them (method.ipc=400)",
+                "is yes, but no images start from them: set method.ipc, for example 400",
             )
 
     @property
@@ -275,7 +275,7 @@ def check_differentiable(model: FeatureLinear) -> None:
         raise SettingError(
             "method",
             "ipc",
-            "must be 0: the feature map has no derivative by the pixels (is it computed under "
-            "torch.no_grad?), so images cannot be moved; method.drawn_ipc=400 makes images "
-            "without it",
+            "must be 0: the feature map has no gradient with respect to the pixels (is it "
+            "computed under torch.no_grad?), so images cannot be optimised; "
+            "method.drawn_ipc=400 generates images without gradients",
         )

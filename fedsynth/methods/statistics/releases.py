@@ -56,7 +56,8 @@ class Shares:
             raise SettingError(
                 "method",
                 largest,
-                f"must leave something for the steps: {names} are {taken:g} of the budget together",
+                f"must leave a part of the budget for the steps: {names} together use "
+                f"{taken:g} of it",
                 value=shares[largest],
             )
 

@@ -109,13 +109,12 @@ class PlansStatistics(SharesNoise, MakesImages):
     upload: ClassVar[type[Message]] = StatisticSums
     state: ClassVar[type[ServerState]] = FedStatsState
     robust_refusal: ClassVar[str] = (
-        "its server needs the sums over all clients' examples, which no rule on clients' shares "
-        "of them can stand in for"
+        "its server needs the sums over all clients' examples, which a robust rule cannot replace"
     )
     even_rounds: ClassVar[bool] = False
     model_sees_data: ClassVar[bool] = False
     takes_model: ClassVar[bool] = False
-    features_refusal: ClassVar[str] = "its own map is a setting of the method, method.features"
+    features_refusal: ClassVar[str] = "its feature map is method.features"
 
     features: str = AUTO
     centre_share: float = 0.04
@@ -219,7 +218,7 @@ class PlansStatistics(SharesNoise, MakesImages):
                 raise SettingError(
                     "privacy",
                     key,
-                    f"must be left out with {self.name}: its releases have their own",
+                    f"must be left out with {self.name}, which sets it for each release",
                 )
         return self.added_up(self.releases(privacy, context).plans(), privacy, context)
 

@@ -54,8 +54,8 @@ def whitens(choice: str, features: FeatureMap, shape: Shape) -> bool:
         raise SettingError(
             "method",
             "whitening",
-            f"needs features of channels and cells (FeatureMap.blocks), which {features.name!r} "
-            "are not",
+            "needs features with channels and cells (FeatureMap.blocks), which "
+            f"{features.name!r} does not have",
             value=choice,
         )
     return choice == YES

@@ -34,7 +34,7 @@ def refuse_private(matching: str) -> None:
         raise SettingError(
             "method",
             "matching",
-            "needs each example's features, which no mechanism here protects: use "
+            "needs each example's features, which no mechanism protects: use "
             "method.matching=mean with differential privacy",
             value=matching,
         )

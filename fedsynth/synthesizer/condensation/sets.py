@@ -82,10 +82,15 @@ def check_set(upload: SyntheticSet, ipc: int) -> None:
     """
     images = len(upload.images)
     if len(upload.labels) != images:
-        raise UploadRejectedError("labels", f"are {len(upload.labels)}, of {images} images")
+        raise UploadRejectedError(
+            "labels", f"are {len(upload.labels)}, but there are {images} images"
+        )
     most = int(torch.bincount(upload.labels).max()) if images else 0
     if most > ipc:
-        raise UploadRejectedError("labels", f"have a class {most} times, and {ipc} were agreed")
+        raise UploadRejectedError(
+            "labels",
+            f"contain a class {most} times, but at most {ipc} images per class were requested",
+        )
 
 
 def start_images(
@@ -238,8 +243,8 @@ def train_on_union(
         raise SettingError(
             "method",
             "min_examples",
-            "is more than any client has of any class, so that nobody sends an image: lower it, "
-            "or use fewer clients (partition.clients)",
+            "is more than any client has of any class, so no client sends an image: lower "
+            "it, or use fewer clients (partition.clients)",
         )
     images = torch.cat([u.normalised(context.spec) for u in sets])
     labels = torch.cat([u.labels for u in sets])
