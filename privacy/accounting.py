@@ -370,8 +370,8 @@ def calibrate_noise_multiplier(
             raise PrivacySettingError(
                 "privacy",
                 "epsilon",
-                "is reached with no noise multiplier up to 1e6: a release that does not depend on "
-                "it costs more, or has no guarantee",
+                "cannot be reached with a noise multiplier up to 1e6: a release that does "
+                "not depend on it costs more or has no guarantee",
                 value=f"{target_epsilon:g}",
             )
         low, at_low = high, at_high

@@ -27,11 +27,13 @@ SHARED_DRAWS = re.compile("attention|rnn|lstm|gru")
 UNINITIALISED = re.compile("(new_)?empty(_like|_permuted|_strided)?")
 MIXES = "mixes the examples of a batch (an example's value changes with the other examples)"
 DRAWS = "draws random numbers"
-KEEPS_STATE = "makes other values of the same examples when it is called again"
-POSITION = "makes another value of an example at another position of the batch"
-LENGTH = "makes other values of an example in a batch of another length"
-AMONG_OTHERS = "makes another value of an example at another position or among other examples"
-ADVICE = "make each value from its own example only, without random numbers and without state"
+KEEPS_STATE = "returns other values for the same examples when it is called again"
+POSITION = "returns another value for an example at another position of the batch"
+LENGTH = "returns other values for an example in a batch of another size"
+AMONG_OTHERS = (
+    "returns another value for an example at another position or with other examples in the batch"
+)
+ADVICE = "compute each value only from its example, without random numbers and without state"
 
 
 class GlobalGenerators:
@@ -198,7 +200,7 @@ class _Trial:
             both.append(watch.values)
         for (name, a), (other, b), (another, c) in zip(base.values, *both, strict=False):
             if not (name == other == another and a.shape == b.shape == c.shape):
-                return f"takes another path for other examples (at {name})"
+                return f"branches on the values of examples (at {name})"
             if bool((_changed(a, b) & _changed(a, c)).any()):
                 return f"computes a value from several examples together ({name})"
         return ""

@@ -97,10 +97,10 @@ def refuse_batch_norm(model: nn.Module) -> None:
     for name, layer in model.named_modules():
         if isinstance(layer, nn.modules.batchnorm._BatchNorm):
             raise ForbiddenLayerError(
-                f"layer {name!r} is {type(layer).__name__}: batch norm mixes the examples of a batch, "
-                "so one example's influence cannot be bounded; use group or instance norm "
-                "(model.norm=group; for a model of your own, fedsynth.privacy.dpsgd.group_norm_twin "
-                "makes the same network with group norm)"
+                f"layer {name!r} is {type(layer).__name__}: batch norm mixes the examples of "
+                "a batch, so the influence of one example cannot be bounded; use group or "
+                "instance norm (model.norm=group; fedsynth.privacy.dpsgd.group_norm_twin "
+                "converts a custom model to group norm)"
             )
 
 
@@ -117,7 +117,9 @@ def group_norm_twin(model: nn.Module) -> nn.Module:
     try:
         twin: nn.Module = ModuleValidator.fix_and_validate(model)
     except UnsupportedModuleError as error:
-        raise ForbiddenLayerError(f"no twin for DP-SGD: {str(error).splitlines()[0]}") from None
+        raise ForbiddenLayerError(
+            f"the model cannot be converted for DP-SGD: {str(error).splitlines()[0]}"
+        ) from None
     return twin
 
 
@@ -132,15 +134,15 @@ def check_model(model: nn.Module) -> None:
     for name, layer in model.named_modules():
         if isinstance(layer, nn.modules.dropout._DropoutNd) and layer.p > 0:
             raise ForbiddenLayerError(
-                f"layer {name!r} is {type(layer).__name__}: its masks go by an example's place in "
-                "the batch, so that one example more "
-                "would change others' gradients; leave it out"
+                f"layer {name!r} is {type(layer).__name__}: its masks depend on an example's "
+                "position in the batch, so an additional example would change other "
+                "gradients; remove it"
             )
     buffers = [name for name, _ in model.named_buffers()]
     if buffers:
         raise ForbiddenLayerError(
-            f"buffer {buffers[0]!r} would be uploaded with the model, but no mechanism protects "
-            "what it gathers from data"
+            f"buffer {buffers[0]!r} would be uploaded with the model, but no mechanism "
+            "protects the data statistics in it"
         )
 
 
@@ -345,7 +347,7 @@ def check_example_gradients(model: nn.Module, x_NCHW: Tensor) -> None:
     except Exception as error:  # raised by Opacus or by the model
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise ForbiddenLayerError(
-            f"the model's gradients of single examples cannot be computed: {lines[0]}"
+            f"the model's per-example gradients cannot be computed: {lines[0]}"
         ) from error
 
 
@@ -363,15 +365,15 @@ def _per_example_gradients(
         losses = loss(model, x_NCHW, labels_N)
         if losses.shape != (len(x_NCHW),):  # otherwise unusual shapes could mix the examples
             raise PrivacyError(
-                f"a loss of each example must have shape [{len(x_NCHW)}], got {list(losses.shape)}"
+                f"per-example losses must have shape [{len(x_NCHW)}], got {list(losses.shape)}"
             )
         losses.sum().backward()
     missing = {id(p) for p in parameters if p.grad_sample is None}  # type: ignore[attr-defined]
     if missing:
         name = next(name for name, p in model.named_parameters() if id(p) in missing)
         raise ForbiddenLayerError(
-            f"parameter {name!r} has no gradients of single examples: no layer uses it, or another "
-            "one than its own"
+            f"parameter {name!r} has no per-example gradients: no layer uses it, or a layer "
+            "other than its own"
         )
     of_each = [p.grad_sample.flatten(1) for p in parameters]  # type: ignore[attr-defined]
     rows = torch.cat(of_each, dim=1)

@@ -56,7 +56,9 @@ def expand_home(path: str | Path) -> Path:
     try:
         return Path(path).expanduser()
     except RuntimeError:
-        raise FileNotFoundError(errno.ENOENT, "there is no such user's home", str(path)) from None
+        raise FileNotFoundError(
+            errno.ENOENT, "the home directory of this user was not found", str(path)
+        ) from None
 
 
 def open_regular(
@@ -162,7 +164,7 @@ def last_line(path: Path) -> str:
             lines = file.readall().decode(errors="replace").split("\n")
     except OSError:
         return "there is no log"
-    return next((line.strip()[:300] for line in reversed(lines) if line.strip()), "it says nothing")
+    return next((line.strip()[:300] for line in reversed(lines) if line.strip()), "it is empty")
 
 
 def load_json(path: Path) -> Any:
@@ -241,7 +243,7 @@ def _too_deep() -> str:
 
 
 def _refuse(literal: str) -> NoReturn:
-    raise ValueError(f"{literal} is no number")
+    raise ValueError(f"{literal} is not a number")
 
 
 def _finite(literal: str) -> float:
@@ -254,7 +256,7 @@ def _finite(literal: str) -> float:
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     table = dict(pairs)
     if len(table) < len(pairs):
-        raise ValueError("a key stands twice in one object")
+        raise ValueError("an object contains a key twice")
     return table
 
 
@@ -316,8 +318,8 @@ def lock(file: FileIO, path: Path, *, shared: bool = False) -> None:
         except BlockingIOError:
             if time.monotonic() >= until:
                 raise LedgerError(
-                    f"another process has held the lock on {path} for {LOCK_SECONDS:g} s: one that "
-                    "is stopped or hangs must go on or be ended (`fuser` or `lsof` names it)"
+                    f"another process has held the lock on {path} for {LOCK_SECONDS:g} s: "
+                    "continue or end that process (`fuser` or `lsof` shows it)"
                 ) from None
         except OSError as error:
             raise LedgerError(f"cannot lock {path}: {error}") from error

@@ -100,8 +100,9 @@ def grid_of(clip: float, deviation: float, shares: int, addends: Addends) -> Gri
         raise PrivacySettingError(
             "privacy",
             "noise_multiplier",
-            f"is too small for a sum of {addends.records} records of {addends.clients} clients in "
-            f"64 bits: a client's noise of {deviation:.3g} in parts of up to {grid.bound:.3g}; "
-            "more noise, or a lower bound on all records (max_records), would be enough",
+            f"is too small for a sum of {addends.records} records of {addends.clients} "
+            f"clients in 64 bits: a client's noise is {deviation:.3g}, in contributions of "
+            f"up to {grid.bound:.3g}; add noise, or lower the bound on all records "
+            "(max_records)",
         )
     return grid

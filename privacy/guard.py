@@ -92,7 +92,7 @@ class Guard:
         other = next((unit for unit in protecting if unit != self.unit), None)
         if other is not None:
             raise LedgerError(
-                f"the ledger of client {self.ledger.client!r} holds releases that protect a {other}, "
-                f"and this run would protect a {self.unit}: their costs do not add up; protect the "
-                f"same unit (privacy.unit={other})"
+                f"the ledger of client {self.ledger.client!r} contains releases that protect "
+                f"a {other}, but this run would protect a {self.unit}: their costs cannot be "
+                f"added; protect the same unit (privacy.unit={other})"
             )

@@ -44,13 +44,13 @@ class MechanismFacts:
 PAPER = MechanismFacts(
     name="paper",
     reasons=(
-        "FedDM's Algorithm 1 clips the gradient of a batch, not of an example: clipping a mean "
-        "bounds its norm, not one example's influence, so the sensitivity is up to 2·clip and not "
-        "clip/|B|, and the effective noise multiplier is σ/(2|B|)",
-        "the synthetic images start from real images, which is a release that nothing accounts for",
-        "exactly the classes that a client has are sent, so which classes it has is revealed",
-        "batches have a fixed size, a share of n_c that is private, and are not Poisson samples; "
-        "noise is divided by their sizes",
+        "FedDM's Algorithm 1 clips the gradient of a batch, not of an example. Clipping a "
+        "mean bounds its norm, not the influence of one example, so the sensitivity is up "
+        "to 2·clip and not clip/|B|, and the effective noise multiplier is σ/(2|B|)",
+        "the synthetic images start from real images, which is an unaccounted release",
+        "only the classes that a client has are sent, which reveals these classes",
+        "batches have a fixed size, a fraction of the private n_c, and are not Poisson "
+        "samples; noise is divided by their sizes",
     ),
     unaccounted="FedDM's Algorithm 1 as printed",
     accesses=(

@@ -183,7 +183,9 @@ class GaussianSums:
         self._sums: Tensor | None = None
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError("a charged series must not be copied: it would give out more than it paid")
+        raise TypeError(
+            "a charged mechanism must not be copied: it could release more than was charged"
+        )
 
     @property
     def sample_rate(self) -> float:
@@ -207,10 +209,12 @@ class GaussianSums:
         self._refuse_forks()
         if self._sums is not None:
             raise PrivacyError(
-                "a step of this series is still open: release it before the next sample is drawn"
+                "a step of this mechanism is still open: release it before you draw the next sample"
             )
         if self.steps_left == 0:
-            raise PrivacyError(f"all {self._release.steps} charged steps of this series are used")
+            raise PrivacyError(
+                f"all {self._release.steps} charged steps of this mechanism are used"
+            )
         self._sums = torch.zeros(self._groups, self._width, dtype=torch.float64)
         return self._secret.poisson_sample(units, self._release.sample_rate)
 
@@ -269,8 +273,7 @@ class GaussianSums:
         has_users = sample is not None and sample.users is not None and sample.shares is not None
         if self._unit == USER and not has_users:
             raise PrivacyError(
-                "charged for users as the unit: rows come with whose they are, and are clipped by "
-                "user"
+                "charged for users as the unit: rows need their user ids and are clipped by user"
             )
         return self._sums
 
@@ -296,6 +299,6 @@ class GaussianSums:
     def _refuse_forks(self) -> None:
         if self._process != this_process():
             raise PrivacyError(
-                "this series was charged by another process: after a fork both would release what "
-                "was charged once"
+                "this mechanism was charged by another process: after a fork, both "
+                "processes would release on one charge"
             )

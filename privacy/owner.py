@@ -142,8 +142,8 @@ class DataOwner:
         spent = epsilon(rows, self.delta)
         if spent >= target * (1 - NOTHING_LEFT):
             raise BudgetExceededError(
-                f"{self.name!r} has spent ε = {spent:.4g} of {target:g} (δ = {self.delta:g}): a "
-                "release with the rest would be only noise",
+                f"{self.name!r} has spent ε = {spent:.4g} of {target:g} (δ = "
+                f"{self.delta:g}): the rest is too small for anything but noise",
                 (self.name, spent, target),
             )
         number = len(rows) + 1

@@ -96,7 +96,8 @@ def values_of_each(compute: Callable[..., Tensor], records: Sequence[Tensor], no
         fillers = [_public_like(record) for record in records]
         missing = torch.full_like(_values(compute, fillers)[:1], torch.nan)
         note(
-            f"an image (or a blank one, which fills up a pass) contributes nothing: {error!r:.300}"
+            "the contribution of an image (or of the blank padding of a pass) could not be "
+            f"computed: {error!r:.300}"
         )
         return _among(compute, records, fillers, missing, list(range(len(records[0]))))
 
@@ -125,7 +126,7 @@ def _among(
 def _values(compute: Callable[..., Tensor], records: Sequence[Tensor]) -> Tensor:
     values = compute(*records)
     if len(values) != len(records[0]):
-        raise ValueError(f"{len(values)} values were computed of {len(records[0])} records")
+        raise ValueError(f"{len(values)} values were computed for {len(records[0])} records")
     return values
 
 

@@ -158,7 +158,7 @@ def check_plans(plans: Sequence[PrivatePlan]) -> None:
     Raises:
         PrivacySettingError: there is no plan, or two have the same name.
     """
-    require(bool(plans), "plans", "must hold at least one: what a round releases", plans)
+    require(bool(plans), "plans", "must contain at least one plan: the releases of a round", plans)
     names = [plan.name for plan in plans]
     require(len(set(names)) == len(names), "plans", "of a round must have different names", names)
 
@@ -213,8 +213,8 @@ class Allowance(Generic[S]):
         reason = f"no release {name!r} is planned (Method.private_plans names {planned})"
         if name in self._elsewhere:
             reason = (
-                f"{name!r} is planned for the {self._elsewhere[name]} phase of a round, and was "
-                f"asked for in the {self._phase} one"
+                f"{name!r} is planned for the {self._elsewhere[name]} exchange of a round, "
+                f"but was used in the {self._phase} exchange"
             )
         raise UnplannedReleaseError(reason)
 
@@ -229,7 +229,7 @@ class Allowance(Generic[S]):
         self.plan(name)
         if name not in self._left:
             raise UnplannedReleaseError(
-                f"the series of plan {name!r} was handed out before: it is charged once a round"
+                f"the mechanism of plan {name!r} was already taken: it is charged once per round"
             )
 
     def take(self, name: str) -> S:
@@ -259,7 +259,7 @@ class GroupAllowance(Generic[S]):
         first, *other_plans = [allowance.plan(name) for allowance in self._each]
         if any(other != first for other in other_plans):
             raise UnplannedReleaseError(
-                f"the clients of this group have different plans {name!r}: ask alone(position)"
+                f"the clients of this group have different plans {name!r}: use alone(position)"
             )
         return first
 
@@ -277,7 +277,7 @@ class GroupAllowance(Generic[S]):
 
     def _refuse_nothing(self, name: str) -> None:
         if not self._each:
-            raise UnplannedReleaseError(f"release {name!r}: these clients were charged for nothing")
+            raise UnplannedReleaseError(f"release {name!r}: there are no clients with a charge")
 
 
 def authorise(

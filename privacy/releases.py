@@ -81,7 +81,7 @@ class Release:
         samplers = "must be 'poisson' or 'full' (batches of fixed size have no valid accounting)"
         full = "must be 1 with the sampler 'full', which uses all data"
         require(self.unit in UNITS, "unit", f"must be one of {', '.join(UNITS)}", self.unit)
-        require(reason, "unaccounted", "must give a reason or be None", why)
+        require(reason, "unaccounted", "must be a reason or None", why)
         require(is_real(σ) and σ >= 0, "noise_multiplier", f"{finite} of at least 0", σ)
         require(is_real(clip) and clip > 0, "sensitivity", f"(the clip) {finite} above 0", clip)
         require(is_real(q) and 0 < q <= 1, "sample_rate", "must be in (0, 1]", q)

@@ -48,8 +48,7 @@ def check_numbers(arrays: Iterable[tuple[str, Tensor]], max_norm: float | None) 
     if max_norm is not None and norm > max_norm:
         raise RequestRefusedError(
             f"the server's message has norm {norm:.4g}, above the declared max_request_norm "
-            f"{max_norm:g}; "
-            "nothing was answered and nothing charged"
+            f"{max_norm:g}; the request was rejected and nothing was charged"
         )
 
 
@@ -72,8 +71,8 @@ def check_tensor(name: str, value: Tensor, shape: tuple[int, ...], dtype: torch.
     """
     if tuple(value.shape) != shape or value.dtype != dtype:
         raise RequestRefusedError(
-            f"the server's {name} is {value.dtype} {list(value.shape)}, and should be {dtype} "
-            f"{list(shape)}"
+            f"the server's {name} is {value.dtype} {list(value.shape)}, but should be "
+            f"{dtype} {list(shape)}"
         )
 
 
@@ -92,6 +91,6 @@ def check_named(name: str, sent: Mapping[str, Tensor], expected: Mapping[str, Te
         return
     odd = sorted(set(sent) ^ set(expected))
     if odd:
-        raise RequestRefusedError(f"the server's {name} is of another architecture: {odd[0]!r:.80}")
+        raise RequestRefusedError(f"the server's {name} has another architecture: {odd[0]!r:.80}")
     for key, reference in expected.items():
         check_tensor(f"{name} {key}", sent[key], tuple(reference.shape), reference.dtype)

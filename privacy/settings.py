@@ -45,7 +45,7 @@ def ledger_setting(value: Path | str) -> Path | str:
         text.encode()  # it must be valid in the run folder's config.toml
         folder = Path(value).expanduser().absolute()
     except (UnicodeEncodeError, RuntimeError) as error:
-        raise PrivacySettingError("privacy", "ledger", f"names no folder: {error}") from None
+        raise PrivacySettingError("privacy", "ledger", f"is not a valid folder: {error}") from None
     hint = "" if text else " (a variable that is not set?)"
     nearly = text.casefold().split(":")[0] in ("none", "") or "\0" in text
     _require(not nearly, "ledger", f"must be a folder{hint}, or exactly {NO_LEDGER!r}", text)
@@ -57,7 +57,7 @@ def needs_a_budget() -> PrivacySettingError:
     return PrivacySettingError(
         "privacy",
         "noise_multiplier",
-        "or a budget, privacy.epsilon, must be given: differential privacy needs one",
+        "or a budget, privacy.epsilon, must be set for differential privacy",
     )
 
 
@@ -161,11 +161,11 @@ class PrivacySettings:
     def _check_without_guarantee(self, mechanism: str) -> None:
         reason = ""
         if self.unit == USER:
-            reason = "protects nobody: no record and no user"
+            reason = "protects neither records nor users"
         elif self.epsilon is not None or self.noise_multiplier is None:
             reason = (
-                "gives no differential privacy guarantee, so it has no ε: give "
-                "privacy.noise_multiplier alone"
+                "has no differential privacy guarantee, so it has no ε: set only "
+                "privacy.noise_multiplier"
             )
         if reason:
             raise PrivacySettingError("privacy", "mechanism", reason, value=mechanism)
@@ -173,10 +173,7 @@ class PrivacySettings:
     def _check_unit(self) -> None:
         _require(self.unit in UNITS, "unit", f"must be one of {', '.join(UNITS)}", self.unit)
         if self.unit == USER and self.nominal_size is None:
-            reason = (
-                "needs privacy.nominal_size: the public number of users that a client is supposed "
-                "to have"
-            )
+            reason = "needs privacy.nominal_size: the public, nominal number of users of a client"
             raise PrivacySettingError("privacy", "unit", reason, value=USER)
         limit = self.user_records
         ok = limit is None or (self.unit == USER and limit >= 1)

@@ -41,7 +41,7 @@ def read_private_key(path: Path) -> Ed25519PrivateKey:
     Raises:
         SigningError: it cannot be read, is not such a key, or `cryptography` is not installed.
     """
-    advice = "openssl genpkey -algorithm ed25519 -out KEY makes one"
+    advice = "create one with openssl genpkey -algorithm ed25519 -out KEY"
     key: Ed25519PrivateKey = _read_key(path, "private", advice, password=None)
     return key
 
@@ -52,7 +52,7 @@ def read_public_key(path: Path) -> Ed25519PublicKey:
     Raises:
         SigningError: as `read_private_key`.
     """
-    advice = "openssl pkey -in KEY -pubout -out PUBLIC makes it of a private one"
+    advice = "extract it from a private key with openssl pkey -in KEY -pubout -out PUBLIC"
     key: Ed25519PublicKey = _read_key(path, "public", advice)
     return key
 
@@ -77,7 +77,7 @@ def _read_key(path: Path, kind: str, advice: str, **options: None) -> Any:
     except (ValueError, UnsupportedAlgorithm):
         key = None
     if not isinstance(key, getattr(ed25519, f"Ed25519{kind.capitalize()}Key")):
-        raise SigningError(f"{path} is no {kind} Ed25519 key in PEM ({advice})")
+        raise SigningError(f"{path} is not a {kind} Ed25519 key in PEM ({advice})")
     return key
 
 
@@ -123,14 +123,14 @@ def signature_problems(folder: Path, key: Ed25519PublicKey) -> list[str]:
     if problems:
         return [f"{SIGNATURE}: {problem}" for problem in problems]
     if (content["fedsynth_signature"], content["algorithm"]) != (SCHEMA, ALGORITHM):
-        return [f"{SIGNATURE} is of a kind that this fedsynth does not know"]
+        return [f"{SIGNATURE} has a format that this version of fedsynth does not support"]
     if content["public_key"] != base64.b64encode(key.public_bytes_raw()).decode():
         return [f"{SIGNATURE} was made with another key"]
     try:
         signature = base64.b64decode(content["signature"], validate=True)
         key.verify(signature, _message(content["files"]))
     except (ValueError, InvalidSignature):
-        return [f"{SIGNATURE} was not made with this key, or was changed since"]
+        return [f"{SIGNATURE} was not made with this key, or was changed afterwards"]
     return _changes(content["files"], file_hashes(folder))
 
 
@@ -138,7 +138,7 @@ def _changes(signed: dict[str, str], current: dict[str, str]) -> list[str]:
     problems = []
     for name in {**signed, **current}:
         if name not in current:
-            problems.append(f"{name} was signed, and is gone")
+            problems.append(f"{name} was signed but is missing")
         elif name not in signed:
             problems.append(f"{name} was added after signing")
         elif current[name] != signed[name]:

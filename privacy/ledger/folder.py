@@ -63,12 +63,13 @@ def check_names(names: Sequence[str], clients: int) -> tuple[str, ...]:
     listed = not isinstance(names, str) and len(names) == clients
     require(listed, "names", f"must be a list of {clients} names, one for each client", names)
     letters = (
-        "must be of 1 to 64 letters, digits, dots, hyphens or underscores, a letter or digit first"
+        "must have 1 to 64 letters, digits, dots, hyphens or underscores, and begin with a "
+        "letter or digit"
     )
     folded: set[str] = set()  # some file systems do not distinguish A from a
     for name in names:
         require(isinstance(name, str) and _NAME.fullmatch(name) is not None, "names", letters, name)
-        require(name.casefold() not in folded, "names", "must differ for two clients", name)
+        require(name.casefold() not in folded, "names", "must be different for all clients", name)
         folded.add(name.casefold())
     return tuple(names)
 
@@ -132,8 +133,8 @@ class LedgerFolder:
         with self._locked() as index:
             if name not in index.ledgers or not index.is_current(name, records_by_client[name]):
                 raise LedgerError(
-                    f"{self._file(name)} was meanwhile taken by another run, for other records: "
-                    "nothing was charged; run again"
+                    f"{self._file(name)} was taken by another run for other records in the "
+                    "meantime; nothing was charged: start this run again"
                 )
             self._check(name, index, records_by_client)
             yield
@@ -155,7 +156,7 @@ class LedgerFolder:
         lost = sorted(_unnamed(self.path / PRIVATE, ledgers))
         if lost:
             raise LedgerError(
-                f"a ledger in {self.path} is gone, whose list of records is still there: "
+                f"a ledger in {self.path} is missing, but its list of records exists: "
                 f"{_lost(lost[0])}"
             )
 
@@ -173,8 +174,8 @@ class LedgerFolder:
         """
         ledgers = self.ledgers()
         if client not in ledgers:
-            listed = f"; there are {', '.join(ledgers)}" if ledgers else ""
-            raise LedgerError(f"there is no ledger of {client!r} in {self.path}{listed}")
+            listed = f"; existing ledgers: {', '.join(ledgers)}" if ledgers else ""
+            raise LedgerError(f"{self.path} has no ledger of {client!r}{listed}")
         ledgers[client].carry_over()
         return len(ledgers[client].releases)
 
@@ -184,9 +185,9 @@ class LedgerFolder:
     def _refuse_unknown(self, name: str, ledger: Ledger) -> None:
         if ledger.bound and not ledger.records:
             raise LedgerError(
-                f"ledger {self._file(name)} does not say whose records it is for (it is a "
-                "copy from a run folder): if they are those of client "
-                f"{name!r}, say so: {self._command(name)}"
+                f"ledger {self._file(name)} does not identify its records (it is a copy from "
+                f"a run folder): if they are those of client {name!r}, confirm it with "
+                f"{self._command(name)}"
             )
 
     def _command(self, name: str) -> str:
@@ -205,16 +206,15 @@ class LedgerFolder:
         self._refuse_moved(name, new, index, records_by_client)
         if lost := next((index.orphans[record] for record in new if record in index.orphans), None):
             raise LedgerError(
-                f"client {name!r} has records that a ledger in {self.path} was kept for which is "
-                f"gone: {_lost(lost)}"
+                f"client {name!r} has records whose ledger in {self.path} is missing: {_lost(lost)}"
             )
         if bound:
             gone = (previous - present).total()
             raise LedgerError(
-                f"client {name!r} has other records than those that {self._file(name)} was "
-                f"charged for ({new.total()} are new, {gone} are gone): bring those, or "
-                "give each client a name of its own (simulate(names=...)); if it is this "
-                "client's data set that has changed, what was spent stays spent: "
+                f"the records of client {name!r} differ from those that {self._file(name)} "
+                f"was charged for ({new.total()} are new, {gone} are missing): use the same "
+                "records, or give each client a separate name (simulate(names=...)); if "
+                "this client's data set has changed, keep its earlier costs with "
                 f"{self._command(name)}"
             )
 
@@ -238,10 +238,10 @@ class LedgerFolder:
                 index.current(other)  # refuses a missing list, which cannot be compared
             if moved[other]:
                 raise LedgerError(
-                    f"client {name!r} has {moved[other]} records that {self._file(other)} was "
-                    "charged for, and what was spent on a record stays with it: give the clients "
-                    "the names that they had (simulate(names=...)), or leave those records out; "
-                    "what one owner's synthetic set was made of stays one owner's"
+                    f"client {name!r} has {moved[other]} records that {self._file(other)} "
+                    "was charged for, and the cost of a record stays with it: give the "
+                    "clients their earlier names (simulate(names=...)), or leave out those "
+                    "records; records of one owner's synthetic set remain with that owner"
                 )
 
     def _opened(self, name: str, present: Records, index: _Known, dataset: str) -> Ledger:
@@ -263,8 +263,8 @@ class LedgerFolder:
         path = self.path / PRIVATE / KEY
         if self.path.name == "ledger" and (self.path.parent / "config.toml").exists():
             raise LedgerError(
-                f"{self.path} is part of a run folder, which others may see: copy its ledgers "
-                "into a folder of their own, and name that"
+                f"{self.path} is part of a run folder, which others may see: copy its "
+                "ledgers into a separate folder, and use that folder"
             )
         try:
             if not path.exists():
@@ -275,7 +275,7 @@ class LedgerFolder:
                 lock(file, path)
                 key = file.readall()
                 if len(key) != KEY_BYTES:
-                    raise LedgerError(f"{path} is damaged: bring it back from a backup")
+                    raise LedgerError(f"{path} is damaged: restore it from a backup")
                 yield _Known(self.path / PRIVATE, key, self.ledgers())
         except OSError as error:
             raise LedgerError(f"cannot use ledger folder {self.path}: {error}") from error
@@ -287,9 +287,9 @@ class LedgerFolder:
             self._refuse_unknown(name, ledger)
             if ledger.bound:
                 raise LedgerError(
-                    f"the key {path} is gone, without which nobody can tell whose records the "
-                    "ledgers are for: bring it back from a backup, or say of each client that "
-                    f"its records are the same: {self._command(name)}"
+                    f"the key {path} is missing, and without it the ledgers cannot be "
+                    "matched with records: restore it from a backup, or confirm for each "
+                    f"client that its records are the same with {self._command(name)}"
                 )
 
 
@@ -337,7 +337,7 @@ class _Known:
             if ledger.bound and (records is None or not self.is_current(name, records)):
                 raise LedgerError(
                     f"{self._folder / ledger.records[-1]}, which lists the records of client "
-                    f"{name!r}, is gone or damaged: bring it back from a backup"
+                    f"{name!r}, is missing or damaged: restore it from a backup"
                 )
             self._current[name] = Counter() if records is None else records
         return self._current[name]
@@ -390,7 +390,7 @@ def _unnamed(folder: Path, ledgers: Mapping[str, Ledger]) -> list[Path]:
 
 def _lost(path: Path) -> str:
     return (
-        f"bring it back from a backup (or delete {path}, if what made it broke off before its "
+        f"restore it from a backup (or delete {path}, if its run was interrupted before the "
         "first round)"
     )
 

@@ -101,8 +101,9 @@ class Ledger:
         if self.bound and self._read.dataset != dataset:
             raise LedgerError(
                 f"ledger {self.path} belongs to dataset {shown(self._read.dataset)}, not "
-                f"{dataset!r} (another data set, or another partition of it: seed, clients, alpha): "
-                "take the same again, or another folder, where nothing of this one is counted"
+                f"{dataset!r} (another data set, or another partition of it: seed, clients, "
+                "alpha): use the same one, or another folder, which does not count the "
+                "releases in this one"
             )
 
     @property
@@ -163,8 +164,8 @@ class Ledger:
         if self.path is None:
             if self._process != os.getpid():
                 raise LedgerError(
-                    f"the ledger of client {self.client!r} is in the memory of another process, "
-                    "which would not see this charge: keep ledgers in a folder"
+                    f"the ledger of client {self.client!r} is in the memory of another "
+                    "process, which would not see this charge: use a ledger folder"
                 )
             with self._in_memory:
                 check(self._read.releases, [release])
@@ -215,7 +216,7 @@ class Ledger:
 
     def _note(self, entry: dict[str, Any]) -> None:
         if self.path is None:
-            raise LedgerError("a ledger in memory is for the records of one run")
+            raise LedgerError("a ledger in memory can be used by only one run")
         with self._locked(self.path) as file:
             self._catch_up(file, self.client)
             self._append(file, entry)
@@ -227,7 +228,7 @@ class Ledger:
         try:
             complete = file.write(line) == len(line)
             if not complete:
-                raise OSError("the disk took only part of the line")
+                raise OSError("only a part of the line was written to disk")
             os.fsync(file.fileno())
         except OSError as error:
             if not complete:  # otherwise the line is in the file, and counts
@@ -242,8 +243,9 @@ class Ledger:
             os.fsync(file.fileno())
         except OSError as error:
             raise LedgerError(
-                f"part of a line was written to ledger {self.path}, and cannot be taken back: "
-                f"{error}; no release was made for it: {repair_command(self.path)}"
+                f"a part of a line was written to ledger {self.path} and cannot be removed: "
+                f"{error}; nothing was released for it; repair the ledger with "
+                f"{repair_command(self.path)}"
             ) from error
 
     def _start(self, path: Path, records: str | None) -> None:

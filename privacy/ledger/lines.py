@@ -78,8 +78,8 @@ def read_on(lines: Lines, data: bytes, client: str | None, path: Path | None) ->
         raise LedgerError(f"ledger {path} is empty: an append-only file was edited")
     if data and not data.endswith(b"\n"):
         raise LedgerError(
-            f"the last line of ledger {path} is torn, so that a charge was under way: "
-            f"{repair_command(path)} takes it out"
+            f"the last line of ledger {path} is incomplete, because a charge was "
+            f"interrupted: remove it with {repair_command(path)}"
         )
     releases = list(lines.releases)
     chains = list(lines.chains)
@@ -115,7 +115,8 @@ def _decode(line: bytes, chain: str, path: Path | None) -> tuple[dict[str, Any],
     expected = encode(entry, chain)[1]
     if stated != expected:
         raise LedgerError(
-            f"ledger {path} was edited, or is no fedsynth ledger: a line's hash does not match"
+            f"ledger {path} was edited or is not a fedsynth ledger: the hash of a line does "
+            "not match"
         )
     return entry, expected
 
@@ -125,7 +126,7 @@ def _header(header: dict[str, Any], client: str | None, path: Path | None) -> Li
     owner: Any = header.get("client")
     named = isinstance(dataset, str) and isinstance(owner, str)
     if header.get("fedsynth_ledger") != LEDGER_SCHEMA or not named:
-        raise LedgerError(f"{path} is no fedsynth ledger of schema {LEDGER_SCHEMA}")
+        raise LedgerError(f"{path} is not a fedsynth ledger of schema {LEDGER_SCHEMA}")
     if client is not None and owner != client:
         raise LedgerError(f"ledger {path} belongs to client {shown(owner)}, not {shown(client)}")
     records = (str(header["records"]),) if "records" in header else ()
@@ -147,7 +148,7 @@ def _noted(lines: Lines, entry: dict[str, Any], rows: int, path: Path | None) ->
             charged=(*lines.charged, new) if rows else (new,),
             may_change=False,
         )
-    raise LedgerError(f"ledger {path} has an entry that this fedsynth does not know")
+    raise LedgerError(f"ledger {path} has an entry that this version of fedsynth does not support")
 
 
 def _release(entry: dict[str, Any], number: int, path: Path | None) -> Release:

@@ -378,7 +378,7 @@ def faults(error: ValidationError) -> list[str]:
 
 def _line(location: Sequence[int | str], kind: str, message: str) -> str:
     path = ".".join(_short_key(str(part)) for part in location)
-    reasons = {"missing": "is missing", "extra_forbidden": "is no key of a report"}
+    reasons = {"missing": "is missing", "extra_forbidden": "is not a key of a report"}
     return f"{path or 'it'} {reasons.get(kind, 'is wrong: ' + message)}"
 
 

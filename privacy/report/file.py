@@ -42,8 +42,8 @@ def read_report(path: Path) -> dict[str, Any]:
     version = report.get("schema_version")
     if version != SCHEMA_VERSION or type(version) is not int:
         raise PrivacyError(
-            f"{file} has report schema {SHORT.repr(version)}, and this fedsynth reads "
-            f"{SCHEMA_VERSION}"
+            f"{file} has report schema {SHORT.repr(version)}, but this version of fedsynth "
+            f"reads {SCHEMA_VERSION}"
         )
     return report
 
@@ -92,7 +92,7 @@ def parse_json(text: str, complaint: str) -> dict[str, Any]:
     except (ValueError, MemoryError) as error:
         raise PrivacyError(f"{complaint}: {error}") from None
     if not isinstance(value, dict):
-        raise PrivacyError(f"{complaint}: it is no JSON object")
+        raise PrivacyError(f"{complaint}: it is not a JSON object")
     return value
 
 
@@ -161,7 +161,8 @@ def held_rows(report: Mapping[str, Any], files: Path | None, *, exact: bool) -> 
             ledger_rows.problems.append(f"{files} has no ledger of {client}")
         elif len(rows) != head["rows"]:
             ledger_rows.problems.append(
-                f"{client}: the report has {len(rows)} rows, and its ledger head {head['rows']}"
+                f"{client}: the report has {len(rows)} rows, but its ledger head states "
+                f"{head['rows']}"
             )
     return ledger_rows
 
@@ -208,10 +209,10 @@ def _differences(
     """Returns the differences between one client's file and the report's head."""
     rows, count = len(ledger_rows.ledgers[client].releases), head["rows"]
     if count > rows or (exact and count != rows):
-        return [f"{client}: the ledger file has {rows} rows, and the report states {count}"]
+        return [f"{client}: the ledger file has {rows} rows, but the report states {count}"]
     if ledger_rows.chains(client)[count] != head["chain"]:
         return [
-            f"{client}: the chain hash of the ledger file's first {count} rows is not the "
-            "report's: they are other rows"
+            f"{client}: the chain hash of the ledger file's first {count} rows differs from "
+            "the report's: the rows differ"
         ]
     return []

@@ -42,8 +42,8 @@ RENDERERS = ("jinja2", "markdown-it-py")
 FILES = {
     "model.safetensors": "the trained model",
     "synthetic.safetensors": "the synthetic examples sent last",
-    "artefacts.json": "what the server measured of the uploads",
-    "metrics.jsonl": "figures of each round",
+    "artefacts.json": "the server's measurements of the uploads",
+    "metrics.jsonl": "metrics of each round",
     "config.toml": "the settings",
     "README.md": "how to use these files",
 }
@@ -163,7 +163,7 @@ def _sound() -> Iterator[None]:
         yield
     except (*HOSTILE, TemplateError) as error:
         raise PrivacyError(
-            f"the report is damaged: it cannot be rendered ({error!r:.200})"
+            f"the report is damaged and cannot be rendered ({error!r:.200})"
         ) from None
 
 
@@ -260,12 +260,13 @@ def _plots(report: Mapping[str, Any]) -> dict[str, str]:
     return {
         "ε after each round (worst client)": _figure(
             over_rounds,
-            f"ε spent after each round at {delta}; broad: the worst client, dashed: the median, "
-            "thin and grey: every client",
+            f"ε spent after each round at {delta}; thick line: the worst client; dashed: the "
+            "median; thin and grey: all clients",
         ),
         "The guarantee": _figure(
-            bar_plot(kinds, y="ε of each release alone"),
-            f"ε of each kind of release if it were the only one, at {delta}; they do not add up",
+            bar_plot(kinds, y="ε of each release separately"),
+            f"ε of each kind of release if it were the only one, at {delta}; these values do "
+            "not add up to the total",
         ),
         "ε for other δ (worst client)": _figure(
             line_plot([("worst client", curve)], x="δ", y="ε", log_x=True), "ε(δ)"

@@ -69,9 +69,9 @@ def report_problems(
     try:
         expected = build_report(facts, histories, rows_before)
     except (PrivacyError, ArithmeticError) as error:  # ArithmeticError: absurdly large figures
-        return [f"no report follows from this: {error}"]
+        return [f"no report can be built from this: {error}"]
     except ValidationError as error:  # the same, if they become infinite
-        return [f"no report follows from this: {line}" for line in faults(error)]
+        return [f"no report can be built from this: {line}" for line in faults(error)]
     problems = _versions(report, expected)
     if report["audit"] is not None:
         problems += _audit_problems(report["audit"], report)
@@ -85,8 +85,8 @@ def taken_as_stated(report: Mapping[str, Any]) -> list[str]:
     stated = [name for name, value in report["run"].items() if value]
     facts = {
         f"versions ({', '.join(names)})": names,
-        f"which run it is ({', '.join(stated)})": stated,
-        "the run's own warnings, and what a trial of the clients' steps found": True,
+        f"the identity of the run ({', '.join(stated)})": stated,
+        "the run's warnings, and the results of the test of the clients' steps": True,
         "the counts of the audit": report["audit"] is not None,
     }
     return [fact for fact, present in facts.items() if present]
@@ -116,7 +116,7 @@ def page_problems(report: Mapping[str, Any], folder: Path) -> tuple[list[str], l
             continue
         try:
             if read_regular(file) != render(report).encode():
-                problems.append(f"{file.name} does not say what the JSON report says")
+                problems.append(f"{file.name} differs from the JSON report")
         except OSError as error:
             problems.append(f"{file.name} cannot be read: {error.strerror}")
         except PrivacyError as error:
@@ -133,7 +133,7 @@ def _versions(report: Mapping[str, Any], expected: dict[str, Any]) -> list[str]:
     if "dp-accounting" in stated:
         expected["accountant"]["library"] = f"dp-accounting {stated['dp-accounting']}"
     return [
-        f"provenance.{name} is no version: {SHORT.repr(value)}"
+        f"provenance.{name} is not a version: {SHORT.repr(value)}"
         for name, value in stated.items()
         if name != "config" and not _VERSION.fullmatch(value)
     ]
@@ -153,15 +153,17 @@ def _audit_problems(stated: Mapping[str, Any], report: Mapping[str, Any]) -> lis
     promise = report["guarantee"]
     if promise is not None and bound > promise["epsilon"]:
         problems.append(
-            f"audit: ε is at least {bound:.6g}, and the report claims {promise['epsilon']:.6g}"
+            f"audit: ε is at least {bound:.6g}, but the report claims {promise['epsilon']:.6g}"
         )
     if not math.isclose(bound, stated["epsilon_lower_bound"], abs_tol=2e-4):
         problems.append(
-            f"audit.epsilon_lower_bound says {_short(stated['epsilon_lower_bound'])}, its counts "
-            f"give {bound:.6g}"
+            f"audit.epsilon_lower_bound is {_short(stated['epsilon_lower_bound'])}, but its "
+            f"counts result in {bound:.6g}"
         )
     if not _COMMAND.fullmatch(stated["command"]):
-        problems.append(f"audit.command is no audit's command: {SHORT.repr(stated['command'])}")
+        problems.append(
+            f"audit.command is not the command of an audit: {SHORT.repr(stated['command'])}"
+        )
     return problems
 
 
@@ -178,14 +180,14 @@ def differences(location: str, expected: Any, stated: Any) -> list[str]:
         return problems
     if isinstance(expected, list) and isinstance(stated, list):
         if len(expected) != len(stated):
-            return [f"{location} has {len(stated)} entries, and should have {len(expected)}"]
+            return [f"{location} has {len(stated)} entries, but should have {len(expected)}"]
         for number, (entry, other) in enumerate(zip(expected, stated, strict=True)):
             problems += differences(f"{location}[{number}]", entry, other)
         return problems
     small = 0.0 if location.rpartition(".")[2] == "delta" else 1e-12  # δ may be that small itself
     if _same(expected, stated, small):
         return []
-    return [f"{location} says {_short(stated)}, and should say {_short(expected)}"]
+    return [f"{location} is {_short(stated)}, but should be {_short(expected)}"]
 
 
 def _key(key: Any) -> str:

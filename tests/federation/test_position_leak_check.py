@@ -90,7 +90,7 @@ def test_a_doubt_is_on_the_console_and_in_the_verdict(
     start = json.loads((result.folder / "privacy_start.json").read_text())
     (result.folder / "privacy_start.json").write_text(json.dumps({**start, "warnings": []}))
     assert verify_run(result.folder).problems == [
-        "verdict.warnings has 1 entries, and should have 0"
+        "verdict.warnings has 1 entries, but should have 0"
     ]
 
 

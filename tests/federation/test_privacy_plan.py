@@ -270,7 +270,7 @@ class Asking(FedAvg):
     ("names", "message"),
     [
         ("images", "no release 'images' is planned .*'model'"),
-        ("model", "'model' was handed out before"),
+        ("model", "'model' was already taken"),
     ],
 )
 def test_a_step_that_wants_more_than_its_plan_fails_with_its_name(names: str, message: str) -> None:

@@ -215,9 +215,9 @@ class Elsewhere(Net):
         ),
         (
             with_fault(lambda self: setattr(self, "more", nn.Linear(2, 2))),
-            "'more.weight' has no gradients",
+            "'more.weight' has no per-example gradients",
         ),
-        (Elsewhere, "'classifier.weight' has no gradients"),
+        (Elsewhere, "'classifier.weight' has no per-example gradients"),
         (lambda shape, classes: torch.jit.script(flat(shape, classes)), "cannot be computed"),
     ],
 )

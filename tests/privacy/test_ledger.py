@@ -121,7 +121,7 @@ def test_a_header_names_its_client_as_text(path: Path, client: Any) -> None:
     line, _ = encode({"fedsynth_ledger": 2, "client": client, "dataset": "d"}, "")
     path.write_bytes(line)
     for attempt in (repair_ledger, read_ledger):
-        with pytest.raises(LedgerError, match="no fedsynth ledger of schema"):
+        with pytest.raises(LedgerError, match="not a fedsynth ledger of schema"):
             attempt(path)
 
 

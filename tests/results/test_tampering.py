@@ -377,22 +377,22 @@ def test_every_value_is_compared(
 
 TAMPERINGS: list[tuple[Tamper, str]] = [
     (edit(hide_last_rows), "ledger[0].rounds has 1"),
-    (both(changed(NAME, "delta", 6e-4), put("guarantee/delta", 6e-4)), "delta says 0.0006"),
+    (both(changed(NAME, "delta", 6e-4), put("guarantee/delta", 6e-4)), "delta is 0.0006"),
     (edit(without_client), "client-002, which the report lacks"),
     (
         both(edit(without_client), delete("ledger/client-002.jsonl")),
         "other clients than privacy_start.json",
     ),
     (edit(renamed_client), "has no ledger of client-009"),
-    (put("test_only_randomness", True), "verdict.formal says True"),
+    (put("test_only_randomness", True), "verdict.formal is True"),
     (put("audit", "passed: proves ε ≤ 0.1"), "audit is wrong"),
-    (edit(more_noise), "ledger[0].noise_multiplier says 10"),
-    (edit(renamed_mechanism), "mechanism says 'gradient'"),
+    (edit(more_noise), "ledger[0].noise_multiplier is 10"),
+    (edit(renamed_mechanism), "mechanism is 'gradient'"),
     (drop("scope/0"), "scope has"),
-    (put("provenance/seal", "1.0"), "provenance.seal says '1.0'"),
+    (put("provenance/seal", "1.0"), "provenance.seal is '1.0'"),
     (put("ledger_heads/client-000/rows", 1), "the report states 1"),
     (put("ledger_heads/client-000/chain", None), "the chain hash"),
-    (put("scope/0/seal", "x"), "scope.0.seal is no key"),
+    (put("scope/0/seal", "x"), "scope.0.seal is not a key"),
     (drop("own_code"), "own_code is missing"),
     (text("privacy_report.md", "ε = ", "ε = 0."), ".md does not say"),
     (text("privacy_report.html", "<p>", "<p>Good. "), ".html does not say"),
@@ -409,9 +409,9 @@ TAMPERINGS: list[tuple[Tamper, str]] = [
         "by config.toml synthetic",
     ),
     (config("privacy", noise_multiplier=None), "config.toml and the ledgers give"),
-    (config("privacy", delta=6e-4), "guarantee.delta says 1e-05"),
+    (config("privacy", delta=6e-4), "guarantee.delta is 1e-05"),
     (config("privacy", clip=0.1), "by config.toml synthetic"),
-    (config("privacy", ledger="/nowhere"), "ledger_kept says False"),
+    (config("privacy", ledger="/nowhere"), "ledger_kept is False"),
     (config("run", rounds=3), "no cap explains the end there"),
     (config("run", participation=0.34), "which by config.toml is not charged"),
     (config("partition", clients=2), "has 2 clients, and privacy_start.json 3"),
@@ -420,7 +420,7 @@ TAMPERINGS: list[tuple[Tamper, str]] = [
     (text("config.toml", '"digits"', '"mnist"'), "names the data set 'mnist'"),
     (text("config.toml", "[method]", "[method]\nx = 1"), "'x'"),
     (text("config.toml", "[run]", "[run"), "not valid TOML"),
-    (changed(START, "ledgers/client-000/rows", 1), "ledger_heads.client-000.rows_before says 0"),
+    (changed(START, "ledgers/client-000/rows", 1), "ledger_heads.client-000.rows_before is 0"),
     (
         changed(START, "ledgers/client-000/chain", "0"),
         "first 0 rows are not those of privacy_start.json",
@@ -432,10 +432,10 @@ TAMPERINGS: list[tuple[Tamper, str]] = [
         "round 1 has an accuracy, and the test images are private",
     ),
     (changed(START, "schema_version", 2), "is of schema 2"),
-    (changed(START, "run/date", "2020-01-01"), "run.date says"),
+    (changed(START, "run/date", "2020-01-01"), "run.date is"),
     (changed(START, "warnings", ["rows mix"]), "verdict.warnings has 0 entries"),
-    (changed(START, "x", 1), "x is no key"),
-    (row(1, "epsilon", 0.1), "epsilon of round 1 says 0.1"),
+    (changed(START, "x", 1), "x is not a key"),
+    (row(1, "epsilon", 0.1), "epsilon of round 1 is 0.1"),
     (fitting(text("metrics.jsonl", '"round": 1', '"round": 2')), "is not of round 1"),
     (row(1, "seconds", 1.5), "round 1 says 'seconds', which may not be"),
     (row(1, "test_accuracy", {"n_k": 1}), "test_accuracy in a shape"),
@@ -444,9 +444,9 @@ TAMPERINGS: list[tuple[Tamper, str]] = [
         "a model 'n_k', which the method does not make",
     ),
     (row(2, "models", {"aca": {"local": {"amp": 0.5}}}), "says 'local', which may not be shown"),
-    (row(2, "participants", [0, 2]), "participants says [0, 2]"),
+    (row(2, "participants", [0, 2]), "participants is [0, 2]"),
     (row(1, "domain_accuracy", {"n_k=312": 0.5}), "of a domain that the"),
-    (row(2, "lost", {"1": "n_k=312"}), "lost says"),
+    (row(2, "lost", {"1": "n_k=312"}), "lost is"),
     (
         both(row(2, "client_upload_bytes", [1, 2, 3, 4]), row(2, "upload_bytes", 10)),
         "sizes of uploads",
@@ -474,7 +474,7 @@ TAMPERINGS: list[tuple[Tamper, str]] = [
     ),
     (
         tensors("synthetic.safetensors", lambda t: t.update(n_k=torch.tensor([312]))),
-        "synthetic.safetensors.n_k says",
+        "synthetic.safetensors.n_k is",
     ),
     (
         tensors("synthetic.safetensors", lambda t: t["client"].fill_(312)),
@@ -573,7 +573,7 @@ def test_a_run_without_a_guarantee_cannot_be_turned_into_a_formal_one(
     report = json.loads((paper / "privacy_report.json").read_text())
     honest = json.loads((folder / "privacy_report.json").read_text())
     pages(paper, {**report, "verdict": honest["verdict"]})
-    assert any("verdict.formal says True" in problem for problem in found(paper))
+    assert any("verdict.formal is True" in problem for problem in found(paper))
     pages(paper, honest)
     assert any("guarantee says {" in problem for problem in found(paper))
 

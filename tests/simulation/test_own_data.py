@@ -156,7 +156,7 @@ def test_names_are_the_clients_and_no_other_data_are_charged_to_them(tmp_path: P
     changed.images[5, 0, 3, 3] ^= 1
     for data, parts, text in (
         (scans(), PARTS[::-1], "80 records that .*St.Mary.jsonl was charged for"),
-        (changed, PARTS, r"client 'north' has other records .*\(1 are new, 1 are gone\)"),
+        (changed, PARTS, r"records of client 'north' differ .*\(1 are new, 1 are missing\)"),
         (scans(seed=1), PARTS, r"\(120 are new, 120 are gone\)"),
     ):
         with pytest.raises(LedgerError, match=text):
@@ -174,7 +174,7 @@ def test_changed_files_under_unchanged_settings_are_refused(tmp_path: Path) -> N
     settings = tiny(partition={"kind": "iid", "clients": 2}, privacy=private(ledger=tmp_path / "a"))
     simulate(settings, data=(scans(), None))
     simulate(replace(settings, rounds=2), data=(scans(), None))
-    with pytest.raises(LedgerError, match="other records than those"):
+    with pytest.raises(LedgerError, match="differ from those"):
         simulate(settings, data=(scans(seed=1), None))
     given = tiny(privacy=private(ledger=tmp_path / "b"))
     for seed in (0, 1):
