@@ -96,17 +96,17 @@ LACKING = sorted(WNIDS)[50]
 Content = bytes | None | Callable[[bytes], bytes]
 CASES: dict[tuple[str, str], list[tuple[Content, str]]] = {
     ("mnist", "MNIST/raw/train-images-idx3-ubyte"): [
-        (b"", "is no idx file of bytes: it starts with ,"),
+        (b"", "is not an idx file of bytes: it starts with ,"),
         (IMAGES[:-1], "its header .*15,680 bytes; it is truncated: it has 15679"),
-        (IMAGES + b"x", "has bytes left over"),
-        (b"\x00\x00\x0d\x03" + IMAGES[4:], "is no idx file of bytes"),
-        (zeros(20) + b"padding of some length", "is no idx file of bytes"),
+        (IMAGES + b"x", "has bytes after its end"),
+        (b"\x00\x00\x0d\x03" + IMAGES[4:], "is not an idx file of bytes"),
+        (zeros(20) + b"padding of some length", "is not an idx file of bytes"),
         (zeros(20, 32, 32), r"cannot be used: .*got \[20, 1, 32, 32\]"),
         (zeros(19, 28, 28), "has 19 images but .* has 20 labels"),
-        (IMAGES[:4] + b"\xff" * 12, "announces .* such a file has at most 54,880,000"),
+        (IMAGES[:4] + b"\xff" * 12, "declares .* such a file has at most 54,880,000"),
     ],
     ("mnist", "MNIST/raw/train-labels-idx1-ubyte"): [
-        (counted(1), r"labels must lie in \[0, 10\), 2 do not, the first is 10"),
+        (counted(1), r"labels must be in \[0, 10\); 2 are not, the first is 10"),
     ],
     ("emnist-letters", "EMNIST/raw/emnist-letters-train-labels-idx1-ubyte"): [
         (counted(0), "the first is -1"),
@@ -120,15 +120,15 @@ CASES: dict[tuple[str, str], list[tuple[Content, str]]] = {
         (b"", "cannot be read as a CIFAR batch"),
         (lambda whole: whole[: len(whole) // 2], "cannot be read as a CIFAR batch"),
         (lambda whole: whole[:-1], "cannot be read as a CIFAR batch"),
-        (pickle.dumps([1, 2]), "holds a list, not a dict"),
+        (pickle.dumps([1, 2]), "contains a list instead of a dict"),
         (pickle.dumps({b"data": ROWS}), "must be a list of integers"),
         (batch(ROWS[:, 1:], [0] * 4), r"must be uint8 \[N, 3072\], got uint8 \[4, 3071\]"),
         (batch(ROWS.astype(float), [0] * 4), "it has an array of type f8"),
         (batch(b"", []), "got bytes"),
         (batch(ROWS, [0] * 3), "4 images but 3 labels"),
         (batch(ROWS, ["a"] * 4), "must be a list of integers"),
-        (batch(ROWS, [0, 1, 2, 10]), r"labels must lie in \[0, 10\)"),
-        (batch(ROWS, [0, 1, 2, 2**70]), "beyond 64 bits"),
+        (batch(ROWS, [0, 1, 2, 10]), r"labels must be in \[0, 10\)"),
+        (batch(ROWS, [0, 1, 2, 2**70]), "more than 64 bits"),
         (batch(ROWS[:0], []), "at least one example"),
         (None, "no cifar-10-batches-py/data_batch_3 in"),
     ],
@@ -139,15 +139,15 @@ CASES: dict[tuple[str, str], list[tuple[Content, str]]] = {
         (lambda whole: whole[:200] + b"x" + whole[201:], "is not the published file"),
     ],
     ("femnist", leaf_path("train", 2)): [
-        (b"[1, 2]", "is no file of LEAF"),
-        (writers(users={"w": 1}), "is no file of LEAF"),
-        (writers(users=["v"]), "must speak of the same writers"),
-        (writers(num_samples=[2, 3]), "must speak of the same writers, got 1, 2 and 1"),
-        (writers(user_data={"w": [1]}), "writer 'w': must have x and y"),
+        (b"[1, 2]", "is not a LEAF file"),
+        (writers(users={"w": 1}), "is not a LEAF file"),
+        (writers(users=["v"]), "must describe the same writers"),
+        (writers(num_samples=[2, 3]), "must describe the same writers, got 1, 2 and 1"),
+        (writers(user_data={"w": [1]}), "writer 'w': must have the keys x and y"),
         (writers(num_samples=[3]), r"got \[2, 784\], \[2\] and 3"),
         (writers(y=[1]), r"got \[2, 784\], \[1\] and 2"),
         (writers(x=[ROW[1:]] * 2), r"x must be n images of 784 numbers .*; got \[2, 783\]"),
-        (writers(x=[ROW, ROW[1:]]), "the rows of x have several lengths"),
+        (writers(x=[ROW, ROW[1:]]), "the rows of x differ in length"),
         (writers(x=[], y=[], num_samples=[0]), "x is empty or no list; a writer without examples"),
         (writers(x=[ROW, [*ROW[1:], None]]), "x must hold numbers only"),
         (writers(x=[ROW, [*ROW[1:], float("nan")]]), "1 of 1568 pixels are not numbers in"),
@@ -168,7 +168,10 @@ CASES: dict[tuple[str, str], list[tuple[Content, str]]] = {
             "\n".join(WNIDS[1:]).encode(),
             "must list 200 WordNet numbers .* 199 lines, 199 different",
         ),
-        ("\n".join([*WNIDS[1:], WNIDS[5]]).encode(), "it has 200 lines, 199 different"),
+        (
+            "\n".join([*WNIDS[1:], WNIDS[5]]).encode(),
+            "it has 200 lines, of which 199 are different",
+        ),
         (b"<html>404</html>", "'<html>404</html>' is none"),
     ],
     ("tiny-imagenet", "tiny-imagenet-200/val/val_annotations.txt"): [
@@ -187,7 +190,7 @@ CASES: dict[tuple[str, str], list[tuple[Content, str]]] = {
     ("tiny-imagenet", "tiny-imagenet-200/val/images/val_3.JPEG"): [
         (image((32, 48)), "is 32×48, images of tiny-imagenet"),
         (b"<html>404</html>", "cannot be read as an image"),
-        (None, "is listed but not there"),
+        (None, "is listed but does not exist"),
     ],
     ("tiny-imagenet", f"tiny-imagenet-200/train/{LACKING}/images/{LACKING}_0.JPEG"): [
         (None, rf"no image in .*{LACKING}/images; unpack http://cs231n"),
@@ -273,7 +276,7 @@ def at_most(size: int) -> Iterator[None]:
     ("spec", "resize", "message"),
     [
         (OFFICE, True, "is 9000×9000, more than 33,554,432 pixels: reduce it or leave it out"),
-        (CINIC, False, r"is 9000×9000, images of cinic10 are 32×32"),
+        (CINIC, False, r"is 9000×9000, but images of cinic10 must be 32×32"),
     ],
 )
 def test_large_pictures_are_refused_by_their_header(

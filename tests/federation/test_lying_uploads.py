@@ -249,7 +249,7 @@ INCONSISTENT: dict[str, tuple[Attack, str]] = {
     **{
         f"label {label:g}": (
             with_fields(labels=lambda sent, y=label: filled(y)(sent.labels)),
-            re.escape(f"labels holds {label:.6g}, and must be in [0, 9]"),
+            re.escape(f"labels holds {label:.6g}, but must be in [0, 9]"),
         )
         for label in (-100, -1, 10, 2**40)
     },
@@ -265,7 +265,7 @@ INCONSISTENT: dict[str, tuple[Attack, str]] = {
     ),
     "one class": (
         with_fields(labels=lambda sent: torch.zeros_like(sent.labels)),
-        "times, and 2 were agreed$",
+        "but at most 2 images per class were requested$",
     ),
 }
 ONE_METHODS: dict[tuple[str, str], tuple[Attack, str]] = {
@@ -278,7 +278,7 @@ ONE_METHODS: dict[tuple[str, str], tuple[Attack, str]] = {
     },
     ("fedfa-plus", "half a histogram"): (
         with_fields(statistics=half_histogram),
-        "rows that miss a sum of 1",
+        "rows whose sums differ from 1",
     ),
     ("fedavg", "weight"): (with_fields(weight=lambda sent: sent.weight + 1.0), "weight is"),
     ("fedgen", "counts"): (
