@@ -67,16 +67,16 @@ class Frame:
         """
         length = int.from_bytes(sent[:LENGTH_BYTES], "little")
         if len(sent) < LENGTH_BYTES or length > min(LONGEST_HEADER, len(sent) - LENGTH_BYTES):
-            raise MessageError("these bytes are no frame of fedsynth: its header is cut off")
+            raise MessageError("not a valid fedsynth frame: its header is truncated")
         end = LENGTH_BYTES + length
         try:
             header = json.loads(sent[LENGTH_BYTES:end])
             kind = header["kind"]
             facts = header["facts"]
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise MessageError(f"these bytes are no frame of fedsynth: {error!r:.80}") from None
+            raise MessageError(f"not a valid fedsynth frame: {error!r:.80}") from None
         if not (isinstance(kind, str) and isinstance(facts, dict)):
-            raise MessageError("these bytes are no frame of fedsynth: its header has other types")
+            raise MessageError("not a valid fedsynth frame: its header has other types")
         return cls(kind, facts, sent[end:])
 
 

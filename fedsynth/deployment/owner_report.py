@@ -47,7 +47,8 @@ def request_words(proposal: Proposal, number: int, ledger: Ledger | None) -> lis
     lines = [
         f"run {proposal.run} asks client {number} of {run.partition.clients}: {method.name}, "
         f"{how_many(run.rounds, 'round')}, data set {proposal.spec.name}, model {run.model.name}",
-        f"  agreement {proposal.agreement}, by which its owner may approve exactly these settings",
+        f"  agreement {proposal.agreement}, which its owner can use to approve exactly these "
+        "settings",
     ]
     uploads = (
         [method.upload] if method.first_upload is None else [method.first_upload, method.upload]
@@ -58,7 +59,7 @@ def request_words(proposal: Proposal, number: int, ledger: Ledger | None) -> lis
             name if run.privacy is None else f"{name} ({kind})"
             for name, (kind, _) in declared.items()
         )
-        masking = ", masked, for sums of which the server sees no part" if method.sums_alone else ""
+        masking = ", masked, so that the server receives only sums" if method.sums_alone else ""
         lines.append(f"  it sends in each round{masking}: {named}")
     return lines + _cost(proposal, ledger)
 
@@ -68,8 +69,8 @@ def _cost(proposal: Proposal, ledger: Ledger | None) -> list[str]:
     run = proposal.settings
     if run.privacy is None:
         return [
-            "  no differential privacy: what it sends is not protected, and no later run on these "
-            "records can have an ε"
+            "  no differential privacy: its uploads are not protected, and no later run on "
+            "these records can state an ε"
         ]
     releases = ledger.releases if ledger is not None else ()
     history = History("this client", releases)
@@ -99,7 +100,7 @@ def write_owner_report(session: Session, rounds: int, folder: Path) -> str:
     runtime = session.runtime
     budget = runtime.budget
     if budget is None:
-        return "it was without differential privacy, which the ledger says"
+        return "the run had no differential privacy, which the ledger records"
     plan = budget.plan
     initial = _as_it_was(session.history, budget.ledger.path)
     began = Began.today(folder.name)
@@ -117,8 +118,8 @@ def write_owner_report(session: Session, rounds: int, folder: Path) -> str:
     if not plan.guaranteed([current]):
         return f"no ε can be stated; the report is in {folder}"
     return (
-        f"this client's ledger stands at ε = {format_epsilon(plan.epsilon([current]))} at "
-        f"δ = {plan.privacy.delta:g}; the report is in {folder}"
+        f"this client's ledger has spent ε = {format_epsilon(plan.epsilon([current]))} at δ "
+        f"= {plan.privacy.delta:g}; the report is in {folder}"
     )
 
 

@@ -85,7 +85,9 @@ class Policy:
             if value == 0:
                 raise SettingError("policy", name, "must be above 0")
         if self.epsilon is not None and self.delta is None:
-            raise SettingError("policy", "delta", "must be given with epsilon, which is at this δ")
+            raise SettingError(
+                "policy", "delta", "must be set together with epsilon, which holds at this δ"
+            )
         if self.delta is not None and self.delta >= 1:
             raise SettingError("policy", "delta", f"must be below 1, got {self.delta!r:.80}")
         if type(self.open) is not bool:
@@ -101,7 +103,7 @@ class Policy:
         names = {item.name for item in fields(cls)}
         for name in mapping:
             if name not in names:
-                raise SettingError("policy", name, f"is unknown; there are {', '.join(names)}")
+                raise SettingError("policy", name, f"is unknown; use {', '.join(names)}")
         values = dict(mapping)
         for name in {"methods", "classes"} & set(values):
             values[name] = _list(name, values[name])
@@ -125,7 +127,7 @@ class Policy:
         try:
             table = load_toml(path)
         except (OSError, ValueError) as error:
-            raise SettingError(None, str(path), f"cannot be read as a policy: {error}") from None
+            raise SettingError(None, str(path), f"is not a valid policy: {error}") from None
         return cls.from_mapping(table)
 
     @property
@@ -143,7 +145,7 @@ class Policy:
         }
         allowed = {name: getattr(self, name) for name in proposed}
         return [
-            f"{name} = {value!r:.80} is not the owner's"
+            f"{name} = {value!r:.80} differs from the owner's value"
             for name, value in proposed.items()
             if allowed[name] is not None and allowed[name] != value
         ]
@@ -163,7 +165,7 @@ class Policy:
         if self.methods is not None and run.method.name not in self.methods:
             problems.append(f"method {run.method.name} is not allowed ({', '.join(self.methods)})")
         if self.rounds is not None and run.rounds > self.rounds:
-            problems.append(f"{run.rounds} rounds are more than the {self.rounds} allowed")
+            problems.append(f"{run.rounds} rounds are above the {self.rounds} allowed")
         if privacy is None:
             if not self.open:
                 problems.append("runs without differential privacy are not allowed")
@@ -172,13 +174,14 @@ class Policy:
                 problems.append(f"δ = {privacy.delta:g} is above the {self.delta:g} allowed")
             mechanism = privacy.mechanism or next(iter(run.method.protects), "")
             if not self.open and mechanism and not mechanism_facts(mechanism).guaranteed:
-                problems.append(f"mechanism {mechanism} gives no guarantee")
+                problems.append(f"mechanism {mechanism} has no guarantee")
             shares = run.method.noise_shares(run.partition.clients)
             if shares > 1 and not identified and "method.aggregation" not in self.settings:
                 problems.append(
-                    f"each client adds the noise of one of {shares}, and a server that makes "
-                    "clients up would see an upload with no more: know the other owners' keys, or "
-                    'allow it ("method.aggregation" = ["secure"])'
+                    f"each client adds only its share of the noise of {shares} clients, and "
+                    "a server that invents clients could see an upload with only that "
+                    "noise: verify the other owners' keys, or allow it "
+                    '("method.aggregation" = ["secure"])'
                 )
         sections = run.to_mapping()
         for name, allowed in self.settings.items():
@@ -192,7 +195,7 @@ class Policy:
 def _list(name: str, value: Any) -> tuple[Any, ...]:
     plain = (str, int, float, bool)
     if not isinstance(value, list) or not value or not all(type(item) in plain for item in value):
-        raise SettingError("policy", name, f"must be a list of what is allowed, got {value!r:.80}")
+        raise SettingError("policy", name, f"must be a list of allowed values, got {value!r:.80}")
     return tuple(value)
 
 

@@ -80,7 +80,9 @@ class Proposal:
         try:
             run = stated["run"]
             if not isinstance(run, str) or not _NAME.fullmatch(run):
-                raise MessageError(f"a run's name has 16 hexadecimal digits, got {run!r:.80}")
+                raise MessageError(
+                    f"the name of a run must have 16 hexadecimal digits, got {run!r:.80}"
+                )
             spec = spec_from_json(stated["spec"])
             sections = shared_sections(stated["settings"])
             settings = resolve(sections, own_data=own_name(spec))
@@ -89,7 +91,7 @@ class Proposal:
         except MessageError:
             raise
         except FedsynthError as error:
-            raise MessageError(f"the proposal of a run has unsound settings: {error}") from None
+            raise MessageError(f"the proposal of a run has invalid settings: {error}") from None
         return cls(run, settings, spec)
 
 
@@ -111,7 +113,7 @@ def own_proposal(sections: Mapping[str, Mapping[str, Any]], spec: Path | None = 
             dataset = spec_from_json(load_toml(spec))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise SettingError(
-                None, str(spec), f"says no specification: {one_line(error)}"
+                None, str(spec), f"is not a valid specification: {one_line(error)}"
             ) from None
     settings = resolve(sections, own_data=own_name(dataset))
     if settings.method.sums_alone:

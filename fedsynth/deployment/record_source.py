@@ -66,12 +66,12 @@ class ClassFolders:
             declared = read_declaration(self.folder / DECLARATION)
         if declared is not None and declared.signed:
             same = _images(declared.spec) == _images(proposal.spec)
-            return [] if same else ["classes or image size are not those that its owner declares"]
+            return [] if same else ["classes or image size differ from its owner's declaration"]
         if proposal.settings.privacy is None or identified:
             return []
         return [
-            f"its owner says no classes and image size (a signed {DECLARATION} beside the images, "
-            "or classes, height, width and channels in the policy)"
+            f"its owner declares no classes and image size (put a signed {DECLARATION} next "
+            "to the images, or classes, height, width and channels into the policy)"
         ]
 
     def read(self, proposal: Proposal, number: int) -> ImageData:

@@ -174,7 +174,7 @@ class CheckpointFolder:
             else:
                 uploads[_client(name)] = method.upload.from_bytes(content)
         if state is None:
-            raise self._damaged("it has no server's state")
+            raise self._damaged("it has no server state")
         self._files = dict(pointer["files"])
         return Checkpoint(tuple(rows), state, {}, uploads)
 
@@ -183,23 +183,24 @@ class CheckpointFolder:
         if not isinstance(pointer, dict) or pointer["format"] != FORMAT:
             raise self._damaged(f"it is not of format {FORMAT}")
         if pointer.pop("sha256") != _hash_of(pointer):
-            raise self._damaged(f"{POINTER} is not as it was written")
+            raise self._damaged(f"{POINTER} was changed after it was written")
         if pointer["identity"] != self.identity:
             raise CheckpointError(
-                f"the checkpoint in {self.path} is of other settings or other data than this run's"
+                f"the checkpoint in {self.path} belongs to other settings or other data than "
+                "this run"
             )
         rows = pointer["rows"]
         sound = isinstance(rows, list) and all(isinstance(row, dict) for row in rows)
         if not sound or [row.get("round") for row in rows] != list(range(1, len(rows) + 1)):
-            raise self._damaged("its rows are not those of rounds 1, 2, …")
+            raise self._damaged("its rows are not of rounds 1, 2, …")
         if type(pointer["round"]) is not int or pointer["round"] != len(rows) or not rows:
-            raise self._damaged("its round is not that of its rows")
+            raise self._damaged("its round does not match its rows")
         return pointer
 
     def _content(self, name: str, sha256: str) -> bytes:
         content = read_regular(self.path / name, MAX_TENSORS_BYTES)
         if hashlib.sha256(content).hexdigest() != sha256:
-            raise self._damaged(f"{name} is not the file that it names")
+            raise self._damaged(f"the content of {name} does not match its hash")
         return content
 
     @property
@@ -215,7 +216,7 @@ class CheckpointFolder:
         """
         name = self._memories().get(client)
         if name is None:
-            raise self._damaged(f"client {client} has no memory there")
+            raise self._damaged(f"it has no state of client {client}")
         try:
             return Kept.from_bytes(self._content(name, self._files[name])).memory
         except (OSError, MessageError) as error:
@@ -246,8 +247,9 @@ class CheckpointFolder:
             yield
         except OSError as error:
             raise OutputError(
-                f"cannot write a checkpoint into {self.path}: {error.strerror or error}; the one "
-                "before, if there is one, is whole: when this is mended, resume the run"
+                f"cannot write a checkpoint into {self.path}: {error.strerror or error}; an "
+                "earlier checkpoint, if any, is intact: correct this problem, then resume "
+                "the run"
             ) from None
 
     def _damaged(self, why: str) -> CheckpointError:

@@ -63,7 +63,10 @@ def _why_none(run: Run, metric: str, axis: str) -> str:
     if not any(value_at(row, metric) is not None for row in run.rows):
         return f"has no {metric} in its rounds"
     if axis == "seconds" and run.private:
-        return "says no seconds: with differential privacy time may tell of the data"
+        return (
+            "records no seconds, because with differential privacy the time may reveal "
+            "information about the data"
+        )
     if axis == "eps":
         return "has no ε: it had no differential privacy, or no guarantee"
     return f"has no {AXES[axis]} in its rounds"

@@ -57,13 +57,13 @@ ROW: Declared = {
     "epsilon": public("computed from the ledgers' rows, which are public", float),
     "participants": public("drawn from the run's seed", list[COUNT]),
     LOST: public("failures are drawn from the run's seed", dict[str, str]),
-    REJECTED: released("what is wrong with a message that was released", dict[str, str]),
+    REJECTED: released("the error in a released message", dict[str, str]),
     NOT_COUNTED: released("counted from those two", dict[str, str | int]),
     "test_accuracy": _ACCURACY,
     COMMON: _ACCURACY,
     "domain_accuracy": _DOMAINS,
     "domain_average": _ACCURACY,
-    MODELS: released("rows of their own, of which the same holds", dict[str, dict[str, Any]]),
+    MODELS: released("separate rows, with the same privacy", dict[str, dict[str, Any]]),
     "upload_floats": _SIZE,
     "upload_bytes": _SIZE,
     "client_upload_bytes": _SIZES,
@@ -113,8 +113,8 @@ def check_facts(facts: Mapping[str, Any], declared: Declared | None) -> Mapping[
     reserved = sorted(ROW.keys() & facts.keys())
     undeclared = [] if declared is None else sorted(facts.keys() - declared.keys())
     for key in (*reserved, *undeclared):
-        why = "is the engine's own" if key in ROW else "is declared nowhere (`Method.discloses`)"
-        raise UnaccountedReleaseError(f"a method's fact {key!r} {why}")
+        why = "is reserved" if key in ROW else "is not declared in `Method.discloses`"
+        raise UnaccountedReleaseError(f"the metric {key!r} of a method {why}")
     return facts
 
 
@@ -162,15 +162,15 @@ def disclosed(values: Mapping[str, Any], declared: Declared | None) -> Disclosed
     for key, value in values.items():
         if key not in declared:
             raise UnaccountedReleaseError(
-                f"{key!r} is in a private run's metrics, and nothing declares what it is: a method "
-                "declares its facts in `discloses`, as released or public"
+                f"{key!r} is in a private run's metrics without a declaration: declare it in "
+                "the method's `discloses`, as released or public"
             )
         if not declared[key].shown:
             hidden[key] = value
         elif not declared[key].fits(value):
             raise UnaccountedReleaseError(
-                f"{key!r} in a private run's metrics has another shape than is declared: a method "
-                "declares its facts' shapes in `discloses`"
+                f"{key!r} in a private run's metrics has another shape than declared in the "
+                "method's `discloses`"
             )
         elif key == MODELS:
             public[key] = {
@@ -209,6 +209,6 @@ def lost_in_words(row: Mapping[str, Any]) -> list[str]:
             texts.append(f"{key} {', '.join(clients)}")
     if missed := row.get(NOT_COUNTED):
         texts.append(
-            f"does not count: {missed['uploads']} uploads, and {missed['needed']} are needed"
+            f"is discarded: {missed['uploads']} uploads, but {missed['needed']} are required"
         )
     return texts

@@ -143,7 +143,7 @@ def require_new(target: Path) -> None:
         OutputError: names the folder.
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise OutputError(f"{target} is there already: name a folder that is not, or is empty")
+        raise OutputError(f"{target} already exists: name a new or empty folder")
 
 
 # --------------------------------------------------------------------------------------- reading
@@ -152,17 +152,17 @@ def require_new(target: Path) -> None:
 def _read(folder: Path, unprotected: bool, with_model: bool, method: type[Method] | None) -> Share:
     if not (folder / "summary.json").is_file():
         if folder.suffix == INCOMPLETE and folder.is_dir():
-            raise OutputError(f"the run in {folder} did not finish: there is nothing to hand over")
-        raise OutputError(f"{folder} is no folder of a finished run")
+            raise OutputError(f"the run in {folder} did not finish: there is nothing to export")
+        raise OutputError(f"{folder} is not the folder of a finished run")
     summary = read_json(folder / "summary.json", "run's summary")
     private = (folder / PRIVATE_START).exists()
     report = _sound_report(folder, method) if private else None
     promise = (report or {}).get("guarantee") or {}
     if not promise and not unprotected:
-        lacks = "a mechanism that guarantees nothing" if private else "no differential privacy"
+        lacks = "a mechanism without any guarantee" if private else "no differential privacy"
         raise OutputError(
-            f"the run in {folder} had {lacks}: its images may show real ones, and nothing is "
-            f"promised to anybody (--{UNPROTECTED}, {UNPROTECTED}=True: export them all the same)"
+            f"the run in {folder} had {lacks}: its images may reveal real ones and have no "
+            f"guarantee (to export them nevertheless: --{UNPROTECTED}, {UNPROTECTED}=True)"
         )
     name = one_line(summary.get("method"), 60)
     chosen_method = method
@@ -170,8 +170,8 @@ def _read(folder: Path, unprotected: bool, with_model: bool, method: type[Method
         method = method or method_class(name)
     if not (folder / TENSORS).is_file():
         needs = "" if method is None else method.images_from
-        why = f"with {name} they need {needs}" if needs else f"{name} sends models"
-        raise OutputError(f"the run in {folder} made no synthetic images: {why}")
+        why = f"{name} needs {needs} for them" if needs else f"{name} sends models"
+        raise OutputError(f"the run in {folder} has no synthetic images: {why}")
     try:
         synthetic = shared_set(*read_tensors(folder / TENSORS))
     except (OSError, ValueError) as error:
@@ -197,7 +197,7 @@ def _sound_report(folder: Path, method: type[Method] | None) -> dict[str, Any]:
     if problems:
         raise PrivacyError(
             f"the privacy report of {folder} does not follow from its settings and ledgers "
-            f"({one_line(problems[0])}): fedsynth privacy verify {folder} says more"
+            f"({one_line(problems[0])}): fedsynth privacy verify {folder} prints the details"
         )
     return sound_report(folder)
 

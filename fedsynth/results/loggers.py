@@ -26,8 +26,8 @@ from fedsynth.privacy.files import write_whole
 STEP_SECONDS = 30.0
 """Seconds between two logged steps within a round."""
 TIMES = (
-    "warning: {names} stamp the time on each entry, and how long a round takes may tell of private "
-    "data: the guarantee does not cover these logs"
+    "warning: {names} add the time to each entry, and the duration of a round may reveal "
+    "information about private data: the guarantee does not cover these logs"
 )
 Numbers = Mapping[str, float]
 
@@ -83,7 +83,7 @@ class Several(Observer):
                 if not isinstance(observer, Logger):
                     raise
                 self._observers.remove(observer)
-                self.note(f"warning: {type(observer).__name__} logs no more: {error}")
+                self.note(f"warning: {type(observer).__name__} has stopped logging: {error}")
 
 
 class Logger(Observer):

@@ -139,7 +139,7 @@ def _curve(runs: Sequence[Run], names: Sequence[str], metric: str, axis: str) ->
         except RunFolderError:
             continue
     missing = len(runs) - len(lines)
-    more = f"; {missing} of {len(runs)} runs have no such figure" if missing else ""
+    more = f"; {missing} of {len(runs)} runs lack this value" if missing else ""
     if lines:
         caption = f"{words_of(metric)} by {AXES[axis]}{more}"
         yield _plot(curves_svg(lines, metric, axis), caption)
@@ -163,7 +163,7 @@ def _partitions(runs: Sequence[Run], names: Sequence[str], simulation_only: bool
         yield {"kind": "heading", "text": ", ".join(owners)}
         yield picture
     if silent:
-        text = "who has what is an exact function of private data and is shown on request only."
+        text = "the partition is an exact function of private data and is shown only on request."
         yield {"kind": "text", "text": f"{', '.join(silent)}: {text}"}
 
 
@@ -177,11 +177,11 @@ def _partition(folder: Path) -> Part | None:
     except (OSError, *HOSTILE):
         counts = []
     if not counts or sum(map(len, counts)) > MAX_CELLS:
-        return _image(folder / "simulation_only" / "partition.png", "who has what: heat map", "")
+        return _image(folder / "simulation_only" / "partition.png", "partition: heat map", "")
     largest = max((n for row in counts for n in row), default=0) or 1
     # the square root keeps small counts visible next to large ones
     shaded = [[(n, f"{0.7 * math.sqrt(max(0, n) / largest):.2f}") for n in row] for row in counts]
-    caption = "who has what: examples of each class at each client"
+    caption = "partition: examples of each class at each client"
     return {"kind": "heat", "caption": caption, "columns": classes, "rows": shaded}
 
 
@@ -246,7 +246,7 @@ def _artefacts(folder: Path) -> list[str]:
 
 def _privacy(runs: Sequence[Run], names: Sequence[str], simulation_only: bool) -> Iterator[Part]:
     if not any(run.private for run in runs):
-        text = "No run had differential privacy: what clients sent is not protected."
+        text = "No run had differential privacy: the clients' uploads are not protected."
         yield {"kind": "text", "text": text}
         return
     head = ("run", "guarantee", "δ", "unit", "that is", "factor on the odds", "worst client")
@@ -265,8 +265,8 @@ def _privacy(runs: Sequence[Run], names: Sequence[str], simulation_only: bool) -
         spent = line_plot(lines, x="round", y="ε")
         yield _plot(spent, "ε of the worst client after each round")
     text = (
-        "privacy_report.html in each private run's folder is the report to hand over; "
-        "fedsynth privacy verify RUN computes it again."
+        "privacy_report.html in each private run's folder is the report to share; fedsynth "
+        "privacy verify RUN computes it again."
     )
     yield {"kind": "text", "text": text}
 

@@ -40,8 +40,8 @@ def headline(plan: PrivacyPlan, *, simulated: bool = True) -> list[str]:
     reasons = plan.reasons(plan.histories)
     if reasons:
         return [
-            "no differential privacy guarantee: a ledger in "
-            f"{plan.privacy.ledger} holds {reasons[0]}",
+            f"no differential privacy guarantee: a ledger in {plan.privacy.ledger} contains "
+            f"{reasons[0]}",
             f"  mechanism {chief.mechanism} adds noise (σ = {plan.sigma:.4g}); no ε can be stated",
         ]
     planned = plan.planned_epsilon()
@@ -50,7 +50,7 @@ def headline(plan: PrivacyPlan, *, simulated: bool = True) -> list[str]:
         sampling = f"Poisson sampling at q = {chief.sample_rate:.3g}"
     rounds = how_many(plan.run.rounds, "round")
     if plan.run.participation < 1:
-        rounds += f" (it takes part in {plan.most_rounds()} at most)"
+        rounds += f" (of which it takes part in at most {plan.most_rounds()})"
     unit = "one example"
     if plan.privacy.unit == USER:
         unit = f"one {plan.run.report.person or 'person'} with all examples"
@@ -61,18 +61,19 @@ def headline(plan: PrivacyPlan, *, simulated: bool = True) -> list[str]:
     ]
     if chief.shares > 1 and not simulated:
         lines.append(
-            f"  each client adds the noise of one of {chief.shares}, and sends its part of a sum "
-            "masked: ε holds against those who see only the sums over clients"
+            f"  each client adds its share of the noise of {chief.shares} clients and sends "
+            "masked values: ε holds against parties that see only the sums over clients"
         )
     elif chief.shares > 1:
         lines.append(
-            f"  aggregation assumed, not executed: each client adds the noise of one of "
-            f"{chief.shares}, and ε holds only against those who see only the sums over all clients"
+            "  aggregation assumed, not executed: each client adds its share of the noise "
+            f"of {chief.shares} clients, and ε holds only against parties that see only the "
+            "sums over all clients"
         )
     spent = plan.epsilon(plan.histories)
     if spent > 0:
         lines.append(
-            f"  of this, ε = {format_epsilon(spent)} stands in the ledgers from earlier runs"
+            f"  of this, earlier runs in the ledgers have spent ε = {format_epsilon(spent)}"
         )
     return lines + _of_the_noise(plan) + _of_the_cap(plan, planned)
 
@@ -83,7 +84,7 @@ def _noise(plan: PrivacyPlan) -> str:
     """
     if plan.run.method.even_rounds:
         return f"σ = {plan.sigma:.4g}, clip {plan.chief.clip:.4g}"
-    return f"σ = {plan.sigma:.4g} if all were one release; each has more"
+    return f"σ = {plan.sigma:.4g} if all were one release; each release has more"
 
 
 MUCH_NOISE, MANY_RELEASES = 20, 1000
@@ -101,16 +102,17 @@ def _of_the_noise(plan: PrivacyPlan) -> list[str]:
     if untold and plan.sigma >= MUCH_NOISE and plan.all_releases >= MANY_RELEASES:
         return [
             f"  warning: {plan.all_releases:,} releases share the budget, each with noise of "
-            f"σ = {plan.sigma:.3g}: fewer rounds, and fewer steps of a round, leave each more of "
-            "it (`fedsynth privacy plan`)"
+            f"σ = {plan.sigma:.3g}: with fewer rounds or fewer steps per round, each has "
+            "less noise (`fedsynth privacy plan`)"
         ]
     drowned = [(ratio, quantity) for ratio, quantity in ratios if ratio is not None and ratio < 1]
     if not drowned:
         return []
     ratio, quantity = min(drowned)
     return [
-        f"  warning: noise is larger than what the releases can say (S/N {ratio:.2g}: {quantity}); "
-        "little can be learned: `fedsynth privacy plan` shows what more records, clients or ε bring"
+        f"  warning: the noise exceeds the signal of the releases (S/N {ratio:.2g}: "
+        f"{quantity}), so little can be learned: `fedsynth privacy plan` shows the effect of "
+        "more records, clients or ε"
     ]
 
 
@@ -128,15 +130,15 @@ def _of_the_cap(plan: PrivacyPlan, planned: float) -> list[str]:
         if planned <= WEAK:
             return []
         return [
-            f"  warning: ε = {format_epsilon(planned)} is a weak guarantee: one example may change "
-            f"the odds of any outcome by a factor of e^{planned:.0f}; a smaller one: "
-            "privacy.epsilon=8 in place of privacy.noise_multiplier"
+            f"  warning: ε = {format_epsilon(planned)} is a weak guarantee: one example may "
+            f"change the odds of any outcome by a factor of e^{planned:.0f}; for a smaller "
+            "ε, set privacy.epsilon=8 instead of privacy.noise_multiplier"
         ]
     if planned <= cap * (1 + 1e-9):
         return []
     return [
-        f"  the cap ε = {cap:g} is below that: the run ends, in order, before the round that would "
-        "exceed it"
+        f"  the cap ε = {cap:g} is below that: the run ends normally before the round that "
+        "would exceed it"
     ]
 
 

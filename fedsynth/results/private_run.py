@@ -51,7 +51,7 @@ MAX_REASON = 1000
 """Maximum number of characters of a reason that another party gave."""
 Rows = Mapping[str, Sequence[Release]]
 OWN_METHOD = (
-    "a method of your own has to be given again: its file, or in Python "
+    "a custom method is needed again: pass its file, or in Python "
     "fedsynth.results.verification.verify_run(folder, method=TheClass)"
 )
 
@@ -108,7 +108,7 @@ def read_run(folder: Path, method: type[Method] | None = None) -> PrivateRun:
     run = read_start(folder, method)
     clients, started = run.settings.partition.clients, len(run.start.ledgers)
     if clients != started:
-        raise MismatchError(f"config.toml has {clients} clients, and {PRIVATE_START} {started}")
+        raise MismatchError(f"config.toml has {clients} clients, but {PRIVATE_START} has {started}")
     summary = folder / "summary.json"
     rows = _metrics(folder / "metrics.jsonl")
     try:
@@ -117,7 +117,7 @@ def read_run(folder: Path, method: type[Method] | None = None) -> PrivateRun:
         raise MismatchError(f"{RESUMED} is damaged: {error}") from None
     limit = min(len(rows), run.settings.rounds - 1)
     if resumed and resumed[-1] > limit:
-        raise MismatchError(f"{RESUMED} names round {resumed[-1]}, and at most {limit} can be")
+        raise MismatchError(f"{RESUMED} names round {resumed[-1]}, but at most {limit} is possible")
     stated = read_json(summary, "run's summary") if summary.exists() else None
     return replace(run, rows=rows, summary=stated, resumed=resumed)
 
@@ -138,12 +138,14 @@ def read_start(folder: Path, method: type[Method] | None) -> PrivateRun:
         raise MismatchError(f"config.toml: {error}{advice}") from None
     if settings.privacy is None:
         raise MismatchError(
-            "config.toml says that the run had no differential privacy: it has no privacy report"
+            "according to config.toml, the run had no differential privacy, so it has no "
+            "privacy report"
         )
     named = sections.get("data", {}).get("dataset")
     if named != spec.name and not (custom and named is None):
         raise MismatchError(
-            f"config.toml names the data set {shown(named)}, and {PRIVATE_START} {spec.name!r}"
+            f"config.toml names the data set {shown(named)}, but {PRIVATE_START} names "
+            f"{spec.name!r}"
         )
     return PrivateRun(settings, spec, start)
 
@@ -155,7 +157,9 @@ def _specification(stated: Mapping[str, Any]) -> tuple[DatasetSpec, bool]:
     try:
         spec = spec_from_json(stated)
     except (FedsynthError, *HOSTILE) as error:
-        raise MismatchError(f"{PRIVATE_START} has no data set's specification: {error}") from None
+        raise MismatchError(
+            f"{PRIVATE_START} has no valid data set specification: {error}"
+        ) from None
     try:
         published = dataset_spec(spec.name)
     except UnknownNameError:
@@ -163,7 +167,8 @@ def _specification(stated: Mapping[str, Any]) -> tuple[DatasetSpec, bool]:
     for field in fields(spec):
         if getattr(spec, field.name) != getattr(published, field.name):
             raise MismatchError(
-                f"{PRIVATE_START} gives {spec.name} another {field.name} than the published one"
+                f"{PRIVATE_START} has another {field.name} of {spec.name} than the published "
+                "data set"
             )
     return spec, False
 
@@ -194,7 +199,7 @@ def ledger_files(folder: Path, run: PrivateRun, ledger: Path | None) -> tuple[Pa
     files = ledger or (local if local.is_dir() or kept is None else kept)
     if not files.is_dir():
         if ledger is not None or kept is None:
-            raise MismatchError(f"there is no ledger folder {files}")
+            raise MismatchError(f"the ledger folder {files} does not exist")
         return None, False
     return files, kept is None or files.resolve() == local.resolve()
 
@@ -216,7 +221,8 @@ def rebuilt(run: PrivateRun, previous_rows: Rows) -> PrivacyPlan:
     tolerance = 0.0 if configured else CALIBRATED
     if stated is None or sigma is None or not math.isclose(stated, sigma, rel_tol=tolerance):
         raise MismatchError(
-            f"{PRIVATE_START} says σ = {stated}, and config.toml and the ledgers give {sigma}"
+            f"{PRIVATE_START} states σ = {stated}, but config.toml and the ledgers result in "
+            f"{sigma}"
         )
     return replace(plan, privacy=replace(plan.privacy, noise_multiplier=stated))
 
@@ -248,10 +254,10 @@ def plan_when_it_began(
     run = replace(read_run(folder, method), rows=rows)
     start = run.start.ledgers
     if [history.client for history in histories] != list(start):
-        raise MismatchError(f"the run's clients are not those of {PRIVATE_START}")
+        raise MismatchError(f"the run's clients differ from those of {PRIVATE_START}")
     files, _ = ledger_files(folder, run, None)
     if files is None:
-        raise MismatchError("the run's ledgers are not where its config.toml says")
+        raise MismatchError("the run's ledgers are not in the folder that its config.toml names")
     for history in histories:
         began = start[history.client]
         chains = read_ledger(files / f"{history.client}.jsonl").chains
@@ -376,7 +382,8 @@ class Charges:
         privacy = self.run.settings.privacy
         has_ledger = self.run.served or (privacy is not None and privacy.ledger_folder is not None)
         problems = [
-            f"{client}: by config.toml {_row(row)} is charged, and the ledger has no such row"
+            f"{client}: according to config.toml, {_row(row)} is charged, but the ledger has "
+            "no such row"
             for client, row in self.lacking
         ]
         for client, began in self.run.start.ledgers.items():
@@ -385,19 +392,21 @@ class Charges:
             if not self.held.begins_with(client, began):
                 count = began.rows
                 client_problems.append(
-                    f"the ledger's first {count} rows are not those of {PRIVATE_START}"
+                    f"the ledger's first {count} rows differ from those of {PRIVATE_START}"
                 )
             if ledger is not None:
                 noted = Counter(after for rows, after in ledger.resumptions if rows >= began.rows)
                 if Counter(self.run.resumed) - noted:
                     client_problems.append(
-                        f"{RESUMED} has a resumption that its ledger does not have"
+                        f"{RESUMED} has a resumption that is missing in the ledger"
                     )
                 if not has_ledger and ledger.dataset != data_set_id(self.run.settings):
-                    client_problems.append("the ledger is another data set's or partition's")
+                    client_problems.append("the ledger belongs to another data set or partition")
             if not has_ledger:
                 for row in self.foreign[client]:
-                    text = f"the ledger has {_row(row)}, which by config.toml is not charged"
+                    text = (
+                        f"the ledger has {_row(row)}, which is not charged according to config.toml"
+                    )
                     client_problems.append(text)
             problems += [f"{client}: {problem}" for problem in client_problems]
         return problems

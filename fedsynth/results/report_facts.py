@@ -197,8 +197,9 @@ def public_items(plan: PrivacyPlan, *, simulated: bool = True) -> dict[str, str]
         )
     if run.client_failures:
         items["clients that fail"] = (
-            f"on purpose, each with probability {run.client_failures:g} in a round, drawn from the "
-            "run's seed; what a client computed is charged, also where nothing arrived"
+            f"intentionally, each with probability {run.client_failures:g} in a round, drawn "
+            "from the run's seed; a client's computation is charged even if its upload did "
+            "not arrive"
         )
     items["what the server does"] = (
         "training, averaging, distillation and measurements that use only the uploads and public "
@@ -213,10 +214,10 @@ def public_items(plan: PrivacyPlan, *, simulated: bool = True) -> dict[str, str]
 
 def _architecture(run: RunSettings) -> str:
     if not run.method.takes_model:
-        return "the method's own, whatever the settings of models are"
+        return "the method's own model; the settings of models have no effect"
     weights = "drawn from the run's seed"
     if has_given_weights(run.model):
-        weights = "with the weights of a module that the operator gave and declares public"
+        weights = "with the weights of a module that the operator supplies and declares public"
     return f"{run.model}, {weights}"
 
 
@@ -249,14 +250,14 @@ def _nominal_size(plan: PrivacyPlan) -> str:
     if plan.privacy.nominal_size:
         return "declared"
     split = plan.run.partition
-    over = "writers or devices that are published"
+    over = "published writers or devices"
     if clients_or_groups(split, plan.spec) == split.clients:
         over = "clients"
-    text = f"the size that the data set's specification declares, over the number of {over}"
+    text = f"the declared size of the data set divided by the number of {over}"
     if split.subset < 1:
-        text += f", times the share {split.subset:g} that is used"
+        text += f", times the fraction {split.subset:g} that is used"
     if split.local_test:
-        text += f", times the share {1 - split.local_test:g} that trains"
+        text += f", times the fraction {1 - split.local_test:g} that is used for training"
     return text
 
 
@@ -326,14 +327,14 @@ def _how_often(plan: PrivacyPlan, release: PrivatePlan) -> str:
 
 
 TIMING = _access(
-    "how long a client takes to answer, and whether it does",
+    "the response time of a client, and whether it responds",
     disclosure.SIMULATION_ONLY,
-    "seen by anybody who carries the messages; outside the guarantee",
+    "visible to anyone who transports the messages; outside the guarantee",
 )
 COMPARED_RECORDS = _access(
     "records, compared with those of the ledgers",
     disclosure.SIMULATION_ONLY,
-    "by a keyed hash that stays with the ledgers; it decides whether the run begins",
+    "with a keyed hash that is stored with the ledgers; it decides whether the run starts",
 )
 
 
@@ -342,8 +343,8 @@ def _simulated(what: str) -> Access:
     return _access(
         what,
         disclosure.SIMULATION_ONLY,
-        "folder simulation_only, and the message of a partition that cannot be made; outside the "
-        "guarantee",
+        "folder simulation_only, and the error message of an impossible partition; outside "
+        "the guarantee",
     )
 
 

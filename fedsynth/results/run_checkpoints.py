@@ -66,8 +66,8 @@ class RunCheckpoints:
         checkpoint = None if self._folder is None else self._folder.read(self._settings.method)
         if checkpoint is None and run.has_rounds:
             raise CheckpointError(
-                f"the run in {run.path} has ended rounds, and its checkpoint is gone: it would "
-                "begin anew, and be charged for them again"
+                f"the run in {run.path} has finished rounds, but its checkpoint is missing: "
+                "it would start again and charge them again"
             )
         return checkpoint
 

@@ -58,9 +58,9 @@ from fedsynth.privacy.report.file import read_json
 from fedsynth.results.disclosed import Disclosed, finite
 
 SIMULATION_ONLY_NOTE = (
-    "Everything in this folder is an exact function of the clients' data. A simulation may show "
-    "it; it is outside every privacy\n"
-    "guarantee, and on a real network it would not exist.\n"
+    "Everything in this folder is an exact function of the clients' data. A simulation may "
+    "show it, but no privacy guarantee\n"
+    "covers it. In a deployment it would not exist.\n"
 )
 PRIVATE_START = "privacy_start.json"
 RESUMED = "resumed.json"
@@ -111,7 +111,7 @@ class RunFolder:
         """
         path = path.resolve()
         if not (path / CONFIG).is_file():
-            raise OutputError(f"{path} is no run folder: it has no {CONFIG}")
+            raise OutputError(f"{path} is not a run folder: it has no {CONFIG}")
         if path.suffix != INCOMPLETE:
             raise OutputError(f"the run in {path} has finished: there is nothing to resume")
         try:
@@ -188,7 +188,7 @@ class RunFolder:
         for name in names:
             file = self.path / "ledger" / f"{name}.jsonl"
             if not file.is_file():
-                raise OutputError(f"{file} is gone, and with it what the run has spent")
+                raise OutputError(f"{file} is missing, and with it the record of the run's costs")
 
     @property
     def has_rounds(self) -> bool:
@@ -366,7 +366,7 @@ def private_start(folder: Path) -> Start:
     if problems := schema_problems(start, Start):
         raise PrivacyError(f"{PRIVATE_START}: {'; '.join(problems)}")
     if start["schema_version"] != SCHEMA_VERSION:
-        raise PrivacyError(f"{PRIVATE_START} is of schema {start['schema_version']}")
+        raise PrivacyError(f"{PRIVATE_START} has schema {start['schema_version']}")
     return Start.model_validate(start)
 
 
@@ -389,7 +389,7 @@ def resumed_rounds(file: Path) -> list[int]:
     except (KeyError, TypeError) as error:
         raise ValueError(f"{error!r:.80}") from None
     if rounds != sorted(rounds):
-        raise ValueError("its rounds must not fall")
+        raise ValueError("its rounds must not decrease")
     return rounds
 
 

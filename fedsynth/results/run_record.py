@@ -121,7 +121,7 @@ class RunRecord:
         completed = len(rows)
         rounds = self.settings.rounds
         folder.rewrite_metrics([self._disclosed(row) for row in rows])
-        self.observer.note(f"the run goes on after {completed} of {rounds} rounds")
+        self.observer.note(f"the run resumes after {completed} of {rounds} rounds")
         for round_number in (
             folder.resumed(completed) if completed < rounds else folder.resumptions()
         ):

@@ -156,7 +156,7 @@ class Architecture:
         sections = decode_json(metadata["settings"])
         spec = spec_from_json(decode_json(metadata["spec"]))
         if math.prod(spec.image_shape) * spec.classes > MOST_PARAMETERS:
-            raise OutputError("its images, or their classes, are too many")
+            raise OutputError("it has too many images or classes")
         if "run" in sections:
             selected = {name: sections.get(name, {}) for name in ("run", "method", "model")}
             names = ("method", "method_source")
@@ -166,7 +166,9 @@ class Architecture:
             of = cls(spec, ModelSettings(**sections["model"]))
         count = of.count()
         if count is not None and count > parameters:
-            raise OutputError(f"its network has {count:,} parameters, and the file {parameters:,}")
+            raise OutputError(
+                f"its network has {count:,} parameters, but the file has {parameters:,}"
+            )
         return of
 
 
@@ -223,7 +225,7 @@ def read_model(file: Path, method: type[Method] | None = None) -> nn.Module:
     """
     weights, metadata = _read(file)
     if metadata.get("format") != FORMAT:
-        raise OutputError(f"{file} does not say of which architecture its weights are")
+        raise OutputError(f"{file} does not name the architecture of its weights")
     try:
         parameters = sum(tensor.numel() for tensor in weights.values())
         of = Architecture.from_metadata(metadata, method, parameters)
@@ -239,10 +241,10 @@ def read_model(file: Path, method: type[Method] | None = None) -> nn.Module:
         raise OutputError(f"{file} cannot be used: {one_line(error, MAX_REASON)}") from None
     if not same:
         names = " and ".join(of.own.values())
-        blamed = f": {names} must have other weights of its own here" if names else ""
+        blamed = f": {names} must have other built-in weights on this machine" if names else ""
         raise OutputError(
-            f"{file} cannot be used: with these weights the network says something else of public "
-            f"images here than where it was written{blamed}"
+            f"{file} cannot be used: with these weights the network returns other outputs "
+            f"for public images than when the file was written{blamed}"
         )
     return network.eval()
 
@@ -314,9 +316,9 @@ def load_model(
         return read_model(place, method)
     handed_over = (place / SUMS).is_file()
     if not (place / MODEL).is_file():
-        why = "is no folder of a finished run, no set that was handed over, and no model's file"
+        why = "is neither the folder of a finished run, nor an exported set, nor a model file"
         if handed_over:
-            why = "was handed over without the run's model: whoever exported it can add it"
+            why = "was exported without the run's model: ask its exporter to add it (--with-model)"
         raise OutputError(f"{place} {why}")
     if handed_over:
         check_hashes(place)
@@ -352,7 +354,7 @@ def model_of_run(
 ) -> tuple[nn.Module, Architecture]:
     """Returns the model of a run's folder and its architecture; see `load_model`."""
     if not (folder / MODEL).is_file():
-        raise OutputError(f"{folder} is no folder of a finished run: it has no {MODEL}")
+        raise OutputError(f"{folder} is not the folder of a finished run: it has no {MODEL}")
     of = _architecture(folder, spec, method)
     network = of.network()
     try:
@@ -373,7 +375,7 @@ def _architecture(
     settings = resolve(sections, own_method=method, own_data=custom)
     if spec is None and settings.folder is not None:
         raise OutputError(
-            f"the run in {folder} was on images of your own, whose form it does not say: give "
-            "spec=, of the same images (`load_folder(…).train.spec`)"
+            f"the run in {folder} used your images, whose specification it does not contain: "
+            "pass spec= of the same images (`load_folder(…).train.spec`)"
         )
     return Architecture.of_run(spec or dataset_spec(settings.dataset), settings)

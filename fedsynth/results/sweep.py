@@ -82,7 +82,10 @@ def run_sweep(sweep: Sweep, command: Command, tell: Callable[[str], None]) -> En
     waiting: list[Cell] = []
     for cell in sweep.cells:
         (ended.before if finished(sweep, cell) else waiting).append(cell)
-    tell(f"{len(sweep.cells)} runs in {sweep.output}, {len(ended.before)} had finished before")
+    tell(
+        f"{len(sweep.cells)} runs in {sweep.output}, of which {len(ended.before)} had finished "
+        "before"
+    )
     going: dict[Cell, subprocess.Popen[bytes]] = {}
     reported = time.monotonic()
     try:
@@ -111,9 +114,9 @@ def _check_memory(sweep: Sweep) -> None:
         need = memory_of(cell.settings)
         if bound and need > bound:
             raise SweepError(
-                f"the run of {cell.words} is counted with {need:g} GB ({OVERHEAD_GB:g} beside "
-                f"run.memory_gb, {DEFAULT_GB:g} where it is not set), and the sweep may take "
-                f"{bound:g}: a larger sweep.memory_gb, or a smaller run.memory_gb"
+                f"the run of {cell.words} needs {need:g} GB ({OVERHEAD_GB:g} GB plus "
+                f"run.memory_gb, by default {DEFAULT_GB:g}), but the sweep may use {bound:g} "
+                "GB: raise sweep.memory_gb or lower run.memory_gb"
             )
 
 

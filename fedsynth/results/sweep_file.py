@@ -134,8 +134,7 @@ def read_sweep(file: Path) -> Sweep:
     for name in sections:
         if name not in SECTIONS:
             raise SweepError(
-                f"{file}: unknown section {name!r}; there are sweep, grid, methods, "
-                f"{', '.join(SECTIONS)}"
+                f"{file}: unknown section {name!r}; use sweep, grid, methods, {', '.join(SECTIONS)}"
             )
     cells = _cells(sections, grid, methods, file)
     output = Path(settings.output) if settings.output else Path("sweeps") / file.stem
@@ -154,7 +153,8 @@ def _cells(shared: Sections, grid: Values, methods: Values, file: Path) -> list[
     for name in (*method_axes, *methods):
         if name not in named:
             raise SweepError(
-                f"{file}: no run of the sweep has method {name!r}; there are {', '.join(named)}"
+                f"{file}: no run of the sweep has method {name!r}; its methods are "
+                f"{', '.join(named)}"
             )
     # counted before settings are resolved, which takes half a minute for ten thousand runs
     points = list(itertools.islice(_points(common, method_axes, default_method), MOST_RUNS + 1))
@@ -190,7 +190,9 @@ def _common_axes(grid: Values, file: Path) -> dict[str, list[Any]]:
             continue
         home = home_of(name)
         if home in names:
-            raise SweepError(f"{file}: {names[home]!r} and {name!r} of the grid are one setting")
+            raise SweepError(
+                f"{file}: {names[home]!r} and {name!r} of the grid are the same setting"
+            )
         names[home] = name
         axes[name.removeprefix("run.")] = _axis(name, values)
     return axes
@@ -226,7 +228,7 @@ def home_of(name: str) -> tuple[str, str]:
     section, dot, key = name.partition(".")
     if dot:
         if section not in SECTIONS:
-            raise SweepError(f"grid: {name!r} names no section of {', '.join(SECTIONS)}")
+            raise SweepError(f"grid: {name!r} must begin with a section: {', '.join(SECTIONS)}")
         return section, key
     if name == "method":
         return "run", name

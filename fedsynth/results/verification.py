@@ -56,9 +56,10 @@ the run ended.
 """
 _REASON = re.compile(r".{1,1000}")
 NOT_COMPARED = {
-    True: "the ledgers are the data owners', so no ledger file was compared here: each owner can "
-    "verify the report in its own folder",
-    False: "no ledger file was compared: the ledger is kept elsewhere (--ledger DIR compares it)",
+    True: "the data owners have the ledgers, so no ledger file was compared: each owner can "
+    "verify the report in its folder",
+    False: "no ledger file was compared, because the ledgers are in another folder (compare "
+    "them with --ledger DIR)",
 }
 """The note of a verification without ledger files, by whether the run was over nodes."""
 
@@ -80,8 +81,8 @@ def verify_run(
     path = Path(run)
     if path.is_dir() and not (path / f"{NAME}.json").exists() and is_unfinished(path):
         raise PrivacyError(
-            f"the run in {path} did not finish and has no report yet: fedsynth privacy report "
-            f"{path} builds it"
+            f"the run in {path} did not finish and has no report yet: build it with fedsynth "
+            f"privacy report {path}"
         )
     report = read_report(path)
     folder = path if path.is_dir() else path.parent
@@ -112,9 +113,9 @@ def _verified(
     problems = [f"{name} is missing" for name in names if not (folder / name).is_file()]
     if (folder / SUMS).is_file() and f"{PRIVATE_START} is missing" in problems:
         raise PrivacyError(
-            f"{folder} was handed over without the run's settings and ledgers, from which alone a "
-            "report is made again: whoever has the run's folder verifies it there; what came is "
-            f"whole if `sha256sum -c {SUMS}` says so"
+            f"{folder} was exported without the run's settings and ledgers, which are "
+            "required to rebuild a report: verify it in the run folder; check the exported "
+            f"files with `sha256sum -c {SUMS}`"
         )
     new_problems, notes = page_problems(report, folder)
     problems += new_problems
@@ -132,8 +133,10 @@ def _verified(
             problems.append(str(error))
     made_by = report["provenance"].get("fedsynth", "an unknown version")
     if problems and made_by != __version__:
-        problems.append(f"(made by fedsynth {made_by}; this is {__version__}, which may differ)")
-    notes += [f"taken as stated: {fact}" for fact in taken_as_stated(report)]
+        problems.append(
+            f"(made by fedsynth {made_by}; this is {__version__}, so results may differ)"
+        )
+    notes += [f"not verified, taken as stated: {fact}" for fact in taken_as_stated(report)]
     return Verification(problems, notes)
 
 
@@ -173,7 +176,7 @@ def _run_problems(
     if short and not run.served and charges.refusal() is None:
         problems.append(
             f"metrics.jsonl has {charges.done} of {run.settings.rounds} rounds, and no cap "
-            "explains the end there"
+            "explains this early end"
         )
     problems += report_problems(report, facts, ledger_rows, rows_before(charges.plan))
     problems += _row_problems(charges) or _summary_problems(charges)
@@ -265,7 +268,7 @@ def _shape_problems(row: Mapping[str, Any], charges: Charges) -> list[str]:
     models = row.get(MODELS, {})
     for name, variant in models.items():
         if name not in run.settings.method.variant_names:
-            problems.append(f"has a model {name!r:.40}, which the method does not make")
+            problems.append(f"has a model {name!r:.40}, which the method does not produce")
         problems += [
             f"{problem} (of model {name!r:.40})"
             for problem in _undeclared(variant, disclosed.MEASURED)
@@ -273,13 +276,13 @@ def _shape_problems(row: Mapping[str, Any], charges: Charges) -> list[str]:
     test = run.start.test_images
     for values in (row, *models.values()):
         if test != run_data.PUBLIC and set(disclosed.ON_TEST) & set(values):
-            problems.append(f"has an accuracy, and the test images are {test}")
+            problems.append(f"has an accuracy, but the test images are {test}")
         if set(values.get("domain_accuracy", {})) - set(run.spec.domains):
             problems.append("has the accuracy of a domain that the data set does not have")
     sizes = row.get("client_upload_bytes", [])
     active = charges.plan.participation.in_round(row["round"])
     if len(sizes) > len(active) or sum(sizes) != row.get("upload_bytes"):
-        problems.append("has sizes of uploads that do not fit each other")
+        problems.append("has inconsistent upload sizes")
     return problems
 
 
@@ -288,9 +291,9 @@ def _undeclared(row: Mapping[str, Any], declared: disclosed.Declared) -> list[st
     problems = []
     for key, value in row.items():
         if key not in declared or not declared[key].shown:
-            problems.append(f"says {key!r:.80}, which may not be shown")
+            problems.append(f"has {key!r:.80}, which may not be shown")
         elif not declared[key].fits(value):
-            problems.append(f"says {key} in a shape that was not declared")
+            problems.append(f"has {key} in a shape that was not declared")
     return problems
 
 
@@ -317,7 +320,7 @@ def _epsilon_problems(charges: Charges) -> list[str]:
     if not plan.guaranteed(plan.histories):
         stated = [row["round"] for row in rows if "epsilon" in row]
         location = f"{METRICS} gives an epsilon in round"
-        return [f"{location} {number}, where no figure would be true" for number in stated]
+        return [f"{location} {number}, but no value would be valid" for number in stated]
     # over nodes, what a lost client was charged is unknown
     lost = charges.run.served and any(LOST in row or REJECTED in row for row in rows)
     table = {} if lost else charges.epsilon_by_round()
@@ -392,7 +395,7 @@ def _file_problems(charges: Charges, folder: Path) -> list[str]:
     problems = [f"{name} is missing" for name in sorted(required) if not (folder / name).is_file()]
     for name in (TENSORS, "artefacts.json"):
         if name not in checks and (folder / name).exists():
-            problems.append(f"{name} is there, and the run makes none")
+            problems.append(f"{name} exists, but the run does not produce it")
     for name, check in checks.items():
         if (folder / name).is_file():
             try:
@@ -408,7 +411,7 @@ def _file_problems(charges: Charges, folder: Path) -> list[str]:
             or name not in sources
             or file_hash(sources_folder / name) != sources[name]
         ):
-            problems.append(f"sources/{name} is not the file that the run was made with")
+            problems.append(f"sources/{name} differs from the file that the run used")
     return problems
 
 
@@ -442,7 +445,7 @@ def _images_problems(
     last = [row["round"] for row in charges.run.rows if NOT_COUNTED not in row][-1]
     active = charges.plan.participation.in_round(last)
     if clients - {*active, SERVER} or labels - set(range(spec.classes)):
-        problems.append(f"{TENSORS} names clients or classes that there are not")
+        problems.append(f"{TENSORS} names clients or classes that do not exist")
     return problems
 
 
@@ -463,9 +466,11 @@ def _owner_problems(
     run = private_run.read_start(folder, method)
     number, rounds = _owners_numbers(folder / OWNER, run.settings.rounds)
     if len(run.start.ledgers) != 1 or set(report["ledger_heads"]) != set(run.start.ledgers):
-        raise MismatchError("an owner's report is of one client, the one that the run began with")
+        raise MismatchError(
+            "an owner's report must have one client, the one that the run began with"
+        )
     if not run.served:
-        raise MismatchError("an owner's report is of a run over nodes")
+        raise MismatchError("an owner's report must belong to a deployment")
     [(name, began)] = run.start.ledgers.items()
     home = folder.resolve().parents[1] if ledger is None else ledger
     ledger_rows = held_rows(report, home, exact=False)
@@ -478,7 +483,7 @@ def _owner_problems(
     for round_number in plan.participation.rounds_of(number, plan.run.rounds):
         planned |= set(plan.client_rows(number, replace(run.context, round=round_number)))
     if since and not planned & set(since):
-        problems.append("the ledger has new rows, and none that this run's settings charge")
+        problems.append("the ledger has new rows, but none that this run's settings charge")
     secret = not report["test_only_randomness"]
     facts, rows = owner_facts(
         plan, number, History(name, previous), rounds, run.start, secret=secret
@@ -495,7 +500,7 @@ def _owners_plan(run: PrivateRun, number: int) -> PrivacyPlan:
     if not run.settings.partition.clients > number >= 0:
         raise MismatchError(f"the run has no client {number}")
     if stated is None or stated <= 0 or (configured is not None and configured != stated):
-        raise MismatchError(f"the run began with σ = {stated}, and its settings say {configured}")
+        raise MismatchError(f"the run began with σ = {stated}, but its settings have {configured}")
     return replace(plan, privacy=replace(plan.privacy, noise_multiplier=stated))
 
 
@@ -510,7 +515,7 @@ def _owners_numbers(file: Path, rounds: int) -> tuple[int, int]:
     if set(stated) != {"client", "rounds"} or type(number) is not int or type(ended) is not int:
         raise MismatchError(f"{file.name} must have a client's number and the number of rounds")
     if not 0 <= ended <= rounds:
-        raise MismatchError(f"{file.name} says {ended} rounds, and the run has {rounds}")
+        raise MismatchError(f"{file.name} states {ended} rounds, but the run has {rounds}")
     return number, ended
 
 
@@ -549,8 +554,8 @@ def unfinished_report(
         files, _ = private_run.ledger_files(folder, run, ledger)
         if files is None:
             raise PrivacyError(
-                f"the run's ledgers are not where {folder / 'config.toml'} says: give their folder "
-                "with --ledger (ledger=DIR)"
+                f"the run's ledgers are not in the folder that {folder / 'config.toml'} "
+                "names: set their folder with --ledger (ledger=DIR)"
             )
         started = run.start.ledgers
         histories = [read_ledger(files / f"{client}.jsonl").history() for client in started]

@@ -136,7 +136,7 @@ def test_resume_ends_a_run(fedsynth: Call, tmp_path: Path, monkeypatch: pytest.M
     assert (no_run.code, "config.toml" in no_run.stderr) == (2, True)
     ended = fedsynth(f"train --resume {cut.folder} --device cpu")
     assert ended.code == 0
-    assert "the run goes on after 1 of 3 rounds" in ended.stderr
+    assert "the run resumes after 1 of 3 rounds" in ended.stderr
     (folder,) = (tmp_path / "out").iterdir()
     assert folder.suffix != ".incomplete"
     assert fedsynth(f"privacy verify {folder}").code == 0

@@ -77,7 +77,7 @@ def test_lost_clients_and_rounds_that_do_not_count_are_said(train: Call) -> None
     needed = -(-len(row["lost"]) // 2)
     assert row["not_counted"] == {"exchange": "main", "uploads": 0, "needed": needed}
     assert "lost 0 (" in run.stderr
-    assert "does not count: 0 uploads, and " in run.stderr
+    assert "is discarded: 0 uploads, but " in run.stderr
     assert "client_failures = 1.0" in (run.folder / "config.toml").read_text()
     line = round_line({**row, "rejected": {"2": "weight is -1"}}, resolve({}))
     assert "rejected 2 (weight is -1)" in line

@@ -277,4 +277,4 @@ def test_local_metrics_stand_in_the_rows_and_with_privacy_only_in_simulation_onl
     assert '"wlp"' in (private / "simulation_only" / "rounds.jsonl").read_text()
     report = (private / "privacy_report.md").read_text()
     assert "own test splits" in report
-    assert "times the share 0.8 that trains" in report
+    assert "times the fraction 0.8 that is used for training" in report

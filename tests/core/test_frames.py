@@ -52,7 +52,7 @@ def test_what_is_sent_comes_back(kind: str, facts: dict[str, Any], payload: byte
 )
 def test_other_bytes_are_no_frame(sent: bytes) -> None:
     """Catches: any other error than the one that both sides expect."""
-    with pytest.raises(MessageError, match="no frame of fedsynth"):
+    with pytest.raises(MessageError, match="not a valid fedsynth frame"):
         Frame.from_bytes(sent)
 
 

@@ -257,7 +257,7 @@ class Attempts:
 
 NOBODY = ("nobody listens", "", False)
 TAKEN = ("", "a client with this key is connected", False)
-LOST = ("", "the server does not answer any more", True)
+LOST = ("", "the server no longer answers", True)
 WORKS = ("", "", True)
 
 
@@ -425,7 +425,7 @@ def test_an_app_folder_is_what_flower_and_our_server_read(tmp_path: Path) -> Non
         (["client", "--server", "127.0.0.1:1", "--number", "0", "--ledger", "L"], "--data names"),
         (["server"], "--keys is required"),
         (["deploy", "keys", "K", "--clients", "0"], "must be at least 1"),
-        (["deploy", "init", "A", "--spec", "/nothing.toml"], "says no specification"),
+        (["deploy", "init", "A", "--spec", "/nothing.toml"], "is not a valid specification"),
     ],
 )
 def test_a_mistake_is_one_line(arguments: list[str], said: str) -> None:

@@ -261,8 +261,8 @@ def test_a_ledger_that_is_replaced_within_a_run_is_no_answer(place: Place) -> No
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (lambda node: setattr(node, "name", "client-001"), "is another client's"),
-        (lambda node: setattr(node, "number", 7), "has 3 clients, and this one is number 7"),
+        (lambda node: setattr(node, "name", "client-001"), "belongs to another client"),
+        (lambda node: setattr(node, "number", 7), "has 3 clients, but this client has number 7"),
     ],
 )
 def test_who_cannot_join_is_told_why(

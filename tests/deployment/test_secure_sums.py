@@ -269,12 +269,12 @@ def test_a_sum_has_the_noise_of_all_honest_clients() -> None:
 
     found, passed = clients()
     few = Sealed({k: one for k, one in passed[0].of.items() if k < 4})
-    with pytest.raises(SecureSumError, match="4 clients are left, and 5 are needed"):
+    with pytest.raises(SecureSumError, match="4 clients are left, but 5 are required"):
         found[0].mask(vector, few)
     found, passed = clients()
     for k, one in found.items():
         one.mask(vector, passed[k])
-    with pytest.raises(SecureSumError, match="4 clients are present, and 5 are needed"):
+    with pytest.raises(SecureSumError, match="4 clients are present, but 5 are required"):
         found[0].unmask(Present((0, 1, 2, 3)))
     assert set(found[1].unmask(Present((0, 1, 2, 3, 4))).keys) == {5}
 

@@ -399,7 +399,7 @@ def test_an_owner_s_set_of_class_statistics(tmp_path: Path) -> None:
 def test_mistakes_are_said_before_anything_is_spent(secret_place: Path, tmp_path: Path) -> None:
     data = {"folder": str(secret_place)}
     open_settings = owner_settings({**TINY, "data": data, "privacy": {}})
-    with pytest.raises(PrivacySettingError, match=r"privacy.epsilon must be given.*unprotected"):
+    with pytest.raises(PrivacySettingError, match=r"privacy.epsilon must be set.*unprotected"):
         synthesize(open_settings, tmp_path / "share", runs=tmp_path / "runs")
     local = {"run": {**TINY["run"], "method": "fedavg"}, "privacy": TINY["privacy"], "data": data}
     with pytest.raises(

@@ -97,7 +97,7 @@ def test_a_curve_is_of_the_rows(runs: list[Run]) -> None:
     assert curve(runs[0], "local.amp", "seconds")[1][0] == pytest.approx(sum(took))
     spent = [row["epsilon"] for row in runs[3].rows]
     assert [a for a, _ in curve(runs[3], "test_accuracy", "eps")] == spent
-    with pytest.raises(RunFolderError, match="says no seconds"):
+    with pytest.raises(RunFolderError, match="records no seconds"):
         curve(runs[3], "test_accuracy", "seconds")
     with pytest.raises(RunFolderError, match="has no ε"):
         curve(runs[0], "test_accuracy", "eps")

@@ -423,7 +423,7 @@ TAMPERINGS: list[tuple[Tamper, str]] = [
     (changed(START, "ledgers/client-000/rows", 1), "ledger_heads.client-000.rows_before is 0"),
     (
         changed(START, "ledgers/client-000/chain", "0"),
-        "first 0 rows are not those of privacy_start.json",
+        "first 0 rows differ from those of privacy_start.json",
     ),
     (changed(START, "data_set/train_size", 10), "gives digits another train_size"),
     (changed(START, "data_set/mean", "x"), "specification"),
@@ -437,13 +437,13 @@ TAMPERINGS: list[tuple[Tamper, str]] = [
     (changed(START, "x", 1), "x is not a key"),
     (row(1, "epsilon", 0.1), "epsilon of round 1 is 0.1"),
     (fitting(text("metrics.jsonl", '"round": 1', '"round": 2')), "is not of round 1"),
-    (row(1, "seconds", 1.5), "round 1 says 'seconds', which may not be"),
+    (row(1, "seconds", 1.5), "round 1 has 'seconds', which may not be"),
     (row(1, "test_accuracy", {"n_k": 1}), "test_accuracy in a shape"),
     (
         row(2, "models", {"n_k": {"test_accuracy": 0.5}}),
         "a model 'n_k', which the method does not make",
     ),
-    (row(2, "models", {"aca": {"local": {"amp": 0.5}}}), "says 'local', which may not be shown"),
+    (row(2, "models", {"aca": {"local": {"amp": 0.5}}}), "has 'local', which may not be shown"),
     (row(2, "participants", [0, 2]), "participants is [0, 2]"),
     (row(1, "domain_accuracy", {"n_k=312": 0.5}), "of a domain that the"),
     (row(2, "lost", {"1": "n_k=312"}), "lost is"),
@@ -451,7 +451,7 @@ TAMPERINGS: list[tuple[Tamper, str]] = [
         both(row(2, "client_upload_bytes", [1, 2, 3, 4]), row(2, "upload_bytes", 10)),
         "sizes of uploads",
     ),
-    (changed("summary.json", "test_accuracy", 0.5), "says 0.5"),
+    (changed("summary.json", "test_accuracy", 0.5), "is 0.5"),
     (no_rounds, "no cap explains the end there"),
     (fewer_rounds, "no cap explains the end there"),
     (invented_resumption, "a resumption that its ledger does not"),
@@ -482,7 +482,7 @@ TAMPERINGS: list[tuple[Tamper, str]] = [
     ),
     (
         lambda folder: (folder / "model.safetensors").write_bytes(b"x"),
-        "files.model.safetensors says",
+        "files.model.safetensors is",
     ),
 ]
 

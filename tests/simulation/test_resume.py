@@ -390,7 +390,7 @@ def test_rows_of_a_repeated_round_need_a_resumption(tmp_path: Path) -> None:
     (folder / RESUMED).unlink()
     assert any("is not charged" in problem for problem in verify_run(folder).problems)
     (folder / RESUMED).write_text(stated.replace("[0]", "[0, 1]"))
-    assert any("resumption that its ledger" in one for one in verify_run(folder).problems)
+    assert any("resumption that is missing" in one for one in verify_run(folder).problems)
 
 
 def test_a_cap_holds_over_resumptions(tmp_path: Path) -> None:
@@ -506,7 +506,7 @@ def test_other_settings_data_and_folders_and_running_runs_are_refused(tmp_path: 
     images[0, 0, 0, 0] += 1
     with pytest.raises(CheckpointError, match="other data"):
         simulate(settings, data=(replace(train, images=images), test), resume=folder)
-    with pytest.raises(OutputError, match="no run folder"):
+    with pytest.raises(OutputError, match="not a run folder"):
         simulate(settings, resume=tmp_path)
     (state,) = (folder / "simulation_only" / "checkpoint").glob("state-*")
     sound = state.read_bytes()
@@ -558,7 +558,7 @@ def test_a_run_whose_checkpoint_is_gone_does_not_start_again(tmp_path: Path) -> 
     rows = (folder / "metrics.jsonl").read_text()
     assert len(rows.splitlines()) >= 1
     shutil.rmtree(folder / "simulation_only" / "checkpoint")
-    with pytest.raises(CheckpointError, match="checkpoint is gone"):
+    with pytest.raises(CheckpointError, match="checkpoint is missing"):
         resumed(given, tmp_path)
     assert (folder / "metrics.jsonl").read_text() == rows
 

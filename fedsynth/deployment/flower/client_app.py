@@ -54,7 +54,9 @@ def node_of(settings: Mapping[str, Any], homes: str = "") -> Node:
             choose the ledger.
     """
     if "home" not in settings and {"data", "policy"} & set(settings):
-        raise MessageError("a node with data or a policy of its own needs a home of its own")
+        raise MessageError(
+            "a node with separate data or a separate policy needs a separate home folder"
+        )
     number = int(settings["partition-id"])
     default_home = Path(homes or "homes") / f"client-{number:03d}"
     home = Path(str(settings["home"])) if "home" in settings else default_home

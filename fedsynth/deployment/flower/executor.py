@@ -115,7 +115,7 @@ class Executor:
                 client=client, context=context, sub_status=SubStatus.COMPLETED, details=""
             )
         except (httpx.HTTPError, RunNotRunningException) as error:
-            print(f"an answer was not taken: {error!r:.200}", file=sys.stderr, flush=True)
+            print(f"an answer was rejected: {error!r:.200}", file=sys.stderr, flush=True)
         finally:
             if beat.is_running:
                 beat.stop()
@@ -125,7 +125,7 @@ class Executor:
         """Returns the answer to a message, or an error for a foreign one."""
         try:
             if message.has_error():
-                raise MessageError("an error is no question")
+                raise MessageError("an error is not a request")
             run, sent = from_record(message.content)
         except MessageError as error:
             return Message(Error(ErrorCode.UNKNOWN, str(error)), reply_to=message)

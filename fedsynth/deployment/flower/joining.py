@@ -31,10 +31,11 @@ AGAIN = 3.0
 LOST_SECONDS = 10
 """Seconds after which a SuperNode without its server ends."""
 REASONS = {
-    "[code: 2004]": "a client with this key is connected to the server: an earlier process of this "
-    "one, which the server gives up after a minute, or another client with the same key",
+    "[code: 2004]": "a client with this key is connected to the server: an earlier process of "
+    "this client, which the server drops after a minute, or another client with "
+    "the same key",
     "SSL/TLS handshake error": "the server's certificate is not one of the CA's, or has expired",
-    "Giving up reconnection": "the server does not answer any more",
+    "Giving up reconnection": "the server no longer answers",
     "SuperNode terminated gracefully": "the server does not know this client's key: it was "
     "restarted, or was given other keys",
 }
@@ -66,13 +67,13 @@ class Door:
             raise SettingError(
                 None,
                 "TLS",
-                f"is needed for a server elsewhere ({host}): give its CA's certificate",
+                f"is required for a server on another machine ({host}): set its CA's certificate",
             )
         if self.authority is None and self.key is not None:
-            raise SettingError(None, "key", "of a node needs TLS: give the CA's certificate")
+            raise SettingError(None, "key", "of a node needs TLS: set the CA's certificate")
         for path in (self.authority, self.key):
             if path is not None and not path.is_file():
-                raise SettingError(None, str(path), "is no file")
+                raise SettingError(None, str(path), "is not a file")
 
     def unreachable(self) -> str:
         """Returns why nothing can be sent to the server; "" if it listens."""
@@ -80,7 +81,7 @@ class Door:
         try:
             socket.create_connection((host.strip("[]"), int(port)), LOST_SECONDS).close()
         except OSError as error:
-            return f"nobody listens on {self.server} ({error.strerror or error})"
+            return f"no server listens on {self.server} ({error.strerror or error})"
         return ""
 
     @property

@@ -38,9 +38,9 @@ def from_record(content: RecordDict) -> tuple[str, bytes]:
         run = record["run"]
         sent = record["frames"]
     except (KeyError, TypeError) as error:
-        raise MessageError(f"no message of fedsynth: {error!r:.80}") from None
+        raise MessageError(f"not a valid fedsynth message: {error!r:.80}") from None
     if not (isinstance(run, str) and isinstance(sent, bytes)):
-        raise MessageError("no message of fedsynth: its record has other types")
+        raise MessageError("not a valid fedsynth message: its record has other types")
     return run, sent
 
 

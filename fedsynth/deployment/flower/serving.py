@@ -124,7 +124,9 @@ class Link:
         if self.host not in HOSTS:
             raise SettingError(None, "host", f"must be {' or '.join(HOSTS)}, got {self.host!r}")
         if self.keys is None and self.host != HERE:
-            raise SettingError(None, "keys", "are needed for nodes elsewhere, who connect over TLS")
+            raise SettingError(
+                None, "keys", "are required for nodes on other machines, which connect over TLS"
+            )
         for path in [*self._tls.values(), *self.public_keys]:
             if not path.is_file():
                 raise SettingError(
@@ -299,9 +301,7 @@ def _ended(output: Path, token: str) -> Path:
         facts = load_json(file)
         file.unlink()
     except (OSError, ValueError):
-        raise FlowerError(
-            "the run has not come to its end: what its server said stands above"
-        ) from None
+        raise FlowerError("the run did not finish: see the server's messages above") from None
     if "error" in facts:
         raise OutputError(f"the run has failed: {facts['error']}")
     return Path(facts["folder"])

@@ -87,8 +87,8 @@ class FixedPoint:
             raise SettingError(
                 None,
                 "bound",
-                f"of {self.bound:g} with {self.clients} clients and {self.fraction} bits overflows "
-                f"{BITS} bits: fewer bits behind the point",
+                f"of {self.bound:g} with {self.clients} clients and {self.fraction} bits "
+                f"overflows {BITS} bits: use fewer fractional bits",
             )
 
     def encode(self, vector: npt.ArrayLike) -> Words:
@@ -132,9 +132,11 @@ def split(secret: bytes, holders: list[int], threshold: int) -> dict[int, bytes]
         SecureSumError: invalid arguments.
     """
     if len(secret) != SECRET_BYTES or not 1 <= threshold <= len(set(holders)) == len(holders):
-        raise SecureSumError("a secret of 32 bytes is shared by its threshold or more holders")
+        raise SecureSumError(
+            "a secret must have 32 bytes and at least as many holders as its threshold"
+        )
     if min(holders) < 0:
-        raise SecureSumError("a holder's number is at least 0")
+        raise SecureSumError("a holder's number must be at least 0")
     coefficients = [int.from_bytes(secret, "big")]
     coefficients += [secrets.randbelow(PRIME) for _ in range(threshold - 1)]
     return {k: _value(coefficients, k + 1).to_bytes(SHARE_BYTES, "big") for k in holders}
@@ -160,7 +162,7 @@ def combine(shares: Mapping[int, bytes], threshold: int) -> bytes:
                 below = below * (other - x) % PRIME
         secret = (secret + y * above * pow(below, -1, PRIME)) % PRIME
     if secret >= 2 ** (8 * SECRET_BYTES):
-        raise SecureSumError("the shares give no secret: one of them is not what was shared")
+        raise SecureSumError("the shares do not reconstruct the secret: one of them was changed")
     return secret.to_bytes(SECRET_BYTES, "big")
 
 
@@ -206,7 +208,7 @@ def common(key: X25519PrivateKey, other: bytes, purpose: bytes, about: bytes) ->
     try:
         secret = key.exchange(X25519PublicKey.from_public_bytes(other))
     except ValueError:
-        raise SecureSumError("a client's public key is none") from None
+        raise SecureSumError("a client's public key is not valid") from None
     return derived(secret, purpose, about)
 
 
@@ -254,7 +256,7 @@ def unseal(key: bytes, sealed: bytes, about: bytes) -> bytes:
     try:
         return ChaCha20Poly1305(key).decrypt(_ZERO[:12], sealed, about)
     except InvalidTag:
-        raise SecureSumError("shares were changed on the way, or are for others") from None
+        raise SecureSumError("shares were changed in transit, or belong to other clients") from None
 
 
 def pair_mask(
