@@ -881,7 +881,7 @@ def test_what_fails_in_a_step_is_one_answer_whatever_it_was(
             answers.add(again(node, proposal.run, caught[0]).to_bytes())
         assert any(f"{type(error).__name__}: {error}" in one for one in said)
     assert len(answers) == 1
-    assert "is told why" in Frame.from_bytes(answers.pop()).facts["text"]
+    assert "is notified of the reason" in Frame.from_bytes(answers.pop()).facts["text"]
 
 
 def test_an_owners_ledger_is_for_its_own_records(place: Place) -> None:
