@@ -151,7 +151,7 @@ def finished_runs(folders: Sequence[Path]) -> list[Path]:
     runs: list[Path] = []
     for folder in folders:
         if not folder.is_dir():
-            raise RunFolderError(f"there is no folder {folder}")
+            raise RunFolderError(f"the folder {folder} does not exist")
         below = sorted(path for path in folder.iterdir() if path.is_dir())
         deeper = [run for inner in below for run in run_folders(inner)]
         runs += run_folders(folder) or deeper
@@ -170,7 +170,9 @@ def read_summary(folder: Path) -> dict[str, Any]:
     try:
         return Summary.model_validate_json(read_text(path)).model_dump(exclude_unset=True)
     except ValidationError as error:
-        raise RunFolderError(f"{path} is no run's summary: {faults(error)[0][:300]}") from None
+        raise RunFolderError(
+            f"{path} is not the summary of a run: {faults(error)[0][:300]}"
+        ) from None
     except (OSError, ValueError) as error:
         raise RunFolderError(f"cannot read {path}: {_reason(error)}") from None
 
@@ -207,7 +209,7 @@ def _rows(file: Path) -> Rows:
     except (OSError, ValueError) as error:
         raise RunFolderError(f"cannot read {file}: {_reason(error)}") from None
     if not all(isinstance(row, dict) and type(row.get("round")) is int for row in rows):
-        raise RunFolderError(f"{file} is damaged: a line is no round's")
+        raise RunFolderError(f"{file} is damaged: a line is not a round's metrics")
     return rows
 
 

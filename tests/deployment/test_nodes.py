@@ -648,7 +648,7 @@ def test_an_owners_images_are_read_by_class(tmp_path: Path) -> None:
     Image.fromarray(drawn[0]).save(tmp_path / "flu" / "a.png")
     with pytest.raises(DataError, match="has a class 'flu' that scans does not have"):
         ClassFolders(tmp_path).read(proposal, 0)
-    with pytest.raises(DataError, match="there is no folder"):
+    with pytest.raises(DataError, match="does not exist"):
         ClassFolders(tmp_path / "nothing").read(proposal, 0)
 
 

@@ -423,7 +423,7 @@ def test_mistakes_are_said_before_anything_is_spent(secret_place: Path, tmp_path
     undeclared = make_folder(tmp_path / "new")
     with pytest.raises(DataError, match="fedsynth data describe"):
         owner_settings({"data": {"folder": str(undeclared)}, "privacy": {"epsilon": 8.0}})
-    with pytest.raises(DataFilesMissingError, match="there is no folder"):
+    with pytest.raises(DataFilesMissingError, match="does not exist"):
         owner_settings(
             {"data": {"folder": str(tmp_path / "mistyped")}, "privacy": {"epsilon": 8.0}}
         )

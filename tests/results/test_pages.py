@@ -239,7 +239,7 @@ def test_the_commands(runs: list[Run], tmp_path: Path) -> None:
     (tmp_path / "sweep").mkdir()
     (tmp_path / "sweep" / "cell").symlink_to(runs[0].folder.parent)
     assert len(finished_runs([tmp_path / "sweep"])) == 4
-    with pytest.raises(RunFolderError, match="there is no folder"):
+    with pytest.raises(RunFolderError, match="does not exist"):
         finished_runs([tmp_path / "nothing"])
     (tmp_path / "empty").mkdir()
     with pytest.raises(RunFolderError, match="no finished run"):
