@@ -113,7 +113,7 @@ def test_a_run_that_ends_early_says_what_it_spent_and_where(
         f"; spent: ε = {format_epsilon(result.summary['differential_privacy']['epsilon'])} at δ"
         in line
     )
-    assert line.endswith(f"; what it has done is in {result.folder}")
+    assert line.endswith(f"; its results are in {result.folder}")
 
     play = Simulation.play
 

@@ -233,7 +233,7 @@ class Attempts:
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, outcomes: list[tuple[str, str, bool]]
     ) -> None:
-        """outcomes: of each attempt why nobody listens, why the SuperNode ends, and whether it was
+        """outcomes: of each attempt why no server listens, why the SuperNode ends, and whether it was
         connected; the last one stays."""
         self.outcomes = outcomes
         self.clock = 0.0
@@ -255,7 +255,7 @@ class Attempts:
         return self.outcomes[0][1]
 
 
-NOBODY = ("nobody listens", "", False)
+NOBODY = ("no server listens", "", False)
 TAKEN = ("", "a client with this key is connected", False)
 LOST = ("", "the server no longer answers", True)
 WORKS = ("", "", True)
@@ -265,10 +265,10 @@ WORKS = ("", "", True)
     ("outcomes", "said", "seconds"),
     [
         ([WORKS], [], 100),
-        ([NOBODY, NOBODY, WORKS], ["nobody listens"], 106),
-        ([TAKEN, TAKEN, NOBODY, WORKS], ["a client with this key", "nobody listens"], 109),
-        ([LOST, NOBODY, LOST, WORKS], ["does not answer", "nobody", "does not answer"], 309),
-        ([NOBODY], ["nobody listens", "no connection"], 60),
+        ([NOBODY, NOBODY, WORKS], ["no server listens"], 106),
+        ([TAKEN, TAKEN, NOBODY, WORKS], ["a client with this key", "no server listens"], 109),
+        ([LOST, NOBODY, LOST, WORKS], ["no longer answers", "no server", "no longer answers"], 309),
+        ([NOBODY], ["no server listens", "no connection"], 60),
         ([LOST, *[TAKEN] * 99], ["does not answer", "with this key", "no connection"], 160),
     ],
 )
@@ -306,7 +306,7 @@ def test_nobody_listening_is_noticed_at_once() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
-        assert "nobody listens" in Door(f"127.0.0.1:{port}", None).unreachable()
+        assert "no server listens" in Door(f"127.0.0.1:{port}", None).unreachable()
         taken.listen()
         assert not Door(f"127.0.0.1:{port}", None).unreachable()
 

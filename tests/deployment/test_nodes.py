@@ -253,7 +253,7 @@ def test_a_policy_declines_and_the_run_goes_on(place: Place) -> None:
     assert not list((place.folder / "owner-2").glob("*.jsonl"))  # not even a ledger was made
     assert any("declined: method feddm" in one for one in place.said)
     assert len(served.histories) == 2
-    assert any("client 2 took no part" in one for one in served.deviations)
+    assert any("client 2 did not take part" in one for one in served.deviations)
 
 
 def test_open_runs_need_to_be_allowed() -> None:

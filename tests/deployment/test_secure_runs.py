@@ -591,7 +591,7 @@ def test_the_reports_say_that_the_sum_was_executed_and_what_it_rests_on(place: P
         assert (report["shares"], report["min_clients"]) == (2, 3)
         text = render_markdown(report)
         assert "secure aggregation: aggregation executed" in text
-        assert "at most 1 client of a sum, and everybody else" in text
+        assert "at most 1 client of a sum, and everyone else" in text
         assert "A secure aggregation reveals" not in text
     assert any("sends its part of a sum masked" in one for one in place.said)
     together = simulate(resolve(given), quiet=True)

@@ -283,4 +283,4 @@ def test_a_report_names_the_users_model_and_its_initial_weights(model: Any, word
     assert words in report["public_items"]["architecture and initial weights"]
     name = f"the model {settings.model.name}"
     assert report["own_code"] == [name]
-    assert f"{name}, given by the operator" in render_markdown(report)
+    assert f"{name}, supplied by the operator" in render_markdown(report)

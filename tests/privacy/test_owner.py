@@ -138,7 +138,7 @@ def test_the_report_is_that_of_the_ledger(tmp_path: Path) -> None:
     one.noisy_mean(clip=1.0)
     for suffix in (".html", ".md", ".json"):
         one.report(tmp_path / f"report{suffix}")
-    assert "one data owner's computation" in (tmp_path / "report.md").read_text()
+    assert "a computation of one data owner" in (tmp_path / "report.md").read_text()
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["guarantee"]["epsilon"] == pytest.approx(one.spent())
     with pytest.raises(PrivacySettingError, match="must end in"):

@@ -101,7 +101,7 @@ def no_epsilon(report: Report) -> None:
         ({}, [row(), row(1, unaccounted="real images")], "real images"),
         ({}, [row(0, sigma=0.0)], "without noise"),
         ({"scope": [UNACCOUNTED]}, [row()], "sent as it is"),
-        ({"test_only_randomness": True}, [row()], "injected by a test"),
+        ({"test_only_randomness": True}, [row()], "A test supplied noise"),
     ],
 )
 def test_without_a_guarantee_no_epsilon_is_stated(
@@ -111,7 +111,7 @@ def test_without_a_guarantee_no_epsilon_is_stated(
     assert not report["verdict"]["formal"]
     text = render_markdown(report)
     assert reason in text
-    assert "Nobody is promised any protection" in text
+    assert "guarantees no protection to anyone" in text
     assert "This report protects no file" in text
     assert summary_rows(report)[0][0] == "verdict"
     no_epsilon(report)

@@ -66,9 +66,9 @@ def test_the_first_page_says_who_when_what_and_whose() -> None:
         assert words in text, words
     bare = first_page(made(run=RunFacts(), files={}))
     assert "| responsible | not stated |" in bare
-    assert "lists no file" in bare
+    assert "lists no files" in bare
     one = render_markdown(made(clients=1, run=RunFacts(sites={"client-000": "Mitte, Nord"})))
-    assert "one data owner's computation by method feddm" in one
+    assert "a computation of one data owner by method feddm" in one
     assert "| sites | Mitte, Nord (client-000) |" in one
     assert "a federation" not in one
 
@@ -88,7 +88,7 @@ def test_with_persons_as_units_nothing_is_said_of_examples_that_is_meant_of_pers
         assert words in text, words
     rest = re.sub(r"privacy\.unit=user", "", text)
     assert not re.search(r"\buser", rest)
-    assert "is protected less" not in rest
+    assert "has weaker protection" not in rest
     assert "one example" not in rest
     assert ("protects", "ONE PATIENT OF ONE CLIENT (with all examples of that patient there)") in (
         summary_rows(report)
@@ -126,7 +126,7 @@ def test_events_and_the_audit_are_told() -> None:
     ]
     text = render_markdown(made(events=events, epsilon_cap=4.0, abandoned=True))
     for words in (
-        "client 2 took no part: it is ill",
+        "client 2 did not take part: it is ill",
         "client client-000: ε is 3.06 now and would be 4.6 with the next round, above the cap 4",
         "ended after 1 of 2 rounds: its owner's cap",
         "abandoned after 2 of 2 rounds",
@@ -151,7 +151,7 @@ def test_shared_noise_is_told_wherever_the_guarantee_is() -> None:
         assert ("see every upload of every round" in text) == (shares == 1)
         assert ("of earlier runs only what their reports allow" in text) == (shares == 1)
     masked = render_markdown(made(secure, shares=4, min_clients=6))
-    assert "at most 2 clients of a sum are on its side" in masked
+    assert "at most 2 clients of a sum collude with the server" in masked
     assert "computed sums of at least 6 clients" in masked
     alone = render_markdown(made(own))
     assert "secure aggregation: none\n" in alone

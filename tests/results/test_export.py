@@ -113,7 +113,7 @@ def test_a_handed_over_folder_has_a_report_of_its_own_files(
         assert sorted(listed) == sorted(["README.md", "synthetic.safetensors", *more])
         assert all(sums[name] == digest for name, digest in listed.items())
         text = (folder / "privacy_report.md").read_text()
-        assert "These files were handed over together with this report" in text
+        assert "These files were exported together with this report" in text
         assert all(digest in text for digest in listed.values())
         for name in REPORTS:
             assert file_hash(run / "config.toml") not in (folder / name).read_text()
@@ -136,7 +136,7 @@ def test_one_owner_is_reported_with_the_declared_sites(tmp_path: Path) -> None:
         synthesize(settings, share, runs=tmp_path / "runs")
         text = (share / "privacy_report.md").read_text()
         assert f"| sites | {shown} (client-000) |" in text
-        assert "one data owner's computation" in text
+        assert "a computation of one data owner" in text
         assert "## A patient with several examples" in text
         assert "a federation" not in text
 
@@ -331,8 +331,8 @@ def test_soft_labels_go_with_their_images(tmp_path: Path) -> None:
         ({}, "had no differential privacy", "**There is no differential privacy.**"),
         (
             {"privacy": {"noise_multiplier": 3.0, "mechanism": "paper"}},
-            "had a mechanism that guarantees nothing",
-            "**Nothing is guaranteed**",
+            "had a mechanism without any guarantee",
+            "**There is no guarantee**",
         ),
     ],
 )

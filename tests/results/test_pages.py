@@ -196,10 +196,10 @@ def test_who_has_what_of_a_private_run_is_shown_on_request_alone(runs: list[Run]
     shown = re.sub(r'<td style="[^"]*"', "", runs_page([private]))
     assert row not in shown
     assert "is shown on request only" in shown
-    assert "Not to be handed on" not in shown
+    assert "Do not share this page" not in shown
     asked = re.sub(r'<td style="[^"]*"', "", runs_page([private], simulation_only=True))
     assert row in asked
-    assert "Not to be handed on" in asked
+    assert "Do not share this page" in asked
 
 
 def test_what_a_stranger_wrote_stays_text(runs: list[Run], tmp_path: Path) -> None:

@@ -98,7 +98,11 @@ def test_a_published_data_set_is_named_where_no_ledger_is_kept(tmp_path: Path) -
     report = json.loads((folder / "privacy_report.json").read_text())
     assert report["public_items"]["data set"].startswith("digits, published: scikit-learn's")
     assert not report["ledger_kept"]
-    fresh = (folder / "privacy_report.md").read_text().split("No ledger was kept over runs")[1]
+    fresh = (
+        (folder / "privacy_report.md")
+        .read_text()
+        .split("This run has no ledger that counts several runs")[1]
+    )
     assert "earlier and later runs on the same data are not counted" in fresh
     (test,) = [entry for entry in report["scope"] if entry["access"] == "test set"]
     assert test["note"].startswith("of the published data set digits")

@@ -170,7 +170,7 @@ def test_what_was_skipped_is_said_at_the_end_again(
     simulate(tiny(folder, data={"skip_corrupt": True, "skip_other": True, "image_size": "16"}))
     last = capsys.readouterr().err.splitlines()[-1]
     assert last == (
-        "left out of the data: 1 images that cannot be read, .dcm: 1 (north/ill/07.dcm)"
+        "excluded from the data: 1 images that cannot be read, .dcm: 1 (north/ill/07.dcm)"
     )
 
 

@@ -374,7 +374,7 @@ def test_a_repeated_round_is_charged_again_and_reported(
     assert verify_run(found.folder).problems == []
     (deviation,) = found.deviations
     assert deviation == (
-        "resumed after 1 of 3 rounds: releases made in round 2 before that are charged; the round is "
+        "resumed after 1 of 3 rounds: earlier releases in round 2 are charged; the round is "
         "charged again"
     )
 

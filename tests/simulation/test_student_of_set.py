@@ -178,9 +178,9 @@ def test_an_encoder_with_other_weights_is_found_out(tmp_path: Path) -> None:
     result = simulate(settings, output=tmp_path / "runs", quiet=True)
     share = export_run(str(result.folder), tmp_path / "share", with_model=True)
     readme = (share / "README.md").read_text()
-    assert f"code that is not here: `{name}`" in readme
+    assert f"code that is not in this folder: `{name}`" in readme
     assert 'load_model("THIS_FOLDER", features="PATH/enc.py:encoder")' in readme
-    assert "`fedsynth student`, `PATH/enc.py:encoder` is the option of features" in readme
+    assert "for `fedsynth student`, set the features option to `PATH/enc.py:encoder`" in readme
     assert load_model(share, features=f"{file}:encoder") is not None
     build = _OWN[name][0]
     file.write_text(ENCODER.format(seed=1))
