@@ -38,7 +38,7 @@ def test_a_cell_runs_and_stands_beside_what_is_published(
     first = fedsynth("reproduce", *CELL, *TINY, *output)
     assert first.code == 0, first.stderr
     assert all(line.startswith("SCALED to 0.01: ") for line in first.stderr.splitlines())
-    assert "no result of the published setting" in first.stdout
+    assert "not a result of the published setting" in first.stdout
     assert "scaled: no verdict" in first.stdout
     again = fedsynth("reproduce", *CELL, *TINY, *output, "--json")
     assert "existing" in again.stderr

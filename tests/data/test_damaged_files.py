@@ -148,7 +148,7 @@ CASES: dict[tuple[str, str], list[tuple[Content, str]]] = {
         (writers(y=[1]), r"got \[2, 784\], \[1\] and 2"),
         (writers(x=[ROW[1:]] * 2), r"x must be n images of 784 numbers .*; got \[2, 783\]"),
         (writers(x=[ROW, ROW[1:]]), "the rows of x differ in length"),
-        (writers(x=[], y=[], num_samples=[0]), "x is empty or no list; a writer without examples"),
+        (writers(x=[], y=[], num_samples=[0]), "x must be a list with at least one element"),
         (writers(x=[ROW, [*ROW[1:], None]]), "x must hold numbers only"),
         (writers(x=[ROW, [*ROW[1:], float("nan")]]), "1 of 1568 pixels are not numbers in"),
         (writers(x=[ROW, [*ROW[2:], float("inf"), -1e-9]]), "2 of 1568 pixels are not numbers in"),
@@ -157,7 +157,10 @@ CASES: dict[tuple[str, str], list[tuple[Content, str]]] = {
         (writers(y=[0, 1.5]), "labels must be whole numbers"),
         (writers(y=[0, 2**70]), "y must hold numbers only"),
         (writers(y=[True, False]), "y must hold numbers only"),
-        (json.dumps(leaf({"f0100_00": writer(1)})).encode(), "'f0100_00' is in another file of"),
+        (
+            json.dumps(leaf({"f0100_00": writer(1)})).encode(),
+            "'f0100_00' is also in another file of",
+        ),
     ],
     ("femnist", leaf_path("test", 5)): [
         (content, "cannot be read as JSON")

@@ -458,5 +458,5 @@ def test_a_server_does_not_choose_an_owners_ledger(own: str, tmp_path: Path) -> 
     flwr()
     from fedsynth.deployment.flower.client_app import node_of
 
-    with pytest.raises(MessageError, match="needs a home of its own"):
+    with pytest.raises(MessageError, match="needs a separate home"):
         node_of({"partition-id": 0, own: str(tmp_path / own)}, str(tmp_path / "elsewhere"))

@@ -356,7 +356,7 @@ def test_of_fewer_clients_than_the_noise_counts_on_there_is_no_sum(
     served = place.serve(of_four("fedsum"), hand)
     assert (1, "main") not in seen.totals
     assert served.metrics[0]["not_counted"] == {"exchange": "main", "uploads": 0, "needed": 3}
-    assert "there is no sum" in served.metrics[0]["rejected"]["0"]
+    assert "the sum was not computed" in served.metrics[0]["rejected"]["0"]
     assert "not_counted" not in served.metrics[1]
     # who has not answered a step has paid nothing
     spent = 2 if question in ("keys", "shares") else 4

@@ -272,7 +272,7 @@ ONE_METHODS: dict[tuple[str, str], tuple[Attack, str]] = {
     **{
         ("fedaf", f"soft label {p}"): (
             with_fields(soft=lambda sent, p=p: filled(p)(sent.soft)),
-            "^soft has rows that miss" if p == 0.9 else "^soft holds",
+            "^soft has rows whose sums differ" if p == 0.9 else "^soft holds",
         )
         for p in (-0.5, 0.9, 2.0)
     },

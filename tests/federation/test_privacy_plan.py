@@ -120,7 +120,7 @@ def test_what_a_plan_is_of_is_refused_before_anything_is_opened() -> None:
         plan_of(settings(epsilon=8.0), joining((), (LEAK,), ()))
     with pytest.raises(LedgerError, match="protect a user"):
         plan_of(run, joining((), (replace(SPENT, unit=USER),), ()))
-    with pytest.raises(BudgetExceededError, match="already spent"):
+    with pytest.raises(BudgetExceededError, match="exhausted"):
         plan_of(settings(epsilon=0.1), joining((SPENT,) * 3, (), ()))
     held = plan_of(settings(epsilon=8.0), joining((SPENT,), (), ())).epsilon(
         (joining((SPENT,))[0],)

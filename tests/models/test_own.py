@@ -175,8 +175,8 @@ class NoGradients(Faulty):
         (with_fault(lambda self: setattr(self, "lock", threading.Lock())), "cannot be copied"),
         (Grows, "changes the names"),
         (NoGradients, "cannot be trained"),
-        (with_parameter(torch.zeros(2, dtype=torch.complex64)), "is of torch.complex64"),
-        (with_parameter(torch.zeros(2, dtype=torch.float64)), "is of torch.float64"),
+        (with_parameter(torch.zeros(2, dtype=torch.complex64)), "has type torch.complex64"),
+        (with_parameter(torch.zeros(2, dtype=torch.float64)), "has type torch.float64"),
         (with_parameter(torch.eye(2).to_sparse()), "is sparse or quantised"),
         (
             with_fault(lambda self: setattr(self, "more", nn.Linear(2, 2, device="meta"))),

@@ -201,7 +201,7 @@ def with_task(task: Task) -> Any:
 
 @pytest.mark.parametrize("name", METHODS)
 def test_a_methods_own_loss_is_refused(name: str) -> None:
-    with pytest.raises(SettingError, match=r"run\.method.*the method own-task.*has no bound"):
+    with pytest.raises(SettingError, match=r"run\.method.*the method own-task.*is not bounded"):
         with_task(Task(loss=METHODS[name]))
 
 

@@ -259,7 +259,7 @@ def test_a_short_write_is_taken_back(path: Path, monkeypatch: pytest.MonkeyPatch
 
     with monkeypatch.context() as patch:
         patch.setattr("fedsynth.privacy.ledger.ledger.open_regular", opened)
-        with pytest.raises(LedgerError, match="only part of the line"):
+        with pytest.raises(LedgerError, match="only a part of the line"):
             ledger.charge(row(2))
     assert path.read_bytes() == whole
     ledger.charge(row(2))

@@ -243,12 +243,12 @@ UNSOUND: list[tuple[dict[str, Tensor], dict[str, str], str]] = [
     ({"images": torch.rand(4, 1, 16, 16).to(torch.complex64)}, {}, "not floating-point"),
     (EMPTY, {}, "no images"),
     ({"images": torch.rand(5, 1, 16, 16)}, {}, "labels are not one"),
-    ({"labels": torch.tensor([0, 0, 1, 2])}, {}, "classes that there are not"),
+    ({"labels": torch.tensor([0, 0, 1, 2])}, {}, "classes that do not exist"),
     ({"client": torch.tensor([0, 1])}, {}, "client are not one"),
     ({"other": torch.rand(4)}, {}, "'other'"),
     (shares(-0.5, 1.5), {}, "soft labels are negative"),
     (shares(0.5, 0.6), {}, "do not sum to 1"),
-    ({"soft_labels": torch.full((4, 3), 1 / 3)}, {}, "a share of each class"),
+    ({"soft_labels": torch.full((4, 3), 1 / 3)}, {}, "one probability per class"),
     ({}, {"std": "[1e-300]"}, "not finite"),
     ({}, {"mean": "[" * 50_000}, "levels deep"),
     ({}, {"class_names": "3"}, "does not describe"),
@@ -357,7 +357,7 @@ def test_what_is_not_exported(tmp_path: Path) -> None:
     assert models is not None
     assert folder is not None
     out = tmp_path / "share"
-    with pytest.raises(OutputError, match="made no synthetic images: fedavg sends models"):
+    with pytest.raises(OutputError, match="has no synthetic images: fedavg sends models"):
         export_run(models, out)
     (tmp_path / "x.incomplete").mkdir()
     with pytest.raises(OutputError, match="did not finish"):
@@ -365,7 +365,7 @@ def test_what_is_not_exported(tmp_path: Path) -> None:
     assert not out.exists()
     out.mkdir()
     (out / "mine").write_text("x")
-    with pytest.raises(OutputError, match="is there already"):
+    with pytest.raises(OutputError, match="already exists"):
         export_run(folder, out)
     assert files(out) == ["mine"]
     path = folder / "privacy_report.json"
@@ -416,7 +416,7 @@ def test_mistakes_are_said_before_anything_is_spent(secret_place: Path, tmp_path
         synthesize(owner_settings(without), tmp_path / "share", runs=tmp_path / "runs")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "x").write_text("")
-    with pytest.raises(OutputError, match="is there already"):
+    with pytest.raises(OutputError, match="already exists"):
         synthesize(
             owner_settings({**TINY, "data": data}), tmp_path / "full", runs=tmp_path / "runs"
         )

@@ -228,7 +228,7 @@ def test_a_logger_that_fails_costs_no_run(tmp_path: Path) -> None:
 
     heard = Heard()
     simulate(resolve(TINY), observer=Several([heard, Full(tmp_path)]))
-    said = [what for kind, what in heard.events if kind == "note" and "logs no more" in what]
+    said = [what for kind, what in heard.events if kind == "note" and "has stopped logging" in what]
     assert said == ["warning: Full logs no more: no place"]
     assert heard.events[-1][0] == "ended"
 
@@ -248,6 +248,6 @@ def test_that_times_are_stamped_is_said_of_a_private_run(
 
     monkeypatch.setattr(loggers, "LOGGERS", {"csv": loggers.CsvLogger, "stamping": Stamping})
     said = [one for one in make_loggers(["csv", "stamping"], tmp_path, private=True)]
-    assert "stamping stamp the time" in str(said[-1])
+    assert "stamping add the time" in str(said[-1])
     assert len(list(make_loggers(["csv"], tmp_path, private=True))) == 1
     assert len(list(make_loggers(["stamping"], tmp_path, private=False))) == 1

@@ -195,7 +195,7 @@ def test_who_has_what_of_a_private_run_is_shown_on_request_alone(runs: list[Run]
     row = "".join(f">{n}</td>" for n in counts["counts"][0])
     shown = re.sub(r'<td style="[^"]*"', "", runs_page([private]))
     assert row not in shown
-    assert "is shown on request only" in shown
+    assert "is shown only on request" in shown
     assert "Do not share this page" not in shown
     asked = re.sub(r'<td style="[^"]*"', "", runs_page([private], simulation_only=True))
     assert row in asked

@@ -394,29 +394,29 @@ TAMPERINGS: list[tuple[Tamper, str]] = [
     (put("ledger_heads/client-000/chain", None), "the chain hash"),
     (put("scope/0/seal", "x"), "scope.0.seal is not a key"),
     (drop("own_code"), "own_code is missing"),
-    (text("privacy_report.md", "ε = ", "ε = 0."), ".md does not say"),
-    (text("privacy_report.html", "<p>", "<p>Good. "), ".html does not say"),
+    (text("privacy_report.md", "ε = ", "ε = 0."), ".md differs"),
+    (text("privacy_report.html", "<p>", "<p>Good. "), ".html differs"),
     (swapped_files, "client-000.jsonl is the ledger of 'client-001'"),
-    (truncated, "the ledger file has 1 rows, and the report states 2"),
+    (truncated, "the ledger file has 1 rows, but the report states 2"),
     (text("ledger/client-000.jsonl", '"steps": 3', '"steps": 1'), "was edited"),
-    (rewritten_ledger, "by config.toml synthetic"),
-    (delete("ledger"), "there is no ledger folder"),
+    (rewritten_ledger, "according to config.toml, synthetic"),
+    (delete("ledger"), "the ledger folder"),
     (
         both(
             config("privacy", noise_multiplier=10.0),
             changed("privacy_start.json", "noise_multiplier", 10.0),
         ),
-        "by config.toml synthetic",
+        "according to config.toml, synthetic",
     ),
-    (config("privacy", noise_multiplier=None), "config.toml and the ledgers give"),
+    (config("privacy", noise_multiplier=None), "config.toml and the ledgers result in"),
     (config("privacy", delta=6e-4), "guarantee.delta is 1e-05"),
-    (config("privacy", clip=0.1), "by config.toml synthetic"),
+    (config("privacy", clip=0.1), "according to config.toml, synthetic"),
     (config("privacy", ledger="/nowhere"), "ledger_kept is False"),
-    (config("run", rounds=3), "no cap explains the end there"),
-    (config("run", participation=0.34), "which by config.toml is not charged"),
+    (config("run", rounds=3), "no cap explains this early end"),
+    (config("run", participation=0.34), "which is not charged according to config.toml"),
     (config("partition", clients=2), "has 2 clients, and privacy_start.json 3"),
-    (config("partition", alpha=0.1), "another data set's or partition's"),
-    (text("config.toml", '"feddm"', '"mine"'), "a method of your own"),
+    (config("partition", alpha=0.1), "another data set or partition"),
+    (text("config.toml", '"feddm"', '"mine"'), "a custom method"),
     (text("config.toml", '"digits"', '"mnist"'), "names the data set 'mnist'"),
     (text("config.toml", "[method]", "[method]\nx = 1"), "'x'"),
     (text("config.toml", "[run]", "[run"), "not valid TOML"),
@@ -429,9 +429,9 @@ TAMPERINGS: list[tuple[Tamper, str]] = [
     (changed(START, "data_set/mean", "x"), "specification"),
     (
         changed(START, "test_images", "private"),
-        "round 1 has an accuracy, and the test images are private",
+        "round 1 has an accuracy, but the test images are private",
     ),
-    (changed(START, "schema_version", 2), "is of schema 2"),
+    (changed(START, "schema_version", 2), "has schema 2"),
     (changed(START, "run/date", "2020-01-01"), "run.date is"),
     (changed(START, "warnings", ["rows mix"]), "verdict.warnings has 0 entries"),
     (changed(START, "x", 1), "x is not a key"),
@@ -441,7 +441,7 @@ TAMPERINGS: list[tuple[Tamper, str]] = [
     (row(1, "test_accuracy", {"n_k": 1}), "test_accuracy in a shape"),
     (
         row(2, "models", {"n_k": {"test_accuracy": 0.5}}),
-        "a model 'n_k', which the method does not make",
+        "a model 'n_k', which the method does not produce",
     ),
     (row(2, "models", {"aca": {"local": {"amp": 0.5}}}), "has 'local', which may not be shown"),
     (row(2, "participants", [0, 2]), "participants is [0, 2]"),
@@ -449,19 +449,19 @@ TAMPERINGS: list[tuple[Tamper, str]] = [
     (row(2, "lost", {"1": "n_k=312"}), "lost is"),
     (
         both(row(2, "client_upload_bytes", [1, 2, 3, 4]), row(2, "upload_bytes", 10)),
-        "sizes of uploads",
+        "inconsistent upload sizes",
     ),
     (changed("summary.json", "test_accuracy", 0.5), "is 0.5"),
-    (no_rounds, "no cap explains the end there"),
-    (fewer_rounds, "no cap explains the end there"),
-    (invented_resumption, "a resumption that its ledger does not"),
+    (no_rounds, "no cap explains this early end"),
+    (fewer_rounds, "no cap explains this early end"),
+    (invented_resumption, "a resumption that is missing in the ledger"),
     (lambda folder: (folder / "resumed.json").write_text('{"after_rounds": [2]}'), "names round 2"),
     (fifo("resumed.json"), "resumed.json is damaged"),
     (fifo("metrics.jsonl"), "metrics.jsonl"),
     (fifo("summary.json"), "summary.json is missing"),
     (
         fitting(lambda folder: rewrite(folder / "artefacts.json", {"n_k": [[312]]})),
-        "artefacts.json is there, and the run makes none",
+        "artefacts.json exists, but the run does not produce it",
     ),
     (source, "sources/n_k.py is not the file"),
     (
@@ -478,7 +478,7 @@ TAMPERINGS: list[tuple[Tamper, str]] = [
     ),
     (
         tensors("synthetic.safetensors", lambda t: t["client"].fill_(312)),
-        "names clients or classes that there are not",
+        "names clients or classes that do not exist",
     ),
     (
         lambda folder: (folder / "model.safetensors").write_bytes(b"x"),
@@ -519,7 +519,7 @@ def test_images_where_a_run_makes_none_are_noticed(folder: Path, tmp_path: Path)
     assert found(averaged) == []
     name = "synthetic.safetensors"
     fitting(lambda to: shutil.copy(folder / name, to / name))(averaged)
-    assert found(averaged) == [f"{name} is there, and the run makes none"]
+    assert found(averaged) == [f"{name} exists, but the run does not produce it"]
 
 
 DEEP = "[" * 100_000 + "]" * 100_000
@@ -586,12 +586,12 @@ def test_a_kept_ledger_out_of_reach_is_said(tmp_path: Path) -> None:
     assert "no ledger file was compared" in result.notes[0]
     assert "moved" in verify_run(folder, ledger=tmp_path / "moved").notes[0]
     assert found(folder, ledger=tmp_path / "nowhere") == [
-        f"there is no ledger folder {tmp_path / 'nowhere'}"
+        f"the ledger folder {tmp_path / 'nowhere'} does not exist"
     ]
     edit(hide_last_rows)(folder)
-    assert any("has 1 rows, and its ledger head 2" in problem for problem in found(folder))
+    assert any("has 1 rows, but its ledger head states 2" in problem for problem in found(folder))
     edit(lambda r: [head.update(rows=1) for head in r["ledger_heads"].values()])(folder)
-    assert any("by config.toml synthetic" in problem for problem in found(folder))
+    assert any("according to config.toml, synthetic" in problem for problem in found(folder))
     assert any("chain hash" in p for p in found(folder, ledger=tmp_path / "moved"))
 
 
@@ -607,7 +607,7 @@ def test_what_ends_a_run_before_its_last_round_is_the_cap(tmp_path: Path) -> Non
         pages(folder, {**report, "events": [{**stated, key: value}]})
         assert [p.split()[0] for p in found(folder)] == [f"events[0].{key}"], key
     pages(folder, {**report, "events": []})
-    assert found(folder) == ["events has 0 entries, and should have 1"]
+    assert found(folder) == ["events has 0 entries, but should have 1"]
 
 
 def test_fewer_steps_than_a_straggler_has_are_noticed(tmp_path: Path) -> None:
@@ -625,4 +625,4 @@ def test_fewer_steps_than_a_straggler_has_are_noticed(tmp_path: Path) -> None:
     row(1, "stragglers", {"0": 1, "1": 312})(folder)
     assert any("round 1 stragglers" in problem for problem in found(folder))
     rewritten_ledger(folder)
-    assert sum("is charged, and the ledger has no such row" in text for text in found(folder)) == 6
+    assert sum("is charged, but the ledger has no such row" in text for text in found(folder)) == 6

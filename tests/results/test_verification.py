@@ -168,7 +168,7 @@ def test_a_method_of_ones_own_is_given(tmp_path: Path) -> None:
     result = simulate(replace(chosen, method=Mine(local_epochs=1, batch=128)), output=tmp_path)
     assert result.folder is not None
     assert verify_run(result.folder, method=Mine).problems == []
-    assert "method of your own" in " ".join(found(result.folder))
+    assert "custom method" in " ".join(found(result.folder))
 
 
 def test_two_runs_that_share_a_kept_ledger_verify(
@@ -250,7 +250,9 @@ def test_a_run_that_was_stopped_can_be_reported(
         run(tmp_path, settings("fedavg", **privacy))
     folder = stopped(tmp_path, resolve(settings(**privacy)), monkeypatch)
     assert is_unfinished(folder)
-    with pytest.raises(PrivacyError, match="has no report yet: fedsynth privacy report"):
+    with pytest.raises(
+        PrivacyError, match="has no report yet: build it with fedsynth privacy report"
+    ):
         verify_run(folder)
     report: Any = unfinished_report(folder)
     write_report(report, folder)

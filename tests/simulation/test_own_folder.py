@@ -94,7 +94,9 @@ def test_a_private_run_goes_by_the_declaration(clinic: Path, tmp_path: Path) -> 
 def test_another_ledger_than_the_declared_one_is_refused(clinic: Path, tmp_path: Path) -> None:
     """Catches: images whose budget is spent, and a run that begins at nothing beside it."""
     elsewhere = {**BUDGET, "ledger": str(tmp_path / "elsewhere")}
-    with pytest.raises(SettingError, match="must be that of the declaration") as caught:
+    with pytest.raises(
+        SettingError, match="must be the ledger folder of the declaration"
+    ) as caught:
         simulate(tiny(clinic, privacy=elsewhere), output=tmp_path / "runs", quiet=True)
     assert (caught.value.section, caught.value.key) == ("privacy", "ledger")
     same = {**BUDGET, "ledger": str(clinic / "fedsynth-ledger")}
@@ -158,7 +160,7 @@ def test_test_images_that_also_train_are_counted(
     assert "are identical" not in capsys.readouterr().err
     own = replace(train, spec=replace(train.spec, name="mine"))
     simulate(linear, data=(own, own.subset(np.arange(5))))
-    assert "5 of 5 test images are the same" in capsys.readouterr().err
+    assert "5 of 5 test images are identical" in capsys.readouterr().err
 
 
 def test_what_was_skipped_is_said_at_the_end_again(

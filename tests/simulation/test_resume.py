@@ -485,7 +485,7 @@ def test_a_full_disk_leaves_the_last_checkpoint_whole(
 
     with monkeypatch.context() as patch:
         patch.setattr(checkpoints, "write_whole", full)
-        with pytest.raises(OutputError, match="one before") as error:
+        with pytest.raises(OutputError, match="earlier checkpoint") as error:
             run(given, tmp_path / "cut")
     assert "\n" not in str(error.value)
     assert_same(whole, resumed(given, tmp_path / "cut"))
