@@ -163,7 +163,7 @@ def last_line(path: Path) -> str:
             file.seek(-min(_LOG_END, os.fstat(file.fileno()).st_size), os.SEEK_END)
             lines = file.readall().decode(errors="replace").split("\n")
     except OSError:
-        return "there is no log"
+        return "the log is missing"
     return next((line.strip()[:300] for line in reversed(lines) if line.strip()), "it is empty")
 
 

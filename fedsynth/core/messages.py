@@ -281,6 +281,6 @@ class ModelParameters(Message):
 
     parameters: Mapping[str, Tensor] = released()
     weight: float = public(
-        "1 with DP on (0 for a straggler that is dropped, by a public draw), the number of "
-        "examples with DP off"
+        "with DP on: 1, or 0 for a straggler that a public draw drops; with DP off: the "
+        "number of examples"
     )

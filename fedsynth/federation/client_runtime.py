@@ -213,7 +213,7 @@ class ClientRuntime:
     def require_terms(self) -> None:
         """Raises RequestRefusedError if it has not received the terms yet."""
         if not self._told:
-            raise RequestRefusedError(f"client {self.number} was not told the terms of the run")
+            raise RequestRefusedError(f"client {self.number} has not received the run terms")
 
     def prepare(self, context: RoundContext) -> Refusal | None:
         """Returns a refusal if it cannot take part in the round; nothing is charged.
@@ -253,7 +253,7 @@ class ClientRuntime:
             RequestRefusedError: it has not received the terms.
         """
         if self.budget is None:
-            raise RequestRefusedError(f"client {self.number} was not told the terms of the run")
+            raise RequestRefusedError(f"client {self.number} has not received the run terms")
         if self.may_try_again(phase, context) and self._granted is not None:
             return self._granted[2]
         budget = self.budget.charge(context, phase)

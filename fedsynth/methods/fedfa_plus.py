@@ -55,7 +55,7 @@ HISTOGRAM = "histogram"
 class StatisticsDown(ModelParameters):
     """Sent to clients: w_t; γ of each stage's means and deviations, and π (empty in round 1)."""
 
-    statistics: Mapping[str, Tensor] = public("goes down, not up")
+    statistics: Mapping[str, Tensor] = public("sent to clients, never uploaded")
 
 
 @dataclass(frozen=True)

@@ -44,8 +44,8 @@ from fedsynth.validation import check_choices, check_embedding, check_ranges
 class AnchorsDown(ModelParameters):
     """Sent to clients: w_t, the anchors [C, D], and which of them exist [C] (bool)."""
 
-    anchors: Tensor = public("goes down, not up")
-    known: Tensor = public("goes down, not up")
+    anchors: Tensor = public("sent to clients, never uploaded")
+    known: Tensor = public("sent to clients, never uploaded")
 
 
 @dataclass(frozen=True)

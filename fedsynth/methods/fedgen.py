@@ -60,15 +60,15 @@ class GeneratorDown(ModelParameters):
     """Sent to clients: w_t, the generator (empty in round 1), and which classes any client has had
     [C] (bool)."""
 
-    generator: Mapping[str, Tensor] = public("goes down, not up")
-    known: Tensor = public("goes down, not up")
+    generator: Mapping[str, Tensor] = public("sent to clients, never uploaded")
+    known: Tensor = public("sent to clients, never uploaded")
 
 
 @dataclass(frozen=True)
 class ModelAndCounts(ModelParameters):
     """The upload: the model, and the client's class counts [C]."""
 
-    counts: Tensor = public("ones with DP on, the numbers of examples of each class with DP off")
+    counts: Tensor = public("with DP on: ones; with DP off: the numbers of examples of each class")
 
 
 def ensemble_loss(

@@ -35,7 +35,7 @@ from fedsynth.validation import check_ranges
 class TeacherDown(ModelParameters):
     """Sent to clients: w_t, and the average of the last M global models."""
 
-    teacher: Mapping[str, Tensor] = public("goes down, not up")
+    teacher: Mapping[str, Tensor] = public("sent to clients, never uploaded")
 
 
 @dataclass(frozen=True)

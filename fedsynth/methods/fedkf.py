@@ -58,7 +58,7 @@ TALLY = "tally"
 class TwoModels(ModelParameters):
     """Sent to clients: ACA, and OCA as the teacher (empty in FedKF⁻, whose teacher is ACA)."""
 
-    teacher: Mapping[str, Tensor] = public("goes down, not up")
+    teacher: Mapping[str, Tensor] = public("sent to clients, never uploaded")
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from fedsynth.methods.shared.local import TrainsLocally
 class NormalisedModel(ModelParameters):
     """The upload: the model, and ‖a_k‖₁."""
 
-    norm: float = public("with DP on the number of steps comes from public sizes")
+    norm: float = public("with DP on, the number of steps depends only on public sizes")
 
 
 @dataclass(frozen=True)

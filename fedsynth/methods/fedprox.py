@@ -40,14 +40,14 @@ PATIENCE = 5  # down when it fell this many times in a row
 class ProxMessage(ModelParameters):
     """Sent to clients: w_t and the μ of this round."""
 
-    mu: float = public("goes down, not up")
+    mu: float = public("sent to clients, never uploaded")
 
 
 @dataclass(frozen=True)
 class LossModel(ModelParameters):
     """The upload: the model, and the mean loss of w_t on the client's data, for adaptive μ."""
 
-    loss: float = public("0 with DP on: adaptive μ is refused then")
+    loss: float = public("0 with DP on, because adaptive μ is refused with DP")
 
 
 @dataclass(frozen=True)

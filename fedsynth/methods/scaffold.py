@@ -36,7 +36,7 @@ from fedsynth.validation import check_ranges
 class ControlDown(ModelParameters):
     """Sent to clients: x and c (empty at first: zero)."""
 
-    control: Mapping[str, Tensor] = public("goes down, not up")
+    control: Mapping[str, Tensor] = public("sent to clients, never uploaded")
 
 
 @dataclass(frozen=True)

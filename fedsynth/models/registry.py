@@ -319,7 +319,7 @@ def feature_facts(settings: ModelSettings, spec: DatasetSpec) -> dict[str, str]:
     features = _map_below(settings, spec)
     return {
         "feature map": f"{features.name}, {features.dimension} coordinates: fixed before data are "
-        "read; each image's vector depends on that image alone",
+        "read; each image's vector depends only on that image",
         "constants of the features": f"radius R {features.radius:.6g}: {features.source}",
     }
 

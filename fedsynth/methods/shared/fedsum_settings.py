@@ -39,7 +39,7 @@ class SumsRequest(ModelParameters):
     """Sent to clients: w_r, and the images S [classes · ipc, C, H, W], whose feature means the sums
     are centred on."""
 
-    images: Tensor = public("goes down, not up")
+    images: Tensor = public("sent to clients, never uploaded")
 
 
 @dataclass(frozen=True)

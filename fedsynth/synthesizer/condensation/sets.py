@@ -34,8 +34,8 @@ class SyntheticSet(Message):
     # a subclass may send uint8 pixels: `normalised` returns a network's inputs
     images: Tensor = released()
     labels: Tensor = public(
-        "with DP on every class is sent, or those whose released noisy count is large, each with "
-        "as many images"
+        "with DP on, every class is sent, or only classes with a large released noisy "
+        "count, each with the same number of images"
     )
 
     def normalised(self, spec: DatasetSpec) -> Tensor:
