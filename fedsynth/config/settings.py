@@ -50,7 +50,7 @@ class RunSettings:
     """One run.
 
     Args:
-        method: the method by name (`fedsynth methods`), or FILE.py:NAME for a class of your own.
+        method: the method by name (`fedsynth methods`), or FILE.py:NAME for a custom class.
             In Python, an object with its settings.
         dataset: name of the data set.
         data_root: folder of the data sets; default: the environment variable FEDSYNTH_DATA.

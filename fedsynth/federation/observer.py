@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Observer:
-    """Does nothing; subclass what you want to be told.
+    """Receives the events of a run. Every method does nothing; override those that you need.
 
     >>> from fedsynth import FedAvg, ModelSettings, RunSettings, simulate
     >>> class Bytes(Observer):
@@ -27,7 +27,7 @@ class Observer:
     """
 
     def started(self, settings: RunSettings, folder: Path | None) -> None:
-        """The run is about to begin, or to go on, with these settings.
+        """The run is about to start or to resume with these settings.
 
         Args:
             settings: the run's, resolved.
@@ -45,4 +45,4 @@ class Observer:
         only a simulation may show."""
 
     def ended(self, summary: Mapping[str, Any] | None) -> None:
-        """The run has ended, with what summary.json says; None: it was stopped, or failed."""
+        """The run has ended; `summary` is the content of summary.json, or None if it failed."""

@@ -80,7 +80,7 @@ class FedDF(EnsembleDistillation):
         """The server's part of Algorithm 1: fusion by AVGLOGITS."""
         images = context.proxy
         if images is None:
-            raise SettingError(None, "RoundContext.proxy", "must hold public images for feddf")
+            raise SettingError(None, "RoundContext.proxy", "must have public images for feddf")
         adam = torch.optim.Adam(student.parameters(), self.server_lr)
         schedule: Any = torch.optim.lr_scheduler.CosineAnnealingLR(adam, max(1, self.server_steps))
         draws = torch_generator(context.seed, "proxy batches", context.round)

@@ -1,4 +1,4 @@
-"""One-shot distillation of models from files: what a server does with models that somebody trained
+"""One-shot distillation of models from files: the server step with models that were trained
 elsewhere."""
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ def distil_models(
     Args:
         models: trained classifiers, on the student's device.
         student: an untrained network; not changed.
-        method: with its settings.
-        spec: of the images that the models take.
-        seed: of the generator and of all draws.
-        reporter: told of progress.
+        method: the method, with its settings.
+        spec: the specification of the models' input images.
+        seed: the seed of the generator and of all random draws.
+        reporter: receives the progress.
     """
     context = one_shot_context(models, student, spec, seed, reporter)
     uploads = {
@@ -65,7 +65,7 @@ def one_shot_context(
     seed: int = 0,
     reporter: Reporter | None = None,
 ) -> RoundContext:
-    """The only round of a server that has these models."""
+    """Returns the context of a single round whose clients have these models."""
     return RoundContext(
         1,
         seed,

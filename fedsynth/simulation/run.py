@@ -337,7 +337,7 @@ class Simulation:
     def _record(self, context: RoundContext, started: float) -> None:
         """The round's row, its picture, and the checkpoint."""
         row = self.record.row(self.server.state, context, self.played, started)
-        self._draw_round(context.round)  # before the checkpoint, which says that the round is over
+        self._draw_round(context.round)  # before the checkpoint, which marks the round as finished
         self._keep(context)
         self.record.tell(row)
 
@@ -355,7 +355,7 @@ class Simulation:
             secret=all(budget.secret.is_secret for budget in budgets if budget is not None),
         )
         if self.folder is not None:
-            # not before: without it a run that is killed here would begin anew
+            # not earlier: without its checkpoint, a run that is killed here would start again
             self.checkpoints.discard(self.folder)
         return RunResult(
             self.settings,

@@ -29,7 +29,7 @@ def headline(settings: RunSettings, plan: PrivacyPlan | None) -> list[str]:
 
 
 def warnings(settings: RunSettings) -> list[str]:
-    """Settings that do not do what somebody may expect of them."""
+    """Returns warnings about settings that may not have the effect that a user expects."""
     method = settings.method
     texts: list[str] = []
     if method.personal and not settings.partition.local_test:

@@ -51,46 +51,47 @@ def simulate(
     """Runs a federation.
 
     Args:
-        settings: the run's.
-        data: (train, test) of your own, where test may be None, or what `load_folder` gives, whose
-            sites are then the clients; None loads `settings.folder`, or `settings.dataset`. With
-            differential privacy all of `train.spec` is public: declare a round `train_size`, not
-            the true one, or set `nominal_size` and `max_records`. Unless it is the specification of
-            a published data set, differential privacy then needs `PrivacySettings(ledger=...)`.
-        parts: your own clients: for each the positions of its examples in the training data; of
-            `settings.partition` only `local_test` is then used.
-        names: the clients' names, one for each part: a kept ledger, and the privacy report, know
-            them by these. They are public. None: client-000, client-001, … (a client whose records
-            a kept ledger is for goes by that ledger's name).
-        test: "public" or "private", what the test images are, or "none": they are not used. None:
-            those of a published data set are public, your own are private. With differential
-            privacy, what is measured on private ones stands in `simulation_only` alone.
-        output: the folder that run folders go into; None writes nothing.
-        observer: told of progress. None: each round is a line on stderr.
-        download: let torchvision fetch the data set if it is not there.
-        resume: the folder of a run that did not finish, of the same settings, data and parts: the
-            run goes on after its last whole round, with the numbers that it would have had. A round
-            that was cut off is repeated, and with differential privacy charged again. `output` is
-            then not looked at.
-        quiet: without an observer, say nothing.
-        trained: a folder in which open runs of one round, with `output`, keep what their clients
-            have trained, and take from it what another run has: from the same start, on the same
-            data, in the same order. A round's seconds count what that took then.
+        settings: the settings of the run.
+        data: user data as (train, test), where test may be None, or the result of `load_folder`,
+            whose sites become the clients. None loads `settings.folder` or `settings.dataset`. With
+            differential privacy all of `train.spec` is public: declare a rounded `train_size`, not
+            the true one, or set `nominal_size` and `max_records`. Differential privacy then needs
+            `PrivacySettings(ledger=...)`, unless the specification is of a published data set.
+        parts: custom clients: the indices of each client's examples in the training data. Only
+            `local_test` of `settings.partition` is then used.
+        names: the clients' names, one per part, in ledgers and in the privacy report. They are
+            public. None: client-000, client-001, …, or the name of the existing ledger for a
+            client's records.
+        test: the kind of the test images: "public", "private", or "none" to ignore them. None:
+            "public" for a published data set, "private" for user data. With differential privacy,
+            metrics on private test images are only in `simulation_only`.
+        output: the folder for run folders; None writes nothing.
+        observer: receives the progress. None prints a line per round on stderr.
+        download: let torchvision download a missing data set.
+        resume: the folder of an unfinished run with the same settings, data and parts. The run
+            resumes after its last finished round, with the results of an uninterrupted run. An
+            interrupted round is repeated, and with differential privacy it is charged again.
+            `output` is then ignored.
+        quiet: print nothing if there is no observer.
+        trained: a folder in which one-round runs without differential privacy and with `output`
+            share their trained clients. A run loads the clients that another run trained from the
+            same weights on the same data in the same order. A round's seconds include the original
+            training time.
 
     Returns:
-        The result; without any round (`metrics` is empty, `deviations` says why) where earlier runs
-        on the same ledgers have spent what the cap allows.
+        The result. It has no rounds (`metrics` is empty, `deviations` states the reason) if earlier
+        runs on the same ledgers have exhausted the cap.
 
     Raises:
-        FedsynthError, PrivacyError: bad input, before the run folder is made; DivergedError, later;
-            CheckpointError, of a run that cannot be resumed.
-        KeyboardInterrupt: as it came; the observer was told what the run has done and spent.
+        FedsynthError, PrivacyError: invalid input, before the run folder is created; DivergedError
+            later; CheckpointError if a run cannot be resumed.
+        KeyboardInterrupt: passed on after the observer was notified of the run's progress and cost.
 
     >>> from fedsynth import FedAvg, ModelSettings, RunSettings, load_dataset
     >>> method = FedAvg(local_epochs=2, batch=32, lr=0.1)
     >>> settings = RunSettings(method, rounds=2, model=ModelSettings("linear"))
     >>> train, test = load_dataset("digits")
-    >>> two_clients = [np.arange(700), np.arange(700, 1438)]  # positions in the training data
+    >>> two_clients = [np.arange(700), np.arange(700, 1438)]  # indices of training examples
     >>> result = simulate(settings, data=(train, test), parts=two_clients)
     >>> len(result.metrics), result.accuracy > 0.8
     (2, True)

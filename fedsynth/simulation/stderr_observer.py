@@ -21,11 +21,11 @@ SURE = 30.0
 
 
 class Pace:
-    """Measures a run; never told of one with differential privacy, whose times are not shown.
+    """Measures the speed of a run. It is not used with differential privacy, whose times are hidden.
 
     Args:
-        rounds: of the run.
-        clock: seconds.
+        rounds: the number of rounds.
+        clock: returns the time in seconds.
     """
 
     def __init__(self, rounds: int, clock: Callable[[], float] = time.monotonic) -> None:

@@ -1,4 +1,4 @@
-"""A network trained on a synthetic set that somebody handed over, and on nothing else."""
+"""Training of a network only on an exported synthetic set."""
 
 from __future__ import annotations
 
@@ -41,18 +41,18 @@ NOBODY = "none"
 
 @dataclass(frozen=True, eq=False)
 class Student:
-    """A trained network, and what it learned from.
+    """A trained network, and the data and settings of its training.
 
     Attributes:
-        network: in evaluation mode, from normalised images to logits.
-        architecture: what it is.
-        found: the synthetic set; what is guaranteed of it holds of the network.
+        network: the network in evaluation mode, which maps normalised images to logits.
+        architecture: the architecture of the network.
+        found: the synthetic set. Its guarantee also holds for the network.
         labels: "soft" or "hard".
-        how: it was trained.
-        taught: a teacher labelled changed copies.
-        guaranteed: what is guaranteed of the set holds of the network: nothing but the set went in,
-            and a teacher that its guarantee covers. Of other teachers that is not known, nor of
-            weights that the network began with. Of a class of your own it is taken at its word.
+        how: the settings of the training.
+        taught: True if a teacher labelled augmented copies.
+        guaranteed: True if the set's guarantee holds for the network: only the set and a teacher
+            that its guarantee covers were used. It is False with other teachers and with initial
+            weights of unknown origin. A custom class is trusted to have none.
     """
 
     network: nn.Module
@@ -64,10 +64,10 @@ class Student:
     guaranteed: bool
 
     def save(self, file: str | Path) -> None:
-        """Writes weights, architecture and what it learned from, for `load_model`.
+        """Writes weights, architecture and the facts of the training, for `load_model`.
 
         Raises:
-            OutputError: the file cannot be written, or would lie in a synthetic set.
+            OutputError: the file cannot be written, or would be inside a synthetic set.
         """
         facts = {
             "learned_from": f"{len(self.found.labels)} images of {self.found.spec.name}",
@@ -80,12 +80,12 @@ class Student:
         write_model(require_place(Path(file)), self.network, self.architecture, facts)
 
     def accuracy_on(self, test: ImageData) -> float:
-        """The share of test images that it labels rightly; they may be on any device."""
+        """Returns the accuracy on test images, which may be on any device."""
         return accuracy(self.network, test.to(next(self.network.parameters()).device))
 
 
 def require_place(file: Path) -> Path:
-    """Refuses a file that is a folder, or would make a synthetic set another than was handed over.
+    """Refuses a path that is a folder, or a file that would change an exported synthetic set.
 
     Raises:
         OutputError: names it.
@@ -110,20 +110,21 @@ def student_of_set(
     device: str = "auto",
     report: Callable[[int, int], None] = lambda completed, total: None,
 ) -> Student:
-    """Trains a network on a folder that was handed over.
+    """Trains a network on an exported folder.
 
     Args:
-        folder: as `export_run` and `synthesize` make it; its hashes are compared.
-        model: the network: settings, or a module or class of your own as `RunSettings.model` takes
-            it; None: `network_for(the set's)`.
-        student_settings: it is trained; its seed is the network's, too. None: `StudentSettings()`.
-        labels: "soft", those that are kept with the images; "hard", their classes; "auto": soft
-            ones where there are any.
-        teacher: what labels changed copies of the images: a model, or a path as `load_model` takes
-            it; "auto": the set's own model, if one was handed over that was not trained on these
-            images; "none": copies keep their image's label.
+        folder: an output of `export_run` or `synthesize`; its hashes are checked.
+        model: the network: settings, or a custom module or class as in `RunSettings.model`. None:
+            `network_for` the specification of the set.
+        student_settings: the settings of the training; their seed also initialises the network.
+            None: `StudentSettings()`.
+        labels: "soft" for the labels stored with the images, "hard" for their classes, or "auto"
+            for soft labels if there are any.
+        teacher: the model that labels augmented copies of the images: a model, or a path for
+            `load_model`; "auto" for the exported model of the set, if it was not trained on these
+            images; "none" if copies have the label of their image.
         device: "auto", "cpu" or "cuda".
-        report: told of steps that are done, and of how many there are.
+        report: called with the number of finished steps and the total.
 
     Raises:
         DataFilesMissingError, DataFilesCorruptError: there is no set, or it was changed.
@@ -273,19 +274,19 @@ def real_images(
     download: bool = False,
     note: Callable[[str], None] = lambda text: None,
 ) -> ImageData | None:
-    """Real images to test a student on: those of a folder, or the test images of a data set.
+    """Returns real test images: those of a folder, or the test images of a data set.
 
     Args:
-        spec: of the synthetic set, whose size and classes they must have.
-        folder: of CLASS/files; they are resized.
-        skip: what of it may be left out; None: nothing.
-        dataset: by name.
-        data_root: folder of the data sets.
-        download: let torchvision fetch the data set.
-        note: told which files were left out.
+        spec: the specification of the synthetic set, whose image size and classes are required.
+        folder: a folder of CLASS/files; the images are resized.
+        skip: the files that may be skipped; None: none.
+        dataset: the name of a data set.
+        data_root: the folder of the data sets.
+        download: let torchvision download the data set.
+        note: receives the names of skipped files.
 
     Returns:
-        None where neither is named.
+        The images, or None if neither folder nor data set is named.
 
     Raises:
         SettingError: both are named, or a data set of other images.

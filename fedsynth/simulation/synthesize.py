@@ -1,5 +1,5 @@
-"""One data owner's private synthetic set: FedDM or FedStats with a single client, and what may
-leave the house of it."""
+"""One data owner's private synthetic set: a run of FedDM or FedStats with a single client, and the
+export of its results."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ ONE_OWNER: Mapping[str, Any] = {"kind": "iid", "clients": 1}
 
 
 def owner_settings(values_by_section: Mapping[str, Mapping[str, Any]]) -> RunSettings:
-    """The settings of one owner's synthetic set, from sections as `resolve` takes them.
+    """Returns the settings of one owner's synthetic set, from sections as for `resolve`.
 
-    Where nothing else is given they are `PRESETS`'; all images are those of one client, whatever
-    sites the folder has.
+    Unset values come from `PRESETS`. All images belong to one client, even if the folder has
+    several sites.
 
     Raises:
-        DataError: the set is to be private, and nobody has declared what is public of the images.
+        DataError: the set must be private, but the images have no declaration of public facts.
 
     >>> settings = owner_settings({"method": {"ipc": 20}, "privacy": {"epsilon": 8}})
     >>> settings.method.ipc, settings.method.iterations, settings.partition.clients
@@ -72,21 +72,20 @@ def synthesize(
     observer: Observer | None = None,
     download: bool = False,
 ) -> RunResult:
-    """Makes one owner's synthetic set, and a folder of what may leave the house of it.
+    """Creates one owner's synthetic set, and exports it.
 
     Args:
-        settings: `owner_settings`'.
-        out: the folder to be made (`export_run`).
-        runs: where the run folder goes, which stays in the house: what is private of the run is in
-            it.
-        unprotected: also without differential privacy.
-        with_model: hand over the run's model, too.
-        observer: told of progress.
-        download: let torchvision fetch a named data set.
+        settings: the result of `owner_settings`.
+        out: the folder to create (`export_run`). It contains only what may be shared.
+        runs: the folder for the run folder. Do not share it, because it contains private data.
+        unprotected: also export without differential privacy.
+        with_model: also export the run's model.
+        observer: receives the progress.
+        download: let torchvision download a named data set.
 
     Raises:
-        FedsynthError, PrivacyError: as `simulate` and `export_run`; what can be known beforehand is
-            said before anything is released.
+        FedsynthError, PrivacyError: as `simulate` and `export_run`; errors that can be detected in
+            advance are raised before any release.
 
     >>> synthesize(owner_settings({}), "share")
     Traceback (most recent call last):

@@ -143,8 +143,8 @@ class DataFreeEnsembleDistillation(OneShotSettings, EnsembleDistillation):
         without = [str(k) for k, model in enumerate(models) if not has_statistics(model)]
         if self.bn_weight and without:
             context.note(
-                f"no batch-norm term for models {', '.join(without)}: they have no batch norm with "
-                "running statistics"
+                f"the batch-norm term skips models {', '.join(without)}, which have no batch "
+                "norm with running statistics"
             )
 
     def facts(self, state: EnsembleState, context: RoundContext) -> Mapping[str, Any]:

@@ -1,10 +1,10 @@
-"""A canary audit of a user's own settings: the real run of any private method, with canaries in it.
+"""A canary audit of the user's settings: a real run of any private method with canaries in it.
 
-No record of anybody's is read: the clients hold random images of the data set's shape, which are
-public, and as many as it declares (up to a bound). So the audit costs no privacy and charges no
-kept ledger; its ledgers, masks and noise are as real as a run's. What comes out is a lower bound on
-ε, from one run (`fedsynth.privacy.audit`), to be set beside the ε that the ledger claims: an audit
-can find a fault, and cannot prove privacy.
+The audit reads no record. The clients hold public random images with the data set's shape, as many
+as it declares (up to a bound). So the audit costs no privacy and charges no permanent ledger. Its
+ledgers, masks and noise are those of a real run. The result is a lower bound on ε from one run
+(`fedsynth.privacy.audit`), to be compared with the ε that the ledger states. An audit can find a
+fault, but cannot prove privacy.
 """
 
 from __future__ import annotations
@@ -112,15 +112,15 @@ def audit_run(
 ) -> AuditResult:
     """Runs what `settings` describe, with canaries in one client's data, and bounds ε from below.
 
-    The client is one that takes part in most rounds. A kept ledger is not touched: ε is that of
-    this run alone.
+    The client is one that takes part in most rounds. The audit does not use a permanent ledger, so
+    ε is the cost of this run only.
 
     Args:
-        canaries: m, each in the data by a fair coin.
+        canaries: the number m of canaries; each is included with probability 1/2.
         canaries_as: "vectors" or "images", see `fedsynth.simulation.audit.canaries`.
         guesses: even; fixed before the run. None: two fifths of the canaries.
-        confidence: that the bound does not exceed the true ε; of this one audit.
-        spec: of your own data; None takes `settings.dataset`'s.
+        confidence: the probability that the bound of this audit is at most the true ε.
+        spec: the specification of user data. None: that of `settings.dataset`.
         test_only: a seeded generator of coins, masks and noise, for tests.
 
     Raises:
@@ -281,7 +281,8 @@ def _busiest(settings: RunSettings) -> int:
 def _random_federation(
     settings: RunSettings, spec: DatasetSpec, client: int, canaries: int
 ) -> tuple[ImageData, ImageData, list[Tensor]]:
-    """Random images: (training data, the last `canaries` nobody's; test data; parts)."""
+    """Returns random images (training data, test data, parts). No part has the last `canaries`
+    training images."""
     nominal = settings.privacy.nominal_size if settings.privacy is not None else None
     limits = [REST if k == client else OTHERS for k in range(settings.partition.clients)]
     sizes = [max(spec.classes, min(round(nominal or 0), size)) for size in limits]

@@ -106,7 +106,7 @@ def draw_directions(count: int, width: int, generator: torch.Generator) -> Direc
     """`count` random unit vectors in `width` dimensions, orthogonal where there is room."""
     num_columns = min(width, max(COLUMNS, count))
     columns = torch.randperm(width, generator=generator)[:num_columns]
-    if width == 1:  # a count: everybody counts 1
+    if width == 1:  # a count: every canary counts 1
         return Directions(torch.ones(count, 1, dtype=torch.float64), columns, count == 1)
     gaussian = torch.randn(num_columns, count, generator=generator, dtype=torch.float64)
     if count <= num_columns:
