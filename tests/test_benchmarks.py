@@ -64,7 +64,7 @@ def test_other_settings_have_another_hash(script: Any) -> None:
     assert len(made) == 2
 
 
-def test_the_private_baseline_is_the_best_of_a_grid_that_goes_on_around_it(script: Any) -> None:
+def test_the_private_baseline_is_an_interior_optimum_of_its_grid(script: Any) -> None:
     """Catches: an optimum at the grid's edge."""
     rows = script("library.rows").by_key("private_baselines")
     grid = list(script("grids.private_baselines").candidates())

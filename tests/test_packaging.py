@@ -119,7 +119,7 @@ def _imported(path: Path) -> Iterator[str]:
             yield node.module
 
 
-def test_nobody_imports_a_second_copy_of_the_linked_packages() -> None:
+def test_no_module_imports_a_second_copy_of_the_linked_packages() -> None:
     paths = [
         p
         for top in ("fedsynth", *LINKS, "tests", "examples", "benchmarks")
@@ -162,7 +162,7 @@ def _allowed(package: str) -> set[str]:
     return general - SIBLINGS.get(package, set())
 
 
-def test_the_version_stands_in_one_place() -> None:
+def test_the_version_is_in_one_place() -> None:
     from fedsynth import __version__
 
     assert "version" not in PYPROJECT["project"]

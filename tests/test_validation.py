@@ -116,7 +116,7 @@ def test_text_and_values_are_converted_alike(
     assert from_mapping(Own, {**as_text, "rate": float(rate), "flag": flag}) == wanted
 
 
-def test_what_is_no_finite_number_and_what_is_optional() -> None:
+def test_non_finite_and_optional_numbers() -> None:
     for bad in ("nan", "inf", math.nan, "1e999"):
         with pytest.raises(SettingError, match=r"^own\.bound must be a finite number, got "):
             from_mapping(Own, {"bound": bad})

@@ -21,7 +21,7 @@ SURE = 30.0
 
 
 class Pace:
-    """Measures the speed of a run. It is not used with differential privacy, whose times are hidden.
+    """Measures the speed of a run. It is not used for private runs, whose times are hidden.
 
     Args:
         rounds: the number of rounds.

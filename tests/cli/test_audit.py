@@ -19,7 +19,7 @@ FEDDM = f"{OPEN} --rounds 1 --dp-sigma 1"
 Run = Callable[..., Any]
 
 
-def test_the_bound_is_printed_beside_epsilon(fedsynth: Run) -> None:
+def test_the_bound_is_printed_next_to_epsilon(fedsynth: Run) -> None:
     told = fedsynth(f"privacy audit {FEDDM} --canaries 500")
     assert told.code == 0
     first, second = told.stdout.splitlines()

@@ -158,9 +158,7 @@ def test_plans_of_enormous_runs_come_at_once(fedsynth: Call, words: str) -> None
     assert time.process_time() - started < 20
 
 
-def test_a_plan_that_draws_for_long_says_so(
-    fedsynth: Call, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slow_plan_prints_a_note(fedsynth: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     few = "--method fedavg --participation 0.2 --rounds"
     lines = (f"train --dry-run --dp-sigma 3 {few}", f"privacy plan --sigma 3 {few}")
     for line in lines:

@@ -75,7 +75,7 @@ def test_special_files_are_refused(tmp_path: Path, line: str, kind: str) -> None
     refused(line, str(special_file(tmp_path / "x.py", kind)))
 
 
-def test_a_name_that_is_no_utf8(train: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_name_that_is_not_utf8(train: Callable[..., Any], tmp_path: Path) -> None:
     """config.toml is UTF-8, and would have to say it."""
     name = os.fsdecode(os.fsencode(tmp_path) + b"/\xff")
     done = train("fedavg --dp-sigma 3 --dp-ledger", name)

@@ -98,7 +98,7 @@ def test_simulate_is_silent_only_when_asked(capsys: pytest.CaptureFixture[str]) 
     assert capsys.readouterr() == ("", "")
 
 
-def test_a_run_that_ends_early_says_what_it_spent_and_where(
+def test_a_run_that_ends_early_prints_its_cost_and_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Catches: a cap or an error that ends a run without a word on ε and its folder."""

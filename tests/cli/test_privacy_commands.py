@@ -82,7 +82,7 @@ def test_sigma_gives_epsilon_by_round_as_a_table_and_a_plot(fedsynth: Call, tmp_
     assert first == second < third
 
 
-def test_a_dry_run_says_what_the_run_then_does(fedsynth: Call, tmp_path: Path) -> None:
+def test_a_dry_run_prints_the_guarantee_of_the_run(fedsynth: Call, tmp_path: Path) -> None:
     line = f"train {FAST} --dp-sigma 3 --output {tmp_path / 'out'}"
     dry = fedsynth(f"{line} --dry-run")
     assert dry.code == 0, dry.stderr

@@ -31,7 +31,7 @@ def test_a_tables_cells_settings_and_sources_are_shown(fedsynth: Callable[..., A
     assert not any(cell["runnable"] for cell in json.loads(other.stdout)["cells"])
 
 
-def test_a_cell_runs_and_stands_beside_what_is_published(
+def test_a_cell_runs_and_is_compared_with_the_published_value(
     fedsynth: Callable[..., Any], tmp_path: Path
 ) -> None:
     output = ("--output", str(tmp_path / "found"))

@@ -34,7 +34,7 @@ def share(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place / "share"
 
 
-def test_it_says_what_it_learned_its_guarantee_and_its_accuracy(
+def test_it_prints_training_data_guarantee_and_accuracy(
     share: Path, fedsynth: Call, tmp_path: Path
 ) -> None:
     made = tmp_path / "mine.safetensors"

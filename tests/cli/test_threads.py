@@ -86,7 +86,7 @@ def test_busy_seconds_are_of_this_process_cpus_and_without_idle_time(
 
 
 @pytest.mark.parametrize("given", [None, "active"])
-def test_threads_wait_passively_unless_the_user_says_otherwise(given: str | None) -> None:
+def test_threads_wait_passively_by_default(given: str | None) -> None:
     """The policy is set before torch is imported, which reads it then."""
     code = (
         "import os, sys; from fedsynth.cli import app as a;"

@@ -105,7 +105,7 @@ def test_a_records_z_has_the_same_bits_whoever_else_is_embedded(
     assert lengths == {feature_cache.EMBEDDING_PASS}
 
 
-def test_z_is_made_anew_where_a_constant_was_changed_in_place() -> None:
+def test_z_is_recomputed_after_an_in_place_change_of_a_constant() -> None:
     """Catches a cache that keeps the caller's tensors: they would be equal to themselves."""
     images = data(20)
     records = torch.arange(20)

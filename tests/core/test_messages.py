@@ -48,7 +48,7 @@ def declared(name: str) -> set[type[Packed]]:
     return {kind for kind in some if kind is not None}
 
 
-def test_all_that_methods_declare_is_known_and_has_a_name_of_its_own() -> None:
+def test_declared_metrics_are_known_and_have_unique_names() -> None:
     """A type is told by its name: two with one name could be taken for each other."""
     known = set(kinds())
     assert set().union(*(declared(name) for name in METHODS)) <= known

@@ -62,7 +62,7 @@ def test_another_label_pixel_or_key_is_another_digest(digits: ImageData) -> None
     assert len(np.unique(unlabelled, axis=0)) == 2
 
 
-def test_a_ledger_knows_an_image_that_is_labelled_anew(digits: ImageData) -> None:
+def test_a_ledger_recognises_a_relabelled_image(digits: ImageData) -> None:
     """Two studies on the same images: what the first has spent stays with them."""
     anew = ImageData(digits.images, 9 - digits.labels, digits.spec)
     parts = [np.arange(5), np.arange(5, 9)]

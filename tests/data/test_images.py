@@ -144,7 +144,7 @@ def test_subsets_that_cannot_be(indices: npt.NDArray[Any], message: str) -> None
         some_digits(20).subset(indices)
 
 
-def test_a_class_that_nobody_has_is_named() -> None:
+def test_a_class_without_examples_is_named() -> None:
     data = some_digits(20)
     require_all_classes(data)
     with pytest.raises(DataError, match=r"no example of class 4 \(4\)$"):

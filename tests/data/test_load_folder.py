@@ -77,7 +77,7 @@ def test_of_16_bits_the_upper_8_are_kept(tmp_path: Path) -> None:
     assert found.flatten().tolist() == list(range(256))
 
 
-def test_photographs_stand_upright(tmp_path: Path) -> None:
+def test_photographs_are_upright(tmp_path: Path) -> None:
     """Catches: an image on its side, as the camera wrote it."""
     picture = np.zeros((16, 24, 3), np.uint8)
     picture[:, :8] = 255  # a bright left third
@@ -163,7 +163,7 @@ def empty_site_by_a_link(root: Path) -> None:
         (lambda root: (root / "scans/notes").write_text("x"), r"no ending: 1 \(notes\)"),
     ],
 )
-def test_what_is_no_image_is_counted_and_refused(
+def test_files_that_are_not_images_are_counted_and_refused(
     tmp_path: Path, damage: Callable[[Path], object], counted: str | None
 ) -> None:
     """Catches: half an archive, a site or a class that vanishes behind one note."""
@@ -179,7 +179,7 @@ def test_what_is_no_image_is_counted_and_refused(
     assert (found.left_out == "") == (counted is None)
 
 
-def test_an_empty_folder_of_a_class_that_other_sites_have_is_no_fault(tmp_path: Path) -> None:
+def test_an_empty_class_folder_of_one_site_is_allowed(tmp_path: Path) -> None:
     make_folder(tmp_path)
     for image in (tmp_path / "north" / "ill").iterdir():
         image.unlink()
@@ -257,7 +257,7 @@ def manifest(folder: Path, text: str) -> Path:
     return folder
 
 
-def test_a_manifest_says_label_site_and_user(tmp_path: Path) -> None:
+def test_a_manifest_has_label_site_and_user(tmp_path: Path) -> None:
     for name in ("a.png", "b.png", "deep/down/c.png"):
         write_image(tmp_path / name, 1)
     manifest(

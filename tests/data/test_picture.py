@@ -58,7 +58,7 @@ def test_the_picture_is_white_for_none_and_darkest_for_most(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("counts", [[1, 2], [[]], [[0.5]], [[-1]], np.zeros((2, 2, 2), int)])
-def test_what_is_no_count_matrix(counts: object, tmp_path: Path) -> None:
+def test_invalid_count_matrices(counts: object, tmp_path: Path) -> None:
     for draw in (
         lambda: partition_table(counts),
         lambda: partition_png(counts, tmp_path / "p.png"),
@@ -67,7 +67,7 @@ def test_what_is_no_count_matrix(counts: object, tmp_path: Path) -> None:
             draw()
 
 
-def test_names_stand_over_the_columns_and_before_the_rows(tmp_path: Path) -> None:
+def test_names_label_columns_and_rows(tmp_path: Path) -> None:
     """Upright where they are long, so that the picture grows by their length and keeps its width;
     and where there is no place for numbers there is none for names."""
     counts = [[3, 4], [5, 6]]

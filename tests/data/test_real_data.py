@@ -77,7 +77,7 @@ def test_mnist_begins_as_everybody_knows() -> None:
 
 
 @needs("emnist-letters")
-def test_emnist_letters_stand_upright() -> None:
+def test_emnist_letters_are_upright() -> None:
     train, _ = load_dataset("emnist-letters")
     x = train.images[train.labels == train.spec.class_names.index("l")].float()
     # L has its stem at the left and its bar at the bottom; as stored, transposed, the stem lies

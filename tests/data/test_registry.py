@@ -64,7 +64,7 @@ def test_synthetic_data_sets_of_any_numbers(given: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("numbers", ["1", "-1,1", "1;1", "nan,1", "\u0661,1", "1e9,1", "100,1"])
-def test_what_is_no_synthetic_data_set(numbers: str) -> None:
+def test_invalid_synthetic_data_sets(numbers: str) -> None:
     with pytest.raises(UnknownNameError, match=r"unknown data set .*did you mean .*synthetic\("):
         dataset_spec(f"synthetic({numbers})")
 

@@ -34,7 +34,7 @@ def test_labels_are_exact_for_what_models_see(name: str) -> None:
             assert np.array_equal(logits.argmax(axis=1), data.labels.numpy()[mine])
 
 
-def test_the_devices_are_drawn_as_the_paper_says() -> None:
+def test_the_devices_are_drawn_as_in_the_paper() -> None:
     """Over 400 devices, α = 3 and β = 2 as standard deviations: moments within five of their own
     standard errors."""
     alpha, beta, K, n = 3.0, 2.0, 400, 200

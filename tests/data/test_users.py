@@ -34,7 +34,7 @@ def test_at_most_m_records_of_a_user_stay() -> None:
     assert bounded(np.arange(0), data, 4, 0).tolist() == []
 
 
-def test_the_choice_depends_on_a_users_own_records_alone() -> None:
+def test_the_choice_depends_only_on_a_users_records() -> None:
     """Without another user, and in another order, the same records stay."""
     users = np.repeat([0, 1, 2], [30, 20, 30])
     data = people(users)
@@ -76,7 +76,7 @@ def test_a_user_of_two_clients_is_refused() -> None:
         check_one_client_each([np.array([0]), np.array([1, 2, 3])], data)
 
 
-def test_data_that_do_not_say_whose_they_are() -> None:
+def test_data_without_user_ids() -> None:
     data = people(np.zeros(3, np.int64))
     with pytest.raises(DataError, match=r"groups= to from_arrays, or put a file users\.csv"):
         bounded(np.arange(3), ImageData(data.images, data.labels, SPEC), 1, 0)

@@ -67,7 +67,7 @@ def test_a_message_comes_back_as_it_was_sent() -> None:
 
 
 @pytest.mark.parametrize("change", ["missing", "other types", "empty"])
-def test_a_record_of_anybody_elses_is_no_message(change: str) -> None:
+def test_a_foreign_record_is_not_a_message(change: str) -> None:
     flwr()
     from flwr.app import ConfigRecord, RecordDict
 
@@ -272,7 +272,7 @@ WORKS = ("", "", True)
         ([LOST, *[TAKEN] * 99], ["does not answer", "with this key", "no connection"], 160),
     ],
 )
-def test_a_client_reconnects_and_says_why_for_so_long(
+def test_a_client_reconnects_and_prints_reasons_until_its_timeout(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     outcomes: list[tuple[str, str, bool]],
@@ -302,7 +302,7 @@ def test_a_client_that_the_server_refuses_leaves(
         joining.join(node, Door("127.0.0.1:9", None))
 
 
-def test_nobody_listening_is_noticed_at_once() -> None:
+def test_a_missing_server_is_noticed_at_once() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
@@ -358,7 +358,7 @@ def shakes_hands(client: ssl.SSLContext, server: ssl.SSLContext, host: str) -> b
     return False
 
 
-def test_keys_are_their_owners_alone_and_never_replaced(keys: Path) -> None:
+def test_keys_are_readable_only_by_their_owner_and_never_replaced(keys: Path) -> None:
     from fedsynth.deployment.flower.keys import make_keys
 
     for name in ("server.key", "client-000", "client-001"):

@@ -233,7 +233,9 @@ def listed(folder: Path) -> None:
 
 @pytest.mark.parametrize("unit", ["record", "user"])
 @pytest.mark.parametrize("listing", [False, True])
-def test_a_file_that_is_no_record_changes_nothing(tmp_path: Path, unit: str, listing: bool) -> None:
+def test_a_file_that_is_not_a_record_changes_nothing(
+    tmp_path: Path, unit: str, listing: bool
+) -> None:
     """Nor does a folder of such files only."""
     given = sections("feddm", privacy={"unit": unit})
     sound = answers(tmp_path / "sound", given, ClassFolders(scans(tmp_path / "data")))

@@ -65,7 +65,7 @@ def test_a_client_that_does_not_join_again_stays_in_the_report(place: Place, ste
     assert not (served.folder / "checkpoint").exists()
 
 
-def test_a_server_that_was_killed_before_its_results_asks_nobody_again(place: Place) -> None:
+def test_a_server_killed_before_its_results_repeats_no_request(place: Place) -> None:
     """All rounds are in its checkpoint, and so is what the clients stated in them."""
     given = sections("feddm", privacy=PRIVATE)
     folder = killed(place, given, place.hand(), 1, kind="end")
@@ -178,7 +178,7 @@ def test_a_client_that_missed_the_last_rounds_comes_back(place: Place) -> None:
 
 
 @pytest.mark.parametrize("share", [1.0, 0.34])
-def test_a_resumed_run_ends_as_one_that_nobody_has_stopped(place: Place, share: float) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_run(place: Place, share: float) -> None:
     """With partial participation most clients have no memory of the round before the restart."""
     given = sections("scaffold", run={"rounds": 6, "participation": share})
     together = simulate(resolve(given))
@@ -240,7 +240,7 @@ def test_a_second_client_with_a_key_does_not_take_the_firsts_place(place: Place,
     assert heads["client-000"]["rows"] == len(place.ledger(0))
 
 
-def test_a_ledger_that_is_replaced_within_a_run_is_no_answer(place: Place) -> None:
+def test_a_ledger_replaced_within_a_run_is_rejected(place: Place) -> None:
     """Its upload is not used, and what the first one was charged stays."""
     hand = place.hand()
 
@@ -265,7 +265,7 @@ def test_a_ledger_that_is_replaced_within_a_run_is_no_answer(place: Place) -> No
         (lambda node: setattr(node, "number", 7), "has 3 clients, but this client has number 7"),
     ],
 )
-def test_who_cannot_join_is_told_why(
+def test_a_refused_client_receives_the_reason(
     place: Place, change: Callable[[Node], None], why: str
 ) -> None:
     nodes = [place.node(k) for k in range(CLIENTS)]

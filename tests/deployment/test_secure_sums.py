@@ -103,9 +103,7 @@ class Played:
         ({"no_answer": {3}}, {0, 1, 2, 3, 4}),
     ],
 )
-def test_the_sum_is_that_of_those_whose_vectors_came(
-    lost: dict[str, set[int]], counted: set[int]
-) -> None:
+def test_the_sum_has_all_received_vectors(lost: dict[str, set[int]], counted: set[int]) -> None:
     """Whoever is lost, and whenever: as long as the threshold is there."""
     played = Played(**{name: frozenset(gone) for name, gone in lost.items()})
     np.testing.assert_allclose(played.sum(), played.expected(counted), atol=5 * 2.0**-25)
@@ -285,7 +283,7 @@ def test_honest_clients_and_colluders_are_among_the_clients(honest: int, collude
         SumTerms(b"one", 3, 5, 3, honest, colluders)
 
 
-def test_a_share_for_nobody_is_refused() -> None:
+def test_a_share_for_an_unknown_client_is_refused() -> None:
     """Masks that one side alone has would not cancel, and the sum be wrong unseen."""
     played = Played(clients=3, threshold=2)
     clients = {k: SumClient(k, played.terms) for k in range(3)}

@@ -94,7 +94,7 @@ def test_fedaf_with_and_without_privacy(capsys: pytest.CaptureFixture[str]) -> N
 
 
 @pytest.mark.slow
-def test_a_method_of_ones_own() -> None:
+def test_a_custom_method() -> None:
     accuracy = runpy.run_path(str(EXAMPLES / "own_method.py"))["main"]()
     assert list(accuracy) == ["FedAvg", "FedAdam", "FedAdam, ε = 8"]
     assert min(list(accuracy.values())[:2]) > 0.85  # about 0.9 and 0.92
@@ -102,7 +102,7 @@ def test_a_method_of_ones_own() -> None:
 
 
 @pytest.mark.slow
-def test_a_condensing_method_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_custom_condensing_method(capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(EXAMPLES / "own_condensation.py"), run_name="__main__")
     out = capsys.readouterr().out
     accuracies = [float(a) for a in re.findall(r"accuracy ([\d.]+) %", out)]
@@ -148,7 +148,7 @@ def test_one_shot_with_and_without_privacy(capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.slow
-def test_a_set_from_statistics_trains_a_model_of_ones_own(tmp_path: Path) -> None:
+def test_a_set_from_statistics_trains_a_custom_model(tmp_path: Path) -> None:
     teacher, student = runpy.run_path(str(EXAMPLES / "statistics_to_set.py"))["main"](tmp_path)
     assert teacher > 0.85
     assert student > 0.25  # about 0.5; chance is 0.1

@@ -59,7 +59,7 @@ def test_blocks_and_none_at_all() -> None:
     assert not torch.equal(images[-3:], images[:3])
 
 
-def test_what_is_no_image_or_process_is_refused() -> None:
+def test_invalid_image_shapes_and_processes_are_refused() -> None:
     with pytest.raises(SettingError, match="image_shape"):
         drawn(0, 1, (3, 0, 8))
     with pytest.raises(UnknownNameError, match="spectral"):

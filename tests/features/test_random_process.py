@@ -83,7 +83,7 @@ def test_kmeans_finds_directions_of_either_sign(training: Any) -> None:
     assert torch.isfinite(alone).all()
 
 
-def test_the_recipe_alone_decides(training: Any) -> None:
+def test_images_depend_only_on_the_recipe(training: Any) -> None:
     before = torch.random.get_rng_state()
     one, other = (
         training.learn_dictionary(training.Recipe(**SMALL)),

@@ -70,7 +70,7 @@ def test_every_second_sample_has_the_mean_of_the_spectrum_s_aliases_and_its_deri
     torch.testing.assert_close(each, alone)
 
 
-def test_the_main_directions_alone_are_white_and_in_order() -> None:
+def test_only_the_main_directions_are_white_and_in_order() -> None:
     """By NumPy's eigenvectors: so many of the channels', the largest first."""
     generator = torch.Generator().manual_seed(0)
     scale = torch.tensor([1.0, 8.0, 2.0, 4.0])[:, None]

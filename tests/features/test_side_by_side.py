@@ -25,7 +25,7 @@ def images(count: int, shape: Shape) -> Tensor:
     return random_images(count, shape, torch_generator(1, "test"))
 
 
-def test_vectors_stand_side_by_side_each_times_its_factor() -> None:
+def test_vectors_are_concatenated_with_their_factors() -> None:
     functions = (lambda x: x.flatten(1), lambda x: x.flatten(1)[:, :2])
     made = SideBySide(functions, (2.0, -1.0), ((1, 3), (1, 2)))
     x = torch.tensor([[[[1.0, 2.0, 3.0]]]])

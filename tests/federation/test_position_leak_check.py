@@ -130,7 +130,7 @@ def test_a_difference_of_one_bit_in_one_position_is_seen(
     assert len(warned(run)) == 1
 
 
-def test_of_a_mechanism_without_a_guarantee_there_is_no_warning(
+def test_a_mechanism_without_a_guarantee_gives_no_warning(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     moving(monkeypatch, "features")

@@ -173,7 +173,7 @@ def test_a_reply_that_is_not_finite_is_rejected(phase: str, value: float) -> Non
     assert made.state is before
 
 
-def test_a_model_that_is_not_finite_is_no_next_state() -> None:
+def test_a_non_finite_model_is_not_the_next_state() -> None:
     made = server()
     before = made.state
     made.request(MAIN, context(1))

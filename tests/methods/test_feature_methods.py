@@ -351,7 +351,7 @@ def test_fedgens_facts_are_what_the_new_classifier_makes_of_embeddings() -> None
     assert "generator" not in method.facts(GeneratorState(always), ctx)
 
 
-def test_a_fedgen_example_s_loss_depends_on_itself_alone() -> None:
+def test_a_fedgen_examples_loss_depends_only_on_itself() -> None:
     """What DP-SGD needs: the same example has the same loss in any batch, also after other
     calls."""
     method = FedGen(**FULL, generator_steps=1)

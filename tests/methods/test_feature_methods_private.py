@@ -105,7 +105,7 @@ def test_each_round_is_charged_as_itself(kind: type[FedFM]) -> None:
     assert rows == [(number, *one) for number in (1, 2) for one in each.items()]
 
 
-def test_anchors_are_of_classes_that_stand_clear_of_the_noise() -> None:
+def test_anchors_exist_for_classes_clearly_above_the_noise() -> None:
     """The floor is four deviations of the sum of K clients' noise; below it there is no anchor, and
     a released one stays."""
     method, sigma, width = FedFM(anchor_noise=2.0), 3.0, NET.embedding_size
@@ -153,7 +153,7 @@ def test_private_training_has_the_methods_losses() -> None:
     assert float((beta - neither).norm()) > 0.01
 
 
-def test_anchors_that_nobody_uses_are_not_paid_for() -> None:
+def test_unused_anchors_are_not_charged() -> None:
     run = {"run": {"method": "fedfm", "rounds": 1}, "method": {"weight": 0}}
     with pytest.raises(SettingError, match=r"method\.weight above 0"):
         simulate(resolve({**run, "privacy": {"epsilon": 8.0}}))
@@ -182,7 +182,7 @@ def test_fedgen_asks_for_classes_that_clients_have_had() -> None:
     assert float((each[1] - plain[1]).detach().abs()) > 1e-3
 
 
-def test_fedgens_generator_goes_on_with_its_adam_at_a_falling_rate() -> None:
+def test_fedgens_generator_resumes_adam_at_a_decreasing_rate() -> None:
     """The first step of round 2."""
     method = FedGen(**LOCAL, generator_steps=20, generator_batch=16, generator_decay=0.0)
     one = FedGen(**LOCAL, generator_steps=1, generator_batch=16, generator_decay=0.0)

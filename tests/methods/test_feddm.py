@@ -86,7 +86,7 @@ def test_private_start_has_nothing_of_the_data() -> None:
     assert torch.equal(first, other)
 
 
-def test_the_private_plan_depends_on_public_sizes_alone() -> None:
+def test_the_private_plan_depends_only_on_public_sizes() -> None:
     """Catches: q or steps from true counts."""
     (plan,) = replace(FAST, batch=2).private_plans(NOISY, context())
     assert plan.sample_rate == pytest.approx(2 * 10 / 30)
@@ -94,7 +94,7 @@ def test_the_private_plan_depends_on_public_sizes_alone() -> None:
     assert FAST.private_plans(NOISY, context())[0].sample_rate == 1.0
 
 
-def test_images_are_kept_over_rounds_or_restarted() -> None:
+def test_images_continue_over_rounds_or_restart() -> None:
     still, sevens = replace(FAST, image_lr=0.0), torch.full((4, 1, 8, 8), 7.0)
     assert torch.equal(upload(still, context(), clients(0), images=sevens).images, sevens)
     restarted = upload(replace(still, restart=True), context(), clients(0), images=sevens)
@@ -238,7 +238,7 @@ def test_the_ball_reading_has_uniform_radii() -> None:
     assert radii.mean() == pytest.approx(0.5, abs=0.08)
 
 
-def test_draws_depend_on_seed_and_round_alone_and_come_again_after_a_period() -> None:
+def test_draws_depend_only_on_seed_and_round_and_repeat_after_a_period() -> None:
     first = draws("sphere")[1]
     assert torch.equal(first, draws("sphere")[1])
     assert not torch.equal(first, draws("sphere", seed=1)[1])

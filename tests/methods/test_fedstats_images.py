@@ -67,7 +67,7 @@ def test_class_means_are_those_of_the_sums(second: str) -> None:
     np.testing.assert_allclose(state.class_means, means - means.mean(axis=0), atol=1e-5)
 
 
-def test_images_come_after_the_last_round_from_the_server_s_state_alone() -> None:
+def test_images_are_made_after_the_last_round_from_only_the_server_state() -> None:
     """The same sums give the same images, without a client or its data; no images without ipc."""
     draws = torch.Generator().manual_seed(0)
     upload = {0: StatisticSums(torch.randn(10 * 64, generator=draws))}
@@ -102,7 +102,7 @@ def drawn_beside(ipc: int, drawn: int) -> torch.Tensor:
     return denormalise(found[0], SPEC).view(10, ipc + drawn, -1)
 
 
-def test_drawn_images_stand_beside_moved_ones() -> None:
+def test_drawn_images_accompany_optimised_ones() -> None:
     """After a class's moved images, which they leave as they are; all are different."""
     both = drawn_beside(ipc=2, drawn=3)
     assert torch.equal(both[:, :2], drawn_beside(ipc=2, drawn=0))
@@ -110,7 +110,7 @@ def test_drawn_images_stand_beside_moved_ones() -> None:
 
 
 @pytest.mark.parametrize("aggregation", ["own", "secure"])
-def test_what_is_handed_over_says_whom_its_epsilon_holds_against(
+def test_an_exported_set_states_the_attackers_of_its_epsilon(
     aggregation: str, tmp_path: Path
 ) -> None:
     """Catches: an ε of noise that clients share, on its own."""
@@ -144,7 +144,7 @@ def test_a_run_that_ends_on_its_budget_makes_images_of_what_it_has(tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_a_student_learns_from_the_exported_images_alone(tmp_path: Path) -> None:
+def test_a_student_learns_only_from_the_exported_images(tmp_path: Path) -> None:
     """Scattering, no privacy: above what start images are worth, which is about 0.2."""
     method = FedStats(ipc=5, image_steps=40)
     run = simulate(RunSettings(method, rounds=2), output=tmp_path, quiet=True)

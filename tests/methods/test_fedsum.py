@@ -260,7 +260,7 @@ def test_securely_aggregated_noise_is_that_of_h_clients() -> None:
         replace(method, honest=5).private_plans(privacy, ctx)
 
 
-def test_a_run_says_what_it_assumes(sections: dict[str, dict[str, Any]]) -> None:
+def test_a_run_prints_its_assumptions(sections: dict[str, dict[str, Any]]) -> None:
     """And its ledger's rows say whose noise it was."""
     notes: list[str] = []
 
@@ -294,7 +294,7 @@ def test_shared_noise_needs_more_participants_than_shares(
 
 
 @pytest.mark.parametrize("privacy", [None, PrivacySettings(noise_multiplier=1.0)])
-def test_the_servers_condensation_is_compiled_without_privacy_alone(
+def test_only_condensation_without_privacy_is_compiled(
     privacy: PrivacySettings | None, compiled: list[str]
 ) -> None:
     model = ModelSettings(width=4, depth=2)

@@ -136,7 +136,7 @@ def test_dense_networks_are_trained_in_one_pass_and_only_then_clients_share_memo
 @pytest.mark.parametrize(
     "kind", [FedAvg, FedAvgM, FedNova, FedDyn, Scaffold, QFFL, FedGKD, FedGen, FedProx]
 )
-def test_a_round_in_which_nobody_counts_changes_nothing(kind: Any) -> None:
+def test_a_round_without_counted_clients_changes_nothing(kind: Any) -> None:
     method = kind(**LOCAL, **({"adaptive": True} if kind is FedProx else {}))
     server, memories = Server(method, start().parameters), dict[int, Any]()
     for number in (1, 2):

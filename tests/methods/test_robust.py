@@ -124,7 +124,7 @@ def test_a_nan_never_becomes_a_result(rule: str) -> None:
 
 
 @pytest.mark.parametrize("rule", ["median", "trimmed", "clip"])
-def test_a_fifth_that_lies_moves_no_coordinate_out_of_what_the_honest_say(rule: str) -> None:
+def test_a_malicious_fifth_keeps_coordinates_in_the_honest_range(rule: str) -> None:
     network = network_with_batch_norm()
     before = network.state_dict()
     sent = uploads_of(network, 10)

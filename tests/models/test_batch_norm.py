@@ -45,7 +45,7 @@ def batch_norm_network() -> ConvNet:
 @pytest.mark.parametrize(
     ("kind", "shape"), [(nn.BatchNorm2d, (7, 4, 5, 5)), (nn.BatchNorm1d, (7, 4))]
 )
-def test_each_group_is_normalised_as_if_it_were_alone(kind: Any, shape: tuple[int, ...]) -> None:
+def test_each_group_is_normalised_separately(kind: Any, shape: tuple[int, ...]) -> None:
     """Against torch's batch norm in training mode, group by group, interleaved and of different
     sizes; gradients too. Of vectors, as AlexNet's hidden layers are, too."""
     layer, draws = kind(4), torch.Generator().manual_seed(0)
@@ -65,7 +65,7 @@ def test_each_group_is_normalised_as_if_it_were_alone(kind: Any, shape: tuple[in
     torch.testing.assert_close(mine, theirs, atol=1e-3, rtol=1e-3)
 
 
-def test_conversion_keeps_parameters_and_leaves_the_original_alone() -> None:
+def test_conversion_preserves_parameters_and_the_original() -> None:
     net = batch_norm_network()
     converted = with_grouped_statistics(net)
     assert has_batch_norm(net)
@@ -119,7 +119,7 @@ def test_by_class_each_segment_has_its_own() -> None:
 
 
 @pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
-def test_batched_clients_make_the_images_that_they_make_alone(precision: torch.dtype) -> None:
+def test_batched_clients_make_the_same_images_as_separate_clients(precision: torch.dtype) -> None:
     net, parts = batch_norm_network(), list(torch.arange(N).tensor_split(3))
     running = [b.clone() for b in net.buffers()]
     converted = with_grouped_statistics(net)

@@ -71,6 +71,6 @@ def test_a_reduced_precision_rounds_the_vectors_only() -> None:
     ("shape", "norm"),
     [((1, 8, 8), "group"), ((1, 8, 8), "batch"), ((1, 8, 8), "none"), ((1, 12, 12), "instance")],
 )
-def test_there_is_no_such_path_elsewhere(shape: Shape, norm: str) -> None:
+def test_only_the_frozen_path_exists(shape: Shape, norm: str) -> None:
     """Other norms, and a 12×12 image whose third block would pool a row of three."""
     assert random_network(shape, 4, 3, norm).embed_vjp(drawn(2, *shape)) is None

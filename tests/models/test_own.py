@@ -107,7 +107,7 @@ def fails(image_shape: Shape, classes: int) -> nn.Module:
         (3, "must be a module, or a class or function"),
     ],
 )
-def test_what_is_no_model_is_one_line(model: Any, text: str) -> None:
+def test_an_invalid_model_is_one_line(model: Any, text: str) -> None:
     with pytest.raises(SettingError, match=text) as caught:
         build_model(register_model("own-wrong", model), (1, 8, 8), 10, 0)
     assert "\n" not in str(caught.value)

@@ -101,7 +101,7 @@ def test_series_are_handed_out_by_name_and_once() -> None:
     assert first.series("logits")[0].steps_left == 1
 
 
-def test_what_a_client_takes_alone_is_gone_for_its_group() -> None:
+def test_a_mechanism_taken_by_one_client_is_taken_for_its_group() -> None:
     clients = group(charged(Ledger("a")), charged(Ledger("b")))
     (own,) = clients.alone(1).series("images")
     with pytest.raises(UnplannedReleaseError, match="was already taken"):

@@ -158,7 +158,7 @@ def test_a_sound_model_has_a_report_without_a_warning(tmp_path: Path) -> None:
         assert report["verdict"]["warnings"] == []
 
 
-def test_dropout_that_is_not_used_is_no_draw(tmp_path: Path) -> None:
+def test_unused_dropout_draws_nothing(tmp_path: Path) -> None:
     """FedSum sees its networks in evaluation mode, DP-SGD trains."""
 
     class Dropping(Net):

@@ -196,7 +196,7 @@ def enlarged(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
-def test_a_rows_bits_depend_on_its_own_record_alone(device: str) -> None:
+def test_a_rows_bits_depend_only_on_its_record(device: str) -> None:
     """Records are moved through the pass, and their neighbours are exchanged or are zeros."""
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
@@ -241,7 +241,7 @@ def of_features() -> dict[str, Callable[[Tensor], Tensor]]:
     }
 
 
-def test_a_rows_bits_on_features_depend_on_its_own_record_alone() -> None:
+def test_a_rows_bits_on_features_depend_only_on_its_record() -> None:
     """Catches products of 9, 81, 729 or 1233 numbers that are not filled up."""
     images = torch.rand(12, 1, 28, 28, generator=torch.Generator().manual_seed(0))
     for name, rows in of_features().items():

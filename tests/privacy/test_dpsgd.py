@@ -121,7 +121,7 @@ def test_the_group_norm_twin_can_be_trained_and_keeps_the_other_weights() -> Non
     assert isinstance(model.features[1], nn.BatchNorm2d)  # the model itself is as it was
 
 
-def test_a_penalty_adds_its_gradient_and_is_no_examples() -> None:
+def test_a_penalty_adds_its_gradient_and_belongs_to_no_example() -> None:
     """A penalised step differs from a plain one by lr times the penalty's gradient, unclipped."""
 
     def penalty(network: nn.Module) -> Tensor:
@@ -136,7 +136,7 @@ def test_a_penalty_adds_its_gradient_and_is_no_examples() -> None:
     torch.testing.assert_close(moved, -0.01 * 200 * flatten(start), atol=1e-5, rtol=1e-4)
 
 
-def test_a_loss_of_ones_own_is_clipped_example_by_example() -> None:
+def test_a_custom_loss_is_clipped_per_example() -> None:
     """Against a loop over examples."""
     x, y = X8[:5], torch.arange(5)
     model = convnet()

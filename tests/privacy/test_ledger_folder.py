@@ -103,7 +103,7 @@ def test_records_do_not_move_between_ledgers(folder: Path, after: tuple[str, ...
             opened(folder, *after, names=names)
 
 
-def test_a_changed_data_set_goes_on_with_its_ledger_once_that_is_said(folder: Path) -> None:
+def test_a_changed_data_set_continues_its_ledger_after_confirmation(folder: Path) -> None:
     """What was spent stays spent; who left is remembered; saying so once is not for ever."""
     charged(folder, "abcd", "ef", names=["north", "south"])
     with pytest.raises(LedgerError, match="carry-over"):
@@ -129,7 +129,7 @@ def test_a_changed_data_set_goes_on_with_its_ledger_once_that_is_said(folder: Pa
     assert opened(folder, "abcx", names=["north"], dataset="e")[0].dataset == "e"
 
 
-def test_a_ledger_on_which_nothing_was_spent_is_still_free(folder: Path) -> None:
+def test_a_ledger_without_charges_accepts_other_records(folder: Path) -> None:
     """A first run that was refused, or with a slip in its parts, must not bind anybody."""
     opened(folder, "abcd", "efgh")
     assert charged(folder, "abef", "cdgh") == ["client-000", "client-001"]
@@ -178,7 +178,7 @@ def test_clients_without_records(folder: Path) -> None:
     assert charged(folder, "abc", "", "") == ["client-001", "client-000", "client-002"]
 
 
-def test_a_ledger_without_fingerprint_is_taken_only_when_somebody_says_whose_it_is(
+def test_a_ledger_without_fingerprint_is_used_only_after_confirmation(
     folder: Path,
 ) -> None:
     """Of the first version, or copied from a run folder."""
@@ -196,7 +196,7 @@ def test_a_ledger_without_fingerprint_is_taken_only_when_somebody_says_whose_it_
         opened(folder, "abc", names=["west"])
 
 
-def test_what_is_private_is_for_its_owner_alone(folder: Path) -> None:
+def test_private_files_are_readable_only_by_their_owner(folder: Path) -> None:
     charged(folder, "abc", "de")
     private = folder / "private"
     assert private.stat().st_mode & 0o777 == 0o700

@@ -56,7 +56,7 @@ def test_one_example_moves_the_unnoised_sums_by_at_most_the_clip(
     assert torch.equal(moved[others], torch.zeros(2, 4, dtype=torch.float64))
 
 
-def test_clipping_is_per_example_and_leaves_short_rows_alone() -> None:
+def test_clipping_is_per_example_and_preserves_short_rows() -> None:
     clipped = clip_rows(torch.tensor([[3.0, 4.0], [0.3, 0.4], [0.0, 0.0]]), 1.0)
     expected = torch.tensor([[0.6, 0.8], [0.3, 0.4], [0.0, 0.0]], dtype=torch.float32)
     torch.testing.assert_close(clipped.float(), expected)

@@ -115,7 +115,7 @@ def test_a_user_counts_once(without_noise: None) -> None:
     assert {row.unit for row in one._ledger.releases} == {"user"}
 
 
-def test_a_kept_ledger_is_continued_and_refuses_other_records(tmp_path: Path) -> None:
+def test_a_permanent_ledger_is_continued_and_refuses_other_records(tmp_path: Path) -> None:
     owner(ledger=tmp_path).noisy_mean(clip=1.0, total_epsilon=1.0)
     again = owner(ledger=tmp_path)
     assert 0.99 < again.spent() <= 1.0

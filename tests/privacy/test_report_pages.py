@@ -53,7 +53,7 @@ def first_page(report: dict[str, Any]) -> str:
     return first
 
 
-def test_the_first_page_says_who_when_what_and_whose() -> None:
+def test_the_first_page_states_run_date_purpose_and_data() -> None:
     text = first_page(made())
     for words in (
         "| run | 20260102-030405-feddm-scans |",
@@ -117,7 +117,7 @@ def test_no_printed_figure_is_below_what_was_computed(epsilon: float) -> None:
     assert float(format_percent(epsilon / 13).strip("…")) >= min(100 * epsilon / 13, 99.99) - 1e-9
 
 
-def test_events_and_the_audit_are_told() -> None:
+def test_events_and_the_audit_are_reported() -> None:
     events = [
         Event(kind="absent", client="2", why="it is ill"),
         Event(kind="resumed", after=1),
@@ -137,7 +137,7 @@ def test_events_and_the_audit_are_told() -> None:
     assert "**The audit refutes this report's ε.**" in text
 
 
-def test_shared_noise_is_told_wherever_the_guarantee_is() -> None:
+def test_shared_noise_is_stated_with_every_guarantee() -> None:
     """ε of shared noise holds against those who see only sums: also where this run's clients add
     all of their own noise, and those of an earlier run on the same ledger did not."""
     own = replace(ROW, round=2)

@@ -152,7 +152,7 @@ def test_only_plain_files_are_signed(run: Path, keys: tuple[Path, Path], tmp_pat
         sign_run(tmp_path, read_private_key(keys[0]))
 
 
-def test_what_is_no_key_is_one_line(tmp_path: Path, keys: tuple[Path, Path]) -> None:
+def test_an_invalid_key_is_one_line(tmp_path: Path, keys: tuple[Path, Path]) -> None:
     curve = ec.generate_private_key(ec.SECP256R1())
     encrypted = private_pem(Ed25519PrivateKey.generate(), BestAvailableEncryption(b"secret"))
     file = tmp_path / "file"

@@ -126,7 +126,7 @@ def test_clipping_records_or_groups_apart_is_caught() -> None:
     assert float(apart.norm()) == pytest.approx(CLIP * 3**0.5)
 
 
-def test_a_users_records_are_sampled_together_and_each_user_alone() -> None:
+def test_a_users_records_are_sampled_together_and_users_independently() -> None:
     users = torch.tensor([4, 9, 4, 4, 1, 9])
     together = np.zeros((3, 3))
     for _ in range(400):

@@ -40,7 +40,7 @@ def test_every_table_has_a_preset_with_all_its_numbers() -> None:
         assert sorted(known) == sorted(row.value for row in rows), table
 
 
-def test_every_cell_is_a_valid_run_or_says_why_not() -> None:
+def test_every_cell_is_a_valid_run_or_states_the_reason() -> None:
     made = 0
     for name, cell in CELLS:
         table = preset(name)

@@ -139,7 +139,7 @@ def test_a_sequence_that_is_killed_in_a_run_resumes_with_identical_numbers(
     assert curves(rows) == curves(whole)
 
 
-def test_a_budget_ends_a_run_at_a_rounds_end_and_later_calls_go_on(
+def test_a_time_budget_stops_after_a_round_and_later_calls_resume(
     whole: Rows, jobs: list[Job], tmp_path: Path
 ) -> None:
     rows = Rows(tmp_path, SCALE)

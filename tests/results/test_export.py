@@ -99,7 +99,7 @@ def check_house(share: Path, secret_place: Path) -> None:
         assert re.findall(r"(?<![\d.])(92|46)(?![\d.])", text) == []
 
 
-def test_a_handed_over_folder_has_a_report_of_its_own_files(
+def test_an_exported_folder_has_a_report_of_its_files(
     share: Path, secret_place: Path, tmp_path: Path
 ) -> None:
     """config.toml has paths, which its hash would let somebody guess who knows the rest."""
@@ -295,7 +295,7 @@ def digits_run(tmp_path: Path, method: str = "feddm", **sections: Any) -> RunRes
     return simulate(resolve(given), output=tmp_path / "runs", quiet=True)
 
 
-def test_of_several_clients_it_says_whose_each_is(tmp_path: Path) -> None:
+def test_the_client_of_each_image_is_stored(tmp_path: Path) -> None:
     run = digits_run(tmp_path, privacy={"noise_multiplier": 3.0})
     assert run.folder is not None
     found = load_synthetic(export_run(run.folder, tmp_path / "share"))

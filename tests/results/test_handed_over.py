@@ -65,13 +65,13 @@ def test_sites_are_as_many_as_clients_and_texts_are_lines() -> None:
             ReportSettings(**wrong)
 
 
-def test_what_is_said_of_a_run_stands_in_its_settings_and_nothing_else_does() -> None:
+def test_the_report_repeats_exactly_the_stated_facts() -> None:
     assert "report" not in resolve({**TINY, "report": {}}).to_mapping()
     settings = resolve(TINY)
     assert resolve(settings.to_mapping()) == settings
 
 
-def test_own_data_are_called_public_only_where_their_owner_says_so(tmp_path: Path) -> None:
+def test_user_data_are_called_public_only_if_their_owner_declares_it(tmp_path: Path) -> None:
     train, _ = load_dataset("digits")
     spec = replace(train.spec, name="scans", train_size=600, source="a hospital")
     data = from_arrays(train.images.numpy(), train.labels.numpy(), spec)

@@ -256,7 +256,7 @@ def test_rounds_after_rounds_share_nothing(tmp_path: Path, monkeypatch: pytest.M
     assert not (tmp_path / "shared").exists()
 
 
-def test_nothing_of_ones_own_or_private_is_shared(
+def test_custom_or_private_clients_are_not_shared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody knows what a network of somebody else's depends on."""

@@ -189,7 +189,7 @@ def test_the_page_has_all_of_it_in_itself(runs: list[Run]) -> None:
     assert f'<td data-head="accuracy">{accuracy}</td>' in text  # on a phone: a line each
 
 
-def test_who_has_what_of_a_private_run_is_shown_on_request_alone(runs: list[Run]) -> None:
+def test_a_private_runs_partition_is_shown_only_on_request(runs: list[Run]) -> None:
     private = runs[3]
     counts = json.loads((private.folder / "simulation_only" / "partition.json").read_text())
     row = "".join(f">{n}</td>" for n in counts["counts"][0])

@@ -137,7 +137,7 @@ def test_a_folder_that_vanishes_is_one_clear_error(tmp_path: Path) -> None:
     assert names(tmp_path) == set()
 
 
-def test_synthetic_images_are_kept_as_they_were_sent(tmp_path: Path) -> None:
+def test_synthetic_images_are_stored_as_sent(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path, "a")
     sets = [(k, torch.randn(n, 1, 8, 8), torch.arange(n)) for k, n in ((0, 3), (1, 0), (4, 2))]
     folder.write_synthetic(sets, SPEC)
@@ -168,7 +168,7 @@ def test_an_absent_class_is_refused_before_anything_is_written(tmp_path: Path) -
     assert names(tmp_path) == set()
 
 
-def test_with_privacy_on_an_absent_class_is_nobodys_business(tmp_path: Path) -> None:
+def test_an_absent_class_is_not_shown_with_privacy(tmp_path: Path) -> None:
     sections = {
         **TINY,
         "run": {**TINY["run"], "method": "feddm"},

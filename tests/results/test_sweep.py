@@ -133,7 +133,7 @@ def test_another_setting_is_another_run_and_another_device_is_not(made: Made) ->
         ("[methods]\nfedavg = 1\n", "methods.fedavg must be a table, got 1"),
     ],
 )
-def test_what_is_no_sweep_is_one_error_before_any_run(made: Made, text: str, words: str) -> None:
+def test_an_invalid_sweep_is_one_error_before_any_run(made: Made, text: str, words: str) -> None:
     with pytest.raises(FedsynthError, match=words):
         made(text)
 
@@ -176,7 +176,7 @@ def test_a_run_that_was_stopped_is_resumed(made: Made) -> None:
     assert times(sweep)[0][2] is True
 
 
-def test_one_that_fails_is_said_and_the_others_go_on(made: Made) -> None:
+def test_a_failing_run_is_reported_and_the_others_continue(made: Made) -> None:
     sweep = made('[grid]\nmethod = ["fedavg"]\nseed = [0, 1, 2]\n', fails=1)
     told: list[str] = []
     ended = run_sweep(sweep, train_command, told.append)
@@ -213,9 +213,7 @@ def test_so_many_go_at_once_as_places_and_memory_allow(made: Made) -> None:
         run_sweep(made(f"[sweep]\nmemory_gb = 2.5\n{grid}"), train_command, lambda text: None)
 
 
-def test_runs_that_charge_the_same_ledgers_go_one_after_the_other(
-    made: Made, tmp_path: Path
-) -> None:
+def test_runs_on_the_same_ledgers_are_sequential(made: Made, tmp_path: Path) -> None:
     ledger = f'[privacy]\nnoise_multiplier = 3.0\nledger = "{tmp_path}/ledgers"\n'
     grid = '[grid]\nmethod = ["fedavg"]\nseed = [0, 1]\n'
     sweep = made(f"[sweep]\njobs = 2\n{ledger}{grid}", seconds=0.3)

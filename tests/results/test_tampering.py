@@ -578,7 +578,7 @@ def test_a_run_without_a_guarantee_cannot_be_turned_into_a_formal_one(
     assert any("guarantee says {" in problem for problem in found(paper))
 
 
-def test_a_kept_ledger_out_of_reach_is_said(tmp_path: Path) -> None:
+def test_an_inaccessible_ledger_is_reported(tmp_path: Path) -> None:
     folder = run(tmp_path, ledger=str(tmp_path / "kept"))
     (tmp_path / "kept").rename(tmp_path / "moved")
     result = verify_run(folder)

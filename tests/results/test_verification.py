@@ -159,7 +159,7 @@ def test_honest_runs_verify(kind: str, tmp_path: Path) -> None:
     assert verify_run(folder / "privacy_report.json").problems == []
 
 
-def test_a_method_of_ones_own_is_given(tmp_path: Path) -> None:
+def test_a_custom_method_is_passed(tmp_path: Path) -> None:
     @dataclass(frozen=True)
     class Mine(FedAvg):
         name: ClassVar[str] = "mine"
@@ -171,7 +171,7 @@ def test_a_method_of_ones_own_is_given(tmp_path: Path) -> None:
     assert "custom method" in " ".join(found(result.folder))
 
 
-def test_two_runs_that_share_a_kept_ledger_verify(
+def test_two_runs_on_a_shared_ledger_verify(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other run's rows come between this one's, and its cap ends this one in the middle of a

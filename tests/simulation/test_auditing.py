@@ -291,7 +291,7 @@ def test_faults_that_the_docs_call_too_small_for_it(
     assert 0.3 < found.epsilon_lower_bound < found.epsilon
 
 
-def test_an_audit_plans_what_the_run_plans_and_leaves_a_kept_ledger_alone(tmp_path: Path) -> None:
+def test_an_audit_has_the_runs_plan_and_does_not_use_its_ledger(tmp_path: Path) -> None:
     """Public sizes stay as they are, though the random data are fewer and none is held out."""
     given_settings = resolve(
         {

@@ -51,7 +51,7 @@ def sums(rows: Tensor, labels: Tensor, clip: float) -> Tensor:
     return torch.zeros(10, rows.shape[1], dtype=torch.float64).index_add(0, labels, rows)
 
 
-def test_vectors_stand_for_the_canaries_that_are_in_and_for_nobody_else(
+def test_vectors_belong_only_to_included_canaries(
     device: torch.device,
 ) -> None:
     some = canaries("vectors")

@@ -83,7 +83,7 @@ def expected_losses(seed: int, number: int) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", by_family(METHODS, ("fedavg", "fedaf", "fedstats")))
-def test_every_method_goes_on_with_whoever_is_there(name: str) -> None:
+def test_every_method_continues_with_the_remaining_clients(name: str) -> None:
     result = failing(name)
     assert [row["round"] for row in result.metrics] == list(range(1, ROUNDS + 1))
     losses = [row.get("lost", {}) for row in result.metrics]

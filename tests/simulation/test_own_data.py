@@ -277,7 +277,7 @@ def test_the_row_is_there_before_anything_leaves_a_client(
     assert set(rows) == {1}
 
 
-def test_only_those_whose_data_are_shown_are_charged(tmp_path: Path) -> None:
+def test_only_clients_with_releases_are_charged(tmp_path: Path) -> None:
     """Who takes part; everybody where sizes decide, or own test splits are measured."""
     (who,) = Participation(0, 2, 0.5).in_round(1)
     cases: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -316,7 +316,7 @@ def test_ledger_settings_go_through_a_config_file(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------ test images
 @pytest.mark.parametrize("protected", [True, False])
 @pytest.mark.parametrize("declared", [None, "private", "public", "none"])
-def test_accuracy_on_private_test_images_stands_in_simulation_only(
+def test_accuracy_on_private_test_images_is_in_simulation_only(
     declared: str | None, protected: bool, tmp_path: Path
 ) -> None:
     """Own images are private unless their owner declares them public; a run without differential

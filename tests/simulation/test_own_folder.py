@@ -51,7 +51,7 @@ def test_each_site_is_a_client(tmp_path: Path) -> None:
     assert len(divided.uploads) == settings.partition.clients
 
 
-def test_classes_alone_need_a_partition(tmp_path: Path) -> None:
+def test_only_classes_need_a_partition(tmp_path: Path) -> None:
     make_folder(tmp_path, sites=())
     with pytest.raises(PartitionError, match=r"have no sites .*\(partition.kind=dirichlet"):
         simulate(tiny(tmp_path), quiet=True)
@@ -117,7 +117,7 @@ def test_a_report_does_not_depend_on_how_many_images_there_are(tmp_path: Path) -
     assert said[0] == said[1]
 
 
-def test_a_dry_run_reads_the_declaration_alone(clinic: Path) -> None:
+def test_a_dry_run_reads_only_the_declaration(clinic: Path) -> None:
     for image in clinic.rglob("*.png"):
         image.unlink()
     plan = plan_of(tiny(clinic, privacy={"epsilon": 8.0}))
@@ -198,7 +198,7 @@ def test_own_images_have_no_published_name(tmp_path: Path) -> None:
     assert tiny(folder).dataset == "own mnist"
 
 
-def test_training_images_alone_are_refused_in_words(tmp_path: Path) -> None:
+def test_only_training_images_are_refused_with_a_message(tmp_path: Path) -> None:
     """Catches: "cannot unpack non-iterable ImageData object"."""
     train: ImageData = load_folder(make_folder(tmp_path)).train
     for wrong in (train, [1, 2, 3], "digits"):
@@ -207,7 +207,7 @@ def test_training_images_alone_are_refused_in_words(tmp_path: Path) -> None:
         assert "\n" not in str(caught.value)
 
 
-def test_what_one_owner_spent_is_not_forgotten_at_the_sites(clinic: Path) -> None:
+def test_one_owners_cost_is_counted_at_the_sites(clinic: Path) -> None:
     """Catches: a budget twice for the same images, once pooled and once by site."""
     simulate(tiny(clinic, partition={"kind": "iid", "clients": 1}, privacy=BUDGET), quiet=True)
     with pytest.raises(LedgerError, match=r"records that .*client-000.jsonl was charged for"):
@@ -238,7 +238,7 @@ def test_patients_are_protected_by_the_users_of_the_images(tmp_path: Path) -> No
     assert report["unit"]["kind"] == "user"
 
 
-def test_a_run_on_a_folder_goes_on_where_it_stopped(
+def test_a_run_on_a_folder_resumes(
     clinic: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Catches: a resumed run whose declaration has filled other settings than config.toml's."""

@@ -535,7 +535,9 @@ def test_own_clients_are_resumed_with_the_same_parts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("kept", "loss"), [(False, "folder"), (True, "file"), (False, "rows")])
-def test_a_run_whose_ledger_lost_rows_is_not_resumed(kept: bool, loss: str, tmp_path: Path) -> None:
+def test_a_run_with_a_truncated_ledger_is_not_resumed(
+    kept: bool, loss: str, tmp_path: Path
+) -> None:
     """Catches: a run that forgets what it has spent, and exceeds its cap."""
     privacy = {"epsilon": 20.0, **({"ledger": str(tmp_path / "kept")} if kept else {})}
     given = sections("feddm", privacy=privacy, run={"participation": 1.0})
@@ -552,7 +554,7 @@ def test_a_run_whose_ledger_lost_rows_is_not_resumed(kept: bool, loss: str, tmp_
         resumed(given, tmp_path / "runs")
 
 
-def test_a_run_whose_checkpoint_is_gone_does_not_start_again(tmp_path: Path) -> None:
+def test_a_run_without_its_checkpoint_does_not_start_again(tmp_path: Path) -> None:
     given = sections("feddm", privacy=PRIVATE)
     folder = cut(given, tmp_path)
     rows = (folder / "metrics.jsonl").read_text()

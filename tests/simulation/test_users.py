@@ -51,7 +51,7 @@ def run(output: Path | None = None, **privacy: Any) -> RunResult:
     return simulate(settings(**privacy), data=people(), parts=PARTS, output=output)
 
 
-def test_the_report_says_who_is_protected_and_is_verified(tmp_path: Path) -> None:
+def test_the_report_states_who_is_protected_and_is_verified(tmp_path: Path) -> None:
     result = run(tmp_path, user_records=4)
     report: Any = result.privacy
     assert report["unit"] == {"kind": USER, "person": "person", "user_records": 4}
@@ -73,7 +73,7 @@ def test_the_sample_rate_is_of_the_public_number_of_users() -> None:
 
 
 @pytest.mark.parametrize(("local_test", "user_records"), [(0.0, None), (0.3, 3)])
-def test_a_user_more_moves_sums_by_at_most_the_clip_and_nobody_elses_records(
+def test_one_more_user_moves_sums_by_at_most_the_clip(
     local_test: float, user_records: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Through the engine: split, bound, sampling at rate 1, clipping. All releases are forced to
@@ -136,7 +136,7 @@ def test_what_users_need() -> None:
         )
 
 
-def test_a_kept_ledger_protects_one_unit(tmp_path: Path) -> None:
+def test_a_permanent_ledger_protects_one_unit(tmp_path: Path) -> None:
     run(ledger=tmp_path / "ledgers")
     with pytest.raises(LedgerError, match="protect a user"):
         run(ledger=tmp_path / "ledgers", unit="record", nominal_size=100)

@@ -106,7 +106,7 @@ def test_equals_each_clients_own_training(
 
 
 @pytest.mark.parametrize("few", [1, 4])
-def test_nobody_with_data_and_progress(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clients_without_data_and_progress(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fedsynth.training.many_clients.FEW", few)
     monkeypatch.setattr("fedsynth.training.many_clients.BLOCK", 1)
     each = learners(lambda k: SgdSettings(2, 5, MomentumSgd(0.1)), sizes=(0, 0))

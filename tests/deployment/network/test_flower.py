@@ -81,7 +81,7 @@ def test_a_private_run_charges_each_owners_ledger_as_a_simulation(federation: Fe
         assert "privacy: ε = " in federation.log(number)
 
 
-def test_a_spent_budget_declines_and_the_run_goes_on(federation: Federation) -> None:
+def test_an_exhausted_budget_declines_and_the_run_continues(federation: Federation) -> None:
     """Its owner's policy has a cap that the run's settings do not: the server's word is not
     asked."""
     before = ledger(federation, BOUNDED)
@@ -118,7 +118,7 @@ def test_who_declines_takes_no_part(federation: Federation) -> None:
     assert "declined: method fedavg is not allowed" in federation.log(BOUNDED)
 
 
-def test_a_server_goes_on_from_its_checkpoint(federation: Federation) -> None:
+def test_a_server_resumes_from_its_checkpoint(federation: Federation) -> None:
     """Its process is killed inside a round; clients keep what they had, and the model is that of a
     run which nobody has stopped. SCAFFOLD's clients have memories.
 
@@ -170,7 +170,7 @@ def test_a_stranger_and_a_second_client_with_a_key_are_refused(
     assert not list(home.glob("*.jsonl"))
 
 
-def test_a_node_that_is_killed_in_a_sum_is_lost_and_the_others_go_on(
+def test_a_node_killed_in_a_sum_drops_out_and_the_others_continue(
     federation: Federation,
 ) -> None:
     """One client is held up while another is killed: the sum of that round, and all later ones, are
