@@ -30,7 +30,7 @@ def test_from_a_folder_to_an_exported_set(tmp_path: Path, fedsynth: Call) -> Non
     synthesize = f"synthesize --data {folder} --dp-epsilon 8 --out {share} {SHORT} {runs}"
     first = fedsynth(synthesize)
     assert (first.code, first.stderr.count("\n")) == (2, 1)
-    assert f"fedsynth data describe {folder} proposes" in first.stderr
+    assert f"run fedsynth data describe {folder}, then" in first.stderr
 
     described = fedsynth(f"data describe {folder}")
     assert described.code == 0, described.stderr

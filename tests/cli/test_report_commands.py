@@ -53,7 +53,7 @@ def test_reports_are_shown_and_verified(
     file.write_text(json.dumps(report))
     bad = fedsynth(f"privacy verify {folder}")
     assert bad.code == 1
-    assert "mismatch: guarantee.epsilon says" in bad.stdout
+    assert "mismatch: guarantee.epsilon is" in bad.stdout
     for form in ("markdown", "json", "html"):
         text = fedsynth(f"privacy report {folder} --format {form}").stdout
         assert text.replace("\n", "").isprintable()

@@ -169,7 +169,7 @@ CASES: dict[tuple[str, str], list[tuple[Content, str]]] = {
     ("tiny-imagenet", "tiny-imagenet-200/wnids.txt"): [
         (
             "\n".join(WNIDS[1:]).encode(),
-            "must list 200 WordNet numbers .* 199 lines, 199 different",
+            "must list 200 WordNet numbers .* 199 lines, of which 199 are different",
         ),
         (
             "\n".join([*WNIDS[1:], WNIDS[5]]).encode(),
@@ -191,7 +191,7 @@ CASES: dict[tuple[str, str], list[tuple[Content, str]]] = {
         (b"\xff\xfe\x00", "is not a text file"),
     ],
     ("tiny-imagenet", "tiny-imagenet-200/val/images/val_3.JPEG"): [
-        (image((32, 48)), "is 32×48, images of tiny-imagenet"),
+        (image((32, 48)), "is 32×48, but images of tiny-imagenet"),
         (b"<html>404</html>", "cannot be read as an image"),
         (None, "is listed but does not exist"),
     ],

@@ -396,7 +396,7 @@ def test_declared_counts_that_do_not_hold_are_refused(tmp_path: Path) -> None:
     declare(make_folder(tmp_path / "one"), users=20)
     rows = [f"{p.relative_to(tmp_path / 'one').as_posix()},A" for p in tmp_path.rglob("one/*/*/*")]
     (tmp_path / "one" / "users.csv").write_text("path,user\n" + "\n".join(rows))
-    with pytest.raises(DataError, match=r"1 users, and .* declares 20 in sizes.users"):
+    with pytest.raises(DataError, match=r"1 users, but .* declares 20 in sizes.users"):
         load_folder(tmp_path / "one")
 
 

@@ -143,7 +143,7 @@ def test_an_own_map_that_mixes_a_batch_is_refused() -> None:
         return replace(own(shape), function=lambda x: x.mean(dim=(1, 2, 3))[:, None] / len(x))
 
     before = torch.random.get_rng_state()
-    for build, says in ((mixing, "mixes the examples of a batch"), (by_number, "another length")):
+    for build, says in ((mixing, "mixes the examples of a batch"), (by_number, "another size")):
         register_features("own-mixing", build)
         with pytest.raises(SettingError, match=says):
             feature_map("own-mixing", (1, 8, 8))

@@ -62,7 +62,7 @@ def test_only_classes_need_a_partition(tmp_path: Path) -> None:
 def test_private_runs_need_a_signed_declaration(tmp_path: Path) -> None:
     """Catches: sizes, classes or shape of private images that become public unasked."""
     folder = make_folder(tmp_path)
-    with pytest.raises(DataError, match=f"fedsynth data describe {folder} proposes") as caught:
+    with pytest.raises(DataError, match=f"run fedsynth data describe {folder}, then") as caught:
         simulate(tiny(folder, privacy=BUDGET), output=tmp_path / "runs", quiet=True)
     assert "\n" not in str(caught.value)
     with pytest.raises(DataError, match="needs a declaration of their public facts"):
