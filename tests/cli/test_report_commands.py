@@ -137,7 +137,7 @@ def test_a_key_that_is_none_is_refused_before_the_run(
     private, public = keys
     train = f"train {FAST} --output {tmp_path / 'out'}"
     wrong = fedsynth(f"{train} --dp-sigma 3 --sign-key {public}")
-    assert (wrong.code, "no private Ed25519 key" in wrong.stderr) == (2, True)
+    assert (wrong.code, "not a private Ed25519 key" in wrong.stderr) == (2, True)
     plain = fedsynth(f"{train} --sign-key {private}")
     assert (plain.code, "no differential privacy" in plain.stderr) == (2, True)
     assert not (tmp_path / "out").exists()

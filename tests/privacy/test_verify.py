@@ -84,12 +84,12 @@ def put(path: str, value: Any) -> Callable[[Any], None]:
         ({"correct": 200}, "audit.epsilon_lower_bound"),
         ({"correct": 401}, "audit: correct must be from 0 to guesses"),
         ({"canaries": 10**400}, "audit.canaries is wrong"),
-        ({"command": "fedsynth privacy audit\nall is well"}, "audit.command is no"),
+        ({"command": "fedsynth privacy audit\nall is well"}, "audit.command is not"),
         ({"correct": 400, "confidence": 0.5}, "audit: ε is at least"),
         ({"confidence": 1.0}, "audit: confidence and delta must be in (0, 1)"),
-        ({"method": "fedavg"}, "audit.method says 'fedavg'"),
-        ({"delta": 1e-6}, "audit.delta says"),
-        ({"seal": "x"}, "audit.seal is no key"),
+        ({"method": "fedavg"}, "audit.method is 'fedavg'"),
+        ({"delta": 1e-6}, "audit.delta is"),
+        ({"seal": "x"}, "audit.seal is not a key"),
     ],
 )
 def test_an_audits_bound_follows_from_its_counts(
@@ -104,7 +104,7 @@ def test_ledger_files_must_hold_these_rows_and_no_others(run: Case) -> None:
     assert run.problems() == []
     run.ledgers[1].charge(row(2, quantity="counts"))
     found = run.problems()
-    assert found[0] == "two: the ledger file has 2 rows, and the report states 1"
+    assert found[0] == "two: the ledger file has 2 rows, but the report states 1"
     assert len(found) > 1
     assert run.problems(exact=False) == []  # a kept ledger may have grown since
     (run.files / "two.jsonl").rename(run.files / "three.jsonl")
@@ -123,10 +123,10 @@ def test_other_rows_than_the_stated_ones_are_noticed(run: Case) -> None:
     head = report["ledger_heads"]["one"]
     head["rows"] = 2
     problems = held_rows(report, None, exact=False).problems
-    assert problems == ["one: the report has 3 rows, and its ledger head 2"]
+    assert problems == ["one: the report has 3 rows, but its ledger head states 2"]
     head["chain"] = "0"
     (problem,) = held_rows(report, run.files, exact=False).problems
-    assert "they are other rows" in problem
+    assert "the rows differ" in problem
 
 
 def test_rows_out_of_the_rounds_order_fold_to_the_same_report() -> None:
@@ -138,7 +138,7 @@ def test_rows_out_of_the_rounds_order_fold_to_the_same_report() -> None:
     report = build_report(FACTS, [History(name, some) for name, some in rows.items()])
     held = held_rows(report, None, exact=False)
     assert report_problems(report, FACTS, held, {}) == []
-    trial = "the run's own warnings, and what a trial of the clients' steps found"
+    trial = "the run's warnings, and the results of the test of the clients' steps"
     assert taken_as_stated(report) == ["versions (numpy)", trial]
 
 
@@ -151,13 +151,13 @@ DEEP = '{"schema_version": 4, "unit": ' + "[" * 200_000 + "]" * 200_000 + "}"
         *((text, "not a privacy report") for text in ("[]", "", DEEP)),
         ('{"schema_version": 3}', "schema 3"),
         ('{"schema_version": true}', "schema True"),
-        ('{"schema_version": 4, "x": NaN}', "NaN is no number"),
+        ('{"schema_version": 4, "x": NaN}', "NaN is not a number"),
         ('{"schema_version": 4, "x": 1e999}', "too large"),
         ('{"schema_version": 4, "x": {"a": 1, "a": 2}}', "twice"),
         ('{"schema_version": 4, "x": "\\ud800"}', "not a privacy report"),
     ],
 )
-def test_what_is_no_report_is_one_line(run: Case, text: str, message: str) -> None:
+def test_an_invalid_report_is_one_line(run: Case, text: str, message: str) -> None:
     (run.folder / "privacy_report.json").write_text(text)
     with pytest.raises(PrivacyError, match=message) as error:
         read_report(run.folder)
