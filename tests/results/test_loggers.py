@@ -229,7 +229,7 @@ def test_a_logger_that_fails_costs_no_run(tmp_path: Path) -> None:
     heard = Heard()
     simulate(resolve(TINY), observer=Several([heard, Full(tmp_path)]))
     said = [what for kind, what in heard.events if kind == "note" and "has stopped logging" in what]
-    assert said == ["warning: Full logs no more: no place"]
+    assert said == ["warning: Full has stopped logging: no place"]
     assert heard.events[-1][0] == "ended"
 
     class Failing(Observer):

@@ -209,7 +209,7 @@ def test_so_many_go_at_once_as_places_and_memory_allow(made: Made) -> None:
         plan = replace(plan, output=plan.output / str(most))
         run_sweep(plan, train_command, lambda text: None)
         assert most_at_once(plan) == most
-    with pytest.raises(SweepError, match="is counted with 3 GB"):
+    with pytest.raises(SweepError, match="needs 3 GB"):
         run_sweep(made(f"[sweep]\nmemory_gb = 2.5\n{grid}"), train_command, lambda text: None)
 
 

@@ -414,7 +414,7 @@ TAMPERINGS: list[tuple[Tamper, str]] = [
     (config("privacy", ledger="/nowhere"), "ledger_kept is False"),
     (config("run", rounds=3), "no cap explains this early end"),
     (config("run", participation=0.34), "which is not charged according to config.toml"),
-    (config("partition", clients=2), "has 2 clients, and privacy_start.json 3"),
+    (config("partition", clients=2), "has 2 clients, but privacy_start.json has 3"),
     (config("partition", alpha=0.1), "another data set or partition"),
     (text("config.toml", '"feddm"', '"mine"'), "a custom method"),
     (text("config.toml", '"digits"', '"mnist"'), "names the data set 'mnist'"),
@@ -425,7 +425,7 @@ TAMPERINGS: list[tuple[Tamper, str]] = [
         changed(START, "ledgers/client-000/chain", "0"),
         "first 0 rows differ from those of privacy_start.json",
     ),
-    (changed(START, "data_set/train_size", 10), "gives digits another train_size"),
+    (changed(START, "data_set/train_size", 10), "has another train_size of digits"),
     (changed(START, "data_set/mean", "x"), "specification"),
     (
         changed(START, "test_images", "private"),
@@ -463,7 +463,7 @@ TAMPERINGS: list[tuple[Tamper, str]] = [
         fitting(lambda folder: rewrite(folder / "artefacts.json", {"n_k": [[312]]})),
         "artefacts.json exists, but the run does not produce it",
     ),
-    (source, "sources/n_k.py is not the file"),
+    (source, "sources/n_k.py differs from the file"),
     (
         tensors("model.safetensors", lambda t: t.update({min(t): torch.zeros(3)})),
         "model.safetensors.",
@@ -575,7 +575,7 @@ def test_a_run_without_a_guarantee_cannot_be_turned_into_a_formal_one(
     pages(paper, {**report, "verdict": honest["verdict"]})
     assert any("verdict.formal is True" in problem for problem in found(paper))
     pages(paper, honest)
-    assert any("guarantee says {" in problem for problem in found(paper))
+    assert any("guarantee is {" in problem for problem in found(paper))
 
 
 def test_an_inaccessible_ledger_is_reported(tmp_path: Path) -> None:

@@ -265,7 +265,7 @@ def test_a_run_that_was_stopped_can_be_reported(
     entries = [entry for entry in report["ledger"] if entry["mechanism"] == "residual"]
     assert [entry["rounds"] for entry in entries] == [[1, 2]]
     write_report({**report, "abandoned": False}, folder)
-    assert found(folder) == ["abandoned says False, but should be True"]
+    assert found(folder) == ["abandoned is False, but should be True"]
 
 
 def test_an_abandoned_runs_metrics_may_be_torn_and_its_ledgers_elsewhere(
