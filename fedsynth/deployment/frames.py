@@ -179,4 +179,4 @@ def parse_history(stated: Any) -> History | None:
     try:
         return History.from_json(stated)
     except (KeyError, TypeError, ValueError, AttributeError, PrivacyError) as error:
-        raise MessageError(f"a client's history is damaged: {error!r:.80}") from None
+        raise MessageError(f"the history of a client is damaged: {error!r:.80}") from None

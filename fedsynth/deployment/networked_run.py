@@ -121,7 +121,7 @@ class _Run:
         began = self.folder.has_begun
         lost = checkpoint is None and self.folder.has_rounds
         if lost or (began and not self.file.exists()):
-            raise CheckpointError(f"the checkpoint of the run in {self.folder.path} is gone")
+            raise CheckpointError(f"the checkpoint of the run in {self.folder.path} is missing")
         start = private_start(self.folder.path) if began else None
         self.exchange = NodeExchange(
             replace(proposal, run=run),
@@ -313,7 +313,7 @@ def _plan_when_it_began(
     for one in histories:
         rows = start.ledgers[one.client].rows
         if len(one.releases) < rows:
-            raise LedgerError(f"{one.client}: its ledger has lost rows that it had")
+            raise LedgerError(f"{one.client}: its ledger has lost earlier rows")
         before.append(replace(one, releases=one.releases[:rows]))
     plan = PrivacyPlan.checked(settings, context)
     privacy = replace(plan.privacy, noise_multiplier=start.noise_multiplier)

@@ -48,7 +48,7 @@ from fedsynth.privacy.randomness import SecretGenerator
 
 RUNS = "runs"
 LOCK = ".answering"
-CANNOT = "this client cannot take part; its owner is told why"
+CANNOT = "this client cannot take part; its owner is notified of the reason"
 """The only text that a server receives about errors that are not of its own message: they may depend
 on an owner's files, records or machine."""
 
@@ -154,15 +154,17 @@ class Node:
         """
         proposal = Proposal.from_json(asked.proposal)
         if proposal.run != run:
-            raise MessageError(f"the proposal is of run {proposal.run}, the message of {run:.16}")
+            raise MessageError(
+                f"the proposal belongs to run {proposal.run}, but the message to {run:.16}"
+            )
         if self.number >= proposal.settings.partition.clients:
             raise MessageError(
-                f"the run has {proposal.settings.partition.clients} clients, and this one is "
-                f"number {self.number}"
+                f"the run has {proposal.settings.partition.clients} clients, but this client "
+                f"has number {self.number}"
             )
         state = read_state(self.folder(run))
         if state is not None and _accepted(state).agreement != proposal.agreement:
-            raise MessageError("the run was agreed on with other settings")
+            raise MessageError("the run was approved with other settings")
         objections = self._objections(proposal)
         warnings: list[str] = []
         if state is None and not objections:
@@ -220,7 +222,10 @@ class Node:
             state = read_state(folder) if folder.name != proposal.run else None
             used = state is not None and bool(state.answered)
             if state and used and _accepted(state).agreement == proposal.agreement:
-                return [f"its approval was for run {folder.name}, and no ε bounds more of them"]
+                return [
+                    f"it approved only run {folder.name}, and without a bound on ε each run "
+                    "needs a separate approval"
+                ]
         return []
 
     def _show(self, proposal: Proposal, objections: list[str]) -> None:

@@ -140,12 +140,12 @@ class NodeExchange:
             if client not in present:
                 self.out.setdefault(client, "has not joined")
         for client, why in sorted(self.out.items()):
-            self._note(f"client {client} takes no part: {why}")
+            self._note(f"client {client} does not take part: {why}")
         needed = needed_uploads(self._settings.quorum, len(self._everybody))
         if len(present) < needed:
             raise TooFewClientsError(
-                f"{len(present)} of {len(self._everybody)} clients have joined, and {needed} "
-                "are the quorum"
+                f"{len(present)} of {len(self._everybody)} clients have joined, but the "
+                f"quorum is {needed}"
             )
         write_clients(self._file, self.clients)
         never = JoinedClient(0, None)  # has no records
@@ -195,9 +195,11 @@ class NodeExchange:
         if client not in self._everybody:
             raise MessageError(f"there is no client {client!s:.20} in this run")
         if numbers and numbers.get(node) != client:
-            raise MessageError(f"says that it is client {client}, which its key is not for")
+            raise MessageError(
+                f"claims to be client {client}, but its key belongs to another client"
+            )
         if client in self._present:
-            raise MessageError(f"says that it is client {client}, which another one is")
+            raise MessageError(f"claims to be client {client}, which another node is")
         if frame.kind != ANSWER:
             why = frame.facts.get("reason", frame.facts.get("text"))
             self.out[client] = f"{why!s:.500}"
@@ -224,14 +226,14 @@ class NodeExchange:
         name = self._names[client]
         if self._known_names and history.client != name:
             raise MessageError(
-                f"its name is {history.client!r:.80}, and it was {name!r} when the run began"
+                f"its name is {history.client!r:.80}, but it was {name!r} when the run began"
             )
         others = {other for number, other in enumerate(self._names) if number != client}
         for number, one in self.clients.items():
             if number != client and one.history is not None:
                 others.add(one.history.client)
         if history.client in others:
-            raise MessageError(f"its name {history.client!r:.80} is another client's")
+            raise MessageError(f"its name {history.client!r:.80} belongs to another client")
 
     @property
     def never_joined(self) -> dict[int, str]:
@@ -404,7 +406,7 @@ class NodeExchange:
         if isinstance(sent, str):
             raise MessageError(sent)
         if len(sent) > max_bytes:
-            raise MessageError(f"sends {len(sent)} bytes, above the {max_bytes} that it may")
+            raise MessageError(f"sends {len(sent)} bytes, above the limit of {max_bytes}")
         frame = Frame.from_bytes(sent)
         stated = (frame.facts.get("client"), frame.facts.get("number"))
         if stated != (client, self._number):

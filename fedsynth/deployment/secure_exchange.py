@@ -87,7 +87,9 @@ class SecureStep:
         except SecureSumError as error:
             # the faulty client is unknown, or the sum lacks clients; either way there is no sum
             total = None
-            self.rejected |= dict.fromkeys(clients, f"there is no sum: {error}") | self.rejected
+            self.rejected |= (
+                dict.fromkeys(clients, f"the sum was not computed: {error}") | self.rejected
+            )
         faults = self.server.rejected.items()
         self.rejected |= {self.context.active[place]: why for place, why in faults}
         return total

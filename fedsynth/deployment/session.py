@@ -293,7 +293,9 @@ class Session:
         rounds = runtime.settings.rounds
         some = tuple(asked.participants)
         if list(some) != sorted(set(some)) or some[-1] >= clients:
-            raise MessageError(f"the participants must be of the {clients} clients, ascending")
+            raise MessageError(
+                f"the participants must be indices of the {clients} clients, in ascending order"
+            )
         if not 1 <= asked.round <= rounds:
             raise RequestRefusedError(f"the run has {rounds} rounds, not {asked.round!s:.20}")
         # a sum's smallest number of clients follows from the participants, with privacy and without
@@ -378,7 +380,7 @@ class Session:
     def _place(self, context: RoundContext) -> int:
         """Returns the client's position among those of the round."""
         if self.runtime.number not in context.active:
-            raise RequestRefusedError("this client takes no part in the round")
+            raise RequestRefusedError("this client does not take part in the round")
         return context.active.index(self.runtime.number)
 
     def _identities(self, context: RoundContext) -> Identities | None:
@@ -392,7 +394,7 @@ class Session:
     def _sum_terms(self, phase: str, asked: RoundFacts, context: RoundContext) -> SumTerms:
         method = self.runtime.method
         if not method.sums_alone:
-            raise MessageError(f"{method.name} sends its uploads as they are")
+            raise MessageError(f"{method.name} does not use secure aggregation")
         return sum_terms(method, phase, context, asked.sum or "", self._agreed)
 
     @contextmanager
@@ -405,7 +407,7 @@ class Session:
         """
         file = self.folder / SUM_FILE
         if not file.is_file():
-            raise SecureSumError("this client takes no part in such a sum")
+            raise SecureSumError("this client does not take part in such a sum")
         state = SumState.from_bytes(read_regular(file))
         client = SumClient(self._place(context), terms, self._identities(context), state)
         try:
@@ -508,7 +510,7 @@ def _stored(file: Path, question: Frame) -> Frame | None:
             return None
         sent = content[2 * HASH_BYTES :]
         if hashlib.sha256(sent).digest() != content[HASH_BYTES : 2 * HASH_BYTES]:
-            raise ValueError("its hash is another")
+            raise ValueError("its hash differs")
         return Frame.from_bytes(sent)
 
 

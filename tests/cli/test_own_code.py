@@ -95,11 +95,11 @@ def test_a_run_with_both_records_them_and_verifies(code: Path, fedsynth: Call) -
     forgotten = fedsynth(f"privacy verify {folder}")
     assert forgotten.code == 1
     assert "is mine of 'mine.py:Mine@" in forgotten.stdout
-    assert "give that file again" in forgotten.stdout
+    assert "name that file again" in forgotten.stdout
     (code / "mine.py").write_text(METHOD + "# changed\n")
     changed = fedsynth(f"privacy verify {folder} {both}")
     assert changed.code == 1
-    assert "and what was given is another: mine.py:Mine@" in changed.stdout
+    assert "but the code that you named is another: mine.py:Mine@" in changed.stdout
 
 
 @pytest.mark.parametrize("times", [True, False], ids=["of the same time", "unchecked"])
@@ -143,7 +143,7 @@ def test_what_a_config_names_is_never_executed(code: Path, fedsynth: Call) -> No
             "--method fedstats --set features={enc}",
             "--features {enc}",
             "enc.py",
-            "give that file again (model.features=PATH/enc.py:rows",
+            "name that file again (model.features=PATH/enc.py:rows",
         ),
     ],
 )
@@ -173,7 +173,7 @@ def test_a_killed_run_is_resumed_with_its_own_file_only(
     (code / name).write_text(content + "# changed\n")
     other = fedsynth(f"train --resume {left} {option}")
     assert other.code == 2
-    assert "and what was given is another" in other.stderr
+    assert "but the code that you named is another" in other.stderr
     (code / name).write_text(content)
     done = fedsynth(f"train --resume {left} {option}")
     assert done.code == 0, done.stderr
@@ -196,7 +196,7 @@ def test_a_run_without_an_own_file_takes_none_when_it_is_resumed(
         file.write_text("open(__file__ + '.ran', 'w')\n" + file.read_text())
     done = fedsynth(f"train --resume {left} {option} {code / name}")
     assert (done.code, done.stderr.count("\n")) == (2, 1)
-    assert "has no such file of its own" in done.stderr
+    assert "the resumed run uses no custom file" in done.stderr
     assert not list(code.glob("*.ran"))
 
 

@@ -31,7 +31,7 @@ from fedsynth.simulation.simulate import simulate
 from fedsynth.synthesizer.condensation import sets
 
 
-def test_four_of_twenty_drawn_anew_and_by_the_seed() -> None:
+def test_each_round_samples_four_of_twenty_by_the_seed() -> None:
     some = Participation(0, 20, 0.2)
     rounds = [some.in_round(n) for n in range(1, 201)]
     assert all(len(set(mine)) == 4 and list(mine) == sorted(mine) for mine in rounds)
@@ -44,12 +44,12 @@ def test_four_of_twenty_drawn_anew_and_by_the_seed() -> None:
     assert Participation(0, 3, 1.0).in_round(7) == (0, 1, 2)
 
 
-def test_a_share_that_is_no_client_is_refused() -> None:
+def test_a_participation_below_one_client_is_refused() -> None:
     """Catches: 1 % of ten clients, which was silently a tenth of them."""
     settings = RunSettings(FedAvg(), rounds=1, participation=0.01, model=ModelSettings("linear"))
     with pytest.raises(
         SettingError,
-        match=r"run.participation 0.01 of 10 clients is not one: it must be at least 0.1",
+        match=r"run.participation 0.01 of 10 clients is less than one client: it must be at least 0.1",
     ):
         simulate(settings, quiet=True)
 
@@ -171,7 +171,7 @@ def tiny(method: str = "fedavg", rounds: int = 3, **sections: Any) -> RunSetting
 
 
 @pytest.mark.parametrize("method", ["feddm", "fedaf"])
-def test_a_client_that_comes_back_goes_on_from_its_images(
+def test_a_returning_client_resumes_from_its_images(
     method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Newcomers beside it start afresh, and do not make it start anew: what it starts from is what
@@ -260,7 +260,7 @@ def test_a_ledger_is_the_records_and_not_how_they_are_split() -> None:
     assert data_set_id(resolve({})) == "digits-3840bad0acf7"
 
 
-def test_local_metrics_stand_in_the_rows_and_with_privacy_only_in_simulation_only(
+def test_local_metrics_are_in_the_rows_or_with_privacy_in_simulation_only(
     tmp_path: Path,
 ) -> None:
     partitioned = {"partition": {"clients": 4, "local_test": 0.2}}

@@ -92,7 +92,7 @@ def test_a_private_run_over_nodes_charges_as_planned(place: Place, method: str) 
         assert place.ledger(number) == ledger.releases
 
 
-def test_what_the_server_makes_is_kept_with_its_soft_labels(place: Place) -> None:
+def test_the_servers_images_are_stored_with_soft_labels(place: Place) -> None:
     """FedStats' images, as a simulation keeps them."""
     given = sections("fedstats", method={"features": "pixels", "ipc": 1, "image_steps": 2})
     kept = load_file(place.serve(given).folder / "synthetic.safetensors")
@@ -165,7 +165,7 @@ def test_a_try_that_fails_decides_over_nothing(
 
     monkeypatch.setattr(position_leak_check, "_trials", fails)
     assert place.serve(sections("feddm", privacy=PRIVATE)).metrics
-    assert sum("could not be tried: out of memory" in line for line in place.said) == CLIENTS
+    assert sum("other examples failed: out of memory" in line for line in place.said) == CLIENTS
 
 
 def test_a_round_is_one_message_an_exchange(place: Place) -> None:
@@ -232,7 +232,7 @@ def decided(place: Place, policy: Policy, given: Any) -> Served:
     ("policy", "why"),
     [
         ({"methods": ["fedavg"]}, "method feddm is not allowed (fedavg)"),
-        ({"rounds": 1}, "2 rounds are more than the 1 allowed"),
+        ({"rounds": 1}, "2 rounds are above the 1 allowed"),
         ({"delta": 1e-6}, "δ = 1e-05 is above"),
         ({"settings": {"model.width": [8, 64]}}, "model.width = 4 is not allowed"),
         ({"settings": {"model.name": ["linear"]}}, "model.name = 'convnet' is not allowed"),
@@ -246,7 +246,7 @@ def test_a_policy_names_what_it_does_not_allow(policy: dict[str, Any], why: str)
     assert objection.startswith(why)
 
 
-def test_a_policy_declines_and_the_run_goes_on(place: Place) -> None:
+def test_a_policy_declines_and_the_run_continues(place: Place) -> None:
     served = decided(place, Policy(methods=("fedavg",)), sections("feddm", privacy=PRIVATE))
     for row in served.metrics:
         assert "method feddm is not allowed" in row["lost"]["2"]
@@ -261,7 +261,7 @@ def test_open_runs_need_to_be_allowed() -> None:
     assert "without differential privacy" in why
     paper = sections("feddm", privacy={**PRIVATE, "mechanism": "paper"})
     [why] = Policy().objections(own_proposal(paper))
-    assert "gives no guarantee" in why
+    assert "has no guarantee" in why
 
 
 class InTheOpen(FedSum):
@@ -280,10 +280,10 @@ def test_noise_that_needs_a_sum_is_refused_where_none_is_made(place: Place) -> N
     known = own_proposal(given)
     method = InTheOpen(aggregation="secure")
     proposal = replace(known, settings=replace(known.settings, method=method))
-    with pytest.raises(PrivacySettingError, match="is not made under masks"):
+    with pytest.raises(PrivacySettingError, match="are not summed by secure aggregation"):
         serve(proposal, Post(place.hand(), Timeouts(join=0.2)), place.folder / "runs")
     session = Session(place.node(0), proposal, PartOf().read(proposal, 0), Ledger("c"), None)
-    with pytest.raises(PrivacySettingError, match="is not made under masks"):
+    with pytest.raises(PrivacySettingError, match="are not summed by secure aggregation"):
         session.take(Terms(None, 5.0))
     assert joined(place.node(0), known).kind == "answer"
 
@@ -315,7 +315,7 @@ def test_an_owners_cap_is_at_the_owners_delta() -> None:
                 guard.check([row])
 
 
-def test_where_all_budgets_are_spent_the_run_ends(place: Place) -> None:
+def test_the_run_ends_when_all_budgets_are_exhausted(place: Place) -> None:
     policy = Policy(epsilon=1.5, delta=1e-5)
     hand = place.hand(*(place.node(k, policy) for k in range(CLIENTS)))
     served = place.serve(sections("feddm", privacy=PRIVATE), hand)
@@ -381,7 +381,7 @@ def test_an_owner_reads_what_it_is_asked_for() -> None:
         given = {"run": {"method": method, "rounds": 2}, "partition": {"clients": CLIENTS}}
         lines = "\n".join(request_words(own_proposal(given), 1, None))
         assert f"asks client 1 of 3: {method}, 2 rounds, data set digits" in lines
-        assert "no differential privacy: what it sends is not protected" in lines
+        assert "no differential privacy: its uploads are not protected" in lines
 
 
 def test_an_owner_reads_what_it_costs_on_top_of_what_was_spent(place: Place) -> None:
@@ -390,7 +390,7 @@ def test_an_owner_reads_what_it_costs_on_top_of_what_was_spent(place: Place) -> 
     place.serve(given)
     shown = [one for one in place.said if "asks client 0" in one]
     assert "privacy: ε = 1.95" in shown[0]
-    assert "of this, ε = 1.95 stands in the ledgers" in shown[1]
+    assert "of this, earlier runs in the ledgers have spent ε = 1.95" in shown[1]
 
 
 # ------------------------------------------------------------------------------ what is not sound
@@ -426,17 +426,17 @@ def instead(how: str, sent: bytes) -> bytes | str | None:
 WAYS = {
     "silence": "does not answer in time",
     "is gone": "is gone",
-    "empty": "no frame of fedsynth",
-    "junk": "no frame of fedsynth",
-    "unnumbered": "was asked request",
-    "another client": "was asked request",
-    "an earlier request": "was asked request",
+    "empty": "not a valid fedsynth frame",
+    "junk": "not a valid fedsynth frame",
+    "unnumbered": "received request",
+    "another client": "received request",
+    "an earlier request": "received request",
     "long": "bytes, above the",
     "error": "answers with an error: xxx",
     "refusal": "refuses: no",
     "declined": "declines: spent",
-    "damaged ledger": "history is damaged",
-    "damaged row": "history is damaged",
+    "damaged ledger": "the history of a client is damaged",
+    "damaged row": "the history of a client is damaged",
 }
 
 
@@ -460,7 +460,7 @@ def test_a_client_that_fails_is_lost_for_the_round_and_no_more(place: Place) -> 
     for how, row in zip(hows, served.metrics, strict=False):
         key = "rejected" if how == "no message" else "lost"
         assert list(row.get(key, [])) == ["1"], how
-        assert WAYS.get(how, "no message of fedsynth") in row[key]["1"]
+        assert WAYS.get(how, "not a valid fedsynth message") in row[key]["1"]
         assert len(row[key]["1"]) < 600
         assert [bool(sent) for sent in row["client_upload_bytes"]] == [True, False, True]
     assert "lost" not in served.metrics[-1]
@@ -471,7 +471,7 @@ def test_what_all_clients_refuse_is_the_servers_mistake(place: Place) -> None:
         place.serve(sections("fedavg"), failing(place.hand(), ["refusal"], 100, 101, 102))
 
 
-def test_nobody_who_answers_is_no_quorum(place: Place) -> None:
+def test_silent_clients_are_not_a_quorum(place: Place) -> None:
     served = place.serve(sections("fedavg"), failing(place.hand(), ["silence"], 100, 101, 102))
     assert served.metrics[0]["not_counted"] == {"exchange": "main", "uploads": 0, "needed": 2}
     assert "not_counted" not in served.metrics[1]
@@ -496,12 +496,12 @@ def test_facts_that_no_method_could_merge_are_left_out() -> None:
     assert majority_schema([{}, {}]) == []
 
 
-def test_below_the_quorum_nobody_begins(place: Place) -> None:
-    with pytest.raises(TooFewClientsError, match="1 of 3 clients have joined, and 2"):
+def test_no_client_starts_below_the_quorum(place: Place) -> None:
+    with pytest.raises(TooFewClientsError, match="1 of 3 clients have joined, but the quorum is 2"):
         place.serve(sections("fedavg"), place.hand(place.node(0)))
 
 
-def test_a_number_is_one_nodes_alone(place: Place) -> None:
+def test_a_client_index_belongs_to_only_one_node(place: Place) -> None:
     """Two nodes of the same number, and one whose key is for another: neither takes its place."""
     notes: list[str] = []
 
@@ -523,10 +523,10 @@ def test_a_number_is_one_nodes_alone(place: Place) -> None:
     post = Post(hand, Timeouts(join=0.2, look=0.05), {100: 0, 101: 2, 102: 1, 200: 1})
     served = serve(own_proposal(sections("fedavg")), post, place.folder / "more", observer=Notes())
     assert set(served.metrics[0]["lost"]) == {"2"}  # 200 holds the key of client 1
-    assert any("which its key is not for" in one for one in notes)
+    assert any("but its key belongs to another client" in one for one in notes)
 
 
-def test_a_run_that_goes_on_has_its_own_settings_and_checkpoint(place: Place) -> None:
+def test_a_resumed_run_has_its_settings_and_checkpoint(place: Place) -> None:
     hand = place.hand()
 
     def stops(node: int, asked: Frame, answer: bytes) -> bytes:
@@ -546,7 +546,7 @@ def test_a_run_that_goes_on_has_its_own_settings_and_checkpoint(place: Place) ->
         place.serve(sections("fedavg"), resume=folder)
 
 
-def test_a_private_run_that_goes_on_charges_what_is_asked_otherwise(place: Place) -> None:
+def test_a_resumed_private_run_charges_changed_requests(place: Place) -> None:
     """Two clients had not answered the round that is repeated; the first is asked with another
     model than before."""
     given = sections("feddm", privacy=PRIVATE)
@@ -706,7 +706,7 @@ def test_a_server_does_not_learn_which_images_fit(tmp_path: Path, declared: bool
         assert "owner" in told.facts["reason"]
     if not declared:
         told = answer(9, Owner(approved=frozenset({ANY})), scans())
-        assert "says no classes and image size" in told.facts["reason"]
+        assert "declares no classes and image size" in told.facts["reason"]
 
 
 def test_data_that_cannot_be_read_as_a_whole_are_one_answer(tmp_path: Path) -> None:
@@ -761,7 +761,7 @@ def again(node: Node, run: str, asked: Frame) -> Frame:
     return Frame.from_bytes(node.answer(run, asked.to_bytes()))
 
 
-def test_joining_again_is_no_way_to_more_releases(place: Place) -> None:
+def test_joining_again_gives_no_more_releases(place: Place) -> None:
     """What is asked with another model is answered so often as a server that goes on needs it, and
     without a cap once, whichever process of the node is asked; an approval is of one run."""
     proposal, caught = asked_of(place, sections("feddm", privacy=PRIVATE))
@@ -835,7 +835,7 @@ def memories(home: Path) -> dict[str, dict[str, list[float]]]:
     }
 
 
-def test_a_server_that_goes_on_keeps_the_noise_that_it_began_with(place: Place) -> None:
+def test_a_resumed_server_has_its_initial_noise(place: Place) -> None:
     """Where a budget is given, the server finds σ for all clients; told anew it is the same one."""
     proposal, caught = asked_of(place, sections("feddm", privacy={"epsilon": 5.0}))
     home = place.folder / "again"

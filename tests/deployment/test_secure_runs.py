@@ -252,7 +252,7 @@ def as_words(content: bytes) -> Words:
 
 
 @pytest.mark.parametrize("method", by_family(METHODS, ("fedstats",)))
-def test_the_server_holds_masked_vectors_and_the_sum_alone(
+def test_the_server_has_only_masked_vectors_and_the_sum(
     place: Place, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every byte that it is sent, every object that it has on the way, and every file of its run:
@@ -346,7 +346,7 @@ def test_a_client_that_is_lost_before_a_question_is_left_out_of_the_sum(
 
 
 @pytest.mark.parametrize("question", ["shares", "unmask"])
-def test_of_fewer_clients_than_the_noise_counts_on_there_is_no_sum(
+def test_too_few_clients_for_the_noise_give_no_sum(
     place: Place, question: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of two, whose noise is what is charged, there is none either: one of them may look."""
@@ -483,7 +483,7 @@ def test_both_shares_of_a_client_are_never_given(four_asked: Asked) -> None:
     assert asked.ask(asked.nodes[1], "unmask", first).kind == "answer"  # the kept one
 
 
-def test_an_upload_leaves_in_a_sum_alone(asked: Asked) -> None:
+def test_an_upload_is_sent_only_in_a_sum(asked: Asked) -> None:
     """The step by itself, in a sum that was not begun, with too few clients, and a second one are
     refused, and nothing is charged but the one step."""
 
@@ -554,7 +554,7 @@ def test_with_identities_a_server_cannot_take_a_clients_place(asked: Asked, know
     assert true.kind == "answer"
 
 
-def test_a_server_that_begins_anew_gets_another_sum_and_pays_again(
+def test_a_server_that_starts_again_gets_another_sum_and_is_charged_again(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is killed when all masked vectors are there: what it repeats has fresh noise and masks, as
@@ -593,7 +593,7 @@ def test_the_reports_say_that_the_sum_was_executed_and_what_it_rests_on(place: P
         assert "secure aggregation: aggregation executed" in text
         assert "at most 1 client of a sum, and everyone else" in text
         assert "A secure aggregation reveals" not in text
-    assert any("sends its part of a sum masked" in one for one in place.said)
+    assert any("sends masked values" in one for one in place.said)
     together = simulate(resolve(given), quiet=True)
     assumed: Any = together.privacy
     assert words_of(assumed).secure_aggregation().startswith("assumed, not executed")
@@ -607,13 +607,16 @@ def test_a_policy_allows_shared_noise_by_name_or_with_the_others_keys(place: Pla
     proposal = own_proposal(sections("fedstats", 100, run={"quorum": 1.0}, privacy=PRIVATE))
     policy = Policy(epsilon=1.0, delta=1e-5)
     [said] = policy.objections(proposal)
-    assert "each client adds the noise of one of 99, and a server that makes clients up" in said
+    assert (
+        "each client adds only its share of the noise of 99 clients, and a server that invents"
+        in said
+    )
     assert not policy.objections(proposal, identified=True)
     assert not replace(policy, settings={"method.aggregation": ("secure",)}).objections(proposal)
     own = own_proposal(sections("fedstats", 100, method={"aggregation": "own"}, privacy=PRIVATE))
     assert not policy.objections(own)
     declined = joined(place.node(0, policy), proposal)
-    assert (declined.kind, "know the other owners' keys" in declined.facts["reason"]) == (
+    assert (declined.kind, "verify the other owners' keys" in declined.facts["reason"]) == (
         "refusal",
         True,
     )
@@ -638,7 +641,7 @@ def opened(place: Place, clients: int, policy: Policy | None = None, **method: A
     return made
 
 
-def test_what_a_client_keeps_of_a_sum_nobody_else_reads(asked: Asked) -> None:
+def test_a_clients_stored_sum_state_is_readable_only_by_its_owner(asked: Asked) -> None:
     passed = asked.shared()
     assert asked.step(0, passed[0]).kind == "answer"
     kept = [path for path in asked.place.folder.glob("owner-0/runs/*/*") if path.is_file()]
@@ -654,7 +657,7 @@ def test_who_takes_part_is_the_settings_and_not_the_servers_to_say(place: Place)
     assert asked.ask(asked.nodes[0], "keys").kind == "answer"
 
 
-def test_a_client_goes_on_in_the_same_sum_alone() -> None:
+def test_a_client_continues_only_in_the_same_sum() -> None:
     terms = SumTerms(b"one", threshold=3, clients=3, length=2)
     state = SumClient(1, terms).state
     assert SumClient(1, terms, None, state).number == 1
@@ -689,10 +692,10 @@ def test_an_approval_by_hand_is_of_one_open_run_of_sums(place: Place) -> None:
     assert asked.step(0, passed[0]).kind == "answer"
     again = joined(node, replace(asked.proposal, run="0123456789abcdef"))
     assert again.kind == "refusal"
-    assert "its approval was for run" in again.facts["reason"]
+    assert "it approved only run" in again.facts["reason"]
 
 
-def test_a_round_that_is_no_number_of_a_round_ends_nobodys_process(asked: Asked) -> None:
+def test_an_invalid_round_number_ends_no_process(asked: Asked) -> None:
     for question in ("keys", "shares", "step", "unmask"):
         for number in (10**300, 0, -1):
             assert asked.ask(asked.nodes[0], question, round=number).kind == "error"

@@ -104,7 +104,7 @@ def test_a_request_of_another_type_is_refused_before_any_data_are_read() -> None
         assert client.memory == {}
 
 
-def test_replies_are_by_number_and_those_of_clients_alone() -> None:
+def test_replies_are_keyed_by_client_index() -> None:
     ctx = context()
     method = FedAvg(local_epochs=2, batch=8, lr=0.1)
     some = runtimes(method)[1:]
@@ -149,7 +149,7 @@ def test_an_unsound_request_is_refused_by_an_answer() -> None:
         assert step_alone(client, MAIN, message, ctx) == refusal
 
 
-def test_a_client_says_its_size_only_where_it_is_no_secret() -> None:
+def test_a_client_sends_its_size_only_without_privacy() -> None:
     (client, *_) = runtimes(FedAvg())
     assert client.join().size == 30
     assert client.join().history is None
@@ -196,7 +196,7 @@ def test_models_are_tested_on_each_clients_own_split() -> None:
 # -------------------------------------------------------------------------------------- charges
 
 
-def test_the_client_whose_budget_is_spent_is_the_one_that_refuses() -> None:
+def test_the_client_with_an_exhausted_budget_refuses() -> None:
     """Another run charges client 1 between `prepare` and the step: 0 is charged, 1 refuses."""
     given = {"run": {"method": "fedavg", "rounds": 1}, "method": {"local_epochs": 1}}
     settings = resolve({**given, "privacy": {"epsilon": 1.0, "sample_rate": 1.0}})
@@ -222,14 +222,14 @@ def test_the_client_whose_budget_is_spent_is_the_one_that_refuses() -> None:
     assert replies.messages == {}
 
 
-def test_clients_whose_data_lie_apart_are_no_group() -> None:
+def test_clients_with_separate_data_are_not_a_group() -> None:
     """One's positions in another's data would be other records, without a word."""
     clients = [client_of(k, FedAvg(), OwnData(data(), PARTS[k], torch.arange(0))) for k in range(2)]
     with pytest.raises(ValueError, match="share resident data"):
         step_together(clients, MAIN, request(context()), context())
 
 
-def test_a_series_is_of_its_own_client_and_is_not_copied() -> None:
+def test_a_mechanism_belongs_to_its_client_and_is_not_copied() -> None:
     """A wrong position in a method would release one client's records twice for one charge."""
     resident = data()
     own = [OwnData(resident, PARTS[k], torch.arange(0)) for k in range(2)]

@@ -107,7 +107,7 @@ def test_a_step_without_noise_so_far_is_repeated_in_smaller_groups(
     assert verify_run(found.folder).problems == []
 
 
-def test_a_later_group_alone_is_halved(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_later_group_is_halved(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the round's earlier groups have sent stays."""
     expected = run()
     done = runs_out(
@@ -171,7 +171,7 @@ def test_a_private_step_that_drew_noise_is_charged_once_and_not_taken_again(
     )
 
 
-def test_a_twin_that_forgets_what_was_spent_releases_nothing_either(
+def test_a_twin_that_forgets_its_cost_releases_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The series cannot be handed out a second time."""

@@ -356,7 +356,7 @@ PAPER = {"privacy": {"noise_multiplier": 1.0, "mechanism": "paper"}}
         ({}, {"canaries_as": "vector"}, "vectors"),
         ({"memory_gb": 1e-6}, {"canaries_as": "images"}, "canaries are too many"),
         (resolve(SECURE), {}, "aggregation"),  # an upload is part of a sum
-        (resolve(PAPER), {}, "claims no ε"),
+        (resolve(PAPER), {}, "states no ε"),
     ],
 )
 def test_a_run_that_cannot_be_audited_is_refused(

@@ -95,7 +95,7 @@ def test_a_hard_cap_ends_the_run_in_order() -> None:
         simulate(tiny(noise_multiplier=3.0, epsilon=cap / 3))
 
 
-def test_a_kept_ledger_carries_over_runs(tmp_path: Path) -> None:
+def test_a_permanent_ledger_counts_several_runs(tmp_path: Path) -> None:
     """Catches: ledger reset by a new run folder."""
     settings = tiny(noise_multiplier=3.0, ledger=tmp_path / "ledgers")
     first = simulate(settings, output=tmp_path / "runs").summary["differential_privacy"]["epsilon"]
@@ -116,7 +116,7 @@ def test_delta_is_checked_against_the_public_bound() -> None:
         simulate(tiny(noise_multiplier=3.0, max_records=1000))
 
 
-def test_a_class_nobody_has_is_refused_only_without_privacy() -> None:
+def test_a_class_without_examples_is_refused_only_without_privacy() -> None:
     """With DP on, class presence is private: no rule may look at it."""
     train = random_images(np.arange(200) % 9)
     with pytest.raises(DataError, match="class"):
@@ -138,7 +138,7 @@ def test_a_diverged_run_names_the_client_and_has_no_finished_folder(
     assert all(folder.name.endswith(".incomplete") for folder in tmp_path.iterdir())
 
 
-def test_a_run_in_which_nobody_sends_an_image_is_refused() -> None:
+def test_a_run_in_which_no_client_sends_an_image_is_refused() -> None:
     many = replace(tiny(), partition=replace(tiny().partition, clients=500, min_size=0))
     with pytest.raises(SettingError, match="no client sends an image"):
         simulate(many)
@@ -173,8 +173,8 @@ def test_your_own_clients() -> None:
     sent = [dict(uploads[k].arrays())["labels"].tolist() for k in (0, 1)]
     assert sent == [[0, 1, 2], [3, 4, 5, 6, 7, 8, 9]]
     for bad, text in (
-        ([[0, 1], [1, 2]], "client 1: an example is given twice"),
-        ([[0, 200]], "must lie in"),
+        ([[0, 1], [1, 2]], "client 1: an index occurs twice"),
+        ([[0, 200]], r"must be in \[0, 20"),
         ([[0.5]], "whole numbers"),
         ([], "at least one client"),
     ):
@@ -187,7 +187,7 @@ def test_a_class_that_no_client_sends_is_noted() -> None:
     notes = Notes()
     simulate(tiny(), data=(data, data), parts=[np.arange(182)], observer=notes)
     assert notes.lines[0].startswith("no differential privacy")
-    assert "nobody sends images of 9" in notes.lines[1]
+    assert "no client sends images of 9" in notes.lines[1]
 
 
 def test_the_memory_bound_splits_clients_and_changes_nothing_else(

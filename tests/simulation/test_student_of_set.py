@@ -109,7 +109,7 @@ def test_an_exported_model_gives_the_logits_of_the_run(
     assert "load_model" not in (bare / "README.md").read_text()
     with pytest.raises(OutputError, match="without the run's model"):
         load_model(bare)
-    with pytest.raises(OutputError, match="does not say of which architecture"):
+    with pytest.raises(OutputError, match="does not name the architecture"):
         load_model(f"{run.folder}/model.safetensors")
     spec = images_of_model(Path(str(run.folder)))
     assert spec is not None
@@ -186,12 +186,12 @@ def test_an_encoder_with_other_weights_is_found_out(tmp_path: Path) -> None:
     file.write_text(ENCODER.format(seed=1))
     other, _ = load_own("method", "features", f"{file}:encoder")
     register_features(name, other)  # as a file does that loads weights which have changed
-    with pytest.raises(OutputError, match=r"something else of public .*enc.py:encoder@"):
+    with pytest.raises(OutputError, match=r"other outputs for public .*enc.py:encoder@"):
         load_model(share)
     register_features(name, build)
     assert load_model(share) is not None
     del _OWN[name]
-    with pytest.raises(OutputError, match="give that file again"):
+    with pytest.raises(OutputError, match="name that file again"):
         load_model(share)
 
 
@@ -223,7 +223,7 @@ def test_a_student_learns_from_the_set_and_is_read_back(share: Path, tmp_path: P
     with torch.no_grad():
         torch.testing.assert_close(again(images), made.network(images))
     for name in ("student.safetensors", "synthetic.safetensors", "images/student.safetensors"):
-        with pytest.raises(OutputError, match="in a synthetic set"):
+        with pytest.raises(OutputError, match="inside a synthetic set"):
             made.save(share / name)
     with pytest.raises(OutputError, match="is a folder"):
         made.save(tmp_path)
@@ -235,8 +235,11 @@ def test_a_teacher_of_other_images_is_refused(share: Path, tmp_path: Path) -> No
     digits = load_synthetic(share).spec
     for other, words in (
         ({}, None),
-        ({"width": 16}, "for other images"),
-        ({"class_names": tuple("abcdefghij")}, "is for images of others, and the set's are of"),
+        ({"width": 16}, "does not fit the images of the set"),
+        (
+            {"class_names": tuple("abcdefghij")},
+            "is for images of others, but the set has images of",
+        ),
         ({"std": (0.1,)}, "is for images of others"),
     ):
         of = Architecture(replace(digits, name="others", **other), LINEAR)
@@ -259,10 +262,20 @@ def test_labels_teachers_and_images_that_do_not_fit_are_refused(
     images = partial(real_images, spec)
     cases: list[tuple[type[Exception], str, Callable[..., Any], dict[str, Any]]] = [
         (UnknownNameError, "labels", student, {"labels": "sof"}),
-        (OutputError, "is no folder of a finished run, no set", student, {"teacher": tmp_path}),
-        (SettingError, "for other images", student, {"teacher": torch.nn.Flatten()}),
-        (SettingError, "other images or classes", images, {"dataset": "synthetic(1,1)"}),
-        (SettingError, "give one", images, {"dataset": "digits", "folder": tmp_path}),
+        (
+            OutputError,
+            "is neither the folder of a finished run, nor an exported set",
+            student,
+            {"teacher": tmp_path},
+        ),
+        (
+            SettingError,
+            "does not fit the images of the set",
+            student,
+            {"teacher": torch.nn.Flatten()},
+        ),
+        (SettingError, "the same image shape and classes", images, {"dataset": "synthetic(1,1)"}),
+        (SettingError, "use only one", images, {"dataset": "digits", "folder": tmp_path}),
         (DataError, "does not have", images, {"folder": scans}),
     ]
     for error, words, call, arguments in cases:

@@ -64,8 +64,8 @@ class SumTerms:
     def __post_init__(self) -> None:
         if self.honest < 1 or self.colluders < 0 or self.honest + self.colluders > self.clients:
             raise SecureSumError(
-                f"{self.honest} honest clients and {self.colluders} colluders are not among "
-                f"{self.clients}"
+                f"{self.honest} honest clients and {self.colluders} colluders are not "
+                f"possible among {self.clients} clients"
             )
         if not (self.clients + self.colluders) // 2 < self.threshold <= self.clients:
             raise SecureSumError(
@@ -73,7 +73,7 @@ class SumTerms:
                 f"{self.colluders} colluders, and at most all clients, got {self.threshold}"
             )
         if self.length < 1 or not self.name:
-            raise SecureSumError("a sum has a name, and vectors of at least one coordinate")
+            raise SecureSumError("a sum needs a name and vectors of at least one coordinate")
 
     @property
     def least(self) -> int:
@@ -142,7 +142,7 @@ class SumClient:
     def _next(self, step: int) -> None:
         """Checks the order: a second answer could remove a mask that the first has left."""
         if self.state.step != step:
-            raise SecureSumError(f"client {self.number} was asked out of order")
+            raise SecureSumError(f"client {self.number} received requests out of order")
         self.state.step += 1
 
     def keys(self) -> Keys:
@@ -182,7 +182,9 @@ class SumClient:
     def _check(self, roster: Roster) -> None:
         keys = roster.keys
         if len(keys) < self.terms.least or max(keys) >= self.terms.clients:
-            raise SecureSumError(f"{len(keys)} clients are no sum of {self.terms.least}")
+            raise SecureSumError(
+                f"{len(keys)} clients are too few for a sum, which needs {self.terms.least}"
+            )
         own = keys.get(self.number)
         if own is None or own.mask != primitives.public(self._mask_key):
             raise SecureSumError("the server has other keys of this client")
@@ -229,13 +231,13 @@ class SumClient:
             raise SecureSumError("shares of clients that have no keys")
         if len(senders) + 1 < self.terms.least:
             raise SecureSumError(
-                f"{len(senders) + 1} clients are left, and {self.terms.least} are needed"
+                f"{len(senders) + 1} clients are left, but {self.terms.least} are required"
             )
         for k in senders:
             key, about = self._channel(k, k, self.number)
             self.state.shares[k] = primitives.unseal(key, received.of[k], about)
             if len(self.state.shares[k]) != 2 * SHARE_BYTES:
-                raise SecureSumError(f"client {k} has sent other things than shares")
+                raise SecureSumError(f"client {k} has sent data that are not shares")
 
     def masked(self, vector: Words) -> Masked:
         """Returns its vector under all masks.
@@ -272,10 +274,10 @@ class SumClient:
         there = set(present.clients)
         if len(there) < self.terms.least or not there <= set(self.state.shares):
             raise SecureSumError(
-                f"{len(there)} clients are present, and {self.terms.least} are needed"
+                f"{len(there)} clients are present, but {self.terms.least} are required"
             )
         if self.number not in there:
-            raise SecureSumError("the server says that this client's vector is not there")
+            raise SecureSumError("the server claims that this client's vector is missing")
         own = {k: one[SHARE_BYTES:] for k, one in self.state.shares.items() if k in there}
         keys = {k: one[:SHARE_BYTES] for k, one in self.state.shares.items() if k not in there}
         return Shares(own, keys)

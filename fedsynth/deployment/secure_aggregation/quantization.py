@@ -95,7 +95,9 @@ class SumForm:
         for part in self.parts:
             sums = part.form.decode(encoded[start : start + part.length])
             if not bool((np.abs(sums) <= clients * part.form.bound).all()):
-                raise SecureSumError(f"the sum of {part.name} is beyond what its clients may send")
+                raise SecureSumError(
+                    f"the sum of {part.name} is out of the range that its clients may send"
+                )
             fields[part.name] = torch.from_numpy(sums).view(part.shape).to(device)
             start += part.length
         return self.kind(**fields)
@@ -105,7 +107,7 @@ class SumForm:
 class MaskedUpload(Message):
     """The length of a masked vector, which the server keeps for the volume of a round."""
 
-    words: int = public("how long an upload is follows from the settings")
+    words: int = public("the settings determine the size of an upload")
 
     @property
     def nbytes(self) -> int:
@@ -132,7 +134,7 @@ def sum_form(method: Method, phase: str, context: RoundContext) -> SumForm:
     for name, plan in method.sum_releases(phase, context).items():
         rule = rules.get(name)
         if not isinstance(rule, Array) or None in rule.shape:
-            raise SecureSumError(f"{name} has no known size, and cannot be added up unseen")
+            raise SecureSumError(f"{name} has no known size, so it cannot be summed securely")
         largest = max(abs(rule.least), abs(rule.most))
         grid = context.grids.get(plan)
         private = grid is not None
@@ -159,7 +161,7 @@ def sum_terms(
         SecureSumError: an invalid name, or fewer clients take part than a sum needs.
     """
     if len(name) != NAME_DIGITS or set(name) - set("0123456789abcdef"):
-        raise SecureSumError(f"a sum's name has {NAME_DIGITS} hexadecimal digits")
+        raise SecureSumError(f"the name of a sum must have {NAME_DIGITS} hexadecimal digits")
     taking = len(context.active)
     private = context.privacy is not None
     about = f"{agreed} {context.round} {phase} {name}"

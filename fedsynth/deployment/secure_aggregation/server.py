@@ -66,8 +66,8 @@ class SumServer:
     def _enough(self, clients: int, what: str, needed: int) -> None:
         if clients < needed:
             raise SecureSumError(
-                f"{clients} clients have sent {what}, and {needed} are needed: "
-                "there is no sum, and the server has learned nothing"
+                f"{clients} clients have sent {what}, but {needed} are required: the sum was "
+                "not computed, and the server has learned nothing"
             )
 
     def roster(self, keys: Mapping[int, Keys]) -> Roster:
@@ -123,14 +123,14 @@ class SumServer:
             parts = {j: one.own[k] for j, one in answers.items() if k in one.own}
             seed = combine(parts, threshold)
             if hashlib.sha256(seed).digest() != self._keys[k].commitment:
-                raise SecureSumError(f"the shares of client {k}'s own mask are not what it shared")
+                raise SecureSumError(f"the shares of client {k}'s own mask were changed")
             own = primitives.derived(seed, primitives.OWN, name)
             total = total + words - primitives.mask(own, self.terms.length)
         for k in self._sealed.keys() - self.masked.keys():
             parts = {j: one.keys[k] for j, one in answers.items() if k in one.keys}
             key = primitives.key_of(combine(parts, threshold))
             if primitives.public(key) != self._keys[k].mask:
-                raise SecureSumError(f"the shares of client {k}'s mask key are not what it shared")
+                raise SecureSumError(f"the shares of client {k}'s mask key were changed")
             for j in self.masked:
                 stream = primitives.pair_mask(key, self._keys[j].mask, name, (k, j), len(total))
                 total = total + stream if k < j else total - stream
