@@ -118,7 +118,7 @@ def test_carry_over(train: Call, fedsynth: Call, tmp_path: Path) -> None:
     assert len(read_ledger(folder / "client-001.jsonl").releases) == 2
     wrong = fedsynth(f"privacy carry-over '{folder}' north")
     assert (wrong.code, len(wrong.stderr.splitlines())) == (2, 1)
-    assert "there are client-000, client-001" in wrong.stderr
+    assert "existing ledgers: client-000, client-001" in wrong.stderr
 
 
 def test_repair(fedsynth: Call, tmp_path: Path) -> None:

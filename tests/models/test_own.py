@@ -265,7 +265,7 @@ def test_a_file_that_was_not_given_again_is_said() -> None:
         ModelSettings("mynet.py:Net@1234")
     register_model("mynet.py:Net@5678", Net)
     with pytest.raises(
-        SettingError, match=r"is from mynet.py:Net@1234, but the code that you named is another"
+        SettingError, match=r"is mynet.py:Net@1234, but the code that you named is another"
     ):
         ModelSettings("mynet.py:Net@1234")
     with pytest.raises(UnknownNameError, match="unknown model 'nett'"):

@@ -120,7 +120,7 @@ def test_a_permanent_ledger_is_continued_and_refuses_other_records(tmp_path: Pat
     again = owner(ledger=tmp_path)
     assert 0.99 < again.spent() <= 1.0
     assert read_ledger(tmp_path / "a.jsonl").releases == again._ledger.releases
-    with pytest.raises(LedgerError, match="other records"):
+    with pytest.raises(LedgerError, match="differ from those"):
         owner(200, ledger=tmp_path)
 
 

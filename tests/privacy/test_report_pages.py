@@ -90,9 +90,10 @@ def test_with_persons_as_units_nothing_is_said_of_examples_that_is_meant_of_pers
     assert not re.search(r"\buser", rest)
     assert "has weaker protection" not in rest
     assert "one example" not in rest
-    assert ("protects", "ONE PATIENT OF ONE CLIENT (with all examples of that patient there)") in (
-        summary_rows(report)
-    )
+    assert (
+        "protects",
+        "ONE PATIENT OF ONE CLIENT (with all examples of that patient at that client)",
+    ) in (summary_rows(report))
 
 
 def test_epsilon_is_printed_by_one_rule() -> None:
