@@ -410,7 +410,7 @@ class NodeExchange:
         frame = Frame.from_bytes(sent)
         stated = (frame.facts.get("client"), frame.facts.get("number"))
         if stated != (client, self._number):
-            raise MessageError(f"was asked request {self._number}, and {stated!r:.80} answers")
+            raise MessageError(f"received request {self._number}, but answers {stated!r:.80}")
         if frame.kind not in (ANSWER, REFUSAL):
             raise MessageError(f"answers with an error: {frame.facts.get('text')!s:.200}")
         known = self.clients[client]

@@ -542,7 +542,7 @@ def test_a_resumed_run_has_its_settings_and_checkpoint(place: Place) -> None:
         place.serve(sections("fedavg", run={"rounds": 5}), resume=folder)
     for file in (folder / "checkpoint").iterdir():
         file.unlink()
-    with pytest.raises(CheckpointError, match="is gone"):
+    with pytest.raises(CheckpointError, match="is missing"):
         place.serve(sections("fedavg"), resume=folder)
 
 

@@ -98,7 +98,9 @@ def test_series_are_handed_out_by_name_and_once() -> None:
     ):
         clients.series("logits")
     first = group(charged(Ledger("a"), FIRST))
-    with pytest.raises(UnplannedReleaseError, match=r"planned for the main phase .* first one"):
+    with pytest.raises(
+        UnplannedReleaseError, match=r"planned for the main exchange .* first exchange"
+    ):
         first.series("images")
     assert first.series("logits")[0].steps_left == 1
 
