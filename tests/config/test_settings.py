@@ -146,7 +146,7 @@ def test_a_long_run_is_announced_and_an_endless_one_refused() -> None:
     assert words is not None
     assert "2.0 hours" in words
     assert "method.iterations" in words
-    with pytest.raises(SettingError, match=r"method\.local_epochs asks.*years"):
+    with pytest.raises(SettingError, match=r"method\.local_epochs results in.*years"):
         long_run(run_of("fedavg", 1, local_epochs=10**15), DIGITS)
     with pytest.raises(SettingError, match=r"years"):
         long_run(run_of("feddm", 10**9, iterations=10**6), DIGITS)
