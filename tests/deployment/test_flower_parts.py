@@ -269,7 +269,7 @@ WORKS = ("", "", True)
         ([TAKEN, TAKEN, NOBODY, WORKS], ["a client with this key", "no server listens"], 109),
         ([LOST, NOBODY, LOST, WORKS], ["no longer answers", "no server", "no longer answers"], 309),
         ([NOBODY], ["no server listens", "no connection"], 60),
-        ([LOST, *[TAKEN] * 99], ["does not answer", "with this key", "no connection"], 160),
+        ([LOST, *[TAKEN] * 99], ["no longer answers", "with this key", "no connection"], 160),
     ],
 )
 def test_a_client_reconnects_and_prints_reasons_until_its_timeout(
@@ -371,7 +371,7 @@ def test_keys_are_readable_only_by_their_owner_and_never_replaced(keys: Path) ->
 
 
 def test_a_link_beyond_this_machine_needs_keys(keys: Path) -> None:
-    with pytest.raises(SettingError, match="keys are needed"):
+    with pytest.raises(SettingError, match="keys are required"):
         Link(9092, None, 2, "0.0.0.0")
     with pytest.raises(SettingError, match="host"):
         Link(9092, keys, 2, "192.0.2.7")

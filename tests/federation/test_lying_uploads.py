@@ -283,7 +283,7 @@ ONE_METHODS: dict[tuple[str, str], tuple[Attack, str]] = {
     ("fedavg", "weight"): (with_fields(weight=lambda sent: sent.weight + 1.0), "weight is"),
     ("fedgen", "counts"): (
         with_fields(counts=lambda sent: torch.full((10,), sent.weight)),
-        "in all",
+        "add up to",
     ),
     ("fedgen", "no counts"): (with_fields(counts=lambda sent: torch.zeros(10)), "are zero"),
     **{

@@ -219,7 +219,7 @@ def test_a_budget_charges_an_exchange_when_it_comes() -> None:
         "class sums of logits (V and R)",
         "class counts",
     ]
-    with pytest.raises(UnplannedReleaseError, match="main phase"):
+    with pytest.raises(UnplannedReleaseError, match="main exchange"):
         first.take("images")
     main = budget.charge(context(plan.run), MAIN)
     assert [row.quantity for row in ledger.releases[2:]] == ["synthetic images"]  # type: ignore[var-annotated]
@@ -323,7 +323,7 @@ def test_a_headline_warns_of_noise_that_is_larger_than_the_signal() -> None:
     def told(sigma: float) -> list[str]:
         method = FedStats(features="pixels")
         run = replace(settings("fedavg", noise_multiplier=sigma), method=method, rounds=1)
-        return warnings_of(run, "warning: noise")
+        return warnings_of(run, "warning: the noise")
 
     assert told(0.5) == []
     (line,) = told(50.0)

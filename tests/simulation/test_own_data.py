@@ -161,7 +161,7 @@ def test_names_are_the_clients_and_no_other_data_are_charged_to_them(tmp_path: P
     for data, parts, text in (
         (scans(), PARTS[::-1], "80 records that .*St.Mary.jsonl was charged for"),
         (changed, PARTS, r"records of client 'north' differ .*\(1 are new, 1 are missing\)"),
-        (scans(seed=1), PARTS, r"\(120 are new, 120 are gone\)"),
+        (scans(seed=1), PARTS, r"\(120 are new, 120 are missing\)"),
     ):
         with pytest.raises(LedgerError, match=text):
             simulate(settings, data=(data, None), parts=parts, names=names)
