@@ -33,6 +33,7 @@ from fedsynth.data.leaf import read_femnist
 from fedsynth.data.record_table import read_users
 from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import DataError
+from tests.fuzz.mutations import altered
 
 ROWS = np.arange(3072 * 2, dtype=np.uint8).reshape(2, 3072)
 OFFICE, FEMNIST = map(dataset_spec, ("office-caltech-10", "femnist"))
@@ -93,34 +94,11 @@ def batches() -> list[bytes]:
 def mutated(
     good: list[bytes], rng: random.Random, where: Callable[[bytes], list[int]] | None = None
 ) -> bytes:
-    """One of the good files with one to four changes, most of them where `where` says that
-    something begins."""
-    content = bytearray(rng.choice(good))
-    starts = where(bytes(content)) if where else list(range(min(len(content), 400)))
-    for _ in range(rng.randint(1, 4)):
-        at = min(rng.choice(starts) + rng.randint(0, 6), len(content) - 1)
-        if at < 0:
-            break
-        match rng.randrange(7):
-            case 0:
-                content[at] = rng.randrange(256)
-            case 1:
-                content[at] ^= 1 << rng.randrange(8)
-            case 2:
-                del content[at : at + rng.randint(1, 8)]
-            case 3:
-                content[at:at] = rng.randbytes(rng.randint(1, 8))
-            case 4:
-                other = rng.choice(good)
-                start = rng.randrange(len(other))
-                content[at:at] = other[start : start + rng.randint(1, 60)]
-            case 5:
-                content[at : at + 4] = rng.choice(
-                    (b"\xff" * 4, b"\0" * 4, b"\x7f\xff\xff\xff", b"\xff\xff\xff\x7f")
-                )
-            case _:
-                del content[at:]
-    return bytes(content)
+    """One of the good files with changes where `where` says that something begins; without it, in
+    the first 400 bytes."""
+    content = rng.choice(good)
+    starts = where(content) if where else range(min(len(content), 400))
+    return altered(content, rng, *good, starts=starts)
 
 
 def pickles(rng: random.Random) -> Iterator[bytes]:

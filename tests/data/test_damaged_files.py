@@ -114,6 +114,7 @@ CASES: dict[tuple[str, str], list[tuple[Content, str]]] = {
     ("fashion-mnist", "FashionMNIST/raw/t10k-images-idx3-ubyte.gz"): [
         (lambda whole: whole[:-20], "cannot be read"),
         (b"no gzip at all", "cannot be read"),
+        (gzip.compress(b"")[:10] + b"\xff" * 20, "cannot be read"),  # no deflate stream
         (lambda whole: whole[:3000] + bytes([whole[3000] ^ 0xFF]) + whole[3001:], "cannot be read"),
     ],
     ("cifar10", "cifar-10-batches-py/data_batch_3"): [

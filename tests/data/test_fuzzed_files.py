@@ -4,6 +4,7 @@ error, little memory. A sample in the suite, the rest with `-m slow`."""
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -25,6 +26,7 @@ def test_files_of_anybody(seed: int, counts: dict[str, int], tmp_path: Path) -> 
     done = subprocess.run(
         [sys.executable, SCRIPT, str(seed), json.dumps(counts)],
         cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(SCRIPT.parents[2])},
         capture_output=True,
         text=True,
         timeout=3600,

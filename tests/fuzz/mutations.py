@@ -11,7 +11,7 @@ import copy
 import json
 import random
 import signal
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,11 +37,16 @@ def generator(seed: int) -> random.Random:
     return random.Random(seed)
 
 
-def altered(good: bytes, rng: random.Random, *others: bytes) -> bytes:
-    """The bytes with one to three changes: bits, bytes, cuts, repeats, parts of `others`."""
+def altered(
+    good: bytes, rng: random.Random, *others: bytes, starts: Sequence[int] | None = None
+) -> bytes:
+    """The bytes with one to three changes: bits, bytes, cuts, repeats, parts of `others`; anywhere,
+    or at one of `starts` and the six bytes after it."""
     content = bytearray(good)
     for _ in range(rng.randint(1, 3)):
         at = rng.randrange(len(content) + 1)
+        if starts is not None:
+            at = min(rng.choice(starts) + rng.randint(0, 6), len(content))
         long = rng.randint(1, 12)
         match rng.randrange(9):
             case 0 | 1 if at < len(content):
