@@ -76,7 +76,7 @@ _OF_ROUND = re.compile(r"(?:memory|first|answer)-([0-9]+)(?:-[a-z-]+)?")
 
 
 class State(BaseModel):
-    """What a client's next process needs, in addition to its memory.
+    """The data that a client's next process needs, in addition to its memory.
 
     Args:
         proposal: the proposal that the owner has accepted.

@@ -166,7 +166,7 @@ def test_agreement_is_of_the_student_s_images() -> None:
     assert said["agreement"] == pytest.approx(0.1, abs=0.05)
     assert (said["class_entropy"], said["classes"]) == (0, 1)
     assert notes.lines == [
-        "no batch-norm term for models 0: they have no batch norm with running statistics"
+        "the batch-norm term skips models 0, which have no batch norm with running statistics"
     ]
 
 
