@@ -34,10 +34,10 @@ from fedsynth.methods.shared.class_sums import class_means
 from fedsynth.methods.shared.fedaf_settings import (
     LOGITS,
     CondensedSet,
+    FedAFSettings,
     GlobalKnowledge,
     KnowledgeState,
     LocalKnowledge,
-    SharesKnowledge,
 )
 from fedsynth.methods.shared.private_condensation import feature_width, private_matching
 from fedsynth.mixed_precision import mixed, widened
@@ -65,8 +65,8 @@ from fedsynth.synthesizer.condensation.sets import (
 
 
 @dataclass(frozen=True)
-class FedAF(SharesKnowledge):
-    """Settings: see `SharesKnowledge`.
+class FedAF(FedAFSettings):
+    """Settings: see `FedAFSettings`.
 
     >>> from fedsynth import FedAF, resolve, simulate
     >>> run, model = {"method": "fedaf", "rounds": 2}, {"width": 16}

@@ -77,7 +77,7 @@ class KnowledgeState(ServerState):
 
 
 @dataclass(frozen=True)
-class SharesKnowledge(Condenses):
+class FedAFSettings(Condenses):
     """FedAF's settings, with the paper's values; where it is silent, the reason. What is not named
     here is `Condenses`'s or `TrainsOnUnion`'s: 500 server epochs, batch 256 and momentum 0.9 are
     the paper's (Sec. 5).
