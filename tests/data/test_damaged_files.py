@@ -119,7 +119,7 @@ CASES: dict[tuple[str, str], list[tuple[Content, str]]] = {
     ("fashion-mnist", "FashionMNIST/raw/t10k-images-idx3-ubyte.gz"): [
         (lambda whole: whole[:-20], "cannot be read"),
         (b"no gzip at all", "cannot be read"),
-        (gzip.compress(b"")[:10] + b"\xff" * 20, "cannot be read"),  # no deflate stream
+        (gzip.compress(b"", mtime=0)[:10] + b"\xff" * 20, "cannot be read"),  # no deflate stream
         (lambda whole: whole[:3000] + bytes([whole[3000] ^ 0xFF]) + whole[3001:], "cannot be read"),
     ],
     ("cifar10", "cifar-10-batches-py/data_batch_3"): [
@@ -220,7 +220,11 @@ CASES: dict[tuple[str, str], list[tuple[Content, str]]] = {
 
 @pytest.mark.parametrize(
     ("name", "file", "content", "message"),
-    [(*place, *case) for place, cases in CASES.items() for case in cases],
+    [
+        pytest.param(*place, *case, id=f"{'-'.join(place)}-{number}")
+        for place, cases in CASES.items()
+        for number, case in enumerate(cases)
+    ],
 )
 def test_a_damaged_or_missing_file_is_refused_in_one_line(
     good: Path, name: str, file: str, content: Content, message: str
