@@ -4,14 +4,17 @@ Everything that a `DataOwner` releases goes through the Gaussian mechanism of
 `fedsynth.privacy.mechanisms`: the ledger is charged first, then noise is drawn. The number of
 records is private. Divisors, sampling rates and pass lengths follow from `nominal_size`, a public
 number that the owner states.
+
+Functions, networks and losses of the user are tried on public random records. A trial finds code
+that mixes records, draws random numbers or keeps state, but it is no proof; the report lists it.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,19 +29,22 @@ from fedsynth.privacy.dpsgd import (
     DpSgdSettings,
     ExampleLoss,
     check_example_gradients,
+    check_model,
+    cross_entropies,
     dp_sgd,
 )
-from fedsynth.privacy.errors import BudgetExceededError, PrivacyError
+from fedsynth.privacy.errors import BudgetExceededError, PrivacyError, UnplannedReleaseError
 from fedsynth.privacy.guard import NOTHING_LEFT, Guard
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.ledger.folder import DIGEST_BYTES, Digests, LedgerFolder
 from fedsynth.privacy.mechanisms import GaussianSums, Released
 from fedsynth.privacy.passes import padded, pass_length, values_of_each
-from fedsynth.privacy.plans import PrivatePlan, authorise
+from fedsynth.privacy.plans import MAIN, PrivatePlan, authorise
 from fedsynth.privacy.randomness import DESCRIPTION, SecretGenerator
 from fedsynth.privacy.releases import RECORD, USER, require
 from fedsynth.privacy.units import Units
 
+_LOGGER = logging.getLogger(__name__)
 RECORDS_AT_ONCE = 512
 """Upper bound of the records in one pass."""
 
@@ -48,7 +54,7 @@ class DataOwner:
 
     Args:
         name: the owner's name, in the ledger and the report.
-        x: the records, a tensor [N, ...]; private.
+        x: the records, a tensor [N, ...], used as float32; private.
         y: their labels in 0, ..., classes - 1, int64 [N]; None: all records have label 0.
         classes: the number of classes; public.
         nominal_size: the public number of records (or users) that divisors and sampling rates use.
@@ -92,6 +98,8 @@ class DataOwner:
         require(not y.is_floating_point(), "y", "must hold integers", y.dtype)
         within = bool(((y >= 0) & (y < classes)).all())
         require(within, "y", f"must hold labels from 0 to {classes - 1}", "another label")
+        shaped = users is None or (users.shape == y.shape and not users.is_floating_point())
+        require(shaped, "users", "must hold one integer for each record", "another shape or type")
         require(bounds[0] < bounds[1], "bounds", "must be (lowest, highest)", bounds)
         sized = math.isfinite(nominal_size) and nominal_size > 0
         require(sized, "nominal_size", "must be a finite number above 0", nominal_size)
@@ -104,10 +112,12 @@ class DataOwner:
         self.record_shape = tuple(x.shape[1:])
         self.device = x.device
         self.unit = RECORD if users is None else USER
-        self._x = x.clamp(*bounds) if any(map(math.isfinite, bounds)) else x
+        self._x = x.detach().to(torch.float32, copy=True)
         self._y = y.to(torch.int64).cpu()
         self._units = Units(len(x), None if users is None else users.cpu())
         self._ledger = Ledger(name) if ledger is None else self._open(Path(ledger))
+        self._x.clamp_(*bounds)  # after the ledger has identified the records
+        self._charged: list[GaussianSums] = []
         self._guard = Guard(self._ledger, delta, epsilon, unit=self.unit)
         self._secret = SecretGenerator()
 
@@ -136,14 +146,18 @@ class DataOwner:
 
         Raises:
             BudgetExceededError: almost nothing of `total_epsilon` is left.
+            PrivacySettingError: the plan shares its noise with other clients.
         """
+        own_noise = plan.shares == 1 and plan.addends is None and plan.phase == MAIN
+        require(own_noise, "plan", "must not share its noise with other clients", plan.name)
         target = self.epsilon if total_epsilon is None else min(total_epsilon, self.epsilon)
         rows = self._ledger.releases
         spent = epsilon(rows, self.delta)
         if spent >= target * (1 - NOTHING_LEFT):
             raise BudgetExceededError(
-                f"{self.name!r} has spent ε = {spent:.4g} of {target:g} (δ = "
-                f"{self.delta:g}): the rest is too small for anything but noise",
+                f"{self.name!r} has spent ε = {spent:.4g}, and this release may bring it to "
+                f"{target:g} (δ = {self.delta:g}; total_epsilon, or the budget): too little is "
+                "left for anything but noise",
                 (self.name, spent, target),
             )
         number = len(rows) + 1
@@ -151,7 +165,9 @@ class DataOwner:
             target, self.delta, lambda sigma: [*rows, plan.release(number, sigma, unit=self.unit)]
         )
         allowance = authorise([plan], number, sigma, self._guard, self._secret)
-        return allowance.take(plan.name)
+        series = allowance.take(plan.name)
+        self._charged.append(series)
+        return series
 
     def class_sums(
         self,
@@ -165,14 +181,21 @@ class DataOwner:
         Args:
             series: one charged series.
             values: (records [M, ...], their classes [M] on the CPU) -> vectors [M, D]. Each vector
-                must be a function of its own record; M is constant, and a padded record has class
-                -1.
+                must be a function of its own record, which is tried; M is constant, and a padded
+                record has class -1.
             start_over_row: the fixed cost of a call of `values`, in records.
 
         Returns:
             [classes, D]
         """
         (only,) = series
+        if all(only is not own for own in self._charged):
+            raise UnplannedReleaseError(f"this series was not charged to {self.name!r}")
+
+        def of_first_class(x: Tensor) -> Tensor:
+            return values(x, torch.zeros(len(x), dtype=torch.int64))
+
+        self.check_independent(of_first_class)
         sample = self._units.sample(only)
         expected = self.nominal_size * only.sample_rate
         length = pass_length(expected, start_over_row, RECORDS_AT_ONCE)
@@ -180,7 +203,7 @@ class DataOwner:
             records = part.records.to(self.device)
             classes = self._y[part.records]
             inputs = padded(self._x[records], length), padded(classes, length, fill=-1)
-            vectors = values_of_each(values, inputs, warnings.warn)[: len(part)]
+            vectors = values_of_each(values, inputs, _LOGGER.warning)[: len(part)]
             only.add(vectors, classes.to(vectors.device), part)
         return only.release()
 
@@ -228,7 +251,12 @@ class DataOwner:
             PrivacyError: a record's value depends on other records, random numbers or state, so one
                 record's influence has no bound.
         """
-        finding = dependence_on_batch(values, self.record_shape, self.device)
+        low, high = self.bounds
+
+        def in_bounds(x: Tensor) -> Tensor:  # from [0, 1]
+            return values(low + (high - low) * x if math.isfinite(high - low) else x)
+
+        finding = dependence_on_batch(in_bounds, self.record_shape, self.device)
         if finding:
             raise PrivacyError(f"the function {finding}: {ADVICE}")
 
@@ -271,7 +299,17 @@ class DataOwner:
         """
         rate = batch_size / self.nominal_size
         require(0 < rate <= 1, "batch_size", "must be at most nominal_size", batch_size)
+        check_model(model)
         check_example_gradients(model, self.public_records(4))
+
+        def losses(x: Tensor) -> Tensor:
+            labels = torch.zeros(len(x), dtype=torch.int64, device=x.device)
+            return (loss or cross_entropies)(model, x, labels)
+
+        self.check_independent(losses)
+        require(
+            losses(self.public_records(4)).shape == (4,), "loss", "must be one of each example", ""
+        )
         plan = PrivatePlan(
             name="model",
             quantity="model",
@@ -293,7 +331,7 @@ class DataOwner:
             settings,
             loss=loss,
             units=self._units,
-            note=warnings.warn,
+            note=_LOGGER.warning,
         )
 
     def report(self, path: Path | str) -> None:
@@ -332,6 +370,7 @@ class DataOwner:
             ledger_kept=self._ledger.path is not None,
             randomness=DESCRIPTION,
             unit=Unit(kind=self.unit),
+            own_code=["functions, networks and losses of the pipeline"],
         )
         report = build_report(facts, [self._ledger.history()])
         path.write_text(renderers[path.suffix](report), encoding="utf-8")

@@ -87,7 +87,7 @@ def values_of_each(compute: Callable[..., Tensor], records: Sequence[Tensor], no
     ...         raise ZeroDivisionError
     ...     return 1 / x
     >>> values_of_each(inverse, [torch.tensor([4.0, 0.0, 2.0])], print)
-    an image (or a blank one, which fills up a pass) contributes nothing: ZeroDivisionError()
+    the contribution of an image (or of the blank padding of a pass) could not be computed: ZeroDivisionError()
     tensor([0.2500,    nan, 0.5000])
     """
     try:
@@ -124,7 +124,8 @@ def _among(
 
 
 def _values(compute: Callable[..., Tensor], records: Sequence[Tensor]) -> Tensor:
-    values = compute(*records)
+    # copies, as user code may change its inputs in place
+    values = compute(*(record.clone() for record in records))
     if len(values) != len(records[0]):
         raise ValueError(f"{len(values)} values were computed for {len(records[0])} records")
     return values

@@ -149,6 +149,8 @@ class _NetworkSource:
     """Draws the network of each step, from the seed."""
 
     def __init__(self, networks: Networks, device: torch.device, seed: int) -> None:
+        if isinstance(networks, nn.Module):
+            raise TypeError("networks must be a function that returns a network, not a network")
         self._networks = networks
         self._device = device
         self._seed = seed
@@ -282,6 +284,7 @@ class _PrivateMatching:
             return features.real(x, x.new_zeros(len(x), dtype=torch.int64))
 
         self._owner.check_independent(of_records)
+        self._try_loss(features)
         plan = PrivatePlan(
             name="images",
             quantity="synthetic records",
@@ -297,6 +300,9 @@ class _PrivateMatching:
 
     def _width(self, features: Callable[[Tensor], Tensor]) -> int:
         raise NotImplementedError  # abstract
+
+    def _try_loss(self, features: FeatureMap) -> None:
+        """Tries code of the user besides the network; raises PrivacyError."""
 
 
 class ResidualMatching(_PrivateMatching):
@@ -374,6 +380,14 @@ class GradientMatching(_PrivateMatching):
     def _width(self, features: Callable[[Tensor], Tensor]) -> int:
         return self._per_class * math.prod(self._owner.record_shape)
 
+    def _try_loss(self, features: FeatureMap) -> None:
+        synthetic = self.start(self._per_class, seed=0)
+
+        def gradients(x: Tensor) -> Tensor:
+            return self._of_each(features, synthetic, x, torch.zeros(len(x), dtype=torch.int64))
+
+        self._owner.check_independent(gradients)
+
     def gradient(self, step: int, synthetic: Tensor) -> Tensor:
         features = self._networks.features(step)
         if self._loss is mean_distance:  # many records in one backward pass
@@ -406,7 +420,10 @@ def _loss_gradient(loss: Loss, real: Tensor, synthetic: Tensor) -> Tensor:
     """Returns the gradient of the loss by the synthetic features [M, D]."""
     leaf = synthetic.detach().requires_grad_()
     with torch.enable_grad():
-        (gradient,) = torch.autograd.grad(loss(real, leaf), leaf)
+        value = loss(real, leaf)
+        if value.dim():
+            raise ValueError(f"the loss must return a scalar, got shape {list(value.shape)}")
+        (gradient,) = torch.autograd.grad(value, leaf)
     return gradient
 
 
@@ -437,6 +454,8 @@ def condense(
         BudgetExceededError: the owner's budget does not allow the objective's steps.
     """
     initial = objective.start(per_class, seed)
+    if start is not None and start.shape != initial.shape:
+        raise ValueError(f"start must have shape {list(initial.shape)}, got {list(start.shape)}")
     synthetic = (initial if start is None else start.to(initial)).clone()
     objective.begin()
     optimiser = MomentumSgd(lr, momentum)

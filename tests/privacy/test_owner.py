@@ -13,7 +13,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedsynth.privacy import BudgetExceededError, DataOwner, PrivacyError, read_ledger
+from fedsynth.privacy import (
+    BudgetExceededError,
+    DataOwner,
+    PrivacyError,
+    PrivatePlan,
+    read_ledger,
+)
 from fedsynth.privacy.errors import ForbiddenLayerError, LedgerError, PrivacySettingError
 
 
@@ -101,7 +107,7 @@ def test_the_budget_covers_all_releases() -> None:
     one.fit(nn.Linear(6, 3), sgd, steps=3, batch_size=30, clip=1.0)
     assert 1.99 < one.spent() <= 2.0
     before = one._ledger.releases
-    with pytest.raises(BudgetExceededError, match="of 2"):
+    with pytest.raises(BudgetExceededError, match="may bring it to 2"):
         one.noisy_mean(clip=1.0)
     assert one._ledger.releases == before
 
@@ -152,6 +158,7 @@ def test_the_report_is_that_of_the_ledger(tmp_path: Path) -> None:
         ({"y": torch.full((10,), 3)}, "labels from 0 to 2"),
         ({"nominal_size": 0}, "nominal_size"),
         ({"bounds": (1, 0)}, "bounds"),
+        ({"users": torch.arange(4)}, "users"),
         ({"delta": 2.0}, "delta"),
         ({"epsilon": -1.0}, "epsilon"),
     ],
@@ -169,3 +176,69 @@ def test_rows_of_equal_plans_differ_in_the_round_only() -> None:
     first, second = one._ledger.releases
     assert (first.round, second.round) == (1, 2)
     assert replace(second, round=1, noise_multiplier=first.noise_multiplier) == first
+
+
+def test_a_series_counts_only_for_its_owner_and_with_its_own_noise() -> None:
+    plan = PrivatePlan(
+        name="sums",
+        quantity="sums",
+        mechanism="gaussian",
+        clipped="record",
+        clip=1.0,
+        sample_rate=1.0,
+        steps=1,
+        dimension=18,
+        groups=3,
+    )
+    with pytest.raises(PrivacySettingError, match="share its noise"):
+        owner().charge(replace(plan, shares=100))
+    series = owner().charge(plan)
+    with pytest.raises(PrivacyError, match="not charged to"):
+        owner().class_sums([series], lambda x, _: x)
+
+
+def test_a_loss_or_a_model_that_mixes_records_is_refused_before_the_charge() -> None:
+    one = owner()
+    training = {"steps": 1, "batch_size": 30, "clip": 1.0}
+
+    def mixing(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        logits: Tensor = model(x)
+        return logits.sum(dim=1) - logits.mean()
+
+    with pytest.raises(PrivacyError, match="mixes the examples"):
+        one.fit(nn.Linear(6, 3), sgd, loss=mixing, **training)
+    with pytest.raises(ForbiddenLayerError, match="Dropout"):
+        one.fit(nn.Sequential(nn.Linear(6, 3), nn.Dropout(0.5)), sgd, **training)
+    assert one._ledger.releases == ()
+
+
+def test_a_trial_is_within_the_bounds() -> None:
+    """Catches trials on [0, 1], where this function mixes nothing."""
+    x = torch.rand(20, 4) * 255
+    one = DataOwner("a", x, nominal_size=20, epsilon=1, delta=1e-5, bounds=(0, 255))
+    with pytest.raises(PrivacyError, match="mixes the examples"):
+        one.noisy_mean(lambda x: x - torch.relu(x - 2).sum(), clip=1.0)
+
+
+def test_a_record_that_fails_in_place_changes_no_other(without_noise: None) -> None:
+    """Catches retries on records that the user's code has changed."""
+
+    def values(x: Tensor) -> Tensor:
+        x -= 0.25
+        if bool((x > 50).any()):
+            raise ValueError
+        return x
+
+    x = torch.rand(40, 4)
+    without = DataOwner("a", x, nominal_size=40, epsilon=5, delta=1e-5)
+    one_more = torch.cat([torch.full((1, 4), 90.0), x])
+    with_it = DataOwner("a", one_more, nominal_size=40, epsilon=5, delta=1e-5)
+    means = [one.noisy_mean(values, clip=10.0) for one in (without, with_it)]
+    assert torch.allclose(means[0], means[1], atol=1e-6)
+
+
+def test_the_same_records_in_another_type_have_the_same_ledger(tmp_path: Path) -> None:
+    x = torch.rand(30, 4)
+    DataOwner("a", x, nominal_size=30, epsilon=1, delta=1e-5, ledger=tmp_path).noisy_mean(clip=1.0)
+    with pytest.raises(LedgerError):
+        DataOwner("b", x.double(), nominal_size=30, epsilon=1, delta=1e-5, ledger=tmp_path)

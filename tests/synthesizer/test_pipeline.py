@@ -122,6 +122,35 @@ def test_nothing_is_charged_before_the_loop_or_after_a_refusal() -> None:
     assert other.spent() == 0
 
 
+def test_later_networks_and_losses_are_tried_before_they_see_a_record() -> None:
+    class Mixing(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.flatten(1)[:, :16] - x.mean()
+
+    drawn: list[nn.Module] = []
+
+    def networks() -> nn.Module:
+        drawn.append(fixed_network() if len(drawn) < 2 else Mixing())
+        return drawn[-1]
+
+    objective = ResidualMatching(owner(), networks, clip=1.0, steps=3)
+    with pytest.raises(PrivacyError, match="mixes the examples"):
+        condense(objective, per_class=1, lr=0.1)
+
+    def noisy(real: Tensor, made: Tensor) -> Tensor:
+        return mean_distance(real, made) * torch.rand(())
+
+    one = owner()
+    random_loss = GradientMatching(one, fixed_network, loss=noisy, clip=1.0, steps=1)
+    with pytest.raises(PrivacyError, match="draws random numbers"):
+        condense(random_loss, per_class=1, lr=0.1)
+    assert one.spent() == 0
+    with pytest.raises(ValueError, match="start must have shape"):
+        condense(random_loss, per_class=2, lr=0.1, start=torch.zeros(3, 1, 1, 8, 8))
+    with pytest.raises(TypeError, match="a function that returns a network"):
+        ResidualMatching(one, fixed_network(), clip=1.0, steps=1)
+
+
 def test_condensation_is_reproducible_and_stays_within_the_bounds() -> None:
     x, y = records()
     settings = {"classes": CLASSES, "steps": 5, "bounds": (0, 1)}
