@@ -145,7 +145,7 @@ class FedAF(FedAFSettings):
         u = self.features(clients, pairs, context)
         known, v, client = _with_knowledge(message, pairs, context)
 
-        def distance(u_SC: Tensor) -> Tensor:  # Σ_c F(u_{k,c}, v_c), the second term of Eq. 10
+        def distance(u_SC: Tensor) -> Tensor:  # Σ_c F(u_{k,c}, v_c): sliced Wasserstein, Eq. 10
             kind, theta = self.distance, next(thetas)
             return collaborative_distance(
                 u_SC[known], v, client, distance=kind, directions_PC=theta
@@ -153,8 +153,8 @@ class FedAF(FedAFSettings):
 
         velocity = torch.zeros_like(S)
         for t in self.steps(clients, S, velocity, context, (networks, thetas)):  # t = 0, …, T − 1
-            u.use(next(networks))  # w ← γ·w + (1 − γ)·w̃, Eq. 17
-            gradient = matcher.gradient(t, u, S)  # ∇_S L_DM, Eq. 4
+            u.use(next(networks))  # w = γ·w_r + (1 − γ)·w̃, Eq. 17
+            gradient = matcher.gradient(t, u, S)  # ∇_S L_DM of a minibatch, Eq. 4
             if self.local_weight and len(known):  # + λ_loc·∇_S Σ_c F(u_{k,c}, v_c), Eq. 10
                 gradient = gradient + logits_gradient(u, S, C, distance, self.local_weight)
             velocity.mul_(self.image_momentum).add_(gradient)
@@ -279,7 +279,8 @@ def resampled(
 def averaged(
     state: KnowledgeState, sent: Sequence[CondensedSet | LocalKnowledge], soft: Sequence[Tensor]
 ) -> tuple[KnowledgeState, Tensor, Tensor]:
-    """Returns the state with V (Eq. 8), and R with its classes (Eq. 12).
+    """Returns the state with V (Eq. 8), and R with its classes (Eq. 12), averaged over the clients
+    that have the class (the paper divides by all K, but Eq. 5 is undefined without examples).
 
     Classes that none of these clients has keep V's row of an earlier round (partial participation).
     """

@@ -193,7 +193,7 @@ class FedDM(Condenses, TrainsInBall):
                 clients, pairs, min(self.networks_per_round, self.iterations)
             )
         seed, number = context.seed, context.round
-        batches = BatchIndices(  # line 13: B_c ~ D_k for each class c
+        batches = BatchIndices(  # line 13: B_c ~ D_k for each class c; of S_k always all
             clients, pairs, self.batch, self.iterations, seed, number, self.small_class
         )
         exact = ExactMatcher(clients, batches)  # line 14: L_c of Eq. 9, and its gradient
@@ -256,8 +256,8 @@ def perturbed(
 ) -> Iterator[nn.Module]:
     """Yields w ~ P_w(w_r) for each step: w_r + ε with ‖ε‖₂ ≤ ρ (App. D.3, Eq. 24).
 
-    All clients share the networks: they are drawn from the round's public seed. The same object is
-    yielded each time, with other weights.
+    All clients share the networks, which are drawn from the round's public seed (Algorithm 1 draws
+    in each client). The same object is yielded each time, with other weights.
 
     Args:
         w_r: copied; the copy's weights are frozen.

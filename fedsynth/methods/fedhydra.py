@@ -2,10 +2,11 @@
 knows (stratified aggregation).
 
 Server (Algorithm 1): model stratification measures how well each client's model can teach each
-class, U [C, m] (Eqs. 2 and 3); its rows and columns, normalised, weigh clients for a class and
-classes within a client (Eqs. 4 to 7). Then, for each epoch, a generator is trained against that
-weighted ensemble P (Eqs. 8 to 16), and the student by KL(P, F_g) + β·CE(F_g, argmax P) (Eqs. 17 to
-19), on the images of all the generator's steps (Sec. 2). U goes into the run folder.
+class, U [C, m] (Eqs. 1 to 3); its rows and columns, normalised, weigh clients for a class and
+classes within a client (Eqs. 4 to 7, see `columns`). Then, for each epoch, a generator is trained
+against that weighted ensemble P (Eqs. 8 to 16), and the student by KL(P, F_g) + β·CE(F_g, argmax P)
+(Eqs. 17 to 19), on the images of all the generator's steps (Sec. 2; Algorithm 1 prints one update
+an epoch). U goes into the run folder.
 """
 
 from __future__ import annotations
@@ -53,11 +54,13 @@ class FedHydra(DataFreeEnsembleDistillation):
         outputs: what SA weighs of a client: its "logits", the paper's word, or its "probabilities".
         lessons: what the student learns: "ensemble", P, which depends on the class that was asked
             for, or "average", the plain mean of the clients' logits, on the images of P's
-            generator. Not in the paper, to see through which of the two P acts.
-        stratification_steps: of a pair's generator, as the next two see `pair_losses`.
+            generator. Not in the paper: it separates P's effect on the generator from
+            its effect on the student.
+        stratification_steps: steps of each (class, client) pair's generator; for this and the next
+            two see `pair_losses`.
         stratification_batch: images of such a step.
         stratification_lr: of such a generator.
-        stratification_floor: the least denominator of Eq. 2.
+        stratification_floor: the least denominator of Eq. 2; not in the paper.
 
     >>> from fedsynth import resolve, simulate
     >>> run, split = {"method": "fedhydra", "rounds": 1}, {"kind": "iid", "clients": 3}
@@ -109,7 +112,7 @@ class FedHydra(DataFreeEnsembleDistillation):
         self, models: Sequence[nn.Module], student: nn.Module, context: RoundContext
     ) -> EnsembleState:
         """The server's part of Algorithm 1: lines 9 to 25."""
-        U = guidance(self.pair_losses(models, context), self.stratification_floor)  # Eqs. 2, 3
+        U = guidance(self.pair_losses(models, context), self.stratification_floor)  # Eqs. 1 to 3
         U_r, U_c = stratified_weights(U, in_place=self.columns == "in-place")  # Eqs. 4 to 7
         training = OneShotDistillation(
             self,

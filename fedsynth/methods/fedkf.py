@@ -1,15 +1,16 @@
 """FedKF: knowledge of all clients' models, distilled on each client without data (Zhou et al. 2023,
 arXiv 2207.10447).
 
-Server (T1): one cache slot for each client's last model ŵ_k; ACA w averages the round's active
-clients, OCA ŵ all slots, both weighted by n_k. Active clients get both: they start from w, and ŵ is
-the teacher. Client (T2), for each local batch: one step of its generator g(θ_k; ·) down L_G (Eq.
-5), then one step of its model w_k down L_CE + γ·L_KL (Eq. 8), with L_KL on generated images (Eq.
-6). The generator, with its optimiser's state, is the client's memory.
+Server (T1, active-inactive model aggregation): one cache slot for each client's last model ŵ_k; ACA
+w averages the round's active clients, OCA ŵ all slots, both weighted by n_k. Active clients get
+both: they start from w, and ŵ is the teacher. Client (T2, global-local knowledge fusion), for each
+local batch: one step of its generator g(θ_k; ·) down L_G (Eq. 5), then one step of its model w_k
+down L_CE + γ·L_KL (Eq. 8), with L_KL on generated images (Eq. 6). The generator, with its
+optimiser's state, is the client's memory.
 
 With differential privacy the model is trained by DP-SGD. Teacher and generator come only from the
-server's message and public noise, so the distillation term is post-processing; n_k weights become
-uniform.
+server's message, public noise and, with `use_kl`, the model's released DP-SGD steps, so the
+distillation term is post-processing; n_k weights become uniform.
 
 A round's metrics include the average facts of its clients' generators
 (`fedsynth.evaluation.generated`): how the teacher classifies generated images. They are computed
@@ -100,8 +101,8 @@ class FedKF(TrainsLocally):
     )
     reference: ClassVar[str] = "Zhou et al. 2023, FedKF, arXiv 2207.10447"
     features_refusal: ClassVar[str] = (
-        "its server generates the images on which clients distil: use fedgkd, which distils "
-        "on the clients' data"
+        "its clients distil on images of a generator: use fedgkd, which distils on the clients' "
+        "data"
     )
     presets: ClassVar[Presets] = {
         "digits": {"lr": 0.2, "generator_width": 8, "generator_batch": 32}
