@@ -127,6 +127,7 @@ class Condenses(TrainsOnUnion):
         blur: of those losses, in their units.
 
     A method can change what another one uploads:
+
     >>> from fedsynth import FedDM, ModelSettings, RunSettings, simulate
     >>> class Rounded(FedDM):
     ...     name = "rounded"
