@@ -76,6 +76,7 @@ class TrainsLocally(Method):
             that average is untrained.
 
     A custom method overrides what is different, such as the server's step:
+
     >>> import torch
     >>> from fedsynth import ModelSettings, RunSettings, simulate
     >>> class Median(TrainsLocally):
