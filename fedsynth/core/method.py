@@ -176,7 +176,7 @@ class Method(OptionalHooks):
             state: the state after the last round.
             context: the last round's.
         """
-        return state  # type: ignore[no-any-return]
+        return state
 
     def final_parameters(self, state: State) -> Mapping[str, torch.Tensor]:
         """Returns the model that a run ends with, where clients start from another model."""

@@ -116,8 +116,7 @@ def _fields(
     shaped = torch.fft.irfft2(torch.fft.rfft2(white) * frequency ** (-alpha / 2), (height, width))
     mean = shaped.mean(dim=(2, 3), keepdim=True)
     deviation = (shaped - mean).square().mean(dim=(2, 3), keepdim=True).sqrt()
-    standard: Tensor = (shaped - mean) / deviation.clamp_min(1e-6)
-    return standard
+    return (shaped - mean) / deviation.clamp_min(1e-6)
 
 
 def _mixed_colours(fields: Tensor, generator: torch.Generator) -> Tensor:
@@ -171,8 +170,7 @@ def dead_leaves(count: int, height: int, width: int, generator: torch.Generator)
 def _power_law(uniform: Tensor, smallest: float, largest: float) -> Tensor:
     """Returns radii in [least, most] with density proportional to r⁻³, by inversion."""
     low, high = smallest**-2, largest**-2
-    radii: Tensor = (low - uniform * (low - high)).rsqrt()
-    return radii
+    return (low - uniform * (low - high)).rsqrt()
 
 
 def _turned(down: Tensor, across: Tensor, turn: Tensor) -> tuple[Tensor, Tensor]:

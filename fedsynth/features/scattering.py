@@ -71,8 +71,7 @@ def gabor(size: tuple[int, int], sigma: float, theta: float, xi: float, slant: f
             falls = curve[0, 0] * y**2 + 2 * curve[0, 1] * y * x + curve[1, 1] * x**2
             wave = xi * (y * math.cos(theta) + x * math.sin(theta))
             total += np.exp(-falls + 1j * wave)
-    scaled: Complex = total * slant / (2 * math.pi * sigma**2)
-    return scaled
+    return total * slant / (2 * math.pi * sigma**2)
 
 
 def morlet(size: tuple[int, int], scale: int, orientation: int) -> Complex:
@@ -81,8 +80,7 @@ def morlet(size: tuple[int, int], scale: int, orientation: int) -> Complex:
     theta = (L - L // 2 - 1 - orientation) * math.pi / L
     wave = gabor(size, sigma, theta, 0.75 * math.pi / 2**scale, 4 / L)
     bump = gabor(size, sigma, theta, 0.0, 4 / L)
-    centred: Complex = wave - wave.sum() / bump.sum() * bump
-    return centred
+    return wave - wave.sum() / bump.sum() * bump
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,8 +159,7 @@ class Scattering:
 
     def _modulus(self, spectrum: Tensor) -> Tensor:
         """Returns |·| of a signal at half the resolution, given its spectrum."""
-        size: Tensor = torch.fft.ifft2(_aliased(spectrum, 2)).abs()
-        return size
+        return torch.fft.ifft2(_aliased(spectrum, 2)).abs()
 
     def _smooth(self, half: Tensor) -> Tensor:
         """Averages signals that are at half the resolution, and keeps every second value.
@@ -173,8 +170,7 @@ class Scattering:
         return rows @ half @ columns.T
 
     def _average(self, spectrum: Tensor, low: Tensor, step: int) -> Tensor:
-        averages: Tensor = torch.fft.ifft2(_aliased(spectrum * low, step)).real
-        return averages
+        return torch.fft.ifft2(_aliased(spectrum * low, step)).real
 
 
 def _padded(side: int) -> int:
@@ -206,8 +202,7 @@ def _aliased(spectrum: Tensor, step: int) -> Tensor:
     """Returns the spectrum of every `step`-th sample in both directions: the mean over aliases."""
     if not spectrum.requires_grad:
         return _mean_of_aliases(spectrum, step)
-    mean: Tensor = _Aliased.apply(spectrum, step)
-    return mean
+    return _Aliased.apply(spectrum, step)
 
 
 def _mean_of_aliases(spectrum: Tensor, step: int) -> Tensor:

@@ -107,4 +107,4 @@ def method_class(name: str) -> type[Method]:
         raise unknown_name("method", name, {**METHODS, **_OWN}, "run", "method")
     module, _, attribute = METHODS[name].partition(":")
     found: Any = getattr(import_module(module), attribute)
-    return found  # type: ignore[no-any-return]
+    return found

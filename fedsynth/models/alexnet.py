@@ -67,5 +67,4 @@ class AlexNet(EmbeddingNetwork):
         """Returns embeddings, [N, 1024]."""
         x = self.pool2(self.layer2(self.pool1(self.layer1(x_NCHW))))
         x = self.spread(self.pool5(self.layer5(self.layer4(self.layer3(x)))))
-        h: Tensor = self.hidden2(self.hidden1(torch.flatten(x, 1)))
-        return h
+        return self.hidden2(self.hidden1(torch.flatten(x, 1)))

@@ -65,8 +65,7 @@ class GroupedBatchNorm(nn.Module):
 
     def _by_group(self, values_NC: Tensor) -> Tensor:
         """Returns the group's mean for each image, [N, C]."""
-        means: Tensor = (self.shared.weights_GN @ values_NC)[self.shared.group_N]
-        return means
+        return (self.shared.weights_GN @ values_NC)[self.shared.group_N]
 
 
 def has_batch_norm(network: nn.Module) -> bool:

@@ -26,8 +26,7 @@ def batch_statistics(x_NC: Tensor) -> tuple[Tensor, Tensor]:
     >>> mean.tolist(), variance.tolist()
     ([2.0, 0.0], [1.0, 0.0])
     """
-    statistics: tuple[Tensor, Tensor] = _Statistics.apply(x_NC)
-    return statistics
+    return _Statistics.apply(x_NC)
 
 
 class _Statistics(torch.autograd.Function):

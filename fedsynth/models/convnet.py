@@ -126,8 +126,7 @@ class ConvNet(EmbeddingNetwork):
 
     def embed(self, x_NCHW: Tensor) -> Tensor:
         """Returns embeddings h_w(x), [N, embedding_size]."""
-        h: Tensor = self.features(x_NCHW).flatten(1)
-        return h
+        return self.features(x_NCHW).flatten(1)
 
     def embed_vjp(
         self, x_NCHW: Tensor, precision: torch.dtype = torch.float32, *, compiled: bool = False

@@ -26,8 +26,7 @@ class EmbeddingNetwork(nn.Module):
 
     def forward(self, x_NCHW: Tensor) -> Tensor:
         """Returns logits [N, classes] of normalised images [N, C, H, W]."""
-        logits: Tensor = self.classifier(self.embed(x_NCHW))
-        return logits
+        return self.classifier(self.embed(x_NCHW))
 
 
 def require_size(name: str, image_shape: tuple[int, int, int], min_side: int) -> None:

@@ -83,8 +83,7 @@ class FeatureLinear(EmbeddingNetwork):
 
     def from_features(self, features_Nd: Tensor) -> Tensor:
         """Returns logits of features φ(x)."""
-        logits: Tensor = self.classifier(self.embed_features(features_Nd))
-        return logits
+        return self.classifier(self.embed_features(features_Nd))
 
 
 def root_names(blocks: Sequence[tuple[int, int]]) -> tuple[str, ...]:
@@ -154,8 +153,7 @@ def embedded(
     scaled = (features_Nd - centre_d) / radius
     if roots:
         scaled = _turned(scaled, roots)
-    z: Tensor = scaled / torch.linalg.vector_norm(scaled, dim=1, keepdim=True).clamp_min(1.0)
-    return z
+    return scaled / torch.linalg.vector_norm(scaled, dim=1, keepdim=True).clamp_min(1.0)
 
 
 def _turned(rows_Nd: Tensor, roots: Sequence[Root]) -> Tensor:

@@ -57,8 +57,7 @@ class GoogLeNet(TorchvisionGoogLeNet):  # type: ignore[misc]  # torchvision has 
     @property
     def classifier(self) -> nn.Linear:
         """The last layer, `fc`."""
-        layer: nn.Linear = self.fc
-        return layer
+        return self.fc
 
     def embed(self, x_NCHW: Tensor) -> Tensor:
         """Returns embeddings, [N, 1024]."""
@@ -71,5 +70,4 @@ class GoogLeNet(TorchvisionGoogLeNet):  # type: ignore[misc]  # torchvision has 
         return torch.flatten(self.avgpool(x), 1)
 
     def forward(self, x_NCHW: Tensor) -> Tensor:
-        z: Tensor = self.fc(self.embed(x_NCHW))
-        return z
+        return self.fc(self.embed(x_NCHW))

@@ -65,8 +65,7 @@ class OnFeatures(EmbeddingNetwork):
 
     def from_features(self, features_Nd: Tensor) -> Tensor:
         """Returns logits of features φ(x)."""
-        logits: Tensor = self(self.vectors(features_Nd))
-        return logits
+        return self(self.vectors(features_Nd))
 
     def gradient_factors(self, x: Tensor, labels_N: Tensor) -> tuple[Tensor, Tensor]:
         """Returns p − y [N, classes] and z [N, d] of a linear model: the gradient of an example's

@@ -39,5 +39,4 @@ class Projected(EmbeddingNetwork):
     def embed(self, x_NCHW: Tensor) -> Tensor:
         """Returns embeddings, [N, size]."""
         of_body = self.body.embed(x_NCHW)  # type: ignore[operator]
-        projected: Tensor = self.projection(torch.relu(self.hidden(of_body)))
-        return projected
+        return self.projection(torch.relu(self.hidden(of_body)))

@@ -23,8 +23,7 @@ class _Block(BasicBlock):  # type: ignore[misc]  # torchvision has no types
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
-        out: Tensor = self.relu(y + (x if self.downsample is None else self.downsample(x)))
-        return out
+        return self.relu(y + (x if self.downsample is None else self.downsample(x)))
 
 
 class _Bottleneck(Bottleneck):  # type: ignore[misc]  # torchvision has no types
@@ -33,8 +32,7 @@ class _Bottleneck(Bottleneck):  # type: ignore[misc]  # torchvision has no types
     def forward(self, x: Tensor) -> Tensor:
         y = self.relu(self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x))))))
         y = self.bn3(self.conv3(y))
-        out: Tensor = self.relu(y + (x if self.downsample is None else self.downsample(x)))
-        return out
+        return self.relu(y + (x if self.downsample is None else self.downsample(x)))
 
 
 class _ResNet(ResNet):  # type: ignore[misc]  # torchvision has no types
@@ -66,8 +64,7 @@ class _ResNet(ResNet):  # type: ignore[misc]  # torchvision has no types
     @property
     def classifier(self) -> nn.Linear:
         """The last layer, `fc`."""
-        layer: nn.Linear = self.fc
-        return layer
+        return self.fc
 
     def embed(self, x_NCHW: Tensor) -> Tensor:
         """Returns embeddings h_w(x), [N, 512] (ResNet-50: 2048)."""

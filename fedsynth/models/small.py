@@ -208,5 +208,4 @@ class ResNet8(EmbeddingNetwork):
 
     def embed(self, x_NCHW: Tensor) -> Tensor:
         """Returns embeddings, [N, 64]."""
-        h: Tensor = self.stages(torch.relu(self.norm(self.conv(x_NCHW)))).mean(dim=(2, 3))
-        return h
+        return self.stages(torch.relu(self.norm(self.conv(x_NCHW)))).mean(dim=(2, 3))

@@ -250,10 +250,9 @@ def _gradients(
 
     def logits(flat_P: Tensor, x_BCHW: Tensor) -> Tensor:
         parts = zip(named, flat_P.split(sizes), shapes, strict=True)
-        outputs: Tensor = functional_call(
+        return functional_call(
             network, {name: part.view(shape) for name, part, shape in parts}, (x_BCHW,)
         )
-        return outputs
 
     with torch.enable_grad():
         weights_AP = flat_AP.detach().requires_grad_()

@@ -135,7 +135,7 @@ class MakesImages(Method):
     def at_end(self, state: State, context: RoundContext) -> ServerState:
         """Returns the state with images from all releases so far, and their soft labels."""
         if state.class_means is None:
-            return state  # type: ignore[no-any-return]
+            return state
         teacher = context.load(state.parameters)
         if not isinstance(teacher, FeatureLinear):
             raise TypeError(f"{self.name} has a linear model on features")
@@ -148,7 +148,7 @@ class MakesImages(Method):
         pixels = make_images(teacher, state.class_means, moments, making, context)
         images = normalise(pixels, context.spec)
         made = {"images": images, "soft_labels": soft_labels(teacher, images)}
-        return replace(state, **made)  # type: ignore[no-any-return]
+        return replace(state, **made)
 
     def synthetic(self, state: ImagesState, context: RoundContext) -> tuple[Tensor, Tensor] | None:
         if state.images is None:

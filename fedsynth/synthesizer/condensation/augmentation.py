@@ -156,8 +156,7 @@ def blended(x_NCHW: Tensor, generator: torch.Generator) -> Tensor:
     count = len(x_NCHW)
     share = torch.rand(count, 1, 1, 1, generator=generator, device=x_NCHW.device)
     other = torch.randperm(count, generator=generator, device=x_NCHW.device)
-    mixed: Tensor = share * x_NCHW + (1 - share) * x_NCHW[other]
-    return mixed
+    return share * x_NCHW + (1 - share) * x_NCHW[other]
 
 
 @dataclass(frozen=True)

@@ -47,8 +47,7 @@ class ReleasedStatistics:
         """Returns the squared distance of the class means of z [classes, I, d] from `class_means`,
         relative to the squared norm of these; a scalar."""
         size = self.class_means.square().sum().clamp_min(1e-12)
-        gap: Tensor = (z_CId.mean(dim=1) - self.class_means).square().sum() / size
-        return gap
+        return (z_CId.mean(dim=1) - self.class_means).square().sum() / size
 
 
 @dataclass(frozen=True)
@@ -194,5 +193,4 @@ def total_variation(x_NCHW: Tensor) -> Tensor:
     """
     down = (x_NCHW[..., 1:, :] - x_NCHW[..., :-1, :]).abs()
     across = (x_NCHW[..., 1:] - x_NCHW[..., :-1]).abs()
-    total: Tensor = down.mean() + across.mean()
-    return total
+    return down.mean() + across.mean()

@@ -202,8 +202,7 @@ class NetworkFeatures:
             # `to`, not `contiguous`: the latter leaves images of one channel unchanged, and their
             # convolutions then run in NCHW
             x_NCHW = x_NCHW.to(memory_format=torch.channels_last)
-        h: Tensor = network.embed(x_NCHW)  # type: ignore[operator]
-        return h
+        return network.embed(x_NCHW)  # type: ignore[operator]
 
     def _with_logits(self, h_ND: Tensor) -> Tensor:
         logits_NC = self._network.classifier(h_ND)
@@ -284,10 +283,7 @@ def passes(features: FeatureMap, synthetic_SICHW: Tensor) -> tuple[Tensor, ...]:
     """Returns the segments' numbers, split into passes through the network."""
     segments, ipc = synthetic_SICHW.shape[:2]
     at_once = segments if features.mixes else segments_at_once(features, synthetic_SICHW[0], ipc)
-    pieces: tuple[Tensor, ...] = torch.arange(segments, device=synthetic_SICHW.device).split(
-        at_once
-    )
-    return pieces
+    return torch.arange(segments, device=synthetic_SICHW.device).split(at_once)
 
 
 def segments_at_once(features: FeatureMap, some_NCHW: Tensor, ipc: int) -> int:

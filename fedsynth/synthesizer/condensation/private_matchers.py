@@ -215,8 +215,7 @@ class FeatureSumMatcher(Matcher):
             where = segment_N.to(x_NCHW.device, non_blocking=True)
             return features.real(x_NCHW, where) - centre[where]
 
-        target: Tensor = centre + self._clients.class_sums(self._series, rows) / self._divisors
-        return target
+        return centre + self._clients.class_sums(self._series, rows) / self._divisors
 
 
 class PaperMatcher(Matcher):
@@ -248,5 +247,4 @@ class PaperMatcher(Matcher):
             * self._deviation[own].view(-1, 1, 1, 1, 1)
             for secret, own in self._noise
         ]
-        noisy: Tensor = gradient + torch.cat(noise).to(gradient.device, gradient.dtype)  # line 17
-        return noisy
+        return gradient + torch.cat(noise).to(gradient.device, gradient.dtype)  # line 17

@@ -106,8 +106,7 @@ class Generator(nn.Module):
         """Returns images as network inputs: (pixels − mean)/std."""
         pixels = self(z_NL, labels_N)
         mean, std = pixel_constants(self._spec, pixels.device)
-        images: Tensor = (pixels - mean) / std
-        return images
+        return (pixels - mean) / std
 
 
 class LatentGenerator(nn.Module):
@@ -125,8 +124,7 @@ class LatentGenerator(nn.Module):
 
     def forward(self, labels_N: Tensor, noise_NE: Tensor) -> Tensor:
         inputs = torch.cat([noise_NE, F.one_hot(labels_N, self.classes).to(noise_NE.dtype)], dim=1)
-        made: Tensor = self.out(self.hidden(inputs))
-        return made
+        return self.out(self.hidden(inputs))
 
 
 def make_latent_generator(

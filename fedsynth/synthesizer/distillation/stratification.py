@@ -109,12 +109,10 @@ def _pixels(generator: Generator, stacked: dict[str, Tensor], z: Tensor, batched
     """Returns the images of all generators, whose parameters are stacked, [P, N, C, H, W]."""
 
     def one(parameters: dict[str, Tensor]) -> Tensor:
-        pixels: Tensor = functional_call(generator, parameters, (z,))
-        return pixels
+        return functional_call(generator, parameters, (z,))
 
     if batched:
-        together: Tensor = vmap(one)(stacked)
-        return together
+        return vmap(one)(stacked)
     apart = zip(*[value.unbind() for value in stacked.values()], strict=True)
     return torch.stack([one(dict(zip(stacked, values, strict=True))) for values in apart])
 
