@@ -90,21 +90,6 @@ def _private_steps() -> list[str]:
     return _numbers([residual["fp32"], residual["bf16"]], ".2f")
 
 
-def _fixed_passes() -> list[str]:
-    """The smallest and the largest price of padded passes, and that at width 128."""
-    newest = {row["case"]: row["constant over as the sample"] for row in lines("fixed_passes")}
-    prices = newest.values()
-    return _numbers([min(prices), max(prices), newest["residual, width 128"]], ".2f")
-
-
-def _server() -> list[str]:
-    rows = [case("server_step", name) for name in ("mnist", "cifar10")]
-    seconds = [row["seconds per epoch"] for row in rows]
-    shares = sorted(100 * row["share of the floor"] for row in rows)
-    slower = sorted(100 * (one["engine"] / one["reference"] - 1) for one in seconds)
-    return _numbers([*shares, *slower], ".0f")
-
-
 def _speedups() -> Axis:
     """Each optimisation and its cases, with the ratio in each case."""
     gradient = case("dp_step", "gradient")["ratio to the loop"]
@@ -161,12 +146,6 @@ TABLES = {
 }
 SENTENCES = [
     (
-        "docs/threat-model.md",
-        "The padding makes a private step take {} to {} times as long (most for small networks and "
-        "batches; `residual` at width 128: {})",
-        _fixed_passes,
-    ),
-    (
         "docs/speed.md",
         "a lower bound of {} for the first row in fp32, and {} with bf16 real passes",
         _floor,
@@ -192,11 +171,5 @@ SENTENCES = [
         "docs/speed.md",
         "`residual` takes {} times the non-private step ({} in bf16).",
         _private_steps,
-    ),
-    (
-        "docs/speed.md",
-        "The server's training reaches {} to {} % of the matrix-product bound, and is {} to {} % "
-        "slower than a DataLoader with torch's SGD.",
-        _server,
     ),
 ]

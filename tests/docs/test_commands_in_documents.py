@@ -120,10 +120,10 @@ def test_commands_are_found() -> None:
         )
         for name in NAMES
     }
-    assert found["docs/commands.md"] > 30
+    assert found["README.md"] > 5
     assert found["docs/tutorials/deploying.md"] >= 3
     assert found["docs/docker.md"] >= 5
-    assert sum(found.values()) > 90
+    assert sum(found.values()) > 60
 
 
 @pytest.mark.parametrize(
