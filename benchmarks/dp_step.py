@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from fedsynth.cli.process import keep_large_allocations
-from fedsynth.core.client import OpenClients
+from fedsynth.core.client import ExactClientView
 from fedsynth.data.registry import dataset_spec
 from library.cases import Case
 from library.machine import medians, run_cases, timing_options
@@ -58,7 +58,7 @@ def gradient(options: argparse.Namespace) -> dict[str, Any]:
     """Compares the `gradient` step with a loop over examples."""
     batch = 4 if options.quick else EXAMPLES
     case = feddm(options, batch)
-    data = OpenClients([0], case.data, case.parts)
+    data = ExactClientView([0], case.data, case.parts)
     classes = [data.images(data.examples(0, c)[:batch]) for c in range(case.spec.classes)]
     network = copy.deepcopy(case.context.architecture).requires_grad_(False)
     runs: dict[str, Callable[[], object]] = {

@@ -68,7 +68,7 @@ def show_method(name: Annotated[str, typer.Argument(help="A method's name.")]) -
                 print(f"  {key}: {kind}" + (f" ({reason})" if reason else ""))
     print(
         "\nwith differential privacy: "
-        + (", ".join(cls.protects) if cls.protects else f"refused: {cls.refusal}")
+        + (", ".join(cls.dp_mechanisms) if cls.dp_mechanisms else f"refused: {cls.refusal}")
     )
     refused = cls.robust_refusal
     print("robust aggregation: " + (f"refused: {refused}" if refused else ROBUST))

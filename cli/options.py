@@ -116,7 +116,7 @@ CLASSES: Mapping[str, tuple[str, ...]] = {
     "data": (RUN_SETTINGS, "data/folder_settings.py:FolderSettings"),
     "partition": ("data/partition_settings.py:PartitionSettings",),
     "model": ("models/registry.py:ModelSettings",),
-    "method": ("methods/shared/condensing.py:Condenses",),
+    "method": ("methods/shared/condensing.py:CondensingMethod",),
     "privacy": ("privacy/settings.py:PrivacySettings",),
     "report": ("config/report_settings.py:ReportSettings",),
 }

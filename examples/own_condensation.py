@@ -1,13 +1,13 @@
 """A custom condensing method, with its own upload and private charge: FedDM with prototypes.
 
-A condensing method inherits `Condenses` (its settings) or, as here, a method, and writes the steps
-that differ:
+A condensing method inherits `CondensingMethod` (its settings) or, as here, a method, and writes the
+steps that differ:
 
 - `client_step`: here FedDM's, with class means in addition. With privacy further statistics come
   from charged sums of one vector per example, as by `class_means`. The vector must be a function of
   its example (and of releases) only, or else the clip bounds nothing;
 - the message, each of whose fields declares its status under differential privacy;
-- `private_plans`: one row per release, the images' first. The engine charges for them before any
+- `release_plans`: one row per release, the images' first. The engine charges for them before any
   data are read, and hands them out by name: nothing else can be released;
 - `server_step`: the training on all clients' images.
 
@@ -72,16 +72,16 @@ class ProtoDM(FedDM):
     name: ClassVar[str] = "protodm"
     summary: ClassVar[str] = "FedDM whose server also trains towards the clients' prototypes"
     upload: ClassVar[type[Message]] = SetWithPrototypes
-    protects: ClassVar[tuple[str, ...]] = ("residual", "gradient")
+    dp_mechanisms: ClassVar[tuple[str, ...]] = ("residual", "gradient")
 
     alignment: float = 0.2
     prototype_clip: float = 5.0
     prototype_noise: float = 1.0
 
-    def private_plans(
+    def release_plans(
         self, privacy: PrivacySettings, context: RoundContext
     ) -> tuple[PrivatePlan, ...]:
-        images = super().private_plans(privacy, context)
+        images = super().release_plans(privacy, context)
         return *images, *sums_plans(
             "prototypes",
             "embeddings",

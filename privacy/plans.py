@@ -1,6 +1,6 @@
 """The planned releases of a method in a round, and the charged series that its steps receive.
 
-A method names its plans once (`Method.private_plans`), before any data are read. A client's ledger
+A method names its plans once (`Method.release_plans`), before any data are read. A client's ledger
 is charged for all plans of an exchange; only then is there an `Allowance`, from which a step takes
 each series once, by its plan's name. An allowance holds neither ledger nor guard, so a step cannot
 charge a release outside the plan.
@@ -210,7 +210,7 @@ class Allowance(Generic[S]):
         if name in self._plans:
             return self._plans[name]
         planned = ", ".join(map(repr, (*self._plans, *self._elsewhere)))
-        reason = f"no release {name!r} is planned (Method.private_plans names {planned})"
+        reason = f"no release {name!r} is planned (Method.release_plans names {planned})"
         if name in self._elsewhere:
             reason = (
                 f"{name!r} is planned for the {self._elsewhere[name]} exchange of a round, "

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fedsynth.core.charging import charge_for
-from fedsynth.core.client import ClientGroup, PrivateClients
+from fedsynth.core.client import ClientGroup, PrivateClientView
 from fedsynth.core.context import RoundContext
 from fedsynth.core.method import Method
 from fedsynth.data.images import ImageData, from_arrays
@@ -66,13 +66,13 @@ def charged(
     parts: Sequence[Tensor] | None = None,
     ledgers: Sequence[Ledger] | None = None,
     phase: str = MAIN,
-) -> PrivateClients:
+) -> PrivateClientView:
     """Private clients with these parts of the data, one with all of them if there are none."""
     parts = [torch.arange(len(data.labels))] if parts is None else parts
     ids = range(len(parts))
     guards = [Guard(ledger, 1e-5, None) for ledger in ledgers or [Ledger(str(k)) for k in ids]]
     allowances = charge_for(method, ctx, ids, guards, [SecretGenerator() for _ in ids], phase)
-    return PrivateClients(ids, data, parts, allowances)
+    return PrivateClientView(ids, data, parts, allowances)
 
 
 def sent(

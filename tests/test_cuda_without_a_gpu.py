@@ -89,7 +89,11 @@ def small(name: str, protected: bool, **sections: Any) -> recorded.Sections:
 
 CASES = {
     **{f"{name}, open": small(name, False) for name in METHODS},
-    **{f"{name}, private": small(name, True) for name in METHODS if method_class(name).protects},
+    **{
+        f"{name}, private": small(name, True)
+        for name in METHODS
+        if method_class(name).dp_mechanisms
+    },
     **{
         f"feddm, {mechanism}": small("feddm", True, privacy={"mechanism": mechanism})
         for mechanism in ("gradient", "features")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fedsynth.core.charging import charge_for
-from fedsynth.core.client import OpenClients, PrivateClients
+from fedsynth.core.client import ExactClientView, PrivateClientView
 from fedsynth.core.context import RoundContext
 from fedsynth.core.state import ServerState
 from fedsynth.data.images import ImageData, from_arrays
@@ -90,7 +90,7 @@ class Case:
         at_once = max(1, context.memory_bytes // 2 // (self.method.client_bytes(context) or 1))
         for first in ids[::at_once]:
             mine = ids[first : first + at_once]
-            self._step(OpenClients(mine, self.data, [self.parts[k] for k in mine]), context)
+            self._step(ExactClientView(mine, self.data, [self.parts[k] for k in mine]), context)
 
     def private(self, mechanism: str, precision: torch.dtype = torch.float32) -> None:
         """Runs the private step of the same expected batch."""
@@ -99,7 +99,7 @@ class Case:
         ids = range(len(self.parts))
         guards = [Guard(Ledger(str(k)), 1e-5, None) for k in ids]
         charged = charge_for(self.method, context, ids, guards, [SecretGenerator() for _ in ids])
-        self._step(PrivateClients(ids, self.data, self.parts, charged), context)
+        self._step(PrivateClientView(ids, self.data, self.parts, charged), context)
 
     def _step(self, clients: Any, context: RoundContext) -> None:
         message: Any = self.method.broadcast(
@@ -109,7 +109,7 @@ class Case:
 
     def reference(self) -> None:
         """Runs one client after the other."""
-        everything = OpenClients(range(len(self.parts)), self.data, self.parts)
+        everything = ExactClientView(range(len(self.parts)), self.data, self.parts)
         generator = torch.Generator(self.device).manual_seed(0)
         for position in range(len(self.parts)):
             classes = [

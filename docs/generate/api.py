@@ -43,8 +43,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Custom methods and models": (
         "Method",
         "TrainsLocally",
-        "Task",
-        "Condenses",
+        "LocalObjective",
+        "CondensingMethod",
         "Message",
         "ModelParameters",
         "ServerState",

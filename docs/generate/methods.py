@@ -31,7 +31,7 @@ def _list(names: list[str]) -> str:
     rows = []
     for name in names:
         cls = method_class(name)
-        private = ", ".join(map(code, cls.protects)) if cls.protects else "refused"
+        private = ", ".join(map(code, cls.dp_mechanisms)) if cls.dp_mechanisms else "refused"
         rows.append([f"[{name}]({name}.md)", plain(cls.summary), private])
     entries = "\n".join(names)
     return f"""# All methods
@@ -87,7 +87,7 @@ def _linked(reference: str) -> str:
 
 def _run_lines(name: str, cls: type[Method]) -> Iterator[str]:
     yield f"fedsynth train --method {name}"
-    if any(mechanism_facts(each).guaranteed for each in cls.protects):
+    if any(mechanism_facts(each).guaranteed for each in cls.dp_mechanisms):
         yield f"fedsynth train --method {name} --dp-epsilon 8"
     yield f"fedsynth methods show {name}"
 
@@ -155,10 +155,10 @@ def _fields_of(message: type[Message]) -> str:
 
 
 def _privacy(cls: type[Method]) -> str:
-    if not cls.protects:
+    if not cls.dp_mechanisms:
         return f"Refused: {plain(cls.refusal)}. See [what is guaranteed](../../privacy.md)."
     rows = []
-    for number, mechanism in enumerate(cls.protects):
+    for number, mechanism in enumerate(cls.dp_mechanisms):
         facts = mechanism_facts(mechanism)
         what = "ε by the ledger's accountant" if facts.guaranteed else "**guarantees nothing**"
         rows.append([code(mechanism), what, "default" if number == 0 else ""])

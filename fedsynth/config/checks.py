@@ -29,10 +29,10 @@ def mechanism_of(method: Method, privacy: PrivacySettings) -> str:
     Raises:
         UnknownNameError: the method has no such mechanism.
     """
-    mechanism = privacy.mechanism or method.protects[0]
-    if mechanism not in method.protects:
+    mechanism = privacy.mechanism or method.dp_mechanisms[0]
+    if mechanism not in method.dp_mechanisms:
         raise unknown_value(
-            "privacy", "mechanism", mechanism, method.protects, f" for {method.name}"
+            "privacy", "mechanism", mechanism, method.dp_mechanisms, f" for {method.name}"
         )
     return mechanism
 
@@ -53,7 +53,7 @@ def most_records(spec: DatasetSpec, privacy: PrivacySettings) -> int:
 def refuse_absence(settings: RunSettings) -> None:
     """Refuses partial participation for a method whose rounds release different things."""
     method = settings.method
-    if not method.even_rounds and settings.participation < 1:
+    if not method.same_releases_every_round and settings.participation < 1:
         reason = f"must be 1 with {method.name}: its rounds have different releases for each client"
         raise SettingError("run", "participation", reason, value=settings.participation)
 
@@ -89,7 +89,7 @@ def check_method(method: Method) -> None:
         for name, (kind, _) in declared.items()
         if kind not in ("released", "public")
     ]
-    if bad or not method.protects:
+    if bad or not method.dp_mechanisms:
         why = (
             method.refusal or f"its upload has fields that no mechanism protects: {', '.join(bad)}"
         )

@@ -43,7 +43,7 @@ def charge_for(
     privacy = context.privacy
     if privacy is None or privacy.noise_multiplier is None:
         raise SettingError("privacy", "noise_multiplier", "must be set for private clients")
-    plans = method.round_plans(method.private_plans(privacy, context), context.round)
+    plans = method.round_plans(method.release_plans(privacy, context), context.round)
     if not all(mechanism_facts(plan.mechanism).guaranteed for plan in plans):
         raise SettingError("privacy", "mechanism", "has no guarantee: no mechanism can be charged")
     sigma = privacy.noise_multiplier

@@ -60,7 +60,7 @@ def _inputs(
 
 
 @dataclass(frozen=True)
-class Segments:
+class ClientClassPairs:
     """The (client, class) pairs that a group's tensors describe.
 
     Args:
@@ -79,7 +79,7 @@ class Segments:
         return torch.nonzero(self.position == position).flatten()
 
 
-class OpenClients:
+class ExactClientView:
     """Clients without a privacy guarantee: a method may read everything.
 
     Args:
@@ -112,7 +112,7 @@ class OpenClients:
         but guarantee nothing.
 
         Raises:
-            UnplannedReleaseError: as `PrivateClients.series`, or the run has no such mechanism.
+            UnplannedReleaseError: as `PrivateClientView.series`, or the run has no such mechanism.
         """
         return self._allowance.take(name)
 
@@ -120,7 +120,7 @@ class OpenClients:
         """Returns n_k of each client."""
         return [len(part) for part in self._parts]
 
-    def segments(self, min_examples: int) -> Segments:
+    def segments(self, min_examples: int) -> ClientClassPairs:
         """Returns the (client, class) pairs with at least `min_examples` examples (and at least
         one)."""
         pairs = [
@@ -132,7 +132,7 @@ class OpenClients:
             if count >= max(min_examples, 1)
         ]
         table = torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2)
-        return Segments(table[:, 0], table[:, 1])
+        return ClientClassPairs(table[:, 0], table[:, 1])
 
     def examples(self, position: int, label: int | None = None) -> Tensor:
         """Returns indices into the resident data of one client's examples, of one class or all."""
@@ -156,8 +156,8 @@ class OpenClients:
     def feature_sums(
         self, features: FeatureMap, rows: FeatureRows, embedding: Embedding | None = None
     ) -> Tensor:
-        """Returns the sums that `PrivateClients.feature_sums` releases, over all examples of each
-        client and without noise, [clients, D], float64: clipped in the same way."""
+        """Returns the sums that `PrivateClientView.feature_sums` releases, over all examples of
+        each client and without noise, [clients, D], float64: clipped in the same way."""
         sums = []
         for part in self._parts:
             total: Tensor | None = None
@@ -185,7 +185,7 @@ def _once(note: Note) -> Note:
     return pass_on
 
 
-class PrivateClients:
+class PrivateClientView:
     """Clients with DP on: a method gets noisy sums and privately trained models, no data or counts.
 
     Every release was charged to each client's ledger in advance. `series` returns it by the name of
@@ -239,15 +239,15 @@ class PrivateClients:
             for records in self._records
         ]
 
-    def segments(self) -> Segments:
+    def segments(self) -> ClientClassPairs:
         """Returns all classes of all clients: a client's set of classes is private."""
         count = len(self.ids)
         classes = self.spec.classes
-        return Segments(
+        return ClientClassPairs(
             torch.arange(count).repeat_interleave(classes), torch.arange(classes).repeat(count)
         )
 
-    def alone(self, position: int) -> PrivateClients:
+    def alone(self, position: int) -> PrivateClientView:
         """Returns a group of this client only; it shares the client's series, each of which can be
         taken only once."""
         only = copy.copy(self)
@@ -443,4 +443,4 @@ class PrivateClients:
         )
 
 
-ClientGroup = OpenClients | PrivateClients
+ClientGroup = ExactClientView | PrivateClientView

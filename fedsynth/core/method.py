@@ -22,12 +22,12 @@ from torch import nn
 from fedsynth.core.client import ClientGroup
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters
-from fedsynth.core.optional_hooks import Down as Down
 from fedsynth.core.optional_hooks import Memory as Memory
 from fedsynth.core.optional_hooks import OptionalHooks
+from fedsynth.core.optional_hooks import Request as Request
 from fedsynth.core.optional_hooks import Results as Results
 from fedsynth.core.optional_hooks import State as State
-from fedsynth.core.optional_hooks import Up as Up
+from fedsynth.core.optional_hooks import Upload as Upload
 from fedsynth.core.state import ServerState
 from fedsynth.core.uploads import Rule, model_rules
 from fedsynth.privacy.plans import FIRST
@@ -62,7 +62,7 @@ class Method(OptionalHooks):
         downlink: type of the server's message in a round's main exchange.
         upload: type of a client's message in it.
         state: type of the server's state.
-        protects: the mechanisms that can protect it; empty: it cannot run with differential
+        dp_mechanisms: the mechanisms that can protect it; empty: it cannot run with differential
             privacy, and `refusal` gives the reason.
         robust_refusal: why robust aggregation (`RunSettings.robust`) is refused; empty: it is
             allowed, and `server_step` then gets the uploads that the rule makes.
@@ -88,7 +88,7 @@ class Method(OptionalHooks):
     downlink: ClassVar[type[Message]] = ModelParameters
     upload: ClassVar[type[Message]]
     state: ClassVar[type[ServerState]] = ServerState
-    protects: ClassVar[tuple[str, ...]] = ()
+    dp_mechanisms: ClassVar[tuple[str, ...]] = ()
     refusal: ClassVar[str] = ""
     robust_refusal: ClassVar[str] = (
         "its server does not average models, so a robust rule has no effect"
@@ -111,7 +111,7 @@ class Method(OptionalHooks):
         """Returns the state before the first round, from the initial model."""
         return self.state(parameters)
 
-    def check_request(self, message: Down, context: RoundContext) -> None:
+    def check_request(self, message: Request, context: RoundContext) -> None:
         """Checks, before any charge, that a request's tensors are those that a step expects.
 
         The engine checks the model itself. A method whose requests have other tensors checks their
@@ -138,7 +138,7 @@ class Method(OptionalHooks):
             return model_rules(client, context)
         return {}
 
-    def check_upload(self, phase: str, upload: Up, client: int, context: RoundContext) -> None:
+    def check_upload(self, phase: str, upload: Upload, client: int, context: RoundContext) -> None:
         """Checks that an upload's fields, each of which already passes its rule, fit each other.
 
         Raises:
@@ -151,7 +151,7 @@ class Method(OptionalHooks):
 
     def client_step(
         self,
-        message: Down,
+        message: Request,
         clients: ClientGroup,
         memories: Sequence[Memory],
         context: RoundContext,
@@ -160,7 +160,7 @@ class Method(OptionalHooks):
         raise NotImplementedError  # abstract
 
     def server_step(
-        self, state: State, uploads: Mapping[int, Up], context: RoundContext
+        self, state: State, uploads: Mapping[int, Upload], context: RoundContext
     ) -> ServerState:
         """Returns the next state from all uploads of the round, by client index, ascending."""
         raise NotImplementedError  # abstract
@@ -194,14 +194,14 @@ class Method(OptionalHooks):
     def check_model(self, model: nn.Module) -> None:
         """Raises SettingError if the method cannot work with this architecture."""
 
-    def private_plans(
+    def release_plans(
         self, privacy: PrivacySettings, context: RoundContext
     ) -> tuple[PrivatePlan, ...]:
         """Returns the plans of a round's releases of each client under `privacy`, the main release
         first; called before any data are read.
 
         Each client is charged for every plan, and a step gets the charged series by name
-        (`PrivateClients.series`).
+        (`PrivateClientView.series`).
         """
         raise NotImplementedError  # abstract
 

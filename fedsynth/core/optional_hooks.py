@@ -24,8 +24,8 @@ Results = list[tuple[Message, Memory]]
 """Message and new memory of each client of a group, in the group's order."""
 
 # Methods narrow these in their signatures to their own `downlink`, `upload`, `state` and so on.
-Down = Any
-Up = Any
+Request = Any
+Upload = Any
 State = Any
 
 
@@ -46,7 +46,7 @@ class FirstExchange:
 
     def first_step(
         self,
-        message: Down,
+        message: Request,
         clients: ClientGroup,
         memories: Sequence[Memory],
         context: RoundContext,
@@ -55,7 +55,7 @@ class FirstExchange:
         raise NotImplementedError  # abstract
 
     def first_aggregate(
-        self, state: State, replies: Mapping[int, Up], context: RoundContext
+        self, state: State, replies: Mapping[int, Upload], context: RoundContext
     ) -> ServerState:
         """Returns the state after the first exchange, from all replies by client index,
         ascending."""
@@ -66,7 +66,7 @@ class SecureSums:
     """Uploads of which the server sees only the sum (FedStats, FedSum)."""
 
     @property
-    def sums_alone(self) -> bool:
+    def requires_secure_sum(self) -> bool:
         """Returns whether the server sees only the sum of its clients' uploads; it then makes its
         state by `from_sum`."""
         return False
@@ -85,7 +85,7 @@ class SecureSums:
         raise NotImplementedError  # abstract
 
     def from_sum(
-        self, phase: str, state: State, total: Up, clients: int, context: RoundContext
+        self, phase: str, state: State, total: Upload, clients: int, context: RoundContext
     ) -> ServerState:
         """Returns the state after an exchange in which the server received only the sum of the
         uploads.
@@ -104,17 +104,17 @@ class ReleaseSchedule:
     """Private releases that differ between rounds or clients.
 
     Class attributes:
-        even_rounds: whether every round releases all of `private_plans`; False: `round_plans` selects
-            them, and all clients take part in every round.
+        same_releases_every_round: whether every round releases all of `release_plans`; False:
+            `round_plans` selects them, and all clients take part in every round.
     """
 
-    even_rounds: ClassVar[bool] = True
+    same_releases_every_round: ClassVar[bool] = True
 
     def round_plans(self, plans: tuple[PrivatePlan, ...], round: int) -> tuple[PrivatePlan, ...]:
         """Returns the plans of `plans` that this round (1, 2, …) releases, in their order.
 
-        All of them, unless `even_rounds` is False. The result is public, and fixed before any data
-        are read.
+        All of them, unless `same_releases_every_round` is False. The result is public, and fixed
+        before any data are read.
         """
         return plans
 
@@ -158,7 +158,7 @@ class SyntheticImages:
         """Returns True if a run may end with synthetic images; otherwise verify refuses them."""
         return False
 
-    def makes_images(self, counted: Sequence[int]) -> bool:
+    def produces_synthetic_data(self, counted: Sequence[int]) -> bool:
         """Returns whether `synthetic` is certain to return images at the end; verification then
         requires them in the run folder.
 
@@ -214,23 +214,23 @@ class RoundMetrics:
     """Metrics of a round, and the facts that a privacy report lists.
 
     Class attributes:
-        discloses: for each key of its facts, its status under differential privacy; an undeclared key
-            ends a private run.
+        metric_privacy: for each key of its facts, its status under differential privacy; an
+            undeclared key ends a private run.
     """
 
-    discloses: ClassVar[Mapping[str, Disclosure]] = {}
+    metric_privacy: ClassVar[Mapping[str, Disclosure]] = {}
 
     def facts(self, state: State, context: RoundContext) -> Mapping[str, Any]:
         """Returns additional metrics of a round, by name; with differential privacy only released
-        values, which `discloses` declares."""
+        values, which `metric_privacy` declares."""
         return {}
 
     def planned_facts(self, context: RoundContext) -> Mapping[str, Any]:
         """Returns the metrics of a round that follow only from the settings and the round: the
-        public values of `discloses`. Verification recomputes them."""
+        public values of `metric_privacy`. Verification recomputes them."""
         return {}
 
-    def client_facts(self, memory: Memory, context: RoundContext) -> Mapping[str, Any]:
+    def client_metrics(self, memory: Memory, context: RoundContext) -> Mapping[str, Any]:
         """Returns a client's metrics of its memory, for the round's metrics.
 
         With differential privacy it may read only values that were computed from the server's
@@ -238,8 +238,8 @@ class RoundMetrics:
         """
         return {}
 
-    def merge_facts(self, facts: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-        """Returns the round's metrics, combined from the `client_facts` of its clients."""
+    def aggregate_metrics(self, facts: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+        """Returns the round's metrics, combined from the `client_metrics` of its clients."""
         return {}
 
     def artefacts(self, state: State) -> Mapping[str, torch.Tensor]:
@@ -255,7 +255,7 @@ class RoundMetrics:
         (random pixels); "": none. Steps read the images from `RoundContext.proxy`."""
         return ""
 
-    def printed_epsilon(self, delta: float, sigma: float) -> Mapping[str, str]:
+    def paper_epsilon(self, delta: float, sigma: float) -> Mapping[str, str]:
         """Returns the ε that the method's paper prints for these settings, for the privacy report:
         "source", "published" and "why it differs"; empty: the paper prints none."""
         return {}

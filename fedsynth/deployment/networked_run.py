@@ -107,7 +107,7 @@ class _Run:
         self.observer = observer
         context = public_context(settings, proposal.spec, resolve_device(settings.device))
         refuse(proposal, context)
-        if self.method.sums_alone:
+        if self.method.requires_secure_sum:
             check_quorum(settings)
         self.method.check_model(context.architecture)
         context = with_proxy(context, settings)

@@ -212,7 +212,7 @@ class Node:
         unless an ε bounds their number.
         """
         privacy = proposal.settings.privacy
-        if privacy is None and not proposal.settings.method.sums_alone:
+        if privacy is None and not proposal.settings.method.requires_secure_sum:
             return []
         if privacy is not None and (privacy.epsilon is not None or self.owner.cap is not None):
             return []

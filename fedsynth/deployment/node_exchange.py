@@ -265,7 +265,7 @@ class NodeExchange:
         request as invalid, it is the server's error.
         """
         self._declined, self._unsound = {}, {}
-        answers = self._sum if self._method.sums_alone else self._uploads
+        answers = self._sum if self._method.requires_secure_sum else self._uploads
         replies = answers(phase, message, context, asked)
         if not (replies.messages or replies.rejected or replies.total is not None):
             refusals = self._declined or self._unsound

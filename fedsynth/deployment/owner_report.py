@@ -59,7 +59,9 @@ def request_words(proposal: Proposal, number: int, ledger: Ledger | None) -> lis
             name if run.privacy is None else f"{name} ({kind})"
             for name, (kind, _) in declared.items()
         )
-        masking = ", masked, so that the server receives only sums" if method.sums_alone else ""
+        masking = (
+            ", masked, so that the server receives only sums" if method.requires_secure_sum else ""
+        )
         lines.append(f"  it sends in each round{masking}: {named}")
     return lines + _cost(proposal, ledger)
 

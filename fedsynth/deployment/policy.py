@@ -172,7 +172,7 @@ class Policy:
         else:
             if self.delta is not None and privacy.delta > self.delta:
                 problems.append(f"δ = {privacy.delta:g} is above the {self.delta:g} allowed")
-            mechanism = privacy.mechanism or next(iter(run.method.protects), "")
+            mechanism = privacy.mechanism or next(iter(run.method.dp_mechanisms), "")
             if not self.open and mechanism and not mechanism_facts(mechanism).guaranteed:
                 problems.append(f"mechanism {mechanism} has no guarantee")
             shares = run.method.noise_shares(run.partition.clients)

@@ -116,7 +116,7 @@ def own_proposal(sections: Mapping[str, Mapping[str, Any]], spec: Path | None = 
                 None, str(spec), f"is not a valid specification: {one_line(error)}"
             ) from None
     settings = resolve(sections, own_data=own_name(dataset))
-    if settings.method.sums_alone:
+    if settings.method.requires_secure_sum:
         check_quorum(settings)
     return Proposal(new_run(), settings, dataset)
 
@@ -133,12 +133,12 @@ def refuse(proposal: Proposal, context: RoundContext) -> None:
             noise needs a sum that is not made.
     """
     run = proposal.settings
-    if run.method.sums_alone:
+    if run.method.requires_secure_sum:
         require_cryptography()
     if run.privacy is not None:
         check_method(run.method)
         plan = PrivacyPlan.checked(run, context)
-        if not run.method.sums_alone:
+        if not run.method.requires_secure_sum:
             check_own_noise(plan.plans)
 
 

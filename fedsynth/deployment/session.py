@@ -393,7 +393,7 @@ class Session:
 
     def _sum_terms(self, phase: str, asked: RoundFacts, context: RoundContext) -> SumTerms:
         method = self.runtime.method
-        if not method.sums_alone:
+        if not method.requires_secure_sum:
             raise MessageError(f"{method.name} does not use secure aggregation")
         return sum_terms(method, phase, context, asked.sum or "", self._agreed)
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedsynth.core.client import ClientGroup, OpenClients, PrivateClients
+from fedsynth.core.client import ClientGroup, ExactClientView, PrivateClientView
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message
 from fedsynth.evaluation.accuracy import correct
@@ -59,12 +59,12 @@ def view(clients: Sequence[ClientRuntime], phase: str, context: RoundContext) ->
     if not private:
         for client in clients:
             client.begin(context)
-        return OpenClients(ids, resident, records, network=context.architecture)
+        return ExactClientView(ids, resident, records, network=context.architecture)
     allowances = [_charged(client, phase, context) for client in clients]
     if not _guaranteed(clients[0]):
-        return OpenClients(ids, resident, records, allowances, network=context.architecture)
+        return ExactClientView(ids, resident, records, allowances, network=context.architecture)
     protects_users = context.privacy is not None and context.privacy.unit == USER
-    return PrivateClients(
+    return PrivateClientView(
         ids,
         resident,
         records,

@@ -146,7 +146,7 @@ class ClientRuntime:
     @property
     def sees_sums(self) -> bool:
         """Returns whether its uploads leave it only in secure sums."""
-        return self._apart and self.method.sums_alone
+        return self._apart and self.method.requires_secure_sum
 
     def join(self) -> Joined:
         """Returns its join message, which has no size if the run is private."""
@@ -184,7 +184,7 @@ class ClientRuntime:
         if type(sigma) is not float or not 0 < sigma < math.inf:
             raise RequestRefusedError(f"a noise multiplier must be above 0, got {sigma!r:.80}")
         plan = PrivacyPlan.checked(self.settings, self._context)
-        if self._apart and not self.method.sums_alone:
+        if self._apart and not self.method.requires_secure_sum:
             check_own_noise(plan.plans)
         stated = plan.privacy.noise_multiplier
         if stated is not None and sigma != stated:
@@ -305,7 +305,7 @@ class ClientRuntime:
     def facts(self, context: RoundContext) -> Mapping[str, Any]:
         """Returns its facts about its memory, for the round's metrics."""
         self.require_terms()
-        return self.method.client_facts(self.memory, context)
+        return self.method.client_metrics(self.memory, context)
 
     def personal(self, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Returns its own personalized model, given the federation's `parameters`."""

@@ -156,7 +156,7 @@ def costs_by_mechanism(
     """
     privacy = dict(sections.get("privacy", {}))
     method = resolve({**sections, "privacy": {}}).method
-    names = [name for name in method.protects if mechanism_facts(name).guaranteed]
+    names = [name for name in method.dp_mechanisms if mechanism_facts(name).guaranteed]
     if not names:
         reason = f"cannot run with differential privacy: {method.refusal}"
         raise SettingError("run", "method", reason, value=method.name)

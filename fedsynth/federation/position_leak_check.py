@@ -99,7 +99,7 @@ def check_private_steps(
 def _trials(plan: PrivacyPlan, context: RoundContext, clients: list[int]) -> list[StepTrial]:
     thorough = bool(plan.run.own_code)
     method = plan.run.method
-    differ = not method.even_rounds or is_own_method(method)
+    differ = not method.same_releases_every_round or is_own_method(method)
     rounds = range(1, 1 + min(plan.run.rounds, 2 if differ else 1))
     images: dict[tuple[int, int], ImageData] = {}
     return [

@@ -86,7 +86,7 @@ class PrivacyPlan:
         limit = most_records(spec, stated)
         check_delta(stated.delta, limit)
         privacy = replace(stated, mechanism=mechanism)
-        plans = tuple(method.private_plans(privacy, context))
+        plans = tuple(method.release_plans(privacy, context))
         check_plans(plans)
         check_custom_model(settings, context, plans)
         refuse_absence(settings)
@@ -166,7 +166,7 @@ class PrivacyPlan:
     @property
     def all_releases(self) -> int:
         """The number of noisy releases of a client that takes part in every round."""
-        if self.run.method.even_rounds:
+        if self.run.method.same_releases_every_round:
             return self.run.rounds * self.releases
         numbers = range(1, self.run.rounds + 1)
         return sum(plan.steps for n in numbers for plan in self.round_plans(n))
@@ -177,7 +177,7 @@ class PrivacyPlan:
         Raises:
             UnplannedReleaseError: the method names a release that is not planned.
         """
-        if self.run.method.even_rounds:
+        if self.run.method.same_releases_every_round:
             return self.plans
         planned = tuple(self.run.method.round_plans(self.plans, number))
         if [plan for plan in self.plans if plan in planned] != list(planned):
@@ -229,7 +229,7 @@ class PrivacyPlan:
         """Returns the total releases of a client that takes part in this many rounds. If rounds
         differ, these are the first ones, because then all clients take part in every round.
         """
-        if self.run.method.even_rounds:
+        if self.run.method.same_releases_every_round:
             return totals(self.planned([1], sigma)).times(rounds)
         return totals(self.planned(range(1, rounds + 1), sigma))
 

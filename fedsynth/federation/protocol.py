@@ -172,7 +172,7 @@ class Exchange(Protocol):
         """
 
     def facts(self, context: RoundContext, clients: Sequence[int]) -> Sequence[Mapping[str, Any]]:
-        """Returns the facts of these clients for the round's metrics (`Method.client_facts`),
+        """Returns the facts of these clients for the round's metrics (`Method.client_metrics`),
         without those of clients that do not answer.
         """
 

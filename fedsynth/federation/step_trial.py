@@ -16,7 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from fedsynth.core.client import PrivateClients, chunk
+from fedsynth.core.client import PrivateClientView, chunk
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters
 from fedsynth.core.method import Memory
@@ -188,7 +188,7 @@ class StepTrial:
                 make_series=partial(TriedSums, self),
             )
             self._awaited = [] if phase == FIRST else self._series[num_series:]
-            clients = PrivateClients(
+            clients = PrivateClientView(
                 [self._client],
                 data,
                 [run.order],

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedsynth.core.client import ClientGroup, PrivateClients, Segments
+from fedsynth.core.client import ClientClassPairs, ClientGroup, PrivateClientView
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import ModelParameters
 from fedsynth.core.method import Memory, Results
@@ -35,7 +35,7 @@ from fedsynth.methods.shared.fedaf_settings import (
     LOGITS,
     CondensedSet,
     FedAFSettings,
-    GlobalKnowledge,
+    GlobalLogits,
     KnowledgeState,
     LocalKnowledge,
 )
@@ -123,7 +123,7 @@ class FedAF(FedAFSettings):
 
     def client_step(
         self,
-        message: GlobalKnowledge,
+        message: GlobalLogits,
         clients: ClientGroup,
         memories: Sequence[Memory],
         context: RoundContext,
@@ -175,10 +175,12 @@ class FedAF(FedAFSettings):
         pixels = denormalise(S_k.images, context.spec)
         return CondensedSet(pixels, S_k.labels, v, soft_labels(v, self.temperature), present)
 
-    def _matcher(self, clients: ClientGroup, pairs: Segments, context: RoundContext) -> Matcher:
+    def _matcher(
+        self, clients: ClientGroup, pairs: ClientClassPairs, context: RoundContext
+    ) -> Matcher:
         """Returns what computes ∇_S L_DM (Eq. 4): of embeddings, without logits."""
         width = feature_width(context, logits=False)
-        if isinstance(clients, PrivateClients):
+        if isinstance(clients, PrivateClientView):
             return private_matching(clients, context, columns=width, min_examples=self.min_examples)
         seed, number = context.seed, context.round
         batches = BatchIndices(
@@ -295,7 +297,7 @@ def averaged(
 
 
 def _with_knowledge(
-    message: GlobalKnowledge, pairs: Segments, context: RoundContext
+    message: GlobalLogits, pairs: ClientClassPairs, context: RoundContext
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the pairs whose class has a v_c (none in round 1), these v_c, and their clients."""
     label = pairs.label.to(context.device)

@@ -20,7 +20,7 @@ from fedsynth.core.method import Memory
 from fedsynth.core.uploads import Named, Rule
 from fedsynth.errors import SettingError
 from fedsynth.methods.shared.aggregation import AveragingState, average
-from fedsynth.methods.shared.client_training import Task, Trained
+from fedsynth.methods.shared.client_training import LocalObjective, Trained
 from fedsynth.methods.shared.local import TrainsLocally
 
 
@@ -56,7 +56,7 @@ class FedBN(TrainsLocally):
     summary: ClassVar[str] = "FedAvg whose batch-norm layers stay on the clients"
     reference: ClassVar[str] = "Li et al. 2021, FedBN, arXiv 2102.07623"
     personal: ClassVar[bool] = True
-    protects: ClassVar[tuple[str, ...]] = ()
+    dp_mechanisms: ClassVar[tuple[str, ...]] = ()
     features_refusal: ClassVar[str] = (
         "it needs batch-norm layers, and a model on features has none: use fedavg"
     )
@@ -81,7 +81,7 @@ class FedBN(TrainsLocally):
 
     def task(
         self, client: int, message: ModelParameters, memory: Memory, context: RoundContext
-    ) -> Task:
+    ) -> LocalObjective:
         mine = local_names(context.architecture)
 
         def finish(model: nn.Module, trained: Trained) -> tuple[Message, Memory]:
@@ -89,7 +89,7 @@ class FedBN(TrainsLocally):
             sent = {name: value for name, value in state.items() if name not in mine}
             return ModelParameters(sent, trained.weight), {name: state[name] for name in mine}
 
-        return Task(finish=finish)
+        return LocalObjective(finish=finish)
 
     def upload_rules(self, phase: str, client: int, context: RoundContext) -> dict[str, Rule]:
         mine = local_names(context.architecture)

@@ -23,13 +23,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from fedsynth.core.client import ClientGroup, PrivateClients, Segments
+from fedsynth.core.client import ClientClassPairs, ClientGroup, PrivateClientView
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import ModelParameters
 from fedsynth.core.method import Memory, Presets, PrivatePlan, Results
 from fedsynth.core.state import ServerState
 from fedsynth.errors import SettingError
-from fedsynth.methods.shared.condensing import Condenses, TrainsInBall
+from fedsynth.methods.shared.condensing import CondensingMethod, TrainsInBall
 from fedsynth.methods.shared.private_condensation import (
     IMAGES,
     feature_plans,
@@ -61,9 +61,9 @@ PERTURBATIONS = ("sphere", "ball")
 
 
 @dataclass(frozen=True)
-class FedDM(Condenses, TrainsInBall):
+class FedDM(CondensingMethod, TrainsInBall):
     """Settings, with the paper's values; those that the paper leaves open say why they are as they
-    are. What is not named here is `Condenses`'s or `TrainsInBall`'s.
+    are. What is not named here is `CondensingMethod`'s or `TrainsInBall`'s.
 
     Args:
         ipc: images per class: 10 on MNIST and CIFAR-10, 5 on CIFAR-100.
@@ -105,7 +105,7 @@ class FedDM(Condenses, TrainsInBall):
         "clients send synthetic sets that match their data around the global model"
     )
     reference: ClassVar[str] = "Xiong et al. 2023, FedDM, arXiv 2207.09653"
-    protects: ClassVar[tuple[str, ...]] = ("residual", "gradient", "features", "paper")
+    dp_mechanisms: ClassVar[tuple[str, ...]] = ("residual", "gradient", "features", "paper")
     presets: ClassVar[Presets] = {
         "digits": {"iterations": 10, "image_lr": 5.0},
         "cifar100": {"ipc": 5},  # the paper's
@@ -184,9 +184,11 @@ class FedDM(Condenses, TrainsInBall):
         sent = split_uploads(S, pairs, len(clients.ids), matcher.kept)  # line 6
         return [(upload, {"images": own.images}) for upload, own in zip(sent, kept, strict=True)]
 
-    def _matcher(self, clients: ClientGroup, pairs: Segments, context: RoundContext) -> Matcher:
+    def _matcher(
+        self, clients: ClientGroup, pairs: ClientClassPairs, context: RoundContext
+    ) -> Matcher:
         """Returns what computes Σ_c ∇_S L_c in a step (lines 13 to 17)."""
-        if isinstance(clients, PrivateClients):  # clip, sum and noise, with a guarantee
+        if isinstance(clients, PrivateClientView):  # clip, sum and noise, with a guarantee
             return private_matching(clients, context, min_examples=self.min_examples)
         if self.networks_per_round:
             return NetworkMeansMatcher(
@@ -216,7 +218,7 @@ class FedDM(Condenses, TrainsInBall):
                 "other images of its batch",
             )
 
-    def printed_epsilon(self, delta: float, sigma: float) -> Mapping[str, str]:
+    def paper_epsilon(self, delta: float, sigma: float) -> Mapping[str, str]:
         return {
             "source": "FedDM (arXiv 2207.09653), Sec. 4.4: σ ≥ sqrt(2 log(1/δ)/ε)",
             "published": f"ε = {2 * math.log(1 / delta) / sigma**2:.3g}",
@@ -230,7 +232,7 @@ class FedDM(Condenses, TrainsInBall):
         means = self.networks_per_round * context.spec.classes * feature_width(context, logits=True)
         return super().client_bytes(context) + 4 * means
 
-    def private_plans(
+    def release_plans(
         self, privacy: PrivacySettings, context: RoundContext
     ) -> tuple[PrivatePlan, ...]:
         """Returns the plans of T releases a round; for `features`, of M and of the counts.
@@ -245,7 +247,7 @@ class FedDM(Condenses, TrainsInBall):
                 "use privacy.mechanism=features with method.networks instead",
             )
         if privacy.mechanism != "features":
-            return super().private_plans(privacy, context)
+            return super().release_plans(privacy, context)
         self.check_private(context)
         networks = min(self.networks, self.iterations)
         return feature_plans(privacy, context, networks=networks, count_noise=self.count_noise)

@@ -21,7 +21,7 @@ from fedsynth.core.messages import Message, ModelParameters
 from fedsynth.core.method import Memory
 from fedsynth.core.state import ServerState
 from fedsynth.methods.shared.aggregation import AveragingState, average, trainable
-from fedsynth.methods.shared.client_training import Task, Trained
+from fedsynth.methods.shared.client_training import LocalObjective, Trained
 from fedsynth.methods.shared.local import TrainsLocally
 from fedsynth.models.flat import flatten_named
 from fedsynth.training.sgd import Pull
@@ -67,7 +67,7 @@ class FedDyn(TrainsLocally):
 
     def task(
         self, client: int, message: ModelParameters, memory: Memory, context: RoundContext
-    ) -> Task:
+    ) -> LocalObjective:
         start = {name: message.parameters[name] for name in trainable(context)}
         g = {name: memory.get(name, value * 0) for name, value in start.items()}
 
@@ -81,7 +81,7 @@ class FedDyn(TrainsLocally):
             }
             return ModelParameters(model.state_dict(), trained.weight), after
 
-        return Task(penalty=pull if self.alpha else None, finish=finish)
+        return LocalObjective(penalty=pull if self.alpha else None, finish=finish)
 
     def combine(
         self, state: DriftState, uploads: Mapping[int, ModelParameters], context: RoundContext

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedsynth.core.client import ClientGroup, OpenClients, chunk
+from fedsynth.core.client import ClientGroup, ExactClientView, chunk
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters, public, unprotected
 from fedsynth.core.method import Memory
@@ -35,7 +35,7 @@ from fedsynth.core.state import ServerState
 from fedsynth.core.uploads import Array, Named, Rule
 from fedsynth.errors import SettingError
 from fedsynth.methods.shared.aggregation import AveragingState, average
-from fedsynth.methods.shared.client_training import Task, Trained
+from fedsynth.methods.shared.client_training import LocalObjective, Trained
 from fedsynth.methods.shared.local import TrainsLocally
 from fedsynth.seeding import torch_generator
 from fedsynth.training.feature_statistics import (
@@ -107,7 +107,7 @@ class FedFAPlus(TrainsLocally):
         "cannot be bounded; it also uploads channel statistics and histograms of features "
         "that no mechanism protects"
     )
-    protects: ClassVar[tuple[str, ...]] = ()
+    dp_mechanisms: ClassVar[tuple[str, ...]] = ()
     features_refusal: ClassVar[str] = (
         "it augments the outputs of convolutional stages, and a model on features has none: "
         "use fedfm"
@@ -149,7 +149,7 @@ class FedFAPlus(TrainsLocally):
 
     def task(
         self, client: int, message: StatisticsDown, memory: Memory, context: RoundContext
-    ) -> Task:
+    ) -> LocalObjective:
         coin = torch_generator(context.seed, "augmentation coin", context.round, client)
         noise = torch_generator(
             context.seed, "augmentation", context.round, client, device=context.device
@@ -190,7 +190,7 @@ class FedFAPlus(TrainsLocally):
         state: dict[str, Any] = {"coin": coin, "noise": noise}
         for name, layer in layers.items():
             state[f"statistics.{name}"] = layer.statistics
-        return Task(loss=loss, state=state, finish=finish)
+        return LocalObjective(loss=loss, state=state, finish=finish)
 
     def complete(
         self,
@@ -200,7 +200,7 @@ class FedFAPlus(TrainsLocally):
         message: StatisticsDown,
         context: RoundContext,
     ) -> Message:
-        if not isinstance(clients, OpenClients):
+        if not isinstance(clients, ExactClientView):
             raise TypeError(self.refusal)
         if self.parts == "augmentation" or not len(clients.examples(position)):
             return upload
@@ -255,7 +255,7 @@ class FedFAPlus(TrainsLocally):
         names: Sequence[str] = context.architecture.stage_names  # type: ignore[assignment]
         return names
 
-    def _histogram(self, model: nn.Module, clients: OpenClients, position: int) -> Tensor:
+    def _histogram(self, model: nn.Module, clients: ExactClientView, position: int) -> Tensor:
         """Returns π_k of all examples of a client, by its trained model, without augmentation."""
         mine = clients.examples(position)
         total = torch.zeros((), device=mine.device)

@@ -31,7 +31,7 @@ from fedsynth.core.uploads import Rule
 from fedsynth.errors import SettingError
 from fedsynth.methods.shared.aggregation import AveragingState, average
 from fedsynth.methods.shared.class_sums import COUNTS, ClassSums, class_sums, sums_plans, sums_rules
-from fedsynth.methods.shared.client_training import Task
+from fedsynth.methods.shared.client_training import LocalObjective
 from fedsynth.methods.shared.local import TrainsLocally
 from fedsynth.models.on_features import check_learned_embedding
 from fedsynth.privacy.plans import FIRST, MAIN, PrivatePlan
@@ -229,9 +229,9 @@ class FedFM(TrainsLocally):
 
     def task(
         self, client: int, message: AnchorsDown, memory: Memory, context: RoundContext
-    ) -> Task:
+    ) -> LocalObjective:
         if not self.weight or context.round < self.start_round or not bool(message.known.any()):
-            return Task()
+            return LocalObjective()
         temperature = self.temperature if self.matching == "contrastive" else None
 
         def loss(network: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -248,9 +248,9 @@ class FedFM(TrainsLocally):
             )
             return plain + self.weight * apart
 
-        return Task(loss=loss)
+        return LocalObjective(loss=loss)
 
-    def private_plans(
+    def release_plans(
         self, privacy: PrivacySettings, context: RoundContext
     ) -> tuple[PrivatePlan, ...]:
         """Returns the plans of DP-SGD, of the sums of features, and of the counts."""
@@ -261,7 +261,7 @@ class FedFM(TrainsLocally):
                 f"must be 1 with differential privacy, and {self.name}'s method.weight above 0: "
                 "anchors are charged in every round",
             )
-        return *super().private_plans(privacy, context), *self._sums_plans(context)
+        return *super().release_plans(privacy, context), *self._sums_plans(context)
 
     def _sums_plans(self, context: RoundContext) -> tuple[PrivatePlan, PrivatePlan]:
         return sums_plans(

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedsynth.core.client import ClientGroup, OpenClients
+from fedsynth.core.client import ClientGroup, ExactClientView
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters, public
 from fedsynth.core.method import Memory
@@ -39,7 +39,7 @@ from fedsynth.core.uploads import Array, Rule, most_examples
 from fedsynth.errors import UploadRejectedError
 from fedsynth.evaluation.generated import GENERATOR, GeneratorFacts, describe, tally
 from fedsynth.methods.shared.aggregation import AveragingState, average
-from fedsynth.methods.shared.client_training import Task
+from fedsynth.methods.shared.client_training import LocalObjective
 from fedsynth.methods.shared.local import TrainsLocally
 from fedsynth.models.on_features import check_learned_embedding
 from fedsynth.privacy.disclosure import Disclosure, released
@@ -131,8 +131,8 @@ class FedGen(TrainsLocally):
     robust_refusal: ClassVar[str] = (
         "its server also trains a generator on the classifier of each client"
     )
-    discloses: ClassVar[Mapping[str, Disclosure]] = {
-        **TrainsLocally.discloses,
+    metric_privacy: ClassVar[Mapping[str, Disclosure]] = {
+        **TrainsLocally.metric_privacy,
         GENERATOR: released("the server makes the generator from uploaded models", GeneratorFacts),
     }
 
@@ -197,9 +197,9 @@ class FedGen(TrainsLocally):
 
     def task(
         self, client: int, message: GeneratorDown, memory: Memory, context: RoundContext
-    ) -> Task:
+    ) -> LocalObjective:
         if not message.generator or not bool(message.known.any()):
-            return Task()
+            return LocalObjective()
         generator = self._generator(context).requires_grad_(False)
         device = context.device
         load_tensors({"generator": generator}, message.generator)
@@ -233,7 +233,7 @@ class FedGen(TrainsLocally):
                 known, apart, 0.0
             )
 
-        return Task(
+        return LocalObjective(
             penalty=penalty if self.alpha else None,
             loss=loss if self.beta else None,
             state={"draws": draws} if self.alpha else {},
@@ -248,7 +248,7 @@ class FedGen(TrainsLocally):
         context: RoundContext,
     ) -> Message:
         counts = torch.ones(context.spec.classes, device=context.device)
-        if isinstance(clients, OpenClients):
+        if isinstance(clients, ExactClientView):
             labels = clients.labels(clients.examples(position))
             counts = torch.bincount(labels, minlength=context.spec.classes).to(counts.dtype)
         return ModelAndCounts(upload.parameters, upload.weight, counts)

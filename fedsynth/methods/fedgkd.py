@@ -24,7 +24,7 @@ from fedsynth.core.messages import Message, ModelParameters, public
 from fedsynth.core.method import Memory
 from fedsynth.core.state import ServerState
 from fedsynth.methods.shared.aggregation import AveragingState, average
-from fedsynth.methods.shared.client_training import Task
+from fedsynth.methods.shared.client_training import LocalObjective
 from fedsynth.methods.shared.local import TrainsLocally
 from fedsynth.privacy.dpsgd import cross_entropies
 from fedsynth.privacy.requests import check_named
@@ -86,7 +86,7 @@ class FedGKD(TrainsLocally):
 
     def task(
         self, client: int, message: TeacherDown, memory: Memory, context: RoundContext
-    ) -> Task:
+    ) -> LocalObjective:
         teacher = context.load(message.teacher).requires_grad_(False).eval()
 
         def loss(network: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -98,7 +98,7 @@ class FedGKD(TrainsLocally):
             ).sum(dim=1)
             return F.cross_entropy(logits, y, reduction="none") + self.gamma / 2 * apart
 
-        return Task(loss=loss if self.gamma else cross_entropies)
+        return LocalObjective(loss=loss if self.gamma else cross_entropies)
 
     def combine(
         self, state: PastState, uploads: Mapping[int, ModelParameters], context: RoundContext

@@ -39,7 +39,7 @@ from fedsynth.evaluation.generated import (
 )
 from fedsynth.evaluation.generated import average as average_facts
 from fedsynth.methods.shared.aggregation import AveragingState, average, cached
-from fedsynth.methods.shared.client_training import Task, plain_upload
+from fedsynth.methods.shared.client_training import LocalObjective, plain_upload
 from fedsynth.methods.shared.local import TrainsLocally
 from fedsynth.methods.shared.robust import counted_uploads
 from fedsynth.mixed_precision import mixed, widened
@@ -109,8 +109,8 @@ class FedKF(TrainsLocally):
     }
 
     downlink: ClassVar[type[Message]] = TwoModels
-    discloses: ClassVar[Mapping[str, Disclosure]] = {
-        **TrainsLocally.discloses,
+    metric_privacy: ClassVar[Mapping[str, Disclosure]] = {
+        **TrainsLocally.metric_privacy,
         GENERATOR: released("made from the server's message and public noise", GeneratorFacts),
     }
 
@@ -169,12 +169,16 @@ class FedKF(TrainsLocally):
         teacher = state.overall if self.teacher == "oca" else {}
         return TwoModels(state.parameters, 1.0, teacher)
 
-    def task(self, client: int, message: TwoModels, memory: Memory, context: RoundContext) -> Task:
+    def task(
+        self, client: int, message: TwoModels, memory: Memory, context: RoundContext
+    ) -> LocalObjective:
         """T2, Algorithm 1's ClientUpdate: SGD on L_CE, with these additions to each step."""
         if context.round <= self.plain_rounds or self.distillation == 0:
-            return Task(finish=lambda model, trained: (plain_upload(model, trained)[0], memory))
+            return LocalObjective(
+                finish=lambda model, trained: (plain_upload(model, trained)[0], memory)
+            )
         fusion = KnowledgeFusion(self, client, message, memory, context)
-        return Task(
+        return LocalObjective(
             before_step=fusion.train_generator,  # θ_k ← θ_k − β·∇L_G (Eq. 5)
             penalty=lambda w_k: self.distillation * fusion.loss(w_k),  # γ·L_KL (Eqs. 6 and 8)
             state=fusion.state,
@@ -184,11 +188,11 @@ class FedKF(TrainsLocally):
             ),
         )
 
-    def client_facts(self, memory: Memory, context: RoundContext) -> Mapping[str, Any]:
+    def client_metrics(self, memory: Memory, context: RoundContext) -> Mapping[str, Any]:
         """Returns the facts of the client's generator, if it has one."""
         return {GENERATOR: describe(memory[TALLY])} if TALLY in memory else {}
 
-    def merge_facts(self, facts: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    def aggregate_metrics(self, facts: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
         """Averages the facts over the round's clients that have a generator."""
         merged = average_facts([one[GENERATOR] for one in facts if GENERATOR in one])
         return {GENERATOR: merged} if merged else {}

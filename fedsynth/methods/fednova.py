@@ -20,7 +20,7 @@ from fedsynth.core.method import Memory
 from fedsynth.core.uploads import Number, Rule
 from fedsynth.errors import SettingError, UploadRejectedError
 from fedsynth.methods.shared.aggregation import AveragingState, average, trainable
-from fedsynth.methods.shared.client_training import Task, Trained
+from fedsynth.methods.shared.client_training import LocalObjective, Trained
 from fedsynth.methods.shared.local import TrainsLocally
 
 
@@ -57,13 +57,13 @@ class FedNova(TrainsLocally):
 
     def task(
         self, client: int, message: ModelParameters, memory: Memory, context: RoundContext
-    ) -> Task:
+    ) -> LocalObjective:
         def finish(model: nn.Module, trained: Trained) -> tuple[Message, Memory]:
             return NormalisedModel(
                 model.state_dict(), trained.weight, reach(trained.steps, self.momentum)
             ), {}
 
-        return Task(finish=finish)
+        return LocalObjective(finish=finish)
 
     def upload_rules(self, phase: str, client: int, context: RoundContext) -> dict[str, Rule]:
         most = reach(self.most_steps(client, context), self.momentum) * (1 + 1e-9)

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from fedsynth.core.client import ClientGroup, OpenClients
+from fedsynth.core.client import ClientGroup, ExactClientView
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters, public
 from fedsynth.core.method import Memory, PrivatePlan
@@ -25,7 +25,7 @@ from fedsynth.core.state import ServerState
 from fedsynth.core.uploads import Number, Rule
 from fedsynth.errors import SettingError
 from fedsynth.methods.shared.aggregation import AveragingState, average
-from fedsynth.methods.shared.client_training import Task, Trained, mean_loss
+from fedsynth.methods.shared.client_training import LocalObjective, Trained, mean_loss
 from fedsynth.methods.shared.local import TrainsLocally
 from fedsynth.models.flat import flatten_named
 from fedsynth.privacy.settings import PrivacySettings
@@ -102,7 +102,7 @@ class FedProx(TrainsLocally):
         super().__post_init__()
         check_ranges(self, mu=(0, inf))
 
-    def private_plans(
+    def release_plans(
         self, privacy: PrivacySettings, context: RoundContext
     ) -> tuple[PrivatePlan, ...]:
         if self.adaptive:
@@ -112,7 +112,7 @@ class FedProx(TrainsLocally):
                 "must be false with differential privacy: an adaptive μ needs the clients' "
                 "losses, which no mechanism protects",
             )
-        return super().private_plans(privacy, context)
+        return super().release_plans(privacy, context)
 
     def upload_rules(self, phase: str, client: int, context: RoundContext) -> dict[str, Rule]:
         loss = Number() if self.adaptive else Number(most=0.0)
@@ -129,21 +129,21 @@ class FedProx(TrainsLocally):
         message: ProxMessage,
         context: RoundContext,
     ) -> Message:
-        if not (self.adaptive and isinstance(clients, OpenClients)):
+        if not (self.adaptive and isinstance(clients, ExactClientView)):
             return upload
         model = context.load(message.parameters).eval()
         return replace(upload, loss=mean_loss(model, clients, position))
 
     def task(
         self, client: int, message: ProxMessage, memory: Memory, context: RoundContext
-    ) -> Task:
+    ) -> LocalObjective:
         center = flatten_named(message.parameters, context.architecture)
         pull = Pull(message.mu, center, torch.zeros_like(center))
 
         def finish(model: nn.Module, trained: Trained) -> tuple[Message, Memory]:
             return LossModel(model.state_dict(), trained.weight, 0.0), {}
 
-        return Task(penalty=pull if message.mu else None, finish=finish)
+        return LocalObjective(penalty=pull if message.mu else None, finish=finish)
 
     def facts(self, state: ProxState, context: RoundContext) -> Mapping[str, Any]:
         """Returns the facts, with the next round's μ if it is adaptive."""

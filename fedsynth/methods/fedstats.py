@@ -28,7 +28,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from fedsynth.core.client import ClientGroup, PrivateClients
+from fedsynth.core.client import ClientGroup, PrivateClientView
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import ModelParameters
 from fedsynth.core.method import Memory, Presets, Results
@@ -64,7 +64,7 @@ SCALE = 4.0
 @dataclass(frozen=True)
 class FedStats(PlansStatistics):
     """Settings; a run of n rounds has n − 1 steps. Defaults were found on held-out training images.
-    See `PlansStatistics`, `MakesImages` and `SharesNoise`.
+    See `PlansStatistics`, `MakesImages` and `DistributedNoise`.
 
     >>> from fedsynth import FedStats, PrivacySettings, RunSettings, simulate
     >>> result = simulate(RunSettings(FedStats(), rounds=1, privacy=PrivacySettings(epsilon=8.0)))
@@ -78,7 +78,7 @@ class FedStats(PlansStatistics):
         "and images from them"
     )
     reference: ClassVar[str] = "after Mehta et al. 2022, DP-FC, arXiv 2211.13403; docs/fedstats.md"
-    protects: ClassVar[tuple[str, ...]] = ("statistics",)
+    dp_mechanisms: ClassVar[tuple[str, ...]] = ("statistics",)
     presets: ClassVar[Presets] = {}
 
     # ---------------------------------------- round 1, first exchange: the centre m of the features
@@ -230,7 +230,7 @@ class FedStats(PlansStatistics):
         embedding: Embedding | None = None,
     ) -> Tensor:
         """Returns each client's release of this name, [clients, D]."""
-        if isinstance(clients, PrivateClients):
+        if isinstance(clients, PrivateClientView):
             return clients.feature_sums(clients.series(name), features, rows, embedding)
         return clients.feature_sums(features, rows, embedding).float()
 

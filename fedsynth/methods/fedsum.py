@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedsynth.core.client import ClientGroup, PrivateClients, chunk
+from fedsynth.core.client import ClientGroup, PrivateClientView, chunk
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message
 from fedsynth.core.method import Memory, Results
@@ -91,7 +91,7 @@ class FedSum(SumsFeatures):
         n_c [C]. With differential privacy each term of R is clipped, and R and n have noise."""
         w_r = context.load(message.parameters).requires_grad_(False).eval()
         S = self._by_class(message.images, context)
-        charged = clients.series(IMAGES) if isinstance(clients, PrivateClients) else []
+        charged = clients.series(IMAGES) if isinstance(clients, PrivateClientView) else []
         sums = []
         for m, u_m in enumerate(islice(self._feature_maps(w_r, context), self.networks)):
             s_m = frozen_means(u_m, S)  # s_{m,c} = mean_{S_c} u_m
@@ -152,7 +152,7 @@ class FedSum(SumsFeatures):
     def plans_images(self) -> bool:
         return True
 
-    def makes_images(self, counted: Sequence[int]) -> bool:
+    def produces_synthetic_data(self, counted: Sequence[int]) -> bool:
         return bool(counted)
 
     def _floor(self, clients: int, context: RoundContext) -> float:
@@ -224,7 +224,7 @@ def centred_sums(
         s_CD: what the sums are centred on; public or released.
     """
     classes = len(s_CD)
-    if isinstance(clients, PrivateClients):
+    if isinstance(clients, PrivateClientView):
 
         def rows(x_NCHW: Tensor, segment_N: Tensor) -> Tensor:  # depends on x only
             # segments number (client, class) pairs; −1, which is discarded, becomes some class
@@ -245,7 +245,7 @@ def centred_sums(
 def class_counts(clients: ClientGroup) -> Tensor:
     """Returns each client's number of examples of each class, [K, C]; noisy with privacy."""
     classes = clients.spec.classes
-    if isinstance(clients, PrivateClients):
+    if isinstance(clients, PrivateClientView):
         ones = clients.class_sums(
             clients.series(COUNTS), lambda x_NCHW, segment_N: x_NCHW.new_ones(len(x_NCHW), 1)
         )

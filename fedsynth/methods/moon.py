@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters
 from fedsynth.core.method import Memory
-from fedsynth.methods.shared.client_training import Task, Trained
+from fedsynth.methods.shared.client_training import LocalObjective, Trained
 from fedsynth.methods.shared.local import TrainsLocally
 from fedsynth.models.on_features import check_learned_embedding
 from fedsynth.validation import check_embedding, check_ranges
@@ -75,7 +75,7 @@ class Moon(TrainsLocally):
 
     def task(
         self, client: int, message: ModelParameters, memory: Memory, context: RoundContext
-    ) -> Task:
+    ) -> LocalObjective:
         whole = context.load(message.parameters).requires_grad_(False).eval()
         last = context.load(memory or message.parameters).requires_grad_(False).eval()
 
@@ -91,4 +91,4 @@ class Moon(TrainsLocally):
             parameters = {name: value.clone() for name, value in model.state_dict().items()}
             return ModelParameters(model.state_dict(), trained.weight), parameters
 
-        return Task(loss=loss if self.mu else None, finish=finish)
+        return LocalObjective(loss=loss if self.mu else None, finish=finish)

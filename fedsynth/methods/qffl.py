@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import ClassVar
 
-from fedsynth.core.client import ClientGroup, OpenClients
+from fedsynth.core.client import ClientGroup, ExactClientView
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters, unprotected
 from fedsynth.core.uploads import Number, Rule
@@ -53,7 +53,7 @@ class QFFL(TrainsLocally):
     reference: ClassVar[str] = "Li et al. 2020, q-FFL, arXiv 1905.10497"
     one_pass: ClassVar[bool] = True
     upload: ClassVar[type[Message]] = FairModel
-    protects: ClassVar[tuple[str, ...]] = ()
+    dp_mechanisms: ClassVar[tuple[str, ...]] = ()
     refusal: ClassVar[str] = (
         "each client uploads its exact loss, which determines its weight, and no mechanism "
         "protects it"
@@ -77,7 +77,7 @@ class QFFL(TrainsLocally):
         message: ModelParameters,
         context: RoundContext,
     ) -> Message:
-        if not isinstance(clients, OpenClients):
+        if not isinstance(clients, ExactClientView):
             raise TypeError(self.refusal)
         model = context.load(message.parameters).eval()
         return FairModel(upload.parameters, upload.weight, mean_loss(model, clients, position))

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from fedsynth.core.client import ClientGroup, OpenClients
+from fedsynth.core.client import ClientGroup, ExactClientView
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters, unprotected
 from fedsynth.core.method import Memory, Presets, Results
@@ -88,7 +88,7 @@ class Real(TrainsInBall):
         memories: Sequence[Memory],
         context: RoundContext,
     ) -> Results:
-        if not isinstance(clients, OpenClients):
+        if not isinstance(clients, ExactClientView):
             raise UnaccountedReleaseError(
                 f"real cannot run with differential privacy: {self.refusal}"
             )

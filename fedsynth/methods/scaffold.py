@@ -24,7 +24,7 @@ from fedsynth.core.state import ServerState
 from fedsynth.core.uploads import Named, Rule
 from fedsynth.errors import SettingError
 from fedsynth.methods.shared.aggregation import AveragingState, average, trainable
-from fedsynth.methods.shared.client_training import Task, Trained
+from fedsynth.methods.shared.client_training import LocalObjective, Trained
 from fedsynth.methods.shared.local import TrainsLocally
 from fedsynth.models.flat import flatten_named
 from fedsynth.privacy.requests import check_named
@@ -105,7 +105,7 @@ class Scaffold(TrainsLocally):
 
     def task(
         self, client: int, message: ControlDown, memory: Memory, context: RoundContext
-    ) -> Task:
+    ) -> LocalObjective:
         x = {name: message.parameters[name] for name in trainable(context)}
         c = {name: message.control.get(name, value * 0) for name, value in x.items()}
         mine = {name: memory.get(name, value * 0) for name, value in x.items()}
@@ -127,7 +127,7 @@ class Scaffold(TrainsLocally):
             delta = {name: after[name] - mine[name] for name in x}
             return ControlUp(model.state_dict(), trained.weight, delta), after
 
-        return Task(penalty=correction, finish=finish)
+        return LocalObjective(penalty=correction, finish=finish)
 
     def combine(
         self, state: ControlState, uploads: Mapping[int, ControlUp], context: RoundContext

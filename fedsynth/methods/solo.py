@@ -17,7 +17,7 @@ from fedsynth.core.messages import Message, ModelParameters
 from fedsynth.core.method import Memory
 from fedsynth.core.state import ServerState
 from fedsynth.errors import SettingError
-from fedsynth.methods.shared.client_training import Task, Trained
+from fedsynth.methods.shared.client_training import LocalObjective, Trained
 from fedsynth.methods.shared.local import TrainsLocally
 
 
@@ -44,7 +44,7 @@ class Solo(TrainsLocally):
     one_pass: ClassVar[bool] = True
     upload: ClassVar[type[Message]] = Nothing
     personal: ClassVar[bool] = True
-    protects: ClassVar[tuple[str, ...]] = ()
+    dp_mechanisms: ClassVar[tuple[str, ...]] = ()
     refusal: ClassVar[str] = (
         "nothing is sent, so there is nothing to protect, and its accuracies are exact "
         "functions of private data"
@@ -65,11 +65,11 @@ class Solo(TrainsLocally):
 
     def task(
         self, client: int, message: ModelParameters, memory: Memory, context: RoundContext
-    ) -> Task:
+    ) -> LocalObjective:
         def finish(model: nn.Module, trained: Trained) -> tuple[Message, Memory]:
             return Nothing(), {name: value.clone() for name, value in model.state_dict().items()}
 
-        return Task(finish=finish)
+        return LocalObjective(finish=finish)
 
     def server_step(
         self, state: ServerState, uploads: Mapping[int, Nothing], context: RoundContext

@@ -35,7 +35,7 @@ from fedsynth.data.load import load_dataset
 from fedsynth.data.registry import DatasetSpec, dataset_spec
 from fedsynth.errors import DivergedError, FedsynthError, SettingError
 from fedsynth.federation.observer import Observer
-from fedsynth.methods.shared.condensing import Condenses
+from fedsynth.methods.shared.condensing import CondensingMethod
 from fedsynth.methods.shared.ensemble import EnsembleDistillation
 from fedsynth.methods.shared.local import TrainsLocally
 from fedsynth.models.registry import build_network
@@ -187,7 +187,7 @@ def checkpointed_inside(settings: RunSettings, spec: DatasetSpec) -> bool:
         return False
     if isinstance(method, TrainsLocally) and method.one_pass:
         return not trains_together(build_network(settings.model, spec, 0))
-    return isinstance(method, Condenses | EnsembleDistillation)
+    return isinstance(method, CondensingMethod | EnsembleDistillation)
 
 
 class Clock:

@@ -1,6 +1,6 @@
 """Filters the metrics rows and the summary of a private run: only declared keys may be shown.
 
-The engine declares its keys here, a method declares those of its facts (`Method.discloses`). An
+The engine declares its keys here, a method declares those of its facts (`Method.metric_privacy`). An
 undeclared key is refused; one that only a simulation may show goes only into `simulation_only`.
 """
 
@@ -91,12 +91,12 @@ SUMMARISED = (GENERATOR,)
 
 def declared_row(method: type[Method]) -> Declared:
     """Returns the keys that a round's row of this method may have."""
-    return {**method.discloses, **ROW}
+    return {**method.metric_privacy, **ROW}
 
 
 def declared_summary(method: type[Method]) -> Declared:
     """Returns the keys that this method's summary may have."""
-    facts = {key: label for key, label in method.discloses.items() if key in SUMMARISED}
+    facts = {key: label for key, label in method.metric_privacy.items() if key in SUMMARISED}
     return {**facts, **SUMMARY}
 
 
@@ -105,7 +105,7 @@ def check_facts(facts: Mapping[str, Any], declared: Declared | None) -> Mapping[
 
     Args:
         facts: by name.
-        declared: by the method (`Method.discloses`); None without differential privacy.
+        declared: by the method (`Method.metric_privacy`); None without differential privacy.
 
     Raises:
         UnaccountedReleaseError: a key is the engine's, or the method did not declare it.
@@ -113,7 +113,7 @@ def check_facts(facts: Mapping[str, Any], declared: Declared | None) -> Mapping[
     reserved = sorted(ROW.keys() & facts.keys())
     undeclared = [] if declared is None else sorted(facts.keys() - declared.keys())
     for key in (*reserved, *undeclared):
-        why = "is reserved" if key in ROW else "is not declared in `Method.discloses`"
+        why = "is reserved" if key in ROW else "is not declared in `Method.metric_privacy`"
         raise UnaccountedReleaseError(f"the metric {key!r} of a method {why}")
     return facts
 
@@ -163,14 +163,14 @@ def disclosed(values: Mapping[str, Any], declared: Declared | None) -> Disclosed
         if key not in declared:
             raise UnaccountedReleaseError(
                 f"{key!r} is in a private run's metrics without a declaration: declare it in "
-                "the method's `discloses`, as released or public"
+                "the method's `metric_privacy`, as released or public"
             )
         if not declared[key].shown:
             hidden[key] = value
         elif not declared[key].fits(value):
             raise UnaccountedReleaseError(
                 f"{key!r} in a private run's metrics has another shape than declared in the "
-                "method's `discloses`"
+                "method's `metric_privacy`"
             )
         elif key == MODELS:
             public[key] = {

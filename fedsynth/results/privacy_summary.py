@@ -82,7 +82,7 @@ def _noise(plan: PrivacyPlan) -> str:
     """Returns σ and the clip; for several kinds of release with different σ, the σ of one
     equivalent release.
     """
-    if plan.run.method.even_rounds:
+    if plan.run.method.same_releases_every_round:
         return f"σ = {plan.sigma:.4g}, clip {plan.chief.clip:.4g}"
     return f"σ = {plan.sigma:.4g} if all were one release; each release has more"
 
@@ -118,7 +118,7 @@ def _of_the_noise(plan: PrivacyPlan) -> list[str]:
 
 def schedule(plan: PrivacyPlan) -> str:
     """Returns the number of noisy releases, in words."""
-    if plan.run.method.even_rounds:
+    if plan.run.method.same_releases_every_round:
         return f"{how_many(plan.releases, 'release')} a round"
     return f"{how_many(plan.all_releases, 'release')} in all"
 

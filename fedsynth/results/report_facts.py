@@ -76,7 +76,7 @@ def report_facts(
     report = plan.run.report
     simulated = start.simulated
     randomness = DESCRIPTION + (FOUR_SUMS if privacy.four_sums else "")
-    published = plan.run.method.printed_epsilon(privacy.delta, plan.sigma)
+    published = plan.run.method.paper_epsilon(privacy.delta, plan.sigma)
     clients = [history.client for history in plan.histories]
     sites = report.site_names(plan.run.partition.clients)[first:]
     return ReportFacts(
@@ -128,7 +128,7 @@ def min_clients_of_a_sum(plan: PrivacyPlan) -> int:
     upload.
     """
     run = plan.run
-    if not run.method.sums_alone:
+    if not run.method.requires_secure_sum:
         return 0
     active = active_clients(run.partition.clients, run.participation)
     return fewest(run.method, active, run.partition.clients, private=True)
@@ -224,7 +224,7 @@ def _architecture(run: RunSettings) -> str:
 def _rounds(plan: PrivacyPlan) -> str:
     """Returns the number of rounds and their releases, in words."""
     rounds = how_many(plan.run.rounds, "round")
-    if plan.run.method.even_rounds:
+    if plan.run.method.same_releases_every_round:
         return f"{rounds} of {how_many(plan.releases, 'release')}"
     return f"{rounds}, {how_many(plan.all_releases, 'release')} in all"
 
@@ -320,7 +320,7 @@ def _access(what: str, status: str, note: str) -> Access:
 
 def _how_often(plan: PrivacyPlan, release: PrivatePlan) -> str:
     """Returns the number of releases of a quantity by a client, in words."""
-    if plan.run.method.even_rounds:
+    if plan.run.method.same_releases_every_round:
         return f"{how_many(release.steps, 'release')} a round"
     rounds = [n for n in range(1, plan.run.rounds + 1) if release in plan.round_plans(n)]
     return f"{how_many(release.steps * len(rounds), 'release')} in all"

@@ -144,14 +144,14 @@ class RunRecord:
         """
         number = context.round
         method, exchange = self.settings.method, self.measure.exchange
-        declared = None if self.plan is None else method.discloses
+        declared = None if self.plan is None else method.metric_privacy
 
         def of_server() -> Mapping[str, Any]:
             return check_facts(method.facts(state, context), declared)
 
         def of_clients() -> Mapping[str, Any]:
             facts = exchange.facts(context, played.there)
-            return check_facts(method.merge_facts(facts), declared)
+            return check_facts(method.aggregate_metrics(facts), declared)
 
         row: dict[str, Any] = {"round": number}
         row.update(check_facts(method.planned_facts(context), declared))

@@ -306,7 +306,7 @@ def _planned_problems(row: Mapping[str, Any], charges: Charges) -> list[str]:
     expected = {**method.planned_facts(charges.in_round(number)), **charges.expected_losses(number)}
     if len(active) < run.settings.partition.clients:
         expected["participants"] = list(active)
-    planned = {key for key, label in method.discloses.items() if label.kind == PUBLIC}
+    planned = {key for key, label in method.metric_privacy.items() if label.kind == PUBLIC}
     planned |= {"participants", LOST, REJECTED, NOT_COUNTED}
     stated = {key: value for key, value in row.items() if key in planned}
     return differences("", expected, stated)
@@ -387,7 +387,7 @@ def _file_problems(charges: Charges, folder: Path) -> list[str]:
     required = {MODEL, CONFIG}
     if run.rows or (run.summary or {}).get("rounds") != 0:
         required.add(METRICS)
-    if counted and (sends_sets or method.makes_images(counted)):
+    if counted and (sends_sets or method.produces_synthetic_data(counted)):
         required.add(TENSORS)
     checks = {MODEL: _model_problems}
     if counted and (sends_sets or method.plans_images):

@@ -111,7 +111,7 @@ def synthesize(
 
 def _check_images(method: Method) -> None:
     """Refuses a method that would leave no synthetic images, before it releases anything."""
-    if issubclass(method.upload, SyntheticSet) or method.makes_images([1]):
+    if issubclass(method.upload, SyntheticSet) or method.produces_synthetic_data([1]):
         return
     if method.images_from:
         raise SettingError("method", "ipc", f"must be set: images need {method.images_from}")

@@ -62,7 +62,9 @@ from tests.deployment.place import (
 from tests.families import by_family
 from tests.special import SPECIAL, special_file
 
-PROTECTING = by_family((m for m in METHODS if method_class(m).protects), ("fedavg", "fedstats"))
+PROTECTING = by_family(
+    (m for m in METHODS if method_class(m).dp_mechanisms), ("fedavg", "fedstats")
+)
 
 
 @pytest.mark.parametrize("method", by_family(METHODS, ("solo", "fedaf", "fedkf")))
@@ -81,7 +83,7 @@ def test_a_run_over_nodes_ends_as_a_simulation(place: Place, method: str) -> Non
 def test_a_private_run_over_nodes_charges_as_planned(place: Place, method: str) -> None:
     """σ is found for all clients, and each charges its own ledger by it."""
     given = sections(method, privacy={"epsilon": 8.0})
-    if resolve(given).method.sums_alone:
+    if resolve(given).method.requires_secure_sum:
         given["run"]["quorum"] = 1.0
     served = place.serve(given)
     together = simulate(resolve(given), output=place.folder / "simulated", quiet=True)
@@ -268,7 +270,7 @@ class InTheOpen(FedSum):
     """A method that shares noise and sends its uploads as they are."""
 
     @property
-    def sums_alone(self) -> bool:
+    def requires_secure_sum(self) -> bool:
         return False
 
 

@@ -86,7 +86,7 @@ def test_a_private_client_is_not_measured_on_its_own_records(place: Place) -> No
 
 
 @pytest.mark.parametrize(
-    "method", by_family((n for n in METHODS if method_class(n).protects), ("fedavg", "feddm"))
+    "method", by_family((n for n in METHODS if method_class(n).dp_mechanisms), ("fedavg", "feddm"))
 )
 def test_nothing_is_answered_without_the_terms(place: Place, method: str) -> None:
     """A client is private by its own settings, and not because a server has said so."""

@@ -23,9 +23,9 @@ def test_each_method_has_a_page_with_all_that_it_declares(generated: dict[str, s
         for message in filter(None, (cls.first_upload, cls.upload)):
             for key, (kind, _) in privacy_of_fields(message).items():
                 assert f"| `{key}` | {kind} |" in page
-        for mechanism in cls.protects:
+        for mechanism in cls.dp_mechanisms:
             assert f"| `{mechanism}` |" in page
-        assert ("Refused: " in page) == (not cls.protects)
+        assert ("Refused: " in page) == (not cls.dp_mechanisms)
         assert "` |  |\n" not in page, "a setting without an explanation"
         assert name in generated["methods/index.md"].split("```{toctree}")[1].split()
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fedsynth.config.resolve import resolve
 from fedsynth.config.settings import RunSettings
-from fedsynth.core.client import PrivateClients
+from fedsynth.core.client import PrivateClientView
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters
 from fedsynth.data.images import ImageData
@@ -236,7 +236,7 @@ def test_a_mechanism_belongs_to_its_client_and_is_not_copied() -> None:
     clients = [client_of(k, FedFMLite(), own[k], noise_multiplier=2.0) for k in range(2)]
     ctx = clients[0].context
     group = view(clients, MAIN, ctx)
-    assert isinstance(group, PrivateClients)
+    assert isinstance(group, PrivateClientView)
     other = group.alone(1).series(COUNTS)
     with pytest.raises(UnplannedReleaseError, match=r"clients \[1\] .* of clients \[0\]"):
         group.alone(0).class_sums(other, lambda x, segment: x.new_ones(len(x), 1))

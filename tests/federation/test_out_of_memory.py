@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fedsynth import RunResult, resolve, simulate
-from fedsynth.core.client import ClientGroup, PrivateClients
+from fedsynth.core.client import ClientGroup, PrivateClientView
 from fedsynth.errors import DeviceMemoryError
 from fedsynth.federation.client_budget import ClientBudget
 from fedsynth.federation.client_runtime import ClientRuntime
@@ -130,7 +130,7 @@ def out_after_noise(monkeypatch: pytest.MonkeyPatch, round: int) -> list[tuple[i
     now on, with the client's number."""
     made: list[tuple[int, Release]] = []
     charge = ClientBudget.charge
-    sums = PrivateClients.class_sums
+    sums = PrivateClientView.class_sums
 
     def charged(self: ClientBudget, context: Any, phase: str) -> Any:
         before = len(self.history().releases)
@@ -138,14 +138,14 @@ def out_after_noise(monkeypatch: pytest.MonkeyPatch, round: int) -> list[tuple[i
         made.extend((self.client, row) for row in self.history().releases[before:])
         return granted
 
-    def without_memory(self: PrivateClients, series: Any, *args: Any, **kwargs: Any) -> Any:
+    def without_memory(self: PrivateClientView, series: Any, *args: Any, **kwargs: Any) -> Any:
         released = sums(self, series, *args, **kwargs)
         if made[-1][1].round == round:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return released
 
     monkeypatch.setattr(ClientBudget, "charge", charged)
-    monkeypatch.setattr(PrivateClients, "class_sums", without_memory)
+    monkeypatch.setattr(PrivateClientView, "class_sums", without_memory)
     return made
 
 

@@ -13,9 +13,9 @@ import torch
 
 from fedsynth.config.resolve import resolve
 from fedsynth.config.settings import RunSettings
-from fedsynth.core.client import PrivateClients
+from fedsynth.core.client import PrivateClientView
 from fedsynth.core.context import RoundContext
-from fedsynth.core.method import Down, Memory, Results
+from fedsynth.core.method import Memory, Request, Results
 from fedsynth.data.registry import dataset_spec
 from fedsynth.federation.client_budget import ClientBudget
 from fedsynth.federation.context import public_context
@@ -89,7 +89,7 @@ def test_sigma_is_the_one_that_the_client_with_most_behind_it_needs() -> None:
     """By hand: a calibration on its rows and those of three rounds."""
     run = settings(epsilon=8.0)
     plan = plan_of(run, joining((), (SPENT,) * 5, (SPENT,)))
-    own = run.method.private_plans(plan.privacy, context(run))
+    own = run.method.release_plans(plan.privacy, context(run))
 
     def rows(sigma: float) -> list[Release]:
         future = [one.release(number, sigma) for number in (1, 2, 3) for one in own]
@@ -255,12 +255,12 @@ class Asking(FedAvg):
 
     def client_step(
         self,
-        message: Down,
+        message: Request,
         clients: Any,
         memories: list[Memory],
         context: RoundContext,
     ) -> Results:
-        if isinstance(clients, PrivateClients):
+        if isinstance(clients, PrivateClientView):
             for name in self.names.split(","):
                 clients.series(name)
         return super().client_step(message, clients, memories, context)

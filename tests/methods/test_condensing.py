@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from fedsynth.core.client import OpenClients, PrivateClients
+from fedsynth.core.client import ExactClientView, PrivateClientView
 from fedsynth.core.context import RoundContext
 from fedsynth.core.method import Method
 from fedsynth.data.images import ImageData, normalise
 from fedsynth.errors import SettingError
 from fedsynth.methods import METHODS, method_class
-from fedsynth.methods.shared.condensing import Condenses
+from fedsynth.methods.shared.condensing import CondensingMethod
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.mechanisms import GaussianSums
 from fedsynth.privacy.settings import PrivacySettings
@@ -26,7 +26,7 @@ OWN: dict[str, Any] = runpy.run_path(
     str(Path(__file__).parents[2] / "examples" / "own_condensation.py")
 )
 LABELS = np.array([0] * 12 + [1] * 15 + [3] * 3)
-CONDENSING = [name for name in METHODS if issubclass(method_class(name), Condenses)]
+CONDENSING = [name for name in METHODS if issubclass(method_class(name), CondensingMethod)]
 TINY: dict[str, Any] = {"ipc": 2, "iterations": 2, "server_epochs": 1}
 
 
@@ -40,11 +40,11 @@ def where(privacy: PrivacySettings | None = None, *, compiled: bool = False) -> 
     return context(privacy, compiled=compiled)
 
 
-def open_clients() -> OpenClients:
-    return OpenClients([0], records(), [torch.arange(30)])
+def open_clients() -> ExactClientView:
+    return ExactClientView([0], records(), [torch.arange(30)])
 
 
-def private(method: Method, ctx: RoundContext, ledger: Ledger | None = None) -> PrivateClients:
+def private(method: Method, ctx: RoundContext, ledger: Ledger | None = None) -> PrivateClientView:
     return charged(method, ctx, records(), None, ledger and [ledger])
 
 
@@ -55,7 +55,7 @@ def private(method: Method, ctx: RoundContext, ledger: Ledger | None = None) -> 
 def test_private_clients_are_never_compiled(name: str, compiled: list[str]) -> None:
     """One record more would move others to another kernel. Catches: a method's own rule."""
     method = (OWN["ProtoDM"] if name == "own" else method_class(name)).from_mapping(TINY)
-    for mechanism in method.protects:
+    for mechanism in method.dp_mechanisms:
         privacy = PrivacySettings(noise_multiplier=1.0, mechanism=mechanism)
         if mechanism != "paper":  # which sees open clients, and guarantees nothing
             ctx = where(privacy, compiled=True)
@@ -103,7 +103,7 @@ def test_what_it_charges_is_what_leaves(monkeypatch: pytest.MonkeyPatch) -> None
         ("synthetic images", 2, 0.25 * 26**0.5),
     ]
     assert len(released) == sum(r.steps for r in ledger.releases)
-    planned = method.private_plans(PrivacySettings(noise_multiplier=2.0), ctx)
+    planned = method.release_plans(PrivacySettings(noise_multiplier=2.0), ctx)
     assert {plan.release(1, 2.0) for plan in planned} == set(ledger.releases)
 
 
@@ -112,4 +112,4 @@ def test_a_mechanism_that_is_not_known_is_refused_where_it_would_go_unnoticed() 
     privacy = PrivacySettings(noise_multiplier=1.0, mechanism="mine")
     method = method_class("feddm").from_mapping(TINY)
     with pytest.raises(SettingError, match="'mine', which condensation does not support"):
-        method.private_plans(privacy, where(privacy))
+        method.release_plans(privacy, where(privacy))

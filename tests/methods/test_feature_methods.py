@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedsynth.config.resolve import resolve
-from fedsynth.core.client import OpenClients
+from fedsynth.core.client import ExactClientView
 from fedsynth.core.context import RoundContext
 from fedsynth.data.images import from_arrays
 from fedsynth.data.registry import dataset_spec
@@ -397,7 +397,7 @@ def test_two_rounds_of_fedfa_plus_equal_plain_torch() -> None:
     spec = dataset_spec("digits")
     images = np.random.default_rng(0).integers(0, 256, (8, 1, 8, 8)).astype(np.uint8)
     parts = [torch.arange(3), torch.arange(3, 8)]
-    clients = OpenClients([0, 1], from_arrays(images, np.arange(8), spec), parts)
+    clients = ExactClientView([0, 1], from_arrays(images, np.arange(8), spec), parts)
 
     def network(parameters: Any = None) -> Any:
         made = build_model(ModelSettings(width=4, depth=2), spec.image_shape, 10, 0)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fedsynth.config.resolve import resolve
 from fedsynth.core.charging import charge_for
-from fedsynth.core.client import OpenClients, PrivateClients
+from fedsynth.core.client import ExactClientView, PrivateClientView
 from fedsynth.core.context import RoundContext
 from fedsynth.core.method import Method
 from fedsynth.data.images import ImageData, from_arrays
@@ -59,13 +59,13 @@ def context(
     return RoundContext(number, 0, CPU, SPEC, NET, 24.0, settings, **federation)
 
 
-def group(charged: Sequence[Allowance[GaussianSums]]) -> PrivateClients:
-    return PrivateClients([0], data(), [torch.arange(24)], charged)
+def group(charged: Sequence[Allowance[GaussianSums]]) -> PrivateClientView:
+    return PrivateClientView([0], data(), [torch.arange(24)], charged)
 
 
 def private(
     method: Method, ctx: RoundContext, ledger: Ledger | None = None, phase: str = MAIN
-) -> PrivateClients:
+) -> PrivateClientView:
     guard = Guard(ledger or Ledger("0"), 1e-5, None)
     return group(charge_for(method, ctx, [0], [guard], [SecretGenerator()], phase))
 
@@ -77,7 +77,7 @@ def start() -> dict[str, Tensor]:
 def test_without_noise_private_sums_are_the_exact_ones_and_rows_are_clipped() -> None:
     width: int = NET.embedding_size
     with torch.no_grad():
-        each = NET.embed(OpenClients([0], data(), [torch.arange(24)]).images(torch.arange(24)))
+        each = NET.embed(ExactClientView([0], data(), [torch.arange(24)]).images(torch.arange(24)))
     for clip in (1e6, 0.5):
         plans = sums_plans(
             "sums", "features", "each", clip=clip, width=width, classes=10, noise=2.0, phase=MAIN
@@ -144,7 +144,7 @@ def test_private_training_has_the_methods_losses() -> None:
     light, heavy = (moved(FedFM(**LOCAL, weight=weight), anchored) for weight in (1e-9, 1.0))
     assert float((heavy - light).norm()) > 0.01
     trained = Server(FedGen(**LOCAL, generator_steps=2), start())
-    play(trained, [OpenClients([0], data(), [torch.arange(24)])], {}, context(active=(0,)))
+    play(trained, [ExactClientView([0], data(), [torch.arange(24)])], {}, context(active=(0,)))
     neither, alpha, beta = (
         moved(FedGen(**LOCAL, alpha=a, beta=b), trained.state, 2)
         for a, b in ((0.0, 0.0), (5.0, 0.0), (0.0, 5.0))
@@ -166,7 +166,7 @@ def test_fedgen_asks_for_classes_that_clients_have_had() -> None:
     server = Server(method, start())
     seen = []
     for number, (ids, parts) in enumerate([((0, 1), [low[:6], low[6:]]), ((2,), [high])], 1):
-        play(server, [OpenClients(ids, data(), parts)], {}, context(None, number, ids))
+        play(server, [ExactClientView(ids, data(), parts)], {}, context(None, number, ids))
         now: Any = server.state
         seen.append(now.known.tolist())
     assert seen == [[True] * 4 + [False] * 6, [True] * 8 + [False] * 2]
@@ -186,7 +186,7 @@ def test_fedgens_generator_resumes_adam_at_a_decreasing_rate() -> None:
     """The first step of round 2."""
     method = FedGen(**LOCAL, generator_steps=20, generator_batch=16, generator_decay=0.0)
     one = FedGen(**LOCAL, generator_steps=1, generator_batch=16, generator_decay=0.0)
-    clients = OpenClients([0], data(), [torch.arange(24)])
+    clients = ExactClientView([0], data(), [torch.arange(24)])
     server = Server(method, start())
     ups = play(server, [clients], {}, context(active=(0,)))
     first: Any = server.state

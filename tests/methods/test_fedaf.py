@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fedsynth.config.resolve import resolve
-from fedsynth.core.client import OpenClients
+from fedsynth.core.client import ExactClientView
 from fedsynth.core.context import RoundContext
 from fedsynth.data.images import ImageData, denormalise, normalise
 from fedsynth.federation.server import Server
@@ -56,7 +56,7 @@ def rounds(
     server = Server(method, context().architecture.to(device).state_dict())
     memories: dict[int, Any] = {}
     for number in range(1, count + 1):
-        views = [OpenClients(ids, data(device), [PARTS[k] for k in ids]) for ids in groups]
+        views = [ExactClientView(ids, data(device), [PARTS[k] for k in ids]) for ids in groups]
         uploads = play(server, views, memories, context(number, device=device))
     assert isinstance(server.state, KnowledgeState)
     return server.state, [uploads[0], uploads[1]]
@@ -263,7 +263,7 @@ def test_classes_of_absent_clients_are_remembered() -> None:
         server = Server(method, context().architecture.state_dict())
         known = []
         for number, k in ((1, 0), (2, 1)):
-            clients = OpenClients([k], data(), [PARTS[k]])
+            clients = ExactClientView([k], data(), [PARTS[k]])
             play(server, [clients], {}, replace(context(number), participants=(k,)))
             state: Any = server.state
             known.append((state.known.nonzero().flatten().tolist(), state.logits[2].clone()))
@@ -294,7 +294,7 @@ def test_with_privacy_images_logits_and_counts_are_charged_and_nothing_else_leav
     torch.testing.assert_close(upload.soft, torch.softmax(upload.logits / 2.0, dim=1))
     normed = context(network=convnet("batch"))
     with pytest.raises(ForbiddenLayerError, match="group"):
-        FAST.private_plans(PrivacySettings(noise_multiplier=1.0), normed)
+        FAST.release_plans(PrivacySettings(noise_multiplier=1.0), normed)
 
 
 def test_without_noise_the_private_logits_are_the_class_means_about_the_floor() -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fedsynth.config.resolve import resolve
-from fedsynth.core.client import OpenClients, PrivateClients
+from fedsynth.core.client import ExactClientView, PrivateClientView
 from fedsynth.core.context import RoundContext
 from fedsynth.core.method import Memory
 from fedsynth.data.images import normalise
@@ -39,12 +39,12 @@ FAST = FedDM(ipc=2, iterations=2, server_epochs=1)
 NOISY = PrivacySettings(noise_multiplier=3.0)
 
 
-def clients(*ids: int) -> OpenClients:
-    return OpenClients(ids, digits(LABELS), [PARTS[k] for k in ids])
+def clients(*ids: int) -> ExactClientView:
+    return ExactClientView(ids, digits(LABELS), [PARTS[k] for k in ids])
 
 
 def upload(
-    method: Any, ctx: RoundContext, group: OpenClients | PrivateClients, **memory: Any
+    method: Any, ctx: RoundContext, group: ExactClientView | PrivateClientView, **memory: Any
 ) -> SyntheticSet:
     """Of the group's first client."""
     first = sent(method, ctx, group, [memory for _ in group.ids])[0]
@@ -54,7 +54,7 @@ def upload(
 
 def private(
     method: FedDM, ctx: RoundContext, ledger: Ledger | None = None, part: torch.Tensor = PARTS[0]
-) -> PrivateClients:
+) -> PrivateClientView:
     return charged(method, ctx, digits(LABELS), [part], ledger and [ledger])
 
 
@@ -88,10 +88,10 @@ def test_private_start_has_nothing_of_the_data() -> None:
 
 def test_the_private_plan_depends_only_on_public_sizes() -> None:
     """Catches: q or steps from true counts."""
-    (plan,) = replace(FAST, batch=2).private_plans(NOISY, context())
+    (plan,) = replace(FAST, batch=2).release_plans(NOISY, context())
     assert plan.sample_rate == pytest.approx(2 * 10 / 30)
     assert (plan.steps, plan.dimension) == (2, 10 * (4 * 4 + 10))
-    assert FAST.private_plans(NOISY, context())[0].sample_rate == 1.0
+    assert FAST.release_plans(NOISY, context())[0].sample_rate == 1.0
 
 
 def test_images_continue_over_rounds_or_restart() -> None:

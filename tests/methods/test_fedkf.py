@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedsynth.core.client import OpenClients
+from fedsynth.core.client import ExactClientView
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import ModelParameters
 from fedsynth.data.images import ImageData, normalise
@@ -103,8 +103,8 @@ def test_what_the_cache_has_not_seen_and_fedavg_without_it() -> None:
     assert FedAvg().variants(plain) == {}
 
 
-def clients(device: torch.device = CPU) -> OpenClients:
-    return OpenClients([1], digits(np.arange(10) % 3, device=device), [torch.arange(10)])
+def clients(device: torch.device = CPU) -> ExactClientView:
+    return ExactClientView([1], digits(np.arange(10) % 3, device=device), [torch.arange(10)])
 
 
 def plain_step(
@@ -190,7 +190,7 @@ def test_equal_steps_are_those_of_a_client_of_mean_size() -> None:
     """n = (4, 10, 16), batches of 4: ⌊10/4⌋ = 2 steps a pass for each, where their own data make 1,
     3 and 4. Steps may end within a pass."""
     parts = [torch.arange(4), torch.arange(4, 14), torch.arange(14, 30)]
-    group = OpenClients([0, 1, 2], digits(np.arange(30) % 3), parts)
+    group = ExactClientView([0, 1, 2], digits(np.arange(30) % 3), parts)
     ctx = context(sizes=(4, 10, 16))
 
     def trained(**settings: Any) -> list[Tensor]:
@@ -221,7 +221,7 @@ def test_the_facts_of_a_round_are_the_generators_averaged_over_its_clients() -> 
     def facts(*tallies: Tensor) -> Any:
         method, ctx = FedKF(), context()
         memories: list[Any] = [*({"tally": t} for t in tallies), {}]
-        return method.merge_facts([method.client_facts(memory, ctx) for memory in memories])
+        return method.aggregate_metrics([method.client_metrics(memory, ctx) for memory in memories])
 
     collapsed, half = facts(one, two)["generator"], facts(one, even)["generator"]
     assert collapsed["class_entropy_share"] == 0
@@ -257,6 +257,6 @@ def test_with_privacy_the_generator_and_its_facts_are_the_same_whatever_the_data
         private_step(FAST, digits(np.arange(size) % 2), noise_multiplier=1.0, sample_rate=0.5)
         for size in (10, 4)
     )
-    assert FAST.client_facts(one, context(2)) == FAST.client_facts(two, context(2))
+    assert FAST.client_metrics(one, context(2)) == FAST.client_metrics(two, context(2))
     assert set(one) == set(two)
     assert all(torch.equal(one[name], two[name]) for name in one)

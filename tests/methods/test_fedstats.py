@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fedsynth import FedStats, PartitionSettings, PrivacySettings, RunSettings, simulate
 from fedsynth.core.charging import charge_for
-from fedsynth.core.client import ClientGroup, OpenClients, PrivateClients
+from fedsynth.core.client import ClientGroup, ExactClientView, PrivateClientView
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import ModelParameters
 from fedsynth.data.images import ImageData
@@ -85,13 +85,13 @@ def sums(
     method: FedStats, data: ImageData, parts: list[list[int]], number: int, phase: str, field: str
 ) -> Tensor:
     """What clients with these records send, without noise."""
-    clients = OpenClients(range(len(parts)), data, [torch.tensor(p).long() for p in parts])
+    clients = ExactClientView(range(len(parts)), data, [torch.tensor(p).long() for p in parts])
     return step(method, clients, number, phase, field)
 
 
 def plan_of(method: FedStats, number: int, name: str, **other: Any) -> PrivatePlan:
     privacy = PrivacySettings(noise_multiplier=1.0)
-    plans = method.private_plans(privacy, context(number, method=method, **other))
+    plans = method.release_plans(privacy, context(number, method=method, **other))
     return next(plan for plan in plans if plan.name == name)
 
 
@@ -147,7 +147,7 @@ def release(
     """What one private client sends, and what it is charged."""
     ledger = Ledger("c")
     charged = charge_for(method, ctx, [0], [Guard(ledger, 1e-5, None)], [drawn], phase)
-    clients = PrivateClients([0], digits(LABELS), [part], charged, nominal_size=20.0)
+    clients = PrivateClientView([0], digits(LABELS), [part], charged, nominal_size=20.0)
     return step(method, clients, number, phase, field, ctx)[0], ledger
 
 
@@ -202,7 +202,7 @@ def test_epsilon_is_that_of_one_gaussian_release(rounds: int, aggregation: str) 
 def test_clip_rate_and_participation_are_the_theorem_s() -> None:
     for wrong in ({"clip": 1.0}, {"sample_rate": 0.5}):
         with pytest.raises(SettingError, match=next(iter(wrong))):
-            PIXELS.private_plans(PrivacySettings(epsilon=1.0, **wrong), context(1))
+            PIXELS.release_plans(PrivacySettings(epsilon=1.0, **wrong), context(1))
     with pytest.raises(SettingError, match="participation"):
         simulate(RunSettings(PIXELS, participation=0.5, privacy=PrivacySettings(epsilon=1.0)))
     with pytest.raises(SettingError, match="moment_share"):
@@ -264,7 +264,7 @@ def test_features_that_are_not_finite_are_dropped_and_not_spread() -> None:
 def test_releases_of_a_run_take_the_whole_budget(method: FedStats, rounds: int) -> None:
     """Shares of μ² are 1/ratio²; without second moments, moments have what a step has."""
     privacy = PrivacySettings(noise_multiplier=1.0)
-    plans = method.private_plans(privacy, context(1, method=method, rounds=rounds))
+    plans = method.release_plans(privacy, context(1, method=method, rounds=rounds))
     shares = {plan.name: plan.noise_ratio**-2 for plan in plans}
     step = shares.get(STEP, 0.0)
     assert sum(shares.values()) + max(0, rounds - 2) * step == pytest.approx(1.0)

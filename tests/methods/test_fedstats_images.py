@@ -172,7 +172,7 @@ def test_signal_to_noise_is_that_of_a_simulation(second: str, aggregation: str) 
     privacy = PrivacySettings(noise_multiplier=3.0)
     network = feature_linear(method.map_of(SPEC), SPEC)
     where = some_context(privacy, network=network, nominal=50.0, rounds=3, clients=4)
-    plans = {one.name: one for one in method.private_plans(privacy, where)}
+    plans = {one.name: one for one in method.release_plans(privacy, where)}
     z, e = np.eye(64)[:10], np.eye(10) - 0.1  # an example of each class
     crossed = np.einsum("nc,nd->ncd", e / target_norm(10), z).reshape(10, -1)
     i, j = np.triu_indices(64)

@@ -164,4 +164,4 @@ def test_which_features_are_whitened_is_public() -> None:
     larger, none = replace(SPEC, height=12, width=12), torch.nn.Identity()
     where = RoundContext(1, 0, torch.device("cpu"), larger, none, 20.0, PRIVATE)
     with pytest.raises(SettingError, match="covariance_share"):
-        unsaid.private_plans(PRIVATE, where)
+        unsaid.release_plans(PRIVATE, where)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fedsynth import PartitionSettings, RunSettings, resolve, simulate
 from fedsynth.core.charging import charge_for
-from fedsynth.core.client import OpenClients
+from fedsynth.core.client import ExactClientView
 from fedsynth.core.context import RoundContext
 from fedsynth.data.images import ImageData
 from fedsynth.errors import SettingError
@@ -65,7 +65,7 @@ def uploads(
     method: FedSum, ctx: RoundContext, images: ImageData, parts: Sequence[Tensor]
 ) -> dict[int, NetworkSums]:
     """Of open clients with these records, in one group."""
-    clients = OpenClients(range(len(parts)), images, parts)
+    clients = ExactClientView(range(len(parts)), images, parts)
     results = method.client_step(method.broadcast(start(ctx), ctx), clients, [{}] * len(parts), ctx)
     return {k: sent for k, (sent, _) in enumerate(results)}
 
@@ -92,7 +92,7 @@ def test_one_round_is_numpys() -> None:
         layer: Any = next(drawn).classifier
         W, c = layer.weight.detach().numpy().copy(), layer.bias.detach().numpy().copy()
         maps.append((np.vstack([np.eye(64), b * W]), np.concatenate([np.zeros(64), b * c])))
-    x = OpenClients([0], images, [torch.arange(60)]).images(torch.arange(60)).flatten(1).numpy()
+    x = ExactClientView([0], images, [torch.arange(60)]).images(torch.arange(60)).flatten(1).numpy()
     y = images.labels.numpy()
     S = method.broadcast(start(ctx), ctx).images.view(10, ipc, 64).numpy().copy()
     targets = []
@@ -134,7 +134,7 @@ def test_sums_of_clients_add_up_to_those_of_all_data(owners: list[int]) -> None:
 def test_server_and_clients_look_through_the_same_networks(perturbation: str, augment: str) -> None:
     """Real images that are S themselves have sums of zero about S, in every network."""
     method, ctx = FedSum(**TINY, perturbation=perturbation, augment=augment), context()
-    clients = OpenClients([0], digits(np.repeat(np.arange(10), 2)), [torch.arange(20)])
+    clients = ExactClientView([0], digits(np.repeat(np.arange(10), 2)), [torch.arange(20)])
     pixels = clients.images(torch.arange(20))
     state = replace(start(ctx), images=pixels, kept=torch.ones(10, dtype=torch.bool))
     (upload,) = sent(method, ctx, clients, state=state)
@@ -239,10 +239,10 @@ def test_securely_aggregated_noise_is_that_of_h_clients() -> None:
     sigma, own = 3.0, FedSum(**TINY)
     privacy = PrivacySettings(noise_multiplier=sigma)
     ctx = context(privacy, clients=5, noise={COUNTS: 7.0})
-    plain = [plan.release(1, sigma) for plan in own.private_plans(privacy, ctx)]
+    plain = [plan.release(1, sigma) for plan in own.release_plans(privacy, ctx)]
     for honest, shares in ((0, 4), (3, 3)):
         method = replace(own, aggregation="secure", honest=honest)
-        plans = method.private_plans(privacy, ctx)
+        plans = method.release_plans(privacy, ctx)
         assert [plan.shares for plan in plans] == [shares, shares]
         rows = [plan.release(1, sigma) for plan in plans]
         assert epsilon(rows, 1e-5) == epsilon(plain, 1e-5)
@@ -257,7 +257,7 @@ def test_securely_aggregated_noise_is_that_of_h_clients() -> None:
     assert method.server_step(start(ctx), few, ctx).images is None
     assert method.server_step(start(ctx), some, ctx).images is not None
     with pytest.raises(SettingError, match="honest"):
-        replace(method, honest=5).private_plans(privacy, ctx)
+        replace(method, honest=5).release_plans(privacy, ctx)
 
 
 def test_a_run_prints_its_assumptions(sections: dict[str, dict[str, Any]]) -> None:
@@ -313,7 +313,7 @@ def test_requests_of_another_form_and_batch_norm_are_refused() -> None:
         method.check_request(replace(request, images=request.images[:-1]), ctx)
     normed = context(network=convnet("batch"))
     with pytest.raises(ForbiddenLayerError):
-        method.private_plans(PrivacySettings(noise_multiplier=1.0), normed)
+        method.release_plans(PrivacySettings(noise_multiplier=1.0), normed)
 
 
 # ----------------------------------------------------------------------------------------- whole runs

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fedsynth.config.resolve import resolve
 from fedsynth.core.charging import charge_for
-from fedsynth.core.client import OpenClients, PrivateClients
+from fedsynth.core.client import ExactClientView, PrivateClientView
 from fedsynth.core.context import RoundContext
 from fedsynth.data.images import ImageData, from_arrays
 from fedsynth.data.registry import DatasetSpec
@@ -79,8 +79,8 @@ def start() -> AveragingState:
     return AveragingState({n: 0.1 * torch.randn(s, generator=draws) for n, s in shapes.items()})
 
 
-def group(clients: int = 5) -> OpenClients:
-    return OpenClients(range(clients), data(), PARTS[:clients])
+def group(clients: int = 5) -> ExactClientView:
+    return ExactClientView(range(clients), data(), PARTS[:clients])
 
 
 def uploads(
@@ -98,10 +98,10 @@ def vectors(sent: list[Any]) -> list[Tensor]:
 
 def private(
     method: Any, ctx: RoundContext, ids: Sequence[int], ledgers: Sequence[Ledger] | None = None
-) -> PrivateClients:
+) -> PrivateClientView:
     guards = [Guard(ledger, 1e-5, None) for ledger in ledgers or [Ledger(str(k)) for k in ids]]
     charged = charge_for(method, ctx, ids, guards, [SecretGenerator() for _ in ids])
-    return PrivateClients(ids, data(), [PARTS[k] for k in ids], charged)
+    return PrivateClientView(ids, data(), [PARTS[k] for k in ids], charged)
 
 
 def test_dense_networks_are_trained_in_one_pass_and_only_then_clients_share_memory(
@@ -162,7 +162,7 @@ def test_local_steps_are_the_same_for_every_client() -> None:
     expected = torch.cat([(p - 0.2 * p.grad).flatten() for p in net.parameters()])
     torch.testing.assert_close(found, expected.detach(), atol=1e-6, rtol=1e-5)
     control = {name: torch.ones_like(value) for name, value in start().parameters.items()}
-    empty = OpenClients((0,), data(), [torch.arange(0)])
+    empty = ExactClientView((0,), data(), [torch.arange(0)])
     scaffold = Scaffold(**three)
     message = scaffold.broadcast(scaffold.initial_state(start().parameters), context())
     ((nothing, memory),) = scaffold.client_step(message, empty, [control], context(clients=1))

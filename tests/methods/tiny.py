@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from fedsynth.core.client import OpenClients
+from fedsynth.core.client import ExactClientView
 from fedsynth.core.context import RoundContext
 from fedsynth.data.images import ImageData, from_arrays
 from fedsynth.data.registry import DatasetSpec
@@ -33,8 +33,8 @@ def data(device: torch.device) -> ImageData:
     return from_arrays(PIXELS, LABELS, SPEC).to(device)
 
 
-def clients(device: torch.device, ids: Sequence[int] = (0, 1, 2)) -> OpenClients:
-    return OpenClients(ids, data(device), [PARTS[k] for k in ids])
+def clients(device: torch.device, ids: Sequence[int] = (0, 1, 2)) -> ExactClientView:
+    return ExactClientView(ids, data(device), [PARTS[k] for k in ids])
 
 
 def context(

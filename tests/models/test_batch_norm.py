@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedsynth.core.client import OpenClients
+from fedsynth.core.client import ExactClientView
 from fedsynth.data.images import ImageData
 from fedsynth.models.batch_norm import (
     SharedStatistics,
@@ -85,7 +85,7 @@ def test_real_and_synthetic_images_never_share_statistics() -> None:
     """Two clients with two classes each, by plain torch: one training-mode pass for each client's
     real images, one for its synthetic."""
     net, S = batch_norm_network(), torch.randn(4, IPC, 1, 8, 8)
-    clients = OpenClients(
+    clients = ExactClientView(
         [0, 1], data(), [torch.tensor([0, 10, 20, 1, 11]), torch.tensor([30, 31, 41, 51])]
     )
     segments = clients.segments(1)
@@ -125,7 +125,7 @@ def test_batched_clients_make_the_same_images_as_separate_clients(precision: tor
     converted = with_grouped_statistics(net)
 
     def images(ids: list[int]) -> Tensor:
-        clients = OpenClients(ids, data(), [parts[k] for k in ids])
+        clients = ExactClientView(ids, data(), [parts[k] for k in ids])
         segments = clients.segments(1)
         batches = BatchIndices(clients, segments, 2, 3, seed=0, round=1)
         start = torch.arange(float(IPC)).view(1, -1, 1, 1, 1).expand(len(segments), IPC, 1, 8, 8)

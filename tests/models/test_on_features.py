@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fedsynth import FedAvg, ModelSettings, PartitionSettings, RunSettings, resolve, simulate
-from fedsynth.core.client import OpenClients
+from fedsynth.core.client import ExactClientView
 from fedsynth.core.feature_cache import feature_table
 from fedsynth.data.images import ImageData, normalise
 from fedsynth.data.load import load_dataset
@@ -88,7 +88,7 @@ def test_local_training_is_softmax_regression_on_the_vectors() -> None:
     r = p / p.sum(axis=1, keepdims=True) - np.eye(10)[y]
     found = result.model.state_dict()["classifier.weight"].double().numpy()
     np.testing.assert_allclose(found, w - 2.0 * r.T @ z / len(y), atol=1e-5)
-    clients = OpenClients([0], images, [torch.arange(40)], network=start)
+    clients = ExactClientView([0], images, [torch.arange(40)], network=start)
     np.testing.assert_allclose(clients.images(torch.tensor([4])), z[4:5], atol=1e-6)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedsynth.core.client import OpenClients, PrivateClients
+from fedsynth.core.client import ExactClientView, PrivateClientView
 from fedsynth.data.images import from_arrays
 from fedsynth.data.registry import dataset_spec
 from fedsynth.privacy.errors import (
@@ -64,9 +64,9 @@ def charged(
 DATA = from_arrays(np.zeros((20, 1, 8, 8), np.uint8), np.arange(20) % 10, SPEC)
 
 
-def group(*allowances: Allowance[GaussianSums]) -> PrivateClients:
+def group(*allowances: Allowance[GaussianSums]) -> PrivateClientView:
     parts = list(torch.arange(20).tensor_split(len(allowances)))
-    return PrivateClients(range(len(allowances)), DATA, parts, allowances)
+    return PrivateClientView(range(len(allowances)), DATA, parts, allowances)
 
 
 def test_an_exchange_is_charged_for_all_that_it_plans_and_for_nothing_else() -> None:
@@ -128,15 +128,15 @@ def test_a_step_reads_the_plan_that_its_clients_were_charged_for() -> None:
 
 def test_a_group_that_was_charged_for_nothing_has_nothing() -> None:
     with pytest.raises(UnplannedReleaseError, match="no clients with a charge"):
-        PrivateClients([0], DATA, [torch.arange(20)], []).series("images")
+        PrivateClientView([0], DATA, [torch.arange(20)], []).series("images")
     with pytest.raises(UnplannedReleaseError, match="no clients with a charge"):
-        OpenClients([0], DATA, [torch.arange(20)]).noise("images")
+        ExactClientView([0], DATA, [torch.arange(20)]).noise("images")
 
 
 def test_noise_that_nothing_accounts_for_is_handed_out_likewise() -> None:
     row = IMAGES.release(1, 3.0, unaccounted="as printed")
     given = Allowance(MAIN, [(IMAGES, UnaccountedNoise(row, SecretGenerator()))])
-    clients = OpenClients([0], DATA, [torch.arange(20)], [given])
+    clients = ExactClientView([0], DATA, [torch.arange(20)], [given])
     assert clients.noise("images")[0].deviation == 6.0
     with pytest.raises(UnplannedReleaseError, match="was already taken"):
         clients.noise("images")

@@ -19,7 +19,7 @@ from fedsynth import TrainsLocally, register_model, resolve, simulate
 from fedsynth.errors import SettingError
 from fedsynth.features.feature_map import FeatureMap
 from fedsynth.features.registry import register_features
-from fedsynth.methods.shared.client_training import Task
+from fedsynth.methods.shared.client_training import LocalObjective
 from fedsynth.privacy.batch_independence import dependence_on_batch
 
 CPU = torch.device("cpu")
@@ -183,14 +183,14 @@ METHODS: dict[str, Any] = {
 }
 
 
-def with_task(task: Task) -> Any:
+def with_task(task: LocalObjective) -> Any:
     @dataclass(frozen=True)
     class OwnTask(TrainsLocally):
         """Trains with a loss or a penalty of its own."""
 
         name: ClassVar[str] = "own-task"
 
-        def task(self, client: int, message: Any, memory: Any, context: Any) -> Task:
+        def task(self, client: int, message: Any, memory: Any, context: Any) -> LocalObjective:
             return task
 
     given = {"run": {"rounds": 1}, "partition": {"clients": 2}, "privacy": {"noise_multiplier": 3}}
@@ -202,12 +202,12 @@ def with_task(task: Task) -> Any:
 @pytest.mark.parametrize("name", METHODS)
 def test_a_methods_own_loss_is_refused(name: str) -> None:
     with pytest.raises(SettingError, match=r"run\.method.*the method own-task.*is not bounded"):
-        with_task(Task(loss=METHODS[name]))
+        with_task(LocalObjective(loss=METHODS[name]))
 
 
 def test_what_a_method_draws_without_data_is_its_own_affair() -> None:
     report = with_task(
-        Task(
+        LocalObjective(
             loss=lambda n, x, y: losses(n, x, y) + n(x).square().mean(1),
             penalty=lambda n: torch.rand(()) * n.classifier.weight.square().sum(),
         )

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedsynth.config.resolve import resolve
 from fedsynth.core.charging import charge_for
-from fedsynth.core.client import PrivateClients
+from fedsynth.core.client import PrivateClientView
 from fedsynth.core.context import RoundContext
 from fedsynth.core.method import Method
 from fedsynth.data.images import ImageData, from_arrays, normalise
@@ -89,7 +89,7 @@ def private_step(
 ) -> None:
     charged = charge_for(method, context, [0], [guard()], [SecretGenerator()])
     network = context.architecture
-    clients = PrivateClients([0], data, [part], charged, nominal_size=size, network=network)
+    clients = PrivateClientView([0], data, [part], charged, nominal_size=size, network=network)
     method.client_step(message, clients, [{}], context)
 
 
@@ -130,13 +130,13 @@ def test_clients_are_given_the_public_size_and_not_the_true_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sizes = set()
-    init = PrivateClients.__init__
+    init = PrivateClientView.__init__
 
-    def watched(self: PrivateClients, *args: Any, **values: Any) -> None:
+    def watched(self: PrivateClientView, *args: Any, **values: Any) -> None:
         sizes.add(values.get("nominal_size"))
         init(self, *args, **values)
 
-    monkeypatch.setattr(PrivateClients, "__init__", watched)
+    monkeypatch.setattr(PrivateClientView, "__init__", watched)
     private = {"noise_multiplier": 3.0, "nominal_size": 100}
     run = {"run": {"method": "fedavg", "rounds": 1}, "method": {"local_steps": 1}}
     simulate(resolve({**run, "privacy": private}))

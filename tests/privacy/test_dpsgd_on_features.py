@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fedsynth import resolve, simulate
 from fedsynth.core.charging import charge_for
-from fedsynth.core.client import PrivateClients
+from fedsynth.core.client import PrivateClientView
 from fedsynth.core.context import RoundContext
 from fedsynth.data.images import ImageData, from_arrays
 from fedsynth.data.registry import dataset_spec
@@ -72,7 +72,7 @@ def moved(context: RoundContext, data: ImageData, scale: float = 1.0) -> Tensor:
     method = FedAvg(local_steps=1, lr=1.0, momentum=0.0)
     charged = charge_for(method, context, [0], [guard()], [SecretGenerator()])
     parts = [torch.arange(len(data))]
-    clients = PrivateClients(
+    clients = PrivateClientView(
         [0], data, parts, charged, nominal_size=NOMINAL, network=context.architecture
     )
     start = {name: scale * value for name, value in context.architecture.state_dict().items()}

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedsynth.core.client import PrivateClients
+from fedsynth.core.client import PrivateClientView
 from fedsynth.data.images import normalise
 from fedsynth.privacy.errors import BudgetExceededError, PrivacyError
 from fedsynth.privacy.guard import Guard
@@ -168,7 +168,7 @@ def test_a_secret_cannot_be_copied_or_saved_and_tests_are_marked() -> None:
 
 def test_clients_in_one_group_have_their_own_noise() -> None:
     """All classes of all clients are emitted, also of an empty client."""
-    group = PrivateClients(range(2), digits(range(10)), [torch.arange(0)] * 2, [])
+    group = PrivateClientView(range(2), digits(range(10)), [torch.arange(0)] * 2, [])
     charged = [series(10, dimension=3000) for _ in range(2)]
     out = group.class_sums(charged, lambda x, segment: x.flatten(1)[:, :1].repeat(1, 300))
     assert out.shape == (20, 300)
@@ -179,7 +179,7 @@ def test_clients_in_one_group_have_their_own_noise() -> None:
 def test_class_sums_equal_a_loop_over_clients_and_classes() -> None:
     data = digits(np.arange(40) % 10)
     parts = [torch.arange(25), torch.arange(25, 40)]
-    group = PrivateClients(range(2), data, parts, [])
+    group = PrivateClientView(range(2), data, parts, [])
     tiny = {"noise_multiplier": 1e-12, "sensitivity": 1e6, "dimension": 640}
     out = group.class_sums(
         [series(10, **tiny) for _ in parts], lambda x, segment: x.flatten(1) + segment[:, None]
@@ -215,7 +215,7 @@ def test_no_batch_is_capped_and_every_mask_is_the_secrets(monkeypatch: pytest.Mo
         return masks[-1][2]
 
     monkeypatch.setattr(SecretGenerator, "poisson_sample", spy)
-    group = PrivateClients([0], data, [torch.arange(records)], [])
+    group = PrivateClientView([0], data, [torch.arange(records)], [])
     values = {"noise_multiplier": 1e-12, "sensitivity": 1e6, "sample_rate": 0.9, "steps": 2}
     charged = [series(10, dimension=10, **values)]
     for step in range(2):

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fedsynth.config.resolve import resolve
-from fedsynth.core.client import ClientGroup, OpenClients, PrivateClients
+from fedsynth.core.client import ClientGroup, ExactClientView, PrivateClientView
 from fedsynth.core.method import Method
 from fedsynth.data.partition import partition
 from fedsynth.federation.client_budget import ClientBudget
@@ -39,7 +39,7 @@ def moves(method: Method, memory: dict[str, Tensor], start: Any, **privacy: Any)
     settings = PrivacySettings(noise_multiplier=1e-12, clip=1e6, sample_rate=1.0, **privacy)
     found = []
     for ctx in (context(None, nominal=240.0), context(settings, nominal=240.0)):
-        clients: ClientGroup = OpenClients([0], data, [torch.arange(60)])
+        clients: ClientGroup = ExactClientView([0], data, [torch.arange(60)])
         if ctx.privacy is not None:
             clients = charged(method, ctx, data)
         message = method.broadcast(method.initial_state(ctx.architecture.state_dict()), ctx)
@@ -87,7 +87,7 @@ def test_adding_an_example_moves_the_released_sums_by_at_most_the_clip(
     row = release(noise_multiplier=1e-9, sensitivity=clip, dimension=10 * width)
     for part in (torch.arange(records), torch.tensor([*range(records), 12])):
         series = Spy(row, 10, guard(), SecretGenerator())
-        matcher(PrivateClients([0], data, [part], []), [series], 1.0).gradient(0, features, S)
+        matcher(PrivateClientView([0], data, [part], []), [series], 1.0).gradient(0, features, S)
     moved = sums[1].cpu() - sums[0].cpu()
     assert 0.9 * clip < moved.norm() <= clip * (1 + 1e-4)
     assert moved[[c for c in range(10) if c != label]].abs().max() < 1e-6

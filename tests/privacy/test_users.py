@@ -14,7 +14,7 @@ from hypothesis.extra.numpy import arrays
 from torch import Tensor
 
 from fedsynth.core.charging import charge_for
-from fedsynth.core.client import PrivateClients
+from fedsynth.core.client import PrivateClientView
 from fedsynth.methods import method_class
 from fedsynth.privacy import mechanisms
 from fedsynth.privacy.errors import LedgerError, PrivacyError
@@ -189,7 +189,7 @@ def test_a_user_moves_every_sum_of_every_method_by_at_most_the_clip(
         unnoised.clear()
         watched = guard(unit=USER)
         charged = charge_for(method, ctx, [0], [watched], [SecretGenerator()])
-        clients = PrivateClients([0], data, [part], charged, nominal_size=1.0, users=users)
+        clients = PrivateClientView([0], data, [part], charged, nominal_size=1.0, users=users)
         method.client_step(message, clients, [{}], ctx)
         assert {r.unit for r in watched.ledger.releases} == {USER}
         sums.append(list(unnoised))

@@ -70,8 +70,8 @@ class Telling(FedAvg):
 @dataclass(frozen=True)
 class Declaring(Telling):
     name: ClassVar[str] = "declaring"
-    discloses: ClassVar[Mapping[str, Disclosure]] = {
-        **FedAvg.discloses,
+    metric_privacy: ClassVar[Mapping[str, Disclosure]] = {
+        **FedAvg.metric_privacy,
         "clean_loss": released("it is made of uploads"),
     }
 
@@ -107,8 +107,8 @@ class Overbearing(FedAvg):
     """Fills, and declares, what is the engine's."""
 
     name: ClassVar[str] = "overbearing"
-    discloses: ClassVar[Mapping[str, Disclosure]] = {
-        **FedAvg.discloses,
+    metric_privacy: ClassVar[Mapping[str, Disclosure]] = {
+        **FedAvg.metric_privacy,
         "seconds": public("says the method"),
         "test_accuracy": public("says the method"),
     }
@@ -157,4 +157,4 @@ def test_a_private_run_with_generated_images_verifies(tmp_path: Path) -> None:
 def test_every_declaration_has_a_reason_and_no_engines_key() -> None:
     for method in map(method_class, METHODS):
         assert all(one.reason for one in declared_row(method).values())
-        assert not method.discloses.keys() & ROW.keys()
+        assert not method.metric_privacy.keys() & ROW.keys()

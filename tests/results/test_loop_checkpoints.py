@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fedsynth import RunResult, resolve, simulate
-from fedsynth.core.client import OpenClients
+from fedsynth.core.client import ExactClientView
 from fedsynth.methods.shared import client_training
 from fedsynth.methods.shared.client_training import training_digest
 from fedsynth.results import loop_checkpoints, run_checkpoints
@@ -312,7 +312,7 @@ def test_a_digest_has_all_of_a_training_in_it(monkeypatch: pytest.MonkeyPatch) -
     ) -> str:
         learner = Learner(model, where, how, torch.Generator().manual_seed(seed), penalty)
         clients: Any = Images(*data)
-        assert isinstance(clients, Images | OpenClients)
+        assert isinstance(clients, Images | ExactClientView)
         return training_digest(learner, clients, torch.device("cpu"), precision)
 
     def moved(name: str) -> nn.Module:

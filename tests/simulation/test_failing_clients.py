@@ -36,7 +36,7 @@ from tests.simulation.test_unchanged import CLIENTS, case, private
 
 ROUNDS = 4
 FAILING = {"rounds": ROUNDS, "client_failures": 0.5, "quorum": 0.25, "seed": 2}
-PRIVATE = [name for name in METHODS if method_class(name).protects]
+PRIVATE = [name for name in METHODS if method_class(name).dp_mechanisms]
 
 
 def resolved(given: Mapping[str, Mapping[str, Any]]) -> Any:

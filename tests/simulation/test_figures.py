@@ -44,7 +44,7 @@ def settings_of(method: str, **sections: Any) -> RunSettings:
         (f"{OUTPUTS}.measure.local_metrics", "accuracy on the clients' splits"),
         (f"{OUTPUTS}.run_folder.image_grid_png", "picture"),
         ("fedsynth.methods.feddm.FedDM.facts", "facts of the server"),
-        ("fedsynth.methods.feddm.FedDM.merge_facts", "facts of the clients"),
+        ("fedsynth.methods.feddm.FedDM.aggregate_metrics", "facts of the clients"),
     ],
 )
 def test_a_figure_that_fails_costs_only_itself(

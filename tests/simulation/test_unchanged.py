@@ -107,7 +107,7 @@ USERS = {"unit": "user", "nominal_size": 10, "noise_multiplier": 3.0}
 
 CASES: dict[str, Sections] = {
     **{f"{name}, open": case(name) for name in METHODS},
-    **{f"{name}, private": private(name) for name in METHODS if method_class(name).protects},
+    **{f"{name}, private": private(name) for name in METHODS if method_class(name).dp_mechanisms},
     **{f"{name}, one round": case(name, run=ONE_ROUND) for name in ("feddf", "dense", "fedhydra")},
     **{
         f"{name}, own architectures": case(name, run=ONE_ROUND, model=OWN_MODELS)

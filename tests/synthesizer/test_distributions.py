@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fedsynth.config.resolve import resolve
-from fedsynth.core.client import OpenClients
+from fedsynth.core.client import ExactClientView
 from fedsynth.errors import SettingError
 from fedsynth.models.convnet import ConvNet
 from fedsynth.simulation.simulate import simulate
@@ -38,7 +38,7 @@ def network() -> ConvNet:
 def exact(device: torch.device = CPU, ids: Sequence[int] = (0, 1)) -> ExactMatcher:
     data = digits(LABELS, device=device)
     data.images[8:] = 255  # client 1's are far from the others
-    clients = OpenClients(ids, data, [PARTS[k] for k in ids])
+    clients = ExactClientView(ids, data, [PARTS[k] for k in ids])
     batches = BatchIndices(clients, clients.segments(1), 100, 1, seed=0, round=1)
     return ExactMatcher(clients, batches)
 
@@ -96,7 +96,7 @@ def test_the_gradient_descends_the_oracle(matching: str, oracle: Any, device: to
     schedule that starts from the spread of all segments together."""
     S, net = start(device), network().to(device).double()
     gradient = DistributionMatcher(exact(device), matching, 0.5).gradient(0, seen(device), S)
-    clients = OpenClients([0, 1], exact(device)._clients.data, PARTS)
+    clients = ExactClientView([0, 1], exact(device)._clients.data, PARTS)
     segments = clients.segments(1)
 
     def cloud(images: Tensor) -> Array:

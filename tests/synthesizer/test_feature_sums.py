@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fedsynth.config.resolve import resolve
-from fedsynth.core.client import OpenClients, PrivateClients
+from fedsynth.core.client import ExactClientView, PrivateClientView
 from fedsynth.data.images import ImageData
 from fedsynth.methods.feddm import FedDM
 from fedsynth.models.flat import flatten
@@ -42,12 +42,16 @@ def seen(logit_weight: float = 1.0) -> NetworkFeatures:
     return NetworkFeatures(convnet().requires_grad_(False), logit_weight, None)
 
 
-def group(images: ImageData, parts: list[Tensor]) -> PrivateClients:
-    return PrivateClients(range(len(parts)), images, parts, [])
+def group(images: ImageData, parts: list[Tensor]) -> PrivateClientView:
+    return PrivateClientView(range(len(parts)), images, parts, [])
 
 
 def matcher(
-    clients: PrivateClients, networks: int, sigma: float, clip: float, series: type = GaussianSums
+    clients: PrivateClientView,
+    networks: int,
+    sigma: float,
+    clip: float,
+    series: type = GaussianSums,
 ) -> FeatureSumMatcher:
     sums = Release(1, "sums", "features", "x", sigma, clip, 1.0, "full", networks, 10 * WIDTH)
     counts = Release(1, "counts", "features", "1", sigma, 1.0, 1.0, "full", 1, 10)
@@ -67,7 +71,7 @@ def test_without_noise_and_clipping_the_gradient_is_the_exact_one() -> None:
     (noiseless) true counts."""
     images, parts = data(), [torch.arange(23), torch.arange(23, N)]
     features, S = seen(), synthetic(20)
-    clients = OpenClients([0, 1], images, parts)
+    clients = ExactClientView([0, 1], images, parts)
     batches = BatchIndices(clients, clients.segments(1), 100, 1, seed=0, round=1)
     exact = ExactMatcher(clients, batches)
     ours = matcher(group(images, parts), 1, 1e-12, 1e6)
@@ -85,13 +89,13 @@ def test_data_are_touched_m_plus_one_times_however_many_steps(
 ) -> None:
     """Catches: fresh noise on cached clean sums, a release for each step."""
     calls: list[int] = []
-    original = PrivateClients.class_sums
+    original = PrivateClientView.class_sums
 
-    def spy(self: PrivateClients, series: Any, rows: Any) -> Any:
+    def spy(self: PrivateClientView, series: Any, rows: Any) -> Any:
         calls.append(1)
         return original(self, series, rows)
 
-    monkeypatch.setattr(PrivateClients, "class_sums", spy)
+    monkeypatch.setattr(PrivateClientView, "class_sums", spy)
     clients = group(data(), [torch.arange(N)])
     features, S, ours = seen(), synthetic(), matcher(clients, 3, 1.0, 1.0)
     first = [ours.gradient(t, features, S) for t in range(3)]
@@ -146,11 +150,11 @@ def test_charges_are_m_sums_and_one_count_with_the_shares_that_the_docs_say() ->
     count_noise²)."""
     method = FedDM(networks=16, iterations=100, count_noise=3.0)
     privacy = PrivacySettings(noise_multiplier=8.0, mechanism="features")
-    sums, counts = (plan.release(1, 8.0) for plan in method.private_plans(privacy, context()))
+    sums, counts = (plan.release(1, 8.0) for plan in method.release_plans(privacy, context()))
     assert (sums.steps, counts.steps, counts.sensitivity, counts.dimension) == (16, 1, 1.0, 10)
     assert sums.sample_rate == counts.sample_rate == 1
     assert counts.noise_multiplier == pytest.approx(3 * 8 / 4)
-    few = replace(method, iterations=5).private_plans(privacy, context())[0]
+    few = replace(method, iterations=5).release_plans(privacy, context())[0]
     assert few.steps == 5  # a network that no step uses is not released
 
 

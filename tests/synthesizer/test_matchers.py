@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from fedsynth.core.client import OpenClients, PrivateClients
+from fedsynth.core.client import ExactClientView, PrivateClientView
 from fedsynth.data.images import ImageData
 from fedsynth.models import frozen
 from fedsynth.models.convnet import ConvNet
@@ -74,7 +74,7 @@ def exact_matcher(
     steps: int = 1,
     device: Any = CPU,
 ) -> ExactMatcher:
-    clients = OpenClients(range(len(parts)), data(device), list(parts))
+    clients = ExactClientView(range(len(parts)), data(device), list(parts))
     segments = clients.segments(1)
     batches = BatchIndices(clients, segments, batch, steps, seed=0, round=1)
     return ExactMatcher(clients, batches)
@@ -106,7 +106,7 @@ def noisy_series(
 def private(
     mechanism: type, sigma: float, clip: float, width: int, divisor: float, rate: float = 1.0
 ) -> Matcher:
-    group = PrivateClients([0], data(), [torch.arange(N)], [])
+    group = PrivateClientView([0], data(), [torch.arange(N)], [])
     series = noisy_series(1, sigma, clip, width, rate)
     return mechanism(group, series, divisor)  # type: ignore[no-any-return]
 
@@ -190,7 +190,7 @@ def test_paper_mechanism_clips_the_batch_and_its_noise_shrinks_with_it() -> None
     features, S, exact = seen(), synthetic(), exact_matcher()
     plain = exact.gradient(0, features, S)
     clip = float(plain.flatten(1).norm(dim=1).median())
-    clients = OpenClients([0], data(), [torch.arange(N)])
+    clients = ExactClientView([0], data(), [torch.arange(N)])
     segments = clients.segments(1)
     batches = BatchIndices(clients, segments, 100, 1, seed=0, round=1)
 
@@ -206,7 +206,7 @@ def test_paper_mechanism_clips_the_batch_and_its_noise_shrinks_with_it() -> None
 def test_batches_are_without_replacement_or_resampled_on_request() -> None:
     images = data()
     labels = torch.cat([torch.zeros(40), torch.ones(5), torch.full((15,), 2)]).long()
-    clients = OpenClients([4], ImageData(images.images, labels, images.spec), [torch.arange(N)])
+    clients = ExactClientView([4], ImageData(images.images, labels, images.spec), [torch.arange(N)])
     segments = clients.segments(1)
     all_ = BatchIndices(clients, segments, 10, 70, seed=0, round=1)
     assert all_.sizes.tolist() == [10, 5, 10]
@@ -293,7 +293,7 @@ def test_pieces_of_the_batch_may_cut_classes_and_clients(
     """Means over ragged segments, and private sums over clients of different sizes, do not depend
     on where the pieces end."""
     features, parts = seen(), [torch.arange(5), torch.arange(5, 33), torch.arange(33, N)]
-    clients = OpenClients([0, 1, 2], data(), parts)
+    clients = ExactClientView([0, 1, 2], data(), parts)
     segments, sums = clients.segments(1), torch.zeros(3 * CLASSES, WIDTH)
     means: list[Tensor] = []
     for position, label in zip(segments.position.tolist(), segments.label.tolist(), strict=True):
@@ -304,7 +304,7 @@ def test_pieces_of_the_batch_may_cut_classes_and_clients(
     monkeypatch.setattr("fedsynth.core.client.CPU_CHUNK", size)
     found = exact_matcher(parts).real_means(0, features)
     torch.testing.assert_close(found, torch.stack(means), atol=1e-5, rtol=1e-4)
-    group = PrivateClients(range(3), data(), parts, [])
+    group = PrivateClientView(range(3), data(), parts, [])
     series = noisy_series(3, 1e-12, 1e6, WIDTH)
     private_sums = group.class_sums(series, lambda x, segment: features.real(x, segment))
     torch.testing.assert_close(private_sums, sums, atol=1e-4, rtol=1e-4)

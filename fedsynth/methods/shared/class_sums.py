@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedsynth.core.client import ClientGroup, PrivateClients, chunk
+from fedsynth.core.client import ClientGroup, PrivateClientView, chunk
 from fedsynth.core.context import RoundContext
 from fedsynth.core.uploads import LARGEST, Array, Rule, most_examples
 from fedsynth.privacy.plans import MAIN, PrivatePlan
@@ -137,7 +137,7 @@ def class_sums(
         context: the round's.
     """
     classes = context.spec.classes
-    if isinstance(clients, PrivateClients):
+    if isinstance(clients, PrivateClientView):
         alone = clients.alone(position)
         counting = alone.series(COUNTS)
         held = alone.class_sums(counting, lambda x_NCHW, segment_N: x_NCHW.new_ones(len(x_NCHW), 1))

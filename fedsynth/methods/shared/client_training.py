@@ -1,5 +1,5 @@
 """Training of a group of clients' models on their own data: one client's additions to the loss
-(`Task`), open training by SGD, private training by DP-SGD."""
+(`LocalObjective`), open training by SGD, private training by DP-SGD."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from fedsynth.core.client import OpenClients, PrivateClients, chunk
+from fedsynth.core.client import ExactClientView, PrivateClientView, chunk
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters
 from fedsynth.core.method import Memory
@@ -46,7 +46,7 @@ def plain_upload(model: nn.Module, trained: Trained) -> tuple[Message, Memory]:
 
 
 @dataclass(frozen=True)
-class Task:
+class LocalObjective:
     """One client's additions in a round to plain SGD on its cross-entropy, and the handling of the
     result.
 
@@ -65,7 +65,7 @@ class Task:
     >>> class Ridge(TrainsLocally):
     ...     name = "ridge"
     ...     def task(self, client, message, memory, context):
-    ...         return Task(penalty=lambda model: 0.01 * model.classifier.weight.square().sum())
+    ...         return LocalObjective(penalty=lambda model: 0.01 * model.classifier.weight.square().sum())
     >>> result = simulate(RunSettings(Ridge(lr=0.1), rounds=1, model=ModelSettings("linear")))
     >>> result.accuracy > 0.5
     True
@@ -87,8 +87,8 @@ class Task:
 
 def train_openly(
     models: Sequence[nn.Module],
-    clients: OpenClients,
-    tasks: Sequence[Task],
+    clients: ExactClientView,
+    tasks: Sequence[LocalObjective],
     settings: Sequence[SgdSettings],
     context: RoundContext,
     *,
@@ -130,8 +130,8 @@ def train_openly(
 
 def train_privately(
     models: Sequence[nn.Module],
-    clients: PrivateClients,
-    tasks: Sequence[Task],
+    clients: PrivateClientView,
+    tasks: Sequence[LocalObjective],
     optimiser: Optimiser,
     context: RoundContext,
 ) -> list[Trained]:
@@ -156,8 +156,8 @@ def _report(context: RoundContext, before: int, clients: int, done: int, total: 
 
 def _train_alone(
     learner: Learner,
-    clients: OpenClients,
-    task: Task,
+    clients: ExactClientView,
+    task: LocalObjective,
     context: RoundContext,
     report: Callable[[int, int], None],
     client: int,
@@ -190,7 +190,7 @@ def _train_alone(
 
 
 def training_digest(
-    learner: Learner, clients: OpenClients, device: torch.device, precision: torch.dtype
+    learner: Learner, clients: ExactClientView, device: torch.device, precision: torch.dtype
 ) -> str:
     """Returns a digest of a plain training: initial model, data, order, optimiser, penalty,
     hardware and versions.
@@ -229,7 +229,7 @@ def training_digest(
     return found.hexdigest()
 
 
-def mean_loss(model: nn.Module, clients: OpenClients, position: int) -> float:
+def mean_loss(model: nn.Module, clients: ExactClientView, position: int) -> float:
     """Returns a model's mean cross-entropy on all examples of one client; 0 if it has none."""
     mine = clients.examples(position)
     total = 0.0

@@ -16,10 +16,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from fedsynth.core.client import ClientGroup, OpenClients, PrivateClients, Segments
+from fedsynth.core.client import ClientClassPairs, ClientGroup, ExactClientView, PrivateClientView
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters
-from fedsynth.core.method import Method, Presets, PrivatePlan, State, Up
+from fedsynth.core.method import Method, Presets, PrivatePlan, State, Upload
 from fedsynth.core.uploads import Rule
 from fedsynth.methods.shared.private_condensation import image_plan
 from fedsynth.models.batch_norm import has_batch_norm
@@ -99,7 +99,7 @@ class TrainsInBall(TrainsOnUnion):
 
 
 @dataclass(frozen=True)
-class Condenses(TrainsOnUnion):
+class CondensingMethod(TrainsOnUnion):
     """Settings of condensation on the clients. A method defines `client_step` and `server_step`.
 
     A step uses all synthetic images of a class: with ipc of 10 there is nothing to sample, and its
@@ -140,7 +140,7 @@ class Condenses(TrainsOnUnion):
     """
 
     upload: ClassVar[type[Message]] = SyntheticSet
-    protects: ClassVar[tuple[str, ...]] = ("residual",)
+    dp_mechanisms: ClassVar[tuple[str, ...]] = ("residual",)
     matches_logits: ClassVar[bool] = True
     """Whether logits are matched in addition to embeddings."""
 
@@ -165,13 +165,13 @@ class Condenses(TrainsOnUnion):
         check_choices(self, small_class=SMALL_CLASS, batch_norm=("client", "class"))
         check_choices(self, matching=MATCHINGS)
 
-    def private_plans(
+    def release_plans(
         self, privacy: PrivacySettings, context: RoundContext
     ) -> tuple[PrivatePlan, ...]:
         """Returns the images' releases; a method with more releases appends them."""
         self.check_private(context)
         plan = image_plan(
-            privacy.mechanism or self.protects[0],
+            privacy.mechanism or self.dp_mechanisms[0],
             privacy,
             context,
             ipc=self.ipc,
@@ -184,7 +184,7 @@ class Condenses(TrainsOnUnion):
     def upload_rules(self, phase: str, client: int, context: RoundContext) -> dict[str, Rule]:
         return set_rules(context.spec, self.ipc) if phase == MAIN else {}
 
-    def check_upload(self, phase: str, upload: Up, client: int, context: RoundContext) -> None:
+    def check_upload(self, phase: str, upload: Upload, client: int, context: RoundContext) -> None:
         if phase == MAIN and isinstance(upload, SyntheticSet):
             check_set(upload, self.ipc)
 
@@ -217,17 +217,17 @@ class Condenses(TrainsOnUnion):
 
     # ------------------------------------------------------------- housekeeping of a client's step
 
-    def pairs(self, clients: ClientGroup) -> Segments:
+    def pairs(self, clients: ClientGroup) -> ClientClassPairs:
         """Returns the (client, class) pairs that have images. With differential privacy all of
         them, as a client's set of classes is private."""
-        if isinstance(clients, PrivateClients):
+        if isinstance(clients, PrivateClientView):
             return clients.segments()
         return clients.segments(self.min_examples)
 
     def features(
         self,
         clients: ClientGroup,
-        pairs: Segments,
+        pairs: ClientClassPairs,
         context: RoundContext,
         logit_weight: float = 1.0,
     ) -> NetworkFeatures:
@@ -279,4 +279,4 @@ def may_compile(clients: ClientGroup, context: RoundContext) -> bool:
 
     There one more record could move others to another kernel, which in bf16 changes the sums.
     """
-    return context.compiled and isinstance(clients, OpenClients)
+    return context.compiled and isinstance(clients, ExactClientView)

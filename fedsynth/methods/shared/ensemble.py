@@ -118,8 +118,8 @@ class EnsembleDistillation(TrainsLocally):
 class DataFreeEnsembleDistillation(OneShotSettings, EnsembleDistillation):
     """Settings of the server's distillation: see `OneShotSettings`."""
 
-    discloses: ClassVar[Mapping[str, Disclosure]] = {
-        **EnsembleDistillation.discloses,
+    metric_privacy: ClassVar[Mapping[str, Disclosure]] = {
+        **EnsembleDistillation.metric_privacy,
         GENERATOR: released("the server makes the generators from uploaded models", GeneratorFacts),
     }
     presets: ClassVar[Presets] = {

@@ -15,7 +15,7 @@ from fedsynth.core.method import Presets, PrivatePlan
 from fedsynth.core.state import ServerState
 from fedsynth.core.uploads import Array, Rule
 from fedsynth.methods.shared.class_sums import sums_plans
-from fedsynth.methods.shared.condensing import Condenses
+from fedsynth.methods.shared.condensing import CondensingMethod
 from fedsynth.privacy.plans import FIRST, MAIN
 from fedsynth.privacy.requests import check_tensor
 from fedsynth.privacy.settings import PrivacySettings
@@ -27,7 +27,7 @@ LOGITS = "logit sums"  # the name of the plan of V_k's sums
 
 
 @dataclass(frozen=True)
-class GlobalKnowledge(ModelParameters):
+class GlobalLogits(ModelParameters):
     """Sent to clients: w_r, the averaged logits V [C, C], and a mask [C] of the classes that have
     logits."""
 
@@ -77,9 +77,9 @@ class KnowledgeState(ServerState):
 
 
 @dataclass(frozen=True)
-class FedAFSettings(Condenses):
+class FedAFSettings(CondensingMethod):
     """FedAF's settings, with the paper's values; where it is silent, the reason. What is not named
-    here is `Condenses`'s or `TrainsOnUnion`'s: 500 server epochs, batch 256 and momentum 0.9 are
+    here is `CondensingMethod`'s or `TrainsOnUnion`'s: 500 server epochs, batch 256 and momentum 0.9 are
     the paper's (Sec. 5).
 
     Args:
@@ -113,7 +113,7 @@ class FedAFSettings(Condenses):
     """
 
     upload: ClassVar[type[Message]] = CondensedSet
-    downlink: ClassVar[type[Message]] = GlobalKnowledge
+    downlink: ClassVar[type[Message]] = GlobalLogits
     first_downlink: ClassVar[type[Message] | None] = ModelParameters
     first_upload: ClassVar[type[Message] | None] = LocalKnowledge
     state: ClassVar[type[ServerState]] = KnowledgeState
@@ -162,7 +162,7 @@ class FedAFSettings(Condenses):
         )
 
     def check_request(self, message: ModelParameters, context: RoundContext) -> None:
-        if isinstance(message, GlobalKnowledge):  # not the plain model of the first exchange
+        if isinstance(message, GlobalLogits):  # not the plain model of the first exchange
             classes = context.spec.classes
             check_tensor("logits", message.logits, (classes, classes), torch.float32)
             check_tensor("known", message.known, (classes,), torch.bool)
@@ -179,11 +179,11 @@ class FedAFSettings(Condenses):
         soft = Array((told, classes), least=0.0, most=1.0, sums_to_one=True)
         return {**set_rules(context.spec, self.ipc, torch.uint8), **rules, "soft": soft}
 
-    def private_plans(
+    def release_plans(
         self, privacy: PrivacySettings, context: RoundContext
     ) -> tuple[PrivatePlan, ...]:
         """Returns the plans of the images' T releases, of the sums of logits, and of the counts."""
-        images = super().private_plans(privacy, context)
+        images = super().release_plans(privacy, context)
         return *images, *sums_plans(
             LOGITS,
             "logits (V and R)",
@@ -200,11 +200,11 @@ class FedAFSettings(Condenses):
             return ModelParameters(state.parameters, 1.0)
         return None
 
-    def broadcast(self, state: KnowledgeState, context: RoundContext) -> GlobalKnowledge:
+    def broadcast(self, state: KnowledgeState, context: RoundContext) -> GlobalLogits:
         """Returns w_r, and V (Eq. 9), which is empty in round 1."""
         V, known = state.logits, state.known
         if V is None or known is None:
             C = context.spec.classes
             V = torch.zeros(C, C, device=context.device)
             known = torch.zeros(C, dtype=torch.bool, device=context.device)
-        return GlobalKnowledge(state.parameters, 1.0, V, known)
+        return GlobalLogits(state.parameters, 1.0, V, known)

@@ -17,7 +17,7 @@ from fedsynth.core.state import ServerState
 from fedsynth.core.uploads import LARGEST, Array, Rule, most_examples
 from fedsynth.methods.shared.class_sums import COUNTS
 from fedsynth.methods.shared.condensing import TrainsInBall
-from fedsynth.methods.shared.noise_shares import SharesNoise
+from fedsynth.methods.shared.noise_shares import DistributedNoise
 from fedsynth.methods.shared.private_condensation import IMAGES, feature_plans, feature_width
 from fedsynth.privacy.disclosure import Disclosure
 from fedsynth.privacy.disclosure import released as made_of_released
@@ -61,8 +61,8 @@ class CondensedState(ServerState):
 
 
 @dataclass(frozen=True)
-class SumsFeatures(TrainsInBall, SharesNoise):
-    """FedSum's settings: FedDM's where they mean the same; see `TrainsInBall`, `SharesNoise`, and
+class SumsFeatures(TrainsInBall, DistributedNoise):
+    """FedSum's settings: FedDM's where they mean the same; see `TrainsInBall`, `DistributedNoise`, and
 
     Args:
         networks: M, passes of a client over its data in a round.
@@ -87,7 +87,7 @@ class SumsFeatures(TrainsInBall, SharesNoise):
     downlink: ClassVar[type[Message]] = SumsRequest
     upload: ClassVar[type[Message]] = NetworkSums
     state: ClassVar[type[ServerState]] = CondensedState
-    protects: ClassVar[tuple[str, ...]] = ("features",)
+    dp_mechanisms: ClassVar[tuple[str, ...]] = ("features",)
     presets: ClassVar[Presets] = {
         "digits": {"iterations": 100, "image_lr": 5.0},
         "cifar100": {"ipc": 5},
@@ -96,7 +96,7 @@ class SumsFeatures(TrainsInBall, SharesNoise):
         "it adds class sums; clients without examples of a class would outvote the others "
         "in a robust rule by coordinate"
     )
-    discloses: ClassVar[Mapping[str, Disclosure]] = {
+    metric_privacy: ClassVar[Mapping[str, Disclosure]] = {
         "condensed_classes": made_of_released("how many released counts are above their noise")
     }
 
@@ -146,7 +146,7 @@ class SumsFeatures(TrainsInBall, SharesNoise):
     def sum_releases(self, phase: str, context: RoundContext) -> Mapping[str, str]:
         return {"sums": IMAGES, "counts": COUNTS}
 
-    def private_plans(
+    def release_plans(
         self, privacy: PrivacySettings, context: RoundContext
     ) -> tuple[PrivatePlan, ...]:
         """Returns the plans of M releases a round, and of one of the counts."""
@@ -154,7 +154,7 @@ class SumsFeatures(TrainsInBall, SharesNoise):
         plans = feature_plans(
             privacy, context, networks=self.networks, count_noise=self.count_noise
         )
-        return self.added_up(plans, privacy, context)
+        return self.sum_over_clients(plans, privacy, context)
 
     def client_bytes(self, context: RoundContext) -> int:
         numbers = self.networks * context.spec.classes * feature_width(context, logits=True)

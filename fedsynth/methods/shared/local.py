@@ -21,17 +21,17 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from fedsynth.copies import copied
-from fedsynth.core.client import ClientGroup, PrivateClients
+from fedsynth.core.client import ClientGroup, PrivateClientView
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters
-from fedsynth.core.method import Down, Memory, Method, Presets, Results, State, Up
+from fedsynth.core.method import Memory, Method, Presets, Request, Results, State, Upload
 from fedsynth.core.state import ServerState
 from fedsynth.core.uploads import most_examples
 from fedsynth.errors import SettingError
 from fedsynth.methods.shared.aggregation import AveragingState, average, cached
 from fedsynth.methods.shared.client_training import (
     MODEL,
-    Task,
+    LocalObjective,
     train_openly,
     train_privately,
 )
@@ -90,10 +90,10 @@ class TrainsLocally(Method):
 
     upload: ClassVar[type[Message]] = ModelParameters
     state: ClassVar[type[ServerState]] = AveragingState
-    protects: ClassVar[tuple[str, ...]] = ("dp-sgd",)
+    dp_mechanisms: ClassVar[tuple[str, ...]] = ("dp-sgd",)
     robust_refusal: ClassVar[str] = ""
     features_refusal: ClassVar[str] = ""
-    discloses: ClassVar[Mapping[str, Disclosure]] = {
+    metric_privacy: ClassVar[Mapping[str, Disclosure]] = {
         "stragglers": public("drawn from the run's seed", dict[str, COUNT]),
         "stragglers_dropped": public("a setting", bool),
     }
@@ -141,16 +141,18 @@ class TrainsLocally(Method):
     def broadcast(self, state: State, context: RoundContext) -> Message:
         return ModelParameters(state.parameters, 1.0)
 
-    def task(self, client: int, message: Down, memory: Memory, context: RoundContext) -> Task:
+    def task(
+        self, client: int, message: Request, memory: Memory, context: RoundContext
+    ) -> LocalObjective:
         """Returns what this client's training adds to plain SGD in this round."""
-        return Task()
+        return LocalObjective()
 
     def optimiser(self) -> Optimiser:
         """Returns the optimiser of a client's local training, open or private."""
         return MomentumSgd(self.lr, self.momentum, self.weight_decay)
 
     def start_model(
-        self, client: int, message: Down, memory: Memory, context: RoundContext
+        self, client: int, message: Request, memory: Memory, context: RoundContext
     ) -> nn.Module:
         """Returns the network that a client trains: the message's, or a fresh one if clients have
         different architectures."""
@@ -160,7 +162,7 @@ class TrainsLocally(Method):
 
     def client_step(
         self,
-        message: Down,
+        message: Request,
         clients: ClientGroup,
         memories: Sequence[Memory],
         context: RoundContext,
@@ -169,7 +171,7 @@ class TrainsLocally(Method):
         models = [self.start_model(client, message, memory, context) for client, memory in each]
         tasks = [self.task(client, message, memory, context) for client, memory in each]
         late = self.late(context)
-        if isinstance(clients, PrivateClients):
+        if isinstance(clients, PrivateClientView):
             trained = train_privately(models, clients, tasks, self.optimiser(), context)
         else:
             settings = [
@@ -205,10 +207,10 @@ class TrainsLocally(Method):
 
     def complete(
         self,
-        upload: Up,
+        upload: Upload,
         clients: ClientGroup,
         position: int,
-        message: Down,
+        message: Request,
         context: RoundContext,
     ) -> Message:
         """Returns a client's upload with fields computed from its data after training."""
@@ -231,7 +233,7 @@ class TrainsLocally(Method):
         return self.final == "oca"
 
     def combine(
-        self, state: State, uploads: Mapping[int, Up], context: RoundContext
+        self, state: State, uploads: Mapping[int, Upload], context: RoundContext
     ) -> AveragingState:
         """Returns the next state from the uploads that count, by client: at least one, with weights
         above zero. With robust aggregation all are copies of one (`methods/shared/robust.py`)."""
@@ -239,7 +241,7 @@ class TrainsLocally(Method):
         return replace(before, parameters=average(uploads))
 
     def server_step(
-        self, state: State, uploads: Mapping[int, Up], context: RoundContext
+        self, state: State, uploads: Mapping[int, Upload], context: RoundContext
     ) -> ServerState:
         before: AveragingState = state
         counted = counted_uploads(uploads, before.parameters, context)
@@ -265,7 +267,7 @@ class TrainsLocally(Method):
     def variants(self, state: State) -> Mapping[str, Mapping[str, Tensor]]:
         return {"aca": state.parameters, "oca": state.overall} if state.overall else {}
 
-    def private_plans(
+    def release_plans(
         self, privacy: PrivacySettings, context: RoundContext
     ) -> tuple[PrivatePlan, ...]:
         for architecture in (context.architecture, *(context.client_architectures or ())):
@@ -312,6 +314,6 @@ class TrainsLocally(Method):
     def most_steps(self, client: int, context: RoundContext) -> int:
         """Returns an upper bound on this client's steps, from public sizes or its declared size."""
         if context.privacy is not None:
-            return self.private_plans(context.privacy, context)[0].steps
+            return self.release_plans(context.privacy, context)[0].steps
         size = int(most_examples(client, context))
         return steps_of(self._sgd(self.local_epochs, context), size)

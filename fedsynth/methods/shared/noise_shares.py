@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message
-from fedsynth.core.method import Method, State, Up
+from fedsynth.core.method import Method, State, Upload
 from fedsynth.core.state import ServerState
 from fedsynth.errors import SettingError
 from fedsynth.privacy.grid import Addends
@@ -50,7 +50,7 @@ class Pool:
 
 
 @dataclass(frozen=True)
-class SharesNoise(Method):
+class DistributedNoise(Method):
     """A method whose server needs only the sum of its clients' uploads: `from_sum` computes the
     next state from it, `sum_releases` maps its fields to releases.
 
@@ -71,7 +71,7 @@ class SharesNoise(Method):
         check_choices(self, aggregation=(OWN, SECURE))
 
     @property
-    def sums_alone(self) -> bool:
+    def requires_secure_sum(self) -> bool:
         return self.aggregation == SECURE
 
     def noise_shares(self, clients: int) -> int:
@@ -95,7 +95,7 @@ class SharesNoise(Method):
             )
         return self.honest or max(1, clients - 1)
 
-    def added_up(
+    def sum_over_clients(
         self, plans: tuple[PrivatePlan, ...], privacy: PrivacySettings, context: RoundContext
     ) -> tuple[PrivatePlan, ...]:
         """Returns the plans with H and the bounds of the addends, as their releases are summed."""
@@ -141,13 +141,13 @@ class SharesNoise(Method):
         return False
 
     def first_aggregate(
-        self, state: State, replies: Mapping[int, Up], context: RoundContext
+        self, state: State, replies: Mapping[int, Upload], context: RoundContext
     ) -> ServerState:
         """Computes the next state from the sum of all replies."""
         return self.from_sum(FIRST, state, total_of(replies), len(replies), context)
 
     def server_step(
-        self, state: State, uploads: Mapping[int, Up], context: RoundContext
+        self, state: State, uploads: Mapping[int, Upload], context: RoundContext
     ) -> ServerState:
         """Computes the next state from the sum of all uploads."""
         return self.from_sum(MAIN, state, total_of(uploads), len(uploads), context)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from fedsynth.core.client import PrivateClients
+from fedsynth.core.client import PrivateClientView
 from fedsynth.core.context import RoundContext
 from fedsynth.errors import SettingError
 from fedsynth.methods.shared.class_sums import COUNTS, counts_plan
@@ -79,7 +79,7 @@ def image_plan(
         "paper": ("gradient of each class's batch, not of an example", 5.0, pixels),  # the paper's
     }
     if mechanism not in known:
-        raise _unknown(mechanism, "private_plans")
+        raise _unknown(mechanism, "release_plans")
     clipped, clip, coordinates = known[mechanism]
     classes = context.spec.classes
     return PrivatePlan(
@@ -123,7 +123,7 @@ def feature_plans(
 
 
 def private_matching(
-    clients: PrivateClients,
+    clients: PrivateClientView,
     context: RoundContext,
     *,
     columns: int | None = None,

@@ -163,10 +163,10 @@ class MakesImages(Method):
     def plans_images(self) -> bool:
         return self.images_each > 0
 
-    def makes_images(self, counted: Sequence[int]) -> bool:
+    def produces_synthetic_data(self, counted: Sequence[int]) -> bool:
         """Returns whether images are made; moments are released only in round 1, never from a sum
         without noise."""
-        return self.plans_images and not self.sums_alone and 1 in counted
+        return self.plans_images and not self.requires_secure_sum and 1 in counted
 
 
 def class_means_of(pool: Pool, shape: tuple[int, int], *, second: bool) -> Tensor:

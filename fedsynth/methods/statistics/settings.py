@@ -19,7 +19,7 @@ from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import SettingError
 from fedsynth.features.feature_map import FeatureMap
 from fedsynth.features.registry import feature_map, feature_names, features_for, refuse_unknown_map
-from fedsynth.methods.shared.noise_shares import SharesNoise
+from fedsynth.methods.shared.noise_shares import DistributedNoise
 from fedsynth.methods.statistics.class_moments import Pace, pace
 from fedsynth.methods.statistics.images import ImagesState, MakesImages, check_differentiable
 from fedsynth.methods.statistics.pixel_moments import PIXELS
@@ -73,7 +73,7 @@ class FedStatsState(ImagesState):
 
 
 @dataclass(frozen=True)
-class PlansStatistics(SharesNoise, MakesImages):
+class PlansStatistics(DistributedNoise, MakesImages):
     """A method whose releases are noisy sums of fixed features.
 
     Args:
@@ -111,7 +111,7 @@ class PlansStatistics(SharesNoise, MakesImages):
     robust_refusal: ClassVar[str] = (
         "its server needs the sums over all clients' examples, which a robust rule cannot replace"
     )
-    even_rounds: ClassVar[bool] = False
+    same_releases_every_round: ClassVar[bool] = False
     model_sees_data: ClassVar[bool] = False
     takes_model: ClassVar[bool] = False
     features_refusal: ClassVar[str] = "its feature map is method.features"
@@ -204,7 +204,7 @@ class PlansStatistics(SharesNoise, MakesImages):
             whitening=self.whitens(spec),
         )
 
-    def private_plans(
+    def release_plans(
         self, privacy: PrivacySettings, context: RoundContext
     ) -> tuple[PrivatePlan, ...]:
         """Returns the plans of `Releases.plans`.
@@ -220,7 +220,7 @@ class PlansStatistics(SharesNoise, MakesImages):
                     key,
                     f"must be left out with {self.name}, which sets it for each release",
                 )
-        return self.added_up(self.releases(privacy, context).plans(), privacy, context)
+        return self.sum_over_clients(self.releases(privacy, context).plans(), privacy, context)
 
     def round_plans(self, plans: tuple[PrivatePlan, ...], round: int) -> tuple[PrivatePlan, ...]:
         return tuple(plan for plan in plans if (plan.name in FIRST_ROUND) == (round == 1))

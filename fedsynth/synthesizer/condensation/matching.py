@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from fedsynth.core.client import OpenClients, Segments, chunk
+from fedsynth.core.client import ClientClassPairs, ExactClientView, chunk
 from fedsynth.models.batch_norm import SharedStatistics
 from fedsynth.models.frozen import VectorJacobian
 from fedsynth.privacy.passes import power_of_two
@@ -347,7 +347,7 @@ class ExactMatcher(Matcher):
     """
 
     def __init__(
-        self, clients: OpenClients, batches: BatchIndices, columns: int | None = None
+        self, clients: ExactClientView, batches: BatchIndices, columns: int | None = None
     ) -> None:
         self._clients = clients
         self._batches = batches
@@ -397,7 +397,7 @@ class NetworkMeansMatcher(Matcher):
         networks: M.
     """
 
-    def __init__(self, clients: OpenClients, segments: Segments, networks: int) -> None:
+    def __init__(self, clients: ExactClientView, segments: ClientClassPairs, networks: int) -> None:
         self.period = self._networks = networks
         every = max([1, *clients.sizes()])
         batches = BatchIndices(clients, segments, every, 1, seed=0, round=0)

@@ -22,7 +22,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fedsynth.core.client import Segments
+from fedsynth.core.client import ClientClassPairs
 from fedsynth.privacy.mechanisms import GaussianSums, Released
 from fedsynth.privacy.passes import padded, power_of_two
 from fedsynth.privacy.plans import UnaccountedNoise
@@ -39,7 +39,7 @@ from fedsynth.synthesizer.condensation.sets import BatchIndices
 
 
 class PrivateSums(Protocol):
-    """Private records, of clients in a run (`PrivateClients`) or of one `DataOwner`."""
+    """Private records, of clients in a run (`PrivateClientView`) or of one `DataOwner`."""
 
     def class_sums(
         self,
@@ -229,7 +229,7 @@ class PaperMatcher(Matcher):
     def __init__(
         self,
         exact: ExactMatcher,
-        pairs: Segments,
+        pairs: ClientClassPairs,
         batches: BatchIndices,
         noise: Sequence[UnaccountedNoise],
     ) -> None:

@@ -10,7 +10,7 @@ from itertools import count
 import torch
 from torch import Tensor, nn
 
-from fedsynth.core.client import ClientGroup, OpenClients, PrivateClients, Segments
+from fedsynth.core.client import ClientClassPairs, ClientGroup, ExactClientView, PrivateClientView
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, public, released
 from fedsynth.core.method import Memory
@@ -95,7 +95,7 @@ def check_set(upload: SyntheticSet, ipc: int) -> None:
 
 def start_images(
     clients: ClientGroup,
-    segments: Segments,
+    segments: ClientClassPairs,
     memories: Sequence[Memory],
     context: RoundContext,
     ipc: int,
@@ -115,7 +115,7 @@ def start_images(
     """
 
     def fresh() -> Tensor:
-        if isinstance(clients, PrivateClients):
+        if isinstance(clients, PrivateClientView):
             noise = noise_start(clients.ids, segments, ipc, context.spec.image_shape, context.seed)
             return noise.to(context.device)
         if average > 1:
@@ -127,7 +127,7 @@ def start_images(
 
 
 def real_start(
-    clients: OpenClients, segments: Segments, ipc: int, seed: int, draw: int = 0
+    clients: ExactClientView, segments: ClientClassPairs, ipc: int, seed: int, draw: int = 0
 ) -> Tensor:
     """Returns `ipc` random real images of each segment, [S, ipc, C, H, W]; smaller classes repeat
     some images.
@@ -147,7 +147,7 @@ def real_start(
 
 
 def averaged_start(
-    clients: OpenClients, segments: Segments, ipc: int, average: int, seed: int
+    clients: ExactClientView, segments: ClientClassPairs, ipc: int, average: int, seed: int
 ) -> Tensor:
     """Returns `ipc` images of each segment, each the mean of `average` random real images of its
     class (drawn with replacement), [S, ipc, C, H, W]."""
@@ -166,7 +166,11 @@ def averaged_start(
 
 
 def noise_start(
-    ids: Sequence[int], segments: Segments, ipc: int, image_shape: tuple[int, int, int], seed: int
+    ids: Sequence[int],
+    segments: ClientClassPairs,
+    ipc: int,
+    image_shape: tuple[int, int, int],
+    seed: int,
 ) -> Tensor:
     """Returns standard normal images [S, ipc, C, H, W] on the CPU. They are public and depend only
     on (seed, client), so that the start contains nothing private."""
@@ -183,7 +187,7 @@ def noise_start(
 
 
 def with_kept_images(
-    fresh: Callable[[], Tensor], segments: Segments, memories: Sequence[Memory]
+    fresh: Callable[[], Tensor], segments: ClientClassPairs, memories: Sequence[Memory]
 ) -> Tensor:
     """Returns the start images of a round's condensation, [S, ipc, C, H, W]: a client's images of
     its last round if it remembers them, otherwise `fresh` ones."""
@@ -200,7 +204,7 @@ def with_kept_images(
 
 
 def split_uploads(
-    images_SICHW: Tensor, segments: Segments, clients: int, kept_S: Tensor | None = None
+    images_SICHW: Tensor, segments: ClientClassPairs, clients: int, kept_S: Tensor | None = None
 ) -> list[SyntheticSet]:
     """Returns one upload for each client of the group, without the segments that `kept_S`
     excludes."""
@@ -291,8 +295,8 @@ class BatchIndices:
 
     def __init__(
         self,
-        clients: OpenClients,
-        segments: Segments,
+        clients: ExactClientView,
+        segments: ClientClassPairs,
         batch: int,
         steps: int,
         seed: int,
