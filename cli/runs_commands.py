@@ -191,7 +191,7 @@ def sweep(
     """
     from fedsynth.results.sweep import finished, run_sweep
     from fedsynth.results.sweep_file import read_sweep
-    from fedsynth.results.tables import FORMATS, render, sweep_lines
+    from fedsynth.results.tables import FORMATS, render, sweep_rows
     from fedsynth.validation import check_choice
 
     check_choice(None, "format", form, FORMATS)
@@ -205,13 +205,13 @@ def sweep(
     if dry_run:
         for cell in plan.cells:
             state = "finished" if finished(plan, cell) else "to do"
-            print(f"{state}  {plan.output / cell.key}  {cell.words}")
+            print(f"{state}  {plan.output / cell.key}  {cell.label}")
         return
     failed = 0
     if not only_table:
         with ended_by_signals():
             failed = len(run_sweep(plan, train_command, say).failed)
-    text = render(plan, sweep_lines(plan), form)
+    text = render(plan, sweep_rows(plan), form)
     if table is None:
         print(text, end="")
     else:

@@ -89,10 +89,11 @@ def open_regular(
         raise OSError(errno.EINVAL, str(error)) from None
     try:
         status = os.fstat(descriptor)
-        endless = (
-            status.st_size == 0 and stat.S_ISREG(status.st_mode) and os.pread(descriptor, 1, 0)
-        )
-        if not stat.S_ISREG(status.st_mode) or endless:
+        regular = stat.S_ISREG(status.st_mode)
+        if regular and status.st_size == 0 and os.pread(descriptor, 1, 0):
+            # A file of `/proc` stays at size 0; another process may have appended to this one.
+            regular = os.fstat(descriptor).st_size > 0
+        if not regular:
             raise UnsuitableFileError(errno.EINVAL, "it is not a regular file", str(path))
         if max_bytes is not None and status.st_size > max_bytes:
             reason = f"it has {status.st_size:,} bytes, more than the {max_bytes:,} allowed"
@@ -160,11 +161,13 @@ def last_line(path: Path) -> str:
     """Returns the last line with text of a process's log, shortened."""
     try:
         with open_regular(path) as file:
-            file.seek(-min(_LOG_END, os.fstat(file.fileno()).st_size), os.SEEK_END)
+            # From the start: another process may be appending to the log.
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _LOG_END))
             lines = file.readall().decode(errors="replace").split("\n")
     except OSError:
         return "the log is missing"
-    return next((line.strip()[:300] for line in reversed(lines) if line.strip()), "it is empty")
+    texts = (line.strip()[:300] for line in reversed(lines))
+    return next(filter(None, texts), "the log is empty")
 
 
 def load_json(path: Path) -> Any:

@@ -6,34 +6,51 @@ from __future__ import annotations
 import csv
 import io
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from fedsynth.results.finished import NONE, aligned, is_share, read_summary, value_at, words_of
 from fedsynth.results.sweep import finished
 from fedsynth.results.sweep_file import SEED, Sweep
 
 FORMATS = ("table", "csv", "latex", "markdown")
+Rows = Sequence[Sequence[str]]
 
 
-@dataclass(frozen=True)
-class Spread:
-    """Values over seeds; `std` is the sample standard deviation, None for fewer than two."""
+class Column(NamedTuple):
+    """How a result is shown: its path in summary.json, the heading, a factor and the decimals."""
 
-    values: tuple[float, ...]
-
-    @property
-    def mean(self) -> float | None:
-        return statistics.fmean(self.values) if self.values else None
-
-    @property
-    def std(self) -> float | None:
-        return statistics.stdev(self.values) if len(self.values) > 1 else None
+    path: str
+    heading: str
+    scale: float
+    digits: int
 
 
-@dataclass(frozen=True)
-class Line:
+COLUMNS = {
+    "epsilon": Column("differential_privacy.epsilon", "ε", 1.0, 2),
+    "upload_bytes": Column("upload_bytes", "MB up", 1e-6, 2),
+    "seconds": Column("seconds", "s", 1.0, 1),
+}
+"""The columns of every sweep, after its metrics."""
+
+
+class Spread(NamedTuple):
+    """Mean and sample standard deviation over seeds; None without any, and for fewer than two."""
+
+    mean: float | None
+    std: float | None
+
+    def format(self, scale: float, digits: int) -> str:
+        """Returns "mean ± std"."""
+        if self.mean is None:
+            return NONE
+        mean = f"{scale * self.mean:.{digits}f}"
+        if self.std is None:
+            return mean
+        return f"{mean} ± {scale * self.std:.{digits}f}"
+
+
+class SweepRow(NamedTuple):
     """A table row: the axes' values, how many of the planned seeds have finished, and the
     results."""
 
@@ -43,122 +60,97 @@ class Line:
     results: Mapping[str, Spread]
 
 
-def sweep_lines(sweep: Sweep) -> list[Line]:
-    """Returns a line for each point of the grid, over all its seeds."""
+def sweep_rows(sweep: Sweep) -> list[SweepRow]:
+    """Returns a row for each point of the grid, over all its seeds."""
     groups: dict[tuple[tuple[str, Any], ...], list[Mapping[str, Any] | None]] = {}
     for cell in sweep.cells:
         values = tuple((name, value) for name, value in cell.values.items() if name != SEED)
         folder = finished(sweep, cell)
-        groups.setdefault(values, []).append(None if folder is None else read_summary(folder))
-    return [_line(sweep, dict(values), summaries) for values, summaries in groups.items()]
+        summary = None if folder is None else read_summary(folder)
+        groups.setdefault(values, []).append(summary)
+    rows = []
+    for values, summaries in groups.items():
+        complete = [summary for summary in summaries if summary is not None]
+        results = {name: _spread(complete, column.path) for name, column in _columns(sweep).items()}
+        rows.append(SweepRow(dict(values), len(complete), len(summaries), results))
+    return rows
 
 
-def _line(
-    sweep: Sweep, values: Mapping[str, Any], summaries: Sequence[Mapping[str, Any] | None]
-) -> Line:
-    finished = [summary for summary in summaries if summary is not None]
-    paths = {
-        **{metric: metric for metric in sweep.metrics},
-        "epsilon": "differential_privacy.epsilon",
-        "upload_bytes": "upload_bytes",
-        "seconds": "seconds",
-    }
-    results = {
-        name: Spread(tuple(v for summary in finished if (v := value_at(summary, path)) is not None))
-        for name, path in paths.items()
-    }
-    return Line(values, len(finished), len(summaries), results)
+def _columns(sweep: Sweep) -> dict[str, Column]:
+    columns = {}
+    for metric in sweep.metrics:
+        columns[metric] = Column(metric, words_of(metric), 1.0, 4)
+        if is_share(metric):
+            columns[metric] = Column(metric, f"{words_of(metric)} (%)", 100.0, 2)
+    return {**columns, **COLUMNS}
 
 
-def render(sweep: Sweep, lines: Sequence[Line], form: str) -> str:
-    """Returns the lines in one of `FORMATS`."""
+def _spread(summaries: Sequence[Mapping[str, Any]], path: str) -> Spread:
+    found = (value_at(summary, path) for summary in summaries)
+    values = [value for value in found if value is not None]
+    if len(values) > 1:
+        return Spread(statistics.fmean(values), statistics.stdev(values))
+    return Spread(values[0] if values else None, None)
+
+
+def render(sweep: Sweep, rows: Sequence[SweepRow], form: str) -> str:
+    """Returns the rows in one of `FORMATS`."""
     if form == "csv":
-        return _csv(sweep, lines)
-    rows = _cells(sweep, lines, r" \pm " if form == "latex" else " ± ")
-    if form == "latex":
-        return _latex(sweep, rows)
-    return _markdown(rows) if form == "markdown" else aligned(rows)
-
-
-def _cells(sweep: Sweep, lines: Sequence[Line], between: str) -> list[list[str]]:
-    """Returns head and rows as texts, without columns in which no line has a value."""
-    axes = [name for name in sweep.axes if name != SEED]
-    columns: list[list[str]] = [
-        [name, *(str(line.values.get(name, NONE)) for line in lines)] for name in axes
-    ]
-    counts = []
-    for line in lines:
-        complete = line.finished == line.planned
-        counts.append(f"{line.finished}" if complete else f"{line.finished}/{line.planned}")
-    columns.append(["runs", *counts])
-    for name in (*sweep.metrics, "epsilon", "upload_bytes", "seconds"):
-        values = [line.results[name] for line in lines]
-        if any(entry.values for entry in values) or name in sweep.metrics:
-            head, scale, digits = _shown_as(name)
-            columns.append([head, *(_spread(entry, scale, digits, between) for entry in values)])
-    return [list(row) for row in zip(*columns, strict=True)]
-
-
-def _shown_as(name: str) -> tuple[str, float, int]:
-    """Returns the heading, factor and digits of a column."""
-    formats = {
-        "epsilon": ("ε", 1.0, 2),
-        "upload_bytes": ("MB up", 1e-6, 2),
-        "seconds": ("s", 1.0, 1),
+        return _csv(sweep, rows)
+    renderers: Mapping[str, Callable[[Rows], str]] = {
+        "table": aligned,
+        "markdown": _markdown,
+        "latex": _latex,
     }
-    if name in formats:
-        return formats[name]
-    text = words_of(name)
-    return (f"{text} (%)", 100.0, 2) if is_share(name) else (text, 1.0, 4)
+    return renderers[form](_cells(sweep, rows))
 
 
-def _spread(spread: Spread, scale: float, digits: int, between: str) -> str:
-    if spread.mean is None:
-        return NONE
-    text = f"{scale * spread.mean:.{digits}f}"
-    return text if spread.std is None else f"{text}{between}{scale * spread.std:.{digits}f}"
+def _cells(sweep: Sweep, rows: Sequence[SweepRow]) -> list[list[str]]:
+    """Returns head and rows as texts, without columns in which no row has a value."""
+    table = [[*sweep.axes, "runs"]]
+    for row in rows:
+        count = str(row.finished)
+        if row.finished < row.planned:
+            count += f"/{row.planned}"
+        table.append([*(str(row.values.get(name, NONE)) for name in sweep.axes), count])
+    for name, column in _columns(sweep).items():
+        texts = [row.results[name].format(column.scale, column.digits) for row in rows]
+        if name in sweep.metrics or set(texts) != {NONE}:
+            for line, text in zip(table, [column.heading, *texts], strict=True):
+                line.append(text)
+    return table
 
 
-def _markdown(rows: Sequence[Sequence[str]]) -> str:
-    escaped = [[cell.replace("|", "\\|") for cell in row] for row in rows]
-    lines = [escaped[0], ["---"] * len(rows[0]), *escaped[1:]]
-    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+def _markdown(rows: Rows) -> str:
+    rule = ["---"] * len(rows[0])
+    lines = [rows[0], rule, *rows[1:]]
+    escaped = ([cell.replace("|", "\\|") for cell in line] for line in lines)
+    return "".join("| " + " | ".join(line) + " |\n" for line in escaped)
 
 
-_TEX = {"\\": r"\textbackslash{}", "ε": r"$\varepsilon$", "–": "--"}
+_TEX = {"\\": r"\textbackslash{}", "ε": r"$\varepsilon$", "±": r"$\pm$", "–": "--"}
 _TEX |= {sign: "\\" + sign for sign in "&%$#_{}"}
 _TEX |= {"~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
 
 
-def _latex(sweep: Sweep, rows: Sequence[Sequence[str]]) -> str:
+def _latex(rows: Rows) -> str:
     """Returns a LaTeX table with booktabs' rules."""
-    texts = sum(name != SEED for name in sweep.axes)
-    head, *body = [" & ".join(map(_tex, row)) + r" \\" for row in rows]
-    columns = "l" * texts + "r" * (len(rows[0]) - texts)
-    begin = rf"\begin{{tabular}}{{{columns}}}"
+    escapes = str.maketrans(_TEX)
+    head, *body = [" & ".join(cell.translate(escapes) for cell in row) + r" \\" for row in rows]
+    begin = rf"\begin{{tabular}}{{{'l' * len(rows[0])}}}"
     lines = [begin, r"\toprule", head, r"\midrule", *body, r"\bottomrule", r"\end{tabular}", ""]
     return "\n".join(lines)
 
 
-def _tex(cell: str) -> str:
-    mean, plus_minus, std = cell.partition(r" \pm ")
-    if plus_minus:
-        return f"${mean} \\pm {std}$"
-    return "".join(_TEX.get(sign, sign) for sign in cell)
-
-
-def _csv(sweep: Sweep, lines: Sequence[Line]) -> str:
+def _csv(sweep: Sweep, rows: Sequence[SweepRow]) -> str:
     """Returns CSV with mean and standard deviation in separate columns, unrounded and unscaled."""
-    axes = [name for name in sweep.axes if name != SEED]
-    names = list(dict.fromkeys((*sweep.metrics, "epsilon", "upload_bytes", "seconds")))
+    names = list(_columns(sweep))
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    parts = [f"{name}_{part}" for name in names for part in ("mean", "std")]
-    writer.writerow([*axes, "finished", "planned", *parts])
-    for line in lines:
-        row = [line.values.get(name, "") for name in axes] + [line.finished, line.planned]
-        for name in names:
-            for value in (line.results[name].mean, line.results[name].std):
-                row.append("" if value is None else repr(value))
-        writer.writerow(row)
+    heads = [f"{name}_{part}" for name in names for part in ("mean", "std")]
+    writer.writerow([*sweep.axes, "finished", "planned", *heads])
+    for row in rows:
+        values = [row.values.get(name) for name in sweep.axes]
+        spreads = [number for name in names for number in row.results[name]]
+        writer.writerow([*values, row.finished, row.planned, *spreads])  # None is an empty field
     return text.getvalue()

@@ -25,7 +25,7 @@ from fedsynth.errors import FedsynthError
 from fedsynth.results import sweep as sweeps
 from fedsynth.results.sweep import finished, run_sweep
 from fedsynth.results.sweep_file import Sweep, SweepError, read_sweep
-from fedsynth.results.tables import FORMATS, render, sweep_lines
+from fedsynth.results.tables import FORMATS, render, sweep_rows
 
 GRID = """
 [run]
@@ -70,7 +70,7 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Made:
         script = tmp_path / "fake.py"
         script.write_text(FAKE.replace("SECONDS", str(seconds)).replace("FAILS", str(fails)))
         monkeypatch.setattr(runs_commands, "COMMAND", (sys.executable, str(script)))
-        monkeypatch.setattr(sweeps, "PAUSE", 0.01)
+        monkeypatch.setattr(sweeps, "POLL_SECONDS", 0.01)
         file = tmp_path / "skew.toml"
         file.write_text(text)
         return replace(read_sweep(file), output=tmp_path / "out")
@@ -86,7 +86,7 @@ def times(sweep: Sweep) -> list[list[float]]:
 def test_the_grid_is_every_combination(made: Made) -> None:
     sweep = made(GRID)
     assert len(sweep.cells) == 2 * 3 + 2 * 3 * 2
-    assert sweep.axes == ("method", "alpha", "seed", "mu")
+    assert sweep.axes == ("method", "alpha", "mu")
     assert len({cell.key for cell in sweep.cells}) == len(sweep.cells)
     for cell in sweep.cells:
         settings: Any = cell.settings
@@ -98,7 +98,7 @@ def test_the_grid_is_every_combination(made: Made) -> None:
             assert settings.method.lr == 0.5
         else:
             assert settings.method.mu == cell.values["mu"]
-    assert made("[run]\nrounds = 1\n").cells[0].words == ""  # no grid: one run
+    assert made("[run]\nrounds = 1\n").cells[0].values == {}  # no grid: one run
 
 
 def test_full_names_of_a_runs_settings_are_the_short_ones(made: Made) -> None:
@@ -141,17 +141,17 @@ def test_an_invalid_sweep_is_one_error_before_any_run(made: Made, text: str, wor
 def test_runs_are_made_once_and_their_table_has_mean_and_deviation(made: Made) -> None:
     text = '[grid]\nmethod = ["fedavg"]\nalpha = [0.1, 1.0]\nseed = [0, 1, 2]\n'
     sweep = made(text)
-    assert [line.finished for line in sweep_lines(sweep)] == [0, 0]
+    assert [line.finished for line in sweep_rows(sweep)] == [0, 0]
     told: list[str] = []
     ended = run_sweep(sweep, train_command, told.append)
-    assert len(ended.made) == 6
+    assert len(ended.completed) == 6
     assert ended.failed == []
     before = times(sweep)
     again = run_sweep(made(text), train_command, told.append)
-    assert len(again.before) == 6
-    assert again.made == []
+    assert len(again.existing) == 6
+    assert again.completed == []
     assert times(sweep) == before
-    lines = sweep_lines(sweep)
+    lines = sweep_rows(sweep)
     for line, alpha in zip(lines, (0.1, 1.0), strict=True):
         expected = [0.5 + 0.1 * seed + 0.01 * alpha for seed in range(3)]
         assert line.values == {"method": "fedavg", "alpha": alpha}
@@ -160,7 +160,7 @@ def test_runs_are_made_once_and_their_table_has_mean_and_deviation(made: Made) -
     texts = {form: render(sweep, lines, form) for form in FORMATS}
     assert "60.10 ± 10.00" in texts["table"]
     assert "| fedavg | 0.1 | 3 | 60.10 ± 10.00 |" in texts["markdown"]
-    assert r"fedavg & 0.1 & 3 & $60.10 \pm 10.00$" in texts["latex"]
+    assert r"fedavg & 0.1 & 3 & 60.10 $\pm$ 10.00 &" in texts["latex"]
     assert r"test accuracy (\%)" in texts["latex"]
     rows = list(csv.DictReader(io.StringIO(texts["csv"])))
     assert float(rows[1]["test_accuracy_mean"]) == pytest.approx(0.61)
@@ -182,19 +182,51 @@ def test_a_failing_run_is_reported_and_the_others_continue(made: Made) -> None:
     ended = run_sweep(sweep, train_command, told.append)
     assert [cell.values["seed"] for cell, _ in ended.failed] == [1]
     assert any("failed (exit code 1)" in one and "no place" in one for one in told)
-    (line,) = sweep_lines(sweep)
+    (line,) = sweep_rows(sweep)
     assert (line.finished, line.planned) == (2, 3)
     assert "2/3" in render(sweep, [line], "table")
 
 
 def test_a_long_run_is_heard_of(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches: a sweep that is silent for minutes."""
-    monkeypatch.setattr("fedsynth.results.sweep.NEWS_SECONDS", 0.2)
+    monkeypatch.setattr("fedsynth.results.sweep.REPORT_SECONDS", 0.2)
     monkeypatch.setattr("fedsynth.results.sweep.last_line", lambda log: "round 3/20")
     told: list[str] = []
     run_sweep(made("[grid]\nseed = [0]\n", seconds=0.5), train_command, told.append)
     assert told[0].startswith("1 runs in ")
     assert "seed=0: round 3/20" in told
+
+
+def test_progress_is_only_of_active_runs(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches: a report on a run that has ended meanwhile, beside others that are active."""
+    sweep = made("[sweep]\njobs = 2\n[grid]\nseed = [0, 1]\n", seconds=0.0, fails=1)
+    monkeypatch.setattr(sweeps, "POLL_SECONDS", 2.0)
+    monkeypatch.setattr(sweeps, "REPORT_SECONDS", 0.0)
+    reports: list[str] = []
+    run_sweep(sweep, train_command, reports.append)
+    progress = [text for text in reports if text.startswith("seed=")]
+    ends = [text for text in reports if text.startswith(("done", "failed"))]
+    assert (progress, len(ends)) == ([], 2)
+
+
+def test_a_log_that_grows_while_it_is_read_has_a_last_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches: a position counted from an end that has moved."""
+    from fedsynth.privacy import files
+
+    log = tmp_path / "log.txt"
+    log.write_text("")
+    stat = files.os.fstat
+
+    def grow(descriptor: int) -> Any:
+        result = stat(descriptor)
+        log.write_text("round 1\n")
+        return result
+
+    assert files.last_line(log) == "the log is empty"
+    monkeypatch.setattr(files.os, "fstat", grow)
+    assert files.last_line(log) == "round 1"
 
 
 def most_at_once(sweep: Sweep) -> int:
@@ -265,7 +297,7 @@ def test_a_real_run(tmp_path: Path) -> None:
     told: list[str] = []
     ended = run_sweep(sweep, train_command, told.append)
     assert ended.failed == [], told
-    (line,) = sweep_lines(sweep)
+    (line,) = sweep_rows(sweep)
     mean = line.results["test_accuracy"].mean
     assert mean is not None
     assert 0 < mean <= 1
