@@ -8,10 +8,13 @@ the loop starts; everything after that is post-processing.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
+from rich.console import Console
+from rich.progress import track
 from torch import Tensor, nn
 
 from fedsynth.errors import DataError, DivergedError
@@ -103,9 +106,8 @@ def sliced_wasserstein(
     # Both quantile functions are constant between the levels k/N and k/M, in units of 1/(N·M).
     levels = torch.cat([M * torch.arange(N + 1), N * torch.arange(M + 1)]).unique()
     rows, widths = levels[:-1], levels.diff().to(u_ND) / (N * M)
-    apart = along_u[rows // M] - along_v[rows // N]
-    distances: Tensor = (widths[:, None] * apart.abs()).sum(dim=0)
-    return distances.mean()
+    differences = along_u[rows // M] - along_v[rows // N]
+    return (widths[:, None] * differences.abs()).sum(dim=0).mean()
 
 
 class ModuleFeatures:
@@ -121,9 +123,8 @@ class ModuleFeatures:
 
     def real(self, x_NCHW: Tensor, segment_N: Tensor) -> Tensor:
         with torch.no_grad():
-            return torch.cat(
-                [self(part, segment_N) for part in x_NCHW.split(self.images_at_once(x_NCHW))]
-            )
+            parts = x_NCHW.split(self.images_at_once(x_NCHW))
+            return torch.cat([self(part, segment_N) for part in parts])
 
     def vjp(
         self, x_NCHW: Tensor, segment_N: Tensor, *, exact: bool = True
@@ -133,11 +134,10 @@ class ModuleFeatures:
             features = self(leaf, segment_N)
 
         def pull(vectors_VND: Tensor) -> Tensor:
-            rows = [
-                torch.autograd.grad(features, leaf, row, retain_graph=True)[0]
-                for row in vectors_VND
-            ]
-            return torch.stack(rows)
+            pulled = []
+            for vector in vectors_VND:
+                pulled += torch.autograd.grad(features, leaf, vector, retain_graph=True)
+            return torch.stack(pulled)
 
         return features.detach(), pull
 
@@ -145,24 +145,23 @@ class ModuleFeatures:
         return power_of_two(CPU_NUMBERS / max(1, x_NCHW[0].numel()))
 
 
-class _NetworkSource:
-    """Draws the network of each step, from the seed."""
-
-    def __init__(self, networks: Networks, device: torch.device, seed: int) -> None:
-        if isinstance(networks, nn.Module):
-            raise TypeError("networks must be a function that returns a network, not a network")
-        self._networks = networks
-        self._device = device
-        self._seed = seed
-
-    def features(self, step: int) -> FeatureMap:
-        with forked_rng(self._seed, "networks", step):
-            network = self._networks().to(self._device).eval().requires_grad_(False)
-        if isinstance(network, EmbeddingNetwork):
-            return NetworkFeatures(network, 1.0, None)
-        return ModuleFeatures(network)
+def _step_features(networks: Networks, seed: int, step: int, device: torch.device) -> FeatureMap:
+    """Returns the features of a step's network, which is drawn from the seed."""
+    if isinstance(networks, nn.Module):
+        raise TypeError("networks must be a function that returns a network, not a network")
+    with forked_rng(seed, "networks", step):
+        network = networks().to(device).eval().requires_grad_(False)
+    if isinstance(network, EmbeddingNetwork):
+        return NetworkFeatures(network)
+    return ModuleFeatures(network)
 
 
+def _segment(x: Tensor) -> Tensor:
+    """Returns a segment number for each record: without augmentation they have no effect."""
+    return torch.zeros(len(x), dtype=torch.int64, device=x.device)
+
+
+@dataclass(eq=False, repr=False)
 class FeatureMatching:
     """Matches features of real minibatches, class by class, without privacy.
 
@@ -182,127 +181,104 @@ class FeatureMatching:
     torch.Size([6, 4])
     """
 
-    def __init__(
-        self,
-        x: Tensor,
-        y: Tensor,
-        networks: Networks,
-        *,
-        classes: int,
-        steps: int,
-        batch_size: int = 256,
-        loss: Loss = mean_distance,
-        bounds: tuple[float, float] = (-math.inf, math.inf),
-        seed: int = 0,
-    ) -> None:
-        self.classes = classes
-        self.steps = steps
-        self.bounds = bounds
-        self._x = x
-        self._members = [torch.nonzero(y == label).flatten() for label in range(classes)]
-        empty = [label for label, members in enumerate(self._members) if not len(members)]
-        if empty:
-            raise DataError(f"class {empty[0]} has no record: condense the classes that exist")
-        self._networks = _NetworkSource(networks, x.device, seed)
-        self._batch_size = batch_size
-        self._loss = loss
-        self._seed = seed
+    x: Tensor
+    y: Tensor
+    networks: Networks
+    _: KW_ONLY
+    classes: int
+    steps: int
+    batch_size: int = 256
+    loss: Loss = mean_distance
+    bounds: tuple[float, float] = (-math.inf, math.inf)
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        self._members = [torch.nonzero(self.y == label).flatten() for label in range(self.classes)]
+        for label, members in enumerate(self._members):
+            if not len(members):
+                raise DataError(f"class {label} has no record: condense the classes that exist")
 
     def start(self, per_class: int, seed: int) -> Tensor:
         """Returns random real records of each class."""
         draws = torch_generator(seed, "start images")
-        rows = [
-            members[torch.randint(len(members), (per_class,), generator=draws).to(members.device)]
-            for members in self._members
-        ]
-        return self._x[torch.stack(rows)]
+        rows = []
+        for members in self._members:
+            chosen = torch.randint(len(members), (per_class,), generator=draws)
+            rows.append(members[chosen.to(members.device)])
+        return self.x[torch.stack(rows)]
 
     def begin(self) -> None:
         """Does nothing: no release is charged."""
 
     def gradient(self, step: int, synthetic: Tensor) -> Tensor:
-        features = self._networks.features(step)
-        draws = torch_generator(self._seed, "condensation batches", step)
+        features = _step_features(self.networks, self.seed, step, self.x.device)
+        draws = torch_generator(self.seed, "condensation batches", step)
         out = torch.empty_like(synthetic)
         for label, members in enumerate(self._members):
-            order = torch.randperm(len(members), generator=draws)[: self._batch_size]
-            batch = self._x[members[order.to(members.device)]]
-            real = features.real(batch, batch.new_full((len(batch),), label, dtype=torch.int64))
-            u, pull = features.vjp(
-                synthetic[label],
-                synthetic.new_full((synthetic.shape[1],), label, dtype=torch.int64),
-            )
-            out[label] = pull(_loss_gradient(self._loss, real, u)[None])[0]
+            order = torch.randperm(len(members), generator=draws)[: self.batch_size]
+            batch = self.x[members[order.to(members.device)]]
+            real = features.real(batch, _segment(batch))
+            u, pull = features.vjp(synthetic[label], _segment(synthetic[label]))
+            out[label] = pull(_loss_gradient(self.loss, real, u)[None])[0]
         return out
 
 
+@dataclass(eq=False, repr=False)
 class _PrivateMatching:
     """The base class of private objectives: owner, plan, and the charge at the start."""
 
-    mechanism: str
-    quantity: str
+    mechanism: ClassVar[str]
 
-    def __init__(
-        self,
-        owner: DataOwner,
-        networks: Networks,
-        *,
-        clip: float,
-        steps: int,
-        sample_rate: float = 1.0,
-        total_epsilon: float | None = None,
-        seed: int = 0,
-    ) -> None:
-        self.classes = owner.classes
-        self.steps = steps
-        self.bounds = owner.bounds
-        self._owner = owner
-        self._networks = _NetworkSource(networks, owner.device, seed)
-        self._clip = clip
-        self._sample_rate = sample_rate
-        self._total_epsilon = total_epsilon
-        self._divisor = sample_rate * owner.nominal_size / owner.classes
+    owner: DataOwner
+    networks: Networks
+    _: KW_ONLY
+    clip: float
+    steps: int
+    sample_rate: float = 1.0
+    total_epsilon: float | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        self.classes = self.owner.classes
+        self.bounds = self.owner.bounds
+        self._divisor = self.sample_rate * self.owner.nominal_size / self.classes
         self._per_class = 0
-        self._series: Sequence[GaussianSums] = ()
+        self._series: list[GaussianSums] = []
 
     def start(self, per_class: int, seed: int) -> Tensor:
         """Returns random records within the owner's bounds, which contain nothing private."""
         self._per_class = per_class
-        records = self._owner.public_records(self.classes * per_class, seed)
-        return records.view(self.classes, per_class, *self._owner.record_shape)
+        records = self.owner.public_records(self.classes * per_class, seed)
+        return records.view(self.classes, per_class, *self.owner.record_shape)
 
     def begin(self) -> None:
         """Charges the owner for all steps.
 
         Raises:
             BudgetExceededError: the budget does not allow it.
-            PrivacyError: a record's features depend on other records.
+            PrivacyError: a record's features, or gradient, depend on other records.
         """
-        features = self._networks.features(0)
-
-        def of_records(x: Tensor) -> Tensor:
-            return features.real(x, x.new_zeros(len(x), dtype=torch.int64))
-
-        self._owner.check_independent(of_records)
-        self._try_loss(features)
+        features = self._features(0)
+        self.owner.check_independent(lambda x: features.real(x, _segment(x)))
         plan = PrivatePlan(
             name="images",
             quantity="synthetic records",
             mechanism=self.mechanism,
-            clipped=f"{self.quantity} of each record",
-            clip=self._clip,
-            sample_rate=self._sample_rate,
+            clipped=f"{self.mechanism} of each record",
+            clip=self.clip,
+            sample_rate=self.sample_rate,
             steps=self.steps,
-            dimension=self.classes * self._width(of_records),
+            dimension=self.classes * self._width(features),
             groups=self.classes,
         )
-        self._series = [self._owner.charge(plan, self._total_epsilon)]
+        self._series = [self.owner.charge(plan, self.total_epsilon)]
 
-    def _width(self, features: Callable[[Tensor], Tensor]) -> int:
+    def _features(self, step: int) -> FeatureMap:
+        return _step_features(self.networks, self.seed, step, self.owner.device)
+
+    def _width(self, features: FeatureMap) -> int:
+        """Returns the number of coordinates that a step releases for each class."""
         raise NotImplementedError  # abstract
-
-    def _try_loss(self, features: FeatureMap) -> None:
-        """Tries code of the user besides the network; raises PrivacyError."""
 
 
 class ResidualMatching(_PrivateMatching):
@@ -327,16 +303,17 @@ class ResidualMatching(_PrivateMatching):
     """
 
     mechanism = "residual"
-    quantity = "residual"
 
-    def _width(self, features: Callable[[Tensor], Tensor]) -> int:
-        return features(self._owner.public_records(2)).shape[1]
+    def _width(self, features: FeatureMap) -> int:
+        x = self.owner.public_records(2)
+        return features.real(x, _segment(x)).shape[1]
 
     def gradient(self, step: int, synthetic: Tensor) -> Tensor:
-        matcher = ResidualMatcher(self._owner, self._series, self._divisor)
-        return matcher.gradient(step, self._networks.features(step), synthetic)
+        matcher = ResidualMatcher(self.owner, self._series, self._divisor)
+        return matcher.gradient(step, self._features(step), synthetic)
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class GradientMatching(_PrivateMatching):
     """Minimises any loss of features with differential privacy: a step releases the noisy sum of
     clipped gradients of single records (FedDM, Eq. 15).
@@ -352,67 +329,49 @@ class GradientMatching(_PrivateMatching):
     """
 
     mechanism = "gradient"
-    quantity = "gradient"
+    loss: Loss = mean_distance
 
-    def __init__(
-        self,
-        owner: DataOwner,
-        networks: Networks,
-        *,
-        loss: Loss = mean_distance,
-        clip: float,
-        steps: int,
-        sample_rate: float = 1.0,
-        total_epsilon: float | None = None,
-        seed: int = 0,
-    ) -> None:
-        super().__init__(
-            owner,
-            networks,
-            clip=clip,
-            steps=steps,
-            sample_rate=sample_rate,
-            total_epsilon=total_epsilon,
-            seed=seed,
-        )
-        self._loss = loss
-
-    def _width(self, features: Callable[[Tensor], Tensor]) -> int:
-        return self._per_class * math.prod(self._owner.record_shape)
-
-    def _try_loss(self, features: FeatureMap) -> None:
+    def begin(self) -> None:
+        features = self._features(0)
         synthetic = self.start(self._per_class, seed=0)
 
         def gradients(x: Tensor) -> Tensor:
-            return self._of_each(features, synthetic, x, torch.zeros(len(x), dtype=torch.int64))
+            return self._record_gradients(
+                features, synthetic, x, torch.zeros(len(x), dtype=torch.int64)
+            )
 
-        self._owner.check_independent(gradients)
+        self.owner.check_independent(gradients)
+        super().begin()
+
+    def _width(self, features: FeatureMap) -> int:
+        return self._per_class * math.prod(self.owner.record_shape)
 
     def gradient(self, step: int, synthetic: Tensor) -> Tensor:
-        features = self._networks.features(step)
-        if self._loss is mean_distance:  # many records in one backward pass
-            matcher = GradientMatcher(self._owner, self._series, self._divisor)
+        features = self._features(step)
+        if self.loss is mean_distance:  # many records in one backward pass
+            matcher = GradientMatcher(self.owner, self._series, self._divisor)
             return matcher.gradient(step, features, synthetic)
 
         def gradients(x: Tensor, classes: Tensor) -> Tensor:
-            return self._of_each(features, synthetic, x, classes)
+            return self._record_gradients(features, synthetic, x, classes)
 
-        sums = self._owner.class_sums(self._series, gradients, start_over_row=64.0)
+        sums = self.owner.class_sums(self._series, gradients, start_over_row=64.0)
         return (sums / self._divisor).view_as(synthetic)
 
-    def _of_each(
+    def _record_gradients(
         self, features: FeatureMap, synthetic: Tensor, x: Tensor, classes: Tensor
     ) -> Tensor:
         """Returns the gradient of each record [N, ...]; records of class -1 are padding."""
-        real = features.real(x, classes.to(x.device))
+        real = features.real(x, _segment(x))
         out = real.new_zeros(len(x), synthetic[0].numel())
         for label in classes[classes >= 0].unique().tolist():
-            segment = torch.full((synthetic.shape[1],), label, device=x.device)
-            u, pull = features.vjp(synthetic[label], segment)
+            u, pull = features.vjp(synthetic[label], _segment(synthetic[label]))
             for rows in torch.nonzero(classes == label).flatten().split(GRADIENTS_AT_ONCE):
-                each = [_loss_gradient(self._loss, real[row][None], u) for row in rows.tolist()]
-                cotangents = padded(torch.stack(each), GRADIENTS_AT_ONCE)
-                out[rows.to(x.device)] = pull(cotangents)[: len(rows)].flatten(1)
+                cotangents = [
+                    _loss_gradient(self.loss, real[row][None], u) for row in rows.tolist()
+                ]
+                pulled = pull(padded(torch.stack(cotangents), GRADIENTS_AT_ONCE))
+                out[rows.to(x.device)] = pulled[: len(rows)].flatten(1)
         return out
 
 
@@ -453,20 +412,18 @@ def condense(
         DivergedError: a record is not finite.
         BudgetExceededError: the owner's budget does not allow the objective's steps.
     """
-    initial = objective.start(per_class, seed)
-    if start is not None and start.shape != initial.shape:
-        raise ValueError(f"start must have shape {list(initial.shape)}, got {list(start.shape)}")
-    synthetic = (initial if start is None else start.to(initial)).clone()
+    synthetic = objective.start(per_class, seed).clone()
+    if start is not None:
+        if start.shape != synthetic.shape:
+            raise ValueError(
+                f"start must have shape {list(synthetic.shape)}, got {list(start.shape)}"
+            )
+        synthetic.copy_(start)
     objective.begin()
     optimiser = MomentumSgd(lr, momentum)
     state = optimiser.init(synthetic)
-    steps: Iterable[int] = range(objective.steps)
-    if progress:
-        from rich.console import Console
-        from rich.progress import track
-
-        steps = track(steps, "condensing", console=Console(stderr=True))
-    for step in steps:
+    stderr = Console(stderr=True)
+    for step in track(range(objective.steps), "condensing", console=stderr, disable=not progress):
         optimiser.update(synthetic, objective.gradient(step, synthetic), state)
         synthetic.clamp_(*objective.bounds)
     if not bool(synthetic.isfinite().all()):

@@ -148,7 +148,7 @@ def test_later_networks_and_losses_are_tried_before_they_see_a_record() -> None:
     with pytest.raises(ValueError, match="start must have shape"):
         condense(random_loss, per_class=2, lr=0.1, start=torch.zeros(3, 1, 1, 8, 8))
     with pytest.raises(TypeError, match="a function that returns a network"):
-        ResidualMatching(one, fixed_network(), clip=1.0, steps=1)
+        ResidualMatching(one, fixed_network(), clip=1.0, steps=1).begin()
 
 
 def test_condensation_is_reproducible_and_stays_within_the_bounds() -> None:
