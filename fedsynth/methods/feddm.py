@@ -181,7 +181,7 @@ class FedDM(CondensingMethod, TrainsInBall):
             velocity.mul_(self.image_momentum).add_(gradient)
             S.add_(velocity, alpha=-self.image_lr)  # line 19: S_k ← S_k − η_c ∇_S L
         kept = split_uploads(S, pairs, len(clients.ids))
-        sent = split_uploads(S, pairs, len(clients.ids), matcher.kept)  # line 6
+        sent = split_uploads(S, pairs, len(clients.ids), matcher.uploaded)  # line 6
         return [(upload, {"images": own.images}) for upload, own in zip(sent, kept, strict=True)]
 
     def _matcher(

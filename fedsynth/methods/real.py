@@ -19,7 +19,7 @@ from fedsynth.core.uploads import Rule
 from fedsynth.methods.shared.condensing import TrainsInBall
 from fedsynth.privacy.errors import UnaccountedReleaseError
 from fedsynth.synthesizer.condensation.sets import (
-    MOST_IPC,
+    MAX_IPC,
     SyntheticSet,
     check_set,
     real_start,
@@ -71,7 +71,7 @@ class Real(TrainsInBall):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_ranges(self, ipc=(1, MOST_IPC), min_examples=(0, inf))
+        check_ranges(self, ipc=(1, MAX_IPC), min_examples=(0, inf))
 
     def upload_rules(self, phase: str, client: int, context: RoundContext) -> dict[str, Rule]:
         return set_rules(context.spec, self.ipc)

@@ -177,18 +177,18 @@ def test_a_returning_client_resumes_from_its_images(
     """Newcomers beside it start afresh, and do not make it start anew: what it starts from is what
     it remembers."""
     seen: list[tuple[int, ...]] = []
-    original = sets.with_kept_images
+    restore_images = sets.restore_images
 
-    def spy(fresh: Any, segments: Any, memories: Any) -> Any:
+    def spy(start: Any, segments: Any, memories: Any) -> None:
         seen.append(tuple("images" in m for m in memories))
-        start, new = original(fresh, segments, memories), fresh()
+        new = start.clone()
+        restore_images(start, segments, memories)
         for position, memory in enumerate(memories):
             mine = segments.of(position)
             expected = memory["images"].view_as(start[mine]) if "images" in memory else new[mine]
             assert torch.equal(start[mine], expected)
-        return start
 
-    monkeypatch.setattr(sets, "with_kept_images", spy)
+    monkeypatch.setattr(sets, "restore_images", spy)
     simulate(tiny(method, rounds=4))
     who, known = Participation(0, 4, 0.5), set[int]()
     for number, flags in enumerate(seen, 1):

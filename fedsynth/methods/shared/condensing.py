@@ -29,7 +29,7 @@ from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.synthesizer.condensation.distributions import MATCHINGS, refuse_private
 from fedsynth.synthesizer.condensation.matching import ACTIVATIONS, NetworkFeatures
 from fedsynth.synthesizer.condensation.sets import (
-    MOST_IPC,
+    MAX_IPC,
     SMALL_CLASS,
     SyntheticSet,
     check_set,
@@ -159,7 +159,7 @@ class CondensingMethod(TrainsOnUnion):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_ranges(self, ipc=(1, MOST_IPC), iterations=(1, inf), batch=(1, inf))
+        check_ranges(self, ipc=(1, MAX_IPC), iterations=(1, inf), batch=(1, inf))
         check_ranges(self, image_lr=(0, inf), image_momentum=(0, 1), blur=(1e-6, inf))
         check_ranges(self, min_examples=(0, inf), start_average=(1, inf))
         check_choices(self, small_class=SMALL_CLASS, batch_norm=("client", "class"))

@@ -25,7 +25,7 @@ from fedsynth.privacy.dpsgd import refuse_batch_norm
 from fedsynth.privacy.requests import check_tensor
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.synthesizer.condensation.augmentation import AUGMENTATIONS
-from fedsynth.synthesizer.condensation.sets import MOST_IPC
+from fedsynth.synthesizer.condensation.sets import MAX_IPC
 from fedsynth.validation import check_choices, check_embedding, check_ranges
 
 FRESH = "fresh"
@@ -117,7 +117,7 @@ class SumsFeatures(TrainsInBall, DistributedNoise):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_aggregation()
-        check_ranges(self, networks=(1, 10_000), ipc=(1, MOST_IPC), iterations=(1, inf))
+        check_ranges(self, networks=(1, 10_000), ipc=(1, MAX_IPC), iterations=(1, inf))
         check_ranges(self, image_lr=(0, inf), image_momentum=(0, 1), min_examples=(0, inf))
         check_ranges(self, logit_weight=(0, inf), count_noise=(0.01, inf))
         check_choices(

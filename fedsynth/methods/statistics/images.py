@@ -39,7 +39,7 @@ from fedsynth.synthesizer.condensation.from_statistics import (
     public_start,
     shrunk,
 )
-from fedsynth.synthesizer.condensation.sets import MOST_IPC
+from fedsynth.synthesizer.condensation.sets import MAX_IPC
 from fedsynth.synthesizer.condensation.student import soft_labels
 from fedsynth.validation import check_choices, check_ranges
 
@@ -109,7 +109,7 @@ class MakesImages(Method):
 
     def check_images(self) -> None:
         """Refuses settings out of range."""
-        check_ranges(self, ipc=(0, MOST_IPC), drawn_ipc=(0, MOST_IPC), pixel_share=(0, 0.9))
+        check_ranges(self, ipc=(0, MAX_IPC), drawn_ipc=(0, MAX_IPC), pixel_share=(0, 0.9))
         check_ranges(self, image_steps=(0, inf), image_lr=(0, inf))
         check_ranges(self, teacher_weight=(0, inf), smoothness=(0, inf))
         check_choices(self, pictures=(YES, NO, AUTO))

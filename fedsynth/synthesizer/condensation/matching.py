@@ -29,7 +29,7 @@ from fedsynth.models.batch_norm import SharedStatistics
 from fedsynth.models.frozen import VectorJacobian
 from fedsynth.privacy.passes import power_of_two
 from fedsynth.synthesizer.condensation.augmentation import Augmentation
-from fedsynth.synthesizer.condensation.sets import BatchIndices, Piece
+from fedsynth.synthesizer.condensation.sets import BatchIndices
 
 CPU_BYTES = 8 * 2**20
 GPU_IMAGES = 1024
@@ -102,9 +102,11 @@ class NetworkFeatures:
         self._precision = precision
         self._statistics = statistics_S
         self._memory_bytes = memory_bytes
-        self._compiled = torch.compile(self._embed) if compiled and statistics_S is None else None
         self._ipc = ipc
         self.mixes = statistics_S is not None
+        self._embed_compiled = None
+        if compiled and not self.mixes:
+            self._embed_compiled = torch.compile(self._embed)
         self._network: Any = None
         self._real: Any = None
         if network is not None:
@@ -112,19 +114,15 @@ class NetworkFeatures:
 
     def use(self, network: nn.Module, augment: Augmentation | None = None) -> None:
         """Switches to this network; if it is the same object as before, copies its new weights."""
-        if network is self._network and self._real is not network:
-            with torch.no_grad():
-                for mine, new in zip(self._real.parameters(), network.parameters(), strict=True):
-                    mine.copy_(new)
-        else:
-            self._real = self._reduced(network)
-        self._network = network
         self._augment = augment
-
-    def _reduced(self, network: nn.Module) -> nn.Module:
-        if self._precision == torch.float32:
-            return network
-        return copy.deepcopy(network).to(self._precision)
+        if network is not self._network:
+            self._network = self._real = network
+            if self._precision != torch.float32:
+                self._real = copy.deepcopy(network).to(self._precision)
+        elif self._real is not network:
+            with torch.no_grad():
+                for p, new in zip(self._real.parameters(), network.parameters(), strict=True):
+                    p.copy_(new)
 
     def __call__(self, x_NCHW: Tensor, segment_N: Tensor) -> Tensor:
         """Returns u [N, D] with the graph to the images."""
@@ -137,14 +135,15 @@ class NetworkFeatures:
         a CPU in batches that are small enough for the cache."""
         rows = []
         with torch.no_grad():
-            at_once = len(x_NCHW) if self.mixes else self.images_at_once(x_NCHW, self._precision)
+            at_once = len(x_NCHW)
+            if not self.mixes:
+                at_once = self.images_at_once(x_NCHW, self._precision)
             for x, segment in zip(x_NCHW.split(at_once), segment_N.split(at_once), strict=True):
-                x = self._augmented(x, segment).to(
-                    self._precision, memory_format=torch.channels_last
-                )
+                x = self._augmented(x, segment)
+                x = x.to(self._precision, memory_format=torch.channels_last)
                 embed = self._embed
-                if self._compiled is not None and len(x) == at_once:
-                    embed = self._compiled
+                if self._embed_compiled is not None and len(x) == at_once:
+                    embed = self._embed_compiled
                 rows.append(embed(self._real, x, segment).float())
             return self._with_logits(torch.cat(rows))
 
@@ -156,15 +155,16 @@ class NetworkFeatures:
         leaf = x_NCHW.detach().requires_grad_()
         with torch.enable_grad():
             x = self._augmented(leaf, segment_N)
-        own = getattr(self._network, "embed_vjp", None)
+        embed_vjp = getattr(self._network, "embed_vjp", lambda *_, **options: None)
         precision = torch.float32 if exact else self._precision
-        compiled = self._compiled is not None and self._is_whole(x)
-        made = None if own is None or self.mixes else own(x.detach(), precision, compiled=compiled)
-        if made is None:
+        full = self._ipc * segments_at_once(self, x, max(1, self._ipc))
+        compiled = self._embed_compiled is not None and len(x) == full
+        embedded = embed_vjp(x.detach(), precision, compiled=compiled)
+        if embedded is None:
             with torch.enable_grad():
                 u = self._with_logits(self._embed(self._network, x, segment_N))
             return u.detach(), lambda g_VND: _gradients(u, leaf, g_VND)
-        h, pull = made
+        h, pull = embedded
         weight: Tensor = self._network.classifier.weight
         width = h.shape[1]
 
@@ -175,25 +175,20 @@ class NetworkFeatures:
         with torch.no_grad():
             return self._with_logits(h), through
 
-    def _is_whole(self, x_NCHW: Tensor) -> bool:
-        """Returns whether this is the number of images in a full pass of `pull_back`."""
-        return self._ipc > 0 and len(x_NCHW) == self._ipc * segments_at_once(
-            self, x_NCHW, self._ipc
-        )
-
     def images_at_once(self, x_NCHW: Tensor, precision: torch.dtype = torch.float32) -> int:
         """Returns the number of images in one pass, a power of two. On a CPU it keeps the largest
         activation within 8 MB, where caches and the allocator reuse it. (Passes of private records
         are powers of two as well, so that this size divides them evenly.)"""
         scalars = getattr(self._network, "largest_activation", x_NCHW[0].numel())
-        most = min(
-            chunk(x_NCHW.device), self._memory_bytes // (ACTIVATIONS * scalars * precision.itemsize)
-        )
-        cached = GPU_IMAGES if x_NCHW.is_cuda else CPU_BYTES // (scalars * precision.itemsize)
-        return power_of_two(min(most, cached))
+        image_bytes = scalars * precision.itemsize
+        cached = GPU_IMAGES if x_NCHW.is_cuda else CPU_BYTES // image_bytes
+        in_memory = self._memory_bytes // (ACTIVATIONS * image_bytes)
+        return power_of_two(min(chunk(x_NCHW.device), in_memory, cached))
 
     def _augmented(self, x_NCHW: Tensor, segment_N: Tensor) -> Tensor:
-        return x_NCHW if self._augment is None else self._augment(x_NCHW, segment_N)
+        if self._augment is None:
+            return x_NCHW
+        return self._augment(x_NCHW, segment_N)
 
     def _embed(self, network: nn.Module, x_NCHW: Tensor, segment_N: Tensor) -> Tensor:
         if self._statistics is not None:
@@ -212,37 +207,26 @@ class NetworkFeatures:
 def _gradients(outputs: Tensor, leaf: Tensor, vectors: Tensor) -> Tensor:
     """Returns vectors [V, …] of the outputs pulled back to the leaf by autograd, [V, …]."""
     if len(vectors) == 1:
-        (one,) = torch.autograd.grad(outputs, leaf, vectors[0], retain_graph=True)
-        return one[None]
-    (many,) = torch.autograd.grad(outputs, leaf, vectors, is_grads_batched=True, retain_graph=True)
-    return many
+        return torch.autograd.grad(outputs, leaf, vectors[0], retain_graph=True)[0][None]
+    return torch.autograd.grad(outputs, leaf, vectors, is_grads_batched=True, retain_graph=True)[0]
 
 
-class SyntheticPass:
-    """One pass of some segments' synthetic images: their means, and J_cᵀ v for many v, with J_c the
-    Jacobian of mean_{S_c} u."""
+def segment_means_vjp(
+    features: FeatureMap, synthetic_SICHW: Tensor, numbers_G: Tensor, *, exact: bool = True
+) -> tuple[Tensor, VectorJacobian]:
+    """Returns mean_{S_c} u of some segments [G, D], and a function that maps vectors v [V, G, D] to
+    J_cᵀ v_c [V, G, ipc, C, H, W], with J_c the Jacobian of mean_{S_c} u."""
+    shape = synthetic_SICHW[numbers_G].shape
+    ipc = shape[1]
+    u, vjp = features.vjp(
+        synthetic_SICHW[numbers_G].flatten(0, 1), numbers_G.repeat_interleave(ipc), exact=exact
+    )
 
-    def __init__(
-        self,
-        features: FeatureMap,
-        synthetic_SICHW: Tensor,
-        numbers_G: Tensor,
-        *,
-        exact: bool = True,
-    ) -> None:
-        self._shape = synthetic_SICHW[numbers_G].shape
-        groups, self._ipc = self._shape[:2]
-        u, self._vjp = features.vjp(
-            synthetic_SICHW[numbers_G].flatten(0, 1),
-            numbers_G.repeat_interleave(self._ipc),
-            exact=exact,
-        )
-        self.means = u.view(groups, self._ipc, -1).mean(dim=1)
+    def pull(v_VGD: Tensor) -> Tensor:
+        pulled = vjp((v_VGD / ipc).repeat_interleave(ipc, dim=1))
+        return pulled.view(len(v_VGD), *shape)
 
-    def pull(self, v_VGD: Tensor) -> Tensor:
-        """Returns J_cᵀ v_c for each of the V rows, [V, G, ipc, C, H, W]."""
-        pulled = self._vjp((v_VGD / self._ipc).repeat_interleave(self._ipc, dim=1))
-        return pulled.view(len(v_VGD), *self._shape)
+    return u.unflatten(0, (len(u) // ipc, ipc)).mean(dim=1), pull
 
 
 def pull_back(
@@ -260,8 +244,8 @@ def pull_back(
     """
     out = torch.empty_like(synthetic_SICHW)
     for numbers in passes(features, synthetic_SICHW):
-        one = SyntheticPass(features, synthetic_SICHW, numbers)
-        out[numbers] = one.pull(cotangents(one.means, numbers)[None])[0]
+        means, pull = segment_means_vjp(features, synthetic_SICHW, numbers)
+        out[numbers] = pull(cotangents(means, numbers)[None])[0]
     return out
 
 
@@ -269,27 +253,28 @@ def frozen_means(features: FeatureMap, synthetic_SICHW: Tensor) -> Tensor:
     """Returns mean_{S_c} u_w for every segment, [S, D], without graph, in the passes of
     `pull_back`."""
     ipc = synthetic_SICHW.shape[1]
+    means = []
     with torch.no_grad():
-        rows = [
-            features(synthetic_SICHW[numbers].flatten(0, 1), numbers.repeat_interleave(ipc))
-            .view(len(numbers), ipc, -1)
-            .mean(dim=1)
-            for numbers in passes(features, synthetic_SICHW)
-        ]
-    return torch.cat(rows)
+        for numbers in passes(features, synthetic_SICHW):
+            images = synthetic_SICHW[numbers].flatten(0, 1)
+            u = features(images, numbers.repeat_interleave(ipc))
+            means.append(u.unflatten(0, (len(u) // ipc, ipc)).mean(dim=1))
+    return torch.cat(means)
 
 
 def passes(features: FeatureMap, synthetic_SICHW: Tensor) -> tuple[Tensor, ...]:
     """Returns the segments' numbers, split into passes through the network."""
     segments, ipc = synthetic_SICHW.shape[:2]
-    at_once = segments if features.mixes else segments_at_once(features, synthetic_SICHW[0], ipc)
+    at_once = segments
+    if not features.mixes:
+        at_once = segments_at_once(features, synthetic_SICHW[0], ipc)
     return torch.arange(segments, device=synthetic_SICHW.device).split(at_once)
 
 
-def segments_at_once(features: FeatureMap, some_NCHW: Tensor, ipc: int) -> int:
+def segments_at_once(features: FeatureMap, x_NCHW: Tensor, ipc: int) -> int:
     """Returns how many segments of `ipc` images of this shape a full pass holds, independent of the
     number of segments."""
-    return max(1, features.images_at_once(some_NCHW) // ipc)
+    return max(1, features.images_at_once(x_NCHW) // ipc)
 
 
 def segment_sums(values_ND: Tensor, segment_N: Tensor, segments: int) -> Tensor:
@@ -314,10 +299,10 @@ def matching_gradient(
     width = target_SD.shape[1]
 
     def cotangents(means_GD: Tensor, numbers_G: Tensor) -> Tensor:
-        apart = 2 * (means_GD[:, :width] - target_SD[numbers_G])
+        gradient = 2 * (means_GD[:, :width] - target_SD[numbers_G])
         if weight_S is not None:
-            apart = apart * weight_S[numbers_G, None]
-        return nn.functional.pad(apart, (0, means_GD.shape[1] - width))
+            gradient = gradient * weight_S[numbers_G, None]
+        return nn.functional.pad(gradient, (0, means_GD.shape[1] - width))
 
     return pull_back(features, synthetic_SICHW, cotangents)
 
@@ -327,11 +312,11 @@ class Matcher:
 
     Attributes:
         period: the number of steps after which networks and augmentations must repeat; None: never.
-        kept: which segments are uploaded, bool [S]; None: all.
+        uploaded: which segments are uploaded, bool [S]; None: all.
     """
 
     period: int | None = None
-    kept: Tensor | None = None
+    uploaded: Tensor | None = None
 
     def gradient(self, step: int, features: FeatureMap, synthetic: Tensor) -> Tensor:
         """Returns the gradient [S, ipc, C, H, W] of one step."""
@@ -355,30 +340,28 @@ class ExactMatcher(Matcher):
 
     def real_means(self, step: int, features: FeatureMap) -> Tensor:
         """Returns mean_{B_c} u_w of this step's batch for every segment, [S, D], without graph."""
-        sums: Tensor | None = None
-        for piece, u in self._pieces(step, features):
-            where = self._batches.segment[piece.rows] - piece.segments.start
-            count = piece.segments.stop - piece.segments.start
-            if sums is None:
+        sums = torch.zeros(())
+        for rows, segments, u in self._pieces(step, features):
+            if not sums.dim():  # the first piece shows the width of u_w
                 sums = u.new_zeros(len(self._batches.sizes), u.shape[1])
-            sums[piece.segments] += segment_sums(u, where, count)
-        if sums is None:
-            raise ValueError("a step without any real image")
+            number = self._batches.segment[rows] - segments.start
+            sums[segments] += segment_sums(u, number, segments.stop - segments.start)
         return sums / self._batches.divisors.to(sums.dtype)
 
     def real_rows(self, step: int, features: FeatureMap) -> tuple[Tensor, Tensor, Tensor]:
         """Returns u_w of every image of this step's batch [N, D], without graph; its segment [N],
         ascending; and the number of images of each segment [S], on the CPU."""
-        rows = [u for _, u in self._pieces(step, features)]
+        rows = [u for _, _, u in self._pieces(step, features)]
         return torch.cat(rows), self._batches.segment, self._batches.sizes
 
-    def _pieces(self, step: int, features: FeatureMap) -> Iterator[tuple[Piece, Tensor]]:
-        """Yields the step's batch in pieces that fit into memory, with their u_w."""
+    def _pieces(self, step: int, features: FeatureMap) -> Iterator[tuple[slice, slice, Tensor]]:
+        """Yields the step's batch in pieces that fit into memory: rows, their segments and their
+        u_w."""
         indices = self._batches.at(step)
         size = len(indices) if features.mixes else chunk(indices.device)
-        for piece in self._batches.pieces(size):
-            images = self._clients.images(indices[piece.rows])
-            yield piece, features.real(images, self._batches.segment[piece.rows])
+        for rows, segments in self._batches.pieces(size):
+            images = self._clients.images(indices[rows])
+            yield rows, segments, features.real(images, self._batches.segment[rows])
 
     def gradient(self, step: int, features: FeatureMap, synthetic: Tensor) -> Tensor:
         real = self.real_means(step, features)[:, : self._columns]
@@ -399,8 +382,8 @@ class NetworkMeansMatcher(Matcher):
 
     def __init__(self, clients: ExactClientView, segments: ClientClassPairs, networks: int) -> None:
         self.period = self._networks = networks
-        every = max([1, *clients.sizes()])
-        batches = BatchIndices(clients, segments, every, 1, seed=0, round=0)
+        all_examples = max([1, *clients.sizes()])
+        batches = BatchIndices(clients, segments, all_examples, 1, seed=0, round=0)
         self._exact = ExactMatcher(clients, batches)
         self._targets: dict[int, Tensor] = {}
 

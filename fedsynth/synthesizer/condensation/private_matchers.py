@@ -30,10 +30,10 @@ from fedsynth.synthesizer.condensation.matching import (
     ExactMatcher,
     FeatureMap,
     Matcher,
-    SyntheticPass,
     frozen_means,
     matching_gradient,
     pull_back,
+    segment_means_vjp,
 )
 from fedsynth.synthesizer.condensation.sets import BatchIndices
 
@@ -89,8 +89,8 @@ class ResidualMatcher(Matcher):
         fixed = frozen_means(features, synthetic)[:, : self._columns]
 
         def residuals(x_NCHW: Tensor, segment_N: Tensor) -> Tensor:
-            where = segment_N.to(x_NCHW.device, non_blocking=True)
-            return fixed[where] - features.real(x_NCHW, where)[:, : self._columns]
+            segment_N = segment_N.to(x_NCHW.device, non_blocking=True)
+            return fixed[segment_N] - features.real(x_NCHW, segment_N)[:, : self._columns]
 
         noisy = self._clients.class_sums(self._series, residuals) / self._divisor
         return pull_back(
@@ -150,13 +150,13 @@ def per_example_gradients(
     at_once = vectors_at_once(features, synthetic_SICHW, len(x_NCHW) / segments)
     out = u.new_zeros(len(x_NCHW), synthetic_SICHW[0].numel())
     for number in segment_N[segment_N >= 0].unique().tolist():
-        one = SyntheticPass(
+        means, pull = segment_means_vjp(
             features, synthetic_SICHW, torch.full((1,), number, device=device), exact=False
         )
-        for mine in torch.nonzero(segment_N == number).flatten().split(at_once):
-            where = mine.to(device, non_blocking=True)
-            cotangents = padded(2 * (one.means - u[where]), at_once)[:, None]
-            out[where] = one.pull(cotangents)[: len(where)].flatten(1)
+        for rows in torch.nonzero(segment_N == number).flatten().split(at_once):
+            rows = rows.to(device, non_blocking=True)
+            cotangents = padded(2 * (means - u[rows]), at_once)[:, None]
+            out[rows] = pull(cotangents)[: len(rows)].flatten(1)
     return out
 
 
@@ -176,7 +176,7 @@ class FeatureSumMatcher(Matcher):
         count_series: charged for one release of sensitivity 1.
         networks: M.
         floor: public lower bound of the divisor; a class whose noisy count is below it is not
-            `kept`.
+            `uploaded`.
 
     Attributes:
         counts: released noisy counts [S].
@@ -197,7 +197,7 @@ class FeatureSumMatcher(Matcher):
             count_series, lambda x_NCHW, segment_N: x_NCHW.new_ones(len(x_NCHW), 1)
         )
         self.counts: Tensor = ones[:, 0]
-        self.kept = self.counts >= floor
+        self.uploaded = self.counts >= floor
         self._divisors = self.counts.clamp_min(floor)[:, None]
         self._targets: list[Tensor] = []
 
@@ -212,8 +212,8 @@ class FeatureSumMatcher(Matcher):
         centre = frozen_means(features, synthetic)
 
         def rows(x_NCHW: Tensor, segment_N: Tensor) -> Tensor:
-            where = segment_N.to(x_NCHW.device, non_blocking=True)
-            return features.real(x_NCHW, where) - centre[where]
+            segment_N = segment_N.to(x_NCHW.device, non_blocking=True)
+            return features.real(x_NCHW, segment_N) - centre[segment_N]
 
         return centre + self._clients.class_sums(self._series, rows) / self._divisors
 
@@ -234,7 +234,8 @@ class PaperMatcher(Matcher):
         noise: Sequence[UnaccountedNoise],
     ) -> None:
         self._exact = exact
-        self._noise = [(one.secret, pairs.of(k)) for k, one in enumerate(noise)]
+        self._noise = noise
+        self._pairs = pairs
         self._deviation = noise[0].deviation / batches.sizes.to(torch.float64)  # σ𝒞 / |B_c|
         self._clip = noise[0].release.sensitivity
 
@@ -242,9 +243,9 @@ class PaperMatcher(Matcher):
         gradient = self._exact.gradient(step, features, synthetic)
         norms = gradient.flatten(1).norm(dim=1).view(-1, 1, 1, 1, 1)
         gradient = gradient / (norms / self._clip).clamp_min(1)  # line 16
-        noise = [
-            secret.normal((len(own), *gradient.shape[1:]), 1.0)
-            * self._deviation[own].view(-1, 1, 1, 1, 1)
-            for secret, own in self._noise
-        ]
+        noise = []
+        for position, client_noise in enumerate(self._noise):
+            segments = self._pairs.of(position)
+            standard = client_noise.secret.normal((len(segments), *gradient.shape[1:]), 1.0)
+            noise.append(standard * self._deviation[segments].view(-1, 1, 1, 1, 1))
         return gradient + torch.cat(noise).to(gradient.device, gradient.dtype)  # line 17

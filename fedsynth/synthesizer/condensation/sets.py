@@ -3,7 +3,7 @@ server's training on the union of all sets."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 
@@ -19,10 +19,9 @@ from fedsynth.data.images import normalise
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import SettingError, UploadRejectedError
 from fedsynth.seeding import torch_generator
-from fedsynth.training.sgd import Objective, SgdSettings, train_on
-from fedsynth.validation import check_choice
+from fedsynth.training.sgd import Objective, SgdSettings, batches_of, train_on
 
-MOST_IPC = 100_000
+MAX_IPC = 100_000
 """Upper bound of the images per class that a client is asked for: more than any data set here
 has."""
 
@@ -40,7 +39,9 @@ class SyntheticSet(Message):
 
     def normalised(self, spec: DatasetSpec) -> Tensor:
         """Returns the images as network inputs: normalised, float32."""
-        return normalise(self.images, spec) if self.images.dtype == torch.uint8 else self.images
+        if self.images.dtype == torch.uint8:
+            return normalise(self.images, spec)
+        return self.images
 
     def soft_labels(self) -> Tensor | None:
         """Returns the images' soft labels [N, C], each row of which sums to 1, or None if clients
@@ -53,7 +54,7 @@ def synthetic_sets(uploads: Mapping[int, Message]) -> dict[int, SyntheticSet]:
     return {k: upload for k, upload in uploads.items() if isinstance(upload, SyntheticSet)}
 
 
-FARTHEST = 1e4
+MAX_PIXEL = 1e4
 """Largest magnitude of a normalised pixel, in standard deviations: real pixels are within about 10,
 images that differential privacy's noise moves within some hundreds."""
 
@@ -63,9 +64,9 @@ def set_rules(spec: DatasetSpec, ipc: int, dtype: torch.dtype = torch.float32) -
     or as uint8 pixels."""
     rows = ipc * spec.classes
     shape = (None, *spec.image_shape)
-    least, most = (0, 255) if dtype == torch.uint8 else (-FARTHEST, FARTHEST)
+    low, high = (0, 255) if dtype == torch.uint8 else (-MAX_PIXEL, MAX_PIXEL)
     return {
-        "images": Array(shape, dtype, least, most, rows=rows),
+        "images": Array(shape, dtype, low, high, rows=rows),
         "labels": Array((None,), torch.int64, 0, spec.classes - 1, rows=rows),
     }
 
@@ -85,11 +86,11 @@ def check_set(upload: SyntheticSet, ipc: int) -> None:
         raise UploadRejectedError(
             "labels", f"are {len(upload.labels)}, but there are {images} images"
         )
-    most = int(torch.bincount(upload.labels).max()) if images else 0
-    if most > ipc:
+    largest = max(torch.bincount(upload.labels).tolist(), default=0)
+    if largest > ipc:
         raise UploadRejectedError(
             "labels",
-            f"contain a class {most} times, but at most {ipc} images per class were requested",
+            f"contain a class {largest} times, but at most {ipc} images per class were requested",
         )
 
 
@@ -114,16 +115,39 @@ def start_images(
         restart: ignore the images of the last round.
     """
 
-    def fresh() -> Tensor:
-        if isinstance(clients, PrivateClientView):
-            noise = noise_start(clients.ids, segments, ipc, context.spec.image_shape, context.seed)
-            return noise.to(context.device)
-        if average > 1:
-            return averaged_start(clients, segments, ipc, average, context.seed)
-        return real_start(clients, segments, ipc, context.seed)
+    if isinstance(clients, PrivateClientView):
+        start = noise_start(clients.ids, segments, ipc, context.spec.image_shape, context.seed)
+        start = start.to(context.device)
+    elif average > 1:
+        start = averaged_start(clients, segments, ipc, average, context.seed)
+    else:
+        start = real_start(clients, segments, ipc, context.seed)
+    if not restart:
+        restore_images(start, segments, memories)
+    return start
 
-    remembered = [{}] * len(memories) if restart else memories
-    return with_kept_images(fresh, segments, remembered).detach().clone()
+
+def restore_images(
+    start_SICHW: Tensor, segments: ClientClassPairs, memories: Sequence[Memory]
+) -> None:
+    """Replaces the start images of clients that remember those of their last round, in place."""
+    for position, memory in enumerate(memories):
+        if "images" in memory:
+            indices = segments.of(position)
+            start_SICHW[indices] = memory["images"].view(len(indices), *start_SICHW.shape[1:])
+
+
+def _class_pools(
+    clients: ExactClientView,
+    segments: ClientClassPairs,
+    generator_of: Callable[[int], torch.Generator],
+) -> Iterator[tuple[Tensor, torch.Generator]]:
+    """Yields each segment's examples [n], as indices into the resident data, and the generator of
+    its client, which `generator_of` returns for the client's index."""
+    for position, client in enumerate(clients.ids):
+        generator = generator_of(client)
+        for label in segments.label[segments.of(position)].tolist():
+            yield clients.examples(position, label), generator
 
 
 def real_start(
@@ -135,15 +159,14 @@ def real_start(
     The draw depends only on (seed, client, draw), so REAL and FedDM with one seed start from the
     same images.
     """
-    chosen: list[Tensor] = []
-    for position, client in enumerate(clients.ids):
-        generator = torch_generator(seed, "start images", client, draw)
-        for label in segments.label[segments.of(position)].tolist():
-            pool = clients.examples(position, label)
-            order = torch.randperm(len(pool), generator=generator)
-            chosen.append(pool[order.repeat(-(-ipc // len(pool)))[:ipc].to(pool.device)])
-    images = clients.images(torch.cat(chosen) if chosen else torch.empty(0, dtype=torch.int64))
-    return images.view(len(segments), ipc, *clients.spec.image_shape)
+    indices = clients.data.labels.new_empty(len(segments), ipc)
+    pools = _class_pools(
+        clients, segments, lambda client: torch_generator(seed, "start images", client, draw)
+    )
+    for number, (pool, generator) in enumerate(pools):
+        order = torch.randperm(len(pool), generator=generator)
+        indices[number] = pool[order.repeat(-(-ipc // len(pool)))[:ipc].to(pool.device)]
+    return clients.images(indices.flatten()).view(len(segments), ipc, *clients.spec.image_shape)
 
 
 def averaged_start(
@@ -151,18 +174,15 @@ def averaged_start(
 ) -> Tensor:
     """Returns `ipc` images of each segment, each the mean of `average` random real images of its
     class (drawn with replacement), [S, ipc, C, H, W]."""
-    images: list[Tensor] = []
-    for position, client in enumerate(clients.ids):
-        generator = torch_generator(seed, "averaged start images", client)
-        for label in segments.label[segments.of(position)].tolist():
-            pool = clients.examples(position, label)
-            chosen = torch.randint(len(pool), (ipc * average,), generator=generator).to(pool.device)
-            images.append(
-                clients.images(pool[chosen])
-                .view(ipc, average, *clients.spec.image_shape)
-                .mean(dim=1)
-            )
-    return torch.stack(images) if images else torch.empty(0, ipc, *clients.spec.image_shape)
+    shape = clients.spec.image_shape
+    images = torch.empty(len(segments), ipc, *shape, device=clients.data.labels.device)
+    pools = _class_pools(
+        clients, segments, lambda client: torch_generator(seed, "averaged start images", client)
+    )
+    for number, (pool, generator) in enumerate(pools):
+        chosen = torch.randint(len(pool), (ipc * average,), generator=generator).to(pool.device)
+        images[number] = clients.images(pool[chosen]).view(ipc, average, *shape).mean(dim=1)
+    return images
 
 
 def noise_start(
@@ -174,50 +194,28 @@ def noise_start(
 ) -> Tensor:
     """Returns standard normal images [S, ipc, C, H, W] on the CPU. They are public and depend only
     on (seed, client), so that the start contains nothing private."""
-    rows = [
-        torch.randn(
-            len(segments.of(position)),
-            ipc,
-            *image_shape,
-            generator=torch_generator(seed, "start noise", client),
-        )
-        for position, client in enumerate(ids)
-    ]
-    return torch.cat(rows)
-
-
-def with_kept_images(
-    fresh: Callable[[], Tensor], segments: ClientClassPairs, memories: Sequence[Memory]
-) -> Tensor:
-    """Returns the start images of a round's condensation, [S, ipc, C, H, W]: a client's images of
-    its last round if it remembers them, otherwise `fresh` ones."""
-    new = [position for position, memory in enumerate(memories) if "images" not in memory]
-    if not new and len(memories):
-        kept = torch.cat([memory["images"] for memory in memories])
-        return kept.view(len(segments), -1, *kept.shape[1:]) if len(segments) else fresh()
-    start = fresh()
-    for position, memory in enumerate(memories):
-        if "images" in memory:
-            mine = segments.of(position).to(start.device)
-            start[mine] = memory["images"].view(len(mine), *start.shape[1:])
-    return start
+    images = torch.empty(len(segments), ipc, *image_shape)
+    for position, client in enumerate(ids):
+        generator = torch_generator(seed, "start noise", client)
+        indices = segments.of(position)
+        images[indices] = torch.randn(len(indices), ipc, *image_shape, generator=generator)
+    return images
 
 
 def split_uploads(
-    images_SICHW: Tensor, segments: ClientClassPairs, clients: int, kept_S: Tensor | None = None
+    images_SICHW: Tensor, segments: ClientClassPairs, clients: int, uploaded_S: Tensor | None = None
 ) -> list[SyntheticSet]:
-    """Returns one upload for each client of the group, without the segments that `kept_S`
-    excludes."""
+    """Returns one upload for each client of the group, with only the segments that `uploaded_S`
+    selects; None selects all."""
     uploads = []
     ipc = images_SICHW.shape[1]
     for position in range(clients):
-        mine = segments.of(position)
-        if kept_S is not None:
-            mine = mine[kept_S.cpu()[mine]]
-        labels = segments.label[mine].repeat_interleave(ipc).to(images_SICHW.device)
-        uploads.append(
-            SyntheticSet(images_SICHW[mine.to(images_SICHW.device)].flatten(0, 1), labels)
-        )
+        indices = segments.of(position)
+        if uploaded_S is not None:
+            indices = indices[uploaded_S.cpu()[indices]]
+        labels = segments.label[indices].repeat_interleave(ipc).to(images_SICHW.device)
+        images = images_SICHW[indices.to(images_SICHW.device)].flatten(0, 1)
+        uploads.append(SyntheticSet(images, labels))
     return uploads
 
 
@@ -252,7 +250,9 @@ def train_on_union(
         )
     images = torch.cat([u.normalised(context.spec) for u in sets])
     labels = torch.cat([u.labels for u in sets])
-    period = -(-len(labels) // settings.batch) if once_an_epoch else 1
+    period = 1
+    if once_an_epoch:
+        period = batches_of(len(labels), settings.batch)
     steps = count()
 
     def penalty(network: nn.Module) -> Tensor:
@@ -262,12 +262,12 @@ def train_on_union(
 
     train_on(
         model,
-        lambda where: images[where],
+        images.__getitem__,
         labels,
         settings,
         torch_generator(context.seed, "server training", context.round),
-        lambda done, total: context.report("server", done, total),
-        penalty=None if on_all is None else penalty,
+        lambda completed, total: context.report("server", completed, total),
+        penalty=penalty if on_all is not None else None,
         objective=objective,
         precision=context.precision,
     )
@@ -303,46 +303,35 @@ class BatchIndices:
         round: int,
         small_class: str = "all",
     ) -> None:
-        check_choice("method", "small_class", small_class, SMALL_CLASS)
-        blocks: list[Tensor] = []
-        for position, client in enumerate(clients.ids):
-            generator = torch_generator(seed, "condensation batches", round, client)
-            for label in segments.label[segments.of(position)].tolist():
-                pool = clients.examples(position, label)
-                chosen = _draw(len(pool), batch, steps, small_class, generator)
-                blocks.append(pool[chosen.to(pool.device)])
-        self.sizes = torch.tensor([block.shape[1] for block in blocks], dtype=torch.int64)
-        empty = torch.empty(steps, 0, dtype=torch.int32)
-        self._block = (
-            torch.cat([block.to(torch.int32) for block in blocks], dim=1) if blocks else empty
+        device = clients.data.labels.device
+        blocks = [torch.empty(steps, 0, dtype=torch.int32, device=device)]
+        sizes = []
+        pools = _class_pools(
+            clients,
+            segments,
+            lambda client: torch_generator(seed, "condensation batches", round, client),
         )
-        self._where = torch.arange(len(blocks)).repeat_interleave(self.sizes)
-        self.segment = self._where.to(self._block.device)
-        self.divisors = self.sizes.to(self._block.device, torch.float32)[:, None]
+        for pool, generator in pools:
+            chosen = _draw(len(pool), batch, steps, small_class, generator)
+            blocks.append(pool[chosen.to(device)].to(torch.int32))
+            sizes.append(chosen.shape[1])
+        self.sizes = torch.tensor(sizes, dtype=torch.int64)
+        self._indices = torch.cat(blocks, dim=1)
+        self._segment = torch.arange(len(sizes)).repeat_interleave(self.sizes)
+        self.segment = self._segment.to(device)
+        self.divisors = self.sizes.to(device, torch.float32)[:, None]
 
     def at(self, step: int) -> Tensor:
         """Returns one step's indices into the resident data [N]; their segments are `segment` [N]
         at every step, ascending."""
-        return self._block[step].to(torch.int64)
+        return self._indices[step].to(torch.int64)
 
-    def pieces(self, size: int) -> list[Piece]:
-        """Returns a step's batch cut into pieces of at most `size` images."""
-        starts = range(0, len(self._where), size)
-        stops = [min(start + size, len(self._where)) for start in starts]
-        return [
-            Piece(
-                slice(start, stop), slice(int(self._where[start]), int(self._where[stop - 1]) + 1)
-            )
-            for start, stop in zip(starts, stops, strict=True)
-        ]
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Consecutive rows of a step's batch, and their segments."""
-
-    rows: slice
-    segments: slice
+    def pieces(self, size: int) -> Iterator[tuple[slice, slice]]:
+        """Yields a step's batch cut into pieces of at most `size` images: their rows and their
+        segments."""
+        for start in range(0, len(self._segment), size):
+            segment = self._segment[start : start + size]
+            yield slice(start, start + size), slice(int(segment[0]), int(segment[-1]) + 1)
 
 
 def _draw(
@@ -354,8 +343,8 @@ def _draw(
         if small_class == "resample" and pool < batch:
             return torch.randint(pool, (steps, batch), generator=generator)
         return torch.arange(pool).expand(steps, pool)
-    rows: Sequence[Tensor] = [
-        torch.rand(min(64, steps - first), pool, generator=generator).topk(batch, dim=1).indices
-        for first in range(0, steps, 64)
-    ]
-    return torch.cat(list(rows))
+    rows = []
+    for first in range(0, steps, 64):
+        ranks = torch.rand(min(64, steps - first), pool, generator=generator)
+        rows.append(ranks.topk(batch, dim=1).indices)
+    return torch.cat(rows)
