@@ -26,7 +26,7 @@ from fedsynth.federation.run_data import (
 from fedsynth.privacy.errors import PrivacySettingError
 from fedsynth.privacy.mechanism_facts import mechanism_facts
 from fedsynth.privacy.plans import PrivatePlan
-from fedsynth.privacy.report.plots import line_plot
+from fedsynth.privacy.report.plots import Line, line_plot
 from fedsynth.privacy.settings import needs_a_budget
 
 LONG, LONGEST = 6, 300
@@ -184,6 +184,5 @@ def costs_by_mechanism(
 
 def costs_plot(plans: list[MechanismCosts]) -> str:
     """Returns a plot of ε over rounds for each plan, as SVG text."""
-    return line_plot(
-        [(plan.mechanism, list(plan.epsilon.items())) for plan in plans], x="round", y="ε"
-    )
+    lines = [Line(plan.mechanism, list(plan.epsilon.items())) for plan in plans]
+    return line_plot(lines, x="round", y="ε")

@@ -40,7 +40,7 @@ from fedsynth.privacy.files import file_hash, plain_files
 from fedsynth.privacy.report.build import write_report
 from fedsynth.privacy.report.file import read_json, sound_report
 from fedsynth.privacy.report.formatting import format_epsilon
-from fedsynth.privacy.report.pages import words
+from fedsynth.privacy.report.pages import report_sentences
 from fedsynth.results.run_folder import INCOMPLETE, MODEL, PRIVATE_START
 from fedsynth.results.saved_model import Architecture, model_of_run, write_model
 from fedsynth.results.verification import verify_run
@@ -240,7 +240,7 @@ def readme(share: Share) -> str:
     count = len(synthetic.labels)
     report = share.report or {}
     promise = report.get("guarantee") or {}
-    text = words(report) if report else None
+    text = report_sentences(report) if report else None
     sources = {} if share.model is None else share.model[1].own
     files = {kind: label.partition("@")[0] for kind, label in sources.items() if is_label(label)}
     return _TEMPLATES.get_template("share.md.j2").render(

@@ -24,7 +24,7 @@ from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.files import load_json, read_regular
 from fedsynth.privacy.report.file import HOSTILE, sound_report
 from fedsynth.privacy.report.formatting import band, format_epsilon, format_odds, printable
-from fedsynth.privacy.report.pages import STYLE, words
+from fedsynth.privacy.report.pages import STYLE, report_sentences
 from fedsynth.privacy.report.plots import Line, line_plot, svg_templates
 from fedsynth.results.curves import AXES, curve, curves_svg
 from fedsynth.results.finished import (
@@ -279,12 +279,12 @@ def _promise(run: Run) -> tuple[list[str], list[tuple[float, float]]]:
         return [f"the report cannot be read: {error!s:.200}", *[NONE] * 5], []
     promise = report["guarantee"]
     if promise is None:
-        return [words(report).verdict(), *[NONE] * 5], []
+        return [report_sentences(report).verdict(), *[NONE] * 5], []
     epsilon = promise["epsilon"]
     row = [
         f"ε = {format_epsilon(epsilon)}",
         f"{promise['delta']:g}",
-        words(report).protected(),
+        report_sentences(report).protected(),
         band(epsilon),
         format_odds(epsilon),
         promise["worst_client"],

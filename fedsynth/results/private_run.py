@@ -36,7 +36,7 @@ from fedsynth.privacy.plans import FIRST, MAIN
 from fedsynth.privacy.releases import Release
 from fedsynth.privacy.report.build import over_clients
 from fedsynth.privacy.report.figures import Event, Start
-from fedsynth.privacy.report.file import HOSTILE, HeldRows, parse_json, read_json
+from fedsynth.privacy.report.file import HOSTILE, LedgerRows, parse_json, read_json
 from fedsynth.privacy.report.verify import differences
 from fedsynth.results import run_folder
 from fedsynth.results.disclosed import LOST, NOT_COUNTED, REJECTED
@@ -265,7 +265,7 @@ def plan_when_it_began(
             raise MismatchError(
                 f"{history.client}: its ledger is not the one that the run began with"
             )
-    charges = Charges(run, HeldRows({history.client: history.releases for history in histories}))
+    charges = Charges(run, LedgerRows({history.client: history.releases for history in histories}))
     for client, row in charges.lacking:
         raise MismatchError(
             f"{client}: its ledger has lost rows that the run has charged: {_row(row)}"
@@ -293,7 +293,7 @@ class Charges:
         MismatchError: the report's clients are not the run's, or σ is not what the plan gives.
     """
 
-    def __init__(self, run: PrivateRun, ledger_rows: HeldRows) -> None:
+    def __init__(self, run: PrivateRun, ledger_rows: LedgerRows) -> None:
         self.run = run
         self.held = ledger_rows
         start = run.start.ledgers

@@ -33,13 +33,13 @@ from fedsynth.privacy.ledger.history import History
 from fedsynth.privacy.releases import Release
 from fedsynth.privacy.report.build import NAME, build_report
 from fedsynth.privacy.report.figures import Event, schema_problems
-from fedsynth.privacy.report.file import HOSTILE, held_rows, read_json, read_report
+from fedsynth.privacy.report.file import HOSTILE, read_json, read_ledger_rows, read_report
 from fedsynth.privacy.report.verify import (
     Verification,
     differences,
     page_problems,
     report_problems,
-    taken_as_stated,
+    unverifiable_claims,
 )
 from fedsynth.results import disclosed, privacy_summary, private_run
 from fedsynth.results.disclosed import COMMON, LOST, MODELS, NOT_COUNTED, REJECTED
@@ -136,7 +136,7 @@ def _verified(
         problems.append(
             f"(made by fedsynth {made_by}; this is {__version__}, so results may differ)"
         )
-    notes += [f"not verified, taken as stated: {fact}" for fact in taken_as_stated(report)]
+    notes += [f"not verified, taken as stated: {fact}" for fact in unverifiable_claims(report)]
     return Verification(problems, notes)
 
 
@@ -156,7 +156,7 @@ def _run_problems(
     """
     run = private_run.read_run(folder, method)
     files, exact = private_run.ledger_files(folder, run, ledger)
-    ledger_rows = held_rows(report, files, exact=exact)
+    ledger_rows = read_ledger_rows(report, files, exact=exact)
     note = ledger_rows.note or NOT_COMPARED[run.served]
     try:
         charges = Charges(run, ledger_rows)
@@ -473,7 +473,7 @@ def _owner_problems(
         raise MismatchError("an owner's report must belong to a deployment")
     [(name, began)] = run.start.ledgers.items()
     home = folder.resolve().parents[1] if ledger is None else ledger
-    ledger_rows = held_rows(report, home, exact=False)
+    ledger_rows = read_ledger_rows(report, home, exact=False)
     problems = list(ledger_rows.problems)
     previous, since = ledger_rows.rows[name][: began.rows], ledger_rows.rows[name][began.rows :]
     if not ledger_rows.begins_with(name, began):

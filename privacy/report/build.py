@@ -10,8 +10,10 @@ import json
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -72,29 +74,30 @@ def build_report(
     facts.check()
     rows = {history.client: history.releases for history in histories}
     reasons = [*facts.verdict.reasons, *reasons_in_ledgers(rows)]
-    reasons += [
-        f"{history.access}: {history.note}"
-        for history in facts.scope
-        if history.status == UNACCOUNTED
-    ]
+    for access in facts.scope:
+        if access.status == UNACCOUNTED:
+            reasons.append(f"{access.access}: {access.note}")
     formal = not reasons and not facts.test_only_randomness
-    has_rows = bool(rows) or not formal
-    require(has_rows, "ledgers", "must hold at least one client's for a privacy report", rows)
-    promise = guarantee(rows, facts.delta, facts.adjacency) if formal else None
-    worst = None if promise is None else promise.worst_client
-    previous_rows = rows_before or {}
-    heads = {
-        history.client: LedgerHead(
+    promise = worst = None
+    published: list[dict[str, str]] = []
+    if formal:
+        require(bool(rows), "ledgers", "must hold at least one client's for a privacy report", rows)
+        promise = guarantee(rows, facts.delta, facts.adjacency)
+        worst = promise.worst_client
+        published = facts.published
+    heads = {}
+    shares = facts.shares
+    for history in histories:
+        heads[history.client] = LedgerHead(
             rows=len(history.releases),
             chain=history.chain,
-            rows_before=previous_rows.get(history.client, 0),
+            rows_before=(rows_before or {}).get(history.client, 0),
         )
-        for history in histories
-    }
-    counted = [facts.shares, *(row.shares for releases in rows.values() for row in releases)]
+        for row in history.releases:
+            shares = max(shares, row.shares)
     stated = {name: getattr(facts, name) for name in ReportFacts.model_fields}
     stated["verdict"] = Verdict(formal=formal, reasons=reasons, warnings=facts.verdict.warnings)
-    stated["published"] = facts.published if formal else []
+    stated["published"] = published
     return Report(
         **stated,
         schema_version=SCHEMA_VERSION,
@@ -102,120 +105,120 @@ def build_report(
         ledger=folded_ledger(rows),
         ledger_heads=heads,
         accountant=accountant(rows, worst, facts.delta, facts.adjacency),
-        counted_shares=max(counted),
+        counted_shares=shares,
         audit=None,
     ).to_json()
 
 
-def write_report(report: Mapping[str, Any], folder: Path) -> tuple[Path, Path, Path]:
+def write_report(report: Mapping[str, Any], folder: Path) -> None:
     """Writes privacy_report.json, .md and .html into `folder`, each atomically and durably.
 
     Raises:
         PrivacyError: the folder cannot be written to.
     """
     text = json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-    stem = Path(folder) / NAME
-    paths = (stem.with_suffix(".json"), stem.with_suffix(".md"), stem.with_suffix(".html"))
-    contents = (text, render_markdown(report), render_html(report))
-    for path, content in zip(paths, contents, strict=True):
+    contents = {"json": text, "md": render_markdown(report), "html": render_html(report)}
+    for ending, content in contents.items():
+        path = folder / f"{NAME}.{ending}"
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
             write_whole(path, content.encode())
         except OSError as error:
             raise PrivacyError(f"cannot write {path}: {error}") from error
-    return paths
 
 
 def reasons_in_ledgers(ledgers: Mapping[str, Rows]) -> list[str]:
     """Returns the reasons in the ledgers that rule out a guarantee: unaccounted rows and rows
     without noise."""
-    reasons: dict[str, None] = {}
-    for rows in ledgers.values():
-        for row in rows:
-            if row.unaccounted is not None:
-                reasons[f"{row.quantity} ({row.mechanism}): {row.unaccounted}"] = None
-            elif row.noise_multiplier == 0:
-                reasons[f"{row.quantity} ({row.mechanism}): released without noise"] = None
-    return list(reasons)
+    reasons = []
+    for row in chain.from_iterable(ledgers.values()):
+        reason = row.unaccounted
+        if reason is None and row.noise_multiplier == 0:
+            reason = "released without noise"
+        if reason is not None:
+            reasons.append(f"{row.quantity} ({row.mechanism}): {reason}")
+    return list(dict.fromkeys(reasons))
 
 
 def guarantee(ledgers: Mapping[str, Rows], delta: float, adjacency: str) -> Guarantee:
     """Returns (ε, δ) of the worst client, ε by client and by round, ε(δ), and the bounds on
     attacks; each figure is the largest over the clients."""
-    by_client = {name: epsilon(rows, delta, adjacency) for name, rows in ledgers.items()}
-    worst = max(by_client, key=lambda name: by_client[name])
-    histories = {
-        name: epsilon_by_round(client_rows, delta, adjacency)
-        for name, client_rows in ledgers.items()
-    }
+    by_client, by_round = {}, {}
+    different = {}  # clients with equal totals have equal figures
+    for client, rows in ledgers.items():
+        by_client[client] = epsilon(rows, delta, adjacency)
+        by_round[client] = epsilon_by_round(rows, delta, adjacency)
+        different[totals(rows)] = rows
+    worst = max(by_client, key=lambda client: by_client[client])
+
     # the worst client may depend on δ, on the attack and on the group size
-    different = list(
-        {totals(client_rows): client_rows for client_rows in ledgers.values()}.values()
-    )
+    def largest(figure: Callable[[Rows], Any]) -> Any:
+        return max(map(figure, different.values()))
+
     curve = []
     for point in sorted({*CURVE_DELTAS, delta}, reverse=True):
-        highest = max(epsilon(rows, point, adjacency) for rows in different)
+        highest = largest(partial(epsilon, delta=point, adjacency=adjacency))
         curve.append(CurvePoint(delta=point, epsilon=highest))
-    success_rates = [attack_success(rows, adjacency=adjacency) for rows in different]
-    attacks = []
-    for rate in success_rates[0]:
-        power = max(attack[rate] for attack in success_rates)
-        attacks.append(Attack(false_positive_rate=rate, true_positive_rate_at_most=power))
+    powers: dict[float, float] = {}
+    for rows in different.values():
+        for rate, power in attack_success(rows, adjacency=adjacency).items():
+            powers[rate] = max(power, powers.get(rate, 0.0))
+    attacks = [
+        Attack(false_positive_rate=rate, true_positive_rate_at_most=power)
+        for rate, power in powers.items()
+    ]
     groups = []
     for size in GROUPS:
-        size_groups = [group(rows, delta, size, adjacency) for rows in different]
-        groups.append(
-            max(
-                size_groups,
-                key=lambda size_group: (
-                    math.inf if size_group.epsilon is None else size_group.epsilon
-                ),
-            )
-        )
+        bound, exact = largest(partial(group_epsilon, delta=delta, size=size, adjacency=adjacency))
+        groups.append(Group(units=size, epsilon=None if math.isinf(bound) else bound, exact=exact))
     return Guarantee(
         epsilon=by_client[worst],
         delta=delta,
         worst_client=worst,
         epsilon_by_client=by_client,
-        epsilon_by_round=over_clients(histories),
-        epsilon_of_each_release_alone=alone(ledgers[worst], delta, adjacency),
+        epsilon_by_round=over_clients(by_round),
+        epsilon_of_each_release_alone=by_kind(ledgers[worst], delta, adjacency),
         epsilon_of_delta=curve,
         attack_success=attacks,
-        best_guess_at_most=max(best_guess(rows, adjacency) for rows in different),
+        best_guess_at_most=largest(partial(best_guess, adjacency=adjacency)),
         groups=groups,
     )
 
 
-def over_clients(histories: Mapping[str, Mapping[int, float]]) -> list[AfterRound]:
+def over_clients(by_client: Mapping[str, Mapping[int, float]]) -> list[AfterRound]:
     """Returns the worst, the median and every client's ε after each round; a client without a new
-    release keeps its ε."""
+    release keeps its ε.
+
+    Args:
+        by_client: client → round → ε after the round.
+    """
     table: list[AfterRound] = []
-    current = dict.fromkeys(histories, 0.0)
-    for number in sorted({number for history in histories.values() for number in history}):
-        current = {name: history.get(number, current[name]) for name, history in histories.items()}
+    current = dict.fromkeys(by_client, 0.0)
+    for number in sorted(set().union(*by_client.values())):
+        for client, by_round in by_client.items():
+            current[client] = by_round.get(number, current[client])
         worst = max(current.values())
         median = statistics.median(current.values())
-        table.append(AfterRound(round=number, worst=worst, median=median, clients=current))
+        table.append(AfterRound(round=number, worst=worst, median=median, clients=dict(current)))
     return table
 
 
-def alone(rows: Rows, delta: float, adjacency: str) -> list[ReleaseKind]:
+def by_kind(rows: Rows, delta: float, adjacency: str) -> list[ReleaseKind]:
     """Returns the ε of each kind of release if it were the only one. These do not add up to the
     total ε, which is smaller."""
     kinds: dict[tuple[str, str], list[Release]] = defaultdict(list)
     for row in rows:
         kinds[row.quantity, row.mechanism].append(row)
-    return [
-        ReleaseKind(
-            quantity=quantity, mechanism=mechanism, epsilon=epsilon(releases, delta, adjacency)
-        )
-        for (quantity, mechanism), releases in sorted(kinds.items())
-    ]
+    table = []
+    for (quantity, mechanism), releases in sorted(kinds.items()):
+        spent = epsilon(releases, delta, adjacency)
+        table.append(ReleaseKind(quantity=quantity, mechanism=mechanism, epsilon=spent))
+    return table
 
 
-def group(rows: Rows, delta: float, size: int, adjacency: str) -> Group:
+def group_epsilon(rows: Rows, delta: float, size: int, adjacency: str) -> tuple[float, bool]:
     """Returns the ε that holds for `size` units (examples or users) of one client together, at the
-    same δ; its `epsilon` is None if it cannot be computed.
+    same δ, infinite if it cannot be computed; and whether it is exact.
 
     Without subsampling, `size` units change each sum by at most size·clip, so ε is exactly that of
     noise multiplier σ/size. With subsampling, an (ε', δ') guarantee for one unit gives size·ε' at
@@ -225,18 +228,17 @@ def group(rows: Rows, delta: float, size: int, adjacency: str) -> Group:
     """
     if all(row.sample_rate == 1 for row in rows):
         scaled = [replace(row, noise_multiplier=row.noise_multiplier / size) for row in rows]
-        exact = epsilon(scaled, delta, adjacency)
-        return Group(units=size, epsilon=exact, exact=True)
-    single_epsilon = epsilon(rows, delta, adjacency)
+        return epsilon(scaled, delta, adjacency), True
+    unit_epsilon = epsilon(rows, delta, adjacency)
     merged = merge(rows, adjacency)
     for factor in range(40):
-        group_epsilon = single_epsilon * (1 + factor / 10)
-        spread = math.fsum(math.exp(min(i * group_epsilon, 700.0)) for i in range(size))
+        larger = unit_epsilon * (1 + factor / 10)
+        spread = math.fsum(math.exp(min(i * larger, 700.0)) for i in range(size))
         if merged is None or spread * merged.slack > delta:  # beyond the accountant's accuracy
             break
-        if delta_of(merged, group_epsilon) * spread <= delta:
-            return Group(units=size, epsilon=size * group_epsilon, exact=False)
-    return Group(units=size, epsilon=None, exact=False)
+        if delta_of(merged, larger) * spread <= delta:
+            return size * larger, False
+    return math.inf, False
 
 
 def folded_ledger(ledgers: Mapping[str, Rows]) -> list[LedgerEntry]:
@@ -273,7 +275,8 @@ def accountant(
     if worst is None:
         described = describe_accountant((), adjacency)
         return Accountant(**{**described, "computation": "none: no guarantee to compute"})
-    rows = ledgers[worst]
-    rdp = epsilon_rdp(rows, delta, adjacency)
-    finite = rdp is not None and math.isfinite(rdp)
-    return Accountant(**describe_accountant(rows, adjacency), rdp_epsilon=rdp if finite else None)
+    described = describe_accountant(ledgers[worst], adjacency)
+    rdp = epsilon_rdp(ledgers[worst], delta, adjacency)
+    if rdp is not None and not math.isfinite(rdp):
+        rdp = None
+    return Accountant(**described, rdp_epsilon=rdp)

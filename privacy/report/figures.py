@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import datetime
 import reprlib
-from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -18,7 +17,10 @@ from fedsynth.privacy.releases import ADD_REMOVE, RECORD, check_adjacency, check
 SCHEMA_VERSION = 4
 MAX_SHOWN_FAULTS = 10
 MAX_SHOWN_KEY = 80
+_REASONS = {"missing": "is missing", "extra_forbidden": "is not a key of a report"}
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Version = Annotated[str, Field(pattern=r"^[0-9A-Za-z][0-9A-Za-z.+!_-]{0,63}$")]
+Share = Annotated[float, Field(gt=0, lt=1)]
 DataSet = dict[str, str | int | list[str] | list[float]]
 
 
@@ -153,14 +155,14 @@ class Accountant(Part):
 class Audit(Part):
     """The counts of a canary audit, and the bound that follows from them."""
 
-    command: str
+    command: str = Field(pattern=r"^fedsynth privacy audit( [^\x00-\x1f\x7f]{0,2000})?$")
     method: str
     mechanism: str
     canaries: int = Field(ge=1, le=10**6)  # checking more would take hours
     guesses: int
     correct: int
-    confidence: float
-    delta: float
+    confidence: Share
+    delta: Share
     epsilon_lower_bound: float
 
 
@@ -268,7 +270,7 @@ class ReportFacts(Part):
     adjacency: str = ADD_REMOVE
     unit: Unit = Unit()
     test_only_randomness: bool = False
-    provenance: dict[str, str] = {}
+    provenance: dict[str, Version] = {}
     noise_multiplier: float | None = None
     data_set: DataSet = {}
     simulated: bool = True
@@ -356,33 +358,27 @@ class Signature(Part):
 def schema_problems(value: Any, shape: type[BaseModel] = Report) -> list[str]:
     """Returns missing and unknown keys and values of the wrong type, one line each; if empty, code
     that reads the value can rely on its shape."""
-    missing = []
-    if isinstance(value, Mapping):
-        missing = [f"{key} is missing" for key in shape.model_fields if key not in value]
     try:
         shape.model_validate(value)
     except ValidationError as error:
         return faults(error)
-    return missing
+    return [f"{key} is missing" for key in shape.model_fields if key not in value]
 
 
 def faults(error: ValidationError) -> list[str]:
     """Returns the faults of an invalid value, one line each."""
     errors = error.errors(include_url=False, include_context=False, include_input=False)
-    lines = [
-        _line(error_["loc"], error_["type"], error_["msg"]) for error_ in errors[:MAX_SHOWN_FAULTS]
-    ]
-    hidden = len(errors) - MAX_SHOWN_FAULTS
-    return [*lines, f"and {hidden} more"] if hidden > 0 else lines
+    lines = []
+    for fault in errors[:MAX_SHOWN_FAULTS]:
+        path = ".".join(short_key(str(part)) for part in fault["loc"]) or "it"
+        lines.append(f"{path} {_REASONS.get(fault['type'], 'is wrong: ' + fault['msg'])}")
+    if len(errors) > MAX_SHOWN_FAULTS:
+        lines.append(f"and {len(errors) - MAX_SHOWN_FAULTS} more")
+    return lines
 
 
-def _line(location: Sequence[int | str], kind: str, message: str) -> str:
-    path = ".".join(_short_key(str(part)) for part in location)
-    reasons = {"missing": "is missing", "extra_forbidden": "is not a key of a report"}
-    return f"{path or 'it'} {reasons.get(kind, 'is wrong: ' + message)}"
-
-
-def _short_key(name: str) -> str:
-    """Returns an untrusted key in the form that error messages show."""
-    plain = name.isalnum() or name.isidentifier()
-    return name if plain and len(name) <= MAX_SHOWN_KEY else reprlib.repr(name)
+def short_key(name: str) -> str:
+    """Returns an untrusted key as error messages show it."""
+    if len(name) <= MAX_SHOWN_KEY and name.isprintable():
+        return name
+    return reprlib.repr(name)

@@ -3,13 +3,12 @@ is about. All of them are untrusted input."""
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fedsynth.privacy.errors import LedgerError, PrivacyError
+from fedsynth.privacy.errors import LedgerError, PrivacyError, shown
 from fedsynth.privacy.files import decode_json, read_text
 from fedsynth.privacy.ledger import Ledger, read_ledger
 from fedsynth.privacy.releases import Release
@@ -26,9 +25,6 @@ HOSTILE = (
     MemoryError,
 )
 """The exceptions that unforeseen values may raise in code that expects valid ones."""
-SHORT = reprlib.Repr()
-"""Shortens values of such files for messages."""
-SHORT.maxstring = SHORT.maxother = 120
 
 
 def read_report(path: Path) -> dict[str, Any]:
@@ -42,7 +38,7 @@ def read_report(path: Path) -> dict[str, Any]:
     version = report.get("schema_version")
     if version != SCHEMA_VERSION or type(version) is not int:
         raise PrivacyError(
-            f"{file} has report schema {SHORT.repr(version)}, but this version of fedsynth "
+            f"{file} has report schema {shown(version)}, but this version of fedsynth "
             f"reads {SCHEMA_VERSION}"
         )
     return report
@@ -97,8 +93,8 @@ def parse_json(text: str, complaint: str) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class HeldRows:
-    """The rows that a report is about.
+class LedgerRows:
+    """The ledger rows that a report is about.
 
     Attributes:
         rows: client → its rows.
@@ -107,8 +103,8 @@ class HeldRows:
         note: what was compared; empty: no file.
     """
 
-    rows: dict[str, tuple[Release, ...]] = field(default_factory=dict)
-    ledgers: dict[str, Ledger] = field(default_factory=dict)
+    rows: dict[str, tuple[Release, ...]]
+    ledgers: Mapping[str, Ledger] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     note: str = ""
 
@@ -124,7 +120,7 @@ class HeldRows:
         return start.rows >= len(hashes) or hashes[start.rows] == start.chain
 
 
-def held_rows(report: Mapping[str, Any], files: Path | None, *, exact: bool) -> HeldRows:
+def read_ledger_rows(report: Mapping[str, Any], files: Path | None, *, exact: bool) -> LedgerRows:
     """Returns the rows that the report is about.
 
     Args:
@@ -139,32 +135,40 @@ def held_rows(report: Mapping[str, Any], files: Path | None, *, exact: bool) -> 
     """
     heads = report["ledger_heads"]
     stated = stated_rows(report)
-    ledger_rows = HeldRows()
-    if files is not None:
-        ledger_rows = HeldRows(
-            note=f"the report's rows were compared with the ledger files in {files}"
-        )
-        damaged = _read_ledgers(ledger_rows, files)
-        if exact or not set(heads) <= set(ledger_rows.ledgers):
-            ledger_rows.problems.extend(damaged)
-    for client in ledger_rows.ledgers:
-        if exact and client not in heads:
-            ledger_rows.problems.append(f"{files} has a ledger of {client}, which the report lacks")
-    for client, head in heads.items():
-        if client in ledger_rows.ledgers:
-            rows = ledger_rows.ledgers[client].releases
-            ledger_rows.rows[client] = rows if exact else rows[: head["rows"]]
-            ledger_rows.problems.extend(_differences(ledger_rows, client, head, exact=exact))
-            continue
-        rows = ledger_rows.rows[client] = tuple(stated.get(client, ()))
-        if files is not None:
-            ledger_rows.problems.append(f"{files} has no ledger of {client}")
-        elif len(rows) != head["rows"]:
-            ledger_rows.problems.append(
-                f"{client}: the report has {len(rows)} rows, but its ledger head states "
-                f"{head['rows']}"
-            )
-    return ledger_rows
+    rows = {client: tuple(stated.get(client, ())) for client in heads}
+    problems = []
+    if files is None:
+        for client, head in heads.items():
+            if len(rows[client]) != head["rows"]:
+                problems.append(
+                    f"{client}: the report has {len(rows[client])} rows, but its ledger head "
+                    f"states {head['rows']}"
+                )
+        return LedgerRows(rows, problems=problems)
+    ledgers, damaged = _read_ledgers(files)
+    if exact or not heads.keys() <= ledgers.keys():
+        problems += damaged
+    for client in heads:
+        if client not in ledgers:
+            problems.append(f"{files} has no ledger of {client}")
+    for client, ledger in ledgers.items():
+        if client in heads:
+            count, count_in_file = heads[client]["rows"], len(ledger.releases)
+            rows[client] = ledger.releases if exact else ledger.releases[:count]
+            if count > count_in_file or (exact and count < count_in_file):
+                problems.append(
+                    f"{client}: the ledger file has {count_in_file} rows, but the report states "
+                    f"{count}"
+                )
+            elif ledger.chains[count] != heads[client]["chain"]:
+                problems.append(
+                    f"{client}: the chain hash of the ledger file's first {count} rows differs "
+                    "from the report's: the rows differ"
+                )
+        elif exact:
+            problems.append(f"{files} has a ledger of {client}, which the report lacks")
+    note = f"the report's rows were compared with the ledger files in {files}"
+    return LedgerRows(rows, ledgers, problems, note)
 
 
 def stated_rows(report: Mapping[str, Any]) -> dict[str, list[Release]]:
@@ -176,19 +180,19 @@ def stated_rows(report: Mapping[str, Any]) -> dict[str, list[Release]]:
     rows: dict[str, list[Release]] = {}
     try:
         for entry in report["ledger"]:
-            fields = {
-                key: value for key, value in entry.items() if key not in ("rounds", "clients")
-            }
-            releases = [Release.from_json({**fields, "round": n}) for n in entry["rounds"]]
-            for client in entry["clients"]:
+            fields = dict(entry)
+            rounds, clients = fields.pop("rounds"), fields.pop("clients")
+            releases = [Release.from_json({**fields, "round": number}) for number in rounds]
+            for client in clients:
                 rows.setdefault(client, []).extend(releases)
     except (*HOSTILE, PrivacyError) as error:
         raise PrivacyError(f"the report's ledger section is damaged: {error}") from None
     return rows
 
 
-def _read_ledgers(ledger_rows: HeldRows, folder: Path) -> list[str]:
-    """Adds the ledgers in a folder to `ledger_rows`; returns problems with files."""
+def _read_ledgers(folder: Path) -> tuple[dict[str, Ledger], list[str]]:
+    """Returns the ledgers in a folder by client, and problems with files."""
+    ledgers: dict[str, Ledger] = {}
     problems: list[str] = []
     for path in sorted(folder.glob("*.jsonl")):
         try:
@@ -197,22 +201,7 @@ def _read_ledgers(ledger_rows: HeldRows, folder: Path) -> list[str]:
             problems.append(str(error))
             continue
         if path.stem == ledger.client:
-            ledger_rows.ledgers[ledger.client] = ledger
+            ledgers[ledger.client] = ledger
         else:
-            problems.append(f"{path} is the ledger of {SHORT.repr(ledger.client)}")
-    return problems
-
-
-def _differences(
-    ledger_rows: HeldRows, client: str, head: Mapping[str, Any], *, exact: bool
-) -> list[str]:
-    """Returns the differences between one client's file and the report's head."""
-    rows, count = len(ledger_rows.ledgers[client].releases), head["rows"]
-    if count > rows or (exact and count != rows):
-        return [f"{client}: the ledger file has {rows} rows, but the report states {count}"]
-    if ledger_rows.chains(client)[count] != head["chain"]:
-        return [
-            f"{client}: the chain hash of the ledger file's first {count} rows differs from "
-            "the report's: the rows differ"
-        ]
-    return []
+            problems.append(f"{path} is the ledger of {shown(ledger.client)}")
+    return ledgers, problems

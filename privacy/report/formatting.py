@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ BANDS: tuple[tuple[float, str, str], ...] = (
 )
 MAX_ODDS = 1e6
 _MARKDOWN = re.compile(r"[\\`*<>|&~\[\]]|(?<![^\W_])_|_(?![^\W_])")
-_BLOCK_START = re.compile(r"([-+=#]+(?:\s|$))|(\d+)([.)])(?=\s|$)")
+_BLOCK_START = re.compile(r"^(?:(\d+)(?=[.)](?:\s|$))|(?=[-+=#]+(?:\s|$)))")
 
 
 def format_epsilon(value: float) -> str:
@@ -68,17 +69,18 @@ def format_rounds(rounds: Sequence[int]) -> str:
     >>> format_rounds([0, 1, 2, 5, 5])
     '0–2, 5; charged more than once: 5'
     """
-    ranges: list[list[int]] = []
-    for number in sorted(set(rounds)):
-        if ranges and number == ranges[-1][-1] + 1:
-            ranges[-1].append(number)
-        else:
-            ranges.append([number])
-    parts = [f"{span[0]}" if len(span) == 1 else f"{span[0]}–{span[-1]}" for span in ranges]
-    repeated = sorted({number for number in rounds if rounds.count(number) > 1})
+    counts = Counter(rounds)
+    parts = []
+    start = 0
+    for number in sorted(counts):
+        if number - 1 not in counts:
+            start = number
+        if number + 1 not in counts:
+            parts.append(f"{start}–{number}" if start < number else f"{number}")
     text = ", ".join(parts)
+    repeated = [str(number) for number in sorted(counts) if counts[number] > 1]
     if repeated:
-        text += f"; charged more than once: {', '.join(map(str, repeated))}"
+        text += f"; charged more than once: {', '.join(repeated)}"
     return text
 
 
@@ -94,8 +96,6 @@ def band(epsilon: float) -> str:
 def printable(text: str) -> str:
     """Returns a text on one line, with unprintable characters replaced."""
     line = " ".join(text.split())
-    if line.isprintable():
-        return line
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in line)
 
 
@@ -104,12 +104,7 @@ def as_markdown(value: Any) -> Any:
     is untrusted input."""
     if isinstance(value, str):
         text = _MARKDOWN.sub(lambda match: "\\" + match[0], printable(value))
-        start = _BLOCK_START.match(text)
-        if start is None:
-            return text
-        if start[1]:
-            return "\\" + text
-        return f"{start[2]}\\{text[start.end(2) :]}"
+        return _BLOCK_START.sub(r"\1\\", text)
     if isinstance(value, Mapping):
         return {as_markdown(key): as_markdown(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):

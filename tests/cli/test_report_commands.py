@@ -49,7 +49,7 @@ def test_reports_are_shown_and_verified(
         assert text in good.stdout
 
     report["guarantee"]["epsilon"] /= 2
-    report["provenance"]["\x1b[2J"] = "<b>"
+    report["public_items"]["\x1b[2J"] = "<b>"
     file.write_text(json.dumps(report))
     bad = fedsynth(f"privacy verify {folder}")
     assert bad.code == 1
