@@ -98,9 +98,8 @@ def refuse_batch_norm(model: nn.Module) -> None:
         if isinstance(layer, nn.modules.batchnorm._BatchNorm):
             raise ForbiddenLayerError(
                 f"layer {name!r} is {type(layer).__name__}: batch norm mixes the examples of "
-                "a batch, so the influence of one example cannot be bounded; use group or "
-                "instance norm (model.norm=group; fedsynth.privacy.dpsgd.group_norm_twin "
-                "converts a custom model to group norm)"
+                "a batch, so the influence of one example cannot be bounded: use group norm "
+                "(model.norm=group, or fedsynth.privacy.dpsgd.group_norm_twin for a custom model)"
             )
 
 
@@ -345,9 +344,10 @@ def check_example_gradients(model: nn.Module, x_NCHW: Tensor) -> None:
     except ForbiddenLayerError:
         raise
     except Exception as error:  # raised by Opacus or by the model
-        lines = str(error).strip().splitlines() or [type(error).__name__]
         raise ForbiddenLayerError(
-            f"the model's per-example gradients cannot be computed: {lines[0]}"
+            f"the model's per-example gradients cannot be computed ({type(error).__name__}): "
+            "replace layers that Opacus does not support (fedsynth.privacy.dpsgd.group_norm_twin "
+            "replaces batch norm, LSTM and attention)"
         ) from error
 
 

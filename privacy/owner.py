@@ -287,7 +287,7 @@ class DataOwner:
         Args:
             model: a network without batch norm, dropout and buffers.
             optimizer: parameters -> a torch optimizer, such as `torch.optim.Adam`, which gets the
-                noisy mean gradients.
+                noisy mean gradients. Called twice: one step is tried before the charge.
             steps: number of steps; each draws a Poisson sample.
             batch_size: the expected size of a sample.
             clip: L2 bound of one example's gradient.
@@ -320,15 +320,17 @@ class DataOwner:
             steps=steps,
             dimension=sum(p.numel() for p in model.parameters()),
         )
+        optimiser = _TorchOptimiser(optimizer)
+        weights = torch.zeros(plan.dimension, device=self.device)
+        optimiser.update(weights, weights.clone(), optimiser.init(weights))  # may raise
         series = self.charge(plan, total_epsilon)
-        settings = DpSgdSettings(_TorchOptimiser(optimizer), batch_size)
         dp_sgd(
             model,
             lambda indices: self._x[indices],
             self._y.to(self.device),
             series,
             steps,
-            settings,
+            DpSgdSettings(optimiser, batch_size),
             loss=loss,
             units=self._units,
             note=_LOGGER.warning,

@@ -419,9 +419,10 @@ def condense(
                 f"start must have shape {list(synthetic.shape)}, got {list(start.shape)}"
             )
         synthetic.copy_(start)
-    objective.begin()
     optimiser = MomentumSgd(lr, momentum)
     state = optimiser.init(synthetic)
+    optimiser.update(synthetic.clone(), torch.zeros_like(synthetic), state)  # may raise
+    objective.begin()
     stderr = Console(stderr=True)
     for step in track(range(objective.steps), "condensing", console=stderr, disable=not progress):
         optimiser.update(synthetic, objective.gradient(step, synthetic), state)

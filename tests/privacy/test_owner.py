@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -210,6 +211,32 @@ def test_a_loss_or_a_model_that_mixes_records_is_refused_before_the_charge() -> 
     with pytest.raises(ForbiddenLayerError, match="Dropout"):
         one.fit(nn.Sequential(nn.Linear(6, 3), nn.Dropout(0.5)), sgd, **training)
     assert one._ledger.releases == ()
+
+
+@pytest.mark.parametrize("optimizer", [lambda p: torch.optim.Adam(p, lr=-1.0), torch.optim.LBFGS])
+def test_an_optimizer_that_fails_is_tried_before_the_charge(optimizer: Any) -> None:
+    """A factory that raises, and an optimizer whose step does."""
+    one = owner()
+    with pytest.raises((ValueError, TypeError)):
+        one.fit(nn.Linear(6, 3), optimizer, steps=1, batch_size=30, clip=1.0)
+    assert one._ledger.releases == ()
+
+
+@pytest.mark.parametrize("scripted", [False, True])
+def test_batch_norm_is_refused_in_a_sentence_that_names_the_replacement(scripted: bool) -> None:
+    """Opacus refuses the layers of a scripted model with a list of errors."""
+    norm = nn.BatchNorm1d(3, track_running_stats=False)
+    model: nn.Module = nn.Sequential(nn.Linear(6, 3), norm)
+    with pytest.raises(ForbiddenLayerError, match="group_norm_twin") as caught:
+        owner().fit(
+            torch.jit.script(model) if scripted else model,  # type: ignore[arg-type]
+            sgd,
+            steps=1,
+            batch_size=30,
+            clip=1.0,
+        )
+    assert "\n" not in str(caught.value)
+    assert "[" not in str(caught.value)
 
 
 def test_a_trial_is_within_the_bounds() -> None:
