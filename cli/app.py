@@ -21,7 +21,7 @@ from fedsynth.cli.deploy_commands import client, deploy_app, server
 from fedsynth.cli.method_commands import distill, methods_app
 from fedsynth.cli.options import KEYS, path_option, takes_settings
 from fedsynth.cli.privacy_commands import privacy_app
-from fedsynth.cli.process import CpuUse, fewer_threads, keep_large_allocations, wait_passively
+from fedsynth.cli.process import keep_large_allocations, wait_passively
 from fedsynth.cli.reproduce_command import reproduce
 from fedsynth.cli.runs_commands import plot, report, runs, sweep
 from fedsynth.cli.settings_options import (
@@ -56,17 +56,12 @@ for command in (
     app.command()(command)
 
 
-BEGAN: list[CpuUse | None] = []
-"""The CPU use at the start of the command line; empty if `app` is called from Python."""
-
-
 def main() -> None:
     """Entry point of the `fedsynth` command."""
     for stream in (sys.stdout, sys.stderr):  # an old locale must cost only a Greek letter
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
     wait_passively()
-    BEGAN.append(CpuUse.now())
     app()
 
 
@@ -219,35 +214,13 @@ def _run(
     from fedsynth.results.loggers import Several
     from fedsynth.simulation.simulate import simulate
 
-    threads = "" if resume is not None else _reduce_threads(sections)
     settings = resolve(sections)
     sign = signer(sign_key, settings.privacy is not None)  # an invalid key fails before the run
     keep_large_allocations()
-    first = "\n".join(filter(None, (from_preset(sections), threads)))
     loggers = loggers_of(log, output if resume is None else resume.parent, settings)
-    with make_observer(settings, first) as display, ended_by_signals():
+    with make_observer(settings, from_preset(sections)) as display, ended_by_signals():
         observer = display if not loggers else Several([display, *loggers])
         result = simulate(
             settings, output=output, observer=observer, download=download, resume=resume
         )
     show_result(result, as_json, sign)
-
-
-def _reduce_threads(sections: Sections) -> str:
-    """Lowers the run's number of threads if other programs use the CPUs; returns a message on it.
-
-    The number is a setting of the run: a run repeated from config.toml or resumed has the same one.
-    """
-    import torch
-
-    usual = torch.get_num_threads()
-    run = sections.setdefault("run", {})
-    threads = fewer_threads(BEGAN[0], usual) if BEGAN and "threads" not in run else None
-    if threads is None:
-        return ""
-    run["threads"] = threads
-    return (
-        f"note: using {threads} of {usual} CPU threads, because other programs use the CPUs "
-        f"(run.threads={usual} uses all of them; another number changes the rounding of "
-        "results)"
-    )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import select
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -88,14 +87,14 @@ def ended_by_signals() -> Iterator[None]:
 
 # The parser's own errors (an unknown option, text in place of a number). Their location depends on
 # typer's version.
-_UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+_UsageError: Any = typer.BadParameter.__mro__[1]
 
 PACKAGE = Path(__file__).resolve().parent.parent
 OUT_OF_MEMORY = (
     "this machine does not have enough memory for these settings: use fewer images, smaller "
     "batches or a smaller model"
 )
-NO_MEMORY = "DefaultCPUAllocator: can't allocate memory"
+NO_MEMORY = "DefaultCPUAllocator: can't allocate memory"  # torch's RuntimeError on a CPU
 NO_BUG = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM}
 """System errors that no bug of this package causes, even without a file name."""
 BROKEN_PIPE = 141
@@ -117,16 +116,14 @@ class OneLineGroup(Group):
                 code = super().main(*args, **options, standalone_mode=False)  # type: ignore[misc]
                 _flush()
         except _UsageError as error:
-            path = getattr(getattr(error, "ctx", None), "command_path", self.name)
-            what: Any = error
-            fail(f"{what.format_message().rstrip('.')} (see {path} --help)")
+            path = getattr(error.ctx, "command_path", self.name)
+            fail(f"{error.format_message().rstrip('.')} (see {path} --help)")
         if standalone:
             sys.exit(code)
         return code
 
     def invoke(self, ctx: Any) -> Any:
         with one_line_errors():  # inside `main`, which would turn Ctrl-C into an exit code
-            _require_working_folder()
             return super().invoke(ctx)
 
 
@@ -161,27 +158,25 @@ def one_line_errors() -> Iterator[None]:
         yield
     except (FedsynthError, PrivacyError) as error:
         fail(str(error))
-    except BrokenPipeError:
-        if not _reader_has_left():
-            raise
+    except BrokenPipeError:  # as in `fedsynth runs | head`
+        _discard(sys.stdout)
+        _discard(sys.stderr)
         sys.exit(BROKEN_PIPE)
     except OSError as error:
-        reason = _reason(error)
-        if reason is None:
+        if _is_bug(error):
             raise
         _flush()
-        fail(reason)
-    except MemoryError:
-        fail(OUT_OF_MEMORY)
-    except RuntimeError as error:
-        if NO_MEMORY not in str(error):  # torch's message for a CPU
+        path = os.fsdecode(error.filename or "a file, or stdout")
+        fail(f"cannot use {path}: {error.strerror or error}")
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and NO_MEMORY not in str(error):
             raise
         fail(OUT_OF_MEMORY)
     except TerminatedError:
-        print("fedsynth: terminated", file=sys.stderr)
+        say("fedsynth: terminated")
         raise typer.Exit(143) from None
     except KeyboardInterrupt:
-        print("fedsynth: interrupted", file=sys.stderr)
+        say("fedsynth: interrupted")
         raise typer.Exit(130) from None
 
 
@@ -198,46 +193,18 @@ def _flush() -> None:
         fail(f"cannot write to stdout: {error.strerror}")
 
 
-def _reader_has_left() -> bool:
-    """Returns whether stdout or stderr has no reader any more, as in `fedsynth runs | head`.
-
-    Their buffered output is then discarded.
-    """
-    closed = False
-    for stream in (sys.stdout, sys.stderr):
-        poll = select.poll()
-        if stream is not None:
-            poll.register(stream.fileno(), 0)  # for errors only
-        if poll.poll(0):
-            _discard(stream)
-            closed = True
-    return closed
-
-
 def _discard(stream: TextIO) -> None:
     """Redirects a broken stream to /dev/null; otherwise Python would fail again when it shuts
     down.
     """
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, stream.fileno())
-    os.close(nowhere)
+    with open(os.devnull, "w") as null:
+        os.dup2(null.fileno(), stream.fileno())
 
 
-def _reason(error: OSError) -> str | None:
-    """Returns the line for a failure of the file system; None if it may be a bug."""
+def _is_bug(error: OSError) -> bool:
+    """Returns whether this package may have caused the error, rather than a file of the user."""
     if error.filename is None:
-        system = isinstance(error, PermissionError) or error.errno in NO_BUG
-        reason = f"cannot read or write (a file, or stdout): {error.strerror or error}"
-        return reason if system else None
-    path = Path(os.fsdecode(error.filename)) if not isinstance(error.filename, int) else None
-    if path is None or path.is_relative_to(PACKAGE):
-        return None
-    return f"cannot use {path}: {error.strerror or error}"
-
-
-def _require_working_folder() -> None:
-    """Ends the program if the working folder was deleted: torch's MKL cannot be loaded there."""
-    try:
-        os.getcwd()
-    except FileNotFoundError:
-        fail("the working folder no longer exists: change to another folder")
+        return error.errno not in NO_BUG
+    if isinstance(error.filename, int):  # a file descriptor
+        return True
+    return Path(os.fsdecode(error.filename)).is_relative_to(PACKAGE)

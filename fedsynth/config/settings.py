@@ -70,9 +70,8 @@ class RunSettings:
             data. Needs a C++ compiler (on a GPU, Triton). Has no effect with batch norm.
         memory_gb: memory in GiB that a round's steps stay within, by fewer clients sharing a step;
             default: 4 on a CPU, half of the card's memory on a GPU. The data set is not counted.
-        threads: threads that compute on the CPU; default: torch's own choice, and fewer where the
-            command line finds that other programs use the CPUs. With another number sums are
-            rounded otherwise, so that a run is repeated only with the same one.
+        threads: threads that compute on the CPU; default: torch's choice. Another number rounds
+            sums differently, so a run is repeated exactly only with the same one.
         evaluate_every: rounds between evaluations on the test set; the last round is always
             evaluated.
         participation: share C of the clients that takes part in a round, drawn from the seed.

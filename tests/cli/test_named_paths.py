@@ -87,7 +87,7 @@ def test_a_name_that_is_not_utf8(train: Callable[..., Any], tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    "error", [PermissionError(13, "Permission denied", "/x/y"), OSError(28, "")]
+    "error", [PermissionError(13, "Permission denied", "/x/y"), OSError(28, "No space left")]
 )
 def test_an_error_of_the_file_system_is_one_line(
     error: OSError, fedsynth: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
@@ -126,10 +126,9 @@ RUN = "import sys; sys.argv[0] = 'fedsynth'; from fedsynth.cli.app import main; 
         ("{} --version > /dev/full", 2, "No space left on device"),
         ("{} | true; exit ${{PIPESTATUS[0]}}", 141, ""),
         ("{} >&-", 0, ""),
-        ("mkdir x; cd x; rmdir ../x; {} train", 2, "the working folder no longer exists"),
     ],
 )
-def test_broken_streams_and_a_deleted_working_folder(shell: str, code: int, text: str) -> None:
+def test_broken_streams(shell: str, code: int, text: str) -> None:
     """Catches: tracebacks, also those that Python prints when it shuts down."""
     line = shell.format(f'"{sys.executable}" -c "{RUN}"')
     done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False)

@@ -1,7 +1,8 @@
-"""The allocator's setting: taken where there is glibc, passed over elsewhere."""
+"""The allocator's setting, and the policy of waiting threads."""
 
 from __future__ import annotations
 
+import os
 import platform
 import subprocess
 import sys
@@ -31,3 +32,18 @@ def test_freed_memory_is_not_faulted_in_again() -> None:
         )
         faults[mode] = int(done.stdout)
     assert faults["keep"] < 0.3 * faults["default"]
+
+
+@pytest.mark.parametrize("policy", [None, "active"])
+def test_threads_wait_passively_by_default(policy: str | None) -> None:
+    """The policy is set before torch is imported, which reads it then."""
+    code = (
+        "import os, sys; from fedsynth.cli import app as a;"
+        "a.app = lambda: print(os.environ['OMP_WAIT_POLICY'], 'torch' in sys.modules); a.main()"
+    )
+    environment = {k: v for k, v in os.environ.items() if k != "OMP_WAIT_POLICY"}
+    if policy is not None:
+        environment["OMP_WAIT_POLICY"] = policy
+    command = [sys.executable, "-c", code]
+    shown = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+    assert shown.stdout.split() == [policy or "PASSIVE", "False"]
