@@ -31,7 +31,6 @@ from fedsynth.cli.settings_options import (
     merged,
     read_config,
     refuse_beside_resume,
-    refuse_needless_code,
     with_own_code,
 )
 from fedsynth.cli.share_commands import data_app, export, student, synthesize
@@ -107,10 +106,7 @@ def train(
     if resume is not None:
         refuse_beside_resume(context)
         config = resume / "config.toml"
-        refuse_needless_code(read_config(config), chosen)
     chosen = with_own_code(chosen)
-    if resume is not None:
-        chosen["model"].pop("features", None)  # registered; config.toml has its name
     if preset is not None:
         sections = from_table(preset, config, chosen, say)
     else:

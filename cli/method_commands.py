@@ -9,23 +9,15 @@ from typing import Annotated, Any
 
 import typer
 
-from fedsynth.cli.application import Application, Group
+from fedsynth.cli.application import Application
 from fedsynth.cli.options import named_path, path_option, takes_settings
 from fedsynth.cli.settings_options import Sections, method_settings
 
 ROBUST = "median, trimmed or clip (run.robust)"
 
 
-class MethodsGroup(Group):
-    """Handles `fedsynth methods NAME` as `fedsynth methods show NAME`."""
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        named = args[0] not in self.commands and not args[0].startswith("-")
-        return super().resolve_command(ctx, ["show", *args] if named else args)
-
-
 methods_app = Application(
-    help="List all methods, or print one method in full.", no_args_is_help=False, cls=MethodsGroup
+    help="List all methods, or print one method in full.", no_args_is_help=False
 )
 
 
@@ -56,22 +48,19 @@ def show_method(name: Annotated[str, typer.Argument(help="A method's name.")]) -
     for field in fields(cls):
         print(f"  {field.name} = {field.default}")
     print(f"\n{explanation(cls)}")
-    for other in explaining(cls):
-        print(f"\n`{other.__name__}`: {explanation(other)}")
-    for title, message in (
-        ("uploads in a first exchange", cls.first_upload),
-        ("uploads", cls.upload),
-    ):
+    for base in explaining(cls):
+        print(f"\n`{base.__name__}`: {explanation(base)}")
+    uploads = {"uploads in a first exchange": cls.first_upload, "uploads": cls.upload}
+    for title, message in uploads.items():
         if message is not None:
             print(f"\n{title} ({message.__name__}):")
             for key, (kind, reason) in privacy_of_fields(message).items():
-                print(f"  {key}: {kind}" + (f" ({reason})" if reason else ""))
-    print(
-        "\nwith differential privacy: "
-        + (", ".join(cls.dp_mechanisms) if cls.dp_mechanisms else f"refused: {cls.refusal}")
-    )
-    refused = cls.robust_refusal
-    print("robust aggregation: " + (f"refused: {refused}" if refused else ROBUST))
+                suffix = f" ({reason})" if reason else ""
+                print(f"  {key}: {kind}{suffix}")
+    mechanisms = ", ".join(cls.dp_mechanisms) or f"refused: {cls.refusal}"
+    print(f"\nwith differential privacy: {mechanisms}")
+    robust = f"refused: {cls.robust_refusal}" if cls.robust_refusal else ROBUST
+    print(f"robust aggregation: {robust}")
 
 
 def explanation(cls: type) -> str:
@@ -89,23 +78,22 @@ def explaining(cls: type) -> list[type]:
     from dataclasses import fields, is_dataclass
     from inspect import getdoc
 
-    bases = []
-    open_ = [cls]
-    for base in open_:  # the list grows in the loop
-        named = [
-            getattr(sys.modules[base.__module__], name, None)
-            for name in re.findall(r"`([A-Z]\w+)`", getdoc(base) or "")
-        ]
-        for other in (*named, *base.__mro__[1:]):
-            if (
-                isinstance(other, type)
-                and is_dataclass(other)
-                and fields(other)
-                and other not in open_
-            ):
-                open_.append(other)
-                bases.append(other)
-    return bases
+    classes = [cls]
+    for described in classes:  # the list grows in the loop
+        module = sys.modules[described.__module__]
+        mentioned = re.findall(r"`([A-Z]\w+)`", getdoc(described) or "")
+        candidates: list[Any] = [getattr(module, name, None) for name in mentioned]
+        candidates += described.__mro__[1:]
+        for candidate in candidates:
+            is_class = isinstance(candidate, type) and is_dataclass(candidate)
+            if is_class and fields(candidate) and candidate not in classes:
+                classes.append(candidate)
+    return classes[1:]
+
+
+def split_names(text: str) -> list[str]:
+    """Returns the names of a comma-separated list."""
+    return [name.strip() for name in text.split(",") if name.strip()]
 
 
 @takes_settings(
@@ -153,12 +141,12 @@ def distill(
 
     model, run = chosen["model"], chosen["run"]
     root = chosen["data"].get("data_root")
-    files = [named_path(name.strip()) for name in models.split(",") if name.strip()]
-    kinds = [name.strip() for name in arch.split(",") if name.strip()]
+    files = list(map(named_path, split_names(models)))
+    architectures = split_names(arch)
     lines = distil_files(
         files,
-        kinds,
-        student=student or next(iter(kinds), ""),
+        architectures,
+        student=student or next(iter(architectures), ""),
         dataset=dataset,
         method=method,
         settings=method_settings(settings or []),

@@ -4,6 +4,7 @@ code (FILE.py:NAME), and the options that --resume allows.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -57,16 +58,16 @@ def with_set_options(sections: Sections, texts: list[str]) -> Sections:
     Raises:
         OptionError: an option and --set give the same setting.
     """
-    together = {section: dict(values) for section, values in sections.items()}
+    merged = copy.deepcopy(sections)
     for section, values in set_options(texts).items():
-        for name, value in values.items():
-            if name in together.setdefault(section, {}):
-                raise OptionError(
-                    f"{section}.{name} is set twice, by an option and by --set: "
-                    "leave out one of them"
-                )
-            together[section][name] = value
-    return together
+        twice = merged.setdefault(section, {}).keys() & values.keys()
+        if twice:
+            raise OptionError(
+                f"{section}.{min(twice)} is set twice, by an option and by --set: leave out one of "
+                "them"
+            )
+        merged[section].update(values)
+    return merged
 
 
 def read_config(path: Path | None) -> Sections:
@@ -86,7 +87,7 @@ def merged(
     """
     from fedsynth.methods import DEFAULT_METHOD
 
-    config = {section: dict(values) for section, values in config.items()}
+    config = copy.deepcopy(config)
     old = config.get("run", {}).get("method", DEFAULT_METHOD)
     new = str(chosen["run"].get("method", old))
     if new != old and config.pop("method", None):
@@ -98,9 +99,9 @@ def merged(
         # custom images replace a named data set, whose name they do not have
         config.get("data", {}).pop("dataset", None)
         config.get("partition", {}).pop("kind", None)
-    options = _features_where_they_belong(chosen, new)
-    names = dict.fromkeys([*config, *options])
-    return {name: {**config.get(name, {}), **options.get(name, {})} for name in names}
+    for section, values in _features_where_they_belong(chosen, new).items():
+        config.setdefault(section, {}).update(values)
+    return config
 
 
 def _features_where_they_belong(options: Sections, method: str) -> Sections:
@@ -110,22 +111,19 @@ def _features_where_they_belong(options: Sections, method: str) -> Sections:
     Raises:
         OptionError: it is given twice.
     """
-    from dataclasses import fields
-
     from fedsynth.methods import METHODS, method_class
 
-    features = options.get("model", {}).get("features")
-    if features is None or method not in METHODS:
+    if "features" not in options.get("model", {}) or method not in METHODS:
         return options
-    if "features" not in {field.name for field in fields(method_class(method))}:
+    if "features" not in method_class(method).__dataclass_fields__:
         return options
     if "features" in options.get("method", {}):
         raise OptionError(
             "features is set twice, by --features and by --set: leave out one of them"
         )
-    model = {key: value for key, value in options["model"].items() if key != "features"}
-    its_own = {**options.get("method", {}), "features": features}
-    return {**options, "model": model, "method": its_own}
+    options = copy.deepcopy(options)
+    options.setdefault("method", {})["features"] = options["model"].pop("features")
+    return options
 
 
 def from_table(
@@ -173,9 +171,9 @@ def from_preset(sections: Sections) -> str:
     method = method_class(str(sections["run"].get("method", DEFAULT_METHOD)))
     changed = []
     for section, values in preset_of(dataset, method).items():
-        prefix = "" if section in ("method", "run") else f"{section}."
-        chosen = sections.get(section, {})
-        changed += [f"{prefix}{key}={value}" for key, value in values.items() if key not in chosen]
+        for key, value in values.items():
+            if key not in sections.get(section, {}):
+                changed.append(f"{section}.{key}={value}")
     if not changed:
         return ""
     return f"preset of {dataset}, for settings that you did not set: {', '.join(changed)}"
@@ -185,23 +183,7 @@ OWN_CODE = ("method", "model", "features")
 """Options that may name a file of user code."""
 OWN_SETTINGS = (("run", "method"), ("model", "name"), ("model", "features"), ("method", "features"))
 """The settings that may name one."""
-RECORDED = {
-    ("run", "method"): (("run", "method_source"),),
-    ("model", "name"): (("model", "name"),),
-    ("model", "features"): (("model", "features"), ("method", "features")),
-}
-"""The places in config.toml that record an option's file."""
-BESIDE_RESUME = [
-    "resume",
-    "device",
-    "memory_gb",
-    "compile",
-    "data_root",
-    "download",
-    "as_json",
-    "sign_key",
-    "log",
-]
+BESIDE_RESUME = "resume device memory_gb compile data_root download as_json sign_key log"
 """Parameters of `train` that --resume allows."""
 
 
@@ -215,7 +197,7 @@ def with_own_code(chosen: Sections) -> Sections:
     """
     from fedsynth.own_code import load_own, names_a_file
 
-    chosen = {section: dict(values) for section, values in chosen.items()}
+    chosen = copy.deepcopy(chosen)
     for section, key in OWN_SETTINGS:
         value = str(chosen.get(section, {}).get(key) or "")
         if value.endswith(".py"):
@@ -253,31 +235,8 @@ def refuse_beside_resume(context: typer.Context) -> None:
         explicit = source is not None and source.name == "COMMANDLINE"
         if name in OWN_CODE and names_a_file(str(context.params.get(name))):
             continue  # user code has to be given again
-        if explicit and name not in BESIDE_RESUME:
+        if explicit and name not in BESIDE_RESUME.split():
             raise OptionError(
                 "--resume uses the settings of the run's config.toml: leave out "
                 f"{parameter.opts[0]}"
-            )
-
-
-def refuse_needless_code(config: Sections, chosen: Sections) -> None:
-    """Refuses a file of user code that was given for a resumed run whose settings have none.
-
-    It is not executed, as it would have no effect.
-
-    Args:
-        config: the run's own settings.
-        chosen: the options' settings.
-
-    Raises:
-        SettingError: names it.
-    """
-    from fedsynth.own_code import is_label, names_a_file
-
-    for (section, key), places in RECORDED.items():
-        value = str(chosen.get(section, {}).get(key) or "")
-        has = [str(config.get(entry, {}).get(name)) for entry, name in places]
-        if names_a_file(value) and not any(is_label(entry) for entry in has):
-            raise SettingError(
-                section, key, f"is {value}, but the resumed run uses no custom file: leave it out"
             )

@@ -74,7 +74,7 @@ class PrivacySettings:
             to `epsilon` for the planned run.
         epsilon: budget ε of each client. With a noise multiplier it is a hard cap; without one, σ
             is calibrated to it.
-        mechanism: one of the method's (`fedsynth methods NAME` lists them; default: the first).
+        mechanism: one of the method's (`fedsynth methods show NAME` lists them; default: the first).
             "paper" is FedDM as published, without a guarantee.
         clip: L2 bound of one example's contribution; default: the method's, a public constant.
         delta: δ, a constant (default 1e-5), at most 1 / `max_records`.

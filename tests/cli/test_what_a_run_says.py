@@ -26,7 +26,7 @@ def test_what_the_preset_decides_is_said(train: Call) -> None:
     run = train("scaffold")
     assert "preset of digits, for settings that you did not set: model.depth=2\n" in run.stderr
     said = from_preset({"data": {}, "run": {"method": "MOON"}, "partition": {"clients": 3}})
-    assert said.endswith(": rounds=3, model.width=32, model.depth=2, batch=32")
+    assert said.endswith(": run.rounds=3, model.width=32, model.depth=2, method.batch=32")
     assert from_preset({"data": {"dataset": "mnist"}, "run": {}}) == ""
     synthetic = from_preset({"data": {"dataset": "synthetic(1,1)"}, "run": {}})
     assert ": partition.kind=natural" in synthetic
