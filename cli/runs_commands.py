@@ -25,9 +25,6 @@ def runs(
             "Run folders, or folders that contain run folders; default: runs.", metavar="FOLDERS"
         ),
     ] = None,
-    output: Annotated[
-        Path | None, path_option("The folder that contains the run folders (`train --output`).")
-    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the rows as JSON.")] = False,
 ) -> None:
     """Compare finished runs in a table: their differing settings, and their results.
@@ -49,19 +46,17 @@ def runs(
         read_summary,
     )
 
-    paths = [*(folders or []), *([output] if output else [])] or [Path("runs")]
-    places = finished_runs(paths)
-    read = [Run(place, read_summary(place), read_settings(place)) for place in places]
-    settings = differing(read)
+    finished = finished_runs(folders or [Path("runs")])
+    loaded = [Run(folder, read_summary(folder), read_settings(folder)) for folder in finished]
+    differences = differing(loaded)
     if as_json:
-        rows = [_as_json(run, differ) for run, differ in zip(read, settings, strict=True)]
+        rows = list(map(_as_json, loaded, differences))
         print(json.dumps(rows, indent=2, ensure_ascii=False, default=str))
         return
-    head, *figures = overview(read)
-    table = [["method", *head, "run", "settings that differ"]]
-    for run, row, differ in zip(read, figures, settings, strict=True):
-        differences = ", ".join(f"{key}={value}" for key, value in differ.items())
-        table.append([str(run.summary.get("method")), *row, run.name, differences])
+    table = overview(loaded)
+    table[0] += ["run", "settings that differ"]
+    for run, row, settings in zip(loaded, table[1:], differences, strict=True):
+        row += [run.name, ", ".join(f"{key}={value}" for key, value in settings.items())]
     print(aligned(table), end="")
 
 
@@ -112,14 +107,14 @@ def plot(
     from fedsynth.validation import check_choice
 
     check_choice(None, "by", by, tuple(AXES))
-    ending = output.suffix.lower()
-    if ending not in (".svg", ".png", ".html"):
+    suffix = output.suffix.lower()
+    if suffix not in (".svg", ".png", ".html"):
         raise OptionError(f"--output must end in .svg, .png or .html, got {output.name!r}")
-    read = [Run.read(folder) for folder in finished_runs(runs)]
-    lines = curves(read, metric, by, mean=mean, note=note)
-    if ending == ".png":
+    loaded = list(map(Run.read, finished_runs(runs)))
+    lines = curves(loaded, metric, by, mean=mean, note=note)
+    if suffix == ".png":
         write_png(output, lines, metric, by)
-    elif ending == ".svg":
+    elif suffix == ".svg":
         write_text(output, standalone(curves_svg(lines, metric, by)))
     else:
         write_text(output, curves_page(lines, metric, by))
@@ -147,8 +142,8 @@ def report(
     from fedsynth.results.finished import Run, finished_runs
     from fedsynth.results.page import runs_page
 
-    read = [Run.read(folder) for folder in finished_runs(runs)]
-    write_text(output, runs_page(read, simulation_only=simulation_only))
+    loaded = list(map(Run.read, finished_runs(runs)))
+    write_text(output, runs_page(loaded, simulation_only=simulation_only))
     print(output)
 
 
@@ -160,14 +155,6 @@ def sweep(
     form: Annotated[str, typer.Option("--format", help="table, csv, latex or markdown.")] = "table",
     output: Annotated[
         Path | None, path_option("Folder of the runs; default: the one in the file.")
-    ] = None,
-    jobs: Annotated[
-        int | None,
-        typer.Option(help="Number of runs at a time; default: the one in the file, or 1."),
-    ] = None,
-    memory_gb: Annotated[
-        float | None,
-        typer.Option(help="Memory for all runs together, in GB; default: the value in the file."),
     ] = None,
     table: Annotated[Path | None, path_option("Write the table to this file.")] = None,
     only_table: Annotated[
@@ -196,21 +183,16 @@ def sweep(
 
     check_choice(None, "format", form, FORMATS)
     plan = read_sweep(file)
-    settings = plan.settings
-    if jobs is not None:
-        settings = replace(settings, jobs=jobs)
-    if memory_gb is not None:
-        settings = replace(settings, memory_gb=memory_gb)
-    plan = replace(plan, settings=settings, output=output or plan.output)
+    plan = replace(plan, output=output or plan.output)
     if dry_run:
         for cell in plan.cells:
             state = "finished" if finished(plan, cell) else "to do"
             print(f"{state}  {plan.output / cell.key}  {cell.label}")
         return
-    failed = 0
+    failed = []
     if not only_table:
         with ended_by_signals():
-            failed = len(run_sweep(plan, train_command, say).failed)
+            failed = run_sweep(plan, train_command, say).failed
     text = render(plan, sweep_rows(plan), form)
     if table is None:
         print(text, end="")
@@ -220,8 +202,8 @@ def sweep(
         raise typer.Exit(1)
 
 
-def train_command(config: Path, place: Path, stopped: Path | None) -> list[str]:
+def train_command(config: Path, output: Path, interrupted: Path | None) -> list[str]:
     """Returns the command line of one run: `fedsynth train`, of this installation."""
-    if stopped is not None:
-        return [*COMMAND, "train", "--resume", str(stopped)]
-    return [*COMMAND, "train", "--config", str(config), "--output", str(place)]
+    if interrupted is not None:
+        return [*COMMAND, "train", "--resume", str(interrupted)]
+    return [*COMMAND, "train", "--config", str(config), "--output", str(output)]

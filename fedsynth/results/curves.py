@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
 
 from fedsynth.errors import OutputError
-from fedsynth.privacy.report.plots import COLOURS, Line, line_plot
+from fedsynth.privacy.report.plots import COLOURS, Line, Points, line_plot
 from fedsynth.results.finished import (
     SEEDS,
     Run,
@@ -20,13 +22,22 @@ from fedsynth.results.finished import (
     words_of,
 )
 
-AXES: Mapping[str, str] = {
-    "rounds": "round",
-    "bytes": "uploads so far (MB)",
-    "seconds": "seconds so far",
-    "eps": "ε spent",
+
+class Axis(NamedTuple):
+    """An x axis: its label, the key in a round's metrics, a factor, and whether rounds add up."""
+
+    label: str
+    key: str
+    scale: float = 1.0
+    cumulative: bool = False
+
+
+AXES: Mapping[str, Axis] = {
+    "rounds": Axis("round", "round"),
+    "bytes": Axis("uploads so far (MB)", "upload_bytes", 1e-6, cumulative=True),
+    "seconds": Axis("seconds so far", "seconds", cumulative=True),
+    "eps": Axis("ε spent", "epsilon"),
 }
-"""The possible x axes of a curve, and their labels."""
 NEEDS_MATPLOTLIB = "a PNG needs matplotlib: pip install 'fedsynth[plots]' (SVG and HTML do not)"
 
 
@@ -41,35 +52,22 @@ def curve(run: Run, metric: str, axis: str) -> list[tuple[float, float]]:
     Raises:
         RunFolderError: no round has both.
     """
+    _, key, scale, cumulative = AXES[axis]
     points = []
     total = 0.0
     for row in run.rows:
-        if axis in ("rounds", "eps"):
-            across = value_at(row, "round" if axis == "rounds" else "epsilon")
-        else:
-            key, unit = ("upload_bytes", 1e-6) if axis == "bytes" else ("seconds", 1.0)
-            across = value_at(row, key)
-            if across is not None:
-                across = total = total + across * unit
-        value = value_at(row, metric)
-        if across is not None and value is not None:
-            points.append((across, value))
+        x, y = value_at(row, key), value_at(row, metric)
+        if x is None:
+            continue
+        total = scale * x + total * cumulative
+        if y is not None:
+            points.append((total, y))
     if not points:
-        raise RunFolderError(f"the run {run.name} {_why_none(run, metric, axis)}")
-    return points
-
-
-def _why_none(run: Run, metric: str, axis: str) -> str:
-    if not any(value_at(row, metric) is not None for row in run.rows):
-        return f"has no {metric} in its rounds"
-    if axis == "seconds" and run.private:
-        return (
-            "records no seconds, because with differential privacy the time may reveal "
-            "information about the data"
+        raise RunFolderError(
+            f"the run {run.name} has no {metric} by {axis} (a private run has no seconds, and a "
+            "run without a guarantee no ε)"
         )
-    if axis == "eps":
-        return "has no ε: it had no differential privacy, or no guarantee"
-    return f"has no {AXES[axis]} in its rounds"
+    return points
 
 
 def curves(
@@ -88,50 +86,46 @@ def curves(
     Raises:
         RunFolderError: no run has any points.
     """
-    kept_runs = []
-    for number, run in enumerate(runs):
+    drawn = []
+    for run in runs:
         try:
             curve(run, metric, axis)
-            kept_runs.append(run)
+            drawn.append(run)
         except RunFolderError as error:
-            if number == len(runs) - 1 and not kept_runs:
-                raise
             note(f"left out: {error}")
+    if not drawn:
+        raise RunFolderError(f"no run has {metric} by {axis}")
     if not mean:
-        names = labels(kept_runs)
-        return [
-            Line(name, curve(run, metric, axis)) for run, name in zip(kept_runs, names, strict=True)
-        ]
-    groups = by_seed(kept_runs)
-    unseeded = []
+        named = zip(labels(drawn), drawn, strict=True)
+        return [Line(name, curve(run, metric, axis)) for name, run in named]
+    groups = by_seed(drawn)
+    seedless = []
     for run, *_ in groups:
         settings = {key: value for key, value in run.settings.items() if key not in SEEDS}
-        unseeded.append(replace(run, settings=settings))
+        seedless.append(replace(run, settings=settings))
     return [
         _mean_line(name, [curve(run, metric, axis) for run in group])
-        for name, group in zip(labels(unseeded), groups, strict=True)
+        for name, group in zip(labels(seedless), groups, strict=True)
     ]
 
 
-def _mean_line(name: str, lines: Sequence[Sequence[tuple[float, float]]]) -> Line:
+def _mean_line(name: str, lines: Sequence[Points]) -> Line:
     """Averages by position: the n-th points of all runs, until the shortest run ends."""
-    points, band = [], []
-    for pairs in zip(*lines, strict=False):
-        across = statistics.fmean(a for a, _ in pairs)
-        heights = [b for _, b in pairs]
-        middle = statistics.fmean(heights)
-        spread = statistics.stdev(heights) if len(heights) > 1 else 0.0
-        points.append((across, middle))
-        band.append((across, middle - spread, middle + spread))
     if len(lines) == 1:
-        return Line(name, points)
+        return Line(name, lines[0])
+    length = min(map(len, lines))
+    values = np.array([line[:length] for line in lines])  # [runs, rounds, (x, y)]
+    x, y = values.mean(axis=0).T
+    std = values[:, :, 1].std(axis=0, ddof=1)
+    band = np.stack([x, y - std, y + std], axis=1).tolist()
+    points = list(zip(x.tolist(), y.tolist(), strict=True))
     return Line(f"{name} (mean of {len(lines)} seeds, ± std)", points, band)
 
 
 def curves_svg(lines: Sequence[Line], metric: str, axis: str) -> str:
     """Returns the plot as SVG, for a page."""
     share = is_share(metric)
-    return line_plot(lines, x=AXES[axis], y=words_of(metric), from_zero=False, percent=share)
+    return line_plot(lines, x=AXES[axis].label, y=words_of(metric), from_zero=False, percent=share)
 
 
 def write_png(path: Path, lines: Sequence[Line], metric: str, axis: str) -> None:
@@ -141,30 +135,23 @@ def write_png(path: Path, lines: Sequence[Line], metric: str, axis: str) -> None
         OutputError: matplotlib is not installed, or the file cannot be written.
     """
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
-        from matplotlib.ticker import MaxNLocator
+        from matplotlib.ticker import PercentFormatter
     except ImportError:
         raise OutputError(NEEDS_MATPLOTLIB) from None
-    scale = 100.0 if is_share(metric) else 1.0
     figure = Figure(figsize=(8, 5), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
+    axes = figure.add_subplot(xlabel=AXES[axis].label, ylabel=words_of(metric))
     for number, line in enumerate(lines):
         colour = COLOURS[number % len(COLOURS)]
-        xs = [a for a, _ in line.points]
-        axes.plot(
-            xs, [scale * b for _, b in line.points], "o-", ms=3, color=colour, label=line.name
-        )
+        x, y = zip(*line.points, strict=True)
+        axes.plot(x, y, "o-", ms=3, color=colour, label=line.name)
         if line.band:
-            low = [scale * a for _, a, _ in line.band]
-            high = [scale * b for _, _, b in line.band]
-            axes.fill_between(xs, low, high, color=colour, alpha=0.18)
-    axes.set_xlabel(AXES[axis])
-    axes.set_ylabel(words_of(metric) + (" (%)" if is_share(metric) else ""))
+            axes.fill_between(*zip(*line.band, strict=True), color=colour, alpha=0.18)
     axes.grid(alpha=0.3)
+    if is_share(metric):
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     if axis == "rounds":
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.xaxis.get_major_locator().set_params(integer=True)
     axes.legend(fontsize="small")
     try:
         figure.savefig(path, format="png", dpi=150)

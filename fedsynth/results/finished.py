@@ -6,7 +6,9 @@ The content of a run folder is untrusted input, so its types are checked.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import textwrap
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from fedsynth.errors import FedsynthError
 from fedsynth.privacy.files import decode_json, read_text
 from fedsynth.privacy.report.figures import faults
-from fedsynth.privacy.report.formatting import format_epsilon
+from fedsynth.privacy.report.formatting import format_epsilon, printable
 from fedsynth.results.run_folder import CONFIG, HIDDEN, INCOMPLETE, METRICS
 from fedsynth.toml_file import read_sections
 
@@ -34,22 +36,10 @@ QUIET = (
 )
 """Settings that are shown elsewhere or do not affect a result."""
 SEEDS = ("run.seed", "partition.seed")
-MAX_LABEL = 40
-"""Maximum length of a run's name in a legend or a heading, in characters."""
+MAX_LABEL = 36
+"""Maximum length of a run's name in a legend or a heading, in characters, without its number."""
 NONE = "–"
 _SHARES = ("accuracy", "amp", "wlp", "agreement", "share")
-_COLUMNS = {
-    "accuracy": "test_accuracy",
-    "AMP": "local.amp",
-    "WLP": "local.wlp",
-    "as asked": "generator.agreement",
-    "class entropy": "generator.class_entropy_share",
-    "ε": "differential_privacy.epsilon",
-    "rounds": "rounds",
-    "MB up": "upload_bytes",
-    "s": "seconds",
-}
-"""Headings, and the path of each value in a summary."""
 
 
 class RunFolderError(FedsynthError):
@@ -69,7 +59,7 @@ class Local(_Part):
     wlp: float
 
 
-class Promise(_Part):
+class Guarantee(_Part):
     epsilon: float | None = None
 
 
@@ -82,7 +72,7 @@ class Summary(_Part):
     test_accuracy: float | None = None
     local: Local | None = None
     generator: dict[str, int | float] | None = None
-    differential_privacy: Promise | None = None
+    differential_privacy: Guarantee | None = None
     upload_bytes: Count | None = None
     seconds: float | None = None
 
@@ -239,38 +229,24 @@ def _comparable(key: str, run: Run, other: Run) -> bool:
 
 
 def labels(runs: Sequence[Run]) -> list[str]:
-    """Returns a short name for each run, for legends and headings.
-
-    It consists of the method, "private" if other runs are not, and the fewest differing settings
-    that distinguish the runs; "…" replaces the rest. If a name is longer than `MAX_LABEL`, only
-    methods are used. Names that coincide are numbered.
+    """Returns a short name for each run, for legends and headings: the method, "private" if other
+    runs are not, and the settings that differ, up to `MAX_LABEL` characters. Names that coincide
+    are numbered.
     """
     mixed = len({run.private for run in runs}) > 1
-    texts = [run.method + (" private" if mixed and run.private else "") for run in runs]
-    rest = differing(runs)
-    while len(set(texts)) < len(texts):
-        keys = dict.fromkeys(key for settings in rest for key in settings)
-        options = [[_with(key, *pair) for pair in zip(texts, rest, strict=True)] for key in keys]
-        best = max(options, key=lambda names: len(set(names)), default=texts)
-        if len(set(best)) == len(set(texts)):
-            break
-        used = list(keys)[options.index(best)]
-        for settings in rest:
-            settings.pop(used, None)
-        texts = best
-    names = [
-        f"{word} …" if remaining else word for word, remaining in zip(texts, rest, strict=True)
-    ]
-    if max(map(len, names)) > MAX_LABEL:
-        names = [run.method for run in runs]
+    names = []
+    for run, settings in zip(runs, differing(runs), strict=True):
+        words = [run.method]
+        if mixed and run.private:
+            words.append("private")
+        words += [f"{key}={value}" for key, value in settings.items()]
+        text = printable(" ".join(words))
+        names.append(textwrap.shorten(text, MAX_LABEL, placeholder=" …"))
+    counts = Counter(names)
     return [
-        f"{name} #{number}" if names.count(name) > 1 else name
+        f"{name} #{number}" if counts[name] > 1 else name
         for number, name in enumerate(names, start=1)
     ]
-
-
-def _with(key: str, word: str, settings: Mapping[str, Any]) -> str:
-    return f"{word} {key}={settings[key]}" if key in settings else word
 
 
 def by_seed(runs: Sequence[Run]) -> list[list[Run]]:
@@ -301,28 +277,31 @@ def percent(value: float | None) -> str:
     return NONE if value is None else f"{100 * value:.2f} %"
 
 
+_COLUMNS: Mapping[str, tuple[str, Callable[[float], str]]] = {
+    "accuracy": ("test_accuracy", percent),
+    "AMP": ("local.amp", percent),
+    "WLP": ("local.wlp", percent),
+    "agreement": ("generator.agreement", percent),
+    "class entropy": ("generator.class_entropy_share", "{:.2f}".format),
+    "ε": ("differential_privacy.epsilon", format_epsilon),
+    "rounds": ("rounds", "{:.0f}".format),
+    "MB up": ("upload_bytes", lambda count: f"{count / 1e6:.2f}"),
+    "s": ("seconds", "{:.1f}".format),
+}
+"""The path of each value in a summary, and its format, by heading."""
+
+
 def overview(runs: Sequence[Run]) -> list[list[str]]:
-    """Returns the headings, then a row of values for each run, without columns in which no run has
+    """Returns the headings, then a row for each run: its method, and the columns in which a run has
     a value."""
-    columns = []
-    for heading, path in _COLUMNS.items():
-        cells = [_shown(path, value_at(run.summary, path)) for run in runs]
-        if any(cell != NONE for cell in cells):
-            columns.append([heading, *cells])
-    return [list(row) for row in zip(*columns, strict=True)] or [[] for _ in range(len(runs) + 1)]
-
-
-def _shown(path: str, value: float | None) -> str:
-    if value is None:
-        return NONE
-    if path == "differential_privacy.epsilon":
-        return format_epsilon(value)
-    if path == "generator.class_entropy_share":
-        return f"{value:.2f}"
-    if is_share(path):
-        return percent(value)
-    scale, digits = {"upload_bytes": (1e-6, 2), "seconds": (1.0, 1)}.get(path, (1.0, 0))
-    return f"{scale * value:.{digits}f}"
+    rows = [["method"], *([run.method] for run in runs)]
+    for heading, (path, show) in _COLUMNS.items():
+        values = [value_at(run.summary, path) for run in runs]
+        if any(value is not None for value in values):
+            cells = [NONE if value is None else show(value) for value in values]
+            for row, cell in zip(rows, [heading, *cells], strict=True):
+                row.append(cell)
+    return rows
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:

@@ -11,13 +11,15 @@ template escapes every text.
 from __future__ import annotations
 
 import base64
-import math
+import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from markupsafe import Markup, escape
 
 from fedsynth.privacy.errors import PrivacyError
@@ -31,7 +33,6 @@ from fedsynth.results.finished import (
     NONE,
     Run,
     RunFolderError,
-    differing,
     is_share,
     labels,
     overview,
@@ -41,11 +42,11 @@ from fedsynth.results.finished import (
 )
 from fedsynth.results.run_folder import COUNTS, ROUNDS
 
-PICTURES = 5
+MAX_ROUNDS = 5
 """Number of rounds of a run whose images are shown."""
 MAX_CELLS = 2000
 """Number of cells up to which a partition is shown as a table; a larger one is an image."""
-MAX_PICTURE_BYTES = 2**24
+MAX_IMAGE_BYTES = 2**24
 Part = dict[str, Any]
 Section = Callable[[Sequence[Run], Sequence[str], bool], Iterator[Part]]
 
@@ -67,10 +68,10 @@ def runs_page(runs: Sequence[Run], *, simulation_only: bool = False) -> str:
         runs: finished runs.
         simulation_only: also show data of private runs that only a simulation may show.
     """
-    names = [printable(label) for label in labels(runs)]
+    names = labels(runs)
     if simulation_only:
         runs = [replace(run, rows=_with_hidden(run)) for run in runs]
-    sections: dict[str, Section] = {
+    builders: dict[str, Section] = {
         "Runs": _runs,
         "Learning curves": _curves,
         "Who has what": _partitions,
@@ -80,23 +81,25 @@ def runs_page(runs: Sequence[Run], *, simulation_only: bool = False) -> str:
         "Privacy": _privacy,
         "Settings": _settings,
     }
-    page_sections = {
-        title: list(parts(runs, names, simulation_only)) for title, parts in sections.items()
-    }
+    sections = {}
+    for title, build in builders.items():
+        if parts := list(build(runs, names, simulation_only)):
+            sections[title] = parts
     title = f"fedsynth: {names[0]}" if len(runs) == 1 else f"fedsynth: {len(runs)} runs"
     warn = simulation_only and any(run.private for run in runs)
-    return _page(title, {name: parts for name, parts in page_sections.items() if parts}, warn=warn)
+    return _page(title, sections, warn=warn)
 
 
 def curves_page(lines: Sequence[Line], metric: str, axis: str) -> str:
     """Returns a page with one plot of curves, and their last values as a table."""
-    title = f"{words_of(metric)} by {AXES[axis]}"
-    head = ("run", AXES[axis], f"{words_of(metric)} there")
+    name, label = words_of(metric), AXES[axis].label
+    title = f"{name} by {label}"
+    head = ("run", label, name)
+    show = percent if is_share(metric) else "{:.6g}".format
     rows = []
     for line in lines:
-        across, value = line.points[-1]
-        text = percent(value) if is_share(metric) else f"{value:.6g}"
-        rows.append([line.name, f"{across:.6g}", text])
+        x, y = line.points[-1]
+        rows.append([line.name, f"{x:.6g}", show(y)])
     plot = _plot(curves_svg(lines, metric, axis), title)
     return _page(title, {"": [plot, _table("last values", head, rows)]})
 
@@ -134,72 +137,60 @@ def _curve(runs: Sequence[Run], names: Sequence[str], metric: str, axis: str) ->
     """Yields the plot of the runs that have the metric; nothing if none has it."""
     lines = []
     for number, (run, name) in enumerate(zip(runs, names, strict=True)):
-        try:
+        with suppress(RunFolderError):
             lines.append(Line(name, curve(run, metric, axis), colour=number))
-        except RunFolderError:
-            continue
-    missing = len(runs) - len(lines)
-    more = f"; {missing} of {len(runs)} runs lack this value" if missing else ""
     if lines:
-        caption = f"{words_of(metric)} by {AXES[axis]}{more}"
+        caption = f"{words_of(metric)} by {AXES[axis].label}"
+        if len(lines) < len(runs):
+            caption += f"; {len(runs) - len(lines)} of {len(runs)} runs lack this value"
         yield _plot(curves_svg(lines, metric, axis), caption)
 
 
 def _partitions(runs: Sequence[Run], names: Sequence[str], simulation_only: bool) -> Iterator[Part]:
-    """Yields a heat map for each partition; runs with the same one share it."""
-    pictures: list[tuple[Part, list[str]]] = []
-    silent = []
+    """Yields a heat map for each partition that may be shown."""
     for run, name in zip(runs, names, strict=True):
         if run.private and not simulation_only:
-            silent.append(name)
-            continue
-        picture = _partition(run.folder)
-        same = [owners for other, owners in pictures if other == picture]
-        if same:
-            same[0].append(name)
-        elif picture is not None:
-            pictures.append((picture, [name]))
-    for picture, owners in pictures:
-        yield {"kind": "heading", "text": ", ".join(owners)}
-        yield picture
-    if silent:
-        text = "the partition is an exact function of private data and is shown only on request."
-        yield {"kind": "text", "text": f"{', '.join(silent)}: {text}"}
+            text = "the partition is an exact function of private data: shown only on request"
+            yield {"kind": "text", "text": f"{name}: {text}"}
+        elif picture := _partition(run.folder):
+            yield {"kind": "heading", "text": name}
+            yield picture
 
 
 def _partition(folder: Path) -> Part | None:
     """Returns the class distribution of one run's clients: a table, or the image that the run
     stored."""
     try:
-        stated = load_json(folder / "simulation_only" / COUNTS)
-        counts = [[int(n) for n in row] for row in stated["counts"]]
-        classes = [str(name) for name in stated["class_names"]]
+        stored = load_json(folder / "simulation_only" / COUNTS)
+        counts = np.array(stored["counts"], dtype=np.int64)
+        classes = [str(name) for name in stored["class_names"]]
+        clients, _ = counts.shape
     except (OSError, *HOSTILE):
-        counts = []
-    if not counts or sum(map(len, counts)) > MAX_CELLS:
+        clients = 0
+    if not clients or counts.size > MAX_CELLS:
         return _image(folder / "simulation_only" / "partition.png", "partition: heat map", "")
-    largest = max((n for row in counts for n in row), default=0) or 1
     # the square root keeps small counts visible next to large ones
-    shaded = [[(n, f"{0.7 * math.sqrt(max(0, n) / largest):.2f}") for n in row] for row in counts]
+    shades = 0.7 * np.sqrt(np.maximum(0, counts) / max(1, counts.max()))
+    rows = [
+        [(count, f"{shade:.2f}") for count, shade in zip(*row, strict=True)]
+        for row in zip(counts.tolist(), shades.tolist(), strict=True)
+    ]
     caption = "partition: examples of each class at each client"
-    return {"kind": "heat", "caption": caption, "columns": classes, "rows": shaded}
+    return {"kind": "heat", "caption": caption, "columns": classes, "rows": rows}
 
 
 def _images(runs: Sequence[Run], names: Sequence[str], simulation_only: bool) -> Iterator[Part]:
     """Yields images of some rounds of each run: the first, the last and some between."""
     for run, name in zip(runs, names, strict=True):
-        paths = sorted((run.folder / ROUNDS).glob("round-*.png"))
-        if len(paths) > PICTURES:
-            step = (len(paths) - 1) / (PICTURES - 1)
-            paths = [paths[round(number * step)] for number in range(PICTURES)]
-        paths = paths or [run.folder / "synthetic.png"]
-        images = [image for path in paths if (image := _round_picture(path, name)) is not None]
-        if images:
+        paths = sorted((run.folder / ROUNDS).glob("round-*.png")) or [run.folder / "synthetic.png"]
+        positions = np.linspace(0, len(paths) - 1, min(MAX_ROUNDS, len(paths))).round()
+        images = [_round_image(paths[int(position)], name) for position in positions]
+        if images := list(filter(None, images)):
             yield {"kind": "heading", "text": name}
             yield {"kind": "images", "images": images}
 
 
-def _round_picture(path: Path, name: str) -> Part | None:
+def _round_image(path: Path, name: str) -> Part | None:
     number = path.stem.removeprefix("round-").lstrip("0")
     caption = f"round {number}" if number.isdigit() else "the last round"
     alt = f"{name}: synthetic images sent in {caption}, a row for each class"
@@ -217,9 +208,9 @@ def _fairness(runs: Sequence[Run], names: Sequence[str], simulation_only: bool) 
         if isinstance(values, list):
             rows.append([name, *(percent(value_at({"a": value}, "a")) for value in values)])
     if rows:
-        width = max(map(len, rows))
-        head = ["accuracy at", *(f"client {number}" for number in range(width - 1))]
-        padded = [[*row, *[NONE] * (width - len(row))] for row in rows]
+        columns = list(itertools.zip_longest(*rows, fillvalue=NONE))
+        head = ["accuracy at", *(f"client {number}" for number in range(len(columns) - 1))]
+        padded = list(zip(*columns, strict=True))
         yield _table("accuracy of each client on its own test split", head, padded)
 
 
@@ -237,11 +228,9 @@ def _generators(runs: Sequence[Run], names: Sequence[str], simulation_only: bool
 
 
 def _artefacts(folder: Path) -> list[str]:
-    try:
-        stated = load_json(folder / "artefacts.json")
-    except (OSError, *HOSTILE):
-        return []
-    return [key for key in stated if key.isidentifier()] if isinstance(stated, dict) else []
+    with suppress(OSError, *HOSTILE):
+        return [key for key in load_json(folder / "artefacts.json") if key.isidentifier()]
+    return []
 
 
 def _privacy(runs: Sequence[Run], names: Sequence[str], simulation_only: bool) -> Iterator[Part]:
@@ -253,17 +242,14 @@ def _privacy(runs: Sequence[Run], names: Sequence[str], simulation_only: bool) -
     rows = []
     lines = []
     for number, (run, name) in enumerate(zip(runs, names, strict=True)):
-        if run.private:
-            row, points = _promise(run)
-        else:
-            row, points = ["no differential privacy", *[NONE] * 5], []
-        rows.append([name, *row])
+        row, points = _guarantee(run)
+        rows.append([name, *row, *[NONE] * (len(head) - 1 - len(row))])
         if points:
             lines.append(Line(name, points, colour=number))
     yield _table("privacy", head, rows)
     if lines:
-        spent = line_plot(lines, x="round", y="ε")
-        yield _plot(spent, "ε of the worst client after each round")
+        plot = line_plot(lines, x="round", y="ε")
+        yield _plot(plot, "ε of the worst client after each round")
     text = (
         "privacy_report.html in each private run's folder is the report to share; fedsynth "
         "privacy verify RUN computes it again."
@@ -271,43 +257,35 @@ def _privacy(runs: Sequence[Run], names: Sequence[str], simulation_only: bool) -
     yield {"kind": "text", "text": text}
 
 
-def _promise(run: Run) -> tuple[list[str], list[tuple[float, float]]]:
-    """Returns what a run's report promises, and ε by round."""
+def _guarantee(run: Run) -> tuple[list[str], list[tuple[float, float]]]:
+    """Returns what a run's report guarantees, and ε by round."""
+    if not run.private:
+        return ["no differential privacy"], []
     try:
         report = sound_report(run.folder)
     except (PrivacyError, *HOSTILE) as error:
-        return [f"the report cannot be read: {error!s:.200}", *[NONE] * 5], []
-    promise = report["guarantee"]
-    if promise is None:
-        return [report_sentences(report).verdict(), *[NONE] * 5], []
-    epsilon = promise["epsilon"]
+        return [f"the report cannot be read: {error!s:.200}"], []
+    guarantee = report["guarantee"]
+    if guarantee is None:
+        return [report_sentences(report).verdict()], []
+    epsilon = guarantee["epsilon"]
     row = [
         f"ε = {format_epsilon(epsilon)}",
-        f"{promise['delta']:g}",
+        f"{guarantee['delta']:g}",
         report_sentences(report).protected(),
         band(epsilon),
         format_odds(epsilon),
-        promise["worst_client"],
+        guarantee["worst_client"],
     ]
-    return row, [(float(point["round"]), point["worst"]) for point in promise["epsilon_by_round"]]
+    return row, [(float(point["round"]), point["worst"]) for point in guarantee["epsilon_by_round"]]
 
 
 def _settings(runs: Sequence[Run], names: Sequence[str], simulation_only: bool) -> Iterator[Part]:
-    """Yields all settings of all runs, those that differ first. A method's settings are compared
-    only between runs of this method."""
-    titles = ("Settings that differ", "All other settings")
-    tables: dict[str, list[list[str]]] = {title: [] for title in titles}
-    differing_keys = {key for difference in differing(runs) for key in difference}
-    for key in dict.fromkeys(key for run in runs for key in run.settings):
-        values = [run.settings.get(key) for run in runs]
-        short = key.removeprefix("method.").removeprefix("run.")
-        differs = short in differing_keys or (key == "run.method" and len(set(values)) > 1)
-        row = [key, *(NONE if value is None else str(value) for value in values)]
-        tables[titles[0] if differs else titles[1]].append(row)
-    for title, rows in tables.items():
-        if rows:
-            yield {"kind": "heading", "text": title}
-            yield _table(title.lower(), ("setting", *names), rows)
+    """Yields all settings of all runs, those that differ first."""
+    keys = dict.fromkeys(key for run in runs for key in run.settings)
+    rows = [[key, *(str(run.settings.get(key, NONE)) for run in runs)] for key in keys]
+    rows.sort(key=lambda row: len(set(row[1:])) == 1)
+    yield _table("settings", ("setting", *names), rows)
 
 
 # ------------------------------------------------------------------------------------------- parts
@@ -331,11 +309,9 @@ def _plot(svg: str, caption: str) -> Part:
 
 def _image(path: Path, alt: str, caption: str) -> Part | None:
     """Returns a PNG file as a part of the page, or None if there is none."""
-    try:
-        content = read_regular(path, MAX_PICTURE_BYTES)
-    except OSError:
-        return None
-    if not content.startswith(b"\x89PNG"):
-        return None
-    data = base64.b64encode(content).decode()
-    return {"kind": "image", "alt": alt, "data": data, "caption": caption}
+    with suppress(OSError):
+        content = read_regular(path, MAX_IMAGE_BYTES)
+        if content.startswith(b"\x89PNG"):
+            data = base64.b64encode(content).decode()
+            return {"kind": "image", "alt": alt, "data": data, "caption": caption}
+    return None
