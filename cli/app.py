@@ -204,16 +204,17 @@ def _run(
     resume: Path | None,
     log: Sequence[str],
 ) -> None:
-    from fedsynth.cli.progress import loggers_of, make_observer, show_result
+    from fedsynth.cli.progress import make_observer, show_result
     from fedsynth.cli.report_commands import signer
     from fedsynth.config.resolve import resolve
-    from fedsynth.results.loggers import Several
+    from fedsynth.results.loggers import Several, make_loggers
     from fedsynth.simulation.simulate import simulate
 
     settings = resolve(sections)
     sign = signer(sign_key, settings.privacy is not None)  # an invalid key fails before the run
     keep_large_allocations()
-    loggers = loggers_of(log, output if resume is None else resume.parent, settings)
+    folder = output if resume is None else resume.parent
+    loggers = make_loggers(log, folder, private=settings.privacy is not None, note=say)
     with make_observer(settings, from_preset(sections)) as display, ended_by_signals():
         observer = display if not loggers else Several([display, *loggers])
         result = simulate(

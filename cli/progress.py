@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,12 +19,10 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from fedsynth.cli.application import say
 from fedsynth.config.settings import RunSettings
 from fedsynth.evaluation.generated import GENERATOR, in_words
 from fedsynth.privacy.errors import BudgetExceededError
 from fedsynth.privacy.report.pages import summary_rows
-from fedsynth.results.loggers import Logger, make_loggers
 from fedsynth.results.result import RunResult
 from fedsynth.simulation.stderr_observer import Spoken, accuracies
 
@@ -68,17 +66,6 @@ def make_observer(settings: RunSettings, first: str = "", mark: str = "") -> Ite
         columns += [TimeElapsedColumn(), TextColumn("{task.fields[left]}")]
     with Progress(*columns, console=console, transient=True) as progress:
         yield LiveObserver(settings, first, mark, progress)
-
-
-def loggers_of(names: Sequence[str], base: Path, settings: RunSettings) -> list[Logger]:
-    """Returns the requested loggers, and prints the messages about them."""
-    loggers: list[Logger] = []
-    for logger in make_loggers(names, base, private=settings.privacy is not None):
-        if isinstance(logger, str):
-            say(logger)
-        else:
-            loggers.append(logger)
-    return loggers
 
 
 def show_result(

@@ -10,8 +10,8 @@ from __future__ import annotations
 import csv
 import json
 import os
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from io import StringIO
 from pathlib import Path
@@ -19,12 +19,11 @@ from typing import Any
 
 from fedsynth.config.settings import RunSettings
 from fedsynth.data.files import one_line
-from fedsynth.errors import OutputError, SettingError
+from fedsynth.errors import OutputError
 from fedsynth.federation.observer import Observer
-from fedsynth.privacy.files import write_whole
+from fedsynth.privacy.files import read_text, write_whole
+from fedsynth.validation import check_choice
 
-STEP_SECONDS = 30.0
-"""Seconds between two logged steps within a round."""
 TIMES = (
     "warning: {names} add the time to each entry, and the duration of a round may reveal "
     "information about private data: the guarantee does not cover these logs"
@@ -94,29 +93,21 @@ class Logger(Observer):
 
     Attributes:
         name: the logger's name for `--log`.
-        library: the module that it needs; empty: none.
+        module: the module that it needs; empty: none.
 
     Raises:
         OutputError: the library is not installed, or cannot be imported.
     """
 
     name = ""
-    library = ""
+    module = ""
     stamps_times = True
 
     def __init__(self, base: Path) -> None:
         self.base = base
-        self._private = False
-        self._last_step = time.monotonic()
-        self._open_log: Any = None
-        try:
-            self._library: Any = import_module(self.library) if self.library else None
-        except ImportError:
-            raise OutputError(
-                f"logging to {self.name} needs its library: pip install 'fedsynth[{self.name}]'"
-            ) from None
-        except Exception as error:  # a library that is damaged, or of other versions than it needs
-            raise self._cannot_begin(error) from error
+        self._log: Any = None
+        with self._setup_errors():
+            self._library: Any = import_module(self.module) if self.module else None
 
     def started(self, settings: RunSettings, folder: Path | None) -> None:
         """Begins to log.
@@ -124,38 +115,36 @@ class Logger(Observer):
         Raises:
             OutputError: the library refuses: no rights, no key, no server.
         """
-        self._private = settings.privacy is not None
-        named = {
+        parameters = {
             f"{section}.{key}": value
             for section, values in settings.to_mapping().items()
             for key, value in values.items()
         }
+        name = "run" if folder is None else folder.name
+        with self._setup_errors():
+            self._log = self._open(name, parameters)
+
+    @contextmanager
+    def _setup_errors(self) -> Iterator[None]:
         try:
-            self._open_log = self._open("run" if folder is None else folder.name, named)
-        except OutputError:
-            raise
+            yield
+        except ImportError:
+            raise OutputError(
+                f"logging to {self.name} needs its library: pip install 'fedsynth[{self.name}]'"
+            ) from None
         except Exception as error:  # of any library
-            raise self._cannot_begin(error) from error
-
-    def _cannot_begin(self, error: Exception) -> OutputError:
-        return OutputError(f"cannot log to {self.name}: {type(error).__name__}: {one_line(error)}")
-
-    def step(self, round: int, phase: str, completed: int, total: int) -> None:
-        """Logs the progress of a long round; nothing for a private run."""
-        if self._private or time.monotonic() - self._last_step < STEP_SECONDS:
-            return
-        self._last_step = time.monotonic()
-        self._write({f"progress/{phase}": completed / max(1, total)}, round)
+            reason = f"{type(error).__name__}: {one_line(error)}"
+            raise OutputError(f"cannot log to {self.name}: {reason}") from error
 
     def round_ended(self, row: Mapping[str, Any]) -> None:
         self._write(numbers_of(row), int(row["round"]))
 
     def ended(self, summary: Mapping[str, Any] | None) -> None:
-        if self._open_log is not None:
+        if self._log is not None:
             self._close(numbers_of(summary or {}), finished=summary is not None)
 
     def _open(self, name: str, settings: Mapping[str, Any]) -> Any:
-        """Returns the open log, which `_write` and `_close` use as `_open_log`."""
+        """Returns the open log, which `_write` and `_close` use as `_log`."""
         raise NotImplementedError  # abstract
 
     def _write(self, values: Numbers, round: int) -> None:
@@ -174,38 +163,30 @@ class CsvLogger(Logger):
 
     def _open(self, name: str, settings: Mapping[str, Any]) -> Path:
         file = self.base / "csv" / f"{name}.csv"
-        self._rows: list[dict[str, str]] = []
-        try:
-            if file.exists():  # of a run that is resumed
-                self._rows = list(csv.DictReader(StringIO(file.read_text(encoding="utf-8"))))
-        except OSError as error:
-            raise OutputError(f"cannot read {file}: {error.strerror}") from None
+        file.parent.mkdir(parents=True, exist_ok=True)
+        self._rows: dict[int, Mapping[str, Any]] = {}
+        if file.exists():  # of a run that is resumed
+            lines = csv.DictReader(StringIO(read_text(file)))
+            self._rows = {int(line["round"]): line for line in lines}
         return file
 
-    def step(self, round: int, phase: str, completed: int, total: int) -> None:
-        pass
-
     def _write(self, values: Numbers, round: int) -> None:
-        texts = {key: f"{value:.10g}" for key, value in values.items() if key != "round"}
-        before = [row for row in self._rows if row["round"].isdigit() and int(row["round"]) < round]
-        self._rows = [*before, {"round": str(round), **texts}]
+        earlier = {number: row for number, row in self._rows.items() if number < round}
+        texts = {key: f"{value:.10g}" for key, value in values.items()}
+        self._rows = {**earlier, round: {"round": round, **texts}}
+        columns = dict.fromkeys(key for row in self._rows.values() for key in row)
         text = StringIO()
-        columns = list(dict.fromkeys(key for row in self._rows for key in row))
-        writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
+        writer = csv.DictWriter(text, list(columns), restval="", lineterminator="\n")
         writer.writeheader()
-        writer.writerows(self._rows)
-        try:
-            self._open_log.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(self._open_log, text.getvalue().encode())
-        except OSError as error:
-            raise OutputError(f"cannot write {self._open_log}: {error.strerror}") from None
+        writer.writerows(self._rows.values())
+        write_whole(self._log, text.getvalue().encode())
 
 
 class TensorBoardLogger(Logger):
     """BASE/tensorboard/RUN: `tensorboard --logdir BASE/tensorboard` shows all runs."""
 
     name = "tensorboard"
-    library = "torch.utils.tensorboard"
+    module = "torch.utils.tensorboard"
 
     def _open(self, name: str, settings: Mapping[str, Any]) -> Any:
         writer = self._library.SummaryWriter(log_dir=str(self.base / "tensorboard" / name))
@@ -215,11 +196,11 @@ class TensorBoardLogger(Logger):
 
     def _write(self, values: Numbers, round: int) -> None:
         for key, value in values.items():
-            self._open_log.add_scalar(key, value, round)
-        self._open_log.flush()
+            self._log.add_scalar(key, value, round)
+        self._log.flush()
 
     def _close(self, summary: Numbers, *, finished: bool) -> None:
-        self._open_log.close()
+        self._log.close()
 
 
 class WandbLogger(Logger):
@@ -227,7 +208,7 @@ class WandbLogger(Logger):
     other environment variables of Weights & Biases apply."""
 
     name = "wandb"
-    library = "wandb"
+    module = "wandb"
 
     def _open(self, name: str, settings: Mapping[str, Any]) -> Any:
         self.base.mkdir(parents=True, exist_ok=True)
@@ -242,11 +223,11 @@ class WandbLogger(Logger):
         return run
 
     def _write(self, values: Numbers, round: int) -> None:
-        self._open_log.log({**values, "round": round})
+        self._log.log({**values, "round": round})
 
     def _close(self, summary: Numbers, *, finished: bool) -> None:
-        self._open_log.summary.update({f"final/{key}": value for key, value in summary.items()})
-        self._open_log.finish(exit_code=0 if finished else 1)
+        self._log.summary.update({f"final/{key}": value for key, value in summary.items()})
+        self._log.finish(exit_code=0 if finished else 1)
 
 
 class MlflowLogger(Logger):
@@ -254,27 +235,28 @@ class MlflowLogger(Logger):
     BASE/mlflow.db (`mlflow ui --backend-store-uri sqlite:///BASE/mlflow.db`)."""
 
     name = "mlflow"
-    library = "mlflow.tracking"
+    module = "mlflow.tracking"
 
     def _open(self, name: str, settings: Mapping[str, Any]) -> Any:
         self.base.mkdir(parents=True, exist_ok=True)
         database = f"sqlite:///{self.base.resolve() / 'mlflow.db'}"
         client = self._library.MlflowClient(os.environ.get("MLFLOW_TRACKING_URI") or database)
-        found = client.get_experiment_by_name("fedsynth")
-        experiment = found.experiment_id if found else client.create_experiment("fedsynth")
-        self._id = client.create_run(experiment, run_name=name).info.run_id
+        if client.get_experiment_by_name("fedsynth") is None:
+            client.create_experiment("fedsynth")
+        experiment = client.get_experiment_by_name("fedsynth")
+        self._id = client.create_run(experiment.experiment_id, run_name=name).info.run_id
         for key, value in settings.items():
             client.log_param(self._id, key, str(value)[:500])
         return client
 
     def _write(self, values: Numbers, round: int) -> None:
         for key, value in values.items():
-            self._open_log.log_metric(self._id, key, value, step=round)
+            self._log.log_metric(self._id, key, value, step=round)
 
     def _close(self, summary: Numbers, *, finished: bool) -> None:
         for key, value in summary.items():
-            self._open_log.log_metric(self._id, f"final/{key}", value)
-        self._open_log.set_terminated(self._id, "FINISHED" if finished else "KILLED")
+            self._log.log_metric(self._id, f"final/{key}", value)
+        self._log.set_terminated(self._id, "FINISHED" if finished else "KILLED")
 
 
 LOGGERS: Mapping[str, type[Logger]] = {
@@ -282,24 +264,25 @@ LOGGERS: Mapping[str, type[Logger]] = {
 }
 
 
-def make_loggers(names: Sequence[str], base: Path, *, private: bool) -> Iterator[Logger | str]:
-    """Yields loggers by name, and a warning if a private run's log has time stamps.
+def make_loggers(
+    names: Sequence[str], base: Path, *, private: bool, note: Callable[[str], None]
+) -> list[Logger]:
+    """Returns loggers by name.
 
     Args:
         names: of `LOGGERS`.
         base: the folder below which they write.
         private: whether the run has differential privacy.
+        note: receives a warning if a private run's log has time stamps.
 
     Raises:
-        SettingError: a name is unknown.
+        UnknownNameError: no such logger.
         OutputError: a logger's library is not installed.
     """
-    stamped = []
-    for name in dict.fromkeys(names):
-        if name not in LOGGERS:
-            raise SettingError(None, "log", f"must be one of {', '.join(LOGGERS)}, got {name!r}")
-        if LOGGERS[name].stamps_times:
-            stamped.append(name)
-        yield LOGGERS[name](base)
+    for name in names:
+        check_choice(None, "log", name, tuple(LOGGERS))
+    loggers = [LOGGERS[name](base) for name in dict.fromkeys(names)]
+    stamped = [logger.name for logger in loggers if logger.stamps_times]
     if private and stamped:
-        yield TIMES.format(names=", ".join(stamped))
+        note(TIMES.format(names=", ".join(stamped)))
+    return loggers

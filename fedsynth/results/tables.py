@@ -18,7 +18,7 @@ Rows = Sequence[Sequence[str]]
 
 
 class Column(NamedTuple):
-    """How a result is shown: its path in summary.json, the heading, a factor and the decimals."""
+    """A column of results: its path in summary.json, the heading, a factor and the decimals."""
 
     path: str
     heading: str
