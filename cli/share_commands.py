@@ -227,7 +227,6 @@ def student(
 
     Example: `fedsynth student share --width 32 --steps 5000 --copies 4 --dataset fashion-mnist`.
     """
-    from fedsynth.data.folder_checks import Skip
     from fedsynth.data.shared_set import load_synthetic
     from fedsynth.simulation.student import network_for, real_images, require_place, student_of_set
     from fedsynth.synthesizer.condensation.student import StudentSettings
@@ -240,7 +239,8 @@ def student(
     test = real_images(
         spec,
         folder=data.get("test_folder"),
-        skip=Skip(data.get("skip_corrupt", False), data.get("skip_other", False)),
+        skip_corrupt=data.get("skip_corrupt", False),
+        skip_other=data.get("skip_other", False),
         dataset=dataset,
         data_root=None if root is None else Path(root),
         download=download,

@@ -14,7 +14,7 @@ from fedsynth.config.report_settings import ReportSettings
 from fedsynth.config.settings import RUN_KINDS, SECTIONS, RunSettings, kept_ledger
 from fedsynth.core.method import Method
 from fedsynth.data.files import expanded
-from fedsynth.data.folder_settings import FolderSettings, own_name
+from fedsynth.data.folder_settings import FolderSettings, default_name
 from fedsynth.data.partition_settings import GIVEN, PartitionSettings
 from fedsynth.data.registry import DEFAULT_DATASET, dataset_spec, is_known
 from fedsynth.errors import SettingError, UnknownNameError, unknown_name
@@ -197,7 +197,7 @@ def _own_folder(data: Mapping[str, Any]) -> tuple[str, FolderSettings | None]:
             f"images in {folder.folder}"
         )
         raise SettingError("data", "dataset", reason)
-    return str(name or own_name(folder)), folder
+    return str(name or default_name(folder.folder)), folder
 
 
 SPEED = ("compile", "memory_gb", "threads", "device", "data_root")

@@ -9,16 +9,15 @@ everything in it is public. `fedsynth data describe` proposes one.
 from __future__ import annotations
 
 import datetime
-import json
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from fedsynth.data.own_files import LEDGERS
+from fedsynth.data.files import first_fault, one_line
+from fedsynth.data.folder_files import FolderFiles
+from fedsynth.data.images import ImageData
 from fedsynth.data.record_table import same_name
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import DataError, DataFilesCorruptError, FedsynthError
@@ -28,56 +27,66 @@ from fedsynth.toml_file import read_sections
 MEAN, STD = 0.5, 0.25
 """Default mean and standard deviation of pixels in [0, 1]. They are constants because a computed
 mean is an exact function of the images."""
+MAX_RATIO = 4
+"""The ratio from which a declared number no longer counts as a rounding of the true one."""
+
+
+def _distinct(names: list[str]) -> list[str]:
+    if len(set(names)) < len(names):
+        raise ValueError("contains a name twice")
+    return names
+
+
+def _iso_date(text: str) -> str:
+    try:
+        return text.strip() and datetime.date.fromisoformat(text.strip()).isoformat()
+    except ValueError:
+        raise ValueError("must be a date such as 2026-11-23") from None
+
+
 Name = Annotated[str, Field(min_length=1, max_length=200), AfterValidator(same_name)]
+Names = Annotated[list[Name], AfterValidator(_distinct)]
 Count = Annotated[int, Field(ge=1, lt=10**15)]
+Side = Annotated[int, Field(ge=1, le=4096)]
 
 
-class _Part(BaseModel):
+class _Section(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 
-class _Images(_Part):
+class _Images(_Section):
     name: Name
-    class_names: Annotated[list[Name], Field(min_length=1)]
-    sites: list[Name] = []
+    class_names: Names
+    sites: Names = []
     channels: Annotated[int, Field(ge=1, le=3)]
-    height: Annotated[int, Field(ge=1, le=4096)]
-    width: Annotated[int, Field(ge=1, le=4096)]
+    height: Side
+    width: Side
     mean: list[float]
     std: list[float]
     source: str
     person: Annotated[str, Field(min_length=1, max_length=40)] = "person"
 
 
-class _Sizes(_Part):
+class _Sizes(_Section):
     images: Count
     most_images: Count
     users: Annotated[int, Field(ge=0, lt=10**15)] = 0
 
 
-def _iso_date(text: str) -> str:
-    if text.strip():
-        try:
-            datetime.date.fromisoformat(text.strip())
-        except ValueError:
-            raise ValueError("must be a date such as 2026-11-23") from None
-    return text
-
-
-class _Kept(_Part):
+class _Privacy(_Section):
     ledger: str = ""
 
 
-class _Signed(_Part):
+class _SignedOff(_Section):
     by: str = ""
     date: Annotated[str, AfterValidator(_iso_date)] = ""
 
 
-class _File(_Part):
+class _File(_Section):
     images: _Images
     sizes: _Sizes
-    privacy: _Kept = _Kept()
-    signed_off: _Signed = _Signed()
+    privacy: _Privacy = _Privacy()
+    signed_off: _SignedOff = _SignedOff()
 
 
 @dataclass(frozen=True)
@@ -103,11 +112,6 @@ class Declaration:
     signed_by: str
     path: Path
 
-    @property
-    def signed(self) -> bool:
-        """Returns whether a person has signed the declaration."""
-        return bool(self.signed_by)
-
 
 def read_declaration(path: Path) -> Declaration:
     """Reads a declaration file.
@@ -117,129 +121,49 @@ def read_declaration(path: Path) -> Declaration:
             names the key.
     """
     try:
-        read = _File.model_validate(read_sections(path))
-        spec = _spec(read)
+        declared = _File.model_validate(read_sections(path))
+        images = declared.images
+        spec = DatasetSpec(
+            name=images.name,
+            channels=images.channels,
+            height=images.height,
+            width=images.width,
+            classes=len(images.class_names),
+            train_size=declared.sizes.images,
+            test_size=1,
+            mean=tuple(images.mean),
+            std=tuple(images.std),
+            class_names=tuple(images.class_names),
+            source=images.source,
+            groups=declared.sizes.users,
+        )
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        location = ".".join(map(str, first["loc"]))[:80]
         raise DataFilesCorruptError(
-            f"{path} is not a valid declaration of images: {location}: {first['msg'][:200]}"
+            f"{path} is not a valid declaration of images: {first_fault(error)}"
         ) from None
     except FedsynthError as error:
         raise DataFilesCorruptError(
             f"{path} is not a valid declaration of images: {error}"
         ) from None
-    if read.sizes.most_images < read.sizes.images:
+    if declared.sizes.most_images < declared.sizes.images:
         raise DataFilesCorruptError(
             f"{path}: sizes.most_images is an upper bound: it must be at least sizes.images"
         )
-    for key, names in (("class_names", read.images.class_names), ("sites", read.images.sites)):
-        if len(set(names)) < len(names):
-            raise DataFilesCorruptError(f"{path}: images.{key} contains a name twice")
-    signed = read.signed_off
-    both = signed.by.strip() and signed.date.strip()
-    ledger = read.privacy.ledger.strip()
+    ledger = None
+    if declared.privacy.ledger.strip():
+        ledger = (path.parent / expand_home(declared.privacy.ledger.strip())).absolute()
+    signed_by = ""
+    if declared.signed_off.by.strip() and declared.signed_off.date:
+        signed_by = f"{declared.signed_off.by.strip()}, {declared.signed_off.date}"
     return Declaration(
         spec,
-        tuple(read.images.sites),
-        read.sizes.most_images,
-        (path.parent / expand_home(ledger)).absolute() if ledger else None,
-        read.images.person,
-        f"{signed.by.strip()}, {signed.date.strip()}" if both else "",
+        tuple(images.sites),
+        declared.sizes.most_images,
+        ledger,
+        images.person,
+        signed_by,
         path,
     )
-
-
-def _spec(read: _File) -> DatasetSpec:
-    images = read.images
-    return DatasetSpec(
-        name=images.name,
-        channels=images.channels,
-        height=images.height,
-        width=images.width,
-        classes=len(images.class_names),
-        train_size=read.sizes.images,
-        test_size=1,
-        mean=tuple(images.mean),
-        std=tuple(images.std),
-        class_names=tuple(images.class_names),
-        source=images.source,
-        groups=read.sizes.users,
-    )
-
-
-# ---------------------------------------------------------------------------------- proposals
-
-
-def coarse(count: float, *, up: bool = False) -> int:
-    """Rounds `count` to 1, 2 or 5 times a power of ten: the nearest, or the next higher if `up`.
-
-    >>> coarse(570), coarse(640, up=True), coarse(3)
-    (500, 1000, 2)
-    """
-    steps = [int(s * 10**e) for e in range(15) for s in (1, 2, 5)]
-    if up:
-        return next(step for step in steps if step >= count)
-    return min(steps, key=lambda step: abs(math.log(step / max(count, 1))))
-
-
-def proposal(
-    spec: DatasetSpec,
-    sites: Sequence[str],
-    images: int,
-    users: int,
-) -> str:
-    """Returns a proposed declaration as TOML text, for a person to check.
-
-    Args:
-        spec: the specification read from the images.
-        sites: the sites' names.
-        images: the number of images; it is rounded before it is written.
-        users: the number of people in the images (0: unknown); also rounded.
-    """
-
-    def listed(values: Sequence[Any]) -> str:
-        return json.dumps(list(values), ensure_ascii=False)
-
-    return f"""\
-# What is PUBLIC of the images in this folder, proposed by `fedsynth data describe`.
-#
-# Everyone may know this: it appears in privacy reports, and it determines divisors, sampling rates
-# and the shapes of exported tensors. Nothing else about the images is public.
-# The values below were read from the folder. A PERSON MUST CHECK EACH LINE: enter what you would
-# publish, not exact counts. Then fill in [signed_off]: without it, no run with differential
-# privacy starts.
-
-[images]
-name = {json.dumps(spec.name, ensure_ascii=False)}
-class_names = {listed(spec.class_names)}  # in this order; include classes that some sites lack
-sites = {listed(sites)}  # public names; [] if the data have a single owner
-channels = {spec.channels}  # 1: grey, 3: colour
-height = {spec.height}  # every image is resized to this
-width = {spec.width}
-mean = {listed(spec.mean)}  # of pixels in [0, 1]: constants, not computed from these images
-std = {listed(spec.std)}
-source = {json.dumps(spec.source, ensure_ascii=False)}
-person = "person"  # the word for one person in the privacy report, such as "patient"
-
-[sizes]
-# Rounded public estimates. A wrong `images` makes results worse, but not less private.
-# `most_images` must be a true upper bound (δ is checked against it).
-images = {coarse(images)}  # approximate number at all sites together
-most_images = {coarse(2 * images, up=True)}  # upper bound of the number of images
-# Approximate number of people in the images; 0: unknown. (A run that protects users, privacy.unit,
-# still needs the number of users per client: privacy.nominal_size.)
-users = {coarse(users) if users else 0}
-
-[privacy]
-# The folder of the ledgers, which record the ε spent on these images over all runs. Do not delete
-# it, and give no one access to its folder `private`. Relative to this file.
-ledger = {json.dumps(LEDGERS)}
-
-[signed_off]
-by = ""  # the person who checked all of the above
-date = ""  # such as 2026-11-23
-"""
 
 
 def require_signed(declaration: Declaration) -> None:
@@ -248,8 +172,62 @@ def require_signed(declaration: Declaration) -> None:
     Raises:
         DataError: the declaration is unsigned; the message explains how to sign it.
     """
-    if not declaration.signed:
+    if not declaration.signed_by:
         raise DataError(
             f"{declaration.path} is not signed: all of it is public, so a person must check "
             "each line and enter name and date under [signed_off]"
+        )
+
+
+def require_declared(files: FolderFiles, declaration: Declaration) -> None:
+    """Checks that the classes and sites are those of the declaration.
+
+    Raises:
+        DataError: one is not declared, or a declared one has no image.
+    """
+    _require_same_names(files.class_names, declaration.spec.class_names, "class", declaration)
+    if declaration.sites:
+        _require_same_names(files.site_names, declaration.sites, "site", declaration)
+
+
+def _require_same_names(
+    names: tuple[str, ...], declared: tuple[str, ...], kind: str, declaration: Declaration
+) -> None:
+    undeclared = sorted(set(names).difference(declared))
+    if undeclared:
+        raise DataError(
+            f"there is a {kind} {one_line(undeclared[0])!r} that {declaration.path} does not "
+            f"declare; declared: {one_line(', '.join(declared))}"
+        )
+    missing = sorted(set(declared).difference(names))
+    if missing:
+        raise DataError(
+            f"there is no image of the {kind} {one_line(missing[0])!r}, which {declaration.path} "
+            "declares"
+        )
+
+
+def require_declared_counts(train: ImageData, declaration: Declaration) -> None:
+    """Checks that there are no more images than the declared bound, and not far fewer images or
+    users than declared.
+
+    Raises:
+        DataError: a count does not match; the message names the declaration's key.
+    """
+    if len(train) > declaration.most_images:
+        raise DataError(
+            f"there are more images than sizes.most_images in {declaration.path}: correct "
+            "the bound, and sign again"
+        )
+    _require_count("images", len(train), declaration.spec.train_size, declaration.path)
+    if train.groups is not None:
+        users = len(train.groups.unique())
+        _require_count("users", users, declaration.spec.groups, declaration.path)
+
+
+def _require_count(key: str, count: int, declared: int, path: Path) -> None:
+    if count * MAX_RATIO < declared:
+        raise DataError(
+            f"there are {count} {key}, but {path} declares {declared} in sizes.{key}: add the "
+            "missing ones, or correct the number and sign again"
         )

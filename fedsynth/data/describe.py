@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from fedsynth.data.declaration import proposal
-from fedsynth.data.folder_checks import Note
-from fedsynth.data.folder_settings import FolderSettings, declaration_beside
+from fedsynth.data.folder_files import LEDGERS, find_files
+from fedsynth.data.folder_settings import FolderSettings, default_declaration
 from fedsynth.data.load_folder import read_folder
-from fedsynth.data.own_files import find_files
 from fedsynth.data.partition import count_matrix
 from fedsynth.data.picture import partition_table
+from fedsynth.data.registry import DatasetSpec
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,9 @@ class Described:
     path: Path
 
 
-def describe_folder(settings: FolderSettings, note: Note, name: str | None = None) -> Described:
+def describe_folder(
+    settings: FolderSettings, note: Callable[[str], None], name: str | None = None
+) -> Described:
     """Reads all images of a folder, and proposes a declaration of public facts about them.
 
     Args:
@@ -42,22 +46,93 @@ def describe_folder(settings: FolderSettings, note: Note, name: str | None = Non
     Raises:
         DataError: as for `load_folder`.
     """
-    place = Path(settings.folder)
-    undeclared = replace(settings, declaration="")
-    data = read_folder(undeclared, note, name or "", declared=False)
+    data = read_folder(settings, note, name or "", declaration=None)
+    sites = find_files(Path(settings.folder)).site_names
     spec = data.train.spec
-    files = find_files(place)
     parts = data.sites or (np.arange(len(data.train)),)
     counts = count_matrix(data.train.labels.numpy(), parts, spec.classes)
-    users = 0 if data.train.groups is None else len(data.train.groups.unique())
-    rows = ", ".join(
-        f"{number}: {site}" for number, site in enumerate(files.site_names or ("all",))
-    )
-    columns = ", ".join(
-        f"{number}: {class_name}" for number, class_name in enumerate(spec.class_names)
+    users = 0
+    if data.train.groups is not None:
+        users = len(data.train.groups.unique())
+    table = "\n".join(
+        (
+            f"sites {_numbered(sites or ('all',))}",
+            f"classes {_numbered(spec.class_names)}",
+            partition_table(counts),
+        )
     )
     return Described(
-        proposal(spec, files.site_names, len(data.train), users),
-        f"sites {rows}\nclasses {columns}\n{partition_table(counts)}",
-        declaration_beside(place),
+        proposal(spec, sites, len(data.train), users),
+        table,
+        default_declaration(Path(settings.folder)),
     )
+
+
+def _numbered(names: Sequence[str]) -> str:
+    return ", ".join(f"{number}: {name}" for number, name in enumerate(names))
+
+
+def coarse(count: float, *, up: bool = False) -> int:
+    """Rounds `count` to 1, 2 or 5 times a power of ten: the nearest, or the next higher if `up`.
+
+    >>> coarse(570), coarse(640, up=True), coarse(3)
+    (500, 1000, 2)
+    """
+    steps = np.outer(10 ** np.arange(15), (1, 2, 5)).flatten()
+    if up:
+        return int(steps[np.searchsorted(steps, count)])
+    return int(steps[np.abs(np.log(steps / max(count, 1))).argmin()])
+
+
+def proposal(spec: DatasetSpec, sites: Sequence[str], images: int, users: int) -> str:
+    """Returns a proposed declaration as TOML text, for a person to check.
+
+    Args:
+        spec: the specification read from the images.
+        sites: the sites' names.
+        images: the number of images; it is rounded before it is written.
+        users: the number of people in the images (0: unknown); also rounded.
+    """
+
+    def toml(value: Any) -> str:
+        return json.dumps(value, ensure_ascii=False)
+
+    return f"""\
+# What is PUBLIC of the images in this folder, proposed by `fedsynth data describe`.
+#
+# Everyone may know this: it appears in privacy reports, and it determines divisors, sampling rates
+# and the shapes of exported tensors. Nothing else about the images is public.
+# The values below were read from the folder. A PERSON MUST CHECK EACH LINE: enter what you would
+# publish, not exact counts. Then fill in [signed_off]: without it, no run with differential
+# privacy starts.
+
+[images]
+name = {toml(spec.name)}
+class_names = {toml(spec.class_names)}  # in this order; include classes that some sites lack
+sites = {toml(sites)}  # public names; [] if the data have a single owner
+channels = {spec.channels}  # 1: grey, 3: colour
+height = {spec.height}  # every image is resized to this
+width = {spec.width}
+mean = {toml(spec.mean)}  # of pixels in [0, 1]: constants, not computed from these images
+std = {toml(spec.std)}
+source = {toml(spec.source)}
+person = "person"  # the word for one person in the privacy report, such as "patient"
+
+[sizes]
+# Rounded public estimates. A wrong `images` makes results worse, but not less private.
+# `most_images` must be a true upper bound (δ is checked against it).
+images = {coarse(images)}  # approximate number at all sites together
+most_images = {coarse(2 * images, up=True)}  # upper bound of the number of images
+# Approximate number of people in the images; 0: unknown. (A run that protects users, privacy.unit,
+# still needs the number of users per client: privacy.nominal_size.)
+users = {coarse(users) * (users > 0)}
+
+[privacy]
+# The folder of the ledgers, which record the ε spent on these images over all runs. Do not delete
+# it, and give no one access to its folder `private`. Relative to this file.
+ledger = {toml(LEDGERS)}
+
+[signed_off]
+by = ""  # the person who checked all of the above
+date = ""  # such as 2026-11-23
+"""

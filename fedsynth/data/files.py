@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import safetensors.torch
+from pydantic import ValidationError
 from safetensors import SafetensorError
 from torch import Tensor
 
 from fedsynth.errors import DataFilesMissingError
-from fedsynth.privacy.files import MAX_TENSORS_BYTES, decode_json, read_regular
+from fedsynth.privacy.files import MAX_TENSORS_BYTES, decode_json, expand_home, read_regular
 
 MAX_LIST_BYTES = 2**26
 """Size limit of a text file that lists images or users: DomainNet's longest has 5 MB."""
@@ -21,6 +22,13 @@ def one_line(value: object, limit: int = 200) -> str:
     characters on one line."""
     text = " ".join(str(value).split()) or type(value).__name__
     return "".join(c if c.isprintable() else "?" for c in text[:limit])
+
+
+def first_fault(error: ValidationError) -> str:
+    """Returns the first fault that pydantic found in untrusted values, and its place."""
+    fault = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    place = ".".join(map(str, fault["loc"]))[:80]
+    return one_line(f"{place}: {fault['msg']}".removeprefix(": "), 300)
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -57,21 +65,18 @@ def expanded(folder: str | Path) -> Path:
     """Expands `~` in a data folder's name.
 
     Raises:
-        DataFilesMissingError: the name is invalid, or `~` refers to an unknown user.
+        DataFilesMissingError: the name has bytes that a run's config.toml cannot hold, or `~`
+            refers to an unknown user.
     """
-    if "\0" in str(folder):
-        raise DataFilesMissingError("the data folder's name contains a zero byte")
-    try:
-        str(folder).encode()
-    except UnicodeEncodeError:
+    name = str(folder)
+    if "\0" in name or name.encode(errors="replace").decode() != name:
         raise DataFilesMissingError(
-            f"the data folder's name, {one_line(ascii(str(folder)))}, is not valid UTF-8, "
-            "which a run's config.toml requires"
-        ) from None
+            f"the data folder's name, {one_line(ascii(name))}, is not UTF-8 text without zero "
+            "bytes, which a run's config.toml requires"
+        )
     try:
-        return Path(folder).expanduser()
-    except RuntimeError:
+        return expand_home(folder)
+    except FileNotFoundError as error:
         raise DataFilesMissingError(
-            f"the data folder {one_line(folder)}: the home directory of this user was not "
-            "found; use the folder's full path"
+            f"the data folder {one_line(folder)}: {error.strerror}; use the folder's full path"
         ) from None

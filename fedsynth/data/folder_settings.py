@@ -9,12 +9,13 @@ from typing import ClassVar
 
 from fedsynth.data.declaration import Declaration, read_declaration
 from fedsynth.data.files import expanded, one_line
-from fedsynth.data.own_files import DECLARATION
+from fedsynth.data.folder_files import DECLARATION, manifest_of
 from fedsynth.data.registry import is_known
 from fedsynth.errors import SettingError
+from fedsynth.validation import check_choice, check_number
 
-TESTS = ("public", "private", "none")
-LARGEST_SIDE = 4096
+TEST_KINDS = ("public", "private", "none")
+MAX_SIDE = 4096
 _SIZE = re.compile(r"([0-9]{1,4})(?:[x×]([0-9]{1,4}))?")
 
 
@@ -63,25 +64,20 @@ class FolderSettings:
 
     def __post_init__(self) -> None:
         for name in ("folder", "test_folder", "declaration"):
-            value = str(getattr(self, name))
-            if value:
-                object.__setattr__(self, name, str(expanded(value).absolute()))
+            path = str(getattr(self, name))
+            if path:
+                object.__setattr__(self, name, str(expanded(path).absolute()))
+        object.__setattr__(self, "image_size", str(self.image_size))
         if not self.folder:
             raise SettingError("data", "folder", "must name a folder of images")
-        if self.test and self.test not in TESTS:
-            raise SettingError(
-                "data", "test", f"must be one of {', '.join(TESTS)}, got {self.test!r}"
-            )
+        if self.test:
+            check_choice("data", "test", self.test, TEST_KINDS)
         if self.test in ("public", "private") and not self.test_folder:
             raise SettingError(
-                "data",
-                "test",
-                "needs test images: set data.test_folder",
-                value=self.test,
+                "data", "test", "needs test images: set data.test_folder", value=self.test
             )
         if self.channels not in (0, 1, 3):
             raise SettingError("data", "channels", f"must be 1 or 3, got {self.channels}")
-        object.__setattr__(self, "image_size", str(self.image_size))
         self.size()
 
     def size(self) -> tuple[int, int] | None:
@@ -93,14 +89,17 @@ class FolderSettings:
         if not self.image_size:
             return None
         match = _SIZE.fullmatch(self.image_size.strip())
-        height, width = (0, 0) if match is None else (int(match[1]), int(match[2] or match[1]))
-        if not (1 <= height <= LARGEST_SIDE and 1 <= width <= LARGEST_SIDE):
+        if match is None:
             raise SettingError(
                 "data",
                 "image_size",
-                f"must be a number of pixels such as 64, or 64x48 (height x width), up to "
-                f"{LARGEST_SIDE}; got {self.image_size!r}",
+                "must be a number of pixels such as 64, or 64x48 (height x width), got "
+                f"{self.image_size!r}",
             )
+        height = int(match[1])
+        width = int(match[2] or height)
+        for side in (height, width):
+            check_number("data", "image_size", side, 1, MAX_SIDE)
         return height, width
 
     def declared(self) -> Declaration | None:
@@ -111,21 +110,21 @@ class FolderSettings:
         """
         if self.declaration:
             return read_declaration(Path(self.declaration))
-        path = declaration_beside(Path(self.folder))
-        return read_declaration(path) if path.exists() else None
+        path = default_declaration(Path(self.folder))
+        if not path.exists():
+            return None
+        return read_declaration(path)
 
 
-def declaration_beside(folder: Path) -> Path:
+def default_declaration(folder: Path) -> Path:
     """Returns the default path of the declaration for a folder or manifest."""
-    return (folder.parent if folder.is_file() else folder) / DECLARATION
+    return manifest_of(folder).with_name(DECLARATION)
 
 
-def own_name(settings: FolderSettings) -> str:
-    """Returns the data set's name for use when no declaration gives one."""
-    return name_of(Path(settings.folder))
-
-
-def name_of(folder: Path) -> str:
-    """Returns the default data set name for a folder or a manifest."""
-    name = one_line(folder.stem if folder.suffix == ".csv" else folder.name) or "images"
-    return f"own {name}" if is_known(name) else name
+def default_name(folder: str) -> str:
+    """Returns the name of a data set for which no declaration gives one: that of its folder or
+    manifest."""
+    name = one_line(Path(folder).name.removesuffix(".csv") or "images")
+    if is_known(name):
+        return f"own {name}"
+    return name

@@ -9,20 +9,40 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import replace
+from itertools import count
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
-from fedsynth.data.folders import Reader, Split, images_in, read_images, read_lines
-from fedsynth.data.record_table import USERS_FILE, numbered, read_users
+from fedsynth.data.image_files import images_in, read_images
+from fedsynth.data.record_table import USERS_FILE, users_of_images
 from fedsynth.data.registry import DatasetSpec
+from fedsynth.data.splits import Reader, Split, read_lines
 from fedsynth.errors import DataFilesCorruptError, DataFilesMissingError
 
 _TINY = "unpack http://cs231n.stanford.edu/tiny-imagenet-200.zip there"
 _CINIC = (
     "unpack CINIC-10.tar.gz of https://datashare.ed.ac.uk/handle/10283/3192 into CINIC-10/ there"
 )
+_OFFICE = (
+    "expected office_caltech_10/DOMAIN/CLASS/* with the domains amazon, caltech, dslr and webcam; "
+    "set its folder with data.data_root or FEDSYNTH_DATA"
+)
+_DOMAINNET = (
+    "unpack the domains and lists of http://ai.bu.edu/M3SDA/ into domainnet/ in the data folder"
+)
+_WORDNET_NUMBER = re.compile(r"n[0-9]{8}")
+_ANNOTATION = re.compile(r"(?P<file>[^\t/]*[^\t/.][^\t/]*)\t(?P<name>n[0-9]{8})(\t.*)?")
+_DOMAINNET_LINE = re.compile(r"(?P<domain>[a-z]+)/(?P<name>[^/]+)/(?P<file>[^/]+) [0-9]+", re.ASCII)
+
+
+class LabelledFile(NamedTuple):
+    """An image file, the number of its class and, if the data set has domains, of its domain."""
+
+    path: Path
+    label: int
+    domain: int = 0
 
 
 def read_tiny_imagenet(spec: DatasetSpec, root: Path) -> tuple[Split, Split]:
@@ -36,22 +56,32 @@ def read_tiny_imagenet(spec: DatasetSpec, root: Path) -> tuple[Split, Split]:
         DataFilesMissingError, DataFilesCorruptError: a list or an image is missing or invalid.
     """
     folder = root / "tiny-imagenet-200"
-    names = sorted(
-        line.strip() for line in read_lines(folder / "wnids.txt", spec.name, _TINY) if line.strip()
-    )
-    wrong = [name for name in names if not re.fullmatch(r"n[0-9]{8}", name)]
-    if wrong or len(set(names)) != spec.classes or len(names) != spec.classes:
-        fault = (
-            f"{wrong[0][:80]!r} is none"
-            if wrong
-            else f"it has {len(names)} lines, of which {len(set(names))} are different"
-        )
+    wnids = folder / "wnids.txt"
+    names = sorted(set("\n".join(read_lines(wnids, spec.name, _TINY)).split()))
+    if len(names) != spec.classes or not all(map(_WORDNET_NUMBER.fullmatch, names)):
         raise DataFilesCorruptError(
-            f"{folder / 'wnids.txt'} must list {spec.classes} WordNet numbers such as n01443537: "
-            f"{fault}"
+            f"{wnids} must list {spec.classes} different WordNet numbers such as n01443537: unpack "
+            "the data set again"
         )
-    train = _by_class([folder / "train" / name / "images" for name in names], spec, _TINY)
-    return train, _annotated(folder / "val", names, spec)
+    train = []
+    for label, name in enumerate(names):
+        train += _files_of_class(folder / "train" / name / "images", label, spec, _TINY)
+    number_of = dict(zip(names, count(), strict=False))
+    annotations = folder / "val" / "val_annotations.txt"
+    test = []
+    for number, line in enumerate(read_lines(annotations, spec.name, _TINY), 1):
+        match = _ANNOTATION.fullmatch(line)
+        if match and match["name"] in number_of:
+            path = folder / "val" / "images" / match["file"]
+            test.append(LabelledFile(path, number_of[match["name"]]))
+        elif line.strip():
+            raise DataFilesCorruptError(
+                f"{annotations}, line {number}: expected FILE, tab, one of the WordNet numbers, "
+                f"got {line[:80]!r}"
+            )
+    if not test:
+        raise DataFilesCorruptError(f"{annotations} lists no image: unpack the data set again")
+    return _load(train, spec), _load(test, spec)
 
 
 def read_cinic10(spec: DatasetSpec, root: Path) -> tuple[Split, Split]:
@@ -65,51 +95,13 @@ def read_cinic10(spec: DatasetSpec, root: Path) -> tuple[Split, Split]:
         DataFilesMissingError, DataFilesCorruptError: a class is missing, or a file is not an image
             of 32×32.
     """
-    folder = root / "CINIC-10"
-    train, test = (
-        _by_class([folder / split / name for name in spec.class_names], spec, _CINIC)
-        for split in ("train", "test")
-    )
-    return train, test
-
-
-def _by_class(folders: list[Path], spec: DatasetSpec, hint: str) -> Split:
-    """Reads the images of each class's folder, sorted by file name."""
-    paths: list[Path] = []
-    counts = []
-    for folder in folders:
-        files = images_in(folder)
-        if not files:
-            raise DataFilesMissingError(f"{spec.name}: no image in {folder}; {hint}")
-        paths += files
-        counts.append(len(files))
-    return Split(
-        read_images(paths, spec), np.repeat(np.arange(len(folders), dtype=np.int64), counts)
-    )
-
-
-def _annotated(folder: Path, names: list[str], spec: DatasetSpec) -> Split:
-    """Reads the images that val_annotations.txt lists, in its order. A line has FILE, WNID and a
-    box, separated by tabs."""
-    path = folder / "val_annotations.txt"
-    number_of = {name: c for c, name in enumerate(names)}
-    paths = []
-    labels = []
-    for number, line in enumerate(read_lines(path, spec.name, _TINY), 1):
-        if not line.strip():
-            continue
-        file, _, rest = line.partition("\t")
-        label = number_of.get(rest.split("\t")[0].strip())
-        if label is None or file in ("", "..") or Path(file).name != file:
-            raise DataFilesCorruptError(
-                f"{path}, line {number}: expected FILE, tab, one of the WordNet numbers, got "
-                f"{line[:80]!r}"
-            )
-        paths.append(folder / "images" / file)
-        labels.append(label)
-    if not paths:
-        raise DataFilesCorruptError(f"{path} lists no image: unpack the data set again")
-    return Split(read_images(paths, spec), np.array(labels, np.int64))
+    splits = []
+    for split in ("train", "test"):
+        files = []
+        for label, name in enumerate(spec.class_names):
+            files += _files_of_class(root / "CINIC-10" / split / name, label, spec, _CINIC)
+        splits.append(_load(files, spec))
+    return splits[0], splits[1]
 
 
 OTHER_NAMES = {"backpack": "back_pack"}
@@ -119,101 +111,92 @@ OTHER_NAMES = {"backpack": "back_pack"}
 def read_office_caltech(spec: DatasetSpec, root: Path) -> tuple[Split, Split]:
     """Reads Office-Caltech-10, office_caltech_10/DOMAIN/CLASS/*. There is no official split: every
     fifth image of a domain and class, by file name, is a test image."""
-    rows: list[tuple[Path, int, int]] = []
-    is_test: list[bool] = []
+    train: list[LabelledFile] = []
+    test: list[LabelledFile] = []
     for number, domain in enumerate(spec.domains):
         for label, name in enumerate(spec.class_names):
-            files = _images_in(root / "office_caltech_10" / domain, name, spec)
-            rows += [(file, label, number) for file in files]
-            is_test += [position % 5 == 4 for position in range(len(files))]
-    train = [row for row, tests in zip(rows, is_test, strict=True) if not tests]
-    test = [row for row, tests in zip(rows, is_test, strict=True) if tests]
-    folder = root / "office_caltech_10"
-    return _with_users(_load(train, spec), [row[0] for row in train], folder), _load(test, spec)
+            folder = root / "office_caltech_10" / domain / name
+            if not folder.is_dir():
+                folder = folder.with_name(OTHER_NAMES.get(name, name))
+            files = _files_of_class(folder, label, spec, _OFFICE, domain=number)
+            test += files[4::5]
+            del files[4::5]
+            train += files
+    return _load(train, spec, root / "office_caltech_10"), _load(test, spec)
 
 
 def read_domainnet(spec: DatasetSpec, root: Path) -> tuple[Split, Split]:
     """Reads DomainNet-10 by the official lists domainnet/DOMAIN_train.txt and DOMAIN_test.txt of
     "DOMAIN/CLASS/FILE number", which are next to the unpacked folders."""
-    splits = []
-    train: list[Path] = []
-    for split in ("train", "test"):
-        rows: list[tuple[Path, int, int]] = []
-        for number, domain in enumerate(spec.domains):
-            path = root / "domainnet" / f"{domain}_{split}.txt"
-            rows += _listed(path, read_lines(path, spec.name, _DOMAINNET), spec, number)
-        splits.append(_load(rows, spec))
-        train = train or [row[0] for row in rows]
-    return _with_users(splits[0], train, root / "domainnet"), splits[1]
+    folder = root / "domainnet"
+    train: list[LabelledFile] = []
+    test: list[LabelledFile] = []
+    for domain in range(len(spec.domains)):
+        train += read_domainnet_list(folder, "train", domain, spec)
+        test += read_domainnet_list(folder, "test", domain, spec)
+    return _load(train, spec, folder), _load(test, spec)
 
 
-def _with_users(split: Split, files: Sequence[Path], folder: Path) -> Split:
-    """Adds each image's user to a split, if `folder` has a users.csv."""
-    if not (folder / USERS_FILE).exists():
-        return split
-    paths = [file.relative_to(folder).as_posix() for file in files]
-    return replace(split, groups=numbered(read_users(folder / USERS_FILE, paths)))
-
-
-def _listed(
-    path: Path, lines: Sequence[str], spec: DatasetSpec, domain: int
-) -> list[tuple[Path, int, int]]:
-    """Returns the rows of the ten classes. The class comes from the folder's name, because the
-    lists number all 345 classes."""
-    rows = []
-    for number, line in enumerate(lines, 1):
-        name, _, label = line.strip().rpartition(" ")
-        parts = name.split("/")
-        if not line.strip():
-            continue
-        if (
-            len(parts) != 3
-            or parts[0] != spec.domains[domain]
-            or ".." in parts
-            or not (label.isascii() and label.isdigit())  # "²" is a digit, too, but not a number
-        ):
+def read_domainnet_list(
+    folder: Path, split: str, domain: int, spec: DatasetSpec
+) -> list[LabelledFile]:
+    """Returns the listed files of the ten classes. The class comes from the folder's name, because
+    the lists number all 345 classes."""
+    path = folder / f"{spec.domains[domain]}_{split}.txt"
+    files = []
+    for number, line in enumerate(read_lines(path, spec.name, _DOMAINNET), 1):
+        match = _DOMAINNET_LINE.fullmatch(line.strip())
+        if match and match["domain"] == spec.domains[domain] and ".." not in match.groups():
+            if match["name"] in spec.class_names:
+                image = folder / match["domain"] / match["name"] / match["file"]
+                files.append(LabelledFile(image, spec.class_names.index(match["name"]), domain))
+        elif line.strip():
             raise DataFilesCorruptError(
                 f"{path}, line {number}: expected '{spec.domains[domain]}/CLASS/FILE NUMBER', got "
                 f"{line[:80]!r}"
             )
-        if parts[1] in spec.class_names:
-            rows.append((path.parent / name, spec.class_names.index(parts[1]), domain))
-    return rows
-
-
-def _images_in(domain: Path, name: str, spec: DatasetSpec) -> list[Path]:
-    folder = next(
-        (f for f in (domain / name, domain / OTHER_NAMES.get(name, name)) if f.is_dir()),
-        domain / name,
-    )
-    files = images_in(folder)
-    if not files:
-        raise DataFilesMissingError(
-            f"{spec.name}: no image in {domain / name}; {_OFFICE}; set its folder with "
-            "data.data_root or FEDSYNTH_DATA"
-        )
     return files
 
 
-def _load(rows: Sequence[tuple[Path, int, int]], spec: DatasetSpec) -> Split:
-    table = np.array([row[1:] for row in rows], np.int64).reshape(-1, 2)
+def _files_of_class(
+    folder: Path, label: int, spec: DatasetSpec, instructions: str, domain: int = 0
+) -> list[LabelledFile]:
+    """Returns the images of a class's folder, sorted by file name."""
+    files = [LabelledFile(path, label, domain) for path in images_in(folder)]
+    if not files:
+        raise DataFilesMissingError(f"{spec.name}: no image in {folder}; {instructions}")
+    return files
+
+
+def _load(
+    files: Sequence[LabelledFile], spec: DatasetSpec, users_folder: Path | None = None
+) -> Split:
+    """Reads a split; with each image's user if `users_folder` has a users.csv.
+
+    Images of data sets with domains are resized; the other data sets have one size.
+    """
+    paths, labels, domains = zip(*files, strict=True)
+    images = read_images(paths, spec, resize=bool(spec.domains))
+    users = None
+    if users_folder and (users_folder / USERS_FILE).exists():
+        relative = [path.relative_to(users_folder).as_posix() for path in paths]
+        names = users_of_images(users_folder / USERS_FILE, relative)
+        users = np.unique(names, return_inverse=True)[1]
     return Split(
-        read_images([row[0] for row in rows], spec, resize=True), table[:, 0], domains=table[:, 1]
+        images,
+        np.array(labels, np.int64),
+        domains=np.array(domains, np.int64) if spec.domains else None,
+        groups=users,
     )
 
 
-_OFFICE = (
-    "expected office_caltech_10/DOMAIN/CLASS/* with the domains amazon, caltech, dslr and webcam"
-)
-_DOMAINNET = (
-    "unpack the domains and lists of http://ai.bu.edu/M3SDA/ into domainnet/ in the data folder"
-)
-
 IMAGE_FOLDER_READERS: dict[str, Reader] = {
     "tiny-imagenet": Reader(
-        tuple(
-            f"tiny-imagenet-200/{file}"
-            for file in ("wnids.txt", "train", "val/val_annotations.txt", "val/images")
+        (
+            "tiny-imagenet-200/wnids.txt",
+            "tiny-imagenet-200/train",
+            "tiny-imagenet-200/val/val_annotations.txt",
+            "tiny-imagenet-200/val/images",
         ),
         _TINY,
         read_tiny_imagenet,

@@ -12,18 +12,16 @@ divided by 255); MNIST and EMNIST are white on black. Labels 0–9 are digits, 1
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
 import numpy as np
-import numpy.typing as npt
+from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 
-from fedsynth.data.arrays import IntArray
-from fedsynth.data.files import one_line
-from fedsynth.data.folders import Bytes, Reader, Split
+from fedsynth.data.arrays import Bytes, IntArray
+from fedsynth.data.files import first_fault, one_line
 from fedsynth.data.registry import DatasetSpec
+from fedsynth.data.splits import Reader, Split
 from fedsynth.errors import DataFilesCorruptError, DataFilesMissingError
 from fedsynth.privacy.files import read_regular
 
@@ -32,11 +30,27 @@ _LEAF = (
     "./preprocess.sh -s niid --sf 1.0 -k 0 -t sample) and copy data/train and data/test to "
     "femnist/ there"
 )
-
-MOST_BYTES = 2**30
+MAX_JSON_BYTES = 2**30
 """Size limit of a JSON file; LEAF writes a file of about 250 MB for each hundred writers."""
 
 Writers = dict[str, tuple[Bytes, IntArray]]
+
+
+class _WriterData(BaseModel):
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+    x: Annotated[
+        list[Annotated[list[Annotated[float, Field(ge=0, le=1)]], FailFast()]],
+        FailFast(),
+        Field(min_length=1),
+    ]
+    y: Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], FailFast()]
+
+
+class _LeafFile(BaseModel):
+    model_config = ConfigDict(strict=True)
+    users: Annotated[list[str], FailFast()]
+    num_samples: Annotated[list[int], FailFast()]
+    user_data: dict[str, _WriterData]
 
 
 def read_femnist(spec: DatasetSpec, root: Path) -> tuple[Split, Split]:
@@ -49,24 +63,26 @@ def read_femnist(spec: DatasetSpec, root: Path) -> tuple[Split, Split]:
         DataFilesMissingError: no such file.
         DataFilesCorruptError: a file is not as described above.
     """
-    train, test = (_writers(root / "femnist" / split, spec) for split in ("train", "test"))
-    number = {
-        name: n for n, name in enumerate([*sorted(train), *sorted(test.keys() - train.keys())])
-    }
-    return _split(train, number), _split(test, number)
+    train = _read_writers(root / "femnist" / "train", spec)
+    test = _read_writers(root / "femnist" / "test", spec)
+    names = [*sorted(train), *sorted(test.keys() - train.keys())]
+    return _split(train, names), _split(test, names)
 
 
-def _split(writers: Writers, number: Mapping[str, int]) -> Split:
-    order = sorted(writers, key=number.__getitem__)
-    images, labels = (np.concatenate([writers[name][part] for name in order]) for part in (0, 1))
-    groups = np.repeat(
-        np.array([number[name] for name in order], np.int64),
-        [len(writers[name][1]) for name in order],
-    )
-    return Split(images, labels, groups=groups)
+def _split(writers: Writers, names: list[str]) -> Split:
+    images = []
+    labels = []
+    groups = []
+    for number, name in enumerate(names):
+        if name in writers:
+            x, y = writers[name]
+            images.append(x)
+            labels.append(y)
+            groups.append(np.full(len(y), number))
+    return Split(np.concatenate(images), np.concatenate(labels), groups=np.concatenate(groups))
 
 
-def _writers(folder: Path, spec: DatasetSpec) -> Writers:
+def _read_writers(folder: Path, spec: DatasetSpec) -> Writers:
     try:
         paths = sorted(folder.glob("*.json"))
     except OSError as error:
@@ -75,94 +91,46 @@ def _writers(folder: Path, spec: DatasetSpec) -> Writers:
         raise DataFilesMissingError(f"{spec.name}: no *.json in {folder}; {_LEAF}")
     writers: Writers = {}
     for path in paths:
-        for name, arrays in _file(path, spec).items():
-            if name in writers:
-                raise DataFilesCorruptError(
-                    f"{path}: writer {one_line(repr(name), 80)} is also in another file of "
-                    f"{folder}: create the files again"
-                )
-            writers[name] = arrays
+        file_writers = _read_file(path, spec)
+        duplicates = sorted(writers.keys() & file_writers.keys())
+        if duplicates:
+            raise DataFilesCorruptError(
+                f"{path}: writer {one_line(repr(duplicates[0]), 80)} is also in another file of "
+                f"{folder}: create the files again"
+            )
+        writers.update(file_writers)
     return writers
 
 
-def _file(path: Path, spec: DatasetSpec) -> Writers:
+def _read_file(path: Path, spec: DatasetSpec) -> Writers:
+    """Returns pixels uint8 [n, 1, 28, 28], rint(255x), and labels [n] of each writer."""
     try:
-        content = json.loads(read_regular(path, MOST_BYTES))
-    except (OSError, ValueError, RecursionError) as error:
-        raise DataFilesCorruptError(f"{path} cannot be read as JSON: {one_line(error)}") from None
-    users, sizes, data = (
-        content.get(key) if isinstance(content, dict) else None
-        for key in ("users", "num_samples", "user_data")
-    )
-    if not (isinstance(users, list) and isinstance(sizes, list) and isinstance(data, dict)):
+        content = _LeafFile.model_validate_json(read_regular(path, MAX_JSON_BYTES))
+    except ValidationError as error:
+        raise DataFilesCorruptError(f"{path} is not a LEAF file: {first_fault(error)}") from None
+    except OSError as error:
+        raise DataFilesCorruptError(f"{path} cannot be read: {one_line(error)}") from None
+    sizes = dict(zip(content.users, content.num_samples, strict=False))
+    if len(content.num_samples) != len(sizes) or sizes.keys() != content.user_data.keys():
         raise DataFilesCorruptError(
-            f"{path} is not a LEAF file: it must contain the lists users and num_samples and "
-            "the object user_data"
+            f"{path}: users, num_samples and user_data must describe the same writers"
         )
-    if (
-        len(users) != len(sizes)
-        or not all(isinstance(user, str) for user in users)
-        or sorted(users) != sorted(data)
-    ):
-        raise DataFilesCorruptError(
-            f"{path}: users, num_samples and user_data must describe the same writers, got "
-            f"{len(users)}, {len(sizes)} and {len(data)}"
-        )
-    return {
-        user: _one_writer(data[user], size, f"{path}, writer {one_line(repr(user), 80)}", spec)
-        for user, size in zip(users, sizes, strict=True)
-    }
-
-
-def _one_writer(
-    data: object, size: object, context: str, spec: DatasetSpec
-) -> tuple[Bytes, IntArray]:
-    """Returns pixels uint8 [n, 1, 28, 28], rint(255x), and labels [n]."""
-    if not (isinstance(data, dict) and "x" in data and "y" in data):
-        raise DataFilesCorruptError(f"{context}: must have the keys x and y")
-    x = _numbers(data["x"], "x", context)
-    y = _numbers(data["y"], "y", context)
     pixels = spec.height * spec.width
-    count = size if type(size) in (int, float) else type(size).__name__
-    if x.ndim != 2 or x.shape[1] != pixels or y.shape != (len(x),) or count != len(x):
-        raise DataFilesCorruptError(
-            f"{context}: x must be n images of {pixels} numbers and y n labels, n = num_samples; "
-            f"got {list(x.shape)}, {list(y.shape)} and {one_line(count, 40)}"
-        )
-    if not np.issubdtype(y.dtype, np.integer) or y.min() < 0 or y.max() >= spec.classes:
-        raise DataFilesCorruptError(
-            f"{context}: labels must be whole numbers in [0, {spec.classes})"
-        )
-    bad = int(np.count_nonzero(~((x >= 0) & (x <= 1))))  # NaN fails both
-    if bad:
-        raise DataFilesCorruptError(
-            f"{context}: {bad} of {x.size} pixels are not numbers in [0, 1]"
-        )
-    return np.rint(255 * x).astype(np.uint8).reshape(-1, *spec.image_shape), y.astype(np.int64)
-
-
-def _numbers(values: object, what: str, context: str) -> npt.NDArray[Any]:
-    """Converts a list of numbers, or of equally long lists of numbers: to int64 if all are
-    integers, else to float64.
-
-    Types are checked before NumPy converts them, because it would make an array of text as wide as
-    its longest string.
-    """
-    if not isinstance(values, list) or not values or values[0] == []:
-        raise DataFilesCorruptError(
-            f"{context}: {what} must be a list with at least one element; remove writers "
-            "without examples"
-        )
-    rows = values if isinstance(values[0], list) else [values]
-    if not all(isinstance(row, list) for row in rows) or len(set(map(len, rows))) != 1:
-        raise DataFilesCorruptError(f"{context}: the rows of {what} differ in length")
-    kinds: set[type] = set().union(*(map(type, row) for row in rows))
-    try:
-        if kinds <= {int, float}:
-            return np.array(values, np.float64 if float in kinds else np.int64)
-    except OverflowError:  # an integer too large for the type
-        pass
-    raise DataFilesCorruptError(f"{context}: {what} must hold numbers only")
+    writers: Writers = {}
+    for name, data in content.user_data.items():
+        lengths = set(map(len, data.x))
+        if lengths != {pixels} or not len(data.x) == len(data.y) == sizes[name]:
+            raise DataFilesCorruptError(
+                f"{path}, writer {one_line(repr(name), 80)}: x must be num_samples images of "
+                f"{pixels} numbers, and y as many labels"
+            )
+        if max(data.y) >= spec.classes:
+            raise DataFilesCorruptError(
+                f"{path}, writer {one_line(repr(name), 80)}: labels must be below {spec.classes}"
+            )
+        images = np.rint(255 * np.array(data.x)).astype(np.uint8)
+        writers[name] = (images.reshape(-1, *spec.image_shape), np.array(data.y, np.int64))
+    return writers
 
 
 LEAF_READERS: dict[str, Reader] = {

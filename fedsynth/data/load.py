@@ -8,33 +8,27 @@ which is fine as long as their content is valid.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from fedsynth.data.array_files import read_cifar_batch, read_idx, read_svhn
 from fedsynth.data.files import expanded, one_line
-from fedsynth.data.folders import Reader, Split
 from fedsynth.data.image_folders import IMAGE_FOLDER_READERS
-from fedsynth.data.images import ImageData, from_arrays
+from fedsynth.data.images import ImageData
 from fedsynth.data.leaf import LEAF_READERS
 from fedsynth.data.registry import DatasetSpec, dataset_spec, synthetic_parameters
+from fedsynth.data.splits import Reader, Split
 from fedsynth.data.synthetic import make_synthetic
 from fedsynth.errors import DataError, DataFilesCorruptError, DataFilesMissingError
 
-_DOWNLOAD = "--download (download=True)"
 ROOT_VARIABLE = "FEDSYNTH_DATA"
 DIGITS = Path(__file__).with_name("digits.npz")
 """The only data set that the package ships; digits.LICENSE.txt names its authors and licence."""
-READERS: dict[str, Reader] = {**IMAGE_FOLDER_READERS, **LEAF_READERS}
-
-_Arrays = tuple[npt.NDArray[Any], npt.NDArray[Any]]
-# The files that are read together: one batch file, or an idx file of images and one of labels.
-_Group = tuple[str, ...]
+_DOWNLOAD = "download it with --download (download=True)"
 
 
 def load_dataset(
@@ -62,30 +56,55 @@ def load_dataset(
     """
     spec = dataset_spec(name)
     if name == "digits":
-        return _load_digits(spec)
-    if synthetic_parameters(name) is not None:
-        return _of_both(make_synthetic(spec), spec)
-    folder = _data_folder(name, root)
-    if name in READERS:
-        missing = missing_files(name, folder)
-        if missing:
-            hint = f" (set its folder with data.data_root or {ROOT_VARIABLE})"
-            if download:
-                hint = "; torchvision cannot download it"
-            raise DataFilesMissingError(
-                f"{name}: no {missing[0]} in {folder}; {READERS[name].where}{hint}"
-            )
-        return _of_both(READERS[name].read(spec, folder), spec)
-    if download and missing_files(name, folder):
-        _download(name, folder)
-    missing = missing_files(name, folder)
-    if missing:
+        train, test = _read_digits()
+    elif synthetic_parameters(name) is not None:
+        train, test = make_synthetic(spec)
+    else:
+        train, test = _read_files(spec, root or os.environ.get(ROOT_VARIABLE), download)
+    return _as_data(train, spec), _as_data(test, spec)
+
+
+def _read_files(spec: DatasetSpec, root: Path | str | None, download: bool) -> tuple[Split, Split]:
+    reader = READERS[spec.name]
+    advice = f"{reader.instructions} (set its folder with data.data_root or {ROOT_VARIABLE})"
+    if not root:
         raise DataFilesMissingError(
-            f"{name}: no {missing[0]} in {folder}; download it with {_DOWNLOAD}, or set its "
-            f"folder with data.data_root or {ROOT_VARIABLE}"
+            f"{spec.name}: the data folder with {reader.required[0]} is not set: {advice}"
         )
-    layout = _TORCHVISION[name]
-    return _load_split(spec, folder, layout.train), _load_split(spec, folder, layout.test)
+    folder = expanded(root)
+    missing = missing_files(spec.name, folder)
+    if missing and download:
+        _download(spec.name, folder)
+        missing = missing_files(spec.name, folder)
+    if missing:
+        raise DataFilesMissingError(f"{spec.name}: no {missing[0]} in {folder}; {advice}")
+    return reader.read(spec, folder)
+
+
+def missing_files(name: str, folder: Path) -> list[str]:
+    """Returns the files and folders of the data set `name` that `folder` lacks, as relative paths;
+    empty if the data set needs no files.
+
+    Raises:
+        DataFilesMissingError: the folder cannot be read.
+    """
+    if name not in READERS:
+        return []
+    try:
+        return [path for path in READERS[name].required if not _locate(folder / path).exists()]
+    except OSError as error:  # no permission, or the name is too long
+        reason = one_line(error.strerror or error)
+        raise DataFilesMissingError(
+            f"{name}: cannot read the folder {one_line(folder)}: {reason}"
+        ) from None
+
+
+def _locate(path: Path) -> Path:
+    """Returns the path of the compressed file if only that one exists."""
+    compressed = path.with_name(f"{path.name}.gz")
+    if compressed.exists() and not path.exists():
+        return compressed
+    return path
 
 
 def _download(name: str, root: Path) -> None:
@@ -96,175 +115,113 @@ def _download(name: str, root: Path) -> None:
     """
     from torchvision import datasets
 
-    dataset, *options = _TORCHVISION[name].download
+    if name not in _DOWNLOADS:
+        raise DataFilesMissingError(
+            f"{name}: torchvision cannot download it: {READERS[name].instructions}"
+        )
+    dataset, variants = _DOWNLOADS[name]
     try:
-        calls: list[tuple[str, ...]] = [(option,) for option in options] or [()]
-        for arguments in calls:
+        for arguments in variants:
             getattr(datasets, dataset)(str(root), *arguments, download=True)
     except Exception as error:  # from the network, the disk, or an archive
         reason = one_line(error)
         raise DataFilesMissingError(f"{name}: the download into {root} failed: {reason}") from None
 
 
-def _data_folder(name: str, root: Path | None) -> Path:
-    folder = os.environ.get(ROOT_VARIABLE) if root is None else root
-    if not folder:
-        source = READERS[name].where if name in READERS else f"{_DOWNLOAD} fetches it"
-        raise DataFilesMissingError(
-            f"{name}: the data folder with {_first_file(name)} is not set; set "
-            f"data.data_root or {ROOT_VARIABLE} ({source})"
-        )
-    return expanded(folder)
-
-
-def _first_file(name: str) -> str:
-    return READERS[name].needs[0] if name in READERS else _TORCHVISION[name].train[0][0]
-
-
-def missing_files(name: str, folder: Path) -> list[str]:
-    """Returns the files and folders of the data set `name` that `folder` lacks, as relative paths;
-    empty if the data set needs no files.
-
-    Raises:
-        DataFilesMissingError: the folder cannot be read.
-    """
+def _as_data(split: Split, spec: DatasetSpec) -> ImageData:
+    """Converts a split without a copy: some data sets fill much of the memory."""
     try:
-        if name in READERS:
-            return [path for path in READERS[name].needs if not (folder / path).exists()]
-        if name not in _TORCHVISION:
-            return []
-        groups = (*_TORCHVISION[name].train, *_TORCHVISION[name].test)
-        required = [relative for group in groups for relative in group]
-        return [relative for relative in required if _locate(folder, relative) is None]
-    except OSError as error:  # no permission, or the name is too long
-        reason = one_line(error.strerror or error)
-        raise DataFilesMissingError(
-            f"{name}: cannot read the folder {one_line(folder)}: {reason}"
-        ) from None
+        data = ImageData(torch.from_numpy(split.images), torch.from_numpy(split.labels), spec)
+        if split.domains is not None:
+            data = replace(data, domains=torch.from_numpy(split.domains))
+        if split.groups is not None:
+            data = replace(data, groups=torch.from_numpy(split.groups))
+        return data
+    except DataError as error:
+        raise DataFilesCorruptError(f"the files cannot be used: {error}") from None
 
 
-def _of_both(splits: tuple[Split, Split], spec: DatasetSpec) -> tuple[ImageData, ImageData]:
-    """Converts splits to `ImageData` without `from_arrays`, which would copy: some data sets fill
-    much of the memory."""
-
-    def data(split: Split) -> ImageData:
-        domains, groups = (
-            None if array is None else torch.from_numpy(array)
-            for array in (split.domains, split.groups)
-        )
-        return ImageData(
-            torch.from_numpy(split.images), torch.from_numpy(split.labels), spec, domains, groups
-        )
-
-    return data(splits[0]), data(splits[1])
-
-
-def _locate(folder: Path, relative: str) -> Path | None:
-    """Returns the file, or for idx files its compressed form; prefers a regular file."""
-    endings = ("", ".gz") if relative.endswith("-ubyte") else ("",)
-    candidates = [
-        path for path in (folder / f"{relative}{ending}" for ending in endings) if path.exists()
-    ]
-    return next(
-        (path for path in candidates if path.is_file()), candidates[0] if candidates else None
-    )
-
-
-def _load_split(spec: DatasetSpec, folder: Path, groups: tuple[_Group, ...]) -> ImageData:
-    parts = []
-    for group in groups:
-        paths = [_locate(folder, relative) or folder / relative for relative in group]
-        try:
-            images, labels = _TORCHVISION[spec.name].read(paths, spec)
-            parts.append(from_arrays(images, labels, spec))
-        except DataFilesCorruptError:
-            raise
-        except DataError as error:
-            raise DataFilesCorruptError(
-                f"{' and '.join(map(str, paths))} cannot be used: {error}"
-            ) from None
-    if len(parts) == 1:
-        return parts[0]
-    return ImageData(
-        torch.cat([part.images for part in parts]), torch.cat([part.labels for part in parts]), spec
-    )
-
-
-def _read_idx_pair(paths: list[Path], spec: DatasetSpec) -> _Arrays:
-    limit = spec.train_size + spec.test_size
-    images = read_idx(paths[0], 3, limit * spec.height * spec.width)
-    labels = read_idx(paths[1], 1, limit)
-    if len(images) != len(labels):
-        raise DataFilesCorruptError(
-            f"{paths[0]} has {len(images)} images but {paths[1]} has {len(labels)} labels"
-        )
-    return images, labels
-
-
-def _read_emnist_letters(paths: list[Path], spec: DatasetSpec) -> _Arrays:
-    """Reads EMNIST letters, whose images are stored transposed and whose labels start at 1."""
-    images, labels = _read_idx_pair(paths, spec)
-    return images.transpose(0, 2, 1), labels.astype(np.int64) - 1
-
-
-def _load_digits(spec: DatasetSpec) -> tuple[ImageData, ImageData]:
-    """Loads the digits of the package: levels 0..16 become 0..255; every fifth example
+def _read_digits() -> tuple[Split, Split]:
+    """Reads the digits of the package: levels 0..16 become 0..255; every fifth example
     (index % 5 == 4) is a test example."""
     with np.load(DIGITS) as file:
-        images = np.rint(file["images"] * (255 / 16)).astype(np.uint8)
+        images = np.rint(file["images"] * (255 / 16)).astype(np.uint8)[:, None]
         labels = file["labels"].astype(np.int64)
     is_test = np.arange(len(images)) % 5 == 4
-    train, test = (from_arrays(images[rows], labels[rows], spec) for rows in (~is_test, is_test))
-    return train, test
+    return Split(images[~is_test], labels[~is_test]), Split(images[is_test], labels[is_test])
 
 
-def _idx_files(folder: str, split: str) -> tuple[_Group, ...]:
-    return ((f"{folder}/raw/{split}-images-idx3-ubyte", f"{folder}/raw/{split}-labels-idx1-ubyte"),)
+def _read_mnist(
+    spec: DatasetSpec, root: Path, folder: str, prefixes: tuple[str, str]
+) -> tuple[Split, Split]:
+    """Reads MNIST or a data set in its format, of which EMNIST's letters are stored transposed and
+    their labels start at 1."""
+    limit = spec.train_size + spec.test_size
+    splits = []
+    for prefix in prefixes:
+        stem = root / folder / "raw" / prefix
+        path = _locate(Path(f"{stem}-images-idx3-ubyte"))
+        images = read_idx(path, 3, limit * spec.height * spec.width)
+        labels = read_idx(_locate(Path(f"{stem}-labels-idx1-ubyte")), 1, limit).astype(np.int64)
+        if spec.name == "emnist-letters":
+            images = images.transpose(0, 2, 1)
+            labels = labels - 1
+        splits.append(Split(images[:, None].copy(), labels))
+    return splits[0], splits[1]
 
 
-class _Layout(NamedTuple):
-    """A data set in torchvision's layout: the files of the training and test splits, relative to
-    the data folder; the reader of a group of files; and torchvision's class with the values of its
-    second argument, if any."""
+def _read_cifar(
+    spec: DatasetSpec, root: Path, train: tuple[str, ...], test: str, label_key: str
+) -> tuple[Split, Split]:
+    splits = []
+    for files in (train, (test,)):
+        images, labels = zip(
+            *(read_cifar_batch(root / file, label_key) for file in files), strict=True
+        )
+        splits.append(Split(np.concatenate(images), np.concatenate(labels)))
+    return splits[0], splits[1]
 
-    train: tuple[_Group, ...]
-    test: tuple[_Group, ...]
-    read: Callable[[list[Path], DatasetSpec], _Arrays]
-    download: tuple[str, ...]
+
+def _read_svhn(spec: DatasetSpec, root: Path) -> tuple[Split, Split]:
+    train = Split(*read_svhn(root / "train_32x32.mat"))
+    return train, Split(*read_svhn(root / "test_32x32.mat"))
 
 
-_TORCHVISION: dict[str, _Layout] = {
-    "mnist": _Layout(
-        _idx_files("MNIST", "train"), _idx_files("MNIST", "t10k"), _read_idx_pair, ("MNIST",)
+def _mnist_reader(folder: str, prefixes: tuple[str, str] = ("train", "t10k")) -> Reader:
+    required = []
+    for prefix in prefixes:
+        required.append(f"{folder}/raw/{prefix}-images-idx3-ubyte")
+        required.append(f"{folder}/raw/{prefix}-labels-idx1-ubyte")
+    return Reader(
+        tuple(required), _DOWNLOAD, partial(_read_mnist, folder=folder, prefixes=prefixes)
+    )
+
+
+def _cifar_reader(train: tuple[str, ...], test: str, label_key: str) -> Reader:
+    read = partial(_read_cifar, train=train, test=test, label_key=label_key)
+    return Reader((*train, test), _DOWNLOAD, read)
+
+
+READERS: dict[str, Reader] = {
+    **IMAGE_FOLDER_READERS,
+    **LEAF_READERS,
+    "mnist": _mnist_reader("MNIST"),
+    "fashion-mnist": _mnist_reader("FashionMNIST"),
+    "emnist-letters": _mnist_reader("EMNIST", ("emnist-letters-train", "emnist-letters-test")),
+    "cifar10": _cifar_reader(
+        tuple(map("cifar-10-batches-py/data_batch_{}".format, range(1, 6))),
+        "cifar-10-batches-py/test_batch",
+        "labels",
     ),
-    "fashion-mnist": _Layout(
-        _idx_files("FashionMNIST", "train"),
-        _idx_files("FashionMNIST", "t10k"),
-        _read_idx_pair,
-        ("FashionMNIST",),
-    ),
-    "emnist-letters": _Layout(
-        _idx_files("EMNIST", "emnist-letters-train"),
-        _idx_files("EMNIST", "emnist-letters-test"),
-        _read_emnist_letters,
-        ("EMNIST", "letters"),
-    ),
-    "cifar10": _Layout(
-        tuple((f"cifar-10-batches-py/data_batch_{i}",) for i in range(1, 6)),
-        (("cifar-10-batches-py/test_batch",),),
-        lambda paths, spec: read_cifar_batch(paths[0], "labels"),
-        ("CIFAR10",),
-    ),
-    "cifar100": _Layout(
-        (("cifar-100-python/train",),),
-        (("cifar-100-python/test",),),
-        lambda paths, spec: read_cifar_batch(paths[0], "fine_labels"),
-        ("CIFAR100",),
-    ),
-    "svhn": _Layout(
-        (("train_32x32.mat",),),
-        (("test_32x32.mat",),),
-        lambda paths, spec: read_svhn(paths[0]),
-        ("SVHN", "train", "test"),
-    ),
+    "cifar100": _cifar_reader(("cifar-100-python/train",), "cifar-100-python/test", "fine_labels"),
+    "svhn": Reader(("train_32x32.mat", "test_32x32.mat"), _DOWNLOAD, _read_svhn),
 }
+_DOWNLOADS: dict[str, tuple[str, list[tuple[str, ...]]]] = {
+    "mnist": ("MNIST", [()]),
+    "fashion-mnist": ("FashionMNIST", [()]),
+    "emnist-letters": ("EMNIST", [("letters",)]),
+    "cifar10": ("CIFAR10", [()]),
+    "cifar100": ("CIFAR100", [()]),
+    "svhn": ("SVHN", [("train",), ("test",)]),
+}
+"""torchvision's class for each data set, and the arguments of its calls."""

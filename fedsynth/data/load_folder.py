@@ -6,35 +6,33 @@ import hashlib
 import re
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from fedsynth.data.arrays import IntArray
-from fedsynth.data.declaration import MEAN, STD, Declaration
-from fedsynth.data.files import one_line
-from fedsynth.data.folder_checks import (
-    Note,
-    Skip,
-    check_apart,
-    files_of,
+from fedsynth.data.declaration import (
+    MEAN,
+    STD,
+    Declaration,
     require_declared,
     require_declared_counts,
 )
-from fedsynth.data.folder_settings import FolderSettings, name_of
-from fedsynth.data.folder_tree import Unread, counted
+from fedsynth.data.files import one_line
+from fedsynth.data.folder_files import FolderFiles, counted, find_declared_files, find_files
+from fedsynth.data.folder_settings import FolderSettings, default_name
+from fedsynth.data.image_files import read_headers, read_pixels
 from fedsynth.data.images import ImageData
-from fedsynth.data.own_files import OwnFiles, find_declared, in_order
-from fedsynth.data.own_pixels import Look, look_at, read_pixels
-from fedsynth.data.record_table import numbered
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import DataError, DataFilesCorruptError, SettingError
 
-NAMED = 5
+MAX_NAMED_FILES = 5
 """The maximum number of files that an error message names."""
+Note = Callable[[str], None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +47,7 @@ class FolderData:
             run's partition then divides the images.
         names: the sites' names as used in ledger names.
         skipped: image files that could not be read.
-        not_read: counts of folder entries that are not images.
+        left_out: a description of everything that was left out; empty if nothing was.
         declaration: the public facts about the images, or None.
 
     >>> from fedsynth import FolderData, load_dataset
@@ -64,17 +62,11 @@ class FolderData:
     sites: tuple[IntArray, ...] | None = None
     names: tuple[str, ...] | None = None
     skipped: tuple[str, ...] = ()
-    not_read: tuple[Unread, ...] = ()
+    left_out: str = ""
     declaration: Declaration | None = None
 
-    @property
-    def left_out(self) -> str:
-        """Describes what was left out of the data; empty if nothing was."""
-        parts = [f"{len(self.skipped)} images that cannot be read"] if self.skipped else []
-        return ", ".join([*parts, *map(str, self.not_read)])
-
     def __repr__(self) -> str:
-        sites = "no sites" if self.sites is None else f"{len(self.sites)} sites"
+        sites = f"{len(self.sites or ()) or 'no'} sites"
         return f"FolderData({len(self.train)} images of {self.train.spec.name!r}, {sites})"
 
 
@@ -132,11 +124,16 @@ def load_folder(
         str(declaration or ""),
         skip_other,
     )
-    return read_folder(settings, lambda text: warnings.warn(str(text), stacklevel=2))
+
+    return read_folder(settings, warnings.warn, declaration=settings.declared())
 
 
 def read_folder(
-    settings: FolderSettings, note: Note, name: str = "", *, declared: bool = True
+    settings: FolderSettings,
+    note: Note,
+    name: str = "",
+    *,
+    declaration: Declaration | None,
 ) -> FolderData:
     """Reads the images that the settings name; raises the same errors as `load_folder`.
 
@@ -144,66 +141,140 @@ def read_folder(
         settings: the folder's settings.
         note: receives warnings about skipped files and other problems.
         name: the data set's name if no declaration gives one; empty: the folder's name.
-        declared: whether to look for a declaration.
+        declaration: the images' declaration, if any.
     """
-    declaration = settings.declared() if declared else None
-    skip = Skip.of(settings)
-    files = files_of(Path(settings.folder), skip, note, declaration)
-    test_files = None
+    files = _find(Path(settings.folder), note, settings.skip_other, declaration)
     kind = settings.test or ("private" if settings.test_folder else "none")
-    if settings.test_folder and kind != "none":
-        test_files = files_of(Path(settings.test_folder), skip, note)
-        check_apart(files, test_files, note)
-    if declaration is not None:
-        require_declared(files, declaration)
-    spec = _specification(settings, files, declaration, name)
-    train, files, skipped = _read(files, spec, skip, note)
+    test_files = None
+    if kind != "none":
+        test_files = _find(Path(settings.test_folder), note, settings.skip_other)
+        _check_disjoint(files, test_files, note)
     if declaration is None:
-        spec = replace(spec, train_size=len(train))
-        train = replace(train, spec=spec)
+        spec = _derived_spec(settings, files, name or default_name(settings.folder))
+    else:
+        require_declared(files, declaration)
+        spec = _declared_spec(settings, declaration)
+    train, files, skipped = _read(files, spec, note, skip_corrupt=settings.skip_corrupt)
+    if declaration is None:
+        train = replace(train, spec=replace(spec, train_size=len(train)))
     else:
         require_declared(files, declaration)  # now without the skipped files
         require_declared_counts(train, declaration)
     test = None
-    not_read = files.not_read
+    others = files.others
     if test_files is not None:
-        test, more = _read_as(test_files, spec, skip, note)
+        test, _, skipped_tests = _read(
+            test_files, train.spec, note, skip_corrupt=settings.skip_corrupt
+        )
         test = replace(test, groups=None)
-        skipped += more
-        not_read += test_files.not_read
+        skipped += skipped_tests
+        others += test_files.others
+    left_out = []
+    if skipped:
+        left_out.append(f"{len(skipped)} images that cannot be read")
+    if others:
+        left_out.append(counted(others))
     sites, names = _by_site(files, declaration)
-    return FolderData(train, test, kind, sites, names, skipped, not_read, declaration)
+    return FolderData(train, test, kind, sites, names, skipped, ", ".join(left_out), declaration)
+
+
+def _find(
+    folder: Path, note: Note, skip_other: bool, declaration: Declaration | None = None
+) -> FolderFiles:
+    """Finds a folder's images, and counts its other contents.
+
+    Raises:
+        DataError: the folder has other contents and `skip_other` is false, or as for `find_files`.
+    """
+    files = find_files(folder, getattr(declaration, "ledger", None))
+    if files.ignored:
+        note(f"skipped in {one_line(folder)}: {counted(files.ignored)}")
+    if files.others:
+        problem = (
+            f"{one_line(folder)} contains files that cannot be read as images: "
+            f"{counted(files.others)}"
+        )
+        if not skip_other:
+            raise DataError(
+                f"{problem}; convert them to PNG, remove them, list the images in a "
+                "manifest.csv, or skip them with --skip-other (data.skip_other=True)"
+            )
+        note(f"{problem}; they are skipped")
+    return files
+
+
+def _check_disjoint(train: FolderFiles, test: FolderFiles, note: Note) -> None:
+    """Checks that no file is both a training and a test image; notes people who are in both sets.
+
+    Raises:
+        DataError: the sets overlap; the message names the first file.
+    """
+    shared = set(map(Path.resolve, train.full_paths)) & set(map(Path.resolve, test.full_paths))
+    if shared:
+        raise DataError(
+            f"{len(shared)} of {len(test.paths)} test images are among the training images, such "
+            f"as {one_line(min(shared))}: name folders that do not overlap"
+        )
+    people = set(test.users) - {""}
+    in_both = people & set(train.users)
+    if in_both:
+        note(
+            f"warning: {len(in_both)} of {len(people)} people (users, patients) in the test images "
+            "also have training images: the accuracy may not hold for new people"
+        )
 
 
 # ------------------------------------------------------------------------------ specification
 
 
-def _specification(
-    settings: FolderSettings, files: OwnFiles, declaration: Declaration | None, name: str
-) -> DatasetSpec:
-    """Returns the declared specification, or else one derived from the files."""
-    if declaration is not None:
-        spec = declaration.spec
-        for key, value, declared in (
-            ("image_size", settings.size(), (spec.height, spec.width)),
-            ("channels", settings.channels or None, spec.channels),
-        ):
-            if value is not None and value != declared:
-                raise SettingError(
-                    "data", key, f"differs from the value in {declaration.path}: {declared}"
-                )
-        return spec
+def _declared_spec(settings: FolderSettings, declaration: Declaration) -> DatasetSpec:
+    """Returns the declared specification.
+
+    Raises:
+        SettingError: a setting differs from it.
+    """
+    spec = declaration.spec
+    declared_size = (spec.height, spec.width)
+    if settings.size() not in (None, declared_size):
+        raise SettingError(
+            "data", "image_size", f"differs from the value in {declaration.path}: {declared_size}"
+        )
+    if settings.channels not in (0, spec.channels):
+        raise SettingError(
+            "data", "channels", f"differs from the value in {declaration.path}: {spec.channels}"
+        )
+    return spec
+
+
+def _derived_spec(settings: FolderSettings, files: FolderFiles, name: str) -> DatasetSpec:
+    """Returns a specification with the classes of the files, and the size and channels of the
+    settings or else of the files.
+
+    Raises:
+        DataFilesCorruptError: a file cannot be read and may not be skipped, or no file can be read.
+        DataError: the images have several sizes, and the settings do not choose one.
+    """
     size = settings.size()
     channels = settings.channels
     if size is None or not channels:
-        looks = _looks(files, Skip.of(settings))
-        size = size or _one_size(looks, settings.folder)
-        channels = channels or (1 if all(look.grey for look in looks) else 3)
+        headers, faults = read_headers(files.full_paths)
+        _check_faults(files, faults, skip_corrupt=settings.skip_corrupt)
+        heights, widths, are_grey = zip(*headers, strict=True)
+        sizes = Counter(zip(heights, widths, strict=True))
+        if size is None and len(sizes) > 1:
+            (height, width), _ = sizes.most_common(1)[0]
+            raise DataError(
+                f"the images in {settings.folder} have {len(sizes)} sizes (most are "
+                f"{height}×{width}): set the size to resize them to, such as data.image_size=64"
+            )
+        size = size or (heights[0], widths[0])
+        channels = channels or (1 if all(are_grey) else 3)
+    height, width = size
     return DatasetSpec(
-        name=name or name_of(Path(settings.folder)),
+        name=name,
         channels=channels,
-        height=size[0],
-        width=size[1],
+        height=height,
+        width=width,
         classes=len(files.class_names),
         train_size=len(files.paths),
         test_size=1,
@@ -214,101 +285,86 @@ def _specification(
     )
 
 
-def _looks(files: OwnFiles, skip: Skip) -> list[Look]:
-    """Returns the header information of all readable files.
-
-    Raises:
-        DataFilesCorruptError: a file cannot be read and may not be skipped, or no file can be read.
-    """
-    results = look_at(files.places)
-    failed = {row: result for row, result in enumerate(results) if isinstance(result, str)}
-    _refuse_failed(files, failed, skip)
-    return [result for result in results if isinstance(result, Look)]
-
-
-def _one_size(looks: Sequence[Look], folder: str) -> tuple[int, int]:
-    sizes = Counter((look.height, look.width) for look in looks)
-    if len(sizes) == 1:
-        return next(iter(sizes))
-    listed = ", ".join(f"{height}×{width}" for (height, width), _ in sizes.most_common(3))
-    raise DataError(
-        f"the images in {folder} have {len(sizes)} sizes ({listed}, …): set the size to "
-        "resize them to, such as data.image_size=64"
-    )
-
-
 # ----------------------------------------------------------------------------------- the images
 
 
 def _read(
-    files: OwnFiles, spec: DatasetSpec, skip: Skip, note: Note
-) -> tuple[ImageData, OwnFiles, tuple[str, ...]]:
+    files: FolderFiles,
+    spec: DatasetSpec,
+    note: Note,
+    *,
+    skip_corrupt: bool,
+    may_be_empty: bool = False,
+) -> tuple[ImageData, FolderFiles, tuple[str, ...]]:
     """Returns the images, the files they were read from, and the skipped files."""
-    images, failed = read_pixels(files.places, spec.channels, spec.height, spec.width)
-    skipped = tuple(files.paths[row] for row in failed)
-    if failed:
-        _refuse_failed(files, failed, skip)
+    undefined = sorted(set(files.class_names).difference(spec.class_names))
+    if undefined:
+        raise DataError(
+            f"{files.root} has a class {one_line(undefined[0])!r} that {spec.name} does not have"
+        )
+    if spec.channels not in (1, 3):
+        raise DataError(f"{spec.name} has {spec.channels} channels: image files have 1 or 3")
+    images, faults = read_pixels(files.full_paths, *spec.image_shape)
+    if not may_be_empty:
+        _check_faults(files, faults, skip_corrupt=skip_corrupt)
+    skipped: tuple[str, ...] = ()
+    if faults:
         # Lists every skipped file, one a line, because a user who skips files wants to know which.
-        head = f"{_how_many(files, failed)} and are skipped:"
-        note("\n".join([head, *(f"  {line}" for line in _reasons(files, failed))]))
-        rows = np.setdiff1d(np.arange(len(files.paths)), list(failed))
-        images = images[rows]
-        files = files.without(failed)
-    number = {name: label for label, name in enumerate(spec.class_names)}
-    labels = torch.tensor([number[name] for name in files.labels], dtype=torch.int64)
-    groups = None if files.users is None else torch.from_numpy(numbered(files.users))
+        note("\n  ".join((f"skipped in {one_line(files.root)}:", *_descriptions(files, faults))))
+        skipped = tuple(files.paths[list(faults)])
+        readable = np.delete(np.arange(len(images)), list(faults))
+        images = images[readable]
+        files = files.select(readable)
+    number_of = dict(zip(spec.class_names, count(), strict=False))
+    labels = torch.tensor(list(map(number_of.__getitem__, files.labels)), dtype=torch.int64)
+    groups = None
+    if files.users.any():
+        groups = torch.from_numpy(np.unique(files.users, return_inverse=True)[1])
     pixels = torch.from_numpy(images)
-    data = ImageData(pixels, labels, spec, groups=groups, may_be_empty=skip.all)
+    data = ImageData(pixels, labels, spec, groups=groups, may_be_empty=may_be_empty)
     return data, files, skipped
 
 
-def _refuse_failed(files: OwnFiles, failed: Mapping[int, str], skip: Skip) -> None:
+def _check_faults(files: FolderFiles, faults: dict[int, str], *, skip_corrupt: bool) -> None:
     """Raises an error for unreadable files, unless they may be skipped and others are readable."""
-    if not failed or skip.all or (skip.corrupt and len(failed) < len(files.paths)):
+    if not faults or (skip_corrupt and len(faults) < len(files.paths)):
         return
-    reasons = _reasons(files, failed)
-    names = "; ".join(reasons[:NAMED]) + (" …" if len(reasons) > NAMED else "")
-    hint = ""
-    if any("\\" in files.paths[row] for row in failed):
-        hint = "; separate the parts of a path with /"
+    descriptions = _descriptions(files, faults)
+    more = " …" * (len(descriptions) > MAX_NAMED_FILES)
     raise DataFilesCorruptError(
-        f"{_how_many(files, failed)}: {names}{hint}; repair or remove them, or skip them "
+        f"{len(faults)} of {len(files.paths)} files in {files.root} cannot be read: "
+        f"{'; '.join(descriptions[:MAX_NAMED_FILES])}{more}; repair or remove them, or skip them "
         "with --skip-corrupt (data.skip_corrupt=True)"
     )
 
 
-def _how_many(files: OwnFiles, failed: Mapping[int, str]) -> str:
-    return f"{len(failed)} of {len(files.paths)} files in {files.root} cannot be read"
-
-
-def _reasons(files: OwnFiles, failed: Mapping[int, str]) -> list[str]:
-    return [f"{one_line(files.paths[row])} ({reason})" for row, reason in failed.items()]
+def _descriptions(files: FolderFiles, faults: dict[int, str]) -> list[str]:
+    return [f"{one_line(files.paths[row])} ({fault})" for row, fault in faults.items()]
 
 
 def read_as(
-    folder: Path, spec: DatasetSpec, note: Note, skip: Skip | None = None
-) -> tuple[ImageData, tuple[str, ...]]:
+    folder: Path,
+    spec: DatasetSpec,
+    note: Note,
+    *,
+    skip_corrupt: bool = False,
+    skip_other: bool = False,
+) -> ImageData:
     """Reads a folder's images with the size and channels of a given specification.
 
     A class of the specification that the folder lacks has no images.
 
     Args:
-        folder: as for `load_folder`.
+        folder, skip_corrupt, skip_other: as for `load_folder`.
         spec: the specification; its class names are only compared with the folder's, never used as
             paths.
         note: see `read_folder`.
-        skip: what may be skipped; None: nothing.
-
-    Returns:
-        The images, and the unreadable files that were skipped.
 
     Raises:
         DataError: the folder has a class that the specification lacks, or as for `load_folder`.
     """
-    if spec.channels not in (1, 3):
-        raise DataError(f"{spec.name} has {spec.channels} channels: image files have 1 or 3")
-    skip = skip or Skip()
-    return _read_as(files_of(folder, skip, note), spec, skip, note)
+    files = _find(folder, note, skip_other)
+    return _read(files, spec, note, skip_corrupt=skip_corrupt)[0]
 
 
 def read_records(folder: Path, spec: DatasetSpec, note: Note, *, by_user: bool) -> ImageData:
@@ -324,40 +380,28 @@ def read_records(folder: Path, spec: DatasetSpec, note: Note, *, by_user: bool) 
     Raises:
         DataFilesCorruptError: a list or a folder cannot be read.
     """
-    if spec.channels not in (1, 3):
-        raise DataError(f"{spec.name} has {spec.channels} channels: image files have 1 or 3")
-    files = find_declared(folder, spec.class_names, by_user=by_user)
-    if files.not_read:
-        note(f"skipped in {one_line(folder)}: {counted(files.not_read)}")
-    data, _, _ = _read(files, spec, Skip(corrupt=True, other=True, all=True), note)
+    files = find_declared_files(folder, spec.class_names, by_user=by_user)
+    if files.others:
+        note(f"skipped in {one_line(folder)}: {counted(files.others)}")
+    data, _, _ = _read(files, spec, note, skip_corrupt=True, may_be_empty=True)
     if not len(data):
         note(f"{one_line(folder)} has no image of the run's classes: this client adds only noise")
     return data
 
 
-def _read_as(
-    files: OwnFiles, spec: DatasetSpec, skip: Skip, note: Note
-) -> tuple[ImageData, tuple[str, ...]]:
-    strange = [name for name in files.class_names if name not in spec.class_names]
-    if strange:
-        raise DataError(
-            f"{files.root} has a class {one_line(strange[0])!r} that {spec.name} does not have"
-        )
-    data, _, skipped = _read(files, spec, skip, note)
-    return data, skipped
-
-
 def _by_site(
-    files: OwnFiles, declaration: Declaration | None
+    files: FolderFiles, declaration: Declaration | None
 ) -> tuple[tuple[IntArray, ...] | None, tuple[str, ...] | None]:
     """Returns each site's image positions, and its name as used in ledger names."""
-    if files.sites is None:
+    names = files.site_names
+    if declaration is not None and names:
+        names = declaration.sites  # none if all images are declared to be one owner's
+    if not names:
         return None, None
-    if declaration is not None and not declaration.sites:
-        return None, None  # declared to be one owner's
-    names = in_order(files.sites) if declaration is None else declaration.sites
-    sites = np.array(files.sites)
-    return tuple(np.flatnonzero(sites == name) for name in names), site_names(names)
+    positions = []
+    for name in names:
+        positions.append(np.flatnonzero(files.sites == name))
+    return tuple(positions), site_names(names)
 
 
 def site_names(names: Sequence[str]) -> tuple[str, ...]:
@@ -369,12 +413,15 @@ def site_names(names: Sequence[str]) -> tuple[str, ...]:
     >>> site_names(["Nord", "Süd"])
     ('Nord', 'S_d-be833b')
     """
-    plain = [re.sub(r"[^A-Za-z0-9._-]", "_", name)[:64] for name in names]
-    plain = [name if name[0].isalnum() else f"x{name}"[:64] for name in plain]
-    folded = [name.casefold() for name in plain]
-    return tuple(
-        new
-        if new == name and folded.count(new.casefold()) == 1
-        else f"{new[:57]}-{hashlib.sha256(name.encode()).hexdigest()[:6]}"
-        for name, new in zip(names, plain, strict=True)
-    )
+    allowed: dict[str, str] = {}
+    for name in names:
+        plain = re.sub(r"[^A-Za-z0-9._-]", "_", name)[:64]
+        if not plain[0].isalnum():
+            plain = f"x{plain}"[:64]
+        allowed[name] = plain
+    uses = Counter(map(str.casefold, allowed.values()))
+    for name, plain in allowed.items():
+        if plain != name or uses[plain.casefold()] > 1:
+            digest = hashlib.sha256(name.encode()).hexdigest()
+            allowed[name] = f"{plain[:57]}-{digest[:6]}"
+    return tuple(allowed.values())

@@ -29,8 +29,8 @@ import numpy as np
 import numpy.typing as npt
 
 from fedsynth.data.arrays import IntArray
-from fedsynth.data.folders import Split
 from fedsynth.data.registry import DatasetSpec, synthetic_parameters
+from fedsynth.data.splits import Split
 from fedsynth.seeding import numpy_generator
 
 Floats = npt.NDArray[np.float64]

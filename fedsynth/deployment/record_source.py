@@ -9,10 +9,10 @@ from typing import Protocol
 import numpy as np
 
 from fedsynth.data.declaration import Declaration, read_declaration
+from fedsynth.data.folder_files import DECLARATION
 from fedsynth.data.images import ImageData
 from fedsynth.data.load import load_dataset
 from fedsynth.data.load_folder import read_as, read_records
-from fedsynth.data.own_files import DECLARATION
 from fedsynth.data.partition import partition
 from fedsynth.data.partition_settings import GIVEN
 from fedsynth.data.registry import DatasetSpec
@@ -64,7 +64,7 @@ class ClassFolders:
         declared: Declaration | None = None
         if (self.folder / DECLARATION).is_file():
             declared = read_declaration(self.folder / DECLARATION)
-        if declared is not None and declared.signed:
+        if declared is not None and declared.signed_by:
             same = _images(declared.spec) == _images(proposal.spec)
             return [] if same else ["classes or image size differ from its owner's declaration"]
         if proposal.settings.privacy is None or identified:
@@ -77,7 +77,7 @@ class ClassFolders:
     def read(self, proposal: Proposal, number: int) -> ImageData:
         privacy = proposal.settings.privacy
         if privacy is None:
-            return read_as(self.folder, proposal.spec, print)[0]
+            return read_as(self.folder, proposal.spec, print)
         by_user = privacy.unit == USER
         return read_records(self.folder, proposal.spec, print, by_user=by_user)
 

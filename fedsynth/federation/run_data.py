@@ -193,7 +193,9 @@ def _found(
     if data is None and settings.folder is not None:
         if settings.privacy is not None:
             declared(settings)  # before any data are read
-        folder_data = read_folder(settings.folder, note, settings.dataset)
+        folder_data = read_folder(
+            settings.folder, note, settings.dataset, declaration=settings.folder.declared()
+        )
         return _of_folder(settings, folder_data, test)
     if isinstance(data, FolderData):
         partition = replace(

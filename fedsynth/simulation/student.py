@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from fedsynth.data.folder_checks import Skip
 from fedsynth.data.images import ImageData
 from fedsynth.data.load import load_dataset
 from fedsynth.data.load_folder import read_as
@@ -268,7 +267,8 @@ def real_images(
     spec: DatasetSpec,
     *,
     folder: str | Path | None = None,
-    skip: Skip | None = None,
+    skip_corrupt: bool = False,
+    skip_other: bool = False,
     dataset: str | None = None,
     data_root: Path | None = None,
     download: bool = False,
@@ -279,7 +279,7 @@ def real_images(
     Args:
         spec: the specification of the synthetic set, whose image size and classes are required.
         folder: a folder of CLASS/files; the images are resized.
-        skip: the files that may be skipped; None: none.
+        skip_corrupt, skip_other: as for `load_folder`.
         dataset: the name of a data set.
         data_root: the folder of the data sets.
         download: let torchvision download the data set.
@@ -295,7 +295,7 @@ def real_images(
     if folder is not None and dataset is not None:
         raise SettingError("data", "dataset", "and data.test_folder are both set: use only one")
     if folder is not None:
-        return read_as(Path(folder), spec, note, skip)[0]
+        return read_as(Path(folder), spec, note, skip_corrupt=skip_corrupt, skip_other=skip_other)
     if dataset is None:
         return None
     loaded = load_dataset(dataset, data_root, download=download)[1]

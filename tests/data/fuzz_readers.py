@@ -27,10 +27,10 @@ import numpy as np
 from PIL import Image
 
 from fedsynth.data.array_files import read_cifar_batch, read_idx
-from fedsynth.data.folders import read_images, read_lines
-from fedsynth.data.image_folders import _listed
+from fedsynth.data.image_files import read_images
+from fedsynth.data.image_folders import read_domainnet_list
 from fedsynth.data.leaf import read_femnist
-from fedsynth.data.record_table import read_users
+from fedsynth.data.record_table import users_of_images
 from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import DataError
 from tests.fuzz.mutations import altered
@@ -200,8 +200,7 @@ def read_one_writer(path: Path) -> None:
 
 
 def read_one_list(path: Path) -> None:
-    rows = _listed(path, read_lines(path, DOMAINNET.name, ""), DOMAINNET, 0)
-    for file, label, domain in rows:
+    for file, label, domain in read_domainnet_list(path.parent, "train", 0, DOMAINNET):
         inside = file.is_relative_to(path.parent) and ".." not in file.parts
         if not inside or not 0 <= label < 10 or domain != 0:
             raise ValueError(f"accepted {file} as {label}")
@@ -212,7 +211,7 @@ KINDS: dict[str, tuple[Callable[[random.Random], Iterator[bytes]], str, Callable
     "image": (images, "image.png", read_one_image),
     "leaf": (leaves, "leaf", read_one_writer),
     "list": (lists, "clipart_train.txt", read_one_list),
-    "users": (user_files, "users.csv", lambda path: read_users(path, ["a.png", "b.png"])),
+    "users": (user_files, "users.csv", lambda path: users_of_images(path, ["a.png", "b.png"])),
     "idx": (idx_files, "images-idx3-ubyte.gz", lambda path: read_idx(path, 3, 10_000)),
 }
 
