@@ -159,7 +159,7 @@ def _dry_run(sections: Sections, as_json: bool) -> None:
     from fedsynth.cli.privacy_commands import print_costs
     from fedsynth.config.resolve import resolve
     from fedsynth.federation.context import check_compiler, resolve_device
-    from fedsynth.federation.costs import costs_of, long_draw, plan_of
+    from fedsynth.federation.costs import costs_of, plan_of
     from fedsynth.results.privacy_summary import headline
     from fedsynth.simulation.run_messages import NO_LATER_EPSILON, UNPROTECTED
 
@@ -175,8 +175,6 @@ def _dry_run(sections: Sections, as_json: bool) -> None:
         if settings.ledger is not None:
             print(f"  the ledgers in {settings.ledger} would record this: {NO_LATER_EPSILON}")
         return
-    if warning := long_draw(settings):
-        note(warning)
     planned = plan_of(settings)
     guaranteed = planned.guaranteed(planned.histories)
     if guaranteed:

@@ -75,7 +75,7 @@ def plan(
     sections = with_own_code(chosen)
     if not sections["privacy"].keys() & {"epsilon", "noise_multiplier"}:
         raise OptionError("a plan needs --epsilon (to compute σ) or --sigma (to compute ε)")
-    plans = costs_by_mechanism(sections, note)
+    plans = costs_by_mechanism(sections)
     if plot is not None:
         write_text(plot, costs_plot(plans))
     if as_json:

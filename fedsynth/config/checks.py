@@ -1,10 +1,9 @@
-"""Checks that refuse a run before it begins, and an estimate of its minimum duration."""
+"""Checks that refuse a run before it begins."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Sequence
 
 import torch
 
@@ -43,7 +42,7 @@ def most_records(spec: DatasetSpec, privacy: PrivacySettings) -> int:
     Raises:
         PrivacySettingError: it is below the number that the data set declares.
     """
-    limit = spec.train_size if privacy.max_records is None else privacy.max_records
+    limit = privacy.max_records or spec.train_size
     if limit < spec.train_size:
         reason = f"is below the {spec.train_size} records that the data set declares"
         raise PrivacySettingError("privacy", "max_records", reason, value=limit)
@@ -65,11 +64,11 @@ def check_own_noise(plans: Sequence[PrivatePlan]) -> None:
     Raises:
         PrivacySettingError: states what to set.
     """
-    shared = [plan for plan in plans if plan.shares > 1]
-    if shared:
+    shares = max(plan.shares for plan in plans)
+    if shares > 1:
         reason = (
             "must be own in a deployment: this method's uploads are not summed by secure "
-            f"aggregation, so each upload would carry only 1/{shared[0].shares} of the noise"
+            f"aggregation, so each upload would carry only 1/{shares} of the noise"
         )
         raise PrivacySettingError("method", "aggregation", reason, value="secure")
 
@@ -80,19 +79,16 @@ def check_method(method: Method) -> None:
     Raises:
         UnaccountedReleaseError: names the method, the field and the reason.
     """
-    declared: Mapping[str, tuple[str, str]] = {
-        **privacy_of_fields(method.upload),
-        **(privacy_of_fields(method.first_upload) if method.first_upload else {}),
-    }
-    bad = [
-        f"{name} ({kind})"
-        for name, (kind, _) in declared.items()
-        if kind not in ("released", "public")
-    ]
-    if bad or not method.dp_mechanisms:
-        why = (
-            method.refusal or f"its upload has fields that no mechanism protects: {', '.join(bad)}"
-        )
+    declared = dict(privacy_of_fields(method.upload))
+    if method.first_upload is not None:
+        declared.update(privacy_of_fields(method.first_upload))
+    unprotected = []
+    for name, (kind, _) in declared.items():
+        if kind not in ("released", "public"):
+            unprotected.append(f"{name} ({kind})")
+    if unprotected or not method.dp_mechanisms:
+        fields = ", ".join(unprotected)
+        why = method.refusal or f"its upload has fields that no mechanism protects: {fields}"
         raise UnaccountedReleaseError(f"{method.name} cannot run with differential privacy: {why}")
 
 
@@ -144,8 +140,8 @@ def fewest(method: Method, taking: int, clients: int, *, private: bool) -> int:
         clients: K, the number of all clients.
         private: the run has differential privacy.
     """
-    looking = 1 if private and clients > 1 else 0
-    return max(taking // 2 + 1, method.noise_shares(clients) + looking)
+    observers = int(private and clients > 1)
+    return max(taking // 2 + 1, method.noise_shares(clients) + observers)
 
 
 def check_quorum(settings: RunSettings) -> None:
@@ -164,60 +160,3 @@ def check_quorum(settings: RunSettings) -> None:
         enough = math.ceil(1000 * needed / taking) / 1000
         reason = f"must be at least {enough:g}: a secure sum needs {needed} of {taking} clients"
         raise SettingError("run", "quorum", reason, value=settings.quorum)
-
-
-STEP_SECONDS = 2e-5
-"""Seconds for one optimiser step of the smallest model, replayed on the fastest machine: less than
-a kernel launch and its bookkeeping take on any machine.
-"""
-LONG, LONGEST = 3600.0, 365 * 24 * 3600.0
-"""Durations in seconds from which a run is announced, and from which it is refused."""
-_LENGTHS = ("epochs", "steps", "iterations")
-
-
-def least_steps(settings: RunSettings, spec: DatasetSpec) -> dict[str, int]:
-    """Returns the optimiser steps of one client, or of the server, over all rounds, by the method's
-    setting that determines them.
-
-    A client's epoch is counted as its published share of the data in the method's batches; any
-    other epoch counts as one step.
-    """
-    steps: dict[str, int] = {}
-    method = settings.method
-    for name in (f.name for f in fields(method)):
-        value = getattr(method, name)
-        if type(value) is int and name.rpartition("_")[2] in _LENGTHS:
-            steps[name] = settings.rounds * value
-    if "local_epochs" in steps:
-        if steps.get("local_steps"):  # steps replace epochs
-            del steps["local_epochs"]
-        else:
-            share = spec.train_size * settings.partition.subset / settings.partition.clients
-            steps["local_epochs"] *= max(1, int(share / max(1, getattr(method, "batch", 1))))
-    return steps
-
-
-def long_run(settings: RunSettings, spec: DatasetSpec) -> str | None:
-    """Returns a note on the run's minimum duration if that is long, else None.
-
-    Raises:
-        SettingError: it would take more than a year.
-    """
-    steps = least_steps(settings, spec)
-    total = max(settings.rounds, sum(steps.values()))
-    seconds = total * STEP_SECONDS
-    if seconds <= LONG:
-        return None
-    key = max(steps, key=lambda name: steps[name], default="")
-    section = "method" if steps.get(key, 0) > settings.rounds else "run"
-    key = key if section == "method" else "rounds"
-    if seconds > LONGEST:
-        reason = (
-            f"results in {total:.3g} steps with the other settings, or "
-            f"{seconds / LONGEST:,.1f} years at {1e6 * STEP_SECONDS:.0f} µs a step: lower it"
-        )
-        raise SettingError(section, key, reason)
-    return (
-        f"note: {total:.3g} steps ({section}.{key}): at least {seconds / 3600:,.1f} hours, "
-        f"at {1e6 * STEP_SECONDS:.0f} µs a step"
-    )

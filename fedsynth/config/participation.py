@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -61,60 +61,46 @@ class Participation:
         """Returns the clients of a round in the order of the draw, if not all take part."""
         count = active_clients(self.clients, self.share)
         weights = None
-        if self.sizes is not None and sum(n > 0 for n in self.sizes) >= count:
-            weights = [n / sum(self.sizes) for n in self.sizes]
+        if self.sizes is not None and np.count_nonzero(self.sizes) >= count:
+            weights = np.array(self.sizes) / sum(self.sizes)
         return numpy_generator(self.seed, "participants", number).choice(
             self.clients, count, replace=False, p=weights
         )
 
     def rounds_of(self, client: int, rounds: int) -> tuple[int, ...]:
         """Returns the rounds, among the first `rounds`, in which a client takes part."""
-        everything = range(1, rounds + 1)
-        return (
-            tuple(everything)
-            if self.share >= 1
-            else tuple(n for n in everything if client in self.in_round(n))
-        )
-
-    def most_rounds(self, groups: Sequence[int], rounds: Sequence[int]) -> Counts:
-        """Returns the number of the first n rounds in which the busiest client of each group takes
-        part, for each n in `rounds`.
-
-        Args:
-            groups: the group index of each client (0, 1, …).
-            rounds: numbers of rounds n ≥ 0, ascending. Every round up to the last is drawn, once.
-
-        Returns:
-            int64 [len(after), number of groups].
-        """
-        return _most_rounds(self, tuple(groups), tuple(rounds))
+        if self.share >= 1:
+            return tuple(range(1, rounds + 1))
+        return tuple(n for n in range(1, rounds + 1) if client in self.in_round(n))
 
 
 @lru_cache(maxsize=4)  # a plan asks several times, and a draw takes 20 µs
-def _most_rounds(
+def most_rounds(
     participation: Participation, groups: tuple[int, ...], rounds: tuple[int, ...]
 ) -> Counts:
-    kinds = max(groups) + 1
-    if participation.share >= 1:
-        return np.repeat(np.array(rounds, dtype=np.int64)[:, None], kinds, axis=1)
-    maxima = np.zeros((len(rounds), kinds), dtype=np.int64)
-    group_index = np.array(groups)
-    for row, counts in enumerate(_attendance(participation, rounds)):
-        np.maximum.at(maxima[row], group_index, counts)
-    return maxima
+    """Returns the number of the first n rounds in which the busiest client of each group takes
+    part, for each n in `rounds`.
 
+    Args:
+        participation: the schedule.
+        groups: the group index of each client (0, 1, …).
+        rounds: numbers of rounds n ≥ 0, ascending. Every round up to the last is drawn, once.
 
-def _attendance(participation: Participation, rounds: Sequence[int]) -> Iterator[Counts]:
-    """Yields for each n in `rounds` the number of the first n rounds in which each client takes
-    part.
+    Returns:
+        int64 [len(rounds), number of groups].
     """
+    num_groups = max(groups) + 1
+    if participation.share >= 1:
+        return np.repeat(np.array(rounds, dtype=np.int64)[:, None], num_groups, axis=1)
+    maxima = np.zeros((len(rounds), num_groups), dtype=np.int64)
     counts = np.zeros(participation.clients, dtype=np.int64)
-    previous = 0
-    for last in rounds:
-        for number in range(previous + 1, last + 1):
+    start = 1
+    for row, stop in enumerate(rounds):
+        for number in range(start, stop + 1):
             counts[participation._drawn(number)] += 1
-        previous = last
-        yield counts
+        start = stop + 1
+        np.maximum.at(maxima[row], np.array(groups), counts)
+    return maxima
 
 
 CRASHED, TIMED_OUT, LATE = "crashed", "timed out", "too late"
@@ -196,9 +182,10 @@ def shown_rounds(rounds: int) -> tuple[int, ...]:
     """
     if rounds <= ALL_SHOWN:
         return tuple(range(1, rounds + 1))
-    ladder = {step * 10**k for k in range(len(str(rounds))) for step in (1, 2, 5)}
-    fifths = range(rounds // 5, rounds, rounds // 5)
-    return tuple(sorted({*(n for n in ladder if n < rounds), *fifths, rounds}))
+    shown = {*range(rounds // 5, rounds, rounds // 5), rounds}
+    for exponent in range(len(str(rounds))):
+        shown.update((10**exponent, 2 * 10**exponent, 5 * 10**exponent))
+    return tuple(sorted(number for number in shown if number <= rounds))
 
 
 class PlannedEpsilon(Mapping[int, float]):
@@ -209,22 +196,18 @@ class PlannedEpsilon(Mapping[int, float]):
 
     Args:
         rounds: the keys, ascending.
-        after: maps a position in `rounds` to ε.
+        epsilon_after: maps a position in `rounds` to ε.
     """
 
     def __init__(self, rounds: Sequence[int], epsilon_after: Callable[[int], float]) -> None:
-        self._position = {number: position for position, number in enumerate(rounds)}
-        self._after = epsilon_after
-        self._known: dict[int, float] = {}
+        self._positions = {number: position for position, number in enumerate(rounds)}
+        self._epsilon_after = cache(epsilon_after)
 
     def __getitem__(self, number: int) -> float:
-        position = self._position[number]
-        if number not in self._known:
-            self._known[number] = self._after(position)
-        return self._known[number]
+        return self._epsilon_after(self._positions[number])
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self._position)
+        return iter(self._positions)
 
     def __len__(self) -> int:
-        return len(self._position)
+        return len(self._positions)

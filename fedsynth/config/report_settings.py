@@ -5,13 +5,13 @@ the run, printed unchanged.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from fedsynth.errors import SettingError
 
-LONGEST = 300
+MAX_LENGTH = 300
 """Maximum number of characters of a text."""
-LONGEST_PERSON = 40
+MAX_PERSON_LENGTH = 40
 """Maximum number of characters of the name for a person."""
 
 
@@ -41,21 +41,23 @@ class ReportSettings:
         for name, text in asdict(self).items():
             if not isinstance(text, str):
                 raise SettingError("report", name, f"must be text, got {text!r:.80}")
-            limit = LONGEST_PERSON if name == "person" else LONGEST
-            if name != "sites" and len(text) > limit:
-                raise SettingError(
-                    "report", name, f"must have at most {limit} characters, got {len(text)}"
-                )
             if not text.isprintable():
                 raise SettingError("report", name, "must be one line of printable characters")
-        if self.sites and not all(self._sites):
+        for name, text, limit in (
+            ("responsible", self.responsible, MAX_LENGTH),
+            ("purpose", self.purpose, MAX_LENGTH),
+            ("person", self.person, MAX_PERSON_LENGTH),
+            ("sites", max(self._sites, key=len, default=""), MAX_LENGTH),
+        ):
+            if len(text) > limit:
+                reason = f"must have at most {limit} characters, got {len(text)}"
+                raise SettingError("report", name, reason)
+        if "" in self._sites:
             raise SettingError("report", "sites", "must name each site, but one name is empty")
-        if any(len(site) > LONGEST for site in self._sites):
-            raise SettingError("report", "sites", f"must be names of at most {LONGEST} characters")
 
     @property
     def _sites(self) -> tuple[str, ...]:
-        return tuple(site.strip() for site in self.sites.split(",")) if self.sites else ()
+        return tuple(map(str.strip, self.sites.split(","))) if self.sites else ()
 
     def check_clients(self, clients: int) -> None:
         """Raises SettingError if there are several clients and not one site for each."""
@@ -71,7 +73,3 @@ class ReportSettings:
         if clients == 1 and self.sites:
             return (", ".join(self._sites),)
         return self._sites
-
-    def to_mapping(self) -> dict[str, Any]:
-        """Returns the settings that were given."""
-        return {name: text for name, text in asdict(self).items() if text}

@@ -7,11 +7,10 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any
 
 from fedsynth.config.report_settings import ReportSettings
-from fedsynth.config.settings import RUN_KINDS, SECTIONS, RunSettings, kept_ledger
+from fedsynth.config.settings import RUN_KINDS, SECTIONS, RunSettings
 from fedsynth.core.method import Method
 from fedsynth.data.files import expanded
 from fedsynth.data.folder_settings import FolderSettings, default_name
@@ -44,10 +43,10 @@ def preset_of(dataset: str, method: type[Method]) -> dict[str, dict[str, Any]]:
     """Returns the defaults that a data set changes, as sections of settings."""
     family = dataset.partition("(")[0]  # synthetic(1,1) and all its variants have one preset
     sections = {name: dict(values) for name, values in PRESETS.get(family, {}).items()}
-    method_preset: dict[str, Any] = {}
+    sections["method"] = {}
     for cls in reversed(method.__mro__):  # bases first
-        method_preset.update(vars(cls).get("presets", {}).get(family, {}))
-    return {**sections, "method": method_preset} if method_preset else sections
+        sections["method"].update(vars(cls).get("presets", {}).get(family, {}))
+    return sections
 
 
 def model_is_set(settings: RunSettings) -> bool:
@@ -94,30 +93,36 @@ def resolve(
     root = data.pop("data_root", None)
     method = own_method or method_class(name)
     dataset, folder = _own_folder(data)
-    if folder is not None:
-        own_data = own_data or dataset
-    else:
-        dataset = own_data or dataset_spec(dataset).name
-    preset = preset_of(dataset, method) if own_data is None else {}
+    preset: dict[str, dict[str, Any]] = {}
+    if own_data is not None:
+        dataset = own_data
+    elif folder is None:
+        dataset = dataset_spec(dataset).name
+        preset = preset_of(dataset, method)
+
+    def over_preset(section: str) -> dict[str, Any]:
+        return {**preset.get(section, {}), **sections.get(section, {})}
+
+    _refuse_other_sections(method, sections.get("method", {}))
     run = {**preset.get("run", {}), **run}
-    partition = {**preset.get("partition", {}), **sections.get("partition", {})}
+    partition = over_preset("partition")
     if folder is not None:
         partition.setdefault("kind", GIVEN)
     privacy = dict(sections.get("privacy", {}))
     # With only a ledger in the section, the ledger is that of a run without privacy.
-    ledger = privacy.pop("ledger") if privacy.keys() == {"ledger"} else None
+    ledger: Any = None
+    if privacy.keys() == {"ledger"}:
+        ledger = str(privacy.pop("ledger"))
     values = converted("run", run, RUN_KINDS, "run", also=("method",))
     return RunSettings(
-        method=method.from_mapping(
-            {**preset.get("method", {}), **_of_the_method(method, sections.get("method", {}))}
-        ),
+        method=method.from_mapping(over_preset("method")),
         dataset=dataset,
         data_root=expanded(str(root)).absolute() if root else None,
         partition=from_mapping(PartitionSettings, partition),
-        model=from_mapping(ModelSettings, {**preset.get("model", {}), **sections.get("model", {})}),
+        model=from_mapping(ModelSettings, over_preset("model")),
         privacy=from_mapping(PrivacySettings, privacy) if privacy else None,
         report=from_mapping(ReportSettings, sections.get("report", {})),
-        ledger=None if ledger is None else kept_ledger(str(ledger)),
+        ledger=ledger,
         folder=folder,
         **values,
     )
@@ -133,22 +138,20 @@ def section_of(key: str) -> str | None:
         return "run"
     if key in ("dataset", "data_root"):
         return "data"
-    kinds = (PartitionSettings, ModelSettings, PrivacySettings, ReportSettings, FolderSettings)
-    return next((kind.section for kind in kinds if key in {f.name for f in fields(kind)}), None)
+    for kind in (PartitionSettings, ModelSettings, PrivacySettings, ReportSettings, FolderSettings):
+        if key in field_types(kind):
+            return kind.section
+    return None
 
 
-def _of_the_method(method: type[Method], values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the values. Raises SettingError if one of them is not a setting of the method but of
-    another section, and names that section.
-    """
-    names = {field.name for field in fields(method)}
-    for key in values:
-        home = section_of(key)
-        if key not in names and home is not None:
+def _refuse_other_sections(method: type[Method], values: Mapping[str, Any]) -> None:
+    """Refuses a setting that is not the method's but another section's, and names that section."""
+    for key in values.keys() - field_types(method).keys():
+        section = section_of(key)
+        if section is not None:
             raise SettingError(
-                "method", key, f"is not a setting of {method.name}: use {home}.{key}"
+                "method", key, f"is not a setting of {method.name}: use {section}.{key}"
             )
-    return values
 
 
 def _check_source(name: str, stated: Any, own_method: type[Method] | None) -> None:
@@ -181,16 +184,13 @@ def _own_folder(data: Mapping[str, Any]) -> tuple[str, FolderSettings | None]:
     """
     values = dict(data)
     name = values.pop("dataset", None)
-    types = {"dataset": str, "data_root": str, **field_types(FolderSettings)}
-    for key in values:
-        if key not in types:
-            raise unknown_name("setting of data", key, types, "data", key)
     if not values:
         return str(name or DEFAULT_DATASET), None
+    types = field_types(FolderSettings)
+    values = converted("data", values, types, "data", also=("dataset", "data_root"))
     if not values.get("folder"):
-        key = next(iter(values))
-        raise SettingError("data", key, "is for user data: set data.folder too")
-    folder = from_mapping(FolderSettings, values)
+        raise SettingError("data", next(iter(values)), "is for user data: set data.folder too")
+    folder = FolderSettings(**values)
     if name is not None and is_known(str(name)):
         reason = (
             f"is the name of a published data set, {name}: choose another name for the "
@@ -225,16 +225,15 @@ def distinctive(settings: RunSettings, without: tuple[str, ...] = ()) -> dict[st
     that existing rows keep their fingerprint.
     """
     method = type(settings.method)()
-    defaults = RunSettings(
-        method, privacy=None if settings.privacy is None else PrivacySettings(epsilon=1.0)
-    ).to_mapping()
+    privacy = settings.privacy and PrivacySettings(epsilon=1.0)
+    defaults = RunSettings(method, privacy=privacy).to_mapping()
     defaults["method"] = {**defaults["method"], **FIRST.get(method.name, {})}
-    left_out = (*SPEED, *without)
-    return {
-        section: {
-            k: v
-            for k, v in values.items()
-            if k not in left_out and (k == "method" or v != defaults.get(section, {}).get(k))
-        }
-        for section, values in settings.to_mapping().items()
-    }
+    excluded = (*SPEED, *without)
+    sections: dict[str, dict[str, Any]] = {}
+    for section, values in settings.to_mapping().items():
+        sections[section] = {}
+        for key, value in values.items():
+            is_default = key != "method" and value == defaults.get(section, {}).get(key)
+            if key not in excluded and not is_default:
+                sections[section][key] = value
+    return sections

@@ -23,14 +23,14 @@ from fedsynth.features.registry import is_own_features
 from fedsynth.methods import is_own_method, own_source
 from fedsynth.methods.shared.robust import FEWEST, RULES
 from fedsynth.models.registry import ModelSettings, is_own_model, own_model
-from fedsynth.privacy.settings import PrivacySettings, ledger_setting
+from fedsynth.privacy.settings import NO_LEDGER, PrivacySettings, ledger_setting
 from fedsynth.validation import check_choices, check_ranges, field_types
 
 QUORUM = 0.5
 """The default smallest share of a round's clients whose uploads make a round."""
-MOST_ROUNDS = 10**9  # a year has 3e7 seconds
+MAX_ROUNDS = 1_000_000
 MOST_GB = 1_000_000
-MOST_THREADS = 4096
+MAX_THREADS = 4096
 SECTIONS = ("run", "data", "partition", "model", "method", "privacy", "report")
 
 
@@ -42,7 +42,7 @@ _KINDS: Mapping[str, tuple[type, str]] = {
     "report": (ReportSettings, "ReportSettings(responsible='...')"),
     "folder": (FolderSettings, "FolderSettings('scans')"),
 }
-_MAY_BE_NONE = ("privacy", "folder")
+_OPTIONAL = ("privacy", "folder")
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class RunSettings:
             (`register_model` says what it must be).
         privacy: differential privacy; None: none.
         report: who answers for the run, for the first page of its privacy report.
-        ledger: without privacy, the folder of the clients' kept ledgers, which then say that no
+        ledger: without privacy, the folder of the clients' kept ledgers, which then state that no
             later run on the same data can have an ε. With privacy the folder is named there.
         folder: your own images, in place of a named data set; `dataset` is then their name. With
             `PartitionSettings("given")` each site's folder is a client.
@@ -140,23 +140,29 @@ class RunSettings:
             if self.privacy is not None:
                 reason = "is for runs without privacy: set privacy.ledger for private runs"
                 raise SettingError(None, "RunSettings.ledger", reason)
-            object.__setattr__(self, "ledger", kept_ledger(self.ledger))
+            folder = ledger_setting(self.ledger)
+            object.__setattr__(self, "ledger", None if folder == NO_LEDGER else folder)
         for name, (kind, example) in _KINDS.items():
             value = getattr(self, name)
-            if not (isinstance(value, kind) or (name in _MAY_BE_NONE and value is None)):
+            if not isinstance(value, kind) and not (name in _OPTIONAL and value is None):
                 raise SettingError(
                     None, name, f"must be an object such as {example}, got {value!r}"
                 )
-        check_ranges(self, rounds=(1, MOST_ROUNDS), evaluate_every=(1, math.inf))
-        check_ranges(self, seed=(0, math.inf))
+        check_ranges(
+            self,
+            rounds=(1, MAX_ROUNDS),
+            evaluate_every=(1, math.inf),
+            seed=(0, math.inf),
+            client_failures=(0, 1),
+            quorum=(0, 1),
+        )
         if self.threads is not None:
-            check_ranges(self, threads=(1, MOST_THREADS))
-        check_ranges(self, client_failures=(0, 1), quorum=(0, 1))
+            check_ranges(self, threads=(1, MAX_THREADS))
         check_choices(self, sampling=("uniform", "size"), precision=("fp32", "bf16"), robust=RULES)
-        for section, key, reason in self._contradictions():
+        for section, key, reason in self._conflicts():
             raise SettingError(section, key, reason)
 
-    def _contradictions(self) -> Iterator[tuple[str, str, str]]:
+    def _conflicts(self) -> Iterator[tuple[str, str, str]]:
         """Yields section, key and reason for settings that are out of range or exclude
         each other.
         """
@@ -179,12 +185,9 @@ class RunSettings:
                 yield "run", "robust", f"must be none with {method.name}: {method.robust_refusal}"
             active = active_clients(self.partition.clients, self.participation)
             if active < FEWEST:
-                reason = f"needs at least {FEWEST} clients in a round, got {active}"
-                yield (
-                    "run",
-                    "robust",
-                    (f"{reason}: with two clients, a malicious one cannot be identified"),
-                )
+                reason = "with two clients, a malicious one cannot be identified"
+                required = f"needs at least {FEWEST} clients in a round, got {active}"
+                yield "run", "robust", f"{required}: {reason}"
         if self.model.features and method.features_refusal:
             reason = f"must be left out with {method.name}: {method.features_refusal}"
             yield "model", "features", reason
@@ -218,8 +221,11 @@ class RunSettings:
     @property
     def feature_names(self) -> tuple[str, ...]:
         """The names of the feature maps that the model and the method use."""
-        named = (self.model.features, getattr(self.method, "features", ""))
-        return tuple(name for name in named if isinstance(name, str) and name)
+        of_method = getattr(self.method, "features", "")
+        names = [self.model.features]
+        if isinstance(of_method, str):
+            names.append(of_method)
+        return tuple(filter(None, names))
 
     @property
     def own_code(self) -> tuple[str, ...]:
@@ -229,55 +235,40 @@ class RunSettings:
             names.append(f"the method {self.method.name}")
         if self.method.model_sees_data and is_own_model(self.model):
             names.append(f"the model {self.model.name}")
-        maps = (name for name in self.feature_names if is_own_features(name))
-        return *names, *(f"the feature map {name}" for name in maps)
+        for name in filter(is_own_features, self.feature_names):
+            names.append(f"the feature map {name}")
+        return tuple(names)
 
     def to_mapping(self) -> dict[str, dict[str, Any]]:
         """Returns sections of plain values, without those that are None; `resolve` converts them
         back to the same settings.
         """
+        run = {"method": self.method.name}
+        for name in RUN_KINDS:
+            run[name] = getattr(self, name)
         source = own_source(self.method.name)
-        privacy = {"ledger": self.ledger}
+        if source is not None:
+            run["method_source"] = source.label
+        data: dict[str, Any] = {"dataset": self.dataset, "data_root": self.data_root}
+        if self.folder is not None:
+            data |= _non_empty(dataclasses.asdict(self.folder))
+        privacy: dict[str, Any] = {"ledger": self.ledger}
         if self.privacy is not None:
             privacy = dataclasses.asdict(self.privacy)
-        sections: dict[str, dict[str, Any]] = {
-            "run": {
-                "method": self.method.name,
-                **{name: getattr(self, name) for name in RUN_KINDS},
-                "method_source": None if source is None else source.label,
-            },
-            "data": {
-                "dataset": self.dataset,
-                "data_root": self.data_root,
-                **({} if self.folder is None else _given(self.folder)),
-            },
+        sections: dict[str, Mapping[str, Any]] = {
+            "run": run,
+            "data": data,
             "partition": dataclasses.asdict(self.partition),
             "model": dataclasses.asdict(self.model),
             "method": self.method.to_dict(),
             "privacy": privacy,
-            "report": self.report.to_mapping(),
+            "report": _non_empty(dataclasses.asdict(self.report)),
         }
-        plain = {
-            name: {k: _plain(v) for k, v in values.items() if v is not None}
-            for name, values in sections.items()
-        }
-        return {name: values for name, values in plain.items() if values}
+        return _non_empty({name: _plain(values) for name, values in sections.items()})
 
 
-def kept_ledger(setting: Path | str) -> Path | None:
-    """Returns the folder in which a run without privacy keeps ledgers; None: the user states that
-    there is none.
-
-    Raises:
-        PrivacySettingError: as in `fedsynth.privacy.settings.ledger_setting`.
-    """
-    folder = ledger_setting(setting)
-    return folder if isinstance(folder, Path) else None
-
-
-def _given(folder: FolderSettings) -> dict[str, Any]:
-    """Returns the settings of a folder that are set."""
-    return {name: value for name, value in dataclasses.asdict(folder).items() if value}
+def _non_empty(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value}
 
 
 _OTHER_SECTIONS = (*_KINDS, "dataset", "data_root", "ledger")
@@ -287,5 +278,10 @@ RUN_KINDS: Mapping[str, type] = {
 """The fields of `RunSettings` in the section "run", with their types."""
 
 
-def _plain(value: Any) -> Any:
-    return str(value) if isinstance(value, Path) else value
+def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the values that are set, with paths as text."""
+    plain = {}
+    for name, value in values.items():
+        if value is not None:
+            plain[name] = str(value) if isinstance(value, Path) else value
+    return plain

@@ -6,7 +6,7 @@ pass over the data on their shared device. Each gets the same result as in a sep
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -15,25 +15,13 @@ from fedsynth.core.client import ClientGroup, ExactClientView, PrivateClientView
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message
 from fedsynth.evaluation.accuracy import correct
-from fedsynth.federation.client_runtime import ClientRuntime
+from fedsynth.federation.client_runtime import ClientRuntime, RefusedError
 from fedsynth.federation.message_checks import check_declared, check_finite, check_model_request
-from fedsynth.federation.protocol import REQUEST, Evaluated, Refusal, Replies
-from fedsynth.privacy.errors import BudgetExceededError, RequestRefusedError
-from fedsynth.privacy.plans import FIRST, Allowance
+from fedsynth.federation.protocol import REQUEST, Evaluated, Refusal, Replies, declared
+from fedsynth.privacy.errors import RequestRefusedError
+from fedsynth.privacy.plans import FIRST
 from fedsynth.privacy.releases import USER
 from fedsynth.privacy.requests import check_numbers
-
-
-class RefusedError(Exception):
-    """A client of the group refuses the request.
-
-    Attributes:
-        refusal: its answer.
-    """
-
-    def __init__(self, refusal: Refusal) -> None:
-        super().__init__(refusal.reason)
-        self.refusal = refusal
 
 
 def view(clients: Sequence[ClientRuntime], phase: str, context: RoundContext) -> ClientGroup:
@@ -44,48 +32,38 @@ def view(clients: Sequence[ClientRuntime], phase: str, context: RoundContext) ->
         RefusedError: a client's cap would be exceeded: another run has charged its ledger since
             `prepare`. The charges of the clients before it remain.
         RequestRefusedError: a client has not received the terms.
-        ValueError: clients whose data are not resident together, or only some of which are private.
+        ValueError: clients whose data are not resident together.
     """
     resident = clients[0].data.resident
-    private = clients[0].private
+    ids = []
+    records = []
     for client in clients:
         client.require_terms()
-        if client.data.resident is not resident or client.private != private:
-            raise ValueError(
-                "clients of one group must share resident data, and all or none must be private"
-            )
-    ids = [client.number for client in clients]
-    records = [client.data.records for client in clients]
-    if not private:
+        if client.data.resident is not resident:
+            raise ValueError("clients of one group must share resident data")
+        ids.append(client.number)
+        records.append(client.data.records)
+    if not clients[0].private:
         for client in clients:
             client.begin(context)
         return ExactClientView(ids, resident, records, network=context.architecture)
-    allowances = [_charged(client, phase, context) for client in clients]
-    if not _guaranteed(clients[0]):
+    allowances = [client.granted(phase, context) for client in clients]
+    budget = clients[0].budget
+    if budget is None or not budget.guaranteed:
         return ExactClientView(ids, resident, records, allowances, network=context.architecture)
-    protects_users = context.privacy is not None and context.privacy.unit == USER
+    users = None
+    if context.privacy is not None and context.privacy.unit == USER:
+        users = resident.groups
     return PrivateClientView(
         ids,
         resident,
         records,
         allowances,
         nominal_size=context.nominal_size,
-        users=resident.groups if protects_users else None,
+        users=users,
         network=context.architecture,
         note=context.note,
     )
-
-
-def _guaranteed(client: ClientRuntime) -> bool:
-    return client.budget is not None and client.budget.guaranteed
-
-
-def _charged(client: ClientRuntime, phase: str, context: RoundContext) -> Allowance[Any]:
-    """Charges the client and returns its allowance."""
-    try:
-        return client.granted(phase, context)
-    except BudgetExceededError as error:
-        raise RefusedError(Refusal(client.number, str(error), spent=error.spent)) from None
 
 
 def step_together(
@@ -98,8 +76,7 @@ def step_together(
         DivergedError: a personal model is not finite.
     """
     method = clients[0].method
-    check_declared(method, message, method.exchange_types(phase).downlink)
-    numbers = [client.number for client in clients]
+    check_declared(method, message, declared(method, phase, "downlink"))
     try:
         check_model_request(message, context)
         method.check_request(message, context)
@@ -110,7 +87,7 @@ def step_together(
         step = method.first_step if phase == FIRST else method.client_step
         results = step(message, group, memories, context)
     except RequestRefusedError as error:
-        return Replies(refusals=(Refusal(numbers[0], str(error), REQUEST),))
+        return Replies(refusals=(Refusal(clients[0].number, str(error), REQUEST),))
     except RefusedError as error:
         return Replies(refusals=(error.refusal,))
     replies: dict[int, Message] = {}
@@ -128,7 +105,9 @@ def step_alone(
 ) -> Message | Refusal:
     """Returns one client's reply to a request."""
     replies = step_together([client], phase, message, context)
-    return replies.refusals[0] if replies.refusals else replies.messages[client.number]
+    if replies.refusals:
+        return replies.refusals[0]
+    return replies.messages[client.number]
 
 
 def evaluate_together(
@@ -139,28 +118,19 @@ def evaluate_together(
     """Evaluates clients that share a device (`ClientRuntime.evaluate`): a common model in one
     pass.
     """
-    tested = [len(client.data.held_out) for client in clients]
-    if clients[0].method.personal or not any(tested):
+    held_out = [client.data.held_out for client in clients]
+    sizes = list(map(len, held_out))
+    if clients[0].method.personal or not any(sizes):
         return [client.evaluate(models, context) for client in clients]
-    for client in clients:
-        client.begin(context)
     resident = clients[0].data.resident
-    indices = torch.cat([client.data.held_out for client in clients]).to(resident.labels.device)
-    right = {
-        name: [
-            int(client_correct.sum())
-            for client_correct in correct(context.load(model), resident, among=indices)
-            .cpu()
-            .split(tested)
-        ]
-        for name, model in models.items()
-    }
-    return [
-        Evaluated(
-            client.number,
-            client.data.size,
-            tested[position],
-            {name: counts[position] for name, counts in right.items()},
-        )
-        for position, client in enumerate(clients)
-    ]
+    indices = torch.cat(held_out).to(resident.labels.device)
+    results = []
+    for client, size in zip(clients, sizes, strict=True):
+        client.begin(context)
+        results.append(Evaluated(client.number, client.data.size, size, {}))
+    for name, model in models.items():
+        is_correct = correct(context.load(model), resident, among=indices).cpu()
+        for position, of_client in enumerate(is_correct.split(sizes)):
+            counts = {**results[position].right, name: int(of_client.sum())}
+            results[position] = replace(results[position], right=counts)
+    return results

@@ -29,6 +29,18 @@ from fedsynth.privacy.plans import FIRST, Allowance
 from fedsynth.privacy.randomness import SecretGenerator
 
 
+class RefusedError(Exception):
+    """A client of a group refuses the request.
+
+    Attributes:
+        refusal: its answer.
+    """
+
+    def __init__(self, refusal: Refusal) -> None:
+        super().__init__(refusal.reason)
+        self.refusal = refusal
+
+
 @dataclass(frozen=True, eq=False)
 class OwnData:
     """A client's records.
@@ -121,7 +133,9 @@ class ClientRuntime:
     @property
     def memory(self) -> Memory:
         """The client's state between rounds."""
-        return self._memory if self._stored is None else self._stored()
+        if self._stored is not None:
+            return self._stored()
+        return self._memory
 
     @memory.setter
     def memory(self, memory: Memory) -> None:
@@ -150,8 +164,9 @@ class ClientRuntime:
 
     def join(self) -> Joined:
         """Returns its join message, which has no size if the run is private."""
-        size = None if self.private else len(self.data.records)
-        return Joined(self.number, size, self.history())
+        if self.private:
+            return Joined(self.number, history=self.history())
+        return Joined(self.number, len(self.data.records), self.history())
 
     def start(self, terms: Terms) -> RoundContext:
         """Accepts the terms, once: from now on it is charged by its settings and their σ.
@@ -222,15 +237,17 @@ class ClientRuntime:
             LedgerError: its ledger cannot be written.
         """
         self.require_terms()
-        if self.budget is None:
-            if self.ledger is not None:
-                self.ledger.check_writable()
-            return None
         try:
-            self.budget.check(context.round)
+            if self.budget is not None:
+                self.budget.check(context.round)
+            elif self.ledger is not None:
+                self.ledger.check_writable()
         except BudgetExceededError as error:
-            return Refusal(self.number, str(error), spent=error.spent)
+            return self._refusal(error)
         return None
+
+    def _refusal(self, error: BudgetExceededError) -> Refusal:
+        return Refusal(self.number, str(error), spent=error.spent)
 
     def begin(self, context: RoundContext) -> None:
         """Begins the round: without privacy a ledger records it once, before anything is released.
@@ -249,16 +266,18 @@ class ClientRuntime:
         nothing is not charged again.
 
         Raises:
-            BudgetExceededError: see `ClientBudget.charge`.
+            RefusedError: its cap would be exceeded (`ClientBudget.charge`).
             RequestRefusedError: it has not received the terms.
         """
         if self.budget is None:
             raise RequestRefusedError(f"client {self.number} has not received the run terms")
-        if self.may_try_again(phase, context) and self._granted is not None:
-            return self._granted[2]
-        budget = self.budget.charge(context, phase)
-        self._granted = (context.round, phase, budget)
-        return budget
+        if self._granted is None or not self.may_try_again(phase, context):
+            try:
+                allowance = self.budget.charge(context, phase)
+            except BudgetExceededError as error:
+                raise RefusedError(self._refusal(error)) from None
+            self._granted = (context.round, phase, allowance)
+        return self._granted[2]
 
     def may_try_again(self, phase: str, context: RoundContext) -> bool:
         """Returns whether a failed step may be repeated without a charge: it is not private, or it
@@ -266,10 +285,10 @@ class ClientRuntime:
         """
         if not self.private:
             return True
-        charged = self._granted
-        return (
-            charged is not None and charged[:2] == (context.round, phase) and charged[2].untouched
-        )
+        if self._granted is None:
+            return False
+        number, charged_phase, allowance = self._granted
+        return (number, charged_phase) == (context.round, phase) and allowance.untouched
 
     def recall(self, phase: str, context: RoundContext) -> Memory:
         """Returns its memory in this exchange: that of the round's first exchange, if there was

@@ -4,7 +4,7 @@ specification only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,16 +25,8 @@ from fedsynth.federation.run_data import (
 )
 from fedsynth.privacy.errors import PrivacySettingError
 from fedsynth.privacy.mechanism_facts import mechanism_facts
-from fedsynth.privacy.plans import PrivatePlan
 from fedsynth.privacy.report.plots import Line, line_plot
 from fedsynth.privacy.settings import needs_a_budget
-
-LONG, LONGEST = 6, 300
-"""Seconds of drawing the participants from which the user is notified, and the maximum
-for a plan.
-"""
-DRAW_SECONDS = 3e-5
-"""Approximate seconds of one draw from a thousand clients: 24 µs for 100 of 1,000 clients."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +60,19 @@ class MechanismCosts:
 
 def costs_of(plan: PrivacyPlan, target: float | None) -> MechanismCosts:
     """Returns the costs of a planned run."""
-    rows = tuple(_row(plan, release) for release in plan.plans)
+    rows = []
+    for release in plan.plans:
+        row: dict[str, Any] = {
+            "quantity": release.quantity,
+            "noise_multiplier": plan.sigma * release.noise_ratio,
+            "clip": release.clip,
+            "sample_rate": release.sample_rate,
+            "releases": release.steps,
+        }
+        ratio = plan.signal_to_noise(release)
+        if ratio is not None:
+            row["signal_to_noise"] = ratio
+        rows.append(row)
     chief = plan.chief
     return MechanismCosts(
         mechanism=chief.mechanism,
@@ -79,43 +83,8 @@ def costs_of(plan: PrivacyPlan, target: float | None) -> MechanismCosts:
         epsilon=plan.planned_epsilon_by_round(),
         delta=plan.privacy.delta,
         target=target,
-        rows=rows,
+        rows=tuple(rows),
     )
-
-
-def _row(plan: PrivacyPlan, release: PrivatePlan) -> Mapping[str, Any]:
-    """Returns the row of one kind of release."""
-    row: dict[str, Any] = {
-        "quantity": release.quantity,
-        "noise_multiplier": plan.sigma * release.noise_ratio,
-        "clip": release.clip,
-        "sample_rate": release.sample_rate,
-        "releases": release.steps,
-    }
-    ratio = plan.signal_to_noise(release)
-    return row if ratio is None else {**row, "signal_to_noise": ratio}
-
-
-def long_draw(settings: RunSettings) -> str | None:
-    """Returns a note on the time that a plan needs to draw the participants, if that is long, else
-    None.
-
-    Raises:
-        SettingError: it would take longer than `LONGEST` seconds.
-    """
-    round_seconds = DRAW_SECONDS * max(1.0, settings.partition.clients / 1000)
-    seconds = settings.rounds * round_seconds
-    if settings.participation >= 1 or seconds <= LONG:
-        return None
-    if seconds > LONGEST:
-        reason = (
-            f"must be at most {int(LONGEST / round_seconds):,} for a plan, because sampling "
-            f"the cohorts of {settings.rounds:,} rounds would take about "
-            f"{seconds / 3600:,.1f} hours; or plan with run.participation=1, which gives an "
-            "upper bound"
-        )
-        raise SettingError("run", "rounds", reason)
-    return f"sampling the cohorts of {settings.rounds:,} rounds: about {seconds:.0f} s"
 
 
 def plan_of(settings: RunSettings) -> PrivacyPlan:
@@ -123,7 +92,6 @@ def plan_of(settings: RunSettings) -> PrivacyPlan:
     contents of kept ledgers.
 
     Raises:
-        SettingError: as in `long_draw`.
         DataError: the custom images have no declaration.
         LedgerError: a ledger cannot be read, or holds releases of another unit.
     """
@@ -131,8 +99,8 @@ def plan_of(settings: RunSettings) -> PrivacyPlan:
     if settings.folder is not None:
         declaration = declared(settings)
         settings = with_declared(settings, declaration)
-        names = site_names(declaration.sites) if settings.partition.kind == GIVEN else None
-    long_draw(settings)
+        if settings.partition.kind == GIVEN:
+            names = site_names(declaration.sites)
     context = public_context(settings, specification(settings), torch.device("cpu"))
     settings.method.check_model(context.architecture)
     privacy = PrivacyPlan.checked(settings, context).privacy
@@ -140,15 +108,12 @@ def plan_of(settings: RunSettings) -> PrivacyPlan:
     return PrivacyPlan.make(settings, context, [ledger.history() for ledger in ledgers])
 
 
-def costs_by_mechanism(
-    sections: Mapping[str, Mapping[str, Any]], note: Callable[[str], None] = lambda _: None
-) -> list[MechanismCosts]:
+def costs_by_mechanism(sections: Mapping[str, Mapping[str, Any]]) -> list[MechanismCosts]:
     """Returns the costs for each mechanism that can protect the method, or for the one that is
     named.
 
     Args:
         sections: settings in the form that `resolve` takes.
-        note: receives a note on a long computation.
 
     Raises:
         SettingError: the method has no private mechanism, or no budget and no σ is given. Others as
@@ -156,29 +121,25 @@ def costs_by_mechanism(
     """
     privacy = dict(sections.get("privacy", {}))
     method = resolve({**sections, "privacy": {}}).method
-    names = [name for name in method.dp_mechanisms if mechanism_facts(name).guaranteed]
-    if not names:
-        reason = f"cannot run with differential privacy: {method.refusal}"
-        raise SettingError("run", "method", reason, value=method.name)
-    if "mechanism" in privacy:
-        names = [str(privacy["mechanism"])]
-    if not all(mechanism_facts(name).guaranteed for name in names):
+    named = privacy.get("mechanism")
+    if named is not None and not mechanism_facts(str(named)).guaranteed:
         reason = "has no guarantee, so there is nothing to plan"
-        raise PrivacySettingError("privacy", "mechanism", reason, value=names[0])
+        raise PrivacySettingError("privacy", "mechanism", reason, value=named)
     plans: list[MechanismCosts] = []
-    for name in names:
+    for name in method.dp_mechanisms if named is None else (str(named),):
+        if not mechanism_facts(name).guaranteed:
+            continue
         settings = resolve({**sections, "privacy": {**privacy, "mechanism": name}})
-        if (warning := long_draw(settings)) is not None and not plans:
-            note(warning)
         if settings.privacy is None:
             raise needs_a_budget()
-        # with a given σ, a cap would only cut off the table: the plan shows how the budget is spent
-        free = (
-            replace(settings.privacy, epsilon=None)
-            if settings.privacy.noise_multiplier is not None
-            else settings.privacy
-        )
-        plans.append(costs_of(plan_of(replace(settings, privacy=free)), settings.privacy.epsilon))
+        target = settings.privacy.epsilon
+        if settings.privacy.noise_multiplier is not None:
+            # a cap would only cut off the table: the plan shows how the budget is spent
+            settings = replace(settings, privacy=replace(settings.privacy, epsilon=None))
+        plans.append(costs_of(plan_of(settings), target))
+    if not plans:
+        reason = f"cannot run with differential privacy: {method.refusal}"
+        raise SettingError("run", "method", reason, value=method.name)
     return plans
 
 

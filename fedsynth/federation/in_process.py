@@ -36,8 +36,7 @@ class InProcess:
     def __init__(self, clients: Sequence[ClientRuntime]) -> None:
         self.clients = list(clients)
         self._settings = self.clients[0].settings
-        self._failures = self._settings.failures
-        self._most = len(self.clients)  # per group; halved when the device's memory runs out
+        self._max_group = len(self.clients)  # halved when the device's memory runs out
 
     def join(self) -> list[Joined]:
         return [client.join() for client in self.clients]
@@ -47,12 +46,15 @@ class InProcess:
             client.start(terms)
 
     def histories(self) -> list[History]:
-        stated = [client.history() for client in self.clients]
-        return [history for history in stated if history is not None]
+        return [client.ledger.history() for client in self.clients if client.ledger is not None]
 
     def prepare(self, context: RoundContext) -> list[Refusal]:
-        answers = [self.clients[k].prepare(context) for k in shown(self._settings, context)]
-        return [answer for answer in answers if answer is not None]
+        refusals = []
+        for number in shown(self._settings, context):
+            refusal = self.clients[number].prepare(context)
+            if refusal is not None:
+                refusals.append(refusal)
+        return refusals
 
     def begin(self, context: RoundContext) -> None:
         for number in shown(self._settings, context):
@@ -66,13 +68,18 @@ class InProcess:
         numbers: Sequence[int],
     ) -> Replies:
         lost = self._failing(phase, numbers, context)
-        working = [number for number in numbers if lost.get(number) != CRASHED]
-        hanging = [self.clients[k] for k, why in lost.items() if why == TIMED_OUT]
-        memories = [client.memory for client in hanging]
+        stepping = []
+        hanging = []
+        for number in numbers:
+            client = self.clients[number]
+            if lost.get(number) != CRASHED:
+                stepping.append(client)
+            if lost.get(number) == TIMED_OUT:
+                hanging.append((client, client.memory))
         messages: dict[int, Message] = {}
-        while len(messages) < len(working):
-            group = self._group(working, len(messages), context)
-            reporter = _GroupReporter(context.reporter, len(messages), len(group), len(working))
+        while len(messages) < len(stepping):
+            group = stepping[len(messages) :][: self._group_size(context)]
+            reporter = _GroupReporter(context.reporter, len(messages), len(group), len(stepping))
             group_context = replace(context, reporter=reporter)
             try:
                 replies = step_together(group, phase, message, group_context)
@@ -84,10 +91,19 @@ class InProcess:
             if replies.refusals:
                 return Replies(messages, replies.refusals)
             messages.update(replies.messages)
-        for client, memory in zip(hanging, memories, strict=True):
+        for client, memory in hanging:
             client.forget(memory)
-        arrived = {number: sent for number, sent in messages.items() if number not in lost}
-        return Replies(arrived, lost=lost)
+        for number in lost:
+            messages.pop(number, None)
+        return Replies(messages, lost=lost)
+
+    def _group_size(self, context: RoundContext) -> int:
+        """Returns the number of clients that share a pass."""
+        client_bytes = self.clients[0].method.client_bytes(context)
+        if client_bytes is None:
+            return 1
+        fitting = context.memory_bytes // 2 // max(1, client_bytes)
+        return min(max(1, fitting), self._max_group)
 
     def _halve(self, group: Sequence[ClientRuntime], phase: str, context: RoundContext) -> None:
         """Halves the size of groups, after a step of this one ran out of memory.
@@ -102,23 +118,22 @@ class InProcess:
         if device.type == "cuda":
             torch.cuda.empty_cache()
         location = f"round {context.round}: {device} ran out of memory in a step of "
-        location += _clients(len(group))
-        fewer = (len(group) + 1) // 2
-        advice = "use a smaller batch or a smaller model.width"
+        location += f"{len(group)} client(s)"
+        smaller = (len(group) + 1) // 2
+        remedy = "use a smaller batch or a smaller model.width"
         if not all(client.may_try_again(phase, context) for client in group):
-            client_bytes = self.clients[0].method.client_bytes(context)
-            bound = f"{2 * fewer * (client_bytes or 0) / 2**30:.3g}"
-            remedy = f"resume with run.memory_gb={bound}"
+            if len(group) > 1:
+                client_bytes = self.clients[0].method.client_bytes(context) or 0
+                remedy = f"resume with run.memory_gb={2 * smaller * client_bytes / 2**30:.3g}"
             raise DeviceMemoryError(
                 f"{location} with differential privacy; it is charged and cannot be "
-                "repeated, because a charge covers one draw of noise: "
-                f"{advice if len(group) == 1 else remedy}"
+                f"repeated, because a charge covers one draw of noise: {remedy}"
             )
         if len(group) == 1:
-            raise DeviceMemoryError(f"{location}, number {group[0].number}: {advice}")
-        self._most = fewer
+            raise DeviceMemoryError(f"{location}, number {group[0].number}: {remedy}")
+        self._max_group = smaller
         context.note(
-            f"{location}; from now on, at most {fewer} clients share a pass, which does "
+            f"{location}; from now on, at most {smaller} clients share a pass, which does "
             "not change results"
         )
 
@@ -126,12 +141,12 @@ class InProcess:
         """Returns which of these clients fail in this exchange, and how. The main exchange also has
         the failures of a first exchange that the round does not have.
         """
-        failures = {number: self._failures.of(context.round, number) for number in numbers}
-        return {
-            number: failure.kind
-            for number, failure in failures.items()
-            if failure is not None and phase in (MAIN, failure.phase)
-        }
+        kinds = {}
+        for number in numbers:
+            failure = self._settings.failures.of(context.round, number)
+            if failure is not None and phase in (MAIN, failure.phase):
+                kinds[number] = failure.kind
+        return kinds
 
     def facts(self, context: RoundContext, numbers: Sequence[int]) -> list[Mapping[str, Any]]:
         return [self.clients[number].facts(context) for number in numbers]
@@ -141,37 +156,26 @@ class InProcess:
     ) -> list[Evaluated]:
         return evaluate_together(self.clients, models, context)
 
-    def _group(
-        self, numbers: Sequence[int], start: int, context: RoundContext
-    ) -> list[ClientRuntime]:
-        """Returns the clients, from this position on, that share a pass."""
-        client_bytes = self.clients[0].method.client_bytes(context)
-        at_once = (
-            1 if client_bytes is None else max(1, context.memory_bytes // 2 // max(1, client_bytes))
-        )
-        stop = start + min(at_once, self._most)
-        return [self.clients[k] for k in numbers[start:stop]]
-
-
-def _clients(count: int) -> str:
-    return "1 client" if count == 1 else f"{count} clients"
-
 
 @dataclass(frozen=True)
 class _GroupReporter:
-    """Converts one group's progress to the round's: `before` clients are done, `share` are in
-    it.
+    """Converts one group's progress to the round's.
+
+    Args:
+        reporter: the round's.
+        finished: the number of clients that have taken their step.
+        size: the number of clients in the group.
+        clients: the number of clients that take a step in this exchange.
     """
 
     reporter: Reporter
-    before: int
-    share: int
+    finished: int
+    size: int
     clients: int
 
     def report(self, phase: str, completed: int, total: int) -> None:
-        self.reporter.report(
-            phase, self.before * total + completed * self.share, self.clients * total
-        )
+        steps = self.finished * total + completed * self.size
+        self.reporter.report(phase, steps, self.clients * total)
 
     def note(self, text: str) -> None:
         self.reporter.note(text)

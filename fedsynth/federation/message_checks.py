@@ -19,16 +19,16 @@ from fedsynth.privacy.errors import RequestRefusedError
 from fedsynth.privacy.requests import check_named
 
 
-def check_declared(method: Method, message: Message, declared: type[Message] | None) -> None:
+def check_declared(method: Method, message: Message, declared: type[Message]) -> None:
     """Checks that a message has the declared type, which was checked for differential privacy.
 
     Raises:
         TypeError: `message` is of another type.
     """
     if type(message) is not declared:
-        expected = "nothing" if declared is None else declared.__name__
         raise TypeError(
-            f"{method.name} declares messages of type {expected}, got {type(message).__name__}"
+            f"{method.name} declares messages of type {declared.__name__}, "
+            f"got {type(message).__name__}"
         )
 
 

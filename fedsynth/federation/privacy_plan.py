@@ -21,7 +21,12 @@ from fedsynth.config.checks import (
     refuse_noise_of_absent_clients,
     refuse_own_proxy,
 )
-from fedsynth.config.participation import Participation, PlannedEpsilon, shown_rounds
+from fedsynth.config.participation import (
+    Participation,
+    PlannedEpsilon,
+    most_rounds,
+    shown_rounds,
+)
 from fedsynth.config.settings import RunSettings
 from fedsynth.core.context import RoundContext
 from fedsynth.data.registry import DatasetSpec
@@ -168,8 +173,7 @@ class PrivacyPlan:
         """The number of noisy releases of a client that takes part in every round."""
         if self.run.method.same_releases_every_round:
             return self.run.rounds * self.releases
-        numbers = range(1, self.run.rounds + 1)
-        return sum(plan.steps for n in numbers for plan in self.round_plans(n))
+        return sum(row.steps for row in self.planned())
 
     def round_plans(self, number: int) -> tuple[PrivatePlan, ...]:
         """Returns the releases of the round with this number.
@@ -180,7 +184,7 @@ class PrivacyPlan:
         if self.run.method.same_releases_every_round:
             return self.plans
         planned = tuple(self.run.method.round_plans(self.plans, number))
-        if [plan for plan in self.plans if plan in planned] != list(planned):
+        if tuple(filter(planned.__contains__, self.plans)) != planned:
             raise UnplannedReleaseError(
                 f"{self.run.method.name} may only leave out planned releases in round "
                 f"{number}, but changes others"
@@ -190,8 +194,11 @@ class PrivacyPlan:
     @property
     def noise(self) -> dict[str, float]:
         """The standard deviation of the noise in each coordinate of a release, by plan."""
-        rows = {plan.name: self._row(plan, 1, self.sigma) for plan in self.plans}
-        return {name: row.noise_multiplier * row.sensitivity for name, row in rows.items()}
+        noise = {}
+        for plan in self.plans:
+            row = self._row(plan, 1, self.sigma)
+            noise[plan.name] = row.noise_multiplier * row.sensitivity
+        return noise
 
     @property
     def grids(self) -> dict[str, Grid]:
@@ -200,8 +207,12 @@ class PrivacyPlan:
         Raises:
             PrivacySettingError: the noise is too small for the grid.
         """
-        grids = {plan.name: plan.grid(self.sigma) for plan in self.plans}
-        return {name: grid for name, grid in grids.items() if grid is not None}
+        grids = {}
+        for plan in self.plans:
+            grid = plan.grid(self.sigma)
+            if grid is not None:
+                grids[plan.name] = grid
+        return grids
 
     def in_context(self, context: RoundContext) -> RoundContext:
         """Returns the context of the run's steps, with the public values of the plan."""
@@ -217,15 +228,17 @@ class PrivacyPlan:
             rounds: the round numbers; None: all rounds of the run.
             noise_multiplier: a σ in place of the plan's.
         """
-        sigma = self.sigma if noise_multiplier is None else noise_multiplier
-        numbers = range(1, self.run.rounds + 1) if rounds is None else rounds
-        return [
-            self._row(plan, number, sigma)
-            for number in numbers
-            for plan in self.round_plans(number)
-        ]
+        if noise_multiplier is None:
+            noise_multiplier = self.sigma
+        if rounds is None:
+            rounds = range(1, self.run.rounds + 1)
+        rows = []
+        for number in rounds:
+            for plan in self.round_plans(number):
+                rows.append(self._row(plan, number, noise_multiplier))
+        return rows
 
-    def _after(self, rounds: int, sigma: float | None = None) -> Totals:
+    def _totals(self, rounds: int, sigma: float | None = None) -> Totals:
         """Returns the total releases of a client that takes part in this many rounds. If rounds
         differ, these are the first ones, because then all clients take part in every round.
         """
@@ -249,10 +262,13 @@ class PrivacyPlan:
                 f"client {client}"
             )
         for plan, client_plan in zip(planned, plans, strict=True):
-            same = replace(
-                client_plan, steps=plan.steps, dimension=plan.dimension, groups=plan.groups
+            allowed = replace(
+                plan,
+                steps=client_plan.steps,
+                dimension=client_plan.dimension,
+                groups=client_plan.groups,
             )
-            if same != plan or client_plan.steps > plan.steps:
+            if client_plan != allowed or client_plan.steps > plan.steps:
                 raise UnplannedReleaseError(
                     f"{self.run.method.name} may change only the dimension or lower the "
                     f"steps for a client: {client_plan} of client {client} does not fit the "
@@ -289,7 +305,7 @@ class PrivacyPlan:
 
     def epsilon(self, histories: Sequence[History]) -> float:
         """Returns ε of the worst client, from the current contents of the clients' ledgers."""
-        return max(self._spent(spent) for spent in _distinct(histories)[0])
+        return max(map(self._epsilon, _distinct(histories)[0]))
 
     def planned_epsilon(self) -> float:
         """Returns ε of the worst client after the whole run, including what its ledger
@@ -302,13 +318,13 @@ class PrivacyPlan:
         for a long run, after its `shown_rounds`.
         """
 
-        def after(position: int) -> float:
+        def epsilon_after(position: int) -> float:
             return max(
-                self._spent(spent + self._after(rounds[position]))
+                self._epsilon(spent + self._totals(rounds[position]))
                 for spent, rounds in self._attendance
             )
 
-        return PlannedEpsilon(shown_rounds(self.run.rounds), after)
+        return PlannedEpsilon(shown_rounds(self.run.rounds), epsilon_after)
 
     def most_rounds(self) -> int:
         """Returns the number of the run's rounds in which the busiest client takes part."""
@@ -333,8 +349,8 @@ class PrivacyPlan:
         Raises:
             BudgetExceededError: this is a mistake in the settings, not a run that ends early.
         """
-        nothing_spent = [replace(history, releases=()) for history in self.histories]
-        self.check_round(1, nothing_spent)
+        if self.facts.guaranteed:
+            self.guard(Ledger("any")).check(self.planned([1]))
 
     def check_round(self, number: int, histories: Sequence[History]) -> None:
         """Checks for every client of a round that it may be charged, given the contents of its
@@ -357,47 +373,42 @@ class PrivacyPlan:
         dominate.
         """
         distinct, groups = _distinct(self.histories)
-        maxima = self.participation.most_rounds(groups, shown_rounds(self.run.rounds))
+        maxima = most_rounds(self.participation, groups, shown_rounds(self.run.rounds))
         return list(zip(distinct, maxima.T.tolist(), strict=True))
 
-    def _spent(self, rows: Totals) -> float:
+    def _epsilon(self, rows: Totals) -> float:
         return accounting.epsilon(rows, self.privacy.delta, self.privacy.adjacency)
 
     def _calibrated(self) -> float:
         """Returns the σ with which the planned run, on top of each ledger's contents, reaches ε for
         the client that needs most noise.
         """
+        return max(self._needed_sigma(spent, rounds[-1]) for spent, rounds in self._attendance)
+
+    def _needed_sigma(self, spent: Totals, rounds: int) -> float:
+        """Returns the σ with which this many rounds, on top of `spent`, reach ε."""
+        if not rounds:
+            return 0.0
         privacy = self.privacy
         target = privacy.epsilon or math.inf
-        multiplier = 0.0
-        for spent, attended in self._attendance:
-            rounds = attended[-1]
-            if not rounds:
-                continue
-            spent_epsilon = self._spent(spent)
-            if spent_epsilon >= target * (1 - NOTHING_LEFT):
-                raise BudgetExceededError(
-                    f"the budget ε = {target:g} is exhausted: a client's ledger has spent "
-                    f"{spent_epsilon:.4g}"
-                    + (
-                        ""
-                        if spent_epsilon >= target
-                        else ", and the rest is too small for anything but noise"
-                    )
-                )
-
-            def after(sigma: float, spent: Totals = spent, rounds: int = rounds) -> Totals:
-                return spent + self._after(rounds, sigma)
-
-            needed = calibrate_noise_multiplier(target, privacy.delta, after, privacy.adjacency)
-            multiplier = max(multiplier, needed)
-        return multiplier
+        spent_epsilon = self._epsilon(spent)
+        if spent_epsilon >= target * (1 - NOTHING_LEFT):
+            raise BudgetExceededError(
+                f"the budget ε = {target:g} is exhausted: a client's ledger has spent "
+                f"{spent_epsilon:.4g}"
+            )
+        return calibrate_noise_multiplier(
+            target,
+            privacy.delta,
+            lambda sigma: spent + self._totals(rounds, sigma),
+            privacy.adjacency,
+        )
 
 
-def _distinct(histories: Sequence[History]) -> tuple[list[Totals], list[int]]:
+def _distinct(histories: Sequence[History]) -> tuple[list[Totals], tuple[int, ...]]:
     """Returns the distinct totals of the histories, and for each history the index of its total."""
     positions: dict[Totals, int] = {}
-    groups = [
-        positions.setdefault(totals(history.releases), len(positions)) for history in histories
-    ]
-    return list(positions), groups
+    groups = []
+    for history in histories:
+        groups.append(positions.setdefault(totals(history.releases), len(positions)))
+    return list(positions), tuple(groups)

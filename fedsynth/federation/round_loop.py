@@ -11,7 +11,7 @@ from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message
 from fedsynth.federation.message_checks import diverged_error
 from fedsynth.federation.privacy_plan import PrivacyPlan
-from fedsynth.federation.protocol import REQUEST, Exchange, Refusal, Replies, Terms
+from fedsynth.federation.protocol import REQUEST, Exchange, Refusal, Terms
 from fedsynth.federation.server import Checked, Server
 from fedsynth.privacy.errors import LedgerError, RequestRefusedError
 from fedsynth.privacy.ledger.history import History
@@ -57,10 +57,9 @@ class Played:
     no_quorum: NoQuorum | None = None
 
     @property
-    def there(self) -> tuple[int, ...]:
+    def present(self) -> tuple[int, ...]:
         """The clients that were present until the end, ascending."""
-        gone = {*self.lost, *self.rejected}
-        return tuple(number for number in self.sent if number not in gone)
+        return tuple(sorted(self.sent.keys() - self.lost.keys() - self.rejected.keys()))
 
 
 @dataclass(frozen=True)
@@ -108,11 +107,11 @@ def agree(
             f"{len(histories)} of {context.clients} clients have reported the totals of "
             "their ledgers"
         )
-    if planned is not None:
-        plan = planned(histories)
-    else:
+    if planned is None:
         plan = PrivacyPlan.make(settings, context, histories)
         plan.check_cap()
+    else:
+        plan = planned(histories)
     terms = Terms(noise_multiplier=plan.sigma)
     exchange.start(terms)
     return Agreement(terms, plan, plan.in_context(context))
@@ -142,7 +141,7 @@ def play_round(
     if refusals:
         return Played(refusal=refusals[0])
     exchange.begin(context)
-    sent: dict[int, tuple[Message, ...]] = {number: () for number in context.active}
+    sent: dict[int, tuple[Message, ...]] = dict.fromkeys(context.active, ())
     uploads: Mapping[int, Message] = {}
     lost: dict[int, str] = {}
     rejected: dict[int, str] = {}
@@ -151,8 +150,8 @@ def play_round(
         request = server.request(phase, context)
         if request is None:
             continue
-        remaining = [number for number in context.active if number not in {*lost, *rejected}]
-        replies = exchange.step(phase, request, context, remaining)
+        present = sorted(sent.keys() - lost.keys() - rejected.keys())
+        replies = exchange.step(phase, request, context, present)
         if replies.refusals:
             refusal = replies.refusals[0]
             if refusal.kind == REQUEST:
@@ -161,14 +160,16 @@ def play_round(
         checked = server.check(phase, replies.messages, context)
         lost.update(replies.lost)
         prefix = FIRST_EXCHANGE if phase == FIRST else ""
-        rejected.update({client: prefix + why for client, why in replies.rejected.items()})
-        rejected.update({client: f"{prefix}{error}" for client, error in checked.rejected.items()})
-        used = _used(replies, checked)
-        for client, message in used.items():
+        for client, reason in {**replies.rejected, **checked.rejected}.items():
+            rejected[client] = f"{prefix}{reason}"
+        usable = checked.accepted
+        if replies.total is not None:
+            usable = dict.fromkeys(replies.total.clients, replies.total.each)
+        for client, message in usable.items():
             sent[client] = (*sent[client], message)
-        if len(used) < needed:
+        if len(usable) < needed:
             _refuse_divergence(checked, context)
-            missed = NoQuorum(phase, len(used), needed)
+            missed = NoQuorum(phase, len(usable), needed)
             return Played({}, sent, lost=lost, rejected=rejected, no_quorum=missed)
         if replies.total is None:
             server.receive(phase, checked.accepted, context)
@@ -176,13 +177,6 @@ def play_round(
         else:
             server.receive_total(phase, replies.total, context)
     return Played(uploads, sent, lost=lost, rejected=rejected)
-
-
-def _used(replies: Replies, checked: Checked) -> Mapping[int, Message]:
-    """Returns the uploads for the next state, by client, or the placeholders of a sum's uploads."""
-    if replies.total is None:
-        return checked.accepted
-    return dict.fromkeys(replies.total.clients, replies.total.each)
 
 
 def needed_uploads(quorum: float, clients: int) -> int:

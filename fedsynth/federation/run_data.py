@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -45,16 +45,14 @@ def checked_data(data: tuple[ImageData, ImageData | None]) -> tuple[ImageData, I
     Raises:
         DataError: they are not image data, or have different specifications.
     """
-    wrong = "data must be (train, test) or (train, None), each made by fedsynth.from_arrays"
-    if isinstance(data, ImageData):
-        raise DataError(f"{wrong}; got only the training images")
-    if not (isinstance(data, tuple | list) and len(data) == 2):
-        raise DataError(
-            f"{wrong}, or the result of fedsynth.load_folder; got {type(data).__name__}"
-        )
-    train, test = data
-    if not (isinstance(train, ImageData) and (test is None or isinstance(test, ImageData))):
-        raise DataError(wrong)
+    match data:
+        case (ImageData() as train, (ImageData() | None) as test):
+            pass
+        case _:
+            raise DataError(
+                "data must be (train, test) or (train, None), each made by fedsynth.from_arrays, "
+                f"or the result of fedsynth.load_folder; got {type(data).__name__}"
+            )
     if test is not None and train.spec != test.spec:
         raise DataError(
             f"training and test data must have the same specification, got {train.spec.name!r} "
@@ -63,33 +61,22 @@ def checked_data(data: tuple[ImageData, ImageData | None]) -> tuple[ImageData, I
     return train, test
 
 
-def kind_of_test(spec: DatasetSpec, test: ImageData | None, declared: str | None) -> str:
-    """Returns the kind of the test images: "public", "private" or "none"."""
-    if declared is not None:
-        check_choice(None, "test", declared, (PUBLIC, PRIVATE, NO_TEST))
-    if test is None or declared == NO_TEST:
-        return NO_TEST
-    return declared or (PUBLIC if is_published(spec) else PRIVATE)
-
-
 def note_shared_records(train: ImageData, test: ImageData, note: Callable[[str], None]) -> None:
     """Notes how many test images are also training images, by a hash of their pixels.
 
     Only for custom data: published data sets contain such images as released.
     """
     training = set(_pixel_hashes(train))
-    testing = _pixel_hashes(test)
-    both = sum(digest in training for digest in testing)
-    if both:
+    shared = sum(map(training.__contains__, _pixel_hashes(test)))
+    if shared:
         note(
-            f"warning: {both} of {len(testing)} test images are identical to training "
+            f"warning: {shared} of {len(test)} test images are identical to training "
             "images: the accuracy may not hold for new images"
         )
 
 
-def _pixel_hashes(data: ImageData) -> list[bytes]:
-    digests = record_digests(data, np.arange(len(data)), b"", labels=False)
-    return [digest.tobytes() for digest in digests]
+def _pixel_hashes(data: ImageData) -> Iterator[bytes]:
+    return map(bytes, record_digests(data, np.arange(len(data)), b"", labels=False))
 
 
 def require_a_ledger(settings: RunSettings, spec: DatasetSpec) -> None:
@@ -120,17 +107,14 @@ def divided(
     seed = settings.resolved_partition.seed or 0
     by_user = protects_users(settings)
     training: Sequence[IntArray] = [part.numpy() for part in parts]
-    testing: Sequence[IntArray] = [np.zeros(0, np.int64) for _ in parts]
+    testing: Sequence[IntArray] = [np.zeros(0, np.int64)] * len(parts)
     share = settings.partition.local_test
     if share > 0:
         training, testing = hold_out(training, share, seed, data, by_user)
-    limit = settings.privacy.user_records if settings.privacy is not None else None
-    if limit is not None:
+    if settings.privacy is not None and settings.privacy.user_records is not None:
+        limit = settings.privacy.user_records
         training = [bounded(part, data, limit, seed) for part in training]
-    return [torch.as_tensor(part) for part in training], [torch.as_tensor(p) for p in testing]
-
-
-Brought = tuple[ImageData, ImageData | None] | FolderData
+    return list(map(torch.as_tensor, training)), list(map(torch.as_tensor, testing))
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,7 +142,7 @@ class RunData:
 
 def data_of_run(
     settings: RunSettings,
-    data: Brought | None,
+    data: tuple[ImageData, ImageData | None] | FolderData | None,
     test: str | None,
     note: Callable[[Any], None],
     *,
@@ -176,65 +160,46 @@ def data_of_run(
     Raises:
         DataError: the data cannot be used, or a private run's folder has no declaration.
     """
-    run_data = _found(settings, data, test, note, download=download)
-    if run_data.test is not None and not is_published(run_data.train.spec):
+    if test is not None:
+        check_choice(None, "test", test, (PUBLIC, PRIVATE, NO_TEST))
+    if data is None and settings.folder is not None:
+        if settings.privacy is not None:
+            declared(settings)  # before any data are read
+        declaration = settings.folder.declared()
+        data = read_folder(settings.folder, note, settings.dataset, declaration=declaration)
+    elif isinstance(data, FolderData) and data.sites:
+        settings = replace(settings, partition=replace(settings.partition, kind=GIVEN))
+    if isinstance(data, FolderData):
+        run_data = _of_folder(settings, data, test or data.test_kind)
+    else:
+        loaded = data or load_dataset(settings.dataset, settings.data_root, download=download)
+        train, tested = checked_data(loaded)
+        if data is None and settings.privacy is None:  # private runs print nothing about the data
+            _note_missing(train, note)
+        kind = test or (PUBLIC if is_published(train.spec) else PRIVATE)
+        settings = replace(settings, dataset=train.spec.name)
+        run_data = RunData(settings, train, tested, kind)
+    if run_data.test is None or run_data.test_kind == NO_TEST:
+        return replace(run_data, test=None, test_kind=NO_TEST)
+    if not is_published(run_data.train.spec):
         note_shared_records(run_data.train, run_data.test, note)
     return run_data
 
 
-def _found(
-    settings: RunSettings,
-    data: Brought | None,
-    test: str | None,
-    note: Callable[[Any], None],
-    *,
-    download: bool,
-) -> RunData:
-    if data is None and settings.folder is not None:
-        if settings.privacy is not None:
-            declared(settings)  # before any data are read
-        folder_data = read_folder(
-            settings.folder, note, settings.dataset, declaration=settings.folder.declared()
-        )
-        return _of_folder(settings, folder_data, test)
-    if isinstance(data, FolderData):
-        partition = replace(
-            settings.partition, kind=GIVEN if data.sites else settings.partition.kind
-        )
-        return _of_folder(replace(settings, partition=partition), data, test)
-    loaded = data or load_dataset(settings.dataset, settings.data_root, download=download)
-    # A private run prints nothing that depends on the data.
-    if data is None and settings.privacy is None:
-        _note_missing(loaded[0], note)
-    train, tested = checked_data(loaded)
-    kind = kind_of_test(train.spec, tested, test)
-    settings = replace(settings, dataset=train.spec.name)
-    return RunData(settings, train, None if kind == NO_TEST else tested, kind)
-
-
-def _of_folder(settings: RunSettings, folder_data: FolderData, test: str | None) -> RunData:
-    settings = replace(settings, dataset=folder_data.train.spec.name)
+def _of_folder(settings: RunSettings, data: FolderData, test_kind: str) -> RunData:
+    name = data.train.spec.name
+    settings = replace(settings, dataset=name)
     if settings.privacy is not None:
-        settings = with_declared(settings, _required(folder_data.declaration, settings))
-    kind = kind_of_test(folder_data.train.spec, folder_data.test, test or folder_data.test_kind)
-    tested = None if kind == NO_TEST else folder_data.test
+        settings = with_declared(settings, _required(data.declaration, settings))
+    run_data = RunData(settings, data.train, data.test, test_kind, left_out=data.left_out)
     if settings.partition.kind != GIVEN:
-        return RunData(settings, folder_data.train, tested, kind, left_out=folder_data.left_out)
-    if folder_data.sites is None:
+        return run_data
+    if data.sites is None:
         raise PartitionError(
-            f"the images of {folder_data.train.spec.name} have no sites (SITE/CLASS/files): "
-            "set how to divide them among clients (partition.kind=dirichlet, "
-            "partition.clients=5)"
+            f"the images of {name} have no sites (SITE/CLASS/files): set how to divide them "
+            "among clients (partition.kind=dirichlet, partition.clients=5)"
         )
-    return RunData(
-        settings,
-        folder_data.train,
-        tested,
-        kind,
-        folder_data.sites,
-        folder_data.names,
-        folder_data.left_out,
-    )
+    return replace(run_data, parts=data.sites, names=data.names)
 
 
 def _note_missing(train: ImageData, note: Callable[[Any], None]) -> None:
@@ -264,32 +229,25 @@ def declared(settings: RunSettings) -> Declaration:
     Raises:
         DataError: there is none; the message states how to create it.
     """
-    return _required(None if settings.folder is None else settings.folder.declared(), settings)
+    declaration = None
+    if settings.folder is not None:
+        declaration = settings.folder.declared()
+    return _required(declaration, settings)
 
 
 def _required(declaration: Declaration | None, settings: RunSettings) -> Declaration:
     if declaration is None:
-        folder = "FOLDER" if settings.folder is None else settings.folder.folder
-        if folder != "FOLDER" and not Path(folder).exists():
-            raise DataFilesMissingError(f"the folder {one_line(folder)} does not exist")
+        folder = "FOLDER"
+        if settings.folder is not None:
+            folder = settings.folder.folder
+            if not Path(folder).exists():
+                raise DataFilesMissingError(f"the folder {one_line(folder)} does not exist")
         raise DataError(
             "a private run on your images needs a declaration of their public facts: run "
             f"fedsynth data describe {folder}, then check and sign the file"
         )
     require_signed(declaration)
     return declaration
-
-
-def _require_same_ledger(setting: str | Path | None, declared: Path) -> None:
-    """Refuses another ledger than the declared one, which records what was already spent on these
-    images.
-    """
-    if setting is not None and expand_home(setting).resolve() != declared.resolve():
-        reason = (
-            f"must be the ledger folder of the declaration, {declared}, or be left out: "
-            "another folder would not count earlier releases from these images"
-        )
-        raise SettingError("privacy", "ledger", reason, value=str(setting))
 
 
 def with_declared(settings: RunSettings, declaration: Declaration) -> RunSettings:
@@ -304,7 +262,13 @@ def with_declared(settings: RunSettings, declaration: Declaration) -> RunSetting
     if privacy.max_records is None:
         privacy = replace(privacy, max_records=declaration.most_images)
     if declaration.ledger is not None:
-        _require_same_ledger(privacy.ledger, declaration.ledger)
+        stated = privacy.ledger
+        if stated is not None and expand_home(stated).resolve() != declaration.ledger.resolve():
+            reason = (
+                f"must be the ledger folder of the declaration, {declaration.ledger}, or be left "
+                "out: another folder would not count earlier releases from these images"
+            )
+            raise SettingError("privacy", "ledger", reason, value=str(stated))
         privacy = replace(privacy, ledger=declaration.ledger)
     report = settings.report
     if not report.person:
@@ -344,27 +308,26 @@ class Clients:
         """
         return LedgerFolder(folder).open(self.names, self.digests, data_set_id(run))
 
-    def ledgers(self, folder: Path | None, run: RunSettings) -> list[Ledger]:
-        """Returns the ledgers kept in `folder`; None: empty ones in memory.
-
-        Raises:
-            LedgerError: a ledger is for other records.
-        """
-        return self.fresh_ledgers(None, run) if folder is None else self.kept_ledgers(folder, run)
-
     def fresh_ledgers(self, folder: Path | None, run: RunSettings) -> list[Ledger]:
         """Returns empty ledgers, in memory or in a run folder. They are public, so they have no
         fingerprints of records.
         """
-        return [
-            Ledger(name, folder / f"{name}.jsonl" if folder else None, dataset=data_set_id(run))
-            for name in self.fresh_names
-        ]
+        return new_ledgers(self.fresh_names, folder, run)
 
     @property
     def fresh_names(self) -> tuple[str, ...]:
         """The names of fresh ledgers."""
         return self.names or default_names(len(self.parts))
+
+
+def new_ledgers(names: Sequence[str], folder: Path | None, run: RunSettings) -> list[Ledger]:
+    """Returns a ledger for each name, in memory or, if `folder` is given, in its files."""
+    dataset = data_set_id(run)
+    ledgers = []
+    for name in names:
+        file = None if folder is None else folder / f"{name}.jsonl"
+        ledgers.append(Ledger(name, file, dataset=dataset))
+    return ledgers
 
 
 def planned_ledgers(
@@ -380,13 +343,11 @@ def planned_ledgers(
     """
     if folder is not None:
         LedgerFolder(folder).check_whole()
-    names = names or default_names(run.partition.clients)
-    dataset = data_set_id(run)
-    files = {name: folder / f"{name}.jsonl" if folder else None for name in names}
-    return [
-        Ledger(name, file if file is not None and file.exists() else None, dataset=dataset)
-        for name, file in files.items()
-    ]
+    ledgers = []
+    for name in names or default_names(run.partition.clients):
+        exists = folder is not None and (folder / f"{name}.jsonl").exists()
+        ledgers += new_ledgers([name], folder if exists else None, run)
+    return ledgers
 
 
 def data_set_id(run: RunSettings) -> str:
@@ -395,16 +356,13 @@ def data_set_id(run: RunSettings) -> str:
     It ignores the local test split, because the records are the same. Custom clients are identified
     by their records.
     """
-    if run.partition.kind == GIVEN:
+    kind = run.partition.kind
+    if kind == GIVEN:
         return f"{run.dataset}-{GIVEN}"
-    parts = asdict(run.resolved_partition)
-    del parts["local_test"]
-    if parts["subset"] == 1:
-        del parts["subset"]
-    for kind in ("missing", "dominant"):  # settings of one kind mean nothing under another
-        for name in [
-            name for name in parts if name.startswith(kind) and run.partition.kind != kind
-        ]:
-            del parts[name]
+    parts = {}
+    for name, value in asdict(run.resolved_partition).items():
+        of_other_kind = name.startswith(("missing", "dominant")) and not name.startswith(kind)
+        if name != "local_test" and (name, value) != ("subset", 1) and not of_other_kind:
+            parts[name] = value
     partition = json.dumps(parts, sort_keys=True)
     return f"{run.dataset}-{hashlib.blake2b(partition.encode(), digest_size=6).hexdigest()}"

@@ -19,7 +19,7 @@ from fedsynth.core.state import ServerState
 from fedsynth.core.uploads import check_fields, overlap
 from fedsynth.errors import UploadRejectedError
 from fedsynth.federation.message_checks import check_declared, check_finite
-from fedsynth.federation.protocol import Total
+from fedsynth.federation.protocol import Total, declared
 from fedsynth.privacy.plans import FIRST
 
 
@@ -72,7 +72,7 @@ class Server:
                 return None
         else:
             message = self.method.broadcast(self._next, context)
-        check_declared(self.method, message, self.method.exchange_types(phase).downlink)
+        check_declared(self.method, message, declared(self.method, phase, "downlink"))
         return message
 
     def check(self, phase: str, replies: Mapping[int, Message], context: RoundContext) -> Checked:
@@ -84,13 +84,13 @@ class Server:
         """
         accepted: dict[int, Message] = {}
         rejected: dict[int, UploadRejectedError] = {}
-        state_tensors = [(f"the server's {name}", tensor) for name, tensor in self._next.arrays()]
         for client, reply in sorted(replies.items()):
             try:
                 self._check(phase, client, reply, context)
-                shared = overlap(reply.arrays(), state_tensors)
+                shared = overlap(reply.arrays(), self._next.arrays())
                 if shared is not None:
-                    raise UploadRejectedError(shared[0], f"shares memory with {shared[1]}")
+                    reason = f"shares memory with the server's {shared[1]}"
+                    raise UploadRejectedError(shared[0], reason)
             except UploadRejectedError as error:
                 rejected[client] = error
             else:
@@ -98,11 +98,10 @@ class Server:
         return Checked(accepted, rejected)
 
     def _check(self, phase: str, client: int, reply: Message, context: RoundContext) -> None:
-        declared = self.method.exchange_types(phase).upload
-        if type(reply) is not declared:
-            expected = "nothing" if declared is None else declared.__name__
+        expected = declared(self.method, phase, "upload")
+        if type(reply) is not expected:
             raise UploadRejectedError(
-                "the message", f"is a {type(reply).__name__}, but must be a {expected}"
+                "the message", f"is a {type(reply).__name__}, but must be a {expected.__name__}"
             )
         check_fields(reply, self.method.upload_rules(phase, client, context))
         for name, tensor in reply.arrays():
@@ -119,9 +118,8 @@ class Server:
             TypeError: a reply of another type than the method declares.
             DivergedError: the new model is not finite.
         """
-        declared = self.method.exchange_types(phase).upload
         for reply in replies.values():
-            check_declared(self.method, reply, declared)
+            check_declared(self.method, reply, declared(self.method, phase, "upload"))
         ordered = dict(sorted(replies.items()))
         if phase == FIRST:
             self._next = self.method.first_aggregate(self._next, ordered, context)
@@ -145,7 +143,7 @@ class Server:
             TypeError: a sum of other messages than the method declares.
             DivergedError: the new model is not finite.
         """
-        check_declared(self.method, total.message, self.method.exchange_types(phase).upload)
+        check_declared(self.method, total.message, declared(self.method, phase, "upload"))
         count = len(total.clients)
         state = self.method.from_sum(phase, self._next, total.message, count, context)
         self._next = state

@@ -150,7 +150,7 @@ class RunRecord:
             return check_facts(method.facts(state, context), declared)
 
         def of_clients() -> Mapping[str, Any]:
-            facts = exchange.facts(context, played.there)
+            facts = exchange.facts(context, played.present)
             return check_facts(method.aggregate_metrics(facts), declared)
 
         row: dict[str, Any] = {"round": number}

@@ -1,15 +1,14 @@
-"""One simulated run, from checked settings and resident data: its rounds, and what it leaves.
+"""One simulated run, from checked settings and resident data: its rounds and its results.
 
-    1. every client of the round is asked whether it can take part; with differential privacy one
-       whose cap would be exceeded refuses, and the run ends in order with what it has;
-    2. in each exchange of the round the server's request goes to the clients, whose steps run in
-       groups, and the server makes its next state from their replies;
-    3. the models are measured, and the round's row is written.
+    1. Each client of the round states whether it can take part. With differential privacy, a client
+       whose cap would be exceeded refuses, and the run ends with the results so far.
+    2. In each exchange of the round, the server's request goes to the clients, whose steps run in
+       groups, and the server computes its next state from their replies.
+    3. The models are measured, and the round's metrics are written.
 
-The parts know no more than they would in a real federation: `Server` sees messages, each
-`ClientRuntime` its own records, memory and ledger, and an `Exchange` carries what passes between
-them. What only a simulation can do (measuring on clients' own test splits, pictures of who has
-what) is done here.
+`Server` sees only messages, and each `ClientRuntime` only its own records, memory and ledger, as in
+a real federation; an `Exchange` transports the messages. Only a simulation can measure models on
+clients' own test splits, and draw the distribution of classes over clients.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
-from fedsynth.config.checks import long_run
 from fedsynth.config.settings import RunSettings
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message
@@ -45,7 +44,6 @@ from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.ledger.history import History
 from fedsynth.privacy.report.formatting import format_epsilon
 from fedsynth.results.checkpoint import Checkpoint, run_identity
-from fedsynth.results.loop_checkpoints import LoopCheckpoints
 from fedsynth.results.measure import Measure
 from fedsynth.results.private_run import plan_when_it_began
 from fedsynth.results.result import RunResult, own_sources
@@ -58,7 +56,19 @@ from fedsynth.toml_file import to_toml
 
 
 class Simulation:
-    """One run, from checked settings and resident data; `simulate` makes it."""
+    """One run, from checked settings and resident data; `simulate` creates it.
+
+    Args:
+        settings: the run's settings.
+        clients: the clients, with data on the CPU.
+        train: the training images, on the run's device.
+        test: the test images on the run's device, and their kind.
+        observer: receives the progress.
+        output: the folder for run folders; None: nothing is written.
+        download: let torchvision download missing public images.
+        resumed: the folder of the run to resume; None: a new run.
+        trained: the folder in which one-round runs share trained clients.
+    """
 
     def __init__(
         self,
@@ -66,9 +76,8 @@ class Simulation:
         clients: Clients,
         train: ImageData,
         test: tuple[ImageData | None, str],
-        parts: list[Tensor],
         observer: Observer,
-        output: Path | None,
+        output: Path | None = None,
         download: bool = False,
         resumed: RunFolder | None = None,
         trained: Path | None = None,
@@ -76,26 +85,30 @@ class Simulation:
         self.settings = settings
         self.method = settings.method
         self.observer = observer
-        long = long_run(settings, train.spec)
+        parts = list(map(torch.from_numpy, clients.parts))
         context = public_context(settings, train.spec, train.labels.device)
         self.method.check_model(context.architecture)
         self.context = with_proxy(context, settings, download=download)
         warnings = check_private_steps(settings, self.context)  # before anything is opened
         identity = partial(run_identity, settings, train, test[0], parts)
-        shared = trained if _may_share(settings) else None
-        self.checkpoints = RunCheckpoints(settings, identity, shared)
+        if not _may_share(settings):
+            trained = None
+        self.checkpoints = RunCheckpoints(settings, identity, trained)
         checkpoint = None if resumed is None else self.checkpoints.read(resumed)
-        self.exchange = self._clients(clients, train, parts, resumed)
-        planned = self._planned_before(resumed, checkpoint)
+        self.exchange = self._make_clients(clients, train, parts, resumed)
+        planned = self._original_plan(resumed, checkpoint)
         self.agreed = agree(settings, self.context, self.exchange, planned)
         self.context = self.agreed.context
         self.participation = settings.schedule(self.agreed.terms.sizes)
-        # Where earlier runs have spent the budget, this one ends before it begins, and leaves
+        # If earlier runs have exhausted the budget, this one ends before its first round and writes
         # nothing.
-        new = resumed is None
-        self.over = new and self._private and bool(self.exchange.prepare(self._plain_context(1)))
-        self.folder: RunFolder | None = resumed
-        if output is not None and new and not self.over:
+        self.over = (
+            resumed is None
+            and self._private
+            and bool(self.exchange.prepare(self._plain_context(1)))
+        )
+        self.folder = resumed
+        if output is not None and resumed is None and not self.over:
             self.folder = self._new_folder(output, clients)
         hidden = self._private and test[1] == PRIVATE
         local = settings.partition.local_test > 0
@@ -110,13 +123,15 @@ class Simulation:
             warnings=warnings,
         )
         if self.folder is not None:
-            self._begin(self.folder, train, parts)
-        self._announce(long, new=new)
+            self.record.begin(self.exchange.histories())
+            counts = count_matrix(train.labels.cpu().numpy(), clients.parts, train.spec.classes)
+            self.folder.write_partition(counts, train.spec.class_names)
+        self._announce(new=resumed is None)
         self.server = Server.begun(self.method, self.context)
         self.uploads: dict[int, Message] = {}
         self.played = Played()
         if resumed is not None:
-            self._go_on(resumed, checkpoint)
+            self._restore(resumed, checkpoint)
 
     @property
     def _private(self) -> bool:
@@ -130,75 +145,66 @@ class Simulation:
             PrivacySettingError: the run is not private.
         """
         if self.agreed.plan is None:
-            raise PrivacySettingError(
-                None,
-                "privacy",
-                "is not set: this run has no differential privacy, so it has no plan",
-            )
+            raise PrivacySettingError(None, "privacy", "is not set, so the run has no plan")
         return self.agreed.plan
 
-    def _clients(
+    def _make_clients(
         self, clients: Clients, train: ImageData, parts: list[Tensor], resumed: RunFolder | None
     ) -> InProcess:
-        """All clients, with what is theirs; of a resumed run with the ledgers that it has."""
+        """Returns all clients with their data and ledgers, which a resumed run already has."""
         settings = self.settings
         training, held_out = divided(settings, parts, train)
         ledgers: Sequence[Ledger | None] = [None] * len(parts)
-        if settings.privacy is not None and settings.privacy.ledger_folder is not None:
-            ledgers = clients.kept_ledgers(settings.privacy.ledger_folder, settings)
-        elif settings.privacy is not None:
-            folder_ledgers = None if resumed is None else resumed.path / "ledger"
-            if resumed is not None and resumed.has_begun:
+        folder = settings.ledger
+        if settings.privacy is not None:
+            folder = settings.privacy.ledger_folder
+        if folder is not None:
+            ledgers = clients.kept_ledgers(folder, settings)
+        elif resumed is not None and self._private:
+            if resumed.has_begun:
                 resumed.require_ledgers(clients.fresh_names)
-            ledgers = clients.fresh_ledgers(folder_ledgers, settings)
-        elif settings.ledger is not None:
-            ledgers = clients.ledgers(settings.ledger, settings)
-        return InProcess(
-            [
-                ClientRuntime(
-                    number,
-                    settings,
-                    self.context,
-                    OwnData(train, training[number], held_out[number]),
-                    ledgers[number],
-                )
-                for number in range(len(parts))
-            ]
-        )
+            ledgers = clients.fresh_ledgers(resumed.path / "ledger", settings)
+        elif self._private:
+            ledgers = clients.fresh_ledgers(None, settings)
+        runtimes = []
+        for number, ledger in enumerate(ledgers):
+            data = OwnData(train, training[number], held_out[number])
+            runtimes.append(ClientRuntime(number, settings, self.context, data, ledger))
+        return InProcess(runtimes)
 
-    def _planned_before(
+    def _original_plan(
         self, resumed: RunFolder | None, checkpoint: Checkpoint | None
     ) -> Callable[[Sequence[History]], PrivacyPlan] | None:
-        """Gives the plan that a resumed run began with; None: none was made yet."""
+        """Returns a function that rebuilds the plan with which a resumed run started; None: the run
+        has no plan yet.
+        """
         if resumed is None or (checkpoint is None and not resumed.has_begun):
             return None
         rows = () if checkpoint is None else checkpoint.rows
         return partial(plan_when_it_began, resumed.path, method=type(self.method), rows=rows)
 
-    def _announce(self, long: str | None, *, new: bool) -> None:
+    def _announce(self, *, new: bool) -> None:
         """Notifies the observer before the first round.
 
         Args:
-            long: a line on the expected duration; None: no such line.
             new: False for a resumed run.
         """
-        settings = self.settings
-        lines = [] if self.over else run_messages.headline(settings, self.agreed.plan)
-        if long:
-            lines.append(long)
-        lines += run_messages.warnings(settings)
-        if new and not self.over:
-            lines += [f"warning: {warning}" for warning in self.record.warnings]
+        lines = run_messages.warnings(self.settings)
         if not self.over:
-            self.observer.started(settings, None if self.folder is None else self.folder.final)
+            folder = None if self.folder is None else self.folder.final
+            self.observer.started(self.settings, folder)
+            lines = [*run_messages.headline(self.settings, self.agreed.plan), *lines]
+            if new:
+                lines += [f"warning: {warning}" for warning in self.record.warnings]
         for line in lines:
             self.observer.note(line)
 
     def run(self) -> RunResult:
-        """All rounds that are left, and the result."""
-        result: RunResult | None = None
+        """Runs the remaining rounds, and returns the result."""
+        summary = None
         try:
             result = self._rounds()
+            summary = result.summary
             return result
         except KeyboardInterrupt:
             self.observer.note(self._interrupted("interrupted"))
@@ -210,7 +216,7 @@ class Simulation:
             if self.folder is not None:
                 self.folder.release()
             if not self.over:
-                self.observer.ended(None if result is None else result.summary)
+                self.observer.ended(summary)
 
     def _rounds(self) -> RunResult:
         for number in range(len(self.record.rows) + 1, self.settings.rounds + 1):
@@ -220,10 +226,11 @@ class Simulation:
             if refusal is not None:
                 self._end_early(refusal)
                 break
-            previous = (
-                context.keeper.earlier if isinstance(context.keeper, LoopCheckpoints) else 0.0
-            )
-            self._record(context, started - previous)
+            seconds_before = getattr(context.keeper, "earlier", 0.0)  # in an interrupted attempt
+            row = self.record.row(self.server.state, context, self.played, started - seconds_before)
+            self._draw_round(number)  # before the checkpoint, which marks the round as finished
+            self._write_checkpoint(context)
+            self.record.tell(row)
         return self._finish()
 
     def round_context(self, number: int) -> RoundContext:
@@ -241,54 +248,51 @@ class Simulation:
         )
 
     def play(self, context: RoundContext) -> Refusal | None:
-        """One round; a client's refusal ends it."""
+        """Runs one round; a client's refusal ends it."""
         played = play_round(self.server, self.exchange, context, self.settings.quorum)
         if played.refusal is None:
             self.played = played
-            if played.no_quorum is None:  # else the last ones that made a round stay
+            if played.no_quorum is None:  # otherwise the uploads of the last counted round remain
                 self.uploads = dict(played.uploads)
-                self._after_uploads(context)
+                self._warn_of_missing_classes(context)
         return played.refusal
 
-    # ------------------------------------------------------------------ to stop, and to go on
+    # ------------------------------------------------------------------ checkpoints, interruption
 
-    def _go_on(self, folder: RunFolder, checkpoint: Checkpoint | None) -> None:
-        """Puts server and clients where the checkpoint has them."""
+    def _restore(self, folder: RunFolder, checkpoint: Checkpoint | None) -> None:
+        """Restores the state of the server and the clients from the checkpoint."""
+        rows = []
         if checkpoint is not None:
+            rows = checkpoint.rows
             device = self.context.device
             self.server.state = checkpoint.state.to(device)
             self.checkpoints.give_memories(self.exchange.clients, device)
             self.uploads = {k: upload.to(device) for k, upload in checkpoint.uploads.items()}
-        rows = [] if checkpoint is None else checkpoint.rows
-        for client in self.exchange.clients if len(rows) < self.settings.rounds else ():
-            if client.budget is not None:  # before the folder claims that it was resumed
-                client.budget.ledger.note_resumption(len(rows))
+        if len(rows) < self.settings.rounds:
+            for client in self.exchange.clients:
+                if client.budget is not None:  # before the folder claims that it was resumed
+                    client.budget.ledger.note_resumption(len(rows))
         self.record.go_on(folder, rows)
 
-    def _keep(self, context: RoundContext) -> None:
-        """A checkpoint after a round."""
-        following: Sequence[int] = ()
+    def _write_checkpoint(self, context: RoundContext) -> None:
+        """Writes a checkpoint after a round."""
+        next_clients: Sequence[int] = ()
         if context.round < self.settings.rounds:
-            following = self.participation.in_round(context.round + 1)
-        self.checkpoints.keep(
-            Checkpoint(
-                tuple(self.record.rows), self.server.state, uploads=synthetic_sets(self.uploads)
-            ),
-            self.exchange.clients,
-            context,
-            following,
-        )
+            next_clients = self.participation.in_round(context.round + 1)
+        uploads = synthetic_sets(self.uploads)
+        checkpoint = Checkpoint(tuple(self.record.rows), self.server.state, uploads=uploads)
+        self.checkpoints.keep(checkpoint, self.exchange.clients, context, next_clients)
 
     def _spent(self) -> str:
         """Returns the text on the cost so far; empty without a guarantee."""
-        histories = self.exchange.histories() if self._private else []
-        if not self._private or not self.plan.guaranteed(histories):
+        plan = self.agreed.plan
+        if plan is None or not plan.guaranteed(self.exchange.histories()):
             return ""
-        spent = format_epsilon(self.plan.epsilon(histories))
-        return f"; spent: ε = {spent} at δ = {self.plan.privacy.delta:g}"
+        spent = format_epsilon(plan.epsilon(self.exchange.histories()))
+        return f"; spent: ε = {spent} at δ = {plan.privacy.delta:g}"
 
     def _interrupted(self, reason: str) -> str:
-        """Returns what a stopped run has done and spent, and how to resume it."""
+        """Returns the progress and the cost of an interrupted run, and how to resume it."""
         progress = f"{reason} after {len(self.record.rows)} of {self.settings.rounds} rounds"
         if self.folder is None:
             return f"{progress}{self._spent()}; nothing was written"
@@ -298,25 +302,19 @@ class Simulation:
         return f"{progress}{self._spent()}{charge_note}; to resume: --resume {self.folder.path}"
 
     def _new_folder(self, output: Path, clients: Clients) -> RunFolder:
-        """The run folder, with the settings; fresh ledgers go into it, and checkpoints."""
+        """Returns a new run folder with the settings, fresh ledgers and checkpoints."""
         name = f"{self.method.name}-{self.context.spec.name}"
         folder = RunFolder(output, name)
         folder.write_config(to_toml(self.settings.to_mapping()))
         folder.write_sources([code.text_file for code in own_sources(self.settings).values()])
         if self._private and self.plan.privacy.ledger_folder is None:
-            moved = clients.fresh_ledgers(folder.path / "ledger", self.settings)
-            for client, ledger in zip(self.exchange.clients, moved, strict=True):
+            ledgers = clients.fresh_ledgers(folder.path / "ledger", self.settings)
+            for client, ledger in zip(self.exchange.clients, ledgers, strict=True):
                 client.move_ledger(ledger)
         self.checkpoints.begin(folder)
         return folder
 
-    def _begin(self, folder: RunFolder, train: ImageData, parts: list[Tensor]) -> None:
-        """Writes what is known before the first round, as far as it is not there."""
-        if self._private:
-            self.record.begin(self.exchange.histories())
-        numbers = [part.numpy() for part in parts]
-        counts = count_matrix(train.labels.cpu().numpy(), numbers, train.spec.classes)
-        folder.write_partition(counts, self.context.spec.class_names)
+    # ------------------------------------------------------------------ results
 
     def _end_early(self, refusal: Refusal) -> None:
         message = self.record.ended_early(refusal)
@@ -326,32 +324,27 @@ class Simulation:
                 location = f"its results are in {self.folder.final}"
             self.observer.note(f"{message}{self._spent()}; {location}")
 
-    def _after_uploads(self, context: RoundContext) -> None:
-        """A class that is too rare at every client would otherwise vanish without a word."""
+    def _warn_of_missing_classes(self, context: RoundContext) -> None:
+        """Warns in the first round of classes without images, for example because each client has
+        too few examples.
+        """
         if context.round == 1 and len(self.uploads) == context.clients:
             sets = list(synthetic_sets(self.uploads).values())
             guaranteed = self._private and self.plan.facts.guaranteed
             for line in run_messages.missing_classes(sets, context.spec, guaranteed=guaranteed):
                 self.observer.note(line)
 
-    def _record(self, context: RoundContext, started: float) -> None:
-        """The round's row, its picture, and the checkpoint."""
-        row = self.record.row(self.server.state, context, self.played, started)
-        self._draw_round(context.round)  # before the checkpoint, which marks the round as finished
-        self._keep(context)
-        self.record.tell(row)
-
     def _finish(self) -> RunResult:
         rows = self.record.rows
         if rows:
             self.server.end(self._plain_context(len(rows)))
-        artefacts = self.method.artefacts(self.server.state)
+        histories = self.exchange.histories() if self._private else []
         budgets = [client.budget for client in self.exchange.clients]
         ended = self.record.end(
             self.server,
             self.context,
             self.uploads,
-            self.exchange.histories() if self._private else [],
+            histories,
             secret=all(budget.secret.is_secret for budget in budgets if budget is not None),
         )
         if self.folder is not None:
@@ -366,20 +359,22 @@ class Simulation:
             ended.report,
             ended.folder,
             ended.summary,
-            artefacts,
+            self.method.artefacts(self.server.state),
             self.record.deviations,
         )
 
     def _draw_round(self, number: int) -> None:
-        """A picture of what was sent in this round; one that cannot be made is only said."""
-        sets = [
-            (k, images.images, images.labels) for k, images in synthetic_sets(self.uploads).items()
-        ]
+        """Draws the images that were sent in this round. A failure is only noted: it must not end
+        the run, because the round is charged.
+        """
+        sets = []
+        for client, images in synthetic_sets(self.uploads).items():
+            sets.append((client, images.images, images.labels))
         if self.folder is None or not sets or self.played.no_quorum is not None:
             return
         try:
             self.folder.draw_round(number, sets, self.context.spec)
-        except Exception as error:  # it may not end the run, whose round is charged
+        except Exception as error:
             self.record.missing("picture", error)
 
 
@@ -392,7 +387,7 @@ def _may_share(settings: RunSettings) -> bool:
 
 @dataclass(frozen=True)
 class _RoundReporter:
-    """Tells an observer of one round's steps."""
+    """Passes the steps of one round to an observer."""
 
     observer: Observer
     number: int

@@ -1,5 +1,5 @@
-"""A federation on one machine: `simulate` checks what a user gave, divides one data set among the
-clients, and has `simulated_run` run it."""
+"""A federation on one machine: `simulate` checks the user's arguments, divides one data set among
+the clients, and runs a `Simulation`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from fedsynth.config.checks import check_method
 from fedsynth.config.settings import RunSettings
@@ -109,43 +108,46 @@ def simulate(
     settings = run_data.settings
     train = run_data.train
     tested = run_data.test
-    parts = run_data.parts if parts is None else parts
-    names = run_data.names if names is None and parts is run_data.parts else names
+    if parts is None:
+        parts = run_data.parts
+        if names is None:
+            names = run_data.names
     require_a_ledger(settings, train.spec)
-    if parts is not None:
+    if parts is None:
+        labels = train.labels.cpu().numpy()
+        parts = partition(labels, settings.resolved_partition, train.spec.classes, *train.origins())
+    else:
         check_parts(parts, len(train))
         settings = replace(
             settings,
             partition=replace(settings.partition, kind=GIVEN, clients=len(parts), subset=1.0),
         )
-    else:
-        parts = partition(
-            train.labels.cpu().numpy(),
-            settings.resolved_partition,
-            train.spec.classes,
-            *train.origins(),
-        )
     settings.report.check_clients(len(parts))
     if settings.privacy is None:
         require_all_classes(train)
-    folder = None if output is None else Path(output)
     positions = [np.asarray(part, np.int64) for part in parts]
     if protects_users(settings):
         check_one_client_each(positions, train)
-    declared = None if names is None else check_names(names, len(parts))
+    if names is not None:
+        names = check_names(names, len(positions))
+    if tested is not None:
+        tested = tested.to(device)
     with cpu_threads(settings.threads):
         result = Simulation(
             settings,
-            Clients(train, positions, declared),
+            Clients(train, positions, names),
             train.to(device),
-            (None if tested is None else tested.to(device), run_data.test_kind),
-            [torch.from_numpy(part) for part in positions],
+            (tested, run_data.test_kind),
             observer,
-            folder,
+            _path(output),
             download,
             None if resume is None else RunFolder.reopen(Path(resume)),
-            None if trained is None else Path(trained),
+            _path(trained),
         ).run()
     if run_data.left_out:
         observer.note(f"excluded from the data: {run_data.left_out}")
     return result
+
+
+def _path(location: Path | str | None) -> Path | None:
+    return None if location is None else Path(location)

@@ -156,17 +156,3 @@ def test_plans_of_enormous_runs_come_at_once(fedsynth: Call, words: str) -> None
         assert 20 < len(shown) < 40
         assert list(shown)[-1] == "1000000"
     assert time.process_time() - started < 20
-
-
-def test_a_slow_plan_prints_a_note(fedsynth: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    few = "--method fedavg --participation 0.2 --rounds"
-    lines = (f"train --dry-run --dp-sigma 3 {few}", f"privacy plan --sigma 3 {few}")
-    for line in lines:
-        refused = fedsynth(f"{line} 100000000")
-        assert refused.code == 2
-        assert "of 100,000,000 rounds would take about 0.8 hours" in refused.stderr
-    monkeypatch.setattr("fedsynth.federation.costs.LONG", 0.001)  # seconds
-    for line in lines:
-        run = fedsynth(f"{line} 101")
-        assert run.code == 0
-        assert "note: sampling the cohorts of 101 rounds" in run.stderr

@@ -12,7 +12,12 @@ import pytest
 import torch
 
 from fedsynth import FedAvg, ModelSettings
-from fedsynth.config.participation import Participation, PlannedEpsilon, shown_rounds
+from fedsynth.config.participation import (
+    Participation,
+    PlannedEpsilon,
+    most_rounds,
+    shown_rounds,
+)
 from fedsynth.config.resolve import resolve
 from fedsynth.config.settings import RunSettings
 from fedsynth.data.images import ImageData, from_arrays
@@ -55,13 +60,13 @@ def test_a_participation_below_one_client_is_refused() -> None:
 
 
 def test_busiest_clients_are_those_of_a_count_round_by_round() -> None:
-    some, groups, after = Participation(3, 12, 0.3), [0, 1, 0, 2] * 3, (1, 2, 7, 40)
+    some, groups, after = Participation(3, 12, 0.3), (0, 1, 0, 2) * 3, (1, 2, 7, 40)
     expected = [
         [max(len(some.rounds_of(k, n)) for k in range(12) if groups[k] == g) for g in range(3)]
         for n in after
     ]
-    assert some.most_rounds(groups, after).tolist() == expected
-    everybody = Participation(3, 12, 1.0).most_rounds(groups, (1, 10**12))
+    assert most_rounds(some, groups, after).tolist() == expected
+    everybody = most_rounds(Participation(3, 12, 1.0), groups, (1, 10**12))
     assert everybody.tolist() == [[1, 1, 1], [10**12] * 3]
 
 

@@ -11,9 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedsynth.config.checks import STEP_SECONDS, least_steps, long_run
 from fedsynth.config.resolve import resolve
-from fedsynth.config.settings import RunSettings
 from fedsynth.data.partition_settings import PartitionSettings
 from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import SettingError, UnknownNameError
@@ -121,32 +119,3 @@ def test_a_natural_clients_nominal_size_is_a_groups() -> None:
         "natural", 30
     )
     assert resolve({"data": {"dataset": "synthetic(0.5,1)"}}).model.name == "linear"
-
-
-DIGITS = dataset_spec("digits")
-
-
-def run_of(method: str, rounds: int, **values: int) -> RunSettings:
-    run = {"method": method, "rounds": rounds}
-    return resolve({"run": run, "partition": {"clients": 10}, "method": values})
-
-
-def test_the_least_steps_of_a_run_are_those_of_all_rounds() -> None:
-    """1438 digits of 10 clients in batches of 32 are at least four steps an epoch."""
-    chosen = run_of("fedavg", 3, local_epochs=5, batch=32)
-    assert least_steps(chosen, DIGITS) == {"local_epochs": 3 * 5 * 4, "local_steps": 0}
-    assert long_run(chosen, DIGITS) is None
-    one = run_of("fedavg", 3, local_epochs=5, local_steps=7, batch=32)
-    assert least_steps(one, DIGITS) == {"local_steps": 3 * 7}
-
-
-def test_a_long_run_is_announced_and_an_endless_one_refused() -> None:
-    hours = 2 * 3600 / STEP_SECONDS
-    words = long_run(run_of("feddm", 1, iterations=int(hours), server_epochs=1), DIGITS)
-    assert words is not None
-    assert "2.0 hours" in words
-    assert "method.iterations" in words
-    with pytest.raises(SettingError, match=r"method\.local_epochs results in.*years"):
-        long_run(run_of("fedavg", 1, local_epochs=10**15), DIGITS)
-    with pytest.raises(SettingError, match=r"years"):
-        long_run(run_of("feddm", 10**9, iterations=10**6), DIGITS)

@@ -464,7 +464,7 @@ def test_a_round_below_the_quorum_leaves_the_state(quorum: float, liars: int, co
     )
     assert (server.state is exchanged.state) == (not counts)
     assert bool(played.uploads) == counts
-    assert played.there == tuple(range(liars, CLIENTS))
+    assert played.present == tuple(range(liars, CLIENTS))
 
 
 @pytest.mark.parametrize("name", by_family(TINY, QUICK))

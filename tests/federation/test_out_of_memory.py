@@ -93,7 +93,7 @@ def test_a_step_without_noise_so_far_is_repeated_in_smaller_groups(
     assert done == [2, 2, 1] * 3  # five, then three, do not fit; later rounds begin with two
     said = [line for line in notes.lines if "ran out of memory" in line]
     assert said == [
-        f"round 1: cpu ran out of memory in a step of {before} clients; from now on, at most {now} "
+        f"round 1: cpu ran out of memory in a step of {before} client(s); from now on, at most {now} "
         "clients share a pass, which does not change results"
         for before, now in ((5, 3), (3, 2))
     ]
@@ -121,7 +121,7 @@ def test_only_a_later_group_is_halved(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_one_client_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     runs_out(monkeypatch, "pairs", more_than(0))
-    with pytest.raises(DeviceMemoryError, match="of 1 client, number 0: use a smaller batch"):
+    with pytest.raises(DeviceMemoryError, match=r"of 1 client\(s\), number 0: use a smaller batch"):
         run()
 
 
@@ -156,7 +156,7 @@ def test_a_private_step_that_drew_noise_is_charged_once_and_not_taken_again(
     failed in it, and verifies."""
     round = 2
     charges = out_after_noise(monkeypatch, round)
-    with pytest.raises(DeviceMemoryError, match=f"round {round}: cpu .* of 5 clients .*memory_gb"):
+    with pytest.raises(DeviceMemoryError, match=f"round {round}: cpu .* of 5 client.* .*memory_gb"):
         run(None, tmp_path, **PRIVATE)
     for client in range(CLIENTS):
         rounds = [row.round for number, row in charges if number == client]

@@ -126,7 +126,7 @@ def test_what_a_plan_is_of_is_refused_before_anything_is_opened() -> None:
         (joining((SPENT,))[0],)
     )
     nearly = settings(epsilon=held * (1 + 1e-5))
-    with pytest.raises(BudgetExceededError, match="the rest is too small for anything but noise"):
+    with pytest.raises(BudgetExceededError, match="is exhausted"):
         plan_of(nearly, joining((SPENT,), (), ()))
     unsettled = PrivacyPlan.checked(settings(epsilon=8.0), context(run))
     with pytest.raises(Exception, match="no client has joined"):

@@ -130,19 +130,12 @@ def test_a_round_that_ended_early_leaves_nothing_behind() -> None:
     assert len(request.first) == 0
 
 
-@pytest.mark.parametrize(
-    ("phase", "name", "value", "words"),
-    [
-        (FIRST, "first_request", lambda *_: Word(torch.ones(1)), r"type \w+, got Word"),
-        (MAIN, "broadcast", lambda *_: Word(torch.ones(1)), r"type \w+, got Word"),
-        (FIRST, "first_downlink", None, "type nothing, got ModelParameters"),
-    ],
-)
+@pytest.mark.parametrize(("phase", "name"), [(FIRST, "first_request"), (MAIN, "broadcast")])
 def test_a_request_of_another_type_is_not_sent(
-    phase: str, name: str, value: Any, words: str, monkeypatch: pytest.MonkeyPatch
+    phase: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Trace, name, value)
-    with pytest.raises(TypeError, match=f"trace declares messages of {words}"):
+    monkeypatch.setattr(Trace, name, lambda *_: Word(torch.ones(1)))
+    with pytest.raises(TypeError, match=r"trace declares messages of type \w+, got Word"):
         server().request(phase, context(2))
 
 

@@ -10,7 +10,7 @@ fault, but cannot prove privacy.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +50,9 @@ from fedsynth.validation import check_choice, check_number
 
 MAX_CANARIES = 10**7
 
-REST, OTHERS = 1000, 100
-"""At most so many random records has the audited client beside the canaries, and another client."""
+MAX_RECORDS, MAX_OTHER_RECORDS = 1000, 100
+"""The maximum number of random records of the audited client, besides the canaries, and of each
+other client."""
 
 
 @dataclass(frozen=True)
@@ -85,18 +86,12 @@ class AuditResult:
         return self.epsilon_lower_bound > self.epsilon
 
     def entry(self, command: str) -> dict[str, Any]:
-        """The audit section of a privacy report; `command` repeats the audit, with other coins."""
-        return {
-            "command": command,
-            "method": self.method,
-            "mechanism": self.mechanism,
-            "canaries": self.canaries,
-            "guesses": self.guesses,
-            "correct": self.correct,
-            "confidence": self.confidence,
-            "delta": self.delta,
-            "epsilon_lower_bound": self.epsilon_lower_bound,
-        }
+        """Returns the audit section of a privacy report; `command` repeats the audit, with other
+        coins.
+        """
+        entry = {"command": command, **asdict(self)}
+        del entry["epsilon"]  # the report states the run's own
+        return entry
 
 
 def audit_run(
@@ -127,10 +122,12 @@ def audit_run(
         SettingError, PrivacyError: no privacy settings, nothing claimed, or numbers out of range.
     """
     check_choice(None, "canaries_as", canaries_as, KINDS)
-    guesses = guesses_for(canaries) if guesses is None else guesses
+    if guesses is None:
+        guesses = guesses_for(canaries)
     _check_numbers(canaries, guesses, confidence)
     if settings.folder is not None and spec is None:
         settings = with_declared(settings, declared(settings))
+    if spec is None:
         spec = specification(settings)
     run = AuditedRun(
         _audited(settings, spec), spec, canaries, canaries_as, observer or Observer(), test_only
@@ -170,8 +167,10 @@ def _check_numbers(canaries: int, guesses: int, confidence: float) -> None:
         raise SettingError(None, "confidence", f"must be in [0.5, 1), got {confidence}")
 
 
-def _audited(settings: RunSettings, spec: DatasetSpec | None) -> RunSettings:
-    """The settings with fresh ledgers, and public sizes as they are, though none is held out."""
+def _audited(settings: RunSettings, spec: DatasetSpec) -> RunSettings:
+    """Returns the settings of the audited run: with fresh ledgers, without local test splits, and
+    with the nominal size of the run itself.
+    """
     if settings.privacy is None:
         raise SettingError(
             "privacy",
@@ -183,11 +182,10 @@ def _audited(settings: RunSettings, spec: DatasetSpec | None) -> RunSettings:
         raise PrivacySettingError(
             "privacy", "mechanism", "states no ε, so there is nothing to audit", value=mechanism
         )
-    known_spec = spec or specification(settings)
     privacy = settings.privacy
     if privacy.ledger is not None:  # σ for what is left in the kept ledger, which is only read
         privacy = replace(plan_of(settings).privacy, epsilon=None, ledger=None)
-    nominal = public_context(settings, known_spec, torch.device("cpu")).nominal_size
+    nominal = public_context(settings, spec, torch.device("cpu")).nominal_size
     return replace(
         settings,
         partition=replace(settings.partition, local_test=0.0),
@@ -197,7 +195,7 @@ def _audited(settings: RunSettings, spec: DatasetSpec | None) -> RunSettings:
 
 
 class AuditedRun(Simulation):
-    """A run of which nothing is kept but what its releases say of the canaries.
+    """A run that writes nothing, and scores the canaries by their client's releases.
 
     Attributes:
         canaries: with their scores.
@@ -206,16 +204,15 @@ class AuditedRun(Simulation):
     def __init__(
         self,
         settings: RunSettings,
-        spec: DatasetSpec | None,
+        spec: DatasetSpec,
         canaries: int,
         kind: str,
         observer: Observer,
         test_only: np.random.Generator | None,
     ) -> None:
-        spec = spec or specification(settings)
         self._client = _busiest(settings)
         train, test, parts = _random_federation(settings, spec, self._client, canaries)
-        coins = np.random.default_rng() if test_only is None else test_only
+        coins = test_only or np.random.default_rng()
         self.canaries = Canaries(
             kind,
             train.labels[-canaries:],
@@ -233,9 +230,7 @@ class AuditedRun(Simulation):
             Clients(train, [part.numpy() for part in parts]),
             train.to(device),
             (test.to(device), PUBLIC),
-            parts,
             observer,
-            None,
         )
         self.canaries.memory_bytes = self.context.memory_bytes
         for client in self.exchange.clients:
@@ -245,7 +240,7 @@ class AuditedRun(Simulation):
 
     @property
     def budget(self) -> ClientBudget:
-        """The audited client's.
+        """The audited client's budget.
 
         Raises:
             SettingError: the run is not private.
@@ -256,26 +251,27 @@ class AuditedRun(Simulation):
         return budget
 
     def watch(self) -> None:
-        """All rounds, as `run` has them, up to a cap; nothing is evaluated or written."""
+        """Runs all rounds, or as many as the cap allows, without evaluation or output."""
         for number in range(1, self.settings.rounds + 1):
             refusal = self.play(self.round_context(number))
             if refusal is not None:
                 self.observer.note(f"the run ends after {number - 1} rounds: {refusal.reason}")
                 return
 
-    def _after_uploads(self, context: RoundContext) -> None:
-        """Nothing: which classes random images leave out is no news."""
+    def _warn_of_missing_classes(self, context: RoundContext) -> None:
+        """Does nothing, because the images are random."""
 
     def claimed(self) -> float:
-        """ε by the audited client's ledger."""
+        """Returns ε by the audited client's ledger."""
         return self.plan.epsilon([self.budget.history()])
 
 
 def _busiest(settings: RunSettings) -> int:
-    """A client that takes part in most rounds."""
-    drawn = settings.schedule()
-    clients = range(settings.partition.clients)
-    return max(clients, key=lambda client: len(drawn.rounds_of(client, settings.rounds)))
+    """Returns a client that takes part in most rounds."""
+    schedule = settings.schedule()
+    rounds = range(1, settings.rounds + 1)
+    participants = np.concatenate([schedule.in_round(number) for number in rounds])
+    return int(np.bincount(participants).argmax())
 
 
 def _random_federation(
@@ -283,9 +279,11 @@ def _random_federation(
 ) -> tuple[ImageData, ImageData, list[Tensor]]:
     """Returns random images (training data, test data, parts). No part has the last `canaries`
     training images."""
-    nominal = settings.privacy.nominal_size if settings.privacy is not None else None
-    limits = [REST if k == client else OTHERS for k in range(settings.partition.clients)]
-    sizes = [max(spec.classes, min(round(nominal or 0), size)) for size in limits]
+    nominal = 0
+    if settings.privacy is not None:
+        nominal = round(settings.privacy.nominal_size or 0)
+    sizes = [max(spec.classes, min(nominal, MAX_OTHER_RECORDS))] * settings.partition.clients
+    sizes[client] = max(spec.classes, min(nominal, MAX_RECORDS))
     rng = numpy_generator(settings.seed, "audit")
     classes = np.arange(spec.classes)
 
@@ -300,11 +298,12 @@ def _random_federation(
 
 
 def settings_of_run(folder: Path, settings: RunSettings) -> RunSettings:
-    """A finished run's settings for its audit: the σ that it used and the rounds that it had.
+    """Returns a finished run's settings for its audit: with the σ and the number of rounds of the
+    run.
 
     Args:
         folder: the run folder.
-        settings: of its config.toml, which must be what its privacy report was made with.
+        settings: of its config.toml, which must be those of its privacy report.
 
     Raises:
         SettingError: the folder has no summary of a private run.
@@ -318,8 +317,10 @@ def settings_of_run(folder: Path, settings: RunSettings) -> RunSettings:
     except PrivacyError:
         raise no_run from None
     promise = summary.get("differential_privacy")
-    sigma = promise.get("noise_multiplier") if isinstance(promise, dict) else None
     rounds = summary.get("rounds")
+    if not isinstance(promise, dict):
+        raise no_run
+    sigma = promise.get("noise_multiplier")
     if not is_real(sigma) or type(rounds) is not int:
         raise no_run
     if settings.privacy is None or rounds < 1:
@@ -332,7 +333,7 @@ def settings_of_run(folder: Path, settings: RunSettings) -> RunSettings:
 
 
 def write_audit(folder: Path, settings: RunSettings, entry: Mapping[str, Any]) -> None:
-    """Puts an audit's entry into a run's privacy report, and writes the report again.
+    """Writes an audit's entry into a run's privacy report.
 
     Args:
         folder, settings: as in `settings_of_run`.
