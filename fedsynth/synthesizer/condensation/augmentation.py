@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import count, cycle, repeat
+from itertools import count, repeat
 
 import torch
 from torch import Tensor
@@ -102,11 +102,13 @@ def augmentations(
     if kind == "none":
         yield from repeat(None)
     label_S = label_S.to(context.device)
-    for step in count() if period is None else cycle(range(period)):
-        if step == 0:
-            generator = torch_generator(
-                context.seed, "siamese augmentation", context.round, device=context.device
-            )
+    generator = torch_generator(
+        context.seed, "siamese augmentation", context.round, device=context.device
+    )
+    initial = generator.get_state()
+    for step in count():
+        if period is not None and step % period == 0:
+            generator.set_state(initial)
         transform = SiameseAugmentation(context.spec.classes, generator, flip=flip)
         yield _by_class(transform, label_S)
 
@@ -131,24 +133,23 @@ def warped(x_NCHW: Tensor, generator: torch.Generator) -> Tensor:
         x_NCHW: images of any scale.
         generator: on the images' device.
     """
-    count = len(x_NCHW)
 
-    def drawn(most: float, *shape: int) -> Tensor:
-        made = torch.rand(count, *shape, generator=generator, device=x_NCHW.device)
-        return most * (2 * made - 1)
+    def drawn(bound: float, *shape: int) -> Tensor:
+        uniform = torch.rand(len(x_NCHW), *shape, generator=generator, device=x_NCHW.device)
+        return bound * (2 * uniform - 1)
 
     angle = drawn(TURN)
-    theta = torch.zeros(count, 2, 3, device=x_NCHW.device)
+    theta = torch.zeros(len(x_NCHW), 2, 3, device=x_NCHW.device)
     theta[:, 0, 0] = (1 + drawn(WARP_SCALE)) * angle.cos()
     theta[:, 0, 1] = drawn(SHEAR) - angle.sin()
     theta[:, 1, 0] = angle.sin()
     theta[:, 1, 1] = (1 + drawn(WARP_SCALE)) * angle.cos()
     theta[:, :, 2] = drawn(WARP_SHIFT, 2)
-    where = F.affine_grid(theta, list(x_NCHW.shape), align_corners=False)
+    grid = F.affine_grid(theta, list(x_NCHW.shape), align_corners=False)
     field = drawn(BEND, 2, KNOTS, KNOTS)
     bent = F.interpolate(field, size=x_NCHW.shape[2:], mode="bicubic", align_corners=False)
-    moved = where + bent.permute(0, 2, 3, 1)
-    return F.grid_sample(x_NCHW, moved, padding_mode="border", align_corners=False)
+    grid = grid + bent.permute(0, 2, 3, 1)
+    return F.grid_sample(x_NCHW, grid, padding_mode="border", align_corners=False)
 
 
 def blended(x_NCHW: Tensor, generator: torch.Generator) -> Tensor:

@@ -17,12 +17,7 @@ import torch
 from torch import Tensor
 
 from fedsynth.errors import SettingError
-from fedsynth.synthesizer.condensation.matching import (
-    ExactMatcher,
-    FeatureMap,
-    Matcher,
-    passes,
-)
+from fedsynth.synthesizer.condensation.matching import ExactMatcher, FeatureMap, Matcher, passes
 
 SCALE = 4.0  # in units of √D: several times the spread of instance-normalised features
 MATCHINGS = ("mean", "gaussian", "energy", "sinkhorn")
@@ -61,7 +56,9 @@ class DistributionMatcher(Matcher):
         # A fixed initial scale: by default geomloss derives one from all segments, which would
         # make a client's images depend on other clients of its group.
         self._loss = SamplesLoss(matching, p=2, blur=blur, diameter=SCALE, backend="tensorized")
-        self._factor = 2 * (blur**2 if matching == "gaussian" else 1.0)
+        self._factor = 2.0
+        if matching == "gaussian":
+            self._factor *= blur**2
 
     def gradient(self, step: int, features: FeatureMap, synthetic: Tensor) -> Tensor:
         rows, weights = _padded(*self._exact.real_rows(step, features))
@@ -70,12 +67,9 @@ class DistributionMatcher(Matcher):
         out = torch.empty_like(synthetic)
         for numbers in passes(features, synthetic):
             u, pull = features.vjp(synthetic[numbers].flatten(0, 1), numbers.repeat_interleave(ipc))
-            pulled = pull(
-                self._cotangents(
-                    u.view(len(numbers), ipc, -1), rows[numbers], weights[numbers]
-                ).flatten(0, 1)[None]
-            )[0]
-            out[numbers] = pulled.view_as(synthetic[numbers])
+            u_GID = u.view(len(numbers), ipc, -1)
+            cotangents = self._cotangents(u_GID, rows[numbers], weights[numbers])
+            out[numbers] = pull(cotangents.flatten(0, 1)[None])[0].view_as(synthetic[numbers])
         return out
 
     def _cotangents(self, u_GID: Tensor, real_GBD: Tensor, weights_GB: Tensor) -> Tensor:
@@ -85,10 +79,10 @@ class DistributionMatcher(Matcher):
         leaf = u_GID.detach().requires_grad_()
         even = leaf.new_full(leaf.shape[:2], 1 / leaf.shape[1])
         with torch.enable_grad():
-            apart = self._loss(
+            divergence_G = self._loss(
                 even, leaf[..., :width] / width**0.5, weights_GB, real_GBD / width**0.5
-            ).sum()
-            (gradient,) = torch.autograd.grad(self._factor * width * apart, leaf)
+            )
+            (gradient,) = torch.autograd.grad(self._factor * width * divergence_G.sum(), leaf)
         return gradient
 
 
@@ -101,17 +95,14 @@ def _padded(rows_ND: Tensor, segment_N: Tensor, sizes_S: Tensor) -> tuple[Tensor
         sizes_S: number of rows of each segment, as in `BatchIndices`; on the CPU, so that the host
             need not wait for the GPU.
     """
-    segments = len(sizes_S)
-    most = int(sizes_S.max())
+    largest = int(sizes_S.max())
     sizes = sizes_S.to(segment_N.device, non_blocking=True)
-    place = (
-        torch.arange(len(segment_N), device=segment_N.device) - (sizes.cumsum(0) - sizes)[segment_N]
-    )
+    first = sizes.cumsum(0) - sizes
+    position = torch.arange(len(segment_N), device=segment_N.device) - first[segment_N]
     # Padded with the segment's first row and not with zeros: a distant point of weight zero would
     # still widen Sinkhorn's first blur.
-    first = (sizes.cumsum(0) - sizes).clamp_max(len(segment_N) - 1)
-    rows = rows_ND[first][:, None].repeat(1, most, 1)
-    rows[segment_N, place] = rows_ND
-    weights = rows_ND.new_zeros(segments, most)
-    weights[segment_N, place] = 1 / sizes[segment_N].to(rows_ND.dtype)
+    rows = rows_ND[first.clamp_max(len(segment_N) - 1)][:, None].repeat(1, largest, 1)
+    rows[segment_N, position] = rows_ND
+    weights = rows_ND.new_zeros(len(sizes_S), largest)
+    weights[segment_N, position] = 1 / sizes[segment_N].to(rows_ND.dtype)
     return rows, weights

@@ -107,8 +107,8 @@ def public_start(
     classes = len(statistics.weight)
     drawn = random_images(candidates * classes * ipc, image_shape, generator).to(device)
     with torch.no_grad():
-        parts = [statistics.embed(some) @ statistics.weight.T for some in drawn.split(AT_ONCE)]
-    scores = torch.log_softmax(torch.cat(parts), dim=1)
+        logits = [statistics.embed(part) @ statistics.weight.T for part in drawn.split(AT_ONCE)]
+    scores = torch.log_softmax(torch.cat(logits), dim=1)
     chosen = []
     for label in range(classes):
         best = scores[:, label].topk(ipc).indices
@@ -121,7 +121,7 @@ def images_from_statistics(
     statistics: ReleasedStatistics,
     start_CICHW: Tensor,
     settings: ImageSteps,
-    report: Callable[[int, int], None] = lambda done, total: None,
+    report: Callable[[int, int], None] = lambda completed, total: None,
 ) -> Tensor:
     """Moves start images towards released statistics.
 
@@ -138,7 +138,7 @@ def images_from_statistics(
     pixels = start_CICHW.flatten(0, 1).clone().requires_grad_(True)
     labels = torch.arange(shape[0], device=pixels.device).repeat_interleave(shape[1])
     with torch.no_grad():
-        z = torch.cat([statistics.embed(some) for some in pixels.split(AT_ONCE)])
+        z = torch.cat([statistics.embed(part) for part in pixels.split(AT_ONCE)])
     adam = torch.optim.Adam([pixels], lr=settings.learning_rate)
     for step in range(settings.steps):
         adam.param_groups[0]["lr"] = settings.learning_rate * (1 - step / settings.steps)
@@ -172,16 +172,15 @@ def _gradient(
     The derivative with respect to z is that of the previous step, so that features are computed
     once per step.
     """
-    found = []
-    made = []
-    for some, pull in zip(pixels.split(AT_ONCE), pulled_Nd.split(AT_ONCE), strict=True):
-        leaf = some.clone().requires_grad_(True)
+    gradients, embedded = [], []
+    for part, pull in zip(pixels.split(AT_ONCE), pulled_Nd.split(AT_ONCE), strict=True):
+        leaf = part.clone().requires_grad_(True)
         with torch.enable_grad():
             z = statistics.embed(leaf)
-            rough = settings.smoothness * len(some) / len(pixels) * total_variation(leaf)
-            found.extend(torch.autograd.grad((z * pull).sum() + rough, leaf))
-        made.append(z.detach())
-    return torch.cat(found), torch.cat(made)
+            rough = settings.smoothness * len(part) / len(pixels) * total_variation(leaf)
+            gradients += torch.autograd.grad((z * pull).sum() + rough, leaf)
+        embedded.append(z.detach())
+    return torch.cat(gradients), torch.cat(embedded)
 
 
 def total_variation(x_NCHW: Tensor) -> Tensor:

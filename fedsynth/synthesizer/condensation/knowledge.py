@@ -60,8 +60,8 @@ def collaborative_distance(
     if distance == "point":
         return point_factor(u_SC.shape[1]) * _norms(u_SC - v_SC).sum()
     if distance == "sorted":
-        apart: Tensor = u_SC.sort(dim=1).values - v_SC.sort(dim=1).values
-        return apart.abs().mean(dim=1).sum()
+        difference = u_SC.sort(dim=1).values - v_SC.sort(dim=1).values
+        return difference.abs().mean(dim=1).sum()
     along_u = _sorted_by_client(u_SC @ directions_PC.T, client_S)
     along_v = _sorted_by_client(v_SC @ directions_PC.T, client_S)
     return (along_u - along_v).abs().mean(dim=1).sum()
@@ -144,7 +144,9 @@ def knowledge_matching(
     log_r = soft_CC.clamp_min(torch.finfo(soft_CC.dtype).tiny).log()
     both = ((soft_CC - log_t.exp()) * (log_r - log_t)).sum(dim=1) / 2
     total = torch.where(usable_C, both, 0.0).sum()
-    return total if reduction == "sum" else total / usable_C.sum().clamp_min(1)
+    if reduction == "sum":
+        return total
+    return total / usable_C.sum().clamp_min(1)
 
 
 def _norms(rows: Tensor) -> Tensor:

@@ -65,7 +65,7 @@ def train_student(
     settings: StudentSettings | None = None,
     *,
     teacher: nn.Module | None = None,
-    report: Callable[[int, int], None] = lambda done, total: None,
+    report: Callable[[int, int], None] = lambda completed, total: None,
 ) -> None:
     """Trains a network in place on synthetic images only.
 
@@ -85,25 +85,27 @@ def train_student(
     >>> student(images).argmax(dim=1).tolist()
     [0, 1]
     """
-    how = settings or StudentSettings()
-    x, y = augmented(images_NCHW, as_shares(labels, student, images_NCHW), how, teacher)
-    in_batches = how.mixup and (teacher is None or how.views == 0)
-    draws = torch_generator(how.seed, "student training")
+    settings = settings or StudentSettings()
+    shares = as_shares(labels, student, images_NCHW)
+    x, y = augmented(images_NCHW, shares, settings, teacher)
+    draws = torch_generator(settings.seed, "student training")
     optimiser = torch.optim.AdamW(
-        student.parameters(), lr=how.learning_rate, weight_decay=how.weight_decay
+        student.parameters(), lr=settings.learning_rate, weight_decay=settings.weight_decay
     )
-    falling = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, how.steps)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, settings.steps)
     mode = student.training
     student.train()
-    for step in range(how.steps):
-        rows = torch.randint(len(x), (2, how.batch), generator=draws).to(x.device)
-        share = torch.rand(how.batch, generator=draws).to(x.device) if in_batches else None
+    for step in range(settings.steps):
+        rows = torch.randint(len(x), (2, settings.batch), generator=draws).to(x.device)
+        share = None
+        if settings.mixup and (teacher is None or settings.views == 0):
+            share = torch.rand(settings.batch, generator=draws).to(x.device)
         optimiser.zero_grad()
         with torch.enable_grad():
             F.cross_entropy(student(mixed(x, rows, share)), mixed(y, rows, share)).backward()
         optimiser.step()
-        falling.step()
-        report(step + 1, how.steps)
+        schedule.step()
+        report(step + 1, settings.steps)
     student.train(mode)
 
 
@@ -124,23 +126,22 @@ def augmented(
 ) -> tuple[Tensor, Tensor]:
     """Returns the images with their copies [(1 + views)·N, C, H, W], and rows of labels."""
     draws = torch_generator(settings.seed, "student's copies", device=images_NCHW.device)
-    kept = [images_NCHW]
-    rows = [shares_NC]
-    each = torch.arange(len(images_NCHW), device=images_NCHW.device)
+    images, rows = [images_NCHW], [shares_NC]
+    segments = torch.arange(len(images_NCHW), device=images_NCHW.device)
     for view in range(settings.views):
         if teacher is None:
             change = SiameseAugmentation(len(images_NCHW), draws, flip=settings.flip)
-            kept.append(change(images_NCHW, each))
+            images.append(change(images_NCHW, segments))
             rows.append(shares_NC)
             continue
-        mixing = settings.mixup and view % 2 == 1
-        copies = blended(images_NCHW, draws) if mixing else warped(images_NCHW, draws)
+        transform = blended if settings.mixup and view % 2 else warped
+        copies = transform(images_NCHW, draws)
         if settings.flip:
             mirrored = torch.rand(len(copies), 1, 1, 1, generator=draws, device=copies.device) < 0.5
             copies = torch.where(mirrored, copies.flip(-1), copies)
-        kept.append(copies)
+        images.append(copies)
         rows.append(soft_labels(teacher, copies))
-    return torch.cat(kept), torch.cat(rows)
+    return torch.cat(images), torch.cat(rows)
 
 
 def soft_labels(teacher: nn.Module, images_NCHW: Tensor) -> Tensor:
@@ -148,7 +149,7 @@ def soft_labels(teacher: nn.Module, images_NCHW: Tensor) -> Tensor:
     mode = teacher.training
     teacher.eval()
     with torch.no_grad():
-        parts = [torch.softmax(teacher(some), dim=1) for some in images_NCHW.split(AT_ONCE)]
+        parts = [torch.softmax(teacher(part), dim=1) for part in images_NCHW.split(AT_ONCE)]
     teacher.train(mode)
     return torch.cat(parts)
 
