@@ -148,13 +148,13 @@ class StudentPasses:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.seen: list[tuple[Tensor, Tensor]] = []
-        original = OneShotDistillation._lesson
+        original = OneShotDistillation._images_and_targets
 
         def look(training: Any, batch: Batch) -> tuple[Tensor, Tensor]:
             self.seen.append(original(training, batch))
             return self.seen[-1]
 
-        monkeypatch.setattr(OneShotDistillation, "_lesson", look)
+        monkeypatch.setattr(OneShotDistillation, "_images_and_targets", look)
 
 
 def test_views_are_new_in_each_pass_and_the_ensemble_answers_them(

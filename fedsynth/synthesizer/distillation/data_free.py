@@ -58,7 +58,7 @@ class DataFreeDistiller:
         replay: additional student steps, in each step, on random earlier batches; the paper has 0.
             A student's step costs little compared with a generator's, and the teacher's logits on
             old images are still valid.
-        kept: number of the last batches that `replay` draws from.
+        replay_batches: number of the last batches that `replay` draws from.
         seed: of the generator's weights and noise.
 
     >>> from fedsynth import load_dataset, resolve, simulate
@@ -87,30 +87,21 @@ class DataFreeDistiller:
     latent: int = 100
     width: int = 64
     replay: int = 0
-    kept: int = 500
+    replay_batches: int = 500
     seed: int = 0
 
     def __post_init__(self) -> None:
+        weights = ("one_hot_weight", "activation_weight", "kl_weight", "bn_weight", "ad_weight")
         check_ranges(
             self,
-            steps=(1, inf),
             batch=(2, inf),
-            learning_rate=(0, inf),
             momentum=(0, 1),
-            generator_lr=(0, inf),
+            **dict.fromkeys(("steps", "latent", "width", "replay_batches"), (1, inf)),
+            **dict.fromkeys(("learning_rate", "generator_lr", "replay", *weights), (0, inf)),
         )
-        check_ranges(
-            self,
-            one_hot_weight=(0, inf),
-            activation_weight=(0, inf),
-            latent=(1, inf),
-            width=(1, inf),
-        )
-        check_ranges(self, replay=(0, inf), kept=(1, inf), bn_weight=(0, inf), ad_weight=(0, inf))
-        check_ranges(self, kl_weight=(0, inf))
 
     def fit(
-        self, student: nn.Module, report: Callable[[int, int], None] = lambda done, total: None
+        self, student: nn.Module, report: Callable[[int, int], None] = lambda completed, total: None
     ) -> Generator:
         """Trains `student`, in place, on the teacher's device; returns the generator.
 
@@ -126,22 +117,23 @@ class DataFreeDistiller:
         schedule: Any = torch.optim.lr_scheduler.CosineAnnealingLR(sgd, self.steps)
         draws = torch_generator(self.seed, "distillation noise", device=device)
         shuffle = torch_generator(self.seed, "distillation replay")
-        past: deque[tuple[Tensor, Tensor]] = deque(maxlen=self.kept)
+        past: deque[tuple[Tensor, Tensor]] = deque(maxlen=self.replay_batches)
         mode = student.training
         student.train()
-        for done in range(self.steps):
+        for step in range(self.steps):
             z = torch.randn(self.batch, self.latent, generator=draws, device=device)
             descend(self._generator_loss(generator.normalised(z), teacher, student), adam)  # Eq. 5
             with torch.no_grad():
                 x = generator.normalised(z)
                 past.append((x, teacher(x)))
-            again = torch.randint(len(past), (self.replay,), generator=shuffle).tolist()
-            for x, logits in (past[i] for i in (-1, *again)):
+            replayed = torch.randint(len(past), (self.replay,), generator=shuffle).tolist()
+            for position in (-1, *replayed):
+                x, logits = past[position]
                 sgd.zero_grad()
                 distillation_loss(logits, student(x)).backward()  # Eq. 6
                 sgd.step()
             schedule.step()
-            report(done + 1, self.steps)
+            report(step + 1, self.steps)
         student.train(mode)
         return generator
 
@@ -152,10 +144,10 @@ class DataFreeDistiller:
             loss = generator_loss(features, logits, self.one_hot_weight, self.activation_weight)
             loss = loss + self.bn_weight * bn_loss()
         if self.kl_weight or self.ad_weight:
-            answer = student(x)
-            loss = loss - self.kl_weight * distillation_loss(logits.detach(), answer)
-            against = adversarial_loss(logits, answer, only_disagreement=True)
-            loss = loss + self.ad_weight * against
+            student_logits = student(x)
+            loss = loss - self.kl_weight * distillation_loss(logits.detach(), student_logits)
+            adversarial = adversarial_loss(logits, student_logits, only_disagreement=True)
+            loss = loss + self.ad_weight * adversarial
         return loss
 
     def facts(self, generator: Generator) -> dict[str, float]:
@@ -180,9 +172,6 @@ def features_and_logits(teacher: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     if not layers:
         raise ValueError("the teacher needs a linear layer, whose input is taken as its features")
     inputs: list[Tensor] = []
-    hook = layers[-1].register_forward_pre_hook(lambda _, given: inputs.append(given[0]))
-    try:
+    with layers[-1].register_forward_pre_hook(lambda _, args: inputs.append(args[0])):
         logits = teacher(x)
-    finally:
-        hook.remove()
     return inputs[-1], logits

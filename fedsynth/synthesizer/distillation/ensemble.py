@@ -115,21 +115,14 @@ class OneShotSettings:
         check_choices(self, student_images=("all", "last", "best"))
         check_ranges(
             self,
-            server_epochs=(0, inf),
-            generator_steps=(1, inf),
-            generator_lr=(0, inf),
             generator_beta1=(0, 0.9999),
             generator_batch=(2, inf),
-            latent=(1, inf),
+            server_momentum=(0, 1),
+            crop=(0, 0.5),
+            **dict.fromkeys(("generator_steps", "latent", "generator_width"), (1, inf)),
+            **dict.fromkeys(("server_epochs", "generator_lr", "server_lr"), (0, inf)),
+            **dict.fromkeys(("bn_weight", "ad_weight", "hard_weight"), (0, inf)),
         )
-        check_ranges(
-            self,
-            generator_width=(1, inf),
-            bn_weight=(0, inf),
-            ad_weight=(0, inf),
-            hard_weight=(0, inf),
-        )
-        check_ranges(self, server_lr=(0, inf), server_momentum=(0, 1), crop=(0, 0.5))
 
 
 class OneShotDistillation:
@@ -180,7 +173,7 @@ class OneShotDistillation:
         self._spec = spec
         self._targets = targets
         self._precision = precision
-        self._where = seed, round
+        self._seeds = seed, round
         self._device = device
         self._draws = torch_generator(seed, "one-shot draws", round, device=device)
         self._view_draws = torch_generator(seed, "one-shot views", round, device=device)
@@ -194,7 +187,7 @@ class OneShotDistillation:
         self.tallies = torch.zeros(
             settings.server_epochs, 3, spec.classes, dtype=torch.int64, device=device
         )
-        self._new_generator(0)
+        self._new_generator(*self._seeds)
         self.state: dict[str, Any] = {
             "student": student,
             "sgd": self._sgd,
@@ -213,7 +206,7 @@ class OneShotDistillation:
         returns the batches that the student learns from."""
         settings = self._settings
         if settings.generator_reset and epoch:
-            self._new_generator(epoch)
+            self._new_generator(*self._seeds, epoch)
         shape = (settings.generator_batch, settings.latent)
         z = torch.randn(shape, generator=self._draws, device=self._device)
         y = torch.randint(self._spec.classes, shape[:1], generator=self._draws, device=self._device)
@@ -226,7 +219,7 @@ class OneShotDistillation:
             if settings.student_images == "all":
                 batches.append(batch)
             elif settings.student_images == "best":
-                batches = [_better(batches[0], batch) if batches else batch]
+                batches = [_lower_loss(*batches, batch)]
         if settings.student_images == "last":
             with torch.no_grad():
                 x = self._generated(z, y)
@@ -247,7 +240,7 @@ class OneShotDistillation:
                 loss = loss + settings.bn_weight * bn_loss()  # Eq. 14
             if settings.ad_weight:  # Eqs. 15 and 16
                 loss = loss + settings.ad_weight * adversarial_loss(
-                    P, self._said(view), only_disagreement=settings.only_disagreement
+                    P, self._student_logits(view), only_disagreement=settings.only_disagreement
                 )
             descend(loss, *optimisers)
         return Batch(x.detach(), P.detach(), y, loss.detach())
@@ -261,18 +254,18 @@ class OneShotDistillation:
         self._student.train()
         for position in torch.randperm(len(self._batches), generator=self._shuffle).tolist():
             batch = Batch(*(part.to(self._device) for part in self._batches[position]))
-            x, P = self._lesson(batch)
+            x, P = self._images_and_targets(batch)
             with torch.enable_grad():
                 self._sgd.zero_grad()
-                student_loss(P, self._said(x), self._settings.hard_weight).backward()
+                student_loss(P, self._student_logits(x), self._settings.hard_weight).backward()
             self._sgd.step()
         self._student.eval()
         with torch.no_grad():
-            counts = [tally(b.logits, b.labels, self._said(b.images)) for b in batches]
+            counts = [tally(b.logits, b.labels, self._student_logits(b.images)) for b in batches]
         self.tallies[epoch] = torch.stack(counts).sum(dim=0)
 
     @torch.no_grad()
-    def _lesson(self, batch: Batch) -> tuple[Tensor, Tensor]:
+    def _images_and_targets(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Returns images and target logits of one student step; new views, if there are any."""
         if not self._student_views and self._targets is None:
             return batch.images, batch.logits
@@ -281,23 +274,23 @@ class OneShotDistillation:
 
     def _generated(self, z: Tensor, y: Tensor) -> Tensor:
         with mixed(self._device, self._precision):
-            return widened(self._generator.normalised(z, y if self._settings.conditional else None))
+            return widened(self._generator.normalised(z, y))  # y: only if it is conditional
 
     def _logits(self, x: Tensor) -> Tensor:
         """Returns the models' logits, [m, N, C]."""
         with mixed(self._device, self._precision):
             return widened(torch.stack([model(x) for model in self._models]))
 
-    def _said(self, x: Tensor) -> Tensor:
+    def _student_logits(self, x: Tensor) -> Tensor:
         """Returns the student's logits F_g(x), [N, C]."""
         with mixed(self._device, self._precision):
             return widened(self._student(x))
 
-    def _new_generator(self, epoch: int) -> None:
+    def _new_generator(self, seed: int, *numbers: int) -> None:
         generator = make_generator(
             self._spec,
-            *self._where,
-            *([epoch] if epoch else []),
+            seed,
+            *numbers,
             latent=self._settings.latent,
             width=self._settings.generator_width,
             classes=self._spec.classes if self._settings.conditional else 0,
@@ -310,12 +303,14 @@ class OneShotDistillation:
         return torch.optim.Adam(parameters, self._settings.generator_lr, betas)
 
 
-def _better(one: Batch, other: Batch) -> Batch:
+def _lower_loss(first: Batch, second: Batch | None = None) -> Batch:
     """Returns the batch with the lower loss, compared on the device; the first one on a tie."""
-    lower = other.loss < one.loss
+    if second is None:
+        return first
+    lower = second.loss < first.loss
     return Batch(
-        torch.where(lower, other.images, one.images),
-        torch.where(lower, other.logits, one.logits),
-        one.labels,
-        torch.where(lower, other.loss, one.loss),
+        torch.where(lower, second.images, first.images),
+        torch.where(lower, second.logits, first.logits),
+        first.labels,
+        torch.where(lower, second.loss, first.loss),
     )

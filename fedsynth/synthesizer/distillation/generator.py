@@ -157,8 +157,11 @@ def make_generator(
 
 def descend(loss: Tensor, *optimisers: torch.optim.Optimizer) -> None:
     """Takes one step of each optimiser down `loss`; gradients of other networks do not change."""
-    learned = [p for one in optimisers for group in one.param_groups for p in group["params"]]
-    for p, gradient in zip(learned, torch.autograd.grad(loss, learned), strict=True):
+    parameters = []
+    for optimiser in optimisers:
+        for group in optimiser.param_groups:
+            parameters += group["params"]
+    for p, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
         p.grad = gradient
     for optimiser in optimisers:
         optimiser.step()

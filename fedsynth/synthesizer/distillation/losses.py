@@ -4,9 +4,10 @@ FedHydra's (Eqs. 14 to 19), and FedGen's term for diverse embeddings.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -72,10 +73,11 @@ def adversarial_loss(ensemble_NC: Tensor, student_NC: Tensor, *, only_disagreeme
     images on which the two disagree."""
     log_p = ensemble_NC.log_softmax(dim=1)
     log_q = student_NC.log_softmax(dim=1)
-    each = (log_p.exp() * (log_p - log_q)).sum(dim=1)
+    divergence_N = (log_p.exp() * (log_p - log_q)).sum(dim=1)
     if only_disagreement:
-        each = torch.where(ensemble_NC.argmax(dim=1) != student_NC.argmax(dim=1), each, 0.0)
-    return -each.mean()
+        disagrees = ensemble_NC.argmax(dim=1) != student_NC.argmax(dim=1)
+        divergence_N = torch.where(disagrees, divergence_N, 0.0)
+    return -divergence_N.mean()
 
 
 def student_loss(ensemble_NC: Tensor, student_NC: Tensor, hard_weight: float) -> Tensor:
@@ -107,31 +109,25 @@ def batch_norm_matching(models: Sequence[nn.Module]) -> Iterator[Callable[[], Te
     """
     terms: list[Tensor] = []
 
-    def look(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+    def add_term(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         mean, variance = batch_statistics(inputs[0])
-        apart = (mean - layer.running_mean, variance - layer.running_var)  # type: ignore[operator]
-        terms.append(sum((torch.linalg.vector_norm(a) for a in apart), mean.new_zeros(())))
+        mean_error = torch.linalg.vector_norm(mean - layer.running_mean)  # type: ignore[operator]
+        variance_error = torch.linalg.vector_norm(variance - layer.running_var)  # type: ignore[operator]
+        terms.append(mean_error + variance_error)
 
     def loss() -> Tensor | float:
         return torch.stack(terms).sum() / len(models) if terms else 0.0
 
-    handles = [
-        layer.register_forward_pre_hook(look)
-        for model in models
-        for layer in model.modules()
-        if _with_statistics(layer)
-    ]
-    try:
+    with ExitStack() as hooks:
+        for layer in itertools.chain.from_iterable(model.modules() for model in models):
+            if _with_statistics(layer):
+                hooks.enter_context(layer.register_forward_pre_hook(add_term))
         yield loss
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
-def diversity_loss(noise_NE: Tensor, made_ND: Tensor) -> Tensor:
+def diversity_loss(noise_NE: Tensor, embeddings_ND: Tensor) -> Tensor:
     """Returns exp(−mean over all pairs of ‖ε_i − ε_j‖²/E · ‖G_i − G_j‖₁/D) (FedGen's public code):
     small if different noise yields different embeddings."""
-    apart = (noise_NE[:, None] - noise_NE[None]).square().mean(dim=2) * (
-        made_ND[:, None] - made_ND[None]
-    ).abs().mean(dim=2)
-    return (-apart.mean()).exp()
+    noise_distances = (noise_NE[:, None] - noise_NE[None]).square().mean(dim=2)
+    distances = (embeddings_ND[:, None] - embeddings_ND[None]).abs().mean(dim=2)
+    return (-(noise_distances * distances).mean()).exp()

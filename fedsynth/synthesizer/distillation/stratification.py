@@ -61,12 +61,12 @@ def pair_losses(
     losses_TCM = torch.zeros(steps, spec.classes, len(models), device=device)
     groups = ceil(len(models) / at_once)
     for group in loop("stratification", groups, {"losses": losses_TCM}):
-        some = slice(at_once * group, at_once * (group + 1))
+        members = slice(at_once * group, at_once * (group + 1))
         generator = make_generator(spec, seed, latent=latent, width=width, running=False)
         draws = torch_generator(seed, "stratification noise", device=device)
         z = torch.randn(batch, latent, generator=draws, device=device)
-        losses_TCM[:, :, some] = _losses_of_group(
-            models[some], generator.to(device), z, spec, steps, learning_rate, batched
+        losses_TCM[:, :, members] = _losses_of_group(
+            models[members], generator.to(device), z, spec, steps, learning_rate, batched
         )
     return losses_TCM
 
@@ -83,22 +83,23 @@ def _losses_of_group(
     """Returns the losses of some models, all with generators that begin as `generator`."""
     classes = spec.classes
     m = len(models)
-    stacked = {
-        name: p.detach()[None].repeat(m * classes, *[1] * p.dim()).requires_grad_()
-        for name, p in generator.named_parameters()
-    }
+    stacked = {}
+    for name, p in generator.named_parameters():
+        stacked[name] = p.detach()[None].repeat(m * classes, *[1] * p.dim()).requires_grad_()
     adam = torch.optim.Adam(list(stacked.values()), learning_rate)
     y = torch.arange(classes, device=z.device).repeat_interleave(len(z))
     mean, std = pixel_constants(spec, z.device)
+    if batched is None:
+        batched = z.is_cuda
     series = []
     for _ in range(steps):
         with torch.enable_grad():
-            pixels = _pixels(generator, stacked, z, z.is_cuda if batched is None else batched)
+            pixels = _pixels(generator, stacked, z, batched)
             images = ((pixels - mean) / std).reshape(m, classes * len(z), *spec.image_shape)
-            losses = [
-                F.cross_entropy(model(x), y, reduction="none").view(classes, -1).mean(dim=1)
-                for model, x in zip(models, images, strict=True)
-            ]
+            losses = []
+            for model, x in zip(models, images, strict=True):
+                losses_N = F.cross_entropy(model(x), y, reduction="none")
+                losses.append(losses_N.view(classes, -1).mean(dim=1))
             losses_CM = torch.stack(losses, dim=1)
             descend(losses_CM.sum(), adam)
         series.append(losses_CM.detach())
@@ -108,13 +109,13 @@ def _losses_of_group(
 def _pixels(generator: Generator, stacked: dict[str, Tensor], z: Tensor, batched: bool) -> Tensor:
     """Returns the images of all generators, whose parameters are stacked, [P, N, C, H, W]."""
 
-    def one(parameters: dict[str, Tensor]) -> Tensor:
+    def pixels(parameters: dict[str, Tensor]) -> Tensor:
         return functional_call(generator, parameters, (z,))
 
     if batched:
-        return vmap(one)(stacked)
-    apart = zip(*[value.unbind() for value in stacked.values()], strict=True)
-    return torch.stack([one(dict(zip(stacked, values, strict=True))) for values in apart])
+        return vmap(pixels)(stacked)
+    generators = zip(*[value.unbind() for value in stacked.values()], strict=True)
+    return torch.stack([pixels(dict(zip(stacked, values, strict=True))) for values in generators])
 
 
 def guidance(losses_TCM: Tensor, floor: float = 1e-3) -> Tensor:
@@ -128,9 +129,8 @@ def guidance(losses_TCM: Tensor, floor: float = 1e-3) -> Tensor:
     >>> guidance(torch.tensor([[[4.0, 2.0]], [[1.0, 2.0]]]))  # two steps, one class, two clients
     tensor([[3., 0.]])
     """
-    least = losses_TCM.amin(dim=0)
-    most = losses_TCM.amax(dim=0)
-    return (most - least) / least.clamp_min(floor)
+    lowest = losses_TCM.amin(dim=0)
+    return (losses_TCM.amax(dim=0) - lowest) / lowest.clamp_min(floor)
 
 
 def share_of_clients(u_CM: Tensor) -> Tensor:
