@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import hashlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import safetensors.torch
@@ -14,12 +15,12 @@ from torch import Tensor, nn
 
 from fedsynth.copies import copied
 from fedsynth.data.files import one_line
-from fedsynth.errors import SettingError
+from fedsynth.errors import FedsynthError, SettingError
 from fedsynth.privacy.batch_independence import ADVICE, dependence_on_batch
 
 Shape = tuple[int, int, int]
-TAKEN = ("norm", "width", "depth")
-"""Settings of the section `model` that a custom function gets if it has such parameters."""
+OPTIONAL_ARGUMENTS = ("norm", "width", "depth")
+"""Settings of the section `model` that an architecture gets if it has such parameters."""
 
 
 def own_name(model: nn.Module | Callable[..., nn.Module]) -> str:
@@ -35,101 +36,73 @@ def own_name(model: nn.Module | Callable[..., nn.Module]) -> str:
     return f"{type(model).__name__}@{digest.hexdigest()[:12]}"
 
 
-def builder(
-    name: str, model: nn.Module | Callable[..., nn.Module]
-) -> Callable[[Shape, int, Any], nn.Module]:
-    """Returns a function that builds a network from the images' shape, the number of classes, and
-    `ModelSettings`.
+def builder(name: str, model: nn.Module | Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    """Returns a function that builds and checks a network: (image shape, classes, norm, width,
+    depth) -> network.
 
     A module is copied with its weights. Anything else is called with `image_shape`, `classes`, and
-    those settings of `TAKEN` that it has as parameters.
+    those settings of `OPTIONAL_ARGUMENTS` that it has as parameters.
     """
-    accepted = frozenset() if isinstance(model, nn.Module) else _parameters(name, model)
     rehearsed = set()
 
-    def made(shape: Shape, classes: int, settings: Any) -> nn.Module:
-        values = {key: getattr(settings, key) for key in TAKEN if key in accepted}
-        try:
-            network = _new(model, shape, classes, values)
-        except SettingError:
-            raise
-        except Exception as error:
-            raise _wrong(name, f"cannot be built for images of {_shown(shape)}", error) from error
-        checked(name, network, shape, classes)
+    def build(shape: Shape, classes: int, norm: str, width: int, depth: int) -> nn.Module:
+        values: dict[str, Any] = {}
+        with _refusing(name, f"cannot be built for images of {_size(shape)}"):
+            if isinstance(model, nn.Module):
+                network = copy.deepcopy(model)
+            else:
+                values = optional_arguments(model, {"norm": norm, "width": width, "depth": depth})
+                network = model(shape, classes, **values)
+        check_network(name, network, shape, classes)
         case = (shape, classes, tuple(values.items()))
         if case not in rehearsed:
             rehearse(name, network, shape, classes)
             rehearsed.add(case)
         return network
 
-    return made
+    return build
 
 
-def _new(
-    model: nn.Module | Callable[..., nn.Module], shape: Shape, classes: int, values: dict[str, Any]
-) -> nn.Module:
-    if isinstance(model, nn.Module):
-        return copy.deepcopy(model)
-    return model(shape, classes, **values)
+def optional_arguments(
+    build: Callable[..., nn.Module], settings: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Returns the settings of `OPTIONAL_ARGUMENTS` that a function or class has as parameters."""
+    parameters = inspect.signature(build).parameters
+    return {key: settings[key] for key in OPTIONAL_ARGUMENTS if key in parameters}
 
 
-def _parameters(name: str, model: Callable[..., nn.Module]) -> frozenset[str]:
-    try:
-        parameters = inspect.signature(model).parameters.values()
-    except (TypeError, ValueError):
-        raise SettingError(
-            "model", "name", f"{name} must be a module, or a class or function that returns one"
-        ) from None
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    several = any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in parameters)
-    if not several and sum(parameter.kind in kinds for parameter in parameters) < 2:
-        raise SettingError(
-            "model",
-            "name",
-            f"{name} must accept the arguments image_shape, a tuple (channels, height, "
-            "width), and classes",
-        )
-    return frozenset(parameter.name for parameter in parameters)
-
-
-def checked(name: str, network: Any, shape: Shape, classes: int) -> nn.Module:
-    """Returns the network after checking that it maps images of this shape to logits [N, classes].
+def check_network(name: str, network: Any, shape: Shape, classes: int) -> None:
+    """Checks that a network maps images of this shape to logits [N, classes]; sets its
+    `embedding_size` if it has none.
 
     Raises:
         SettingError: it does not, or its `embed` and `classifier` do not fit each other.
     """
     if not isinstance(network, nn.Module):
-        raise SettingError("model", "name", f"{name} does not return a torch.nn.Module")
+        raise _refused(name, "does not return a torch.nn.Module")
     if next(network.parameters(), None) is None:
-        raise SettingError("model", "name", f"{name} has no parameters")
+        raise _refused(name, "has no parameters")
     training = network.training
-    try:
-        with torch.no_grad():
-            images = torch.zeros(2, *shape, device=next(network.parameters()).device)
-            logits = network.eval()(images)
-            features = None
-            if hasattr(network, "embed"):
-                features = network.embed(images)  # type: ignore[operator]
-    except Exception as error:
-        raise _wrong(name, f"cannot take images of {_shown(shape)}", error) from error
+    features = None
+    with _refusing(name, f"cannot take images of {_size(shape)}"), torch.no_grad():
+        images = torch.zeros(2, *shape, device=next(network.parameters()).device)
+        logits = network.eval()(images)
+        if hasattr(network, "embed"):
+            features = network.embed(images)  # type: ignore[operator]
     network.train(training)
-    if not isinstance(logits, Tensor) or logits.shape != (2, classes):
-        got = list(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
-        raise SettingError(
-            "model", "name", f"{name} must return logits [N, {classes}], but returns {got}"
-        )
+    returned = list(getattr(logits, "shape", []))
+    if returned != [2, classes]:
+        raise _refused(name, f"must return logits [N, {classes}], but returns {returned}")
     last = getattr(network, "classifier", None)
     if isinstance(features, Tensor) and isinstance(last, nn.Linear):
         if features.shape != (2, last.in_features):
-            raise SettingError(
-                "model",
-                "name",
-                f"{name}: `embed` returns {list(features.shape)}, but `classifier` needs [N, "
-                f"{last.in_features}]",
+            reason = (
+                f"has an `embed` that returns {list(features.shape)}, but `classifier` needs [N, "
+                f"{last.in_features}]"
             )
+            raise _refused(name, reason)
         if not hasattr(network, "embedding_size"):
             network.embedding_size = last.in_features  # type: ignore[assignment]
-    return network
 
 
 def rehearse(name: str, network: nn.Module, shape: Shape, classes: int) -> None:
@@ -141,26 +114,18 @@ def rehearse(name: str, network: nn.Module, shape: Shape, classes: int) -> None:
     Raises:
         SettingError: one of these fails.
     """
-    try:
+    with _refusing(name, "cannot be copied"):
         twin = copied(network)
-    except Exception as error:
-        raise _wrong(name, "cannot be copied", error) from error
     state = twin.state_dict()
     check_state(name, state)
     shapes = {key: value.shape for key, value in state.items()}
-    try:
-        content = safetensors.torch.save(
-            {key: tensor.contiguous() for key, tensor in state.items()}
-        )
+    with _refusing(name, "cannot be saved and loaded"):
+        contiguous = {key: tensor.contiguous() for key, tensor in state.items()}
+        content = safetensors.torch.save(contiguous)
         network.load_state_dict(safetensors.torch.load(content))  # its current values
-    except Exception as error:
-        raise _wrong(name, "cannot be saved and loaded", error) from error
-    try:
-        with torch.enable_grad():
-            logits = twin.train()(torch.rand(2, *shape, device=next(twin.parameters()).device))
-            logits.sum().backward()
-    except Exception as error:
-        raise _wrong(name, "cannot be trained", error) from error
+    with _refusing(name, "cannot be trained"), torch.enable_grad():
+        logits = twin.train()(torch.rand(2, *shape, device=next(twin.parameters()).device))
+        logits.sum().backward()
     if logits.shape != (2, classes):
         raise _refused(name, f"returns {list(logits.shape)} instead of [N, {classes}] in training")
     if shapes != {key: value.shape for key, value in twin.state_dict().items()}:
@@ -180,26 +145,26 @@ def check_state(name: str, state: Mapping[str, Any]) -> None:
         if value.numel():
             owner = owners.setdefault(value.untyped_storage().data_ptr(), key)
             if owner != key:
-                raise _refused(
-                    name,
-                    f"has tied weights: {key} shares memory with {owner}; use a separate "
-                    "tensor for each",
+                reason = (
+                    f"has tied weights: {key} shares memory with {owner}; use a separate tensor "
+                    "for each"
                 )
+                raise _refused(name, reason)
 
 
 def _fault(value: Any) -> str:
-    """Returns why an entry of a state cannot be kept; "": it can."""
+    """Returns why an entry of a state cannot be saved; "": it can."""
     if not isinstance(value, Tensor):
         return f"is a {type(value).__name__} instead of a tensor"
-    if nn.parameter.is_lazy(value):
-        return "belongs to a lazy layer that the forward pass does not use"
+    if nn.parameter.is_lazy(value) or value.device.type == "meta":
+        return "has no values (device meta, or a lazy layer that the forward pass does not use)"
     if value.layout != torch.strided or value.is_quantized:
         return "is sparse or quantised"
-    if value.device.type == "meta":
-        return "has no values (device meta)"
     if value.is_complex() or (value.is_floating_point() and value.dtype != torch.float32):
         return f"has type {value.dtype} instead of torch.float32"
-    return "" if torch.isfinite(value).all() else "is not finite"
+    if not torch.isfinite(value).all():
+        return "is not finite"
+    return ""
 
 
 def refuse_dependence(
@@ -218,30 +183,36 @@ def refuse_dependence(
     Raises:
         SettingError: the output does; names the model.
     """
-    for mode in (False, True) if training else (False,):
-        tried = copied(network).to(device).train(mode)
-        parts: list[Callable[[Tensor], Tensor]] = [tried]
-        if hasattr(tried, "embed"):
-            parts.append(tried.embed)  # type: ignore[arg-type]
-        for part in parts:
-            try:
-                finding = dependence_on_batch(part, shape, device)
-            except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
-                raise _wrong(name, "cannot take random images", error) from error
+    for mode in sorted({False, training}):
+        twin = copied(network).to(device).train(mode)
+        functions: list[Any] = [twin]
+        if hasattr(twin, "embed"):
+            functions.append(twin.embed)
+        for function in functions:
+            with _refusing(name, "cannot take random images"):
+                finding = dependence_on_batch(function, shape, device)
             if finding:
-                bound = (
-                    "the influence of one example is not bounded, as differential privacy requires"
+                reason = (
+                    f"{finding}, so the influence of one example is not bounded, as differential "
+                    f"privacy requires: {ADVICE}"
                 )
-                raise _refused(name, f"{finding}, so {bound}: {ADVICE}")
+                raise _refused(name, reason)
 
 
-def _wrong(name: str, what: str, error: Exception) -> SettingError:
-    return _refused(name, f"{what}: {one_line(error)}")
+@contextmanager
+def _refusing(name: str, reason: str) -> Iterator[None]:
+    """Turns any error of the model's code into a SettingError."""
+    try:
+        yield
+    except FedsynthError:
+        raise
+    except Exception as error:
+        raise _refused(name, f"{reason}: {one_line(error)}") from error
 
 
-def _refused(name: str, why: str) -> SettingError:
-    return SettingError("model", "name", f"{name} {why}")
+def _refused(name: str, reason: str) -> SettingError:
+    return SettingError("model", "name", f"{name} {reason}")
 
 
-def _shown(shape: Shape) -> str:
+def _size(shape: Shape) -> str:
     return "×".join(map(str, shape))

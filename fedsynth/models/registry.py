@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, NoReturn
 
 import torch
@@ -21,7 +22,7 @@ from fedsynth.models.alexnet import AlexNet
 from fedsynth.models.convnet import NORMS, ConvNet
 from fedsynth.models.googlenet import googlenet
 from fedsynth.models.on_features import OnFeatures
-from fedsynth.models.own import builder, own_name
+from fedsynth.models.own import builder, optional_arguments, own_name
 from fedsynth.models.projection import Projected
 from fedsynth.models.resnet import ResNet18, ResNet50
 from fedsynth.models.small import Cnn, LeNet5, Linear, Mlp, ResNet8
@@ -30,11 +31,11 @@ from fedsynth.seeding import forked_rng
 from fedsynth.validation import check_ranges
 
 Shape = tuple[int, int, int]
-WIDEST = 2**16
+MAX_WIDTH = 2**16
 """Largest width of a layer, and largest number of blocks."""
 SMALL = 16
 """Images with a smaller side get a ConvNet of two blocks by default."""
-MOST_PARAMETERS = 2**30
+MAX_PARAMETERS = 2**30
 """Largest network: 4 GB of parameters; training takes several times that."""
 ON_FEATURES = ("linear", "mlp")
 """The networks that can use a feature map."""
@@ -46,54 +47,37 @@ class _Architecture:
     """A registered architecture.
 
     Attributes:
-        build: builds it from image shape, classes and settings.
+        build: called with image shape and classes, and with the settings `norm`, `width` and
+            `depth` if it has such parameters.
         norms: the norms that it can have, its default first.
-        own: whether it is custom.
+        custom: whether a user registered it.
         given_weights: whether it starts with weights that the user gave.
         source: the file that it was loaded from; None: not from a file.
     """
 
-    build: Callable[[Shape, int, ModelSettings], nn.Module]
-    norms: tuple[str, ...]
-    own: bool = False
+    build: Callable[..., nn.Module]
+    norms: tuple[str, ...] = ("none",)
+    custom: bool = False
     given_weights: bool = False
     source: OwnCode | None = None
 
 
-_MODELS: dict[str, _Architecture] = {
-    "convnet": _Architecture(
-        lambda shape, classes, s: ConvNet(
-            shape, classes, width=s.width, depth=s.depth, norm=s.norm
-        ),
-        NORMS,
-    ),
-    "linear": _Architecture(lambda shape, classes, s: Linear(shape, classes), ("none",)),
-    "mlp": _Architecture(lambda shape, classes, s: Mlp(shape, classes, s.width), ("none",)),
-    "lenet5": _Architecture(lambda shape, classes, s: LeNet5(shape, classes), ("none",)),
+_MODELS = {
+    "convnet": _Architecture(ConvNet, NORMS),
+    "linear": _Architecture(Linear),
+    "mlp": _Architecture(Mlp),
+    "lenet5": _Architecture(LeNet5),
     "cnn1": _Architecture(
-        lambda shape, classes, s: Cnn(shape, classes, (32, 64), 128, norm=s.norm),
-        ("batch", "group", "instance"),
+        partial(Cnn, channels=(32, 64), hidden=128), ("batch", "group", "instance")
     ),
     "cnn2": _Architecture(
-        lambda shape, classes, s: Cnn(shape, classes, (16, 32, 64), 64, norm=s.norm),
-        ("batch", "group", "instance"),
+        partial(Cnn, channels=(16, 32, 64), hidden=64), ("batch", "group", "instance")
     ),
-    "googlenet": _Architecture(
-        lambda shape, classes, s: googlenet(shape, classes, s.norm), ("batch", "group")
-    ),
-    "resnet8": _Architecture(
-        lambda shape, classes, s: ResNet8(shape, classes, norm=s.norm),
-        ("instance", "group", "batch"),
-    ),
-    "resnet18": _Architecture(
-        lambda shape, classes, s: ResNet18(shape, classes, norm=s.norm), ("batch", "group")
-    ),
-    "resnet50": _Architecture(
-        lambda shape, classes, s: ResNet50(shape, classes, norm=s.norm), ("batch", "group")
-    ),
-    "alexnet": _Architecture(
-        lambda shape, classes, s: AlexNet(shape, classes, norm=s.norm), ("batch", "group")
-    ),
+    "googlenet": _Architecture(googlenet, ("batch", "group")),
+    "resnet8": _Architecture(ResNet8, ("instance", "group", "batch")),
+    "resnet18": _Architecture(ResNet18, ("batch", "group")),
+    "resnet50": _Architecture(ResNet50, ("batch", "group")),
+    "alexnet": _Architecture(AlexNet, ("batch", "group")),
 }
 
 
@@ -146,7 +130,7 @@ class ModelSettings:
             object.__setattr__(self, "norm", norms[0])
         if self.norm not in norms:
             raise unknown_value("model", "norm", self.norm, norms, f" for {self.name}")
-        check_ranges(self, width=(1, WIDEST), depth=(1, WIDEST), projection=(0, WIDEST))
+        check_ranges(self, width=(1, MAX_WIDTH), depth=(1, MAX_WIDTH), projection=(0, MAX_WIDTH))
         for name in self.client_names:
             if name not in _MODELS:
                 raise unknown_name("client model", name, _MODELS, "model", "clients")
@@ -175,7 +159,7 @@ class ModelSettings:
 
 def model_names() -> tuple[str, ...]:
     """Returns the names that `ModelSettings.name` can have, without custom architectures."""
-    return tuple(name for name, architecture in _MODELS.items() if not architecture.own)
+    return tuple(name for name, architecture in _MODELS.items() if not architecture.custom)
 
 
 def _refuse_unknown(name: str) -> NoReturn:
@@ -221,7 +205,7 @@ def register_model(
     >>> parameter_count(build_model(settings, (1, 8, 8), classes=10, seed=0))
     650
     """
-    if not name or (name in _MODELS and not _MODELS[name].own):
+    if not name or (name in _MODELS and not _MODELS[name].custom):
         raise SettingError(
             "model", "name", f"{name!r} is a built-in architecture: choose another name"
         )
@@ -229,8 +213,9 @@ def register_model(
         raise SettingError(
             "model", "name", f"{name} must be a module, or a class or function that returns one"
         )
-    is_module = isinstance(model, nn.Module)
-    _MODELS[name] = _Architecture(builder(name, model), norms, True, is_module, source)
+    _MODELS[name] = _Architecture(
+        builder(name, model), norms, True, isinstance(model, nn.Module), source
+    )
     return ModelSettings(name)
 
 
@@ -264,7 +249,7 @@ def has_given_weights(settings: ModelSettings) -> bool:
 
 def is_own_model(settings: ModelSettings) -> bool:
     """Returns whether the architecture is custom."""
-    return _MODELS[settings.name].own
+    return _MODELS[settings.name].custom
 
 
 def build_model(settings: ModelSettings, image_shape: Shape, classes: int, seed: int) -> nn.Module:
@@ -272,10 +257,19 @@ def build_model(settings: ModelSettings, image_shape: Shape, classes: int, seed:
     RNG is preserved.
 
     Raises:
-        SettingError: it would have more than `MOST_PARAMETERS`, or the images are too small for it.
+        SettingError: it would have more than `MAX_PARAMETERS`, or the images are too small for it.
     """
-    if max(settings.width, settings.projection) > _COUNTED and not _MODELS[settings.name].own:
-        _refuse_beyond_measure(settings, image_shape, classes)
+    if max(settings.width, settings.projection) > _COUNTED and not is_own_model(settings):
+        count = count_parameters(settings, image_shape, classes)
+        if count > MAX_PARAMETERS:
+            key = "width" if settings.width > _COUNTED else "projection"
+            raise SettingError(
+                "model",
+                key,
+                f"results in a network of {count:,} parameters, more than {MAX_PARAMETERS:,}: "
+                "use a smaller value",
+                value=getattr(settings, key),
+            )
     with forked_rng(seed, "model initialisation"):
         return _build(settings, image_shape, classes)
 
@@ -325,27 +319,17 @@ def feature_facts(settings: ModelSettings, spec: DatasetSpec) -> dict[str, str]:
 
 
 def _build(settings: ModelSettings, image_shape: Shape, classes: int) -> nn.Module:
-    network = _MODELS[settings.name].build(image_shape, classes, settings)
-    return Projected(network, settings.projection, classes) if settings.projection else network
+    build = _MODELS[settings.name].build
+    network = build(image_shape, classes, **optional_arguments(build, vars(settings)))
+    if settings.projection:
+        return Projected(network, settings.projection, classes)
+    return network
 
 
-def counted(settings: ModelSettings, image_shape: Shape, classes: int) -> int:
+def count_parameters(settings: ModelSettings, image_shape: Shape, classes: int) -> int:
     """Returns a package network's number of parameters, without allocating them."""
     with forked_rng(0, "counting"), torch.device("meta"):
         return parameter_count(_build(settings, image_shape, classes))
-
-
-def _refuse_beyond_measure(settings: ModelSettings, image_shape: Shape, classes: int) -> None:
-    count = counted(settings, image_shape, classes)
-    if count > MOST_PARAMETERS:
-        key = "width" if settings.width > _COUNTED else "projection"
-        raise SettingError(
-            "model",
-            key,
-            f"results in a network of {count:,} parameters, more than {MOST_PARAMETERS:,}: "
-            "use a smaller value",
-            value=getattr(settings, key),
-        )
 
 
 def build_client_models(

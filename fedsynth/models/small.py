@@ -9,6 +9,8 @@ convolutions where the shape changes, average pooling.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 
@@ -44,8 +46,7 @@ class Linear(EmbeddingNetwork):
 
     def __init__(self, image_shape: tuple[int, int, int], classes: int) -> None:
         super().__init__()
-        channels, height, width = image_shape
-        self.embedding_size = self.largest_activation = aligned(channels * height * width)
+        self.embedding_size = self.largest_activation = aligned(math.prod(image_shape))
         self.classifier = nn.Linear(self.embedding_size, classes)
 
     def embed(self, x_NCHW: Tensor) -> Tensor:
@@ -58,17 +59,16 @@ class Mlp(EmbeddingNetwork):
 
     dense = True
 
-    def __init__(self, image_shape: tuple[int, int, int], classes: int, hidden: int) -> None:
+    def __init__(self, image_shape: tuple[int, int, int], classes: int, width: int) -> None:
         super().__init__()
-        channels, height, width = image_shape
-        inputs = aligned(channels * height * width)
-        self.hidden = nn.Linear(inputs, hidden)
-        self.classifier = nn.Linear(hidden, classes)
-        self.embedding_size = hidden
-        self.largest_activation = max(inputs, hidden)
+        inputs = aligned(math.prod(image_shape))
+        self.hidden = nn.Linear(inputs, width)
+        self.classifier = nn.Linear(width, classes)
+        self.embedding_size = width
+        self.largest_activation = max(inputs, width)
 
     def embed(self, x_NCHW: Tensor) -> Tensor:
-        """Returns embeddings, [N, hidden]."""
+        """Returns embeddings, [N, width]."""
         return torch.relu(self.hidden(flat(x_NCHW)))
 
 

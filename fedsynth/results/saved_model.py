@@ -28,10 +28,10 @@ from fedsynth.errors import FedsynthError, OutputError
 from fedsynth.features.registry import is_own_features, register_file
 from fedsynth.methods import METHODS
 from fedsynth.models.registry import (
-    MOST_PARAMETERS,
+    MAX_PARAMETERS,
     ModelSettings,
     build_network,
-    counted,
+    count_parameters,
     is_own_model,
     register_model_file,
 )
@@ -129,7 +129,7 @@ class Architecture:
         takes_model = self.run is None or self.run.method.takes_model
         if self.own or self.features or not takes_model:
             return None
-        return counted(self.model, self.spec.image_shape, self.spec.classes)
+        return count_parameters(self.model, self.spec.image_shape, self.spec.classes)
 
     def to_metadata(self) -> dict[str, str]:
         """Returns the architecture as a file's metadata; `from_metadata` is the inverse."""
@@ -155,7 +155,7 @@ class Architecture:
         """
         sections = decode_json(metadata["settings"])
         spec = spec_from_json(decode_json(metadata["spec"]))
-        if math.prod(spec.image_shape) * spec.classes > MOST_PARAMETERS:
+        if math.prod(spec.image_shape) * spec.classes > MAX_PARAMETERS:
             raise OutputError("it has too many images or classes")
         if "run" in sections:
             selected = {name: sections.get(name, {}) for name in ("run", "method", "model")}

@@ -103,7 +103,7 @@ def fails(image_shape: Shape, classes: int) -> nn.Module:
             lambda image_shape, classes: flat(image_shape, 7),
             r"must return logits \[N, 10\].*\[2, 7\]",
         ),
-        (lambda: flat((1, 8, 8), 10), "must accept the arguments image_shape"),
+        (lambda: flat((1, 8, 8), 10), "cannot be built .* positional arguments"),
         (3, "must be a module, or a class or function"),
     ],
 )
@@ -241,7 +241,9 @@ def test_embed_must_fit_the_classifier() -> None:
             logits: Tensor = self.classifier(self.body(x))
             return logits
 
-    with pytest.raises(SettingError, match=r"`embed` returns \[2, 5\], but `classifier` needs"):
+    with pytest.raises(
+        SettingError, match=r"`embed` that returns \[2, 5\], but `classifier` needs"
+    ):
         build_model(register_model("own-wrong", Wrong), (1, 8, 8), 10, 0)
 
 
