@@ -134,7 +134,7 @@ class ModuleFeatures:
             features = self(leaf, segment_N)
 
         def pull(vectors_VND: Tensor) -> Tensor:
-            pulled = []
+            pulled: list[Tensor] = []
             for vector in vectors_VND:
                 pulled += torch.autograd.grad(features, leaf, vector, retain_graph=True)
             return torch.stack(pulled)

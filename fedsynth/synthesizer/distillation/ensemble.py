@@ -216,10 +216,10 @@ class OneShotDistillation:
         batches: list[Batch] = []
         for _ in range(settings.generator_steps):
             batch = self._generator_step(z, y, optimisers)
-            if settings.student_images == "all":
+            if settings.student_images == "best" and batches:
+                batch = _lower_loss(batches.pop(), batch)
+            if settings.student_images != "last":
                 batches.append(batch)
-            elif settings.student_images == "best":
-                batches = [_lower_loss(*batches, batch)]
         if settings.student_images == "last":
             with torch.no_grad():
                 x = self._generated(z, y)
@@ -303,10 +303,8 @@ class OneShotDistillation:
         return torch.optim.Adam(parameters, self._settings.generator_lr, betas)
 
 
-def _lower_loss(first: Batch, second: Batch | None = None) -> Batch:
+def _lower_loss(first: Batch, second: Batch) -> Batch:
     """Returns the batch with the lower loss, compared on the device; the first one on a tie."""
-    if second is None:
-        return first
     lower = second.loss < first.loss
     return Batch(
         torch.where(lower, second.images, first.images),
