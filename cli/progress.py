@@ -24,7 +24,7 @@ from fedsynth.evaluation.generated import GENERATOR, in_words
 from fedsynth.privacy.errors import BudgetExceededError
 from fedsynth.privacy.report.pages import summary_rows
 from fedsynth.results.result import RunResult
-from fedsynth.simulation.stderr_observer import Spoken, accuracies
+from fedsynth.simulation.stderr_observer import StderrObserver, accuracies
 
 NO_ACCURACY = {
     "private": "private: metrics on them are in simulation_only",
@@ -32,7 +32,7 @@ NO_ACCURACY = {
 }
 
 
-class LiveObserver(Spoken):
+class LiveObserver(StderrObserver):
     """Shows a progress bar on stderr; finished rounds stay above it as lines."""
 
     def __init__(self, settings: RunSettings, first: str, mark: str, progress: Progress) -> None:
@@ -51,11 +51,13 @@ class LiveObserver(Spoken):
 
 
 @contextmanager
-def make_observer(settings: RunSettings, first: str = "", mark: str = "") -> Iterator[Spoken]:
-    """Yields the observer that fits stderr; the arguments are `Spoken`'s."""
+def make_observer(
+    settings: RunSettings, first: str = "", mark: str = ""
+) -> Iterator[StderrObserver]:
+    """Yields the observer that fits stderr; the arguments are `StderrObserver`'s."""
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield Spoken(settings, first, mark)
+        yield StderrObserver(settings, first, mark)
         return
     columns: list[ProgressColumn] = [
         TextColumn("{task.description}"),

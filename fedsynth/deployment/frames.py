@@ -27,7 +27,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fedsynth.core.messages import LENGTH_BYTES
 from fedsynth.errors import MessageError
-from fedsynth.federation.protocol import Terms
+from fedsynth.federation.protocol import RunTerms
 from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.ledger.history import History
 
@@ -117,9 +117,9 @@ class TermsFacts(Facts):
     noise_multiplier: Any = None
 
     @property
-    def terms(self) -> Terms:
+    def terms(self) -> RunTerms:
         """The run's terms."""
-        return Terms(None if self.sizes is None else tuple(self.sizes), self.noise_multiplier)
+        return RunTerms(None if self.sizes is None else tuple(self.sizes), self.noise_multiplier)
 
 
 class EndFacts(TermsFacts):
@@ -161,7 +161,7 @@ class Correct(Facts):
 
 
 class Accuracy(Facts):
-    """A client's answer to a model that it tests; see `Evaluated`."""
+    """A client's answer to a model that it tests; see `ClientEvaluation`."""
 
     size: Count
     tested: Count

@@ -33,7 +33,7 @@ from fedsynth.federation.context import public_context, resolve_device, with_pro
 from fedsynth.federation.observer import Observer
 from fedsynth.federation.position_leak_check import check_private_steps
 from fedsynth.federation.privacy_plan import PrivacyPlan
-from fedsynth.federation.round_loop import Played, agree, play_round
+from fedsynth.federation.round_loop import RoundResult, negotiate_terms, run_round
 from fedsynth.federation.run_data import NO_TEST, PUBLIC
 from fedsynth.federation.server import Server
 from fedsynth.privacy.errors import LedgerError
@@ -133,7 +133,7 @@ class _Run:
             note=observer.note,
         )
         planned = None if start is None else partial(_plan_when_it_began, start, settings, context)
-        self.agreed = agree(settings, context, self.exchange, planned)
+        self.agreed = negotiate_terms(settings, context, self.exchange, planned)
         self.context = self.agreed.context
         self.participation = settings.schedule(self.agreed.terms.sizes)
         local = settings.partition.local_test > 0 and settings.privacy is None
@@ -177,7 +177,7 @@ class _Run:
             for number in range(len(self.record.rows) + 1, self.settings.rounds + 1):
                 started = time.perf_counter()
                 context = self._context_of(number)
-                played = play_round(self.server, self.exchange, context, self.settings.quorum)
+                played = run_round(self.server, self.exchange, context, self.settings.quorum)
                 if played.refusal is not None:
                     self.observer.note(self.record.ended_early(played.refusal))
                     break
@@ -191,7 +191,7 @@ class _Run:
         taking = self.participation.in_round(number)
         return replace(self.context, round=number, participants=taking)
 
-    def _keep(self, context: RoundContext, played: Played, started: float) -> None:
+    def _keep(self, context: RoundContext, played: RoundResult, started: float) -> None:
         """Records the round's metrics, and writes the checkpoint."""
         if played.no_quorum is None:
             self.uploads = dict(played.uploads)

@@ -43,12 +43,12 @@ from fedsynth.federation.protocol import (
     BUDGET,
     MAX_FACTS_BYTES,
     REQUEST,
-    Evaluated,
-    Joined,
+    ClientEvaluation,
+    ClientInfo,
     Models,
     Refusal,
     Replies,
-    Terms,
+    RunTerms,
     agreement,
     declared,
 )
@@ -105,7 +105,7 @@ class NodeExchange:
         self._everybody = range(proposal.settings.partition.clients)
         self._known_names = names
         self._names = names or [f"client-{number:03d}" for number in self._everybody]
-        self._terms = Terms()
+        self._terms = RunTerms()
         self._number = 0
         self._lost: dict[int, str] = {}
         self._declined: dict[int, Refusal] = {}
@@ -113,7 +113,7 @@ class NodeExchange:
 
     # ------------------------------------------------------------------------------ joining
 
-    def join(self) -> list[Joined]:
+    def join(self) -> list[ClientInfo]:
         """Waits until every client has joined or declined, or the timeout has passed.
 
         Raises:
@@ -151,7 +151,7 @@ class NodeExchange:
         never = JoinedClient(0, None)  # has no records
         joined = [(k, self.clients.get(k, never)) for k in self._everybody]
         return [
-            Joined(k, one.size, History(self._names[k]) if one is never else one.history)
+            ClientInfo(k, one.size, History(self._names[k]) if one is never else one.history)
             for k, one in joined
         ]
 
@@ -242,7 +242,7 @@ class NodeExchange:
 
     # ------------------------------------------------------------------------------ a round
 
-    def start(self, terms: Terms) -> None:
+    def start(self, terms: RunTerms) -> None:
         """Stores the terms, which come with each question."""
         self._terms = terms
 
@@ -328,15 +328,15 @@ class NodeExchange:
 
     def evaluate(
         self, models: Mapping[str, Mapping[str, Tensor]], context: RoundContext
-    ) -> list[Evaluated]:
-        found: dict[int, Evaluated] = {}
+    ) -> list[ClientEvaluation]:
+        found: dict[int, ClientEvaluation] = {}
         for name, parameters in models.items():
             payload = Models(parameters).to_bytes()
             asked = Frame(EVALUATE, self._facts(context), payload)
             for client, answer in self._ask(dict.fromkeys(self._everybody, asked)).items():
                 try:
                     stated = Accuracy.of(answer)
-                    first = Evaluated(client, stated.size, stated.tested, {})
+                    first = ClientEvaluation(client, stated.size, stated.tested, {})
                     known = found.setdefault(client, first)
                     if stated.right.model > known.tested:
                         raise MessageError(f"{stated.right.model} of {known.tested} are right")

@@ -32,7 +32,7 @@ from fedsynth.deployment.secure_aggregation.quantization import (
     sum_terms,
 )
 from fedsynth.deployment.secure_aggregation.server import SumServer
-from fedsynth.federation.protocol import Total
+from fedsynth.federation.protocol import SecureSum
 
 PARCEL_BYTES = 4096
 """The size of a small parcel, and of each client's part in one that grows with their number."""
@@ -74,7 +74,7 @@ class SecureStep:
         terms = sum_terms(self.method, self.phase, self.context, name, self.agreed)
         self.server = SumServer(terms)
 
-    def run(self, clients: Sequence[int], request: Message) -> Total | None:
+    def run(self, clients: Sequence[int], request: Message) -> SecureSum | None:
         """Returns the sum over the remaining clients, or None if too few remain; then nothing is
         revealed.
 
@@ -94,7 +94,7 @@ class SecureStep:
         self.rejected |= {self.context.active[place]: why for place, why in faults}
         return total
 
-    def _run(self, clients: Sequence[int], request: Message) -> Total:
+    def _run(self, clients: Sequence[int], request: Message) -> SecureSum:
         active = self.context.active
         long = PARCEL_BYTES * (1 + len(active))
         asked = [active.index(client) for client in clients]
@@ -111,7 +111,7 @@ class SecureStep:
         words = self.server.sum(self._answers(UNMASK, questions, Shares, long))
         there = tuple(active[place] for place in present.clients)
         total = self._form.decode(words, len(there), self.context.device)
-        return Total(total, there, MaskedUpload(self._form.length))
+        return SecureSum(total, there, MaskedUpload(self._form.length))
 
     def _answers(
         self,

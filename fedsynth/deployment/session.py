@@ -50,9 +50,9 @@ from fedsynth.deployment.secure_aggregation.primitives import SecureSumError
 from fedsynth.deployment.secure_aggregation.quantization import sum_form, sum_terms
 from fedsynth.errors import CheckpointError, MessageError
 from fedsynth.federation.client_group import step_alone
-from fedsynth.federation.client_runtime import ClientRuntime, OwnData, Standing
+from fedsynth.federation.client_runtime import ClientData, ClientRuntime, ResumeState
 from fedsynth.federation.context import public_context, resolve_device, with_proxy
-from fedsynth.federation.protocol import Models, Refusal, Terms, agreement, declared
+from fedsynth.federation.protocol import Models, Refusal, RunTerms, agreement, declared
 from fedsynth.federation.run_data import divided
 from fedsynth.privacy.errors import RequestRefusedError
 from fedsynth.privacy.files import MAX_TENSORS_BYTES, read_regular, read_text, write_whole
@@ -86,8 +86,8 @@ class State(BaseModel):
         answered: how often each step was taken, over all joins, by "ROUND-EXCHANGE".
         done: (round, exchange) of each step since the client joined.
         memory: the round whose memory it has; 0: none.
-        recorded: see `Standing`.
-        pending: the round of `Standing.pending`.
+        recorded: see `ResumeState`.
+        pending: the round of `ResumeState.pending`.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -152,17 +152,17 @@ class Session:
             node.number,
             settings,
             context,
-            OwnData(data.to(device), training, held_out),
+            ClientData(data.to(device), training, held_out),
             ledger,
             secret=None if node.secret is None else node.secret(),
             cap=node.owner.cap,
-            apart=True,
+            remote=True,
         )
         self._node = node
         self.folder = node.folder(proposal.run)
         self._agreed = agreement(settings)
         self._schedule = settings.schedule()
-        self._terms: Terms | None = None
+        self._terms: RunTerms | None = None
         self._stamp = _stamp(self.folder)
         history = ledger.history()
         self.state = state or State(proposal=proposal.to_json(), held=len(history.releases))
@@ -216,11 +216,11 @@ class Session:
         state = self.state
         with damage_is_named(self.folder):
             if state.sigma is not None:
-                self.take(Terms(noise_multiplier=state.sigma))
+                self.take(RunTerms(noise_multiplier=state.sigma))
             pending = None
             if state.pending is not None:
                 pending = (state.pending, self._read(f"first-{state.pending}"))
-            self.runtime.standing = Standing(state.recorded, pending)
+            self.runtime.resume_state = ResumeState(state.recorded, pending)
             if state.memory:
                 self.runtime.memory = self._read(f"memory-{state.memory}")
 
@@ -229,7 +229,7 @@ class Session:
         history = self.runtime.history()
         return {"history": None if history is None else history.to_json()}
 
-    def take(self, terms: Terms) -> None:
+    def take(self, terms: RunTerms) -> None:
         """Accepts the terms, which are the same in all questions of a run.
 
         Each charge uses the σ that noise is drawn with, so the ledger would be right with another
@@ -299,7 +299,7 @@ class Session:
         if not 1 <= asked.round <= rounds:
             raise RequestRefusedError(f"the run has {rounds} rounds, not {asked.round!s:.20}")
         # a sum's smallest number of clients follows from the participants, with privacy and without
-        fixed = runtime.private or runtime.sees_sums
+        fixed = runtime.private or runtime.sends_sums
         if fixed and some != self._schedule.in_round(asked.round):
             raise RequestRefusedError(
                 f"others take part in round {asked.round} by the run's settings"
@@ -347,7 +347,7 @@ class Session:
     def _step(self, frame: Frame, phase: str, asked: RoundFacts, context: RoundContext) -> Frame:
         """Returns the client's upload, masked in a sum, or its refusal."""
         method = self.runtime.method
-        if self.runtime.sees_sums and asked.sum is None:
+        if self.runtime.sends_sums and asked.sum is None:
             raise RequestRefusedError("this client's uploads are seen only in sums")
         message = declared(method, phase, "downlink").from_bytes(frame.payload)
         self._place(context)
@@ -424,13 +424,13 @@ class Session:
         """Puts the client where its stored step has left it."""
         name = _memory_file(phase, context)
         memory = self._read(name) if (self.folder / name).is_file() else {}
-        self.runtime.remember(phase, memory, context)
+        self.runtime.store_memory(phase, memory, context)
         self._keep_memory(phase, context)
         self.state.done.add((context.round, phase))
 
     def _keep_memory(self, phase: str, context: RoundContext) -> None:
         """Stores the memory that a step has left."""
-        memory = self.runtime.recall(MAIN, context)
+        memory = self.runtime.load_memory(MAIN, context)
         if memory or phase == FIRST:
             self._write(_memory_file(phase, context), Kept(memory).to_bytes())
         if memory and phase == MAIN:
@@ -443,9 +443,9 @@ class Session:
         Raises:
             OSError: it cannot be written.
         """
-        standing = self.runtime.standing
-        self.state.recorded = standing.recorded
-        self.state.pending = None if standing.pending is None else standing.pending[0]
+        resume_state = self.runtime.resume_state
+        self.state.recorded = resume_state.recorded
+        self.state.pending = None if resume_state.pending is None else resume_state.pending[0]
         self._write(STATE, self.state.model_dump_json().encode())
         self._stamp = _stamp(self.folder)
         files = self._files()

@@ -17,7 +17,7 @@ from fedsynth.core.messages import Message
 from fedsynth.evaluation.accuracy import correct
 from fedsynth.federation.client_runtime import ClientRuntime, RefusedError
 from fedsynth.federation.message_checks import check_declared, check_finite, check_model_request
-from fedsynth.federation.protocol import REQUEST, Evaluated, Refusal, Replies, declared
+from fedsynth.federation.protocol import REQUEST, ClientEvaluation, Refusal, Replies, declared
 from fedsynth.privacy.errors import RequestRefusedError
 from fedsynth.privacy.plans import FIRST
 from fedsynth.privacy.releases import USER
@@ -47,7 +47,7 @@ def view(clients: Sequence[ClientRuntime], phase: str, context: RoundContext) ->
         for client in clients:
             client.begin(context)
         return ExactClientView(ids, resident, records, network=context.architecture)
-    allowances = [client.granted(phase, context) for client in clients]
+    allowances = [client.charge(phase, context) for client in clients]
     budget = clients[0].budget
     if budget is None or not budget.guaranteed:
         return ExactClientView(ids, resident, records, allowances, network=context.architecture)
@@ -82,7 +82,7 @@ def step_together(
         method.check_request(message, context)
         if context.privacy is not None:
             check_numbers(message.numbers(), context.privacy.max_request_norm)
-        memories = [client.recall(phase, context) for client in clients]
+        memories = [client.load_memory(phase, context) for client in clients]
         group = view(clients, phase, context)
         step = method.first_step if phase == FIRST else method.client_step
         results = step(message, group, memories, context)
@@ -95,7 +95,7 @@ def step_together(
         for client, (_, memory) in zip(clients, results, strict=True):
             check_finite(memory, f"client {client.number}", context.round)
     for client, (reply, memory) in zip(clients, results, strict=True):
-        client.remember(phase, memory, context)
+        client.store_memory(phase, memory, context)
         replies[client.number] = reply
     return Replies(replies)
 
@@ -114,7 +114,7 @@ def evaluate_together(
     clients: Sequence[ClientRuntime],
     models: Mapping[str, Mapping[str, Tensor]],
     context: RoundContext,
-) -> list[Evaluated]:
+) -> list[ClientEvaluation]:
     """Evaluates clients that share a device (`ClientRuntime.evaluate`): a common model in one
     pass.
     """
@@ -127,7 +127,7 @@ def evaluate_together(
     results = []
     for client, size in zip(clients, sizes, strict=True):
         client.begin(context)
-        results.append(Evaluated(client.number, client.data.size, size, {}))
+        results.append(ClientEvaluation(client.number, client.data.size, size, {}))
     for name, model in models.items():
         is_correct = correct(context.load(model), resident, among=indices).cpu()
         for position, of_client in enumerate(is_correct.split(sizes)):

@@ -20,7 +20,7 @@ from fedsynth.data.images import ImageData
 from fedsynth.evaluation.accuracy import correct
 from fedsynth.federation.client_budget import ClientBudget, OpenBudget
 from fedsynth.federation.privacy_plan import PrivacyPlan
-from fedsynth.federation.protocol import Evaluated, Joined, Refusal, Terms
+from fedsynth.federation.protocol import ClientEvaluation, ClientInfo, Refusal, RunTerms
 from fedsynth.privacy.errors import BudgetExceededError, LedgerError, RequestRefusedError
 from fedsynth.privacy.guard import Cap
 from fedsynth.privacy.ledger import Ledger
@@ -42,7 +42,7 @@ class RefusedError(Exception):
 
 
 @dataclass(frozen=True, eq=False)
-class OwnData:
+class ClientData:
     """A client's records.
 
     Args:
@@ -63,7 +63,7 @@ class OwnData:
 
 
 @dataclass(frozen=True, eq=False)
-class Standing:
+class ResumeState:
     """A client's state inside a run, in addition to its memory.
 
     Args:
@@ -89,7 +89,7 @@ class ClientRuntime:
         ledger: its own; None: nothing is charged.
         secret: the generator of its noise; None makes one with a fresh key when it is needed.
         cap: its owner's cap, whatever the run's settings do; None: no other cap.
-        apart: whether it is on its owner's machine, where an upload with only a part of the noise
+        remote: whether it is on its owner's machine, where an upload with only a part of the noise
             may leave only in a secure sum.
 
     Attributes:
@@ -101,12 +101,12 @@ class ClientRuntime:
         number: int,
         settings: RunSettings,
         context: RoundContext,
-        data: OwnData,
+        data: ClientData,
         ledger: Ledger | None = None,
         *,
         secret: SecretGenerator | None = None,
         cap: Cap | None = None,
-        apart: bool = False,
+        remote: bool = False,
     ) -> None:
         self.number = number
         self.settings = settings
@@ -119,8 +119,8 @@ class ClientRuntime:
         self.ledger = ledger
         self._secret = secret
         self._cap = cap
-        self._apart = apart
-        self._told = False
+        self._remote = remote
+        self._has_terms = False
         self._pending: tuple[int, Memory] | None = None
         self._granted: tuple[int, str, Allowance[Any]] | None = None
         self._recorded = 0
@@ -158,17 +158,17 @@ class ClientRuntime:
         return self.settings.privacy is not None
 
     @property
-    def sees_sums(self) -> bool:
+    def sends_sums(self) -> bool:
         """Returns whether its uploads leave it only in secure sums."""
-        return self._apart and self.method.requires_secure_sum
+        return self._remote and self.method.requires_secure_sum
 
-    def join(self) -> Joined:
+    def join(self) -> ClientInfo:
         """Returns its join message, which has no size if the run is private."""
         if self.private:
-            return Joined(self.number, history=self.history())
-        return Joined(self.number, len(self.data.records), self.history())
+            return ClientInfo(self.number, history=self.history())
+        return ClientInfo(self.number, len(self.data.records), self.history())
 
-    def start(self, terms: Terms) -> RoundContext:
+    def start(self, terms: RunTerms) -> RoundContext:
         """Accepts the terms, once: from now on it is charged by its settings and their σ.
 
         Returns:
@@ -178,7 +178,7 @@ class ClientRuntime:
             RequestRefusedError: the terms came before, or are not those of its own settings.
             LedgerError: its ledger holds releases of another unit.
         """
-        if self._told:
+        if self._has_terms:
             raise RequestRefusedError("a client can receive the run terms only once")
         if self.private:
             plan = self._plan(terms)
@@ -188,10 +188,10 @@ class ClientRuntime:
             raise RequestRefusedError("this run has no differential privacy, so it has no σ")
         else:
             self._context = replace(self._context, sizes=terms.sizes)
-        self._told = True
+        self._has_terms = True
         return self._context
 
-    def _plan(self, terms: Terms) -> PrivacyPlan:
+    def _plan(self, terms: RunTerms) -> PrivacyPlan:
         """Returns the plan of its own settings, with the σ that the server calibrated for all
         clients.
         """
@@ -199,7 +199,7 @@ class ClientRuntime:
         if type(sigma) is not float or not 0 < sigma < math.inf:
             raise RequestRefusedError(f"a noise multiplier must be above 0, got {sigma!r:.80}")
         plan = PrivacyPlan.checked(self.settings, self._context)
-        if self._apart and not self.method.requires_secure_sum:
+        if self._remote and not self.method.requires_secure_sum:
             check_own_noise(plan.plans)
         stated = plan.privacy.noise_multiplier
         if stated is not None and sigma != stated:
@@ -227,7 +227,7 @@ class ClientRuntime:
 
     def require_terms(self) -> None:
         """Raises RequestRefusedError if it has not received the terms yet."""
-        if not self._told:
+        if not self._has_terms:
             raise RequestRefusedError(f"client {self.number} has not received the run terms")
 
     def prepare(self, context: RoundContext) -> Refusal | None:
@@ -261,7 +261,7 @@ class ClientRuntime:
         OpenBudget(self.ledger, self.method.name).record(context.round)
         self._recorded = context.round
 
-    def granted(self, phase: str, context: RoundContext) -> Allowance[Any]:
+    def charge(self, phase: str, context: RoundContext) -> Allowance[Any]:
         """Charges this exchange and returns the allowance. Another attempt at a step that has drawn
         nothing is not charged again.
 
@@ -290,7 +290,7 @@ class ClientRuntime:
         number, charged_phase, allowance = self._granted
         return (number, charged_phase) == (context.round, phase) and allowance.untouched
 
-    def recall(self, phase: str, context: RoundContext) -> Memory:
+    def load_memory(self, phase: str, context: RoundContext) -> Memory:
         """Returns its memory in this exchange: that of the round's first exchange, if there was
         one.
         """
@@ -298,7 +298,7 @@ class ClientRuntime:
             return self._pending[1]
         return self.memory
 
-    def remember(self, phase: str, memory: Memory, context: RoundContext) -> None:
+    def store_memory(self, phase: str, memory: Memory, context: RoundContext) -> None:
         """Stores a step's memory; that of a first exchange is for this round only."""
         if phase == FIRST:
             self._pending = (context.round, memory)
@@ -307,16 +307,16 @@ class ClientRuntime:
             self.memory = memory
 
     @property
-    def standing(self) -> Standing:
+    def resume_state(self) -> ResumeState:
         """The state that, in addition to its memory, another process needs to resume."""
-        return Standing(self._recorded, self._pending)
+        return ResumeState(self._recorded, self._pending)
 
-    @standing.setter
-    def standing(self, standing: Standing) -> None:
-        self._recorded = standing.recorded
-        self._pending = standing.pending
+    @resume_state.setter
+    def resume_state(self, resume_state: ResumeState) -> None:
+        self._recorded = resume_state.recorded
+        self._pending = resume_state.pending
 
-    def forget(self, memory: Memory) -> None:
+    def rollback(self, memory: Memory) -> None:
         """Restores the memory from before the round, as if the client had hung in its step."""
         self._pending = None
         self.memory = memory
@@ -332,7 +332,7 @@ class ClientRuntime:
 
     def evaluate(
         self, models: Mapping[str, Mapping[str, Tensor]], context: RoundContext
-    ) -> Evaluated:
+    ) -> ClientEvaluation:
         """Tests models on its own test split."""
         self.begin(context)
         held_out = self.data.held_out
@@ -341,4 +341,4 @@ class ClientRuntime:
             for name, parameters in models.items():
                 model = context.load(self.personal(parameters))
                 right[name] = int(correct(model, self.data.resident, among=held_out).sum())
-        return Evaluated(self.number, self.data.size, len(held_out), right)
+        return ClientEvaluation(self.number, self.data.size, len(held_out), right)

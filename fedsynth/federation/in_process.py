@@ -20,7 +20,14 @@ from fedsynth.core.messages import Message
 from fedsynth.errors import DeviceMemoryError
 from fedsynth.federation.client_group import evaluate_together, step_together
 from fedsynth.federation.client_runtime import ClientRuntime
-from fedsynth.federation.protocol import Evaluated, Joined, Refusal, Replies, Terms, shown
+from fedsynth.federation.protocol import (
+    ClientEvaluation,
+    ClientInfo,
+    Refusal,
+    Replies,
+    RunTerms,
+    affected_clients,
+)
 from fedsynth.privacy.ledger.history import History
 from fedsynth.privacy.plans import MAIN
 
@@ -38,10 +45,10 @@ class InProcess:
         self._settings = self.clients[0].settings
         self._max_group = len(self.clients)  # halved when the device's memory runs out
 
-    def join(self) -> list[Joined]:
+    def join(self) -> list[ClientInfo]:
         return [client.join() for client in self.clients]
 
-    def start(self, terms: Terms) -> None:
+    def start(self, terms: RunTerms) -> None:
         for client in self.clients:
             client.start(terms)
 
@@ -50,14 +57,14 @@ class InProcess:
 
     def prepare(self, context: RoundContext) -> list[Refusal]:
         refusals = []
-        for number in shown(self._settings, context):
+        for number in affected_clients(self._settings, context):
             refusal = self.clients[number].prepare(context)
             if refusal is not None:
                 refusals.append(refusal)
         return refusals
 
     def begin(self, context: RoundContext) -> None:
-        for number in shown(self._settings, context):
+        for number in affected_clients(self._settings, context):
             self.clients[number].begin(context)
 
     def step(
@@ -92,7 +99,7 @@ class InProcess:
                 return Replies(messages, replies.refusals)
             messages.update(replies.messages)
         for client, memory in hanging:
-            client.forget(memory)
+            client.rollback(memory)
         for number in lost:
             messages.pop(number, None)
         return Replies(messages, lost=lost)
@@ -153,7 +160,7 @@ class InProcess:
 
     def evaluate(
         self, models: Mapping[str, Mapping[str, Tensor]], context: RoundContext
-    ) -> list[Evaluated]:
+    ) -> list[ClientEvaluation]:
         return evaluate_together(self.clients, models, context)
 
 

@@ -1,6 +1,6 @@
 """The protocol between a server and its clients, independent of the transport.
 
-A server asks all clients to `join`, sends them the `Terms`, asks the clients of each round whether
+A server asks all clients to `join`, sends them the `RunTerms`, asks the clients of each round whether
 they can take part (`prepare`), announces that it begins (`begin`), and asks for a step (`step`) in
 each exchange of the round. `evaluate` and `facts` are questions of a simulation. A client that
 cannot, or must not, answers with a `Refusal`.
@@ -31,7 +31,7 @@ BUDGET, REQUEST = "budget", "request"
 
 
 @dataclass(frozen=True)
-class Joined:
+class ClientInfo:
     """A client's join message.
 
     Args:
@@ -46,7 +46,7 @@ class Joined:
 
 
 @dataclass(frozen=True)
-class Terms:
+class RunTerms:
     """The terms that a server sends to all clients before the first round; all of them are public.
 
     Args:
@@ -78,18 +78,18 @@ class Refusal:
 
 
 @dataclass(frozen=True)
-class Total:
+class SecureSum:
     """The sum of some clients' uploads, where no party sees the single uploads.
 
     Args:
         message: its fields are the sums.
         clients: whose uploads were summed, ascending.
-        each: a placeholder for each single upload.
+        placeholder: in place of each single upload.
     """
 
     message: Message
     clients: tuple[int, ...]
-    each: Message
+    placeholder: Message
 
 
 @dataclass(frozen=True)
@@ -108,11 +108,11 @@ class Replies:
     refusals: tuple[Refusal, ...] = ()
     lost: Mapping[int, str] = field(default_factory=dict)
     rejected: Mapping[int, str] = field(default_factory=dict)
-    total: Total | None = None
+    total: SecureSum | None = None
 
 
 @dataclass(frozen=True)
-class Evaluated:
+class ClientEvaluation:
     """The results of models on one client's own test split: exact functions of private data.
 
     Args:
@@ -128,7 +128,7 @@ class Evaluated:
     right: Mapping[str, int]
 
 
-def shown(settings: RunSettings, context: RoundContext) -> tuple[int, ...]:
+def affected_clients(settings: RunSettings, context: RoundContext) -> tuple[int, ...]:
     """Returns the clients whose data affect a round's outputs: those that take part; without
     privacy all clients, if all test splits are measured or clients are sampled by their sizes.
     """
@@ -141,17 +141,17 @@ def shown(settings: RunSettings, context: RoundContext) -> tuple[int, ...]:
 class Exchange(Protocol):
     """Transports requests to clients and their answers back."""
 
-    def join(self) -> Sequence[Joined]:
+    def join(self) -> Sequence[ClientInfo]:
         """Returns the join messages of all clients, by index, ascending."""
 
-    def start(self, terms: Terms) -> None:
+    def start(self, terms: RunTerms) -> None:
         """Sends every client the terms."""
 
     def prepare(self, context: RoundContext) -> Sequence[Refusal]:
         """Asks the clients of a round whether they can take part, before any of them is charged."""
 
     def begin(self, context: RoundContext) -> None:
-        """Tells the clients whose data affect the round (`shown`) that it begins, as no client has
+        """Tells the clients whose data affect the round (`affected_clients`) that it begins, as no client has
         refused.
         """
 
@@ -181,7 +181,7 @@ class Exchange(Protocol):
 
     def evaluate(
         self, models: Mapping[str, Mapping[str, Tensor]], context: RoundContext
-    ) -> Sequence[Evaluated]:
+    ) -> Sequence[ClientEvaluation]:
         """Tests models by name on all clients' own test splits; only for simulations."""
 
 

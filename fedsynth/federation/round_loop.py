@@ -11,7 +11,7 @@ from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message
 from fedsynth.federation.message_checks import diverged_error
 from fedsynth.federation.privacy_plan import PrivacyPlan
-from fedsynth.federation.protocol import REQUEST, Exchange, Refusal, Terms
+from fedsynth.federation.protocol import REQUEST, Exchange, Refusal, RunTerms
 from fedsynth.federation.server import Checked, Server
 from fedsynth.privacy.errors import LedgerError, RequestRefusedError
 from fedsynth.privacy.ledger.history import History
@@ -37,7 +37,7 @@ class NoQuorum:
 
 
 @dataclass(frozen=True)
-class Played:
+class RoundResult:
     """The result of a round.
 
     Args:
@@ -72,12 +72,12 @@ class Agreement:
         context: public, with the terms.
     """
 
-    terms: Terms
+    terms: RunTerms
     plan: PrivacyPlan | None
     context: RoundContext
 
 
-def agree(
+def negotiate_terms(
     settings: RunSettings,
     context: RoundContext,
     exchange: Exchange,
@@ -98,7 +98,7 @@ def agree(
     """
     joined = exchange.join()
     if settings.privacy is None:
-        terms = Terms(sizes=tuple(info.size or 0 for info in joined))
+        terms = RunTerms(sizes=tuple(info.size or 0 for info in joined))
         exchange.start(terms)
         return Agreement(terms, None, replace(context, sizes=terms.sizes))
     histories = [info.history for info in joined if info.history is not None]
@@ -112,14 +112,14 @@ def agree(
         plan.check_cap()
     else:
         plan = planned(histories)
-    terms = Terms(noise_multiplier=plan.sigma)
+    terms = RunTerms(noise_multiplier=plan.sigma)
     exchange.start(terms)
     return Agreement(terms, plan, plan.in_context(context))
 
 
-def play_round(
+def run_round(
     server: Server, exchange: Exchange, context: RoundContext, quorum: float = QUORUM
-) -> Played:
+) -> RoundResult:
     """Runs one round, up to the server's next state; a client's refusal ends it.
 
     A client that is lost, or whose upload is rejected, is excluded from the rest of the round,
@@ -139,7 +139,7 @@ def play_round(
     """
     refusals = exchange.prepare(context)
     if refusals:
-        return Played(refusal=refusals[0])
+        return RoundResult(refusal=refusals[0])
     exchange.begin(context)
     sent: dict[int, tuple[Message, ...]] = dict.fromkeys(context.active, ())
     uploads: Mapping[int, Message] = {}
@@ -156,7 +156,7 @@ def play_round(
             refusal = replies.refusals[0]
             if refusal.kind == REQUEST:
                 raise RequestRefusedError(refusal.reason)
-            return Played(refusal=refusal)
+            return RoundResult(refusal=refusal)
         checked = server.check(phase, replies.messages, context)
         lost.update(replies.lost)
         prefix = FIRST_EXCHANGE if phase == FIRST else ""
@@ -164,19 +164,19 @@ def play_round(
             rejected[client] = f"{prefix}{reason}"
         usable = checked.accepted
         if replies.total is not None:
-            usable = dict.fromkeys(replies.total.clients, replies.total.each)
+            usable = dict.fromkeys(replies.total.clients, replies.total.placeholder)
         for client, message in usable.items():
             sent[client] = (*sent[client], message)
         if len(usable) < needed:
             _refuse_divergence(checked, context)
             missed = NoQuorum(phase, len(usable), needed)
-            return Played({}, sent, lost=lost, rejected=rejected, no_quorum=missed)
+            return RoundResult({}, sent, lost=lost, rejected=rejected, no_quorum=missed)
         if replies.total is None:
             server.receive(phase, checked.accepted, context)
             uploads = checked.accepted
         else:
             server.receive_total(phase, replies.total, context)
-    return Played(uploads, sent, lost=lost, rejected=rejected)
+    return RoundResult(uploads, sent, lost=lost, rejected=rejected)
 
 
 def needed_uploads(quorum: float, clients: int) -> int:

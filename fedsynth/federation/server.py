@@ -19,7 +19,7 @@ from fedsynth.core.state import ServerState
 from fedsynth.core.uploads import check_fields, overlap
 from fedsynth.errors import UploadRejectedError
 from fedsynth.federation.message_checks import check_declared, check_finite
-from fedsynth.federation.protocol import Total, declared
+from fedsynth.federation.protocol import SecureSum, declared
 from fedsynth.privacy.plans import FIRST
 
 
@@ -136,7 +136,7 @@ class Server:
         """
         self.state = self._next = self.method.at_end(self.state, context)
 
-    def receive_total(self, phase: str, total: Total, context: RoundContext) -> None:
+    def receive_total(self, phase: str, total: SecureSum, context: RoundContext) -> None:
         """Computes the next state from the sum of replies, none of which it has seen.
 
         Raises:

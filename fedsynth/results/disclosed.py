@@ -13,7 +13,7 @@ from typing import Any
 
 from fedsynth.core.method import Method
 from fedsynth.evaluation.generated import GENERATOR
-from fedsynth.federation.round_loop import Played
+from fedsynth.federation.round_loop import RoundResult
 from fedsynth.privacy.disclosure import (
     COUNT,
     SHARE,
@@ -182,7 +182,7 @@ def disclosed(values: Mapping[str, Any], declared: Declared | None) -> Disclosed
     return Disclosed(public, hidden)
 
 
-def lost_clients(played: Played) -> dict[str, Any]:
+def lost_clients(played: RoundResult) -> dict[str, Any]:
     """Returns what a row states about clients whose uploads were not used, in ascending order."""
     row: dict[str, Any] = {}
     for key, reasons in ((LOST, played.lost), (REJECTED, played.rejected)):

@@ -21,7 +21,7 @@ from fedsynth.errors import FedsynthError
 from fedsynth.federation.observer import Observer
 from fedsynth.federation.privacy_plan import PrivacyPlan
 from fedsynth.federation.protocol import Refusal
-from fedsynth.federation.round_loop import Played
+from fedsynth.federation.round_loop import RoundResult
 from fedsynth.federation.server import Server
 from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.ledger.history import History
@@ -128,7 +128,7 @@ class RunRecord:
             self.events.append(Event(kind="resumed", after=round_number))
 
     def row(
-        self, state: ServerState, context: RoundContext, played: Played, started: float
+        self, state: ServerState, context: RoundContext, played: RoundResult, started: float
     ) -> Disclosed:
         """Records the row of a finished round, and returns it split into what may be shown and what
         may not.

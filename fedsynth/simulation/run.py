@@ -27,14 +27,14 @@ from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message
 from fedsynth.data.images import ImageData
 from fedsynth.data.partition import count_matrix
-from fedsynth.federation.client_runtime import ClientRuntime, OwnData
+from fedsynth.federation.client_runtime import ClientData, ClientRuntime
 from fedsynth.federation.context import public_context, with_proxy
 from fedsynth.federation.in_process import InProcess
 from fedsynth.federation.observer import Observer
 from fedsynth.federation.position_leak_check import check_private_steps
 from fedsynth.federation.privacy_plan import PrivacyPlan
 from fedsynth.federation.protocol import Refusal
-from fedsynth.federation.round_loop import Played, agree, play_round
+from fedsynth.federation.round_loop import RoundResult, negotiate_terms, run_round
 from fedsynth.federation.run_data import PRIVATE, Clients, divided
 from fedsynth.federation.server import Server
 from fedsynth.methods import is_own_method
@@ -97,7 +97,7 @@ class Simulation:
         checkpoint = None if resumed is None else self.checkpoints.read(resumed)
         self.exchange = self._make_clients(clients, train, parts, resumed)
         planned = self._original_plan(resumed, checkpoint)
-        self.agreed = agree(settings, self.context, self.exchange, planned)
+        self.agreed = negotiate_terms(settings, self.context, self.exchange, planned)
         self.context = self.agreed.context
         self.participation = settings.schedule(self.agreed.terms.sizes)
         # If earlier runs have exhausted the budget, this one ends before its first round and writes
@@ -129,7 +129,7 @@ class Simulation:
         self._announce(new=resumed is None)
         self.server = Server.begun(self.method, self.context)
         self.uploads: dict[int, Message] = {}
-        self.played = Played()
+        self.played = RoundResult()
         if resumed is not None:
             self._restore(resumed, checkpoint)
 
@@ -168,7 +168,7 @@ class Simulation:
             ledgers = clients.fresh_ledgers(None, settings)
         runtimes = []
         for number, ledger in enumerate(ledgers):
-            data = OwnData(train, training[number], held_out[number])
+            data = ClientData(train, training[number], held_out[number])
             runtimes.append(ClientRuntime(number, settings, self.context, data, ledger))
         return InProcess(runtimes)
 
@@ -249,7 +249,7 @@ class Simulation:
 
     def play(self, context: RoundContext) -> Refusal | None:
         """Runs one round; a client's refusal ends it."""
-        played = play_round(self.server, self.exchange, context, self.settings.quorum)
+        played = run_round(self.server, self.exchange, context, self.settings.quorum)
         if played.refusal is None:
             self.played = played
             if played.no_quorum is None:  # otherwise the uploads of the last counted round remain

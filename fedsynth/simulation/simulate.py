@@ -30,7 +30,7 @@ from fedsynth.results.loggers import Logger, Several
 from fedsynth.results.result import RunResult
 from fedsynth.results.run_folder import RunFolder
 from fedsynth.simulation.run import Simulation
-from fedsynth.simulation.stderr_observer import Spoken
+from fedsynth.simulation.stderr_observer import StderrObserver
 
 
 def simulate(
@@ -101,7 +101,7 @@ def simulate(
     if settings.compile:
         check_compiler(device)
     if observer is None:
-        observer = Observer() if quiet else Spoken(settings)
+        observer = Observer() if quiet else StderrObserver(settings)
     if isinstance(observer, Logger):
         observer = Several([observer])  # its failure does not end the run
     run_data = data_of_run(settings, data, test, observer.note, download=download)

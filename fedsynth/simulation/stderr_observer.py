@@ -156,7 +156,7 @@ def round_line(row: Mapping[str, Any], settings: RunSettings) -> str:
     return " · ".join(parts)
 
 
-class Spoken(Observer):
+class StderrObserver(Observer):
     """Prints a line on stderr for each note and each round, and in long rounds a sign of life.
 
     The sign of life comes every 30 seconds. With differential privacy the time may depend on

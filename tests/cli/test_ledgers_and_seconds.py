@@ -16,7 +16,7 @@ from fedsynth.config.resolve import resolve
 from fedsynth.federation.run_data import data_set_id
 from fedsynth.privacy.ledger import Ledger, read_ledger
 from fedsynth.privacy.releases import Release
-from fedsynth.simulation.stderr_observer import LONG_PHASE, Spoken
+from fedsynth.simulation.stderr_observer import LONG_PHASE, StderrObserver
 
 Call = Callable[..., Any]
 SECONDS = re.compile(r"\d\.\d+ ?s\b|\btime\b|seconds")
@@ -83,7 +83,7 @@ def test_a_private_run_shows_no_seconds(train: Call, mechanism: str) -> None:
 def test_a_sign_of_life_goes_by_steps_where_seconds_would_tell(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    observer = Spoken(resolve({"privacy": {"noise_multiplier": 3.0}}), "")
+    observer = StderrObserver(resolve({"privacy": {"noise_multiplier": 3.0}}), "")
     observer._last -= 3600
     for total in (LONG_PHASE - 1, LONG_PHASE):
         for done in range(1, total + 1):
@@ -92,7 +92,7 @@ def test_a_sign_of_life_goes_by_steps_where_seconds_would_tell(
     assert lines == [
         f"round 1/3 condense {n * LONG_PHASE // 10}/{LONG_PHASE}" for n in range(1, 11)
     ]
-    plain = Spoken(resolve({}), "")
+    plain = StderrObserver(resolve({}), "")
     plain._last -= 3600
     for done in (1, 2):
         plain.step(1, "condense", done, 10)

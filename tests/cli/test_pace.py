@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fedsynth.config.resolve import resolve
-from fedsynth.simulation.stderr_observer import Pace, Spoken
+from fedsynth.simulation.stderr_observer import Pace, StderrObserver
 
 
 class Clock:
@@ -49,5 +49,5 @@ def test_slow_first_steps_are_forgotten_when_others_are_fast() -> None:
 
 
 def test_a_private_run_shows_no_times() -> None:
-    assert Spoken(resolve({"privacy": {"noise_multiplier": 3.0}}))._pace is None
-    assert Spoken(resolve({}))._pace is not None
+    assert StderrObserver(resolve({"privacy": {"noise_multiplier": 3.0}}))._pace is None
+    assert StderrObserver(resolve({}))._pace is not None

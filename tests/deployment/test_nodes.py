@@ -34,7 +34,7 @@ from fedsynth.deployment.record_source import ClassFolders, PartOf
 from fedsynth.deployment.session import Session
 from fedsynth.errors import CheckpointError, DataError, SettingError
 from fedsynth.federation import client_group, position_leak_check
-from fedsynth.federation.protocol import Terms
+from fedsynth.federation.protocol import RunTerms
 from fedsynth.methods import METHODS, method_class
 from fedsynth.methods.fedsum import FedSum
 from fedsynth.models.small import Mlp
@@ -286,7 +286,7 @@ def test_noise_that_needs_a_sum_is_refused_where_none_is_made(place: Place) -> N
         serve(proposal, Post(place.hand(), Timeouts(join=0.2)), place.folder / "runs")
     session = Session(place.node(0), proposal, PartOf().read(proposal, 0), Ledger("c"), None)
     with pytest.raises(PrivacySettingError, match="are not summed by secure aggregation"):
-        session.take(Terms(None, 5.0))
+        session.take(RunTerms(None, 5.0))
     assert joined(place.node(0), known).kind == "answer"
 
 

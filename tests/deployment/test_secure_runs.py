@@ -35,7 +35,7 @@ from fedsynth.deployment.secure_aggregation.quantization import sum_form
 from fedsynth.deployment.secure_exchange import SecureStep
 from fedsynth.errors import SettingError
 from fedsynth.federation.context import public_context
-from fedsynth.federation.protocol import Total
+from fedsynth.federation.protocol import SecureSum
 from fedsynth.federation.server import Server
 from fedsynth.privacy import grid, randomness
 from fedsynth.privacy.report.pages import render_markdown
@@ -178,7 +178,7 @@ class Seen:
     plain: dict[tuple[int, str, int], Words] = field(default_factory=dict)
     uploads: dict[tuple[int, str, int], Any] = field(default_factory=dict)
     masked: dict[tuple[int, str, int], Words] = field(default_factory=dict)
-    totals: dict[tuple[int, str], Total] = field(default_factory=dict)
+    totals: dict[tuple[int, str], SecureSum] = field(default_factory=dict)
     held: list[bytes] = field(default_factory=list)
 
 
@@ -194,13 +194,13 @@ def watched(monkeypatch: pytest.MonkeyPatch, runs: Path) -> Seen:
         seen.uploads[where] = reply
         return reply
 
-    def at_server(self: SecureStep, clients: Any, request: Any) -> Total:
+    def at_server(self: SecureStep, clients: Any, request: Any) -> SecureSum:
         made = unmasked(self, clients, request)
         for place_, words in self.server.masked.items():
             seen.masked[self.context.round, self.phase, place_] = words
         return made
 
-    def made(self: Server, phase: str, total: Total, context: Any) -> None:
+    def made(self: Server, phase: str, total: SecureSum, context: Any) -> None:
         seen.totals[context.round, phase] = total
         total_of(self, phase, total, context)
         seen.held.extend(parts_of(self))

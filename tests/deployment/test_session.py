@@ -14,7 +14,7 @@ from fedsynth.deployment.frames import Frame
 from fedsynth.deployment.node import Node
 from fedsynth.deployment.policy import Policy
 from fedsynth.deployment.proposal import own_proposal
-from fedsynth.federation.protocol import Models, Terms
+from fedsynth.federation.protocol import Models, RunTerms
 from fedsynth.methods import METHODS, method_class
 from fedsynth.privacy.accounting import epsilon
 from fedsynth.privacy.releases import Release
@@ -128,7 +128,7 @@ def test_a_round_is_declined_before_its_first_exchange_if_the_budget_lacks_its_s
     for share, kind in ((0.5, "refusal"), (1.01, "answer")):
         client = Client(Place(place.folder / kind), given, noise_multiplier=5.0)
         session = client.node._session(client.proposal.run)
-        session.take(Terms(noise_multiplier=5.0))
+        session.take(RunTerms(noise_multiplier=5.0))
         context = replace(client.runtime.context, participants=tuple(range(CLIENTS)))
         budget = client.runtime.budget
         assert budget is not None

@@ -26,10 +26,10 @@ from fedsynth.federation.client_group import (
     step_together,
     view,
 )
-from fedsynth.federation.client_runtime import ClientRuntime, OwnData
+from fedsynth.federation.client_runtime import ClientData, ClientRuntime
 from fedsynth.federation.context import public_context
 from fedsynth.federation.privacy_plan import PrivacyPlan
-from fedsynth.federation.protocol import BUDGET, REQUEST, Terms
+from fedsynth.federation.protocol import BUDGET, REQUEST, RunTerms
 from fedsynth.methods import METHODS, method_class
 from fedsynth.methods.fedavg import FedAvg
 from fedsynth.methods.fedfm import FedFMLite
@@ -67,7 +67,7 @@ def client_of(number: int, method: Any, own: Any = None, **privacy: Any) -> Clie
     ledger = Ledger(f"client-{number}") if privacy else None
     client = ClientRuntime(number, settings, context(sizes=None), own, ledger)
     sigma = privacy.get("noise_multiplier")
-    client.start(Terms(noise_multiplier=sigma) if privacy else Terms())
+    client.start(RunTerms(noise_multiplier=sigma) if privacy else RunTerms())
     return client
 
 
@@ -75,7 +75,7 @@ def runtimes(method: Any, held_out: list[Tensor] | None = None) -> list[ClientRu
     nothing = [torch.arange(0)] * len(PARTS)
     resident = data()
     pairs = zip(PARTS, held_out or nothing, strict=True)
-    own = [OwnData(resident, part, test) for part, test in pairs]
+    own = [ClientData(resident, part, test) for part, test in pairs]
     return [client_of(k, method, mine) for k, mine in enumerate(own)]
 
 
@@ -205,10 +205,10 @@ def test_the_client_with_an_exhausted_budget_refuses() -> None:
     ledgers = [Ledger(f"client-{k}") for k in range(5)]
     plan = PrivacyPlan.make(settings, public, [ledger.history() for ledger in ledgers])
     resident = data()
-    own = [OwnData(resident, PARTS[k], torch.arange(0)) for k in range(3)]
+    own = [ClientData(resident, PARTS[k], torch.arange(0)) for k in range(3)]
     clients = [ClientRuntime(k, settings, public, own[k], ledgers[k]) for k in range(3)]
     for client in clients:
-        client.start(Terms(noise_multiplier=plan.sigma))
+        client.start(RunTerms(noise_multiplier=plan.sigma))
     ctx = plan.in_context(public)
     assert [client.prepare(ctx) for client in clients] == [None] * 3
     for row in plan.planned():
@@ -225,7 +225,9 @@ def test_the_client_with_an_exhausted_budget_refuses() -> None:
 
 def test_clients_with_separate_data_are_not_a_group() -> None:
     """One's positions in another's data would be other records, without a word."""
-    clients = [client_of(k, FedAvg(), OwnData(data(), PARTS[k], torch.arange(0))) for k in range(2)]
+    clients = [
+        client_of(k, FedAvg(), ClientData(data(), PARTS[k], torch.arange(0))) for k in range(2)
+    ]
     with pytest.raises(ValueError, match="share resident data"):
         step_together(clients, MAIN, request(context()), context())
 
@@ -233,7 +235,7 @@ def test_clients_with_separate_data_are_not_a_group() -> None:
 def test_a_mechanism_belongs_to_its_client_and_is_not_copied() -> None:
     """A wrong position in a method would release one client's records twice for one charge."""
     resident = data()
-    own = [OwnData(resident, PARTS[k], torch.arange(0)) for k in range(2)]
+    own = [ClientData(resident, PARTS[k], torch.arange(0)) for k in range(2)]
     clients = [client_of(k, FedFMLite(), own[k], noise_multiplier=2.0) for k in range(2)]
     ctx = clients[0].context
     group = view(clients, MAIN, ctx)

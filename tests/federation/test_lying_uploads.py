@@ -28,7 +28,7 @@ from fedsynth.core.uploads import most_bytes, overlap
 from fedsynth.errors import DivergedError, MessageError
 from fedsynth.federation.in_process import InProcess
 from fedsynth.federation.protocol import Replies
-from fedsynth.federation.round_loop import NoQuorum, play_round
+from fedsynth.federation.round_loop import NoQuorum, run_round
 from fedsynth.federation.server import Server
 from fedsynth.methods import METHODS
 from fedsynth.methods.fedfm import FeatureSums
@@ -457,7 +457,7 @@ def test_a_round_below_the_quorum_leaves_the_state(quorum: float, liars: int, co
     server = exchanged.server()
     bad: Any = {k: replace(exchanged.replies[k], weight=-1.0) for k in range(liars)}  # type: ignore[call-arg]
     exchange: Any = Canned({**exchanged.replies, **bad})
-    played = play_round(server, exchange, exchanged.context, quorum)
+    played = run_round(server, exchange, exchanged.context, quorum)
     assert set(played.rejected) == set(range(liars))
     assert played.no_quorum == (
         None if counts else NoQuorum(MAIN, CLIENTS - liars, ceil(quorum * CLIENTS))
