@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fedsynth import register_model, resolve, simulate
 from fedsynth.core.messages import ModelParameters
-from fedsynth.data.declaration import proposal as declaration
+from fedsynth.data.describe import proposal as declaration
 from fedsynth.data.registry import DatasetSpec, dataset_spec
 from fedsynth.deployment import networked_run as served
 from fedsynth.deployment.carrier import Post, Timeouts
