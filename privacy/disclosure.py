@@ -44,7 +44,7 @@ class Disclosure:
     shape: Any = NUMBER
 
     @property
-    def shown(self) -> bool:
+    def may_be_shown(self) -> bool:
         """True if the value may be shown publicly."""
         return self.kind in (RELEASED, PUBLIC)
 
@@ -74,7 +74,7 @@ def released(reason: str, shape: Any = NUMBER) -> Disclosure:
         reason: why it depends on nothing else.
         shape: its type.
 
-    >>> released("the accuracy of a released model").shown
+    >>> released("the accuracy of a released model").may_be_shown
     True
     """
     return Disclosure(RELEASED, reason, shape)
@@ -92,7 +92,7 @@ def simulation_only(reason: str) -> Disclosure:
     """Returns the disclosure of a function of private data, which only the operator of a
     simulation may see.
 
-    >>> simulation_only("how long it took").shown
+    >>> simulation_only("how long it took").may_be_shown
     False
     """
     return Disclosure(SIMULATION_ONLY, reason, Any)

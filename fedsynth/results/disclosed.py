@@ -7,7 +7,7 @@ undeclared key is refused; one that only a simulation may show goes only into `s
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,18 +75,26 @@ ROW: Declared = {
 MEASURED: Declared = {key: ROW[key] for key in (*ON_TEST, LOCAL, PRIVATE_TEST)}
 """Keys of the row of one of a method's variants."""
 SUMMARY: Declared = {
-    **{key: ROW[key] for key in (COMMON, "domain_average", MODELS)},
-    **{key: ROW[key] for key in ("upload_bytes", "seconds", LOCAL)},
+    "method": _AS_PLANNED,
+    "settings": _AS_PLANNED,
+    "dataset": _AS_PLANNED,
+    "seed": _AS_PLANNED,
+    "test_data": _AS_PLANNED,
+    "rounds": _AS_PLANNED,
+    "differential_privacy": _AS_PLANNED,
+    SOURCES: _AS_PLANNED,
     "test_accuracy": released(_ACCURACY.reason, SHARE | None),
-    **{key: _AS_PLANNED for key in ("method", "settings", "dataset", "seed", "test_data")},
-    **{key: _AS_PLANNED for key in ("rounds", "differential_privacy", SOURCES)},
+    COMMON: ROW[COMMON],
+    "domain_average": ROW["domain_average"],
+    MODELS: ROW[MODELS],
+    "upload_bytes": _SIZE,
     "upload_floats_per_round": _SIZE,
+    "seconds": ROW["seconds"],
+    LOCAL: ROW[LOCAL],
     "device": public("the machine that ran it", str),
     "folder": public("where the run's files are", str),
 }
 """Keys of summary.json, in addition to those that the method declares."""
-SUMMARISED = (GENERATOR,)
-"""The methods' facts that are also in a summary."""
 
 
 def declared_row(method: type[Method]) -> Declared:
@@ -96,8 +104,18 @@ def declared_row(method: type[Method]) -> Declared:
 
 def declared_summary(method: type[Method]) -> Declared:
     """Returns the keys that this method's summary may have."""
-    facts = {key: label for key, label in method.metric_privacy.items() if key in SUMMARISED}
-    return {**facts, **SUMMARY}
+    if GENERATOR in method.metric_privacy:
+        return {GENERATOR: method.metric_privacy[GENERATOR], **SUMMARY}
+    return SUMMARY
+
+
+def undeclared(row: Mapping[str, Any], declared: Declared) -> Iterator[str]:
+    """Yields what is wrong with the keys and the shapes of a row that was shown."""
+    for key, value in row.items():
+        if key not in declared or not declared[key].may_be_shown:
+            yield f"has {key!r:.80}, which may not be shown"
+        elif not declared[key].fits(value):
+            yield f"has {key} in a shape that was not declared"
 
 
 def check_facts(facts: Mapping[str, Any], declared: Declared | None) -> Mapping[str, Any]:
@@ -110,11 +128,13 @@ def check_facts(facts: Mapping[str, Any], declared: Declared | None) -> Mapping[
     Raises:
         UnaccountedReleaseError: a key is the engine's, or the method did not declare it.
     """
-    reserved = sorted(ROW.keys() & facts.keys())
-    undeclared = [] if declared is None else sorted(facts.keys() - declared.keys())
-    for key in (*reserved, *undeclared):
-        why = "is reserved" if key in ROW else "is not declared in `Method.metric_privacy`"
-        raise UnaccountedReleaseError(f"the metric {key!r} of a method {why}")
+    for key in facts:
+        if key in ROW:
+            raise UnaccountedReleaseError(f"the metric {key!r} of a method is reserved")
+        if declared is not None and key not in declared:
+            raise UnaccountedReleaseError(
+                f"the metric {key!r} of a method is not declared in `Method.metric_privacy`"
+            )
     return facts
 
 
@@ -134,19 +154,20 @@ class Disclosed:
     """A row of metrics, or a summary, as a run may write it.
 
     Attributes:
-        shown: what may be public.
-        hidden: what only a simulation may show; empty without privacy, when all may be shown.
+        public: what may be shown.
+        simulation_only: what only a simulation may show; empty without privacy, when all may be
+            shown.
     """
 
-    shown: Mapping[str, Any]
-    hidden: Mapping[str, Any] = field(default_factory=dict)
+    public: Mapping[str, Any]
+    simulation_only: Mapping[str, Any] = field(default_factory=dict)
 
 
 def disclosed(values: Mapping[str, Any], declared: Declared | None) -> Disclosed:
     """Splits a row into what may be shown and what only a simulation may show.
 
     The rows of variants are split in the same way: `public` has the part of each row that may be
-    shown, `hidden` has the full rows.
+    shown, `simulation_only` has the full rows.
 
     Args:
         values: the row.
@@ -165,20 +186,20 @@ def disclosed(values: Mapping[str, Any], declared: Declared | None) -> Disclosed
                 f"{key!r} is in a private run's metrics without a declaration: declare it in "
                 "the method's `metric_privacy`, as released or public"
             )
-        if not declared[key].shown:
+        if not declared[key].may_be_shown:
             hidden[key] = value
         elif not declared[key].fits(value):
             raise UnaccountedReleaseError(
                 f"{key!r} in a private run's metrics has another shape than declared in the "
                 "method's `metric_privacy`"
             )
-        elif key == MODELS:
-            public[key] = {
-                name: dict(disclosed(item, MEASURED).shown) for name, item in value.items()
-            }
-            hidden[key] = value
         else:
             public[key] = value
+    if MODELS in public:
+        hidden[MODELS] = public[MODELS]
+        public[MODELS] = {
+            name: disclosed(row, MEASURED).public for name, row in public[MODELS].items()
+        }
     return Disclosed(public, hidden)
 
 
@@ -188,8 +209,8 @@ def lost_clients(played: RoundResult) -> dict[str, Any]:
     for key, reasons in ((LOST, played.lost), (REJECTED, played.rejected)):
         if reasons:
             row[key] = {str(client): reasons[client] for client in sorted(reasons)}
-    if played.no_quorum is not None:
-        missed = played.no_quorum
+    missed = played.no_quorum
+    if missed is not None:
         row[NOT_COUNTED] = {
             "exchange": missed.phase,
             "uploads": missed.uploads,
@@ -205,10 +226,9 @@ def lost_in_words(row: Mapping[str, Any]) -> list[str]:
     texts = []
     for key in (LOST, REJECTED):
         if key in row:
-            clients = [f"{client} ({why})" for client, why in row[key].items()]
-            texts.append(f"{key} {', '.join(clients)}")
-    if missed := row.get(NOT_COUNTED):
-        texts.append(
-            f"is discarded: {missed['uploads']} uploads, but {missed['needed']} are required"
-        )
+            clients = ", ".join(f"{client} ({reason})" for client, reason in row[key].items())
+            texts.append(f"{key} {clients}")
+    if NOT_COUNTED in row:
+        uploads, needed = row[NOT_COUNTED]["uploads"], row[NOT_COUNTED]["needed"]
+        texts.append(f"is discarded: {uploads} uploads, but {needed} are required")
     return texts

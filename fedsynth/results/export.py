@@ -230,7 +230,7 @@ def _write(share: Share, out: Path) -> None:
     if share.report is not None:
         names = plain_files(out, leave_out=["images"])
         files = {name: file_hash(out / name) for name in names}
-        write_report({**share.report, "files": files, "handed_over": True}, out)
+        write_report({**share.report, "files": files, "exported": True}, out)
     write_hashes(out)
 
 

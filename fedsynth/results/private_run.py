@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -38,19 +38,25 @@ from fedsynth.privacy.report.build import over_clients
 from fedsynth.privacy.report.figures import Event, Start
 from fedsynth.privacy.report.file import HOSTILE, LedgerRows, parse_json, read_json
 from fedsynth.privacy.report.verify import differences
-from fedsynth.results import run_folder
-from fedsynth.results.disclosed import LOST, NOT_COUNTED, REJECTED
-from fedsynth.results.run_folder import CONFIG, PRIVATE_START, RESUMED
+from fedsynth.privacy.settings import PrivacySettings
+from fedsynth.results import disclosed, run_folder
+from fedsynth.results.disclosed import LOST, NOT_COUNTED, REJECTED, Declared
+from fedsynth.results.run_folder import (
+    CONFIG,
+    INCOMPLETE,
+    METRICS,
+    PRIVATE_START,
+    RESUMED,
+    SUMMARY,
+)
 from fedsynth.toml_file import read_sections
 
-CALIBRATED = 2e-3
+SIGMA_TOLERANCE = 2e-3
 """Relative tolerance of σ. Calibration finds it to 0.1 %, and another version of the libraries may
 return another value within that.
 """
-MAX_REASON = 1000
-"""Maximum number of characters of a reason that another party gave."""
 Rows = Mapping[str, Sequence[Release]]
-OWN_METHOD = (
+CUSTOM_METHOD = (
     "a custom method is needed again: pass its file, or in Python "
     "fedsynth.results.verification.verify_run(folder, method=TheClass)"
 )
@@ -69,19 +75,24 @@ class PrivateRun:
 
     Attributes:
         settings: read from config.toml.
+        privacy: its section on privacy.
         spec: the data set's.
         start: read from privacy_start.json.
-        rows: read from metrics.jsonl; empty in an owner's folder, like what follows.
+        rows: read from metrics.jsonl, with the keys and shapes that the method declares; empty in
+            an owner's folder, like what follows.
         summary: None if there is none.
         resumed: the rounds after which the run was resumed.
+        abandoned: the run was killed.
     """
 
     settings: RunSettings
+    privacy: PrivacySettings
     spec: DatasetSpec
     start: Start
     rows: Sequence[dict[str, Any]] = ()
     summary: dict[str, Any] | None = None
     resumed: Sequence[int] = ()
+    abandoned: bool = False
 
     @cached_property
     def context(self) -> RoundContext:
@@ -89,14 +100,14 @@ class PrivateRun:
         return public_context(self.settings, self.spec, torch.device("cpu"))
 
     @property
-    def served(self) -> bool:
-        """Returns whether the run was over nodes."""
+    def networked(self) -> bool:
+        """True if the run was over nodes."""
         return not self.start.simulated
 
     @property
     def resumptions(self) -> list[Event]:
         """The events of the report for `resumed`."""
-        return [Event(kind="resumed", after=after) for after in self.resumed]
+        return [Event(kind="resumed", rounds_done=number) for number in self.resumed]
 
 
 def read_run(folder: Path, method: type[Method] | None = None) -> PrivateRun:
@@ -109,8 +120,7 @@ def read_run(folder: Path, method: type[Method] | None = None) -> PrivateRun:
     clients, started = run.settings.partition.clients, len(run.start.ledgers)
     if clients != started:
         raise MismatchError(f"config.toml has {clients} clients, but {PRIVATE_START} has {started}")
-    summary = folder / "summary.json"
-    rows = _metrics(folder / "metrics.jsonl")
+    rows = _metrics(folder / METRICS, disclosed.declared_row(type(run.settings.method)))
     try:
         resumed = run_folder.resumed_rounds(folder / RESUMED)
     except (OSError, ValueError) as error:
@@ -118,8 +128,11 @@ def read_run(folder: Path, method: type[Method] | None = None) -> PrivateRun:
     limit = min(len(rows), run.settings.rounds - 1)
     if resumed and resumed[-1] > limit:
         raise MismatchError(f"{RESUMED} names round {resumed[-1]}, but at most {limit} is possible")
-    stated = read_json(summary, "run's summary") if summary.exists() else None
-    return replace(run, rows=rows, summary=stated, resumed=resumed)
+    summary = None
+    if (folder / SUMMARY).exists():
+        summary = read_json(folder / SUMMARY, "run's summary")
+    abandoned = summary is None and folder.resolve().suffix == INCOMPLETE
+    return replace(run, rows=rows, summary=summary, resumed=resumed, abandoned=abandoned)
 
 
 def read_start(folder: Path, method: type[Method] | None) -> PrivateRun:
@@ -133,9 +146,10 @@ def read_start(folder: Path, method: type[Method] | None) -> PrivateRun:
     spec, custom = _specification(start.data_set)
     try:
         settings = resolve(sections, own_method=method, own_data=spec.name if custom else None)
+    except UnknownNameError as error:
+        raise MismatchError(f"config.toml: {error}; {CUSTOM_METHOD}") from None
     except FedsynthError as error:
-        advice = f"; {OWN_METHOD}" if isinstance(error, UnknownNameError) else ""
-        raise MismatchError(f"config.toml: {error}{advice}") from None
+        raise MismatchError(f"config.toml: {error}") from None
     if settings.privacy is None:
         raise MismatchError(
             "according to config.toml, the run had no differential privacy, so it has no "
@@ -147,7 +161,7 @@ def read_start(folder: Path, method: type[Method] | None) -> PrivateRun:
             f"config.toml names the data set {shown(named)}, but {PRIVATE_START} names "
             f"{spec.name!r}"
         )
-    return PrivateRun(settings, spec, start)
+    return PrivateRun(settings, settings.privacy, spec, start)
 
 
 def _specification(stated: Mapping[str, Any]) -> tuple[DatasetSpec, bool]:
@@ -164,26 +178,26 @@ def _specification(stated: Mapping[str, Any]) -> tuple[DatasetSpec, bool]:
         published = dataset_spec(spec.name)
     except UnknownNameError:
         return spec, True
-    for field in fields(spec):
-        if getattr(spec, field.name) != getattr(published, field.name):
-            raise MismatchError(
-                f"{PRIVATE_START} has another {field.name} of {spec.name} than the published "
-                "data set"
-            )
+    location = f"{PRIVATE_START}: the published data set's"
+    for problem in differences(location, asdict(published), asdict(spec)):
+        raise MismatchError(problem)
     return spec, False
 
 
-def _metrics(file: Path) -> list[dict[str, Any]]:
+def _metrics(file: Path, declared: Declared) -> list[dict[str, Any]]:
     """Returns the rows; skips a last line that was cut off when the run was killed."""
     try:
         text = read_text(file) if file.exists() else ""
     except (OSError, ValueError) as error:
         raise MismatchError(f"cannot read {file}: {error}") from None
-    lines = text.split("\n")[:-1]
-    rows = [parse_json(line, f"{file.name} is damaged") for line in lines]
-    for number, row in enumerate(rows, start=1):
+    rows = []
+    for number, line in enumerate(text.split("\n")[:-1], start=1):
+        row = parse_json(line, f"{file.name} is damaged")
         if row.get("round") != number:
             raise MismatchError(f"{file.name}: line {number} is not of round {number}")
+        for problem in disclosed.undeclared(row, declared):
+            raise MismatchError(f"{file.name}: round {number} {problem}")
+        rows.append(row)
     return rows
 
 
@@ -192,33 +206,34 @@ def ledger_files(folder: Path, run: PrivateRun, ledger: Path | None) -> tuple[Pa
     this run's rows: files in the run folder belong only to this run, a kept ledger may have grown
     since.
     """
-    if run.served:  # its clients keep their ledgers
+    if run.networked:  # its clients keep their ledgers
         return ledger, False
     local = folder / "ledger"
-    kept = None if run.settings.privacy is None else run.settings.privacy.ledger_folder
-    files = ledger or (local if local.is_dir() or kept is None else kept)
-    if not files.is_dir():
-        if ledger is not None or kept is None:
-            raise MismatchError(f"the ledger folder {files} does not exist")
+    kept = run.privacy.ledger_folder
+    files = ledger or kept or local
+    if ledger is None and local.is_dir():
+        files = local
+    if files.is_dir():
+        return files, kept is None or files.resolve() == local.resolve()
+    if ledger is None and kept is not None:
         return None, False
-    return files, kept is None or files.resolve() == local.resolve()
+    raise MismatchError(f"the ledger folder {files} does not exist")
 
 
 # ----------------------------------------------------------------------------------------- charges
 
 
-def rebuilt(run: PrivateRun, previous_rows: Rows) -> PrivacyPlan:
+def rebuild_plan(run: PrivateRun, initial_rows: Rows) -> PrivacyPlan:
     """Returns the run's plan for the case that its clients' ledgers held these rows when it began.
 
     Raises:
         MismatchError: σ is not what the plan gives.
     """
     run.settings.method.check_model(run.context.architecture)
-    plan = PrivacyPlan.make(run.settings, run.context, _histories(run, previous_rows))
+    plan = PrivacyPlan.make(run.settings, run.context, _histories(run, initial_rows))
     stated = run.start.noise_multiplier
     sigma = plan.privacy.noise_multiplier
-    configured = run.settings.privacy and run.settings.privacy.noise_multiplier
-    tolerance = 0.0 if configured else CALIBRATED
+    tolerance = 0.0 if run.privacy.noise_multiplier else SIGMA_TOLERANCE
     if stated is None or sigma is None or not math.isclose(stated, sigma, rel_tol=tolerance):
         raise MismatchError(
             f"{PRIVATE_START} states σ = {stated}, but config.toml and the ledgers result in "
@@ -252,23 +267,20 @@ def plan_when_it_began(
             lacks what the run has charged: the run would forget it, and exceed its cap.
     """
     run = replace(read_run(folder, method), rows=rows)
-    start = run.start.ledgers
-    if [history.client for history in histories] != list(start):
-        raise MismatchError(f"the run's clients differ from those of {PRIVATE_START}")
     files, _ = ledger_files(folder, run, None)
     if files is None:
         raise MismatchError("the run's ledgers are not in the folder that its config.toml names")
-    for history in histories:
-        began = start[history.client]
-        chains = read_ledger(files / f"{history.client}.jsonl").chains
-        if len(chains) <= began.rows or chains[began.rows] != began.chain:
-            raise MismatchError(
-                f"{history.client}: its ledger is not the one that the run began with"
-            )
-    charges = Charges(run, LedgerRows({history.client: history.releases for history in histories}))
-    for client, row in charges.lacking:
+    current = {history.client: history.releases for history in histories}
+    if list(current) != list(run.start.ledgers):
+        raise MismatchError(f"the run's clients differ from those of {PRIVATE_START}")
+    for client, start in run.start.ledgers.items():
+        chains = read_ledger(files / f"{client}.jsonl").chains
+        if len(chains) <= start.rows or chains[start.rows] != start.chain:
+            raise MismatchError(f"{client}: its ledger is not the one that the run began with")
+    charges = Charges(run, LedgerRows(current))
+    for client, row in charges.missing:
         raise MismatchError(
-            f"{client}: its ledger has lost rows that the run has charged: {_row(row)}"
+            f"{client}: its ledger has lost rows that the run has charged: {_text(row)}"
         )
     return charges.plan
 
@@ -282,12 +294,12 @@ class Charges:
 
     Attributes:
         absent: indices of the clients that are missing from the report; only over nodes.
-        done: the number of finished rounds.
+        rounds_done: the number of finished rounds.
         plan: the plan with which the run began.
-        now: the current contents of its clients' ledgers.
-        own: by client, the rows that this run has charged, in round order.
-        foreign: by client, the other rows since the run began.
-        lacking: (client, row) for each row that the plan charges but the ledger lacks.
+        histories: the current contents of its clients' ledgers.
+        charged: by client, the rows that this run has charged, in round order.
+        foreign: (client, row) for each other row since the run began.
+        missing: (client, row) for each row that the plan charges but the ledger lacks.
 
     Raises:
         MismatchError: the report's clients are not the run's, or σ is not what the plan gives.
@@ -295,56 +307,63 @@ class Charges:
 
     def __init__(self, run: PrivateRun, ledger_rows: LedgerRows) -> None:
         self.run = run
-        self.held = ledger_rows
-        start = run.start.ledgers
-        self.absent = [
-            number for number, client in enumerate(start) if client not in ledger_rows.rows
-        ]
-        if not set(ledger_rows.rows) <= set(start) or (self.absent and not run.served):
+        self.ledger_rows = ledger_rows
+        self.rounds_done = len(run.rows)
+        self.absent: list[int] = []
+        self.charged: dict[str, list[Release]] = {}
+        self.foreign: list[tuple[str, Release]] = []
+        self.missing: list[tuple[str, Release]] = []
+        self._initial_rows: dict[str, tuple[Release, ...]] = {}
+        rows: dict[str, tuple[Release, ...]] = {}
+        for number, (client, start) in enumerate(run.start.ledgers.items()):
+            if client not in ledger_rows.rows:
+                self.absent.append(number)
+            rows[client] = ledger_rows.rows.get(client, ())
+            self._initial_rows[client] = rows[client][: start.rows]
+        if not ledger_rows.rows.keys() <= rows.keys() or (self.absent and not run.networked):
             raise MismatchError(f"the report has other clients than {PRIVATE_START}")
-        self.done = len(run.rows)
-        rows = {client: ledger_rows.rows.get(client, ()) for client in start}
-        self._before = {client: rows[client][: began.rows] for client, began in start.items()}
-        self.plan = rebuilt(run, self._before)
-        self.now = _histories(run, rows)
-        self.own: dict[str, list[Release]] = {}
-        self.foreign: dict[str, list[Release]] = {}
-        self.lacking: list[tuple[str, Release]] = []
-        for number, (client, began) in enumerate(start.items()):
-            self._sort_rows(number, client, list(rows[client][began.rows :]))
+        self.plan = rebuild_plan(run, self._initial_rows)
+        self.histories = _histories(run, rows)
+        for number, client in enumerate(rows):
+            initial_count = len(self._initial_rows[client])
+            self._sort_rows(number, client, list(rows[client][initial_count:]))
 
-    @property
-    def alone(self) -> bool:
-        """Returns whether no other run has charged the ledgers since this one began."""
-        return not any(self.foreign.values())
-
-    def _sort_rows(self, number: int, client: str, foreign: list[Release]) -> None:
+    def _sort_rows(self, number: int, client: str, remaining: list[Release]) -> None:
         """Sorts a client's rows since the start into those that the plan charges and others. The
         plan also charges a round under way, and charges a round again if the run was resumed in it.
         """
-        client_rows: list[Release] = []
-        last = min(self.done + 1, self.plan.run.rounds)
+        planned: list[tuple[Release, bool]] = []
+        last = min(self.rounds_done + 1, self.plan.run.rounds)
         for round_number in self.plan.participation.rounds_of(number, last):
-            for planned, needed in self._charged(number, self.in_round(round_number)):
-                if (
-                    not _take(planned, foreign, client_rows)
-                    and needed
-                    and round_number <= self.done
-                ):
-                    self.lacking.append((client, planned))
+            planned += self._planned_rows(number, round_number)
         for round_before in self.run.resumed:  # a round that was cut off is charged again
-            context = self.in_round(round_before + 1)
+            context = self.round_context(round_before + 1)
             if number in context.active:
-                for planned in self.plan.client_rows(number, context):
-                    _take(planned, foreign, client_rows)
-        self.own[client] = sorted(client_rows, key=lambda row: row.round)
-        self.foreign[client] = foreign
+                planned += [(row, False) for row in self.plan.client_rows(number, context)]
+        charged = self.charged[client] = []
+        for row, required in planned:
+            match = next(
+                (r for r in remaining if not differences("", asdict(row), asdict(r))), None
+            )
+            if match is not None:
+                remaining.remove(match)
+                charged.append(match)
+            elif required:
+                self.missing.append((client, row))
+        charged.sort(key=lambda row: row.round)
+        self.foreign += [(client, row) for row in remaining]
 
-    def in_round(self, number: int) -> RoundContext:
+    def round_context(self, number: int) -> RoundContext:
         active = self.plan.participation.in_round(number)
         return replace(self.run.context, round=number, participants=active)
 
-    def _charged(self, client: int, context: RoundContext) -> list[tuple[Release, bool]]:
+    def row(self, number: int) -> Mapping[str, Any]:
+        """Returns the metrics row of a round; empty if the round has not finished."""
+        if not 1 <= number <= self.rounds_done:
+            return {}
+        return self.run.rows[number - 1]
+
+    def _planned_rows(self, client: int, number: int) -> list[tuple[Release, bool]]:
         """Returns the rows that a round may add to a client's ledger, each with whether it must be
         there.
 
@@ -352,26 +371,28 @@ class Charges:
         first exchange missed the quorum. Over nodes it is unknown whether a lost client was
         charged.
         """
-        number = context.round
-        row = self.run.rows[number - 1] if number <= self.done else {}
-        rows = self.plan.client_rows(client, context)
-        lost, rejected = _mapping(row, LOST), _mapping(row, REJECTED)
-        if self.run.served and str(client) in {**lost, **rejected}:
-            return [(release, False) for release in rows]
-        charged: list[tuple[Release, bool]] = []
-        two = self._two_exchanges(number)
-        failures = self.plan.run.failures
-        for plan, release in zip(self.plan.client_plans(client, context), rows, strict=True):
-            if not failures.released(number, client, plan.phase, two=two):
+        context = self.round_context(number)
+        row = self.row(number)
+        releases = self.plan.client_rows(client, context)
+        rejected = row.get(REJECTED, {})
+        if self.run.networked and str(client) in {**row.get(LOST, {}), **rejected}:
+            return [(release, False) for release in releases]
+        planned = []
+        two = self._has_two_exchanges(number)
+        plans = self.plan.client_plans(client, context)
+        for plan, release in zip(plans, releases, strict=True):
+            if not self.plan.run.failures.released(number, client, plan.phase, two=two):
                 continue
-            if plan.phase == FIRST or not two:
-                charged.append((release, True))
-            elif _mapping(row, NOT_COUNTED).get("exchange") != FIRST:
-                why = str(rejected.get(str(client), ""))
-                charged.append((release, not why.startswith(FIRST_EXCHANGE)))
-        return charged
+            required = number <= self.rounds_done
+            if two and plan.phase != FIRST:
+                if row.get(NOT_COUNTED, {}).get("exchange") == FIRST:
+                    continue
+                reason = rejected.get(str(client), "")
+                required = required and not reason.startswith(FIRST_EXCHANGE)
+            planned.append((release, required))
+        return planned
 
-    def _two_exchanges(self, number: int) -> bool:
+    def _has_two_exchanges(self, number: int) -> bool:
         """Returns whether the round has two exchanges with releases."""
         return any(release.phase == FIRST for release in self.plan.round_plans(number))
 
@@ -379,44 +400,43 @@ class Charges:
         """Returns the rows that a ledger lacks, and, for a ledger of only this run, the rows beyond
         the plan.
         """
-        privacy = self.run.settings.privacy
-        has_ledger = self.run.served or (privacy is not None and privacy.ledger_folder is not None)
-        problems = [
-            f"{client}: according to config.toml, {_row(row)} is charged, but the ledger has "
-            "no such row"
-            for client, row in self.lacking
-        ]
-        for client, began in self.run.start.ledgers.items():
-            ledger = self.held.ledgers.get(client)
-            client_problems = []
-            if not self.held.begins_with(client, began):
-                count = began.rows
-                client_problems.append(
-                    f"the ledger's first {count} rows differ from those of {PRIVATE_START}"
+        problems = []
+        for client, row in self.missing:
+            problems.append(
+                f"{client}: according to config.toml, {_text(row)} is charged, but the ledger has "
+                "no such row"
+            )
+        only_this_run = not self.run.networked and self.run.privacy.ledger_folder is None
+        for client, start in self.run.start.ledgers.items():
+            if not self.ledger_rows.begins_with(client, start):
+                problems.append(
+                    f"{client}: the ledger's first {start.rows} rows differ from those of "
+                    f"{PRIVATE_START}"
                 )
-            if ledger is not None:
-                noted = Counter(after for rows, after in ledger.resumptions if rows >= began.rows)
-                if Counter(self.run.resumed) - noted:
-                    client_problems.append(
-                        f"{RESUMED} has a resumption that is missing in the ledger"
-                    )
-                if not has_ledger and ledger.dataset != data_set_id(self.run.settings):
-                    client_problems.append("the ledger belongs to another data set or partition")
-            if not has_ledger:
-                for row in self.foreign[client]:
-                    text = (
-                        f"the ledger has {_row(row)}, which is not charged according to config.toml"
-                    )
-                    client_problems.append(text)
-            problems += [f"{client}: {problem}" for problem in client_problems]
+            if client not in self.ledger_rows.ledgers:
+                continue
+            ledger = self.ledger_rows.ledgers[client]
+            noted = Counter(after for rows, after in ledger.resumptions if rows >= start.rows)
+            if Counter(self.run.resumed) - noted:
+                problems.append(
+                    f"{client}: {RESUMED} has a resumption that is missing in the ledger"
+                )
+            if only_this_run and ledger.dataset != data_set_id(self.run.settings):
+                problems.append(f"{client}: the ledger belongs to another data set or partition")
+        if only_this_run:
+            for client, row in self.foreign:
+                problems.append(
+                    f"{client}: the ledger has {_text(row)}, which is not charged according to "
+                    "config.toml"
+                )
         return problems
 
     def refusal(self) -> Event | None:
         """Returns the event that the cap allows no further round, or None if it allows one."""
         try:
-            self.plan.check_round(self.done + 1, self.now)
+            self.plan.check_round(self.rounds_done + 1, self.histories)
         except BudgetExceededError as error:
-            return Event.ended(self.done, error.spent, str(error))
+            return Event.ended(self.rounds_done, error.spent, str(error))
         return None
 
     def epsilon_by_round(self) -> dict[int, float]:
@@ -424,12 +444,11 @@ class Charges:
         from before the run.
         """
         privacy = self.plan.privacy
-        histories = {}
-        for client, previous in self._before.items():
-            previous_rows = [replace(row, round=0) for row in previous]
-            rows = [*previous_rows, *self.own[client]]
-            histories[client] = epsilon_by_round(rows, privacy.delta, privacy.adjacency)
-        return {point.round: point.worst for point in over_clients(histories)}
+        by_client = {}
+        for client, initial_rows in self._initial_rows.items():
+            rows = [replace(row, round=0) for row in initial_rows] + self.charged[client]
+            by_client[client] = epsilon_by_round(rows, privacy.delta, privacy.adjacency)
+        return {point.round: point.worst for point in over_clients(by_client)}
 
     def expected_losses(self, number: int) -> dict[str, Any]:
         """Returns the fields that a round's row must have about clients whose uploads were not
@@ -438,58 +457,31 @@ class Charges:
         In a simulation they follow from the run's seed. Over nodes, and for a rejected upload, the
         row's own reasons are used.
         """
-        row = self.run.rows[number - 1]
+        row = self.row(number)
         active = self.plan.participation.in_round(number)
-        rejected = _of_clients(_mapping(row, REJECTED), active)
-        ended = _mapping(row, NOT_COUNTED).get("exchange", MAIN)
-        lost: dict[str, Any] = {}
-        for client in active:
-            failure = self.plan.run.failures.of(number, client)
-            if failure is None or str(client) in rejected:
-                continue
-            if ended == MAIN or failure.phase == FIRST:
-                lost[str(client)] = failure.kind
-        stated = _of_clients(_mapping(row, LOST), active)
-        lost |= {client: why for client, why in stated.items() if client in rejected}
-        if self.run.served:
-            lost = stated
+        last_exchange = row.get(NOT_COUNTED, {}).get("exchange", MAIN)
+        lost: dict[str, str] = {}
+        rejected: dict[str, str] = {}
+        for index in active:
+            client = str(index)
+            failure = self.plan.run.failures.of(number, index)
+            if client in row.get(REJECTED, {}):
+                rejected[client] = row[REJECTED][client]
+            if self.run.networked or client in rejected:
+                if client in row.get(LOST, {}):
+                    lost[client] = row[LOST][client]
+            elif failure is not None and (last_exchange == MAIN or failure.phase == FIRST):
+                lost[client] = failure.kind
         uploads = len(active) - len({*lost, *rejected})
         needed = needed_uploads(self.plan.run.quorum, len(active))
         expected: dict[str, Any] = {LOST: lost, REJECTED: rejected}
         if uploads < needed:
-            first = self._two_exchanges(number) and ended == FIRST
-            expected[NOT_COUNTED] = {
-                "exchange": FIRST if first else MAIN,
-                "uploads": uploads,
-                "needed": needed,
-            }
+            exchange = MAIN
+            if self._has_two_exchanges(number) and last_exchange == FIRST:
+                exchange = FIRST
+            expected[NOT_COUNTED] = {"exchange": exchange, "uploads": uploads, "needed": needed}
         return {key: value for key, value in expected.items() if value}
 
 
-def _take(planned: Release, remaining: list[Release], taken_rows: list[Release]) -> bool:
-    """Moves the first row that equals the planned one, up to rounding, from `remaining` to
-    `taken_rows`."""
-    for row in remaining:
-        if not differences("", asdict(planned), asdict(row)):
-            remaining.remove(row)
-            taken_rows.append(row)
-            return True
-    return False
-
-
-def _of_clients(reasons: Mapping[str, Any], active: Sequence[int]) -> dict[str, str]:
-    """Returns the reasons of participating clients that are short enough strings."""
-    return {
-        str(client): reasons[str(client)]
-        for client in active
-        if isinstance(reasons.get(str(client)), str) and len(reasons[str(client)]) <= MAX_REASON
-    }
-
-
-def _mapping(row: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    value = row.get(key)
-    return value if isinstance(value, dict) else {}
-
-
-def _row(row: Release) -> str:
+def _text(row: Release) -> str:
     return f"{row.quantity} in round {row.round} (σ = {row.noise_multiplier:.6g})"

@@ -160,7 +160,7 @@ def owner_facts(
     return facts, rows_before(owner_plan)
 
 
-def handed_over(folder: Path) -> dict[str, str]:
+def exported_files(folder: Path) -> dict[str, str]:
     """Returns the files of a run folder that its report covers, with their SHA-256.
 
     Raises:

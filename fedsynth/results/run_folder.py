@@ -68,6 +68,7 @@ SERVED = "run.json"
 """The file with the name and the agreed terms of a run over nodes."""
 MODEL = "model.safetensors"
 CONFIG = "config.toml"
+SUMMARY = "summary.json"
 INCOMPLETE = ".incomplete"
 LOCK = ".lock"
 NAME_LIMIT = 60  # with two bytes a letter, far below the 255 that file systems take
@@ -326,10 +327,10 @@ class RunFolder:
 
     def finish(self, summary: Disclosed) -> Path:
         """Writes the summary, gives the folder its final name and returns it."""
-        public = {**summary.shown, "folder": str(self._final)}
+        public = {**summary.public, "folder": str(self._final)}
         text = json.dumps(public, indent=2, allow_nan=False) + "\n"
         with _writing(self.path):
-            (self.path / "summary.json").write_text(text, encoding="utf-8")
+            (self.path / SUMMARY).write_text(text, encoding="utf-8")
             _sync_all(self.path)
             self.path.rename(self._final)
             (self._final / LOCK).unlink(missing_ok=True)
@@ -344,16 +345,16 @@ def _joined(sets: Sequence[tuple[int, Tensor, Tensor]]) -> tuple[Tensor, Tensor]
 
 
 def _shown(row: Disclosed) -> str:
-    return json.dumps(row.shown, allow_nan=False) + "\n"
+    return json.dumps(row.public, allow_nan=False) + "\n"
 
 
 def _hidden(row: Disclosed) -> str:
     """Returns the line of what only a simulation may show, or an empty string if there
     is nothing.
     """
-    if not row.hidden:
+    if not row.simulation_only:
         return ""
-    return json.dumps({"round": row.shown["round"], **row.hidden}, allow_nan=False) + "\n"
+    return json.dumps({"round": row.public["round"], **row.simulation_only}, allow_nan=False) + "\n"
 
 
 def private_start(folder: Path) -> Start:

@@ -40,7 +40,7 @@ from fedsynth.results.disclosed import (
     lost_clients,
 )
 from fedsynth.results.measure import Measure
-from fedsynth.results.report_facts import handed_over, report_facts, rows_before
+from fedsynth.results.report_facts import exported_files, report_facts, rows_before
 from fedsynth.results.result import summarise
 from fedsynth.results.run_folder import SERVER, RunFolder, private_start
 from fedsynth.synthesizer.condensation.sets import synthetic_sets
@@ -125,7 +125,7 @@ class RunRecord:
         for round_number in (
             folder.resumed(completed) if completed < rounds else folder.resumptions()
         ):
-            self.events.append(Event(kind="resumed", after=round_number))
+            self.events.append(Event(kind="resumed", rounds_done=round_number))
 
     def row(
         self, state: ServerState, context: RoundContext, played: RoundResult, started: float
@@ -178,7 +178,7 @@ class RunRecord:
         """Writes a round's row, and passes it to the observer."""
         if self.folder is not None:
             self.folder.append_metrics(row)
-        self.observer.round_ended(row.shown)
+        self.observer.round_ended(row.public)
 
     def ended_early(self, refusal: Refusal) -> str:
         """Records that a client's refusal has ended the run, and returns that in words."""
@@ -261,7 +261,7 @@ class RunRecord:
             privacy=None if promise is None else promise.to_json(),
         )
         allowed = self._allowed(summary, declared)
-        public = dict(allowed.shown)
+        public = dict(allowed.public)
         if self.folder is None:
             return Ended(accuracy, report, public, None)
         report = self._write_results(self.folder, server, context, uploads, report)
@@ -297,7 +297,7 @@ class RunRecord:
         artefacts = method.artefacts(server.state)
         folder.write_artefacts(artefacts)
         if report is not None:
-            report = {**report, "files": handed_over(folder.path)}
+            report = {**report, "files": exported_files(folder.path)}
             write_report(report, folder.path)
         try:
             if sets:
@@ -325,4 +325,4 @@ class RunRecord:
         kept there.
         """
         metrics = disclosed(values, declared)
-        return metrics if self.simulated else Disclosed(metrics.shown)
+        return metrics if self.simulated else Disclosed(metrics.public)

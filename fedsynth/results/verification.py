@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +45,22 @@ from fedsynth.privacy.report.verify import (
 from fedsynth.results import disclosed, privacy_summary, private_run
 from fedsynth.results.disclosed import COMMON, LOST, MODELS, NOT_COUNTED, REJECTED
 from fedsynth.results.private_run import Charges, MismatchError, PrivateRun
-from fedsynth.results.report_facts import handed_over, owner_facts, report_facts, rows_before
+from fedsynth.results.report_facts import (
+    exported_files,
+    owner_facts,
+    report_facts,
+    rows_before,
+)
 from fedsynth.results.result import own_sources, summarise
-from fedsynth.results.run_folder import CONFIG, INCOMPLETE, METRICS, MODEL, PRIVATE_START, SERVER
+from fedsynth.results.run_folder import (
+    CONFIG,
+    INCOMPLETE,
+    METRICS,
+    MODEL,
+    PRIVATE_START,
+    SERVER,
+    SUMMARY,
+)
 from fedsynth.synthesizer.condensation.sets import SyntheticSet
 from fedsynth.version import __version__
 
@@ -54,14 +68,9 @@ OWNER = "owner.json"
 """A file in the folder of an owner's report: the client index, and the number of rounds after which
 the run ended.
 """
+REQUIRED = (CONFIG, PRIVATE_START, f"{NAME}.md", f"{NAME}.html")
+PLANNED = ("participants", LOST, REJECTED, NOT_COUNTED)
 _REASON = re.compile(r".{1,1000}")
-NOT_COMPARED = {
-    True: "the data owners have the ledgers, so no ledger file was compared: each owner can "
-    "verify the report in its folder",
-    False: "no ledger file was compared, because the ledgers are in another folder (compare "
-    "them with --ledger DIR)",
-}
-"""The note of a verification without ledger files, by whether the run was over nodes."""
 
 
 def verify_run(
@@ -79,22 +88,24 @@ def verify_run(
         PrivacyError: there is no report of this schema to check.
     """
     path = Path(run)
-    if path.is_dir() and not (path / f"{NAME}.json").exists() and is_unfinished(path):
+    folder = path
+    if not path.is_dir():
+        folder = path.parent
+    elif not (path / f"{NAME}.json").exists() and is_unfinished(path):
         raise PrivacyError(
             f"the run in {path} did not finish and has no report yet: build it with fedsynth "
             f"privacy report {path}"
         )
     report = read_report(path)
-    folder = path if path.is_dir() else path.parent
     problems = schema_problems(report)
     if problems:
         return Verification(problems)
-    with _sound(folder):
+    with _damage_as_error(folder):
         return _verified(folder, report, ledger, method)
 
 
 @contextmanager
-def _sound(folder: Path) -> Iterator[None]:
+def _damage_as_error(folder: Path) -> Iterator[None]:
     """Converts the exceptions that a run's damaged files may raise into PrivacyError."""
     try:
         yield
@@ -105,38 +116,31 @@ def _sound(folder: Path) -> Iterator[None]:
 def _verified(
     folder: Path, report: dict[str, Any], ledger: Path | None, method: type[Method] | None
 ) -> Verification:
-    owner = (folder / OWNER).exists()
-    abandoned = not (folder / "summary.json").exists() and folder.resolve().suffix == INCOMPLETE
-    names = ["config.toml", PRIVATE_START, f"{NAME}.md", f"{NAME}.html"]
-    if not owner and not abandoned:
-        names.append("summary.json")
-    problems = [f"{name} is missing" for name in names if not (folder / name).is_file()]
-    if (folder / SUMS).is_file() and f"{PRIVATE_START} is missing" in problems:
+    missing = [name for name in REQUIRED if not (folder / name).is_file()]
+    if PRIVATE_START in missing and (folder / SUMS).is_file():
         raise PrivacyError(
             f"{folder} was exported without the run's settings and ledgers, which are "
             "required to rebuild a report: verify it in the run folder; check the exported "
             f"files with `sha256sum -c {SUMS}`"
         )
-    new_problems, notes = page_problems(report, folder)
-    problems += new_problems
-    if not {"config.toml is missing", f"{PRIVATE_START} is missing"} & set(problems):
+    page_differences, notes = page_problems(report, folder)
+    problems = [f"{name} is missing" for name in missing] + page_differences
+    if CONFIG not in missing and PRIVATE_START not in missing:
+        check = _run_problems
+        if (folder / OWNER).exists():
+            check = _owner_problems
         try:
-            if owner:
-                new_problems, note = _owner_problems(folder, report, ledger, method)
-            else:
-                new_problems, note = _run_problems(
-                    folder, report, ledger, method, abandoned=abandoned
-                )
-            problems += new_problems
+            differing, note = check(folder, report, ledger, method)
+            problems += differing
             notes = [note, *notes]
         except (FedsynthError, PrivacyError) as error:
             problems.append(str(error))
-    made_by = report["provenance"].get("fedsynth", "an unknown version")
-    if problems and made_by != __version__:
+    version = report["provenance"].get("fedsynth", "an unknown version")
+    if problems and version != __version__:
         problems.append(
-            f"(made by fedsynth {made_by}; this is {__version__}, so results may differ)"
+            f"(made by fedsynth {version}; this is {__version__}, so results may differ)"
         )
-    notes += [f"not verified, taken as stated: {fact}" for fact in unverifiable_claims(report)]
+    notes += [f"not verified, taken as stated: {claim}" for claim in unverifiable_claims(report)]
     return Verification(problems, notes)
 
 
@@ -144,12 +148,7 @@ def _verified(
 
 
 def _run_problems(
-    folder: Path,
-    report: dict[str, Any],
-    ledger: Path | None,
-    method: type[Method] | None,
-    *,
-    abandoned: bool,
+    folder: Path, report: dict[str, Any], ledger: Path | None, method: type[Method] | None
 ) -> tuple[list[str], str]:
     """Returns all differences between a run's files and its report, and a note on what was
     compared.
@@ -157,35 +156,51 @@ def _run_problems(
     run = private_run.read_run(folder, method)
     files, exact = private_run.ledger_files(folder, run, ledger)
     ledger_rows = read_ledger_rows(report, files, exact=exact)
-    note = ledger_rows.note or NOT_COMPARED[run.served]
+    note = ledger_rows.note or _ledger_note(run)
     try:
         charges = Charges(run, ledger_rows)
     except MismatchError as error:
         return [*ledger_rows.problems, str(error)], note
     facts = report_facts(
         charges.plan,
-        charges.done,
-        _events(charges, report, abandoned=abandoned),
+        charges.rounds_done,
+        _events(charges, report),
         run.start,
         secret=not report["test_only_randomness"],  # injected noise leaves no other trace
-        abandoned=abandoned,
-        files={} if abandoned else handed_over(folder),
+        abandoned=run.abandoned,
+        files={} if run.abandoned else exported_files(folder),
     )
     problems = [*ledger_rows.problems, *charges.problems()]
-    short = charges.done < run.settings.rounds and not abandoned
-    if short and not run.served and charges.refusal() is None:
+    if _ended_early(charges) and not run.networked and charges.refusal() is None:
         problems.append(
-            f"metrics.jsonl has {charges.done} of {run.settings.rounds} rounds, and no cap "
+            f"{METRICS} has {charges.rounds_done} of {run.settings.rounds} rounds, and no cap "
             "explains this early end"
         )
     problems += report_problems(report, facts, ledger_rows, rows_before(charges.plan))
     problems += _row_problems(charges) or _summary_problems(charges)
-    if not abandoned:
+    if not run.abandoned:
         problems += _file_problems(charges, folder)
     return problems, note
 
 
-def _events(charges: Charges, report: Mapping[str, Any], *, abandoned: bool) -> list[Event]:
+def _ledger_note(run: PrivateRun) -> str:
+    """Returns why no ledger file was compared."""
+    if run.networked:
+        return (
+            "the data owners have the ledgers, so no ledger file was compared: each owner can "
+            "verify the report in its folder"
+        )
+    return (
+        "no ledger file was compared, because the ledgers are in another folder (compare them "
+        "with --ledger DIR)"
+    )
+
+
+def _ended_early(charges: Charges) -> bool:
+    return charges.rounds_done < charges.run.settings.rounds and not charges.run.abandoned
+
+
+def _events(charges: Charges, report: Mapping[str, Any]) -> list[Event]:
     """Returns the events that the report must state.
 
     Over nodes the reasons are texts of other parties, and are taken as stated. In a simulation the
@@ -194,22 +209,24 @@ def _events(charges: Charges, report: Mapping[str, Any], *, abandoned: bool) -> 
     """
     run = charges.run
     stated = [Event.model_validate(event) for event in report["events"]]
-    short = charges.done < run.settings.rounds and not abandoned
-    if run.served:
-        absent = [Event(kind="absent", client=str(number)) for number in charges.absent]
-        ended = [Event(kind="ended", after=charges.done)] if short else []
-        silent = [event for event in stated if _may_be_silent(event, charges)]
-        events = [_with_reason(event, stated) for event in absent] + run.resumptions
-        return events + [_with_reason(event, stated) for event in ended] + silent
-    refusal = charges.refusal() if short else None
-    if refusal is None:
+    if run.networked:
+        events = []
+        for number in charges.absent:
+            events.append(_with_reason(Event(kind="absent", client=str(number)), stated))
+        events += run.resumptions
+        if _ended_early(charges):
+            ended = Event(kind="ended", rounds_done=charges.rounds_done)
+            events.append(_with_reason(ended, stated))
+        return events + [event for event in stated if _may_be_silent(event, charges)]
+    refusal = charges.refusal()
+    if refusal is None or not _ended_early(charges):
         return run.resumptions
-    under_way = any(row.round > charges.done for rows in charges.own.values() for row in rows)
-    last = stated[-1] if stated else refusal
-    unknown = {"client": last.client, "epsilon": last.epsilon, "epsilon_next": last.epsilon_next}
-    expected = last.client in run.start.ledgers and None not in unknown.values()
-    if expected and (under_way or not charges.alone):
-        refusal = refusal.model_copy(update=unknown)
+    charged = chain.from_iterable(charges.charged.values())
+    later = charges.foreign or any(row.round > charges.rounds_done for row in charged)
+    for event in stated[-1:]:
+        figures = {name: getattr(event, name) for name in ("client", "epsilon", "epsilon_next")}
+        if later and event.client in run.start.ledgers and None not in figures.values():
+            refusal = refusal.model_copy(update=figures)
     return [*run.resumptions, refusal]
 
 
@@ -219,13 +236,11 @@ def _may_be_silent(event: Event, charges: Charges) -> bool:
     """
     if event != Event(kind="unstated", client=event.client, rounds=event.rounds):
         return False
-    run, client = charges.run, event.client
-    if client is None or not event.rounds or client in map(str, charges.absent):
+    if event.client is None or not event.rounds or event.client in map(str, charges.absent):
         return False
     for number in event.rounds:
-        row = run.rows[number - 1] if 1 <= number <= charges.done else {}
-        cut_off = number - 1 in run.resumed or number == charges.done + 1
-        if not cut_off and client not in row.get(LOST, {}):
+        cut_off = number - 1 in charges.run.resumed or number == charges.rounds_done + 1
+        if not cut_off and event.client not in charges.row(number).get(LOST, {}):
             return False
     return True
 
@@ -233,8 +248,8 @@ def _may_be_silent(event: Event, charges: Charges) -> bool:
 def _with_reason(expected: Event, stated: Sequence[Event]) -> Event:
     """Returns an event with the reason of the matching stated event, if there is one."""
     for event in stated:
-        same = event.model_copy(update={"why": None}) == expected
-        if same and event.why is not None and _REASON.fullmatch(event.why):
+        matches = event.model_copy(update={"why": None}) == expected
+        if matches and event.why is not None and _REASON.fullmatch(event.why):
             return event
     return expected
 
@@ -243,72 +258,53 @@ def _with_reason(expected: Event, stated: Sequence[Event]) -> Event:
 
 
 def _row_problems(charges: Charges) -> list[str]:
-    """Returns the deviations of metrics.jsonl from what the method declares, or, if all values are
-    declared, from what the plan and the charges give.
+    """Returns the deviations of metrics.jsonl from what the data set, the plan and the charges
+    give.
     """
-    for check in (_shape_problems, _planned_problems):
-        problems = []
-        for row in charges.run.rows:
-            problems += [
-                f"{METRICS}: round {row['round']} {problem}" for problem in check(row, charges)
-            ]
-        if problems and check is _shape_problems:
-            return problems
+    problems = []
+    for row in charges.run.rows:
+        for problem in (*_measurement_problems(row, charges), *_planned_problems(row, charges)):
+            problems.append(f"{METRICS}: round {row['round']} {problem}")
     return [*problems, *_epsilon_problems(charges)]
 
 
-def _shape_problems(row: Mapping[str, Any], charges: Charges) -> list[str]:
-    """Returns the keys of a row that no private run may show, and the values of an undeclared
-    shape.
-    """
+def _measurement_problems(row: Mapping[str, Any], charges: Charges) -> Iterator[str]:
+    """Yields the measurements of a round that the run cannot have made."""
     run = charges.run
-    problems = _undeclared(row, disclosed.declared_row(type(run.settings.method)))
-    if problems:
-        return problems
     models = row.get(MODELS, {})
     for name, variant in models.items():
         if name not in run.settings.method.variant_names:
-            problems.append(f"has a model {name!r:.40}, which the method does not produce")
-        problems += [
-            f"{problem} (of model {name!r:.40})"
-            for problem in _undeclared(variant, disclosed.MEASURED)
-        ]
+            yield f"has a model {name!r:.40}, which the method does not produce"
+        for problem in disclosed.undeclared(variant, disclosed.MEASURED):
+            yield f"{problem} (of model {name!r:.40})"
     test = run.start.test_images
     for values in (row, *models.values()):
-        if test != run_data.PUBLIC and set(disclosed.ON_TEST) & set(values):
-            problems.append(f"has an accuracy, but the test images are {test}")
-        if set(values.get("domain_accuracy", {})) - set(run.spec.domains):
-            problems.append("has the accuracy of a domain that the data set does not have")
+        if test != run_data.PUBLIC and values.keys() & set(disclosed.ON_TEST):
+            yield f"has an accuracy, but the test images are {test}"
+        if not set(values.get("domain_accuracy", ())) <= set(run.spec.domains):
+            yield "has the accuracy of a domain that the data set does not have"
     sizes = row.get("client_upload_bytes", [])
     active = charges.plan.participation.in_round(row["round"])
     if len(sizes) > len(active) or sum(sizes) != row.get("upload_bytes"):
-        problems.append("has inconsistent upload sizes")
-    return problems
-
-
-def _undeclared(row: Mapping[str, Any], declared: disclosed.Declared) -> list[str]:
-    """Returns what is wrong with the keys and the shapes of a row."""
-    problems = []
-    for key, value in row.items():
-        if key not in declared or not declared[key].shown:
-            problems.append(f"has {key!r:.80}, which may not be shown")
-        elif not declared[key].fits(value):
-            problems.append(f"has {key} in a shape that was not declared")
-    return problems
+        yield "has inconsistent upload sizes"
 
 
 def _planned_problems(row: Mapping[str, Any], charges: Charges) -> list[str]:
     """Returns the differences between a row and what the plan and the run's seed give."""
     number = row["round"]
-    run, plan = charges.run, charges.plan
-    active = plan.participation.in_round(number)
-    method = run.settings.method
-    expected = {**method.planned_facts(charges.in_round(number)), **charges.expected_losses(number)}
-    if len(active) < run.settings.partition.clients:
+    active = charges.plan.participation.in_round(number)
+    method = charges.run.settings.method
+    expected = {
+        **method.planned_facts(charges.round_context(number)),
+        **charges.expected_losses(number),
+    }
+    if len(active) < charges.run.settings.partition.clients:
         expected["participants"] = list(active)
-    planned = {key for key, label in method.metric_privacy.items() if label.kind == PUBLIC}
-    planned |= {"participants", LOST, REJECTED, NOT_COUNTED}
-    stated = {key: value for key, value in row.items() if key in planned}
+    stated = {}
+    for key, value in row.items():
+        label = method.metric_privacy.get(key)
+        if key in PLANNED or (label is not None and label.kind == PUBLIC):
+            stated[key] = value
     return differences("", expected, stated)
 
 
@@ -318,24 +314,27 @@ def _epsilon_problems(charges: Charges) -> list[str]:
     """
     rows, plan = charges.run.rows, charges.plan
     if not plan.guaranteed(plan.histories):
-        stated = [row["round"] for row in rows if "epsilon" in row]
         location = f"{METRICS} gives an epsilon in round"
-        return [f"{location} {number}, but no value would be valid" for number in stated]
+        return [
+            f"{location} {row['round']}, but no value would be valid"
+            for row in rows
+            if "epsilon" in row
+        ]
     # over nodes, what a lost client was charged is unknown
-    lost = charges.run.served and any(LOST in row or REJECTED in row for row in rows)
-    table = {} if lost else charges.epsilon_by_round()
+    lost = charges.run.networked and any(LOST in row or REJECTED in row for row in rows)
+    by_round = {} if lost else charges.epsilon_by_round()
     problems = []
-    spent = table.get(0, 0.0)
-    upper = plan.epsilon(charges.now)
+    spent = by_round.get(0, 0.0)
+    upper = plan.epsilon(charges.histories)
     for row in rows:
-        spent = table.get(row["round"], spent)
+        spent = by_round.get(row["round"], spent)
         epsilon = row.get("epsilon")
         location = f"{METRICS}: epsilon of round {row['round']}"
         if epsilon is None and math.isinf(upper):  # another run's release had no guarantee
             continue
-        if charges.alone and not lost:
+        if not charges.foreign and not lost:
             problems += differences(location, spent, epsilon)
-        elif type(epsilon) is not float or not spent * 0.999999 <= epsilon <= upper * 1.000001:
+        elif epsilon is None or not spent * 0.999999 <= epsilon <= upper * 1.000001:
             # the time at which another run charged the ledger is unknown
             problems.append(f"{location} must be between {spent:.6g} and {upper:.6g}")
     return problems
@@ -346,31 +345,29 @@ def _epsilon_problems(charges: Charges) -> list[str]:
 
 def _summary_problems(charges: Charges) -> list[str]:
     """Returns the differences between summary.json, if present, and the summary of the rows."""
-    run, summary = charges.run, charges.run.summary
-    if summary is None:
+    run = charges.run
+    if run.summary is None:
         return []
     settings = run.settings
-    test = run.start.test_images
     accuracy = None  # from the last row, or as stated if that round was not measured
-    if run.rows and test == run_data.PUBLIC:
+    if run.rows and run.start.test_images == run_data.PUBLIC:
         name = COMMON if settings.method.personal else "test_accuracy"
-        stated = run.rows[-1].get(name, summary.get(name))
-        accuracy = (
-            stated if isinstance(stated, float) and disclosed.ROW[name].fits(stated) else None
-        )
-    promise = privacy_summary.summary(charges.plan, charges.now, simulated=not run.served)
+        stated = run.rows[-1].get(name, run.summary.get(name))
+        if isinstance(stated, float) and disclosed.ROW[name].fits(stated):
+            accuracy = stated
+    promise = privacy_summary.summary(charges.plan, charges.histories, simulated=not run.networked)
     expected = summarise(
         settings,
         run.rows,
         accuracy,
-        device=str(summary.get("device"))[:20],
-        test=test,
+        device=str(run.summary.get("device"))[:20],
+        test=run.start.test_images,
         privacy=promise.to_json(),
     )
     declared = disclosed.declared_summary(type(settings.method))
-    public = dict(disclosed.disclosed(expected, declared).shown)
-    public["folder"] = str(summary.get("folder"))
-    return differences("summary.json", json.loads(json.dumps(public)), summary)
+    public = dict(disclosed.disclosed(expected, declared).public)
+    public["folder"] = str(run.summary.get("folder"))
+    return differences(SUMMARY, json.loads(json.dumps(public)), run.summary)
 
 
 # ------------------------------------------------------------------------------------------- files
@@ -384,15 +381,15 @@ def _file_problems(charges: Charges, folder: Path) -> list[str]:
     method = run.settings.method
     counted = [row["round"] for row in run.rows if NOT_COUNTED not in row]
     sends_sets = issubclass(method.upload, SyntheticSet)
-    required = {MODEL, CONFIG}
+    required = [MODEL, SUMMARY]
     if run.rows or (run.summary or {}).get("rounds") != 0:
-        required.add(METRICS)
+        required.append(METRICS)
     if counted and (sends_sets or method.produces_synthetic_data(counted)):
-        required.add(TENSORS)
+        required.append(TENSORS)
     checks = {MODEL: _model_problems}
     if counted and (sends_sets or method.plans_images):
         checks[TENSORS] = _images_problems
-    problems = [f"{name} is missing" for name in sorted(required) if not (folder / name).is_file()]
+    problems = [f"{name} is missing" for name in required if not (folder / name).is_file()]
     for name in (TENSORS, "artefacts.json"):
         if name not in checks and (folder / name).exists():
             problems.append(f"{name} exists, but the run does not produce it")
@@ -402,21 +399,16 @@ def _file_problems(charges: Charges, folder: Path) -> list[str]:
                 problems += check(charges, *read_tensors(folder / name))
             except (OSError, ValueError, LookupError, TypeError) as error:
                 problems.append(f"{name} cannot be read: {one_line(error)}")
-    sources = {code.file: code.sha256 for code in own_sources(run.settings).values()}
-    sources_folder = folder / "sources"
-    names = {path.name for path in sources_folder.iterdir()} if sources_folder.is_dir() else set()
-    for name in sorted(names | set(sources)):
-        if (
-            name not in names
-            or name not in sources
-            or file_hash(sources_folder / name) != sources[name]
-        ):
+    expected = {code.file: code.sha256 for code in own_sources(run.settings).values()}
+    sources = {file.name: file_hash(file) for file in folder.glob("sources/*")}
+    for name in {**expected, **sources}:
+        if sources.get(name) != expected.get(name):
             problems.append(f"sources/{name} differs from the file that the run used")
     return problems
 
 
 def _model_problems(
-    charges: Charges, tensors: Mapping[str, Tensor], facts: Mapping[str, str]
+    charges: Charges, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
 ) -> list[str]:
     """Returns the differences between a model's tensors and the run's architecture."""
     expected = _shapes(charges.run.context.architecture.state_dict())
@@ -428,7 +420,7 @@ def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:
 
 
 def _images_problems(
-    charges: Charges, tensors: Mapping[str, Tensor], facts: Mapping[str, str]
+    charges: Charges, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
 ) -> list[str]:
     """Returns the differences between the synthetic images and images of the data set, made by the
     run's clients or its server.
@@ -439,12 +431,14 @@ def _images_problems(
     expected = {"images": [count, *spec.image_shape], "labels": [count], "client": [count]}
     if "soft_labels" in tensors:
         expected["soft_labels"] = [count, spec.classes]
-    pixels = BYTES if facts.get("pixels") == BYTES else NORMALISED
+    pixels = NORMALISED
+    if metadata.get("pixels") == BYTES:
+        pixels = BYTES
     problems = differences(TENSORS, expected, _shapes(tensors))
-    problems += differences(f"{TENSORS}: metadata", set_facts(spec, pixels), facts)
+    problems += differences(f"{TENSORS}: metadata", set_facts(spec, pixels), metadata)
     last = [row["round"] for row in charges.run.rows if NOT_COUNTED not in row][-1]
     active = charges.plan.participation.in_round(last)
-    if clients - {*active, SERVER} or labels - set(range(spec.classes)):
+    if not (clients <= {*active, SERVER} and labels <= set(range(spec.classes))):
         problems.append(f"{TENSORS} names clients or classes that do not exist")
     return problems
 
@@ -464,47 +458,44 @@ def _owner_problems(
         PrivacyError: a file does not fit the others.
     """
     run = private_run.read_start(folder, method)
-    number, rounds = _owners_numbers(folder / OWNER, run.settings.rounds)
-    if len(run.start.ledgers) != 1 or set(report["ledger_heads"]) != set(run.start.ledgers):
-        raise MismatchError(
-            "an owner's report must have one client, the one that the run began with"
-        )
-    if not run.served:
-        raise MismatchError("an owner's report must belong to a deployment")
-    [(name, began)] = run.start.ledgers.items()
-    home = folder.resolve().parents[1] if ledger is None else ledger
-    ledger_rows = read_ledger_rows(report, home, exact=False)
+    number, rounds = _owner_numbers(folder / OWNER, run)
+    if not run.networked or len(run.start.ledgers) != 1:
+        raise MismatchError("an owner's report must belong to a deployment, and have one client")
+    if report["ledger_heads"].keys() != run.start.ledgers.keys():
+        raise MismatchError("the report has another client than the one that the run began with")
+    [(client, start)] = run.start.ledgers.items()
+    if ledger is None:
+        ledger = folder.resolve().parents[1]
+    ledger_rows = read_ledger_rows(report, ledger, exact=False)
     problems = list(ledger_rows.problems)
-    previous, since = ledger_rows.rows[name][: began.rows], ledger_rows.rows[name][began.rows :]
-    if not ledger_rows.begins_with(name, began):
-        problems.append(f"{name}: the ledger is not the one that the run began with")
-    plan = _owners_plan(run, number)
+    if not ledger_rows.begins_with(client, start):
+        problems.append(f"{client}: the ledger is not the one that the run began with")
+    rows = ledger_rows.rows[client]
+    initial_rows, new_rows = rows[: start.rows], rows[start.rows :]
+    plan = _owner_plan(run)
     planned: set[Release] = set()
     for round_number in plan.participation.rounds_of(number, plan.run.rounds):
-        planned |= set(plan.client_rows(number, replace(run.context, round=round_number)))
-    if since and not planned & set(since):
+        planned.update(plan.client_rows(number, replace(run.context, round=round_number)))
+    if new_rows and planned.isdisjoint(new_rows):
         problems.append("the ledger has new rows, but none that this run's settings charge")
+    history = History(client, initial_rows)
     secret = not report["test_only_randomness"]
-    facts, rows = owner_facts(
-        plan, number, History(name, previous), rounds, run.start, secret=secret
-    )
-    return [*problems, *report_problems(report, facts, ledger_rows, rows)], ledger_rows.note
+    facts, counts = owner_facts(plan, number, history, rounds, run.start, secret=secret)
+    return [*problems, *report_problems(report, facts, ledger_rows, counts)], ledger_rows.note
 
 
-def _owners_plan(run: PrivateRun, number: int) -> PrivacyPlan:
-    """Returns the plan by which the client was charged; σ is the run's, or as the
-    server stated it.
+def _owner_plan(run: PrivateRun) -> PrivacyPlan:
+    """Returns the plan by which the client was charged; σ is the run's, or as the server stated
+    it.
     """
     plan = PrivacyPlan.checked(run.settings, run.context)
     stated, configured = run.start.noise_multiplier, plan.privacy.noise_multiplier
-    if not run.settings.partition.clients > number >= 0:
-        raise MismatchError(f"the run has no client {number}")
-    if stated is None or stated <= 0 or (configured is not None and configured != stated):
+    if stated is None or stated <= 0 or configured not in (None, stated):
         raise MismatchError(f"the run began with σ = {stated}, but its settings have {configured}")
     return replace(plan, privacy=replace(plan.privacy, noise_multiplier=stated))
 
 
-def _owners_numbers(file: Path, rounds: int) -> tuple[int, int]:
+def _owner_numbers(file: Path, run: PrivateRun) -> tuple[int, int]:
     """Returns the owner's client index, and the number of rounds after which the run ended.
 
     Raises:
@@ -514,8 +505,12 @@ def _owners_numbers(file: Path, rounds: int) -> tuple[int, int]:
     number, ended = stated.get("client"), stated.get("rounds")
     if set(stated) != {"client", "rounds"} or type(number) is not int or type(ended) is not int:
         raise MismatchError(f"{file.name} must have a client's number and the number of rounds")
-    if not 0 <= ended <= rounds:
-        raise MismatchError(f"{file.name} states {ended} rounds, but the run has {rounds}")
+    if not 0 <= ended <= run.settings.rounds:
+        raise MismatchError(
+            f"{file.name} states {ended} rounds, but the run has {run.settings.rounds}"
+        )
+    if not 0 <= number < run.settings.partition.clients:
+        raise MismatchError(f"the run has no client {number}")
     return number, ended
 
 
@@ -526,7 +521,7 @@ def is_unfinished(path: Path) -> bool:
     """Returns whether a folder is of a run that was killed or is still running, so that its report
     has to be built from its files.
     """
-    if not (path / "config.toml").is_file() or (path / "summary.json").exists():
+    if not (path / CONFIG).is_file() or (path / SUMMARY).exists():
         return False
     return path.resolve().suffix == INCOMPLETE or not (path / f"{NAME}.json").exists()
 
@@ -534,10 +529,11 @@ def is_unfinished(path: Path) -> bool:
 def unfinished_report(
     folder: Path, *, ledger: Path | None = None, method: type[Method] | None = None
 ) -> dict[str, Any]:
-    """Returns the report of a run that did not finish, from what its ledgers hold now;
+    """Returns the report of a run that did not finish, from the current contents of its ledgers;
     `write_report` puts it into the folder.
 
     Args:
+        folder: the run folder.
         ledger, method: as in `verify_run`.
 
     Raises:
@@ -549,20 +545,19 @@ def unfinished_report(
             f"{folder} has no privacy report, and no {PRIVATE_START} to build one from: the run "
             "had no differential privacy, or ended before its first release"
         )
-    with _sound(folder):
+    with _damage_as_error(folder):
         run = private_run.read_run(folder, method)
         files, _ = private_run.ledger_files(folder, run, ledger)
         if files is None:
             raise PrivacyError(
-                f"the run's ledgers are not in the folder that {folder / 'config.toml'} "
-                "names: set their folder with --ledger (ledger=DIR)"
+                f"the run's ledgers are not in the folder that {folder / CONFIG} names: set "
+                "their folder with --ledger (ledger=DIR)"
             )
-        started = run.start.ledgers
-        histories = [read_ledger(files / f"{client}.jsonl").history() for client in started]
-        before = {
-            history.client: history.releases[: started[history.client].rows]
-            for history in histories
-        }
-        plan = private_run.rebuilt(run, before)
+        histories, initial_rows = [], {}
+        for client, start in run.start.ledgers.items():
+            history = read_ledger(files / f"{client}.jsonl").history()
+            histories.append(history)
+            initial_rows[client] = history.releases[: start.rows]
+        plan = private_run.rebuild_plan(run, initial_rows)
         facts = report_facts(plan, len(run.rows), run.resumptions, run.start, abandoned=True)
         return build_report(facts, histories, rows_before(plan))

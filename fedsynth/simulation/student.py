@@ -257,7 +257,7 @@ def _vouched_for(share: Path, run: Path) -> bool:
         return False
     stated = read_json(of_set, "privacy report")
     report = read_json(of_run, "privacy report")
-    derived = ("files", "handed_over")
+    derived = ("files", "exported")
     same = all(stated.get(key) == value for key, value in report.items() if key not in derived)
     files = report.get("files")
     return same and isinstance(files, dict) and files.get(MODEL) == file_hash(model)

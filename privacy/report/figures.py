@@ -172,7 +172,7 @@ class Event(Part):
     Attributes:
         kind: "resumed", "ended" (before the last round), "absent" (a client did not participate),
             or "unstated" (a client has not stated its ledger since it was asked for a step).
-        after: the number of finished rounds.
+        rounds_done: the number of finished rounds.
         client: the client whose budget ended the run, or that was absent or silent.
         rounds: the rounds in which a silent client was asked.
         epsilon, epsilon_next: that client's ε at the end, and after one more round.
@@ -180,7 +180,7 @@ class Event(Part):
     """
 
     kind: Literal["resumed", "ended", "absent", "unstated"]
-    after: int | None = None
+    rounds_done: int | None = None
     client: str | None = None
     rounds: list[int] | None = None
     epsilon: float | None = None
@@ -188,18 +188,25 @@ class Event(Part):
     why: str | None = None
 
     @classmethod
-    def ended(cls, after: int, spent: tuple[str, float, float] | None, reason: str) -> Event:
+    def ended(cls, rounds_done: int, spent: tuple[str, float, float] | None, reason: str) -> Event:
         """Returns the event of a run that a refused release has ended.
 
         Args:
-            after: the number of finished rounds.
-            spent: the client, its ε now and after one more round; None: known only to the client.
+            rounds_done: the number of finished rounds.
+            spent: the client, its current ε, and its ε after one more round; None: known only to
+                the client.
             reason: the client's reason.
         """
         if spent is None:
-            return cls(kind="ended", after=after, why=reason)
-        client, now, then = spent
-        return cls(kind="ended", after=after, client=client, epsilon=now, epsilon_next=then)
+            return cls(kind="ended", rounds_done=rounds_done, why=reason)
+        client, epsilon, epsilon_next = spent
+        return cls(
+            kind="ended",
+            rounds_done=rounds_done,
+            client=client,
+            epsilon=epsilon,
+            epsilon_next=epsilon_next,
+        )
 
 
 class RunFacts(Part):
@@ -249,7 +256,7 @@ class ReportFacts(Part):
         own_code: the operator's custom code, other than the method, that computes on private data.
         run: the run, and who is responsible for it.
         files: file → its SHA-256.
-        handed_over: whether the report belongs to an exported folder, whose files `files` then
+        exported: whether the report belongs to an exported folder, whose files `files` then
             lists.
     """
 
@@ -280,7 +287,7 @@ class ReportFacts(Part):
     own_code: list[str] = []
     run: RunFacts = RunFacts()
     files: dict[str, Sha256] = {}
-    handed_over: bool = False
+    exported: bool = False
 
     def check(self) -> None:
         """Raises PrivacySettingError for a δ or an adjacency that is out of range."""

@@ -121,7 +121,7 @@ def test_no_printed_figure_is_below_what_was_computed(epsilon: float) -> None:
 def test_events_and_the_audit_are_reported() -> None:
     events = [
         Event(kind="absent", client="2", why="it is ill"),
-        Event(kind="resumed", after=1),
+        Event(kind="resumed", rounds_done=1),
         Event.ended(1, ("client-000", 3.0511, 4.6), "in words"),
         Event.ended(1, None, "its owner's cap"),
     ]

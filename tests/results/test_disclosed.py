@@ -41,14 +41,14 @@ def test_a_row_is_split_by_what_is_declared() -> None:
         "models": {"aca": {"test_accuracy": 0.4, "local": {"amp": 0.3}}},
     }
     told = disclosed(row, ROW)
-    assert told.shown == {
+    assert told.public == {
         "round": 3,
         "test_accuracy": 0.5,
         "models": {"aca": {"test_accuracy": 0.4}},
     }
-    assert told.hidden == {"seconds": 1.0, "models": row["models"]}
+    assert told.simulation_only == {"seconds": 1.0, "models": row["models"]}
     open_run = disclosed({**row, "anything": 1}, None)
-    assert (open_run.shown, open_run.hidden) == ({**row, "anything": 1}, {})
+    assert (open_run.public, open_run.simulation_only) == ({**row, "anything": 1}, {})
 
 
 def test_an_undeclared_key_is_refused_also_within_a_models_row() -> None:
@@ -119,7 +119,7 @@ class Overbearing(FedAvg):
 
 
 def test_a_method_does_not_decide_on_the_engines_keys() -> None:
-    assert not declared_row(Overbearing)["seconds"].shown
+    assert not declared_row(Overbearing)["seconds"].may_be_shown
     values = {"local_epochs": 1, "batch": 64, "fills": "test_accuracy"}
     run = resolve({**sections(noise_multiplier=3.0), "method": values}, own_method=Overbearing)
     with pytest.raises(UnaccountedReleaseError, match="'test_accuracy'"):

@@ -29,13 +29,13 @@ from fedsynth.privacy.report import build as sections
 from fedsynth.privacy.report.figures import Event, schema_problems
 from fedsynth.privacy.report.file import stated_rows
 from fedsynth.privacy.report.pages import render_html, render_markdown
-from fedsynth.results.report_facts import handed_over, provenance
+from fedsynth.results.report_facts import exported_files, provenance
 from fedsynth.results.verification import verify_run
 from fedsynth.simulation.simulate import simulate
 from fedsynth.toml_file import to_toml
 
 NAME, START = "privacy_report.json", "privacy_start.json"
-ENDED = Event(kind="ended", after=1, why="x")
+ENDED = Event(kind="ended", rounds_done=1, why="x")
 Report = dict[str, Any]
 Tamper = Callable[[Path], Any]
 
@@ -277,7 +277,7 @@ def fitting(*tampers: Tamper) -> Tamper:
         for one in tampers:
             one(folder)
         report = json.loads((folder / "privacy_report.json").read_text())
-        pages(folder, {**report, "files": handed_over(folder)})
+        pages(folder, {**report, "files": exported_files(folder)})
 
     return tamper
 
@@ -314,7 +314,7 @@ def tensors(name: str, change: Callable[[dict[str, torch.Tensor]], Any]) -> Tamp
 
 def invented_resumption(folder: Path) -> None:
     (folder / "resumed.json").write_text('{"after_rounds": [1]}')
-    put("events", [Event(kind="resumed", after=1).to_json()])(folder)
+    put("events", [Event(kind="resumed", rounds_done=1).to_json()])(folder)
 
 
 def fifo(name: str) -> Tamper:
@@ -335,7 +335,7 @@ REPORT_VALUES: dict[str, Any] = {
     "guarantee/worst_client": "client-001", "epsilon_cap": 15.0, "planned_rounds": 9,
     "rounds_done": 1, "verdict/formal": False, "verdict/reasons": ["a count was logged"],
     "verdict/warnings": ["all is well"], "shares": 2, "counted_shares": 2, "min_clients": 3,
-    "simulated": False, "abandoned": True, "handed_over": True, "own_code": ["the model x"],
+    "simulated": False, "abandoned": True, "exported": True, "own_code": ["the model x"],
     "noise_multiplier": 10.0, "adjacency": "replace-one", "max_records": 10,
     "data_set/train_size": 10, "public_items/sample rate q": "0.01", "public_items/x": "y",
     "scope/1/status": "accounted", "events": [ENDED.to_json()], "randomness": "quantum",
@@ -426,7 +426,7 @@ TAMPERINGS: list[tuple[Tamper, str]] = [
         changed(START, "ledgers/client-000/chain", "0"),
         "first 0 rows differ from those of privacy_start.json",
     ),
-    (changed(START, "data_set/train_size", 10), "has another train_size of digits"),
+    (changed(START, "data_set/train_size", 10), "published data set's.train_size is 10"),
     (changed(START, "data_set/mean", "x"), "specification"),
     (
         changed(START, "test_images", "private"),
@@ -459,7 +459,7 @@ TAMPERINGS: list[tuple[Tamper, str]] = [
     (lambda folder: (folder / "resumed.json").write_text('{"after_rounds": [2]}'), "names round 2"),
     (fifo("resumed.json"), "resumed.json is damaged"),
     (fifo("metrics.jsonl"), "metrics.jsonl"),
-    (fifo("summary.json"), "summary.json is missing"),
+    (fifo("summary.json"), "run's summary"),
     (
         fitting(lambda folder: rewrite(folder / "artefacts.json", {"n_k": [[312]]})),
         "artefacts.json exists, but the run does not produce it",
@@ -600,9 +600,9 @@ def test_what_ends_a_run_before_its_last_round_is_the_cap(tmp_path: Path) -> Non
     folder = run(tmp_path, noise_multiplier=3.0, epsilon=3.0)
     report = json.loads((folder / "privacy_report.json").read_text())
     (stated,) = report["events"]
-    assert (stated["kind"], stated["after"], stated["client"]) == ("ended", 1, "client-000")
+    assert (stated["kind"], stated["rounds_done"], stated["client"]) == ("ended", 1, "client-000")
     for key, value in (
-        *(("after", 0), ("client", "client-002"), ("epsilon", 1.2), ("epsilon_next", 3.1)),
+        *(("rounds_done", 0), ("client", "client-002"), ("epsilon", 1.2), ("epsilon_next", 3.1)),
         *(("why", "the clients had enough"), ("kind", "absent"), ("epsilon", None)),
     ):
         pages(folder, {**report, "events": [{**stated, key: value}]})

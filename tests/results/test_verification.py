@@ -195,7 +195,7 @@ def test_two_runs_on_a_shared_ledger_verify(
     assert found(folder) == []
     report = json.loads((folder / "privacy_report.json").read_text())
     [event] = report["events"]
-    assert (event["kind"], event["after"], event["client"]) == ("ended", 1, "client-000")
+    assert (event["kind"], event["rounds_done"], event["client"]) == ("ended", 1, "client-000")
     row = json.loads((folder / "metrics.jsonl").read_text())
     (folder / "metrics.jsonl").write_text(json.dumps({**row, "epsilon": 1.0}) + "\n")
     assert any("must be between" in problem for problem in found(folder))
