@@ -5,9 +5,10 @@
 from __future__ import annotations
 
 import json
+import math
 from bisect import bisect_left
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -16,7 +17,6 @@ from fedsynth.cli.application import Application, OptionError, note, say, write_
 from fedsynth.cli.options import KEYS, path_argument, path_option, takes_settings
 from fedsynth.cli.report_commands import audit, report, sign, verify
 from fedsynth.cli.settings_options import Sections, with_own_code
-from fedsynth.methods import DEFAULT_METHOD
 
 if TYPE_CHECKING:
     from fedsynth.federation.costs import MechanismCosts
@@ -50,12 +50,6 @@ for command in (report, verify, sign, audit):
 )  # fmt: skip
 def plan(
     chosen: Sections,
-    steps: Annotated[
-        int | None,
-        typer.Option(
-            help="Condensation steps per round (local epochs for methods that train models)."
-        ),
-    ] = None,
     plot: Annotated[Path | None, path_option("Also plot ε over rounds to this SVG file.")] = None,
     as_json: given.AsJson = False,
 ) -> None:
@@ -70,8 +64,6 @@ def plan(
     from fedsynth.federation.costs import costs_by_mechanism, costs_plot
 
     chosen["data"].setdefault("dataset", "mnist")
-    if steps is not None:
-        chosen["method"] |= _steps_setting(chosen["run"].get("method", DEFAULT_METHOD), steps)
     sections = with_own_code(chosen)
     if not sections["privacy"].keys() & {"epsilon", "noise_multiplier"}:
         raise OptionError("a plan needs --epsilon (to compute σ) or --sigma (to compute ε)")
@@ -85,40 +77,16 @@ def plan(
         _warn(plans)
 
 
-def _steps_setting(method: str, steps: int) -> dict[str, Any]:
-    """Returns the setting of the method that --steps gives."""
-    from dataclasses import fields
-
-    from fedsynth.methods import method_class
-
-    if method == "real":  # the command refuses it later
-        return {}
-    keys = {f.name for f in fields(method_class(method))}
-    name = next((key for key in ("iterations", "local_epochs") if key in keys), None)
-    if name is None:
-        raise OptionError(f"--steps does not apply to {method}: leave it out")
-    return {name: steps}
-
-
 def _warn(plans: list[MechanismCosts]) -> None:
+    """Prints notes on budgets that are exceeded, and a warning if ε is large."""
     for p in plans:
-        first = _first_beyond(p)
-        if first is not None:
-            note(f"{p.mechanism} exceeds ε = {p.target:g} in round {first} with this σ")
-    if any(p.epsilon[max(p.epsilon)] > 10 for p in plans):
+        rounds, limit = list(p.epsilon), (p.target or math.inf) * (1 + 1e-9)
+        # ε never decreases, and each value takes a composition: a binary search
+        first = bisect_left(rounds, True, key=lambda number: p.epsilon[number] > limit)
+        if first < len(rounds):
+            note(f"{p.mechanism} exceeds ε = {p.target:g} in round {rounds[first]} with this σ")
+    if max(p.epsilon[max(p.epsilon)] for p in plans) > 10:
         say("warning: ε above 10 is a weak guarantee; use --epsilon 8 for a stronger one")
-
-
-def _first_beyond(plan: MechanismCosts) -> int | None:
-    """Returns the first of the plan's rounds after which ε is above the target. ε never falls, and
-    computing it takes a composition per round, so the search is binary.
-    """
-    rounds = list(plan.epsilon)
-    target = plan.target
-    if target is None:
-        return None
-    first = bisect_left(rounds, True, key=lambda number: plan.epsilon[number] > target * (1 + 1e-9))
-    return rounds[first] if first < len(rounds) else None
 
 
 def print_costs(plans: list[MechanismCosts]) -> None:
@@ -130,38 +98,26 @@ def print_costs(plans: list[MechanismCosts]) -> None:
 
     console = Console()
     table = Table(title=f"plan, for one example of one client, δ = {plans[0].delta:g}")
+    columns = ["mechanism", "ε", "releases", "σ", "clip", "q", "a round"]
     has_signal = any("signal_to_noise" in row for p in plans for row in p.rows)
-    names = ("mechanism", "ε", "releases", "σ", "clip", "q", "a round")
-    for name in (*names, "S/N") if has_signal else names:
+    if has_signal:
+        columns.append("S/N")
+    for name in columns:
         table.add_column(name, no_wrap=name != "releases")  # numbers are not truncated
     for p in plans:
-        for number, row in enumerate(p.rows):
-            rate = f"{row['sample_rate']:.4g}" if row["sample_rate"] < 1 else "1"
-            table.add_row(
-                p.mechanism if number == 0 else "",
-                format_epsilon(p.epsilon[max(p.epsilon)]) if number == 0 else "",
-                row["quantity"],
-                f"{row['noise_multiplier']:.4g}",
-                f"{row['clip']:.4g}",
-                rate,
-                str(row["releases"]),
-                *([f"{row['signal_to_noise']:.3g}"] if "signal_to_noise" in row else []),
-            )
+        for row in p.rows:
+            cells = [p.mechanism, format_epsilon(p.epsilon[max(p.epsilon)]), row["quantity"]]
+            for key in ("noise_multiplier", "clip", "sample_rate", "releases", "signal_to_noise"):
+                if key in row:
+                    cells.append(f"{row[key]:.10g}" if key == "releases" else f"{row[key]:.4g}")
+            table.add_row(*cells)
     console.print(table)
     if has_signal:
         print(SIGNAL)
-    numbers = sorted(plans[0].epsilon)
-    selected = numbers
-    if len(numbers) > 10:
-        chosen = {1, 2, 3, 5, numbers[-1]}
-        every = max(1, len(numbers) // 5)
-        selected = [n for n in numbers if n in chosen or n % every == 0]
-    by_round = Table(title="ε after round")
-    by_round.add_column("round")
-    for p in plans:
-        by_round.add_column(p.mechanism)
-    for n in selected:
-        by_round.add_row(str(n), *(format_epsilon(p.epsilon[n]) for p in plans))
+    by_round = Table("round", *(p.mechanism for p in plans), title="ε after round")
+    rounds = sorted(plans[0].epsilon)
+    for number in sorted({*rounds[:: max(1, len(rounds) // 10)], rounds[-1]}):
+        by_round.add_row(str(number), *(format_epsilon(p.epsilon[number]) for p in plans))
     console.print(by_round)
 
 
@@ -202,9 +158,8 @@ def repair(
     if result is None:
         print(f"{ledger} has no incomplete line: nothing was changed")
         return
-    print(f"torn line: {result.line!r}")
+    outcome = "removed: nothing was released for it"
     if result.counts:
-        print("  only its line break is missing, so it counts: the line break was added")
-    else:
-        print("  removed: nothing was released for it")
+        outcome = "only its line break was missing, so it counts: the line break was added"
+    print(f"torn line: {result.line!r}\n  {outcome}")
     print(f"copy of the ledger before the repair: {result.copy}")

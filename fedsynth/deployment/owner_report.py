@@ -24,7 +24,7 @@ from fedsynth.privacy.report.build import build_report, write_report
 from fedsynth.privacy.report.figures import Began
 from fedsynth.privacy.report.formatting import format_epsilon
 from fedsynth.results import privacy_summary
-from fedsynth.results.privacy_summary import headline, how_many
+from fedsynth.results.privacy_summary import headline, pluralize
 from fedsynth.results.report_facts import owner_facts
 from fedsynth.results.run_folder import PRIVATE_START
 from fedsynth.results.verification import OWNER
@@ -46,7 +46,7 @@ def request_words(proposal: Proposal, number: int, ledger: Ledger | None) -> lis
     method = run.method
     lines = [
         f"run {proposal.run} asks client {number} of {run.partition.clients}: {method.name}, "
-        f"{how_many(run.rounds, 'round')}, data set {proposal.spec.name}, model {run.model.name}",
+        f"{pluralize(run.rounds, 'round')}, data set {proposal.spec.name}, model {run.model.name}",
         f"  agreement {proposal.agreement}, which its owner can use to approve exactly these "
         "settings",
     ]

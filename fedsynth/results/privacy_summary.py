@@ -6,10 +6,11 @@ They follow from the public plan and the contents of the clients' ledgers; nothi
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from fedsynth.data.registry import DatasetSpec
 from fedsynth.federation.privacy_plan import PrivacyPlan
 from fedsynth.privacy.ledger.history import History
 from fedsynth.privacy.releases import USER
@@ -48,7 +49,7 @@ def headline(plan: PrivacyPlan, *, simulated: bool = True) -> list[str]:
     sampling = "all records at each step"
     if chief.sample_rate < 1:
         sampling = f"Poisson sampling at q = {chief.sample_rate:.3g}"
-    rounds = how_many(plan.run.rounds, "round")
+    rounds = pluralize(plan.run.rounds, "round")
     if plan.run.participation < 1:
         rounds += f" (of which it takes part in at most {plan.most_rounds()})"
     unit = "one example"
@@ -75,7 +76,7 @@ def headline(plan: PrivacyPlan, *, simulated: bool = True) -> list[str]:
         lines.append(
             f"  of this, earlier runs in the ledgers have spent ε = {format_epsilon(spent)}"
         )
-    return lines + _of_the_noise(plan) + _of_the_cap(plan, planned)
+    return lines + _noise_warnings(plan) + _cap_warnings(plan, planned)
 
 
 def _noise(plan: PrivacyPlan) -> str:
@@ -87,25 +88,15 @@ def _noise(plan: PrivacyPlan) -> str:
     return f"σ = {plan.sigma:.4g} if all were one release; each release has more"
 
 
-MUCH_NOISE, MANY_RELEASES = 20, 1000
-"""Thresholds of σ and of a client's number of releases above which the headline questions the
-schedule: a rule of thumb, not measured.
-"""
-
-
-def _of_the_noise(plan: PrivacyPlan) -> list[str]:
+def _noise_warnings(plan: PrivacyPlan) -> list[str]:
     """Returns the warning if the noise exceeds the signal of the releases, even in the best case
     for them.
     """
-    ratios = [(plan.signal_to_noise(release), release.quantity) for release in plan.plans]
-    untold = all(ratio is None for ratio, _ in ratios)
-    if untold and plan.sigma >= MUCH_NOISE and plan.all_releases >= MANY_RELEASES:
-        return [
-            f"  warning: {plan.all_releases:,} releases share the budget, each with noise of "
-            f"σ = {plan.sigma:.3g}: with fewer rounds or fewer steps per round, each has "
-            "less noise (`fedsynth privacy plan`)"
-        ]
-    drowned = [(ratio, quantity) for ratio, quantity in ratios if ratio is not None and ratio < 1]
+    drowned = []
+    for release in plan.plans:
+        ratio = plan.signal_to_noise(release)
+        if ratio is not None and ratio < 1:
+            drowned.append((ratio, release.quantity))
     if not drowned:
         return []
     ratio, quantity = min(drowned)
@@ -119,27 +110,25 @@ def _of_the_noise(plan: PrivacyPlan) -> list[str]:
 def schedule(plan: PrivacyPlan) -> str:
     """Returns the number of noisy releases, in words."""
     if plan.run.method.same_releases_every_round:
-        return f"{how_many(plan.releases, 'release')} a round"
-    return f"{how_many(plan.all_releases, 'release')} in all"
+        return f"{pluralize(plan.releases, 'release')} a round"
+    return f"{pluralize(plan.all_releases, 'release')} in all"
 
 
-def _of_the_cap(plan: PrivacyPlan, planned: float) -> list[str]:
+def _cap_warnings(plan: PrivacyPlan, planned: float) -> list[str]:
     """Returns a warning if the run will end early, or if no cap bounds a weak guarantee."""
     cap = plan.privacy.epsilon
-    if cap is None:
-        if planned <= WEAK:
-            return []
+    if cap is None and planned > WEAK:
         return [
             f"  warning: ε = {format_epsilon(planned)} is a weak guarantee: one example may "
             f"change the odds of any outcome by a factor of e^{planned:.0f}; for a smaller "
             "ε, set privacy.epsilon=8 instead of privacy.noise_multiplier"
         ]
-    if planned <= cap * (1 + 1e-9):
-        return []
-    return [
-        f"  the cap ε = {cap:g} is below that: the run ends normally before the round that "
-        "would exceed it"
-    ]
+    if cap is not None and planned > cap * (1 + 1e-9):
+        return [
+            f"  the cap ε = {cap:g} is below that: the run ends normally before the round that "
+            "would exceed it"
+        ]
+    return []
 
 
 def start(
@@ -165,7 +154,7 @@ def start(
     return Start(
         schema_version=SCHEMA_VERSION,
         noise_multiplier=plan.privacy.noise_multiplier,
-        data_set=as_lists(asdict(plan.spec)),
+        data_set=as_json(plan.spec),
         test_images=test,  # type: ignore[arg-type]  # checked, as all of it is
         ledgers={
             history.client: LedgerStart(rows=len(history.releases), chain=history.chain)
@@ -185,29 +174,27 @@ def summary(plan: PrivacyPlan, histories: Sequence[History], *, simulated: bool 
         histories: the current contents of the ledgers.
         simulated: all clients were in one process; otherwise each was where its data are.
     """
-    shared = {}
-    if plan.chief.shares > 1:
-        shared = {"aggregation": "assumed, not executed" if simulated else "executed"}
-    sigma = plan.privacy.noise_multiplier
-    mechanism = plan.chief.mechanism
-    if not plan.guaranteed(histories):
-        return Promise(guarantee=False, noise_multiplier=sigma, mechanism=mechanism)
-    return Promise(
-        guarantee=True,
-        epsilon=plan.epsilon(histories),
-        delta=plan.privacy.delta,
-        noise_multiplier=sigma,
-        mechanism=mechanism,
-        **shared,
+    promise = Promise(
+        guarantee=plan.guaranteed(histories),
+        noise_multiplier=plan.privacy.noise_multiplier,
+        mechanism=plan.chief.mechanism,
     )
+    if not promise.guarantee:
+        return promise
+    aggregation = None
+    if plan.chief.shares > 1:
+        aggregation = "assumed, not executed" if simulated else "executed"
+    epsilon = plan.epsilon(histories)
+    facts = {"epsilon": epsilon, "delta": plan.privacy.delta, "aggregation": aggregation}
+    return promise.model_copy(update=facts)
 
 
-def as_lists(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the mapping as it is in JSON: with lists in place of tuples."""
-    plain: dict[str, Any] = json.loads(json.dumps(dict(facts)))
+def as_json(spec: DatasetSpec) -> dict[str, Any]:
+    """Returns a data set's specification as in JSON: with lists in place of tuples."""
+    plain: dict[str, Any] = json.loads(json.dumps(asdict(spec)))
     return plain
 
 
-def how_many(number: int, noun: str) -> str:
+def pluralize(number: int, noun: str) -> str:
     """Returns the number with its noun: "1 round", "3 rounds"."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+    return f"{number} {noun}{'s' if number != 1 else ''}"

@@ -9,7 +9,7 @@ import hashlib
 import json
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ from fedsynth.privacy.report.figures import (
     Verdict,
 )
 from fedsynth.privacy.report.pages import FILES, renderer_versions
-from fedsynth.results.privacy_summary import as_lists, how_many
+from fedsynth.results.privacy_summary import as_json, pluralize, schedule
 from fedsynth.version import __version__
 
 FOUR_SUMS = (
@@ -101,7 +101,7 @@ def report_facts(
         test_only_randomness=not secret,
         provenance=provenance(plan.run),
         noise_multiplier=privacy.noise_multiplier,
-        data_set=as_lists(asdict(plan.spec)),
+        data_set=as_json(plan.spec),
         simulated=simulated,
         abandoned=abandoned,
         shares=plan.chief.shares,
@@ -155,8 +155,8 @@ def owner_facts(
         secret: whether the noise came from the operating system's keys.
     """
     owner_plan = replace(plan, histories=(history,))
-    done = min(rounds, plan.run.rounds)
-    facts = report_facts(owner_plan, done, (), start, secret=secret, first=number)
+    rounds = min(rounds, plan.run.rounds)
+    facts = report_facts(owner_plan, rounds, (), start, secret=secret, first=number)
     return facts, rows_before(owner_plan)
 
 
@@ -166,8 +166,7 @@ def exported_files(folder: Path) -> dict[str, str]:
     Raises:
         OSError: a file cannot be read.
     """
-    present = [name for name in FILES if (folder / name).is_file()]
-    return {name: file_hash(folder / name) for name in present}
+    return {name: file_hash(folder / name) for name in FILES if (folder / name).is_file()}
 
 
 def public_items(plan: PrivacyPlan, *, simulated: bool = True) -> dict[str, str]:
@@ -179,13 +178,13 @@ def public_items(plan: PrivacyPlan, *, simulated: bool = True) -> dict[str, str]
         "classes and image shape": (
             f"{spec.classes} classes, {spec.channels}×{spec.height}×{spec.width}"
         ),
-        "normalisation": (
-            f"constants of the specification {spec.name!r}: mean {spec.mean}, std {spec.std}"
-        ),
+        "normalisation": f"mean {list(spec.mean)}, standard deviation {list(spec.std)}: constants "
+        f"of the specification of {spec.name}",
         "architecture and initial weights": _architecture(run),
-        "hyper-parameters": json.dumps(run.to_mapping()["method"]),
+        "hyper-parameters": _settings_text(run, "method"),
         "bound on all records": f"{plan.max_records} (δ is checked against it)",
-        "schedule": (f"{_rounds(plan)}, fixed before data are read"),
+        "schedule": f"{pluralize(run.rounds, 'round')}, {schedule(plan)}, fixed before data are "
+        "read",
         **feature_facts(run.model, spec),
         **run.method.public_facts(spec),
     }
@@ -207,8 +206,19 @@ def public_items(plan: PrivacyPlan, *, simulated: bool = True) -> dict[str, str]
     )
     if proxy := run.method.public_images():
         items["proxy images"] = f"the training images of {proxy}, declared public"
-    if plan.facts.guaranteed:
-        items |= _items_of_a_guarantee(plan)
+    if not plan.facts.guaranteed:
+        return items
+    unit = "record"
+    if plan.privacy.unit == USER:
+        unit = run.report.person or "person"
+    items["sample rate q"] = f"{plan.chief.sample_rate:.6g}, from public sizes"
+    items[f"nominal {unit}s of a client"] = (
+        f"{plan.nominal_size:g} ({_nominal_size(plan)}); divisors use it or released counts, "
+        "never the true number"
+    )
+    for name, (kind, reason) in privacy_of_fields(run.method.upload).items():
+        if kind == "public":
+            items[f"upload field {name!r}"] = reason
     return items
 
 
@@ -218,31 +228,13 @@ def _architecture(run: RunSettings) -> str:
     weights = "drawn from the run's seed"
     if has_given_weights(run.model):
         weights = "with the weights of a module that the operator supplies and declares public"
-    return f"{run.model}, {weights}"
+    return f"{_settings_text(run, 'model')}; {weights}"
 
 
-def _rounds(plan: PrivacyPlan) -> str:
-    """Returns the number of rounds and their releases, in words."""
-    rounds = how_many(plan.run.rounds, "round")
-    if plan.run.method.same_releases_every_round:
-        return f"{rounds} of {how_many(plan.releases, 'release')}"
-    return f"{rounds}, {how_many(plan.all_releases, 'release')} in all"
-
-
-def _items_of_a_guarantee(plan: PrivacyPlan) -> dict[str, str]:
-    """Returns the public facts about the releases that are accounted for."""
-    counted = f"{plan.run.report.person or 'person'}s" if plan.privacy.unit == USER else "records"
-    items = {
-        "sample rate q": f"{plan.chief.sample_rate:.6g}, from public sizes",
-        f"nominal {counted} of a client": (
-            f"{plan.nominal_size:g} ({_nominal_size(plan)}); divisors use it or released counts, "
-            "never the true number"
-        ),
-    }
-    for name, (kind, reason) in privacy_of_fields(plan.run.method.upload).items():
-        if kind == "public":
-            items[f"upload field {name!r}"] = reason
-    return items
+def _settings_text(run: RunSettings, section: str) -> str:
+    """Returns the settings of a section as "width = 32, depth = 2", without empty ones."""
+    settings = run.to_mapping()[section]
+    return ", ".join(f"{key} = {value}" for key, value in settings.items() if value != "")
 
 
 def _nominal_size(plan: PrivacyPlan) -> str:
@@ -250,10 +242,10 @@ def _nominal_size(plan: PrivacyPlan) -> str:
     if plan.privacy.nominal_size:
         return "declared"
     split = plan.run.partition
-    over = "published writers or devices"
+    divisor = "published writers or devices"
     if clients_or_groups(split, plan.spec) == split.clients:
-        over = "clients"
-    text = f"the declared size of the data set divided by the number of {over}"
+        divisor = "clients"
+    text = f"the declared size of the data set divided by the number of {divisor}"
     if split.subset < 1:
         text += f", times the fraction {split.subset:g} that is used"
     if split.local_test:
@@ -273,6 +265,21 @@ def _data_set(plan: PrivacyPlan, *, simulated: bool) -> str:
     return f"{spec.name}: the operator's own; its specification is public, its records are not"
 
 
+COMPARED_RECORDS = (
+    "records, compared with those of the ledgers",
+    "with a keyed hash that is stored with the ledgers; it decides whether the run starts",
+)
+TIMING = (
+    "the response time of a client, and whether it responds",
+    "visible to anyone who transports the messages; outside the guarantee",
+)
+IN_SIMULATION = (
+    "folder simulation_only, and the error message of an impossible partition; outside the "
+    "guarantee"
+)
+"""The note on accesses that only a simulation has."""
+
+
 def accesses(plan: PrivacyPlan, test: str, *, simulated: bool = True) -> list[Access]:
     """Returns all accesses to private data.
 
@@ -286,66 +293,45 @@ def accesses(plan: PrivacyPlan, test: str, *, simulated: bool = True) -> list[Ac
     if plan.privacy.unit == USER:
         person = plan.run.report.person or "person"
         averaged = f"; averaged over each {person}'s examples, and the average is clipped"
-    listed = [
-        _access(
-            f"{release.quantity}: {release.clipped}{averaged}",
-            facts.status,
-            f"mechanism {release.mechanism}, {_how_often(plan, release)}",
-        )
-        for release in plan.plans
-    ]
-    listed += [_access(what, disclosure.UNACCOUNTED, note) for what, note in facts.accesses]
+    listed = []
+    for release in plan.plans:
+        access = f"{release.quantity}: {release.clipped}{averaged}"
+        note = f"mechanism {release.mechanism}, {_schedule_of(plan, release)}"
+        listed.append((access, facts.status, note))
+    for access, note in facts.accesses:
+        listed.append((access, disclosure.UNACCOUNTED, note))
+    unprotected = []
     if plan.privacy.ledger_folder is not None or not simulated:
-        listed.append(COMPARED_RECORDS)
+        unprotected.append(COMPARED_RECORDS)
     if not simulated:
-        listed.append(TIMING)
+        unprotected.append(TIMING)
     elif plan.run.partition.local_test:
-        listed.append(_simulated("clients' own test splits, and accuracies on them"))
+        access = "clients' own test splits, and accuracies on them"
+        unprotected.append((access, IN_SIMULATION))
     if simulated:
-        listed.append(_simulated("partition into clients, true counts, seconds"))
+        unprotected.append(("partition into clients, true counts, seconds", IN_SIMULATION))
     if test == PRIVATE:
-        listed.append(_simulated("test set, and accuracies on it"))
+        unprotected.append(("test set, and accuracies on it", IN_SIMULATION))
+    for access, note in unprotected:
+        listed.append((access, disclosure.SIMULATION_ONLY, note))
     if test == PUBLIC:
         origin = f"of the published data set {plan.spec.name}"
         if not is_published(plan.spec):
             origin = "declared public by the operator"
         note = f"{origin}; test accuracy is computed from released models"
-        listed.append(_access("test set", disclosure.PUBLIC, note))
-    return listed
+        listed.append(("test set", disclosure.PUBLIC, note))
+    return [
+        Access.model_validate({"access": access, "status": status, "note": note})
+        for access, status, note in listed
+    ]
 
 
-def _access(what: str, status: str, note: str) -> Access:
-    return Access.model_validate({"access": what, "status": status, "note": note})
-
-
-def _how_often(plan: PrivacyPlan, release: PrivatePlan) -> str:
+def _schedule_of(plan: PrivacyPlan, release: PrivatePlan) -> str:
     """Returns the number of releases of a quantity by a client, in words."""
     if plan.run.method.same_releases_every_round:
-        return f"{how_many(release.steps, 'release')} a round"
-    rounds = [n for n in range(1, plan.run.rounds + 1) if release in plan.round_plans(n)]
-    return f"{how_many(release.steps * len(rounds), 'release')} in all"
-
-
-TIMING = _access(
-    "the response time of a client, and whether it responds",
-    disclosure.SIMULATION_ONLY,
-    "visible to anyone who transports the messages; outside the guarantee",
-)
-COMPARED_RECORDS = _access(
-    "records, compared with those of the ledgers",
-    disclosure.SIMULATION_ONLY,
-    "with a keyed hash that is stored with the ledgers; it decides whether the run starts",
-)
-
-
-def _simulated(what: str) -> Access:
-    """Returns an access that only a simulation has."""
-    return _access(
-        what,
-        disclosure.SIMULATION_ONLY,
-        "folder simulation_only, and the error message of an impossible partition; outside "
-        "the guarantee",
-    )
+        return f"{pluralize(release.steps, 'release')} a round"
+    rounds = sum(release in plan.round_plans(number + 1) for number in range(plan.run.rounds))
+    return f"{pluralize(release.steps * rounds, 'release')} in all"
 
 
 def _without_paths(run: RunSettings) -> dict[str, dict[str, Any]]:

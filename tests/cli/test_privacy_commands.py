@@ -25,7 +25,7 @@ def plans(fedsynth: Call, line: str) -> list[dict[str, Any]]:
 def test_a_budget_gives_sigma_for_each_mechanism(fedsynth: Call) -> None:
     """Every plan's ε is what the accountant says of its σ, q and releases, at or just below the
     budget."""
-    found = plans(fedsynth, "--epsilon 3 --rounds 2 --steps 50 --n 6000")
+    found = plans(fedsynth, "--epsilon 3 --rounds 2 --set iterations=50 --n 6000")
     assert [p["mechanism"] for p in found] == ["residual", "gradient", "features"]
     residual, _, features = found
     sigma, rate = residual["noise_multiplier"], residual["sample_rate"]

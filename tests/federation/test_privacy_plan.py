@@ -305,18 +305,6 @@ def warnings_of(run: RunSettings, words: str) -> list[str]:
     return [str(line) for line in headline(plan_of(run)) if words in str(line)]
 
 
-def test_a_headline_warns_of_a_schedule_that_leaves_nothing_but_noise() -> None:
-    """FedDM's own rounds and steps, on few images."""
-
-    def told(iterations: int) -> list[str]:
-        run = settings("feddm", own={"iterations": iterations}, epsilon=8.0)
-        return warnings_of(run, "releases share")
-
-    assert told(20) == []
-    (line,) = told(2000)
-    assert "6,000 releases share the budget, each with noise of σ = " in line
-
-
 def test_a_headline_warns_of_noise_that_is_larger_than_the_signal() -> None:
     """FedStats' plan states how large its sums can be; with σ = 50 noise is larger."""
 

@@ -217,7 +217,6 @@ PLAN = ("privacy", "plan", "--mechanism=residual")
 OTHER = (
     (*PLAN, "--epsilon"),
     (*PLAN, "--epsilon", "8", "--rounds"),
-    (*PLAN, "--epsilon", "8", "--steps"),
     (*PLAN, "--epsilon", "8", "--n"),
     ("privacy", "plan", "--epsilon", "8", "--method"),
     (*PLAN, "--sigma"),
