@@ -98,7 +98,8 @@ def read_svhn(path: Path) -> tuple[Bytes, Labels]:
             f"{path} is not the published file: its MD5 is {digest}, and should be {expected}"
         )
     variables = loadmat(BytesIO(content), variable_names=("X", "y"))
-    return variables["X"].transpose(3, 2, 0, 1), variables["y"].reshape(-1).astype(np.int64) % 10
+    images = np.ascontiguousarray(variables["X"].transpose(3, 2, 0, 1))
+    return images, variables["y"].reshape(-1).astype(np.int64) % 10
 
 
 def read_cifar_batch(path: Path, label_key: str) -> tuple[Bytes, Labels]:

@@ -145,7 +145,7 @@ def _read_digits() -> tuple[Split, Split]:
     """Reads the digits of the package: levels 0..16 become 0..255; every fifth example
     (index % 5 == 4) is a test example."""
     with np.load(DIGITS) as file:
-        images = np.rint(file["images"] * (255 / 16)).astype(np.uint8)[:, None]
+        images = np.rint(file["images"] * (255 / 16)).astype(np.uint8).reshape(-1, 1, 8, 8)
         labels = file["labels"].astype(np.int64)
     is_test = np.arange(len(images)) % 5 == 4
     return Split(images[~is_test], labels[~is_test]), Split(images[is_test], labels[is_test])

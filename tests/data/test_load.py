@@ -157,6 +157,7 @@ def test_svhn_files_are_those_that_torchvision_lists() -> None:
 def test_digits_need_no_files() -> None:
     train, test = load_dataset("digits")
     assert (len(train), len(test)) == (train.spec.train_size, train.spec.test_size)
+    assert train.images.stride() == (64, 64, 8, 1)  # others select other convolutions
     assert int(train.images.max()) == 255
     assert set(train.images.unique().tolist()) <= {round(level * 255 / 16) for level in range(17)}
     pixels = train.images.double() / 255
