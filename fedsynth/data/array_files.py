@@ -15,15 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from fedsynth.data.arrays import Bytes, IntArray
 from fedsynth.data.files import one_line
-from fedsynth.data.pickled import PickledArray, read_pickle
+from fedsynth.data.pickled import read_pickle
 from fedsynth.errors import DataFilesCorruptError
 from fedsynth.privacy.files import open_regular, read_regular
-
-Bytes = npt.NDArray[np.uint8]
-Labels = npt.NDArray[np.int64]
 
 SVHN_MD5 = {
     "train_32x32.mat": "e26dedcc434d2e4c54c9b2d4a06d8373",
@@ -34,7 +31,7 @@ MAX_SVHN_BYTES = 2**28
 MAX_CIFAR_BYTES = 60_000 * (2 * 3072 + 256)
 """Size limit of a batch file: all images, as text (two bytes for one) before protocol 3, with their
 labels and file names."""
-_SPARE = 2**16  # for a header, and growth by compression
+_HEADER_BYTES = 2**16  # for a header, and growth by compression
 
 
 def read_idx(path: Path, ndim: int, max_bytes: int) -> Bytes:
@@ -51,8 +48,10 @@ def read_idx(path: Path, ndim: int, max_bytes: int) -> Bytes:
     """
     header = 4 + 4 * ndim
     try:
-        with BufferedReader(open_regular(path, max_bytes=max_bytes + _SPARE)) as file:
-            source = gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else file
+        with BufferedReader(open_regular(path, max_bytes=max_bytes + _HEADER_BYTES)) as file:
+            source: Any = file
+            if path.suffix == ".gz":
+                source = gzip.GzipFile(fileobj=file)
             content = source.read(header + max_bytes + 1)
     except (OSError, EOFError, zlib.error) as error:
         raise DataFilesCorruptError(f"{path} cannot be read: {one_line(error)}") from None
@@ -64,18 +63,15 @@ def read_idx(path: Path, ndim: int, max_bytes: int) -> Bytes:
         )
     shape = np.frombuffer(content[4:header], ">u4").tolist()
     size = math.prod(shape)
-    got = len(content) - header
-    fault = ""
-    if size > max_bytes:
-        fault = f"such a file has at most {max_bytes:,}"
-    elif got != size:
-        fault = f"it {'is truncated' if got < size else 'has bytes after its end'}: it has {got}"
-    if fault:
-        raise DataFilesCorruptError(f"{path}: its header declares {shape}, {size:,} bytes; {fault}")
+    if size > max_bytes or len(content) != header + size:
+        raise DataFilesCorruptError(
+            f"{path}: its header declares {shape}, {size:,} bytes, but it has "
+            f"{len(content) - header:,}; such a file has at most {max_bytes:,}"
+        )
     return np.frombuffer(content, np.uint8, offset=header).reshape(shape)
 
 
-def read_svhn(path: Path) -> tuple[Bytes, Labels]:
+def read_svhn(path: Path) -> tuple[Bytes, IntArray]:
     """Returns images uint8 [N, 3, 32, 32] and labels int64 [N] from X [32, 32, 3, N] and y [N, 1],
     where 10 denotes the digit 0.
 
@@ -102,7 +98,7 @@ def read_svhn(path: Path) -> tuple[Bytes, Labels]:
     return images, variables["y"].reshape(-1).astype(np.int64) % 10
 
 
-def read_cifar_batch(path: Path, label_key: str) -> tuple[Bytes, Labels]:
+def read_cifar_batch(path: Path, label_key: str) -> tuple[Bytes, IntArray]:
     """Returns images uint8 [N, 3, 32, 32] and labels int64 [N] of one batch file.
 
     Args:
@@ -123,21 +119,18 @@ def read_cifar_batch(path: Path, label_key: str) -> tuple[Bytes, Labels]:
         raise DataFilesCorruptError(
             f"{path} is not a CIFAR batch: it contains a {type(batch).__name__} instead of a dict"
         )
-    named = {key.encode() if isinstance(key, str) else key: value for key, value in batch.items()}
-    data = named.get(b"data")
-    labels = named.get(label_key.encode())
-    x = data.value if isinstance(data, PickledArray) else None
-    if x is None or x.ndim != 2 or x.shape[1] != 3072:
-        got = type(data).__name__ if x is None else f"uint8 {list(x.shape)}"
-        raise DataFilesCorruptError(f"{path}: 'data' must be uint8 [N, 3072], got {got}")
-    if not (isinstance(labels, list) and all(type(label) is int for label in labels)):
+    data = batch.get(b"data", batch.get("data"))
+    x = getattr(data, "value", None)
+    if x is None or x.shape[1:] != (3072,):
+        raise DataFilesCorruptError(f"{path}: 'data' must be an array of bytes [N, 3072]")
+    labels = batch.get(label_key.encode(), batch.get(label_key))
+    # Types are checked first: NumPy would make an array of text as wide as its longest string.
+    if not isinstance(labels, list) or not set(map(type, labels)) <= {int}:
         raise DataFilesCorruptError(f"{path}: {label_key!r} must be a list of integers")
-    if len(labels) != len(x):
-        raise DataFilesCorruptError(f"{path} has {len(x)} images but {len(labels)} labels")
-    try:
-        y = np.array(labels, dtype=np.int64)
-    except OverflowError:
+    y = np.array(labels)
+    if y.dtype != np.int64 or len(y) != len(x):
         raise DataFilesCorruptError(
-            f"{path}: {label_key!r} has a number of more than 64 bits"
-        ) from None
+            f"{path}: {label_key!r} must be one integer of at most 64 bits for each image; there "
+            f"are {len(x)} images and {len(labels)} labels"
+        )
     return x.reshape(-1, 3, 32, 32), y

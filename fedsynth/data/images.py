@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,7 +21,7 @@ Array = Tensor | np.ndarray[Any, np.dtype[Any]]
 
 @dataclass(frozen=True, eq=False)
 class ImageData:
-    """uint8 images [N, C, H, W] and int64 labels [N] on one device, checked on creation.
+    """uint8 images [N, C, H, W] and int64 labels [N] on the images' device, checked on creation.
 
     Two objects are equal only if they are the same object (comparing tensors has no single
     answer).
@@ -37,8 +38,8 @@ class ImageData:
             that a data owner has none.
 
     Raises:
-        DataError: the shapes do not match each other or `spec`, the types are wrong, the tensors
-            are on two devices, labels, domains or groups are out of range, or there is no example.
+        DataError: the shapes do not match each other or `spec`, the types are wrong, labels,
+            domains or groups are out of range, or there is no example.
 
     >>> from fedsynth import load_dataset
     >>> train, test = load_dataset("digits")
@@ -57,28 +58,26 @@ class ImageData:
     may_be_empty: bool = False
 
     def __post_init__(self) -> None:
+        spec = self.spec
         if self.images.dtype != torch.uint8:
             raise DataError(
-                f"{self.spec.name}: images must be uint8, got {_dtype(self.images)} (from_arrays "
-                "converts)"
+                f"{spec.name}: images must be uint8, or floating point in [0, 1] for from_arrays, "
+                f"got {_dtype(self.images)}"
             )
-        _check_image_shape(tuple(self.images.shape), self.spec)
-        name = self.spec.name
-        labels = _checked_numbers("labels", self.labels, None, self.spec, self.spec.classes)
-        if len(self.images) != len(labels):
-            raise DataError(f"{name}: {len(self.images)} images but {len(labels)} labels")
-        if len(self.images) == 0 and not self.may_be_empty:
-            raise DataError(f"{name}: there must be at least one example")
-        if self.images.device != labels.device:
+        if self.images.dim() != 4 or self.images.shape[1:] != spec.image_shape:
             raise DataError(
-                f"{name}: images are on {self.images.device} but labels on {labels.device}"
+                f"{spec.name}: images must have shape [N, {', '.join(map(str, spec.image_shape))}], "
+                f"channels first, got {list(self.images.shape)}"
             )
-        object.__setattr__(self, "labels", labels)
-        for what, limit in (("domains", len(self.spec.domains)), ("groups", None)):
+        count = len(self.images)
+        if not count and not self.may_be_empty:
+            raise DataError(f"{spec.name}: there must be at least one example")
+        limits = {"labels": spec.classes, "domains": len(spec.domains), "groups": math.inf}
+        for what, limit in limits.items():
             numbers = getattr(self, what)
             if numbers is not None:
-                checked = _checked_numbers(what, numbers, len(labels), self.spec, limit)
-                object.__setattr__(self, what, checked.to(labels.device))
+                checked = _checked_numbers(what, numbers, count, spec, limit)
+                object.__setattr__(self, what, checked.to(self.images.device))
 
     def __repr__(self) -> str:
         # never shows the images themselves
@@ -91,7 +90,7 @@ class ImageData:
         """Returns the examples on `device`; returns this object if they are already there."""
         if self.images.device == self.labels.device == torch.device(device):
             return self
-        return self._each(lambda array: array.to(device))
+        return self._map(lambda array: array.to(device))
 
     def subset(self, indices: Array) -> ImageData:
         """Returns the examples at `indices` (integers [M], in this order, repeats allowed).
@@ -100,30 +99,22 @@ class ImageData:
             DataError: `indices` is not a vector of integers in [0, N), or is empty.
         """
         index = torch.as_tensor(indices)
-        if index.dim() != 1 or index.is_floating_point() or index.dtype == torch.bool:
-            raise DataError(
-                f"indices must be a vector of integers, got {_dtype(index)} of shape "
-                f"{list(index.shape)}"
-            )
-        if len(index) and (int(index.min()) < 0 or int(index.max()) >= len(self)):
-            raise DataError(
-                f"indices must be in [0, {len(self)}), got [{int(index.min())}, {int(index.max())}]"
-            )
-        index = index.to(self.labels.device, torch.int64)
-        return self._each(lambda array: array[index])
+        index = _checked_numbers("indices", index, index.numel(), self.spec, len(self))
+        index = index.to(self.labels.device)
+        return self._map(lambda array: array[index])
 
-    def _each(self, change: Callable[[Tensor], Tensor]) -> ImageData:
+    def _map(self, change: Callable[[Tensor], Tensor]) -> ImageData:
         changed: dict[str, Any] = {}
         for name in ("images", "labels", "domains", "groups"):
             array = getattr(self, name)
-            changed[name] = None if array is None else change(array)
+            if array is not None:
+                changed[name] = change(array)
         return replace(self, **changed)
 
     def origins(self) -> tuple[IntArray | None, IntArray | None]:
         """Returns `domains` and `groups` for `partition`, int64 [N] on the CPU."""
-        domains, groups = (
-            None if array is None else array.cpu().numpy() for array in (self.domains, self.groups)
-        )
+        domains = self.domains.cpu().numpy() if self.domains is not None else None
+        groups = self.groups.cpu().numpy() if self.groups is not None else None
         return domains, groups
 
     def class_counts(self) -> Tensor:
@@ -164,11 +155,12 @@ def from_arrays(
     x = _as_tensor(images, f"{spec.name}: images")
     if x.dim() == 3 and spec.channels == 1:
         x = x.unsqueeze(1)
-    _check_image_shape(tuple(x.shape), spec)
-    y = _as_tensor(labels, f"{spec.name}: labels")
-    domain_numbers = None if domains is None else _as_tensor(domains, f"{spec.name}: domains")
-    group_numbers = None if groups is None else _as_tensor(groups, f"{spec.name}: groups")
-    return ImageData(_to_uint8(x, spec), y, spec, domain_numbers, group_numbers)
+    data = ImageData(_to_uint8(x, spec), _as_tensor(labels, f"{spec.name}: labels"), spec)
+    if domains is not None:
+        data = replace(data, domains=_as_tensor(domains, f"{spec.name}: domains"))
+    if groups is not None:
+        data = replace(data, groups=_as_tensor(groups, f"{spec.name}: groups"))
+    return data
 
 
 def require_all_classes(data: ImageData) -> None:
@@ -181,10 +173,10 @@ def require_all_classes(data: ImageData) -> None:
     """
     absent = (data.class_counts() == 0).nonzero().flatten().tolist()
     if absent:
-        listed = ", ".join(f"{c} ({data.spec.class_names[c]})" for c in absent[:5])
-        more = f" and {len(absent) - 5} more" if len(absent) > 5 else ""
+        names = map(data.spec.class_names.__getitem__, absent[:5])
         raise DataError(
-            f"{data.spec.name}: the training set has no example of class {listed}{more}"
+            f"{data.spec.name}: the training set has no example of {len(absent)} of the classes: "
+            f"{', '.join(names)}"
         )
 
 
@@ -197,15 +189,7 @@ def normalise(
     Raises:
         DataError: the images are not uint8, or do not have the spec's number of channels.
     """
-    if (
-        images_uint8.dtype != torch.uint8
-        or images_uint8.dim() != 4
-        or images_uint8.shape[1] != spec.channels
-    ):
-        raise DataError(
-            f"{spec.name}: normalise needs uint8 [N, {spec.channels}, H, W], "
-            f"got {_dtype(images_uint8)} {list(images_uint8.shape)}"
-        )
+    _check_channels(images_uint8, spec, "uint8", images_uint8.dtype == torch.uint8)
     mean, std = pixel_constants(spec, images_uint8.device)
     return images_uint8.float().div_(255).sub_(mean).div_(std).to(dtype)
 
@@ -218,11 +202,7 @@ def denormalise(x: Tensor, spec: DatasetSpec) -> Tensor:
         DataError: `x` is not floating point, does not have the spec's number of channels, or has
             NaN or infinite values.
     """
-    if not x.is_floating_point() or x.dim() != 4 or x.shape[1] != spec.channels:
-        raise DataError(
-            f"{spec.name}: denormalise needs floating point [N, {spec.channels}, H, W], got "
-            f"{_dtype(x)} {list(x.shape)}"
-        )
+    _check_channels(x, spec, "floating point", x.is_floating_point())
     _check_finite(x, spec)
     mean, std = pixel_constants(spec, x.device)
     return x.detach().float().mul(std).add_(mean).mul_(255).round_().clamp_(0, 255).to(torch.uint8)
@@ -254,50 +234,41 @@ def _dtype(x: Tensor) -> str:
 
 
 def _as_tensor(array: Array, what: str) -> Tensor:
+    """Returns a copy, so that later writes to the array do not change the data set."""
+    if isinstance(array, Tensor):
+        return array.detach().clone()
     try:
-        # A copy, so that later writes to the array do not change the data set.
-        if isinstance(array, Tensor):
-            return array.detach().clone()
-        # C order and native byte order, as torch requires.
-        return torch.from_numpy(
-            np.array(array, dtype=np.asarray(array).dtype.newbyteorder("="), order="C")
-        )
+        return torch.from_numpy(np.array(array, order="C"))
     except (TypeError, ValueError, RuntimeError) as error:
-        reason = " ".join(str(error).split())
-        raise DataError(f"{what} must be a NumPy array or a tensor of numbers: {reason}") from None
-
-
-def _check_image_shape(shape: tuple[int, ...], spec: DatasetSpec) -> None:
-    if len(shape) == 4 and shape[1:] == spec.image_shape:
-        return
-    c, h, w = spec.image_shape
-    hint = "; channels come first: permute(0, 3, 1, 2)" if shape[1:] == (h, w, c) else ""
-    grey = f" or [N, {h}, {w}]" if c == 1 else ""
-    raise DataError(
-        f"{spec.name}: images must have shape [N, {c}, {h}, {w}]{grey}, got {list(shape)}{hint}"
-    )
+        raise DataError(
+            f"{what} must be a NumPy array or a tensor of numbers: {' '.join(str(error).split())}"
+        ) from None
 
 
 def _checked_numbers(
-    what: str, numbers: Tensor, length: int | None, spec: DatasetSpec, limit: int | None
+    what: str, numbers: Tensor, count: int, spec: DatasetSpec, limit: float
 ) -> Tensor:
-    """Returns numbers [length] in [0, most) as int64; None allows any length or any bound."""
-    if numbers.dim() != 1 or (length is not None and len(numbers) != length):
-        expected = "N" if length is None else length
-        raise DataError(
-            f"{spec.name}: {what} must have shape [{expected}], got {list(numbers.shape)}"
-        )
+    """Returns numbers [count] in [0, limit) as int64."""
+    if numbers.shape != (count,):
+        raise DataError(f"{spec.name}: {what} must have shape [{count}], got {list(numbers.shape)}")
     if numbers.is_floating_point() or numbers.is_complex() or numbers.dtype == torch.bool:
         raise DataError(f"{spec.name}: {what} must be integers, got {_dtype(numbers)}")
     wide = numbers.long()  # a too large uint64 becomes negative, and is then refused
-    wrong = wide[(wide < 0) | (wide >= (limit if limit is not None else torch.inf))]
+    wrong = wide[(wide < 0) | (wide >= limit)]
     if len(wrong):
-        allowed = f"be in [0, {limit})" if limit is not None else "be at least 0"
         raise DataError(
-            f"{spec.name}: {what} must {allowed}; {len(wrong)} are not, the first is "
+            f"{spec.name}: {what} must be in [0, {limit}); {len(wrong)} are not, the first is "
             f"{int(wrong[0])}"
         )
     return wide
+
+
+def _check_channels(x: Tensor, spec: DatasetSpec, kind: str, is_kind: bool) -> None:
+    if not is_kind or x.dim() != 4 or x.shape[1] != spec.channels:
+        raise DataError(
+            f"{spec.name}: expected {kind} [N, {spec.channels}, H, W], got {_dtype(x)} "
+            f"{list(x.shape)}"
+        )
 
 
 def _check_finite(x: Tensor, spec: DatasetSpec) -> None:
@@ -307,12 +278,8 @@ def _check_finite(x: Tensor, spec: DatasetSpec) -> None:
 
 
 def _to_uint8(x: Tensor, spec: DatasetSpec) -> Tensor:
-    if x.dtype == torch.uint8:
-        return x
     if not x.is_floating_point():
-        raise DataError(
-            f"{spec.name}: images must be uint8 or floating point in [0, 1], got {_dtype(x)}"
-        )
+        return x
     _check_finite(x, spec)
     outside = int(((x < 0) | (x > 1)).sum())
     if outside:

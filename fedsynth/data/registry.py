@@ -16,12 +16,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from importlib.resources import files
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NoReturn
 
-from fedsynth.errors import SettingError, UnknownNameError, unknown_name
+from fedsynth.errors import SettingError, unknown_name
 from fedsynth.privacy.errors import shown
 
-LONGEST_NAME = 200
+MAX_NAME = 200
 
 
 @dataclass(frozen=True)
@@ -71,46 +71,30 @@ class DatasetSpec:
     groups: int = 0
 
     def __post_init__(self) -> None:
-        self._check_names()
-        of = f"of data set {self.name!r}"
+        for name in (self.name, *self.class_names, *self.domains):  # in reports and config.toml
+            if not (0 < len(name) <= MAX_NAME and name.isprintable()):
+                self._refuse(
+                    "name", f"and names in it must be 1 to {MAX_NAME} printable characters", name
+                )
         for field in ("channels", "height", "width", "classes", "train_size", "test_size"):
-            if getattr(self, field) < 1:
-                got = getattr(self, field)
-                raise SettingError(None, field, f"{of} must be at least 1, got {got}")
+            value = getattr(self, field)
+            if value < 1:
+                self._refuse(field, "must be at least 1", value)
         for field in ("mean", "std"):
             values = getattr(self, field)
             if len(values) != self.channels:
-                raise SettingError(
-                    None,
-                    field,
-                    f"{of} must have one number for each of the {self.channels} channels, "
-                    f"got {len(values)}",
-                )
+                self._refuse(field, f"must have {self.channels} numbers, one a channel", values)
             if not all(map(math.isfinite, values)):
-                raise SettingError(None, field, f"{of} must be finite, got {values}")
+                self._refuse(field, "must be finite", values)
         if min(self.std) <= 0:
-            raise SettingError(None, "std", f"{of} must be positive, got {self.std}")
+            self._refuse("std", "must be positive", self.std)
         if len(self.class_names) != self.classes:
-            got = len(self.class_names)
-            raise SettingError(None, "class_names", f"{of} must be {self.classes} names, got {got}")
+            self._refuse("class_names", f"must be {self.classes} names", len(self.class_names))
 
-    def _check_names(self) -> None:
-        """Checks the names, which appear in reports, config.toml and tables."""
-        if not (0 < len(self.name) <= LONGEST_NAME and self.name.isprintable()):
-            raise SettingError(
-                None,
-                "name",
-                f"of a data set must be 1 to {LONGEST_NAME} printable characters, got "
-                f"{shown(self.name)}",
-            )
-        for name in (*self.class_names, *self.domains):
-            if len(name) > LONGEST_NAME or not name.isprintable():
-                raise SettingError(
-                    None,
-                    "class_names",
-                    f"and domains of data set {self.name!r} must each be at most {LONGEST_NAME} "
-                    f"printable characters, got {shown(name)}",
-                )
+    def _refuse(self, field: str, rule: str, value: object) -> NoReturn:
+        raise SettingError(
+            None, field, f"of data set {shown(self.name)} {rule}, got {shown(value)}"
+        )
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
@@ -152,13 +136,15 @@ def spec_from_json(stated: Mapping[str, Any]) -> DatasetSpec:
     Raises:
         KeyError, TypeError, ValueError, SettingError: the values are not a valid specification.
     """
-    names = {field.name for field in fields(DatasetSpec)}
-    unknown = sorted(set(stated) - names)
-    if unknown:
-        raise ValueError(f"a data set's specification has no field {unknown[0]!r:.80}")
-    values: dict[str, Any] = {k: tuple(v) if k in _TUPLES else v for k, v in stated.items()}
+    for name in stated:
+        if name not in DatasetSpec.__dataclass_fields__:
+            raise ValueError(f"a data set's specification has no field {shown(name)}")
+    values = dict(stated)
+    for name in ("mean", "std", "class_names", "domains"):
+        if name in values:
+            values[name] = tuple(values[name])
     for field in fields(DatasetSpec):
-        if field.type == "int" and field.name in values and type(values[field.name]) is not int:
+        if field.type == "int" and type(values.get(field.name, 0)) is not int:
             raise TypeError(f"{field.name} must be a whole number")
     return DatasetSpec(**values)
 
@@ -167,14 +153,10 @@ def _published_specs() -> list[DatasetSpec]:
     """Returns the specifications of datasets.toml."""
     text = (files("fedsynth.data") / "datasets.toml").read_text(encoding="utf-8")
     specs = []
-    for facts in tomllib.loads(text)["dataset"]:
-        values: dict[str, Any] = {}
-        for key, value in facts.items():
-            values[key] = tuple(value) if isinstance(value, list) else value
+    for values in tomllib.loads(text)["dataset"]:
         if isinstance(values["class_names"], str):  # a template for numbered classes
-            names = values["class_names"]
-            values["class_names"] = tuple(map(names.format, range(values["classes"])))
-        specs.append(DatasetSpec(**values))
+            values["class_names"] = map(values["class_names"].format, range(values["classes"]))
+        specs.append(spec_from_json(values))
     return specs
 
 
@@ -190,19 +172,22 @@ def synthetic_parameters(name: str) -> tuple[float, float] | tuple[None, None] |
     match = _SYNTHETIC.fullmatch(name)
     if match is None:
         return None
-    alpha, beta = match.groups()
-    return (None, None) if alpha is None else (float(alpha), float(beta))
+    if match[1] is None:
+        return None, None
+    return float(match[1]), float(match[2])
 
 
 @functools.lru_cache(maxsize=64)
 def _synthetic_spec(alpha: float | None, beta: float | None) -> DatasetSpec:
     """Returns the specification of one of FedProx's synthetic data sets (generated by
     `fedsynth.data.synthetic`); device sizes are the same in all of them."""
-    iid = alpha is None or beta is None
-    # four standard deviations of the first feature over all devices
-    reach = 4 * math.sqrt(1 if beta is None else beta**2 + 2)
+    name = "synthetic(iid)"
+    deviation = 1.0  # of the first feature over all devices
+    if alpha is not None and beta is not None:
+        name = f"synthetic({alpha:g},{beta:g})"
+        deviation = math.sqrt(beta**2 + 2)
     return DatasetSpec(
-        name="synthetic(iid)" if iid else f"synthetic({alpha:g},{beta:g})",
+        name=name,
         channels=1,
         height=1,
         width=60,
@@ -210,7 +195,7 @@ def _synthetic_spec(alpha: float | None, beta: float | None) -> DatasetSpec:
         train_size=6_743,
         test_size=764,
         mean=(0.5,),
-        std=(1 / (2 * reach),),
+        std=(1 / (2 * (4 * deviation)),),  # pixels reach four deviations
         class_names=tuple("0123456789"),
         source=(
             "Synthetic data of 30 devices, Li et al., FedProx, 2020 (arXiv 1812.06127), made from "
@@ -231,19 +216,12 @@ numbers from 0 to 99.9999."""
 
 def is_known(name: str) -> bool:
     """Returns whether this is the name of a published data set."""
-    try:
-        dataset_spec(name)
-    except (UnknownNameError, SettingError):
-        return False
-    return True
+    return name in DATASETS or synthetic_parameters(name) is not None
 
 
 def is_published(spec: DatasetSpec) -> bool:
     """Returns whether this is a named data set's specification, whose records are public."""
-    try:
-        return dataset_spec(spec.name) == spec
-    except (UnknownNameError, SettingError):
-        return False
+    return is_known(spec.name) and dataset_spec(spec.name) == spec
 
 
 def dataset_spec(name: str) -> DatasetSpec:
@@ -256,7 +234,6 @@ def dataset_spec(name: str) -> DatasetSpec:
     parameters = synthetic_parameters(name)
     if parameters is not None:
         return _synthetic_spec(*parameters)
-    try:
-        return DATASETS[name]
-    except KeyError:
-        raise unknown_name("data set", name, DATASETS, "data", "dataset") from None
+    if name not in DATASETS:
+        raise unknown_name("data set", name, DATASETS, "data", "dataset")
+    return DATASETS[name]
