@@ -10,8 +10,9 @@ from typing import Annotated, Any
 import typer
 
 from fedsynth.cli.application import Application
-from fedsynth.cli.options import named_path, path_option, takes_settings
+from fedsynth.cli.options import path_option, takes_settings
 from fedsynth.cli.settings_options import Sections, method_settings
+from fedsynth.privacy.files import expand_home
 
 ROBUST = "median, trimmed or clip (run.robust)"
 
@@ -141,7 +142,7 @@ def distill(
 
     model, run = chosen["model"], chosen["run"]
     root = chosen["data"].get("data_root")
-    files = list(map(named_path, split_names(models)))
+    files = list(map(expand_home, split_names(models)))
     architectures = split_names(arch)
     lines = distil_files(
         files,

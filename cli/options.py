@@ -21,6 +21,7 @@ import typer
 from fedsynth.cli.settings_options import Sections, with_set_options
 from fedsynth.data.partition_settings import BY_LABELS, DOMAIN, NATURAL
 from fedsynth.data.registry import DATASETS
+from fedsynth.privacy.files import expand_home
 
 PATH = "PATH"
 
@@ -28,26 +29,13 @@ PATH = "PATH"
 def path_option(help: str, *names: str, metavar: str = PATH, panel: str | None = None) -> Any:
     """Returns an option that names a file or folder."""
     return typer.Option(
-        *names, parser=named_path, metavar=metavar, help=help, rich_help_panel=panel
+        *names, parser=expand_home, metavar=metavar, help=help, rich_help_panel=panel
     )
 
 
 def path_argument(help: str, metavar: str = PATH) -> Any:
     """Returns an argument that names a file or folder."""
-    return typer.Argument(parser=named_path, metavar=metavar, help=help)
-
-
-def named_path(text: str | Path) -> Path:
-    """Returns the file or folder of an option, with `~` expanded.
-
-    Raises:
-        typer.BadParameter: it is in the home of a user who does not exist.
-    """
-    try:
-        return Path(text).expanduser()
-    except RuntimeError:
-        reason = "the home directory of this user was not found"
-        raise typer.BadParameter(f"{str(text)!r}: {reason}") from None
+    return typer.Argument(parser=expand_home, metavar=metavar, help=help)
 
 
 Config = Annotated[
@@ -178,7 +166,7 @@ class SettingOption:
             *([f"{self.name}/--no-{self.name[2:]}"] if self.kind is bool else names),
             help=self.help,
             metavar=PATH if self.key in PATHS else None,
-            parser=named_path if self.kind is Path else None,
+            parser=expand_home if self.kind is Path else None,
             rich_help_panel=PANELS.get(self.section),
         )
         annotation: Any = Annotated[self.kind | None, option]

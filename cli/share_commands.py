@@ -19,7 +19,7 @@ from fedsynth.cli.application import (
     say,
     write_text,
 )
-from fedsynth.cli.options import OWN_CODE, named_path, path_argument, path_option, takes_settings
+from fedsynth.cli.options import OWN_CODE, path_argument, path_option, takes_settings
 from fedsynth.cli.process import keep_large_allocations
 from fedsynth.cli.settings_options import (
     Sections,
@@ -27,6 +27,7 @@ from fedsynth.cli.settings_options import (
     read_config,
     with_own_code,
 )
+from fedsynth.privacy.files import expand_home
 
 if TYPE_CHECKING:
     from fedsynth.simulation.student import Student
@@ -253,7 +254,7 @@ def student(
         name: value for name, value in given_numbers.items() if value is not None
     }
     settings = StudentSettings(flip=flip, **numbers)
-    place = teacher if teacher in ("auto", "none") else named_path(teacher)
+    place = teacher if teacher in ("auto", "none") else expand_home(teacher)
     result = student_of_set(
         share,
         network,

@@ -11,9 +11,11 @@ import math
 import os
 import re
 import stat
+import tempfile
 import time
 import tomllib
 from collections.abc import Collection
+from contextlib import suppress
 from io import BufferedReader, FileIO
 from pathlib import Path
 from typing import Any, NoReturn
@@ -35,7 +37,6 @@ MAX_TENSORS_BYTES = 2**36
 MAX_DEPTH = 64
 """The maximum nesting depth of JSON and TOML values; fedsynth's own files have fewer than ten
 levels."""
-_LOG_END = 2**16
 _OPENING = re.compile(r"[\[{]")
 _BETWEEN_KEYS = re.compile(r"[=,\[\]{}\n]")
 
@@ -160,14 +161,10 @@ def read_text(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> str:
 def last_line(path: Path) -> str:
     """Returns the last line with text of a process's log, shortened."""
     try:
-        with open_regular(path) as file:
-            # From the start: another process may be appending to the log.
-            file.seek(max(0, os.fstat(file.fileno()).st_size - _LOG_END))
-            lines = file.readall().decode(errors="replace").split("\n")
+        text = read_regular(path).decode(errors="replace").rstrip()
     except OSError:
         return "the log is missing"
-    texts = (line.strip()[:300] for line in reversed(lines))
-    return next(filter(None, texts), "the log is empty")
+    return text.rpartition("\n")[2].strip()[:300] or "the log is empty"
 
 
 def load_json(path: Path) -> Any:
@@ -293,6 +290,21 @@ def write_whole(path: Path, content: bytes, *, lasting: bool = True, secret: boo
         raise
     if lasting:
         sync_folder(path.parent)
+
+
+def create_once(path: Path, content: bytes) -> None:
+    """Creates a file that only its owner can read, atomically and durably, unless it exists.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".new-") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+        with suppress(FileExistsError):
+            os.link(file.name, path)
+    sync_folder(path.parent)
 
 
 def sync_folder(path: Path) -> None:

@@ -15,7 +15,6 @@ refuses a release that would exceed the budget.
 from __future__ import annotations
 
 import os
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -26,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from fedsynth.privacy.errors import LedgerError, shown
-from fedsynth.privacy.files import MAX_TEXT_BYTES, lock, open_regular, sync_folder
+from fedsynth.privacy.files import MAX_TEXT_BYTES, create_once, lock, open_regular
 from fedsynth.privacy.ledger.history import History
 from fedsynth.privacy.ledger.lines import (
     LEDGER_SCHEMA,
@@ -36,7 +35,6 @@ from fedsynth.privacy.ledger.lines import (
     Lines,
     encode,
     read_on,
-    repair_command,
 )
 from fedsynth.privacy.releases import Release
 
@@ -231,44 +229,27 @@ class Ledger:
                 raise OSError("only a part of the line was written to disk")
             os.fsync(file.fileno())
         except OSError as error:
-            if not complete:  # otherwise the line is in the file, and counts
-                self._take_back(file)
+            if not complete:  # a part of a line would block the ledger; a whole line counts
+                with suppress(OSError):  # then `privacy repair` removes it
+                    os.ftruncate(file.fileno(), self._read.size)
+                    os.fsync(file.fileno())
             raise LedgerError(f"cannot write to ledger {self.path}: {error}") from error
         self._catch_up(file, self.client)
-
-    def _take_back(self, file: FileIO) -> None:
-        """Removes a partly written line, which would block the ledger; the lock is still held."""
-        try:
-            os.ftruncate(file.fileno(), self._read.size)
-            os.fsync(file.fileno())
-        except OSError as error:
-            raise LedgerError(
-                f"a part of a line was written to ledger {self.path} and cannot be removed: "
-                f"{error}; nothing was released for it; repair the ledger with "
-                f"{repair_command(self.path)}"
-            ) from error
 
     def _start(self, path: Path, records: str | None) -> None:
         """Creates the file with its header atomically: it is never empty, so an empty file means
         damage."""
-        created = datetime.now(UTC).isoformat(timespec="seconds")
         header = {
             "fedsynth_ledger": LEDGER_SCHEMA,
             "client": self.client,
             "dataset": self.dataset,
-            "created": created,
+            "created": datetime.now(UTC).isoformat(timespec="seconds"),
         }
         if records is not None:
             header["records"] = records
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.") as file:
-                file.write(encode(header, "")[0])
-                file.flush()
-                os.fsync(file.fileno())
-                with suppress(FileExistsError):  # another process was faster: use its file
-                    os.link(file.name, path)
-            sync_folder(path.parent)
+            create_once(path, encode(header, "")[0])  # another process may be faster
         except OSError as error:
             raise LedgerError(f"cannot create ledger {path}: {error}") from error
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from fedsynth.privacy.errors import LedgerError, PrivacySettingError, shown
-from fedsynth.privacy.files import MAX_TEXT_BYTES, decode_json, lock, open_regular
+from fedsynth.privacy.files import MAX_TEXT_BYTES, create_once, decode_json, lock, open_regular
 from fedsynth.privacy.releases import Release
 
 LEDGER_SCHEMA = 2
@@ -124,8 +124,8 @@ def _decode(line: bytes, chain: str, path: Path | None) -> tuple[dict[str, Any],
 def _header(header: dict[str, Any], client: str | None, path: Path | None) -> Lines:
     dataset: Any = header.get("dataset")
     owner: Any = header.get("client")
-    named = isinstance(dataset, str) and isinstance(owner, str)
-    if header.get("fedsynth_ledger") != LEDGER_SCHEMA or not named:
+    valid = isinstance(dataset, str) and isinstance(owner, str)
+    if header.get("fedsynth_ledger") != LEDGER_SCHEMA or not valid:
         raise LedgerError(f"{path} is not a fedsynth ledger of schema {LEDGER_SCHEMA}")
     if client is not None and owner != client:
         raise LedgerError(f"ledger {path} belongs to client {shown(owner)}, not {shown(client)}")
@@ -202,24 +202,14 @@ def repair_ledger(path: Path) -> Repair | None:
             except LedgerError:
                 read_on(Lines(), data[:complete_size], None, path)
                 counts = False
-            repair = Repair(
-                data[complete_size:].decode(errors="replace"), counts, _keep_copy(path, data)
-            )
+            timestamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%S%f")
+            copy = path.with_name(f"{path.name}.torn-{timestamp}")
+            create_once(copy, data)
             if counts:
                 file.write(b"\n")
             else:
                 file.truncate(complete_size)
             os.fsync(file.fileno())
-            return repair
+            return Repair(data[complete_size:].decode(errors="replace"), counts, copy)
     except OSError as error:
         raise LedgerError(f"cannot repair ledger {path}: {error}") from error
-
-
-def _keep_copy(path: Path, content: bytes) -> Path:
-    """Writes a durable copy of a ledger under a name that no ledger has, and returns its path."""
-    copy = path.with_name(f"{path.name}.torn-{datetime.now(UTC).strftime('%Y%m%dT%H%M%S%f')}")
-    with open(os.open(copy, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    return copy
