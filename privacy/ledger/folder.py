@@ -22,21 +22,19 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
-import os
 import re
 import secrets
 import shlex
-import tempfile
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from fedsynth.privacy.errors import LedgerError
-from fedsynth.privacy.files import lock, open_regular, read_regular, sync_folder
+from fedsynth.privacy.files import create_once, lock, open_regular, read_regular
 from fedsynth.privacy.ledger import Ledger, read_ledger
 from fedsynth.privacy.releases import require
 
@@ -105,10 +103,7 @@ class LedgerFolder:
                 changed then.
         """
         with self._locked() as index:
-            digests = records(index.key)
-            present = [
-                Counter(row.tobytes() for row in client_records) for client_records in digests
-            ]
+            present = [_unpacked(digests.tobytes()) for digests in records(index.key)]
             records_by_client = dict(zip(names or index.names(present), present, strict=True))
             for name in records_by_client:
                 if name in index.ledgers:
@@ -116,12 +111,11 @@ class LedgerFolder:
                     index.ledgers[name].check_dataset(dataset)
             for name in records_by_client:
                 self._check(name, index, records_by_client)
-            opened = [
-                self._opened(name, client_records, index, dataset)
-                for name, client_records in records_by_client.items()
-            ]
-        for ledger in opened:
-            ledger.confirm = functools.partial(self._confirmed, ledger.client, records_by_client)
+            opened = []
+            for name, client_records in records_by_client.items():
+                ledger = self._opened(name, client_records, index, dataset)
+                ledger.confirm = functools.partial(self._confirmed, name, records_by_client)
+                opened.append(ledger)
         return opened
 
     @contextmanager
@@ -153,11 +147,10 @@ class LedgerFolder:
             LedgerError: names the list.
         """
         ledgers = self.ledgers()
-        lost = sorted(_unnamed(self.path / PRIVATE, ledgers))
-        if lost:
+        for orphan in sorted(_orphaned_lists(self.path / PRIVATE, ledgers)):
             raise LedgerError(
                 f"a ledger in {self.path} is missing, but its list of records exists: "
-                f"{_lost(lost[0])}"
+                f"{_restore_hint(orphan)}"
             )
 
     def carry_over(self, client: str) -> int:
@@ -174,8 +167,10 @@ class LedgerFolder:
         """
         ledgers = self.ledgers()
         if client not in ledgers:
-            listed = f"; existing ledgers: {', '.join(ledgers)}" if ledgers else ""
-            raise LedgerError(f"{self.path} has no ledger of {client!r}{listed}")
+            raise LedgerError(
+                f"{self.path} has no ledger of {client!r}; existing ledgers: "
+                f"{', '.join(ledgers) or 'none'}"
+            )
         ledgers[client].carry_over()
         return len(ledgers[client].releases)
 
@@ -193,20 +188,24 @@ class LedgerFolder:
     def _command(self, name: str) -> str:
         return f"fedsynth privacy carry-over {shlex.quote(str(self.path))} {name}"
 
-    def _check(self, name: str, index: _Known, records_by_client: Mapping[str, Records]) -> None:
+    def _check(
+        self, name: str, index: _RecordIndex, records_by_client: Mapping[str, Records]
+    ) -> None:
         """Refuses records that differ from the ledger's, or that belong to another ledger."""
         ledger = index.ledgers.get(name)
         bound = ledger is not None and ledger.bound
         present = records_by_client[name]
         if bound and index.is_current(name, present):
             return
-        spent = ledger is not None and ledger.releases
-        previous: Records = index.current(name) if spent else Counter()
+        previous: Records = Counter()
+        if ledger is not None and ledger.releases:
+            previous = index.current(name)
         new = present - previous
         self._refuse_moved(name, new, index, records_by_client)
-        if lost := next((index.orphans[record] for record in new if record in index.orphans), None):
+        for record in new.keys() & index.orphans.keys():
             raise LedgerError(
-                f"client {name!r} has records whose ledger in {self.path} is missing: {_lost(lost)}"
+                f"client {name!r} has records whose ledger in {self.path} is missing: "
+                f"{_restore_hint(index.orphans[record])}"
             )
         if bound:
             gone = (previous - present).total()
@@ -219,21 +218,20 @@ class LedgerFolder:
             )
 
     def _refuse_moved(
-        self, name: str, new: Records, index: _Known, records_by_client: Mapping[str, Records]
+        self, name: str, new: Records, index: _RecordIndex, records_by_client: Mapping[str, Records]
     ) -> None:
         """Refuses records of `name` that the ledger of another client was charged for."""
         moved: Counter[str] = Counter()
         for record in new:
-            for other in index.owners.get(record, set()) - {name}:
+            for other in index.owners[record] - {name}:
                 count = index.current(other)[record]
                 # A record that the other client still has, as often as before, is a different
                 # record with the same bytes.
                 if not 0 < count <= records_by_client.get(other, Counter())[record]:
                     moved[other] += 1
         for other, ledger in index.ledgers.items():
-            if new and not (
-                other in records_by_client and index.is_current(other, records_by_client[other])
-            ):
+            present = records_by_client.get(other)
+            if new and (present is None or not index.is_current(other, present)):
                 self._refuse_unknown(other, ledger)
                 index.current(other)  # refuses a missing list, which cannot be compared
             if moved[other]:
@@ -244,18 +242,19 @@ class LedgerFolder:
                     "records; records of one owner's synthetic set remain with that owner"
                 )
 
-    def _opened(self, name: str, present: Records, index: _Known, dataset: str) -> Ledger:
-        records = index.fingerprint(name, present)
+    def _opened(self, name: str, present: Records, index: _RecordIndex, dataset: str) -> Ledger:
+        fingerprint = index.fingerprint(name, present)
+        if not (index.folder / fingerprint).exists():
+            create_once(index.folder / fingerprint, _packed(present))
         ledger = index.ledgers.get(name)
-        index.keep(records, present)
         if ledger is None:
-            return Ledger(name, self._file(name), dataset=dataset, records=records)
+            return Ledger(name, self._file(name), dataset=dataset, records=fingerprint)
         if ledger.may_change or not index.is_current(name, present) or ledger.dataset != dataset:
-            ledger.take_records(records, dataset)
+            ledger.take_records(fingerprint, dataset)
         return ledger
 
     @contextmanager
-    def _locked(self) -> Iterator[_Known]:
+    def _locked(self) -> Iterator[_RecordIndex]:
         """Yields the folder's knowledge of records; creates a key if there is none.
 
         Meanwhile no other process opens ledgers here.
@@ -270,13 +269,13 @@ class LedgerFolder:
             if not path.exists():
                 self._refuse_a_second_key(path)
                 path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-                _write_once(path, secrets.token_bytes(KEY_BYTES))
+                create_once(path, secrets.token_bytes(KEY_BYTES))
             with open_regular(path) as file:  # closing releases the lock
                 lock(file, path)
                 key = file.readall()
                 if len(key) != KEY_BYTES:
                     raise LedgerError(f"{path} is damaged: restore it from a backup")
-                yield _Known(self.path / PRIVATE, key, self.ledgers())
+                yield _RecordIndex(self.path / PRIVATE, key, self.ledgers())
         except OSError as error:
             raise LedgerError(f"cannot use ledger folder {self.path}: {error}") from error
 
@@ -293,25 +292,31 @@ class LedgerFolder:
                 )
 
 
-class _Known:
-    """A folder's knowledge of records: those of each ledger, current and former."""
+class _RecordIndex:
+    """The records of each ledger in a folder, current and former.
+
+    Attributes:
+        folder: the private folder with the lists of records.
+        key: of the records' hashes.
+        ledgers: the ledgers by name.
+        orphans: records in lists that no ledger names, with the list: a ledger was deleted.
+        owners: records that budget was spent on, with the names of the ledgers that recorded it, if
+            their lists exist.
+    """
 
     def __init__(self, folder: Path, key: bytes, ledgers: Mapping[str, Ledger]) -> None:
-        self._folder = folder
+        self.folder = folder
         self.key = key
         self.ledgers = ledgers
         self._current: dict[str, Records] = {}
         self.orphans: dict[bytes, Path] = {}
-        """Records in lists that no ledger names, with the list: a ledger was deleted."""
-        for path in _unnamed(folder, ledgers):
+        for path in _orphaned_lists(folder, ledgers):
             self.orphans.update(dict.fromkeys(self._list(path.name) or (), path))
-        self.owners: dict[bytes, set[str]] = {}
-        """Records that budget was spent on, with the ledgers that recorded it, if their lists
-        exist."""
+        self.owners: defaultdict[bytes, set[str]] = defaultdict(set)
         for name, ledger in ledgers.items():
             for fingerprint in ledger.charged_records:
                 for record in self._list(fingerprint) or ():
-                    self.owners.setdefault(record, set()).add(name)
+                    self.owners[record].add(name)
 
     def fingerprint(self, name: str, records: Records) -> str:
         """Returns a keyed hash of a client's name and of its records, independent of their order.
@@ -325,22 +330,24 @@ class _Known:
 
     def is_current(self, name: str, records: Records) -> bool:
         """Returns whether these are exactly the records that the ledger is for."""
-        stated = self.ledgers[name].records
-        return bool(stated) and stated[-1] == self.fingerprint(name, records)
+        return self.ledgers[name].records[-1:] == (self.fingerprint(name, records),)
 
     def current(self, name: str) -> Records:
         """Returns the records that a ledger is for, each with the number of times its client has
         it."""
         if name not in self._current:
             ledger = self.ledgers[name]
-            records = self._list(ledger.records[-1]) if ledger.records else None
+            records = self._current_list(ledger)
             if ledger.bound and (records is None or not self.is_current(name, records)):
                 raise LedgerError(
-                    f"{self._folder / ledger.records[-1]}, which lists the records of client "
+                    f"{self.folder / ledger.records[-1]}, which lists the records of client "
                     f"{name!r}, is missing or damaged: restore it from a backup"
                 )
-            self._current[name] = Counter() if records is None else records
+            self._current[name] = records or Counter()
         return self._current[name]
+
+    def _current_list(self, ledger: Ledger) -> Records | None:
+        return self._list(ledger.records[-1]) if ledger.records else None
 
     def names(self, present: Sequence[Records]) -> tuple[str, ...]:
         """Returns names for clients that declared none: that of their records' ledger, else a
@@ -350,45 +357,43 @@ class _Known:
         for k, name in enumerate(defaults):
             if name in self.ledgers and self.is_current(name, present[k]):
                 matched[k] = name
-        free: dict[bytes, list[str]] = {}
+        unmatched: defaultdict[bytes, list[str]] = defaultdict(list)
         for name, ledger in self.ledgers.items():
-            listed = self._list(ledger.records[-1]) if ledger.records else None
-            if listed is not None and name not in matched.values():
-                free.setdefault(_packed(listed), []).append(name)
+            records = self._current_list(ledger)
+            if records is not None and name not in matched.values():
+                unmatched[_packed(records)].append(name)
         for k, records in enumerate(present):
-            if k not in matched and free.get(_packed(records)):
-                matched[k] = free[_packed(records)].pop(0)
-        matched_names = set(matched.values())
-        used = {
-            *matched_names,
-            *(name for k, name in enumerate(defaults) if k not in matched),
-            *self.ledgers,
-        }
-        spare = (f"client-{k:03d}" for k in itertools.count() if f"client-{k:03d}" not in used)
+            if k not in matched and unmatched[_packed(records)]:
+                matched[k] = unmatched[_packed(records)].pop(0)
+        taken = set(matched.values())
+        used = (
+            taken
+            | self.ledgers.keys()
+            | {defaults[k] for k in range(len(present)) if k not in matched}
+        )
+        numbered = map("client-{:03d}".format, itertools.count())
+        spare = itertools.filterfalse(used.__contains__, numbered)
         for k, name in enumerate(defaults):
             if k not in matched:
-                matched[k] = next(spare) if name in matched_names else name
-        return tuple(matched[k] for k in range(len(defaults)))
-
-    def keep(self, fingerprint: str, records: Records) -> None:
-        if not (self._folder / fingerprint).exists():
-            _write_once(self._folder / fingerprint, _packed(records))
+                matched[k] = next(spare) if name in taken else name
+        return tuple(matched[k] for k in sorted(matched))
 
     def _list(self, fingerprint: str) -> Records | None:
-        with suppress(FileNotFoundError):
-            return _unpacked(read_regular(self._folder / fingerprint, MAX_RECORDS_BYTES))
-        return None
+        try:
+            return _unpacked(read_regular(self.folder / fingerprint, MAX_RECORDS_BYTES))
+        except FileNotFoundError:
+            return None
 
 
-def _unnamed(folder: Path, ledgers: Mapping[str, Ledger]) -> list[Path]:
-    """Returns the lists of records in a folder's private part that no ledger names."""
-    if not folder.is_dir():
-        return []
-    stated = {KEY, *(f for ledger in ledgers.values() for f in ledger.records)}
-    return [p for p in folder.iterdir() if p.name not in stated and not p.name.startswith(".")]
+def _orphaned_lists(folder: Path, ledgers: Mapping[str, Ledger]) -> list[Path]:
+    """Returns the lists of records in a private folder that no ledger names."""
+    expected = {KEY}
+    for ledger in ledgers.values():
+        expected.update(ledger.records)
+    return [path for path in folder.glob("[!.]*") if path.name not in expected]
 
 
-def _lost(path: Path) -> str:
+def _restore_hint(path: Path) -> str:
     return (
         f"restore it from a backup (or delete {path}, if its run was interrupted before the "
         "first round)"
@@ -401,14 +406,3 @@ def _packed(records: Records) -> bytes:
 
 def _unpacked(packed: bytes) -> Records:
     return Counter(packed[at : at + DIGEST_BYTES] for at in range(0, len(packed), DIGEST_BYTES))
-
-
-def _write_once(path: Path, content: bytes) -> None:
-    """Creates a file that only its owner can read, atomically, unless it exists."""
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".new-") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-        with suppress(FileExistsError):
-            os.link(file.name, path)
-    sync_folder(path.parent)
