@@ -15,8 +15,9 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import count, groupby
+from functools import lru_cache, reduce
+from itertools import groupby
+from operator import attrgetter
 from typing import Any
 
 from fedsynth.privacy.errors import PrivacySettingError
@@ -32,7 +33,7 @@ from fedsynth.privacy.releases import (
 SMALLEST_DELTA = 1e-10  # the FFT's rounding error (about 1e-13, either sign) must stay far below δ
 FFT_SLACK = 1e-11  # added to every δ that an FFT gave, at least
 SLACK_PER_STEP = 2e-16  # the same for each step: the FFT's error grows with its power
-MOST_STEPS = 2_000_000  # of equal subsampled uses: the FFT's time and rounding error grow with them
+MAX_STEPS = 2_000_000  # of equal subsampled uses: the FFT's time and rounding error grow with them
 _LADDER = tuple(m * 10.0**k for k in range(-6, 0) for m in (1, 2, 5) if m * 10.0**k <= 0.1)
 
 
@@ -43,13 +44,9 @@ class Merged:
 
     mu: float = 0.0
     sampled: tuple[tuple[float, float, int], ...] = ()
-    replace: bool = False
-    """Replace-one adjacency: μ is already doubled; σ is not, as dp-accounting's REPLACE_ONE
-    doubles."""
-
-    @property
-    def nothing(self) -> bool:
-        return self.mu == 0 and not self.sampled
+    influence: int = 1
+    """The sensitivity in clips: 2 for replace-one adjacency, else 1. μ includes it; σ does not, as
+    dp-accounting's REPLACE_ONE doubles."""
 
     @property
     def slack(self) -> float:
@@ -72,16 +69,18 @@ class Merged:
         most 6e4 points for one step and 1.5e6 for the composition (well under a second). A coarser
         grid only increases ε.
         """
-        if not self.sampled or any(steps > MOST_STEPS for _, _, steps in self.sampled):
+        if not self.sampled or max(steps for _, _, steps in self.sampled) > MAX_STEPS:
             return None
         single = 0.0
         variance = self.mu**2
         resolve = 1e-4
         for noise, q, steps in self.sampled:
-            σ = noise / 2 if self.replace else noise
+            σ = noise / self.influence
             spread = 10 / σ + 0.5 / σ / σ
             growth = q * math.sqrt(math.expm1(min(1 / σ, 26.0) ** 2))
-            up = spread + math.log(q) if spread > 700 else math.log1p(q * math.expm1(spread))
+            up = spread + math.log(q)  # without overflow
+            if spread <= 700:
+                up = math.log1p(q * math.expm1(spread))
             single = max(single, up + min(spread, -math.log1p(-q)))
             variance += steps * min(growth, 1 / σ) ** 2
             resolve = min(resolve, 0.02 * growth)
@@ -97,10 +96,8 @@ class Merged:
     def without_sampling(self) -> float:
         """μ if every subsampled release used all data: an upper bound, as subsampling never
         increases δ(ε)."""
-        influence = 2 if self.replace else 1
-        return math.hypot(
-            self.mu, *(influence * math.sqrt(steps) / σ for σ, _, steps in self.sampled)
-        )
+        lengths = [self.influence * math.sqrt(steps) / σ for σ, _, steps in self.sampled]
+        return math.hypot(self.mu, *lengths)
 
 
 @dataclass(frozen=True)
@@ -115,22 +112,23 @@ class Totals:
     steps: tuple[tuple[float, float, int], ...] = ()
     unbounded: bool = False
 
+    @classmethod
+    def of(cls, rows: Iterable[tuple[float, float, int]], unbounded: bool) -> Totals:
+        """Returns the totals of rows (σ, q, steps), of which several may have the same σ and q."""
+        steps: Counter[tuple[float, float]] = Counter()
+        for σ, q, number in rows:
+            steps[σ, q] += number
+        return cls(tuple((*key, steps[key]) for key in sorted(steps)), unbounded)
+
     def __add__(self, other: Totals) -> Totals:
         """Returns the totals of both together."""
-        return _folded((*self.steps, *other.steps), self.unbounded or other.unbounded)
+        return Totals.of((*self.steps, *other.steps), self.unbounded or other.unbounded)
 
     def times(self, number: int) -> Totals:
         """Returns the totals of `number` rounds that each have these releases."""
         if number == 0:
             return Totals()
         return Totals(tuple((σ, q, number * count) for σ, q, count in self.steps), self.unbounded)
-
-
-def _folded(rows: Iterable[tuple[float, float, int]], unbounded: bool) -> Totals:
-    steps: Counter[tuple[float, float]] = Counter()
-    for σ, q, number in rows:
-        steps[σ, q] += number
-    return Totals(tuple((σ, q, number) for (σ, q), number in sorted(steps.items())), unbounded)
 
 
 def totals(releases: Iterable[Release]) -> Totals:
@@ -142,27 +140,35 @@ def totals(releases: Iterable[Release]) -> Totals:
             unbounded = True
         else:
             rows.append((float(r.noise_multiplier), float(r.sample_rate), r.steps))
-    return _folded(rows, unbounded)
+    return Totals.of(rows, unbounded)
 
 
 def merge(releases: Sequence[Release] | Totals, adjacency: str) -> Merged | None:
     """Merges the releases; returns None if they have no finite ε."""
     check_adjacency(adjacency)
-    replace = adjacency == "replace-one"
-    rows = releases if isinstance(releases, Totals) else totals(releases)
-    if rows.unbounded:
+    if not isinstance(releases, Totals):
+        releases = totals(releases)
+    if releases.unbounded:
         return None
-    full = sorted(math.sqrt(steps) / σ for σ, q, steps in rows.steps if q == 1)
-    mu = (2 if replace else 1) * math.hypot(*full)
-    return Merged(mu, tuple(row for row in rows.steps if row[1] < 1), replace)
+    influence = 1 + (adjacency == "replace-one")
+    full = []
+    sampled = []
+    for σ, q, steps in releases.steps:
+        if q == 1:
+            full.append(math.sqrt(steps) / σ)
+        else:
+            sampled.append((σ, q, steps))
+    return Merged(influence * math.hypot(*sorted(full)), tuple(sampled), influence)
 
 
 @lru_cache(maxsize=64)
-def _one_step(σ: float, q: float, interval: float, replace: bool = False) -> Any:
+def _one_step(σ: float, q: float, interval: float, influence: int = 1) -> Any:
     from dp_accounting import NeighboringRelation
     from dp_accounting.pld import privacy_loss_distribution as pld
 
-    relation = NeighboringRelation.REPLACE_ONE if replace else NeighboringRelation.ADD_OR_REMOVE_ONE
+    relation = NeighboringRelation.ADD_OR_REMOVE_ONE
+    if influence == 2:
+        relation = NeighboringRelation.REPLACE_ONE
     return pld.from_gaussian_mechanism(
         σ, sampling_prob=q, value_discretization_interval=interval, neighboring_relation=relation
     )
@@ -175,23 +181,22 @@ def _dense(distribution: Any, steps: int) -> Any:
 
     if steps < 10_000:  # then points ** steps is cheap to compute
         return distribution
-    add = None if distribution._symmetric else distribution._pmf_add.to_dense_pmf()
-    return pld.PrivacyLossDistribution(distribution._pmf_remove.to_dense_pmf(), add)
+    remove = distribution._pmf_remove.to_dense_pmf()
+    if distribution._symmetric:
+        return pld.PrivacyLossDistribution(remove)
+    return pld.PrivacyLossDistribution(remove, distribution._pmf_add.to_dense_pmf())
 
 
 @lru_cache(maxsize=4)  # up to about 60 MB each
 def _composed(merged: Merged) -> Any:
     interval = merged.interval
-    parts = [
-        _dense(_one_step(σ, q, interval, merged.replace), steps).self_compose(steps)
-        for σ, q, steps in merged.sampled
-    ]
+    parts = []
+    for σ, q, steps in merged.sampled:
+        step = _one_step(σ, q, interval, merged.influence)
+        parts.append(_dense(step, steps).self_compose(steps))
     if merged.mu > 0:
         parts.append(_one_step(1 / merged.mu, 1.0, interval))
-    total = parts[0]
-    for part in parts[1:]:
-        total = total.compose(part)
-    return total
+    return reduce(lambda left, right: left.compose(right), parts)
 
 
 def gaussian_delta(mu: float, epsilon: float) -> float:
@@ -235,7 +240,10 @@ def epsilon_of(merged: Merged, delta: float) -> float:
         high = 2 * high
     while high - low > 1e-9 * max(1.0, high):
         middle = (low + high) / 2
-        low, high = (low, middle) if gaussian_delta(mu, middle) <= delta else (middle, high)
+        if gaussian_delta(mu, middle) <= delta:
+            high = middle
+        else:
+            low = middle
     return high
 
 
@@ -258,7 +266,9 @@ def epsilon(
     """
     check_delta(delta, None)
     merged = merge(releases, adjacency)
-    return math.inf if merged is None else epsilon_of(merged, delta)
+    if merged is None:
+        return math.inf
+    return epsilon_of(merged, delta)
 
 
 def epsilon_rdp(
@@ -276,14 +286,15 @@ def epsilon_rdp(
     merged = merge(releases, adjacency)
     if merged is None:
         return math.inf
-    if merged.nothing:
+    if merged == Merged(influence=merged.influence):
         return 0.0
-    if merged.replace and merged.sampled:
+    if merged.influence == 2 and merged.sampled:
         return None
     best = 1 + math.sqrt(2 * math.log(1 / delta)) / merged.without_sampling
-    accountant = rdp.RdpAccountant(
-        sorted({*rdp.DEFAULT_RDP_ORDERS, *(1 + (best - 1) * f for f in (0.7, 1.0, 1.4))})
-    )
+    orders = set(rdp.DEFAULT_RDP_ORDERS)
+    for factor in (0.7, 1.0, 1.4):
+        orders.add(1 + (best - 1) * factor)
+    accountant = rdp.RdpAccountant(sorted(orders))
     logger = logging.getLogger("absl")
     level = logger.level
     # The library logs and skips every order whose series does not converge; skipping it is safe.
@@ -304,14 +315,11 @@ def epsilon_by_round(
     """Returns the cumulative ε after each round that has a release, in order of rounds."""
     table = {}
     so_far = Totals()
-    for number, rows in groupby(sorted(releases, key=_round), key=_round):
+    by_round = attrgetter("round")
+    for number, rows in groupby(sorted(releases, key=by_round), key=by_round):
         so_far = so_far + totals(rows)
         table[number] = epsilon(so_far, delta, adjacency)
     return table
-
-
-def _round(release: Release) -> int:
-    return release.round
 
 
 def describe_accountant(releases: Sequence[Release], adjacency: str = ADD_REMOVE) -> dict[str, Any]:
@@ -319,17 +327,16 @@ def describe_accountant(releases: Sequence[Release], adjacency: str = ADD_REMOVE
     (None: exact) for the report."""
     from importlib.metadata import version
 
-    merged = merge(releases, adjacency)
-    interval = merged.interval if merged else None
+    merged = merge(releases, adjacency) or Merged()
+    interval = merged.interval
+    computation = "exact Gaussian composition (nothing is subsampled)"
     if interval is not None:
         computation = "discretised PLD, connect-the-dots"
-    elif merged and merged.sampled:
+    elif merged.sampled:
         computation = (
             "upper bound that ignores the subsampling (the tight composition is too large to "
             "compute)"
         )
-    else:
-        computation = "exact Gaussian composition (nothing is subsampled)"
     return {
         "name": "privacy loss distributions (PLD), pessimistic rounding; exact where nothing is "
         "subsampled",
@@ -355,13 +362,12 @@ def calibrate_noise_multiplier(
         PrivacySettingError: target not finite and positive, bad δ, or no σ up to 1e6 reaches the
             target.
     """
-    possible = is_real(target_epsilon) and target_epsilon > 0
-    require(possible, "epsilon", "must be finite and above 0", target_epsilon, "privacy")
+    valid = is_real(target_epsilon) and target_epsilon > 0
+    require(valid, "epsilon", "must be finite and above 0", target_epsilon, "privacy")
     check_delta(delta, None)
 
     def excess(σ: float) -> float:
-        spent = epsilon(plan(σ), delta, adjacency)
-        return math.inf if math.isinf(spent) else math.log(max(spent, 1e-12) / target_epsilon)
+        return math.log(max(epsilon(plan(σ), delta, adjacency), 1e-12) / target_epsilon)
 
     low = high = 1.0
     at_low = at_high = excess(1.0)
@@ -383,12 +389,14 @@ def calibrate_noise_multiplier(
         high, at_high = low, at_low
         low = low / 4
         at_low = excess(low)
-    for turn in count():
-        if high <= 1.001 * low:
-            break
+    iteration = 0
+    while high > 1.001 * low:
+        iteration += 1
         # log ε is nearly linear in log σ: interpolate, a little to the safe side, so that both ends
         # of the bracket move; every third iteration bisects, in case it is not linear
-        share = 0.5 if turn % 3 == 2 or math.isinf(at_low) else at_low / (at_low - at_high)
+        share = 0.5
+        if iteration % 3 != 0 and math.isfinite(at_low):
+            share = at_low / (at_low - at_high)
         aim = math.exp(math.log(low) + share * math.log(high / low)) * 1.0004
         σ = min(max(aim, low * 1.0009), high / 1.0009)
         value = excess(σ)

@@ -27,8 +27,8 @@ def attack_success(
     """
     from scipy.special import ndtr, ndtri
 
-    possible = all(is_real(a) and 0 < a < 1 for a in false_positive_rates)
-    require(possible, "false_positive_rates", "must be in (0, 1)", false_positive_rates)
+    for rate in false_positive_rates:
+        require(is_real(rate) and 0 < rate < 1, "false_positive_rates", "must be in (0, 1)", rate)
     merged = merge(releases, adjacency)
     if merged is None:
         return dict.fromkeys(false_positive_rates, 1.0)
@@ -48,7 +48,9 @@ def best_guess(releases: Sequence[Release], adjacency: str = ADD_REMOVE) -> floa
     (1 + δ(0))/2, for Gaussians Φ(μ/2).
     """
     merged = merge(releases, adjacency)
-    return 1.0 if merged is None else (1.0 + delta_of(merged, 0.0)) / 2
+    if merged is None:
+        return 1.0
+    return (1.0 + delta_of(merged, 0.0)) / 2
 
 
 def _largest_power(curve: Callable[[float], float], alpha: float, furthest: float) -> float:
@@ -62,23 +64,17 @@ def _golden(bound: Callable[[float], float], high: float, iterations: int = 16) 
     high]."""
     ratio = (math.sqrt(5) - 1) / 2
     low = 0.0
-    left = high - ratio * high
-    right = ratio * high
-    at_left = bound(left)
-    at_right = bound(right)
-    best = min(bound(0.0), at_left, at_right)
+    lower, upper = high - ratio * high, ratio * high
+    at_lower, at_upper = bound(lower), bound(upper)
+    best = min(bound(0.0), at_lower, at_upper)
     for _ in range(iterations):
-        if at_left <= at_right:
-            high = right
-            right = left
-            at_right = at_left
-            left = high - ratio * (high - low)
-            at_left = bound(left)
+        if at_lower <= at_upper:
+            high, upper, at_upper = upper, lower, at_lower
+            lower = high - ratio * (high - low)
+            at_lower = bound(lower)
         else:
-            low = left
-            left = right
-            at_left = at_right
-            right = low + ratio * (high - low)
-            at_right = bound(right)
-        best = min(best, at_left, at_right)
+            low, lower, at_lower = lower, upper, at_upper
+            upper = low + ratio * (high - low)
+            at_upper = bound(upper)
+        best = min(best, at_lower, at_upper)
     return best

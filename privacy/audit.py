@@ -55,8 +55,10 @@ def epsilon_lower_bound(
         high = 2 * high
     while high - low > 1e-4:
         middle = (low + high) / 2
-        refuted = p_value(correct, guesses, canaries, middle, delta) <= 1 - confidence
-        low, high = (middle, high) if refuted else (low, middle)
+        if p_value(correct, guesses, canaries, middle, delta) <= 1 - confidence:
+            low = middle
+        else:
+            high = middle
     return low
 
 

@@ -11,12 +11,14 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Self
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 ROWS = 8
 CPU_ROUNDING = 1e-4
@@ -45,28 +47,29 @@ class GlobalGenerators:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device if device.type == "cuda" else None
+        self._device = device
         self._saved = self._states()
 
-    def _states(self) -> tuple[Any, ...]:
-        on_device = None if self._device is None else torch.cuda.get_rng_state(self._device)
-        legacy = np.random.get_state()  # noqa: NPY002
-        return torch.get_rng_state(), on_device, legacy, random.getstate()
+    def _states(self) -> list[Any]:
+        states = [np.random.get_state(), random.getstate(), torch.get_rng_state()]  # noqa: NPY002
+        if self._device.type == "cuda":
+            states.append(torch.cuda.get_rng_state(self._device))
+        return states
 
     def position(self) -> tuple[Any, ...]:
         """Returns a value that changes when any of the generators is used."""
-        cpu, on_device, legacy, python = self._states()
-        torch_states = [state.numpy().tobytes() for state in (cpu, on_device) if state is not None]
-        return *torch_states, repr(legacy[1:]), legacy[1].tobytes(), python
+        legacy, python, *torch_states = self._states()
+        torch_bytes = torch.cat([state.cpu() for state in torch_states]).numpy().tobytes()
+        return legacy[1].tobytes(), legacy[2:], python, torch_bytes
 
     def rewind(self) -> None:
         """Restores the initial states of the generators."""
-        cpu, on_device, legacy, python = self._saved
-        torch.set_rng_state(cpu)
-        if self._device is not None:
-            torch.cuda.set_rng_state(on_device, self._device)
+        legacy, python, cpu, *on_device = self._saved
         np.random.set_state(legacy)  # noqa: NPY002
         random.setstate(python)
+        torch.set_rng_state(cpu)
+        for state in on_device:
+            torch.cuda.set_rng_state(state, self._device)
 
     def __enter__(self) -> Self:
         return self
@@ -81,17 +84,17 @@ class OperationWatch(TorchDispatchMode):
     Args:
         fill: the value written to uninitialised memory (`torch.empty`), so that its use is
             detected.
-        keeps_values: whether to keep all results.
+        record: whether to record all results.
 
     Attributes:
         draws: the names of operations that drew random numbers.
         values: the name of each operation and a copy of its result.
     """
 
-    def __init__(self, fill: float = 0.0, *, keeps_values: bool = False) -> None:
+    def __init__(self, fill: float = 0.0, *, record: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._fill = fill
-        self._keeps = keeps_values
+        self._record = record
         self.draws: list[str] = []
         self.values: list[tuple[str, Tensor]] = []
 
@@ -104,10 +107,10 @@ class OperationWatch(TorchDispatchMode):
             self.draws.append(name)
         if UNINITIALISED.fullmatch(name):
             result.fill_(self._fill)
-        several = result if isinstance(result, tuple | list) else (result,)
-        for value in several if self._keeps else ():
-            if isinstance(value, Tensor | bool | int | float):
-                self.values.append((name, torch.as_tensor(value).detach().clone()))
+        if self._record:
+            for value in tree_leaves(result):
+                if isinstance(value, Tensor | bool | int | float):
+                    self.values.append((name, torch.as_tensor(value).detach().clone()))
         return result
 
 
@@ -145,15 +148,13 @@ class _Trial:
         self._function = function
         self._generators = generators
         self._images = 0.25 + 0.5 * both[0]
-        self._others = both[1]
+        self._replacements = both[1]
         # more extreme than the first ones, so that a maximum over the batch selects these
-        extreme = self._others.clone()
+        extreme = both[1].clone()
         extreme[0], extreme[1], extreme[2] = 0.0, 1.0, extreme[2].round()
-        try:
+        with suppress(Exception):  # some code refuses blank images, which is not mixing
             self._run(extreme)
-            self._others = extreme
-        except Exception:  # some code refuses blank images, which is not mixing
-            pass
+            self._replacements = extreme
 
     def _run(self, images: Tensor, watch: OperationWatch | None = None) -> Tensor:
         self._generators.rewind()
@@ -167,39 +168,43 @@ class _Trial:
         self._generators.rewind()  # as each run does first
         position = self._generators.position()
         first = self._run(images, watch)
-        if watch.draws or self._generators.position() != position:
-            return f"{DRAWS}{f' ({watch.draws[0]})' if watch.draws else ''}"
+        if watch.draws:
+            return f"{DRAWS} ({watch.draws[0]})"
+        if self._generators.position() != position:
+            return DRAWS
         state = _state(owner)
-        base = OperationWatch(1.0, keeps_values=True)
+        base = OperationWatch(1.0, record=True)
         if _differ(first, self._run(images, base)):
             return KEEPS_STATE
-        shifted = [self._run(images.roll(k, 0)).roll(-k, 0) for k in (1, 3)]
-        if any(_differ(first, output) for output in shifted):
-            return POSITION
-        for chosen in (torch.arange(ROWS) % 2 == 0, torch.arange(ROWS) < ROWS // 2):
-            finding = self._mixing(first, base, chosen.to(images.device))
+        for shift in (1, 3):
+            if _differ(first, self._run(images.roll(shift, 0)).roll(-shift, 0)):
+                return POSITION
+        indices = torch.arange(ROWS, device=images.device)
+        for half in (indices % 2 == 0, indices < ROWS // 2):
+            finding = self._mixing(first, base, half)
             if finding:
                 return finding
         if _state(owner) != state or _differ(first, self._run(images)):
             return KEEPS_STATE
-        # in pairs, as normalisation layers of 1×1 maps refuse a single example
-        pairs = torch.cat([self._run(pair) for pair in images.split(2)])
-        shorter = self._run(images[:-1])
-        return LENGTH if _differ(first, pairs) or _differ(first[:-1], shorter) else ""
+        # no single examples, which normalisation layers of 1×1 maps refuse
+        for part in (slice(0, 2), slice(2, 4), slice(4, 6), slice(6, 8), slice(0, ROWS - 1)):
+            if _differ(first[part], self._run(images[part])):
+                return LENGTH
+        return ""
 
-    def _mixing(self, first: Tensor, base: OperationWatch, chosen: Tensor) -> str:
-        """Replaces the chosen examples, then the others. A result or intermediate value that
+    def _mixing(self, first: Tensor, base: OperationWatch, half: Tensor) -> str:
+        """Replaces half of the examples, then the other half. A result or intermediate value that
         changes both times was computed from examples of both halves."""
-        both = []
-        for replaced in (chosen, ~chosen):
-            one_each = replaced.view(-1, *[1] * (self._images.dim() - 1))
-            images = torch.where(one_each, self._others, self._images)
-            watch = OperationWatch(1.0, keeps_values=True)
+        watches = []
+        for replaced in (half, ~half):
+            images = self._images.clone()
+            images[replaced] = self._replacements[replaced]
+            watch = OperationWatch(1.0, record=True)
             if _differ(first[~replaced], self._run(images, watch)[~replaced]):
                 return MIXES
-            both.append(watch.values)
-        for (name, a), (other, b), (another, c) in zip(base.values, *both, strict=False):
-            if not (name == other == another and a.shape == b.shape == c.shape):
+            watches.append(watch.values)
+        for (name, a), (name_b, b), (name_c, c) in zip(base.values, *watches, strict=False):
+            if not (name == name_b == name_c and a.shape == b.shape == c.shape):
                 return f"branches on the values of examples (at {name})"
             if bool((_changed(a, b) & _changed(a, c)).any()):
                 return f"computes a value from several examples together ({name})"
@@ -211,12 +216,11 @@ def _state(owner: object) -> dict[str, object]:
     state: dict[str, object] = {}
     if not isinstance(owner, nn.Module):
         return state
-    for name, tensor in owner.state_dict().items():
-        state[name] = tensor.cpu().view(torch.uint8).numpy().tobytes()
     for path, module in owner.named_modules():
-        for key, value in vars(module).items():
+        for key, value in {**vars(module), **module._parameters, **module._buffers}.items():
             if isinstance(value, Tensor):
-                state[f"{path}.{key}"] = value.detach().cpu().double().sum().item()
+                content = value.detach().cpu().flatten().contiguous().view(torch.uint8)
+                state[f"{path}.{key}"] = content.numpy().tobytes()
             elif isinstance(value, bool | int | float | str):
                 state[f"{path}.{key}"] = value
             elif isinstance(value, dict | list | set):
@@ -226,16 +230,19 @@ def _state(owner: object) -> dict[str, object]:
 
 def rounding(device: torch.device, precision: torch.dtype = torch.float32) -> float:
     """Returns the tolerance for kernels of another batch, relative to the largest value."""
-    exact = device.type == "cpu" and precision == torch.float32
-    return CPU_ROUNDING if exact else DEVICE_ROUNDING
+    if device.type == "cpu" and precision == torch.float32:
+        return CPU_ROUNDING
+    return DEVICE_ROUNDING
 
 
 def _changed(a: Tensor, b: Tensor) -> Tensor:
     if not a.is_floating_point():
         return a != b
-    a, b = (values.double().nan_to_num(0.0, 0.0, 0.0) for values in (a, b))
-    largest = a.abs().max() if a.numel() else 0.0
-    changed: Tensor = (a - b).abs() > rounding(a.device) * largest
+    if a.numel() == 0:
+        return torch.zeros_like(a, dtype=torch.bool)
+    a = a.double().nan_to_num(0.0, 0.0, 0.0)
+    b = b.double().nan_to_num(0.0, 0.0, 0.0)
+    changed: Tensor = (a - b).abs() > rounding(a.device) * a.abs().max()
     return changed
 
 
