@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -137,11 +137,10 @@ def check_model(model: nn.Module) -> None:
                 "position in the batch, so an additional example would change other "
                 "gradients; remove it"
             )
-    buffers = [name for name, _ in model.named_buffers()]
-    if buffers:
+    for name, _ in model.named_buffers():
         raise ForbiddenLayerError(
-            f"buffer {buffers[0]!r} would be uploaded with the model, but no mechanism "
-            "protects the data statistics in it"
+            f"buffer {name!r} would be uploaded with the model, but no mechanism protects the data "
+            "statistics in it"
         )
 
 
@@ -178,8 +177,8 @@ def dp_sgd(
         units: the units of the client's records; None: each record is a unit. If users are the
             units, a user's mean gradient is clipped, and `expected_batch_size` counts users.
         factors: the factors of a linear model's cross-entropy gradients at its current weights. The
-            gradients are then clipped and summed without being written out (unless users are the
-            units), to the same sums except for rounding. Ignored if `loss` is given.
+            gradients are then clipped and summed without being written out, to the same sums except
+            for rounding. Ignored if `loss` is given or users are the units.
         note: receives the reason if records contribute nothing because the model or the loss raises
             on them.
     """
@@ -190,37 +189,35 @@ def dp_sgd(
     parameters = [p for p in model.parameters() if p.requires_grad]
     flat = torch.cat([p.detach().flatten() for p in parameters])
     state = settings.optimiser.init(flat)
-    size = len(flat)
-    members = Units(len(labels_N)) if units is None else units
-    by_factors = factors if loss is None else None
-    short = by_factors is not None and not members.grouped
-    length = pass_length(settings.expected_batch_size, PASS_START / size, rows_at_once(model))
-    if short:
-        length = pass_length(settings.expected_batch_size, FACTOR_START, FACTOR_BATCH)
+    if units is None:
+        units = Units(len(labels_N))
+    if loss is not None or units.grouped:
+        factors = None
+    if factors is None:
+        start_over_row, limit = PASS_START / len(flat), rows_at_once(model)
+    else:
+        start_over_row, limit = FACTOR_START, FACTOR_BATCH
+    length = pass_length(settings.expected_batch_size, start_over_row, limit)
 
     def gradients(x: Tensor, y: Tensor) -> Tensor:
-        return _per_example_gradients(model, parameters, x, y, loss or cross_entropies)
+        return _per_example_gradients(model, x, y, loss or cross_entropies)
 
     try:
         for _ in range(steps):
             if before_step is not None:
                 with _unhooked(wrapped):
                     before_step(model)
-            for sample in members.sample(series).split(length):
+            for sample in units.sample(series).split(length):
                 part = sample.records.to(labels_N.device, non_blocking=True)
                 x = padded(images(part), length)
                 y = padded(labels_N[part], length)
-                if by_factors is not None and short:
+                if factors is not None:
                     with torch.no_grad():
-                        products = clipped_product(*by_factors(x, y), series.sensitivity)
+                        products = clipped_product(*factors(x, y), series.sensitivity)
                     series.add_products(products.part(slice(len(part))), sample)
                     continue
-                if by_factors is not None:
-                    rows = _written_out(by_factors, x, y)
-                else:
-                    rows = values_of_each(gradients, (x, y), note)
-                one_group = torch.zeros(len(part), dtype=torch.int64, device=rows.device)
-                series.add(rows[: len(part)], one_group, sample)
+                rows = values_of_each(gradients, (x, y), note)[: len(part)]
+                series.add(rows, torch.zeros_like(part), sample)
             gradient = (series.release()[0] / settings.expected_batch_size).to(flat)
             if penalty is not None:
                 gradient += _public_gradient(wrapped, model, parameters, penalty)
@@ -232,10 +229,11 @@ def dp_sgd(
 
 def _write(flat_P: Tensor, parameters: list[nn.Parameter]) -> None:
     """Copies the vector into the parameters."""
-    parts = flat_P.split([p.numel() for p in parameters])
+    start = 0
     with torch.no_grad():
-        for p, part in zip(parameters, parts, strict=True):
-            p.copy_(part.view_as(p))
+        for p in parameters:
+            p.copy_(flat_P[start : start + p.numel()].view_as(p))
+            start += p.numel()
 
 
 def _public_gradient(
@@ -266,20 +264,14 @@ def _in_plain_order(model: nn.Module) -> Iterator[None]:
     tensors, and gives wrong results without an error for channels-last ones (of a network itself or
     of `models/layout.py`)."""
 
-    def plain(layer: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return tuple(x.reshape(-1).view(x.shape) for x in inputs)
+    def plain(layer: nn.Module, inputs: tuple[Tensor]) -> Tensor:
+        return inputs[0].reshape(-1).view(inputs[0].shape)
 
-    convolutions = nn.Conv1d | nn.Conv2d | nn.Conv3d
-    handles = [
-        layer.register_forward_pre_hook(plain)
-        for layer in model.modules()
-        if isinstance(layer, convolutions)
-    ]
-    try:
+    with ExitStack() as hooks:
+        for layer in model.modules():
+            if isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+                hooks.callback(layer.register_forward_pre_hook(plain).remove)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextmanager
@@ -293,13 +285,6 @@ def _quiet_hooks() -> Iterator[None]:
 def cross_entropies(network: nn.Module, x_NCHW: Tensor, labels_N: Tensor) -> Tensor:
     """Returns the cross-entropy of each example [N]."""
     return nn.functional.cross_entropy(network(x_NCHW), labels_N, reduction="none")
-
-
-def _written_out(factors: Factors, x: Tensor, labels_N: Tensor) -> Tensor:
-    """Returns l ⊗ r of each example, [N, P·Q]."""
-    with torch.no_grad():
-        left, right = factors(x, labels_N)
-        return (left[:, :, None] * right[:, None, :]).flatten(1)
 
 
 def rows_at_once(network: nn.Module) -> int:
@@ -317,9 +302,7 @@ def example_gradients(network: nn.Module, x_NCHW: Tensor, labels_N: Tensor) -> T
     model = copy.deepcopy(network).train().requires_grad_(True)
     wrapped = GradSampleModule(model, loss_reduction="sum")
     with torch.enable_grad():
-        rows = _per_example_gradients(
-            model, list(model.parameters()), x_NCHW, labels_N, cross_entropies
-        )
+        rows = _per_example_gradients(model, x_NCHW, labels_N, cross_entropies)
     wrapped.to_standard_module()
     return rows
 
@@ -335,9 +318,9 @@ def check_example_gradients(model: nn.Module, x_NCHW: Tensor) -> None:
         ForbiddenLayerError: it has frozen or unused parameters, or layers that Opacus does not
             support.
     """
-    frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
-    if frozen:
-        raise ForbiddenLayerError(f"parameter {frozen[0]!r} is frozen: DP-SGD trains all of them")
+    for name, p in model.named_parameters():
+        if not p.requires_grad:
+            raise ForbiddenLayerError(f"parameter {name!r} is frozen: DP-SGD trains all of them")
     labels = torch.zeros(len(x_NCHW), dtype=torch.int64, device=x_NCHW.device)
     try:
         example_gradients(model, x_NCHW, labels)
@@ -352,11 +335,7 @@ def check_example_gradients(model: nn.Module, x_NCHW: Tensor) -> None:
 
 
 def _per_example_gradients(
-    model: nn.Module,
-    parameters: list[nn.Parameter],
-    x_NCHW: Tensor,
-    labels_N: Tensor,
-    loss: ExampleLoss,
+    model: nn.Module, x_NCHW: Tensor, labels_N: Tensor, loss: ExampleLoss
 ) -> Tensor:
     """Returns the gradient of each example's loss [N, P]. Opacus' hooks on the model's layers fill
     `grad_sample`, which is cleared afterwards."""
@@ -368,15 +347,16 @@ def _per_example_gradients(
                 f"per-example losses must have shape [{len(x_NCHW)}], got {list(losses.shape)}"
             )
         losses.sum().backward()
-    missing = {id(p) for p in parameters if p.grad_sample is None}  # type: ignore[attr-defined]
-    if missing:
-        name = next(name for name, p in model.named_parameters() if id(p) in missing)
-        raise ForbiddenLayerError(
-            f"parameter {name!r} has no per-example gradients: no layer uses it, or a layer "
-            "other than its own"
-        )
-    of_each = [p.grad_sample.flatten(1) for p in parameters]  # type: ignore[attr-defined]
-    rows = torch.cat(of_each, dim=1)
+    gradients = []
+    for name, p in model.named_parameters():
+        if p.grad_sample is not None:  # type: ignore[attr-defined]
+            gradients.append(p.grad_sample.flatten(1))  # type: ignore[attr-defined]
+        elif p.requires_grad:
+            raise ForbiddenLayerError(
+                f"parameter {name!r} has no per-example gradients: no layer uses it, or a layer "
+                "other than its own"
+            )
+    rows = torch.cat(gradients, dim=1)
     _forget_passes(model)
     return rows
 

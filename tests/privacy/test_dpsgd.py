@@ -83,7 +83,7 @@ def test_large_networks_take_few_examples_at_a_time(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(dpsgd, "PHYSICAL_BYTES", 2 * 4 * 15 * 3)  # 15 parameters, three examples
     original = dpsgd._per_example_gradients
     monkeypatch.setattr(
-        dpsgd, "_per_example_gradients", lambda *args: seen.append(len(args[3])) or original(*args)
+        dpsgd, "_per_example_gradients", lambda *args: seen.append(len(args[2])) or original(*args)
     )
     run(pieces, x, y)
     assert seen == [2, 2, 2, 2]  # a power of two within the bound, the last one filled up

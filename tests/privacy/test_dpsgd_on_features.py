@@ -22,14 +22,11 @@ from fedsynth.features import FeatureMap, feature_map, register_features
 from fedsynth.methods.fedavg import FedAvg
 from fedsynth.models.registry import ModelSettings, build_network
 from fedsynth.privacy import dpsgd
-from fedsynth.privacy.dpsgd import DpSgdSettings
 from fedsynth.privacy.mechanisms import GaussianSums
 from fedsynth.privacy.products import Outer, clipped_product
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.settings import PrivacySettings
-from fedsynth.privacy.units import Units
-from fedsynth.training.optimisers import MomentumSgd
-from tests.privacy.support import guard, series
+from tests.privacy.support import guard
 
 SPEC = dataset_spec("digits")
 PIXELS = feature_map("pixels", SPEC.image_shape)
@@ -214,30 +211,3 @@ def test_full_steps_do_not_depend_on_the_partition() -> None:
         model = simulate(run, data=(data, None)).model
         found.append(model.state_dict()["classifier.weight"])
     torch.testing.assert_close(found[0], found[1], atol=1e-5, rtol=1e-4)
-
-
-def test_users_mean_gradients_are_written_out_of_the_factors_and_clipped_as_a_whole(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The result is that of Opacus' gradients."""
-    data = from_arrays(images(12), np.arange(12) % 10, SPEC)
-    found = []
-    for by_factors in (False, True):
-        made: Any = build_network(ModelSettings(features="pixels"), SPEC, 0)
-        if by_factors:
-            monkeypatch.setattr(dpsgd, "_per_example_gradients", None)
-            monkeypatch.setattr(GaussianSums, "add_products", None)
-        dpsgd.dp_sgd(
-            made,
-            made.vectors(PIXELS(data.images)).__getitem__,
-            data.labels,
-            series(unit="user", noise_multiplier=1e-9, sensitivity=0.1, dimension=640),
-            1,
-            DpSgdSettings(MomentumSgd(1.0), 6.0),
-            units=Units(12, torch.arange(12) // 2),
-            factors=made.gradient_factors if by_factors else None,
-        )
-        found.append(made.classifier.weight.detach())
-    start: Any = build_network(ModelSettings(features="pixels"), SPEC, 0)
-    assert not torch.equal(found[1], start.classifier.weight)
-    torch.testing.assert_close(found[0], found[1], atol=1e-6, rtol=1e-4)
