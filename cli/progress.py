@@ -35,8 +35,8 @@ NO_ACCURACY = {
 class LiveObserver(StderrObserver):
     """Shows a progress bar on stderr; finished rounds stay above it as lines."""
 
-    def __init__(self, settings: RunSettings, first: str, mark: str, progress: Progress) -> None:
-        super().__init__(settings, first, mark)
+    def __init__(self, settings: RunSettings, first: str, progress: Progress) -> None:
+        super().__init__(settings, first)
         self._progress = progress
         self._task = progress.add_task("starting", total=None, left="")
 
@@ -44,20 +44,17 @@ class LiveObserver(StderrObserver):
         self._progress.console.print(text, markup=False, highlight=False)
 
     def _show_step(self, phase: str, done: int, total: int, remaining: str) -> None:
-        text = f"{self._mark}{phase}"
         self._progress.update(
-            self._task, description=text, completed=done, total=total, left=remaining
+            self._task, description=phase, completed=done, total=total, left=remaining
         )
 
 
 @contextmanager
-def make_observer(
-    settings: RunSettings, first: str = "", mark: str = ""
-) -> Iterator[StderrObserver]:
+def make_observer(settings: RunSettings, first: str = "") -> Iterator[StderrObserver]:
     """Yields the observer that fits stderr; the arguments are `StderrObserver`'s."""
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield StderrObserver(settings, first, mark)
+        yield StderrObserver(settings, first)
         return
     columns: list[ProgressColumn] = [
         TextColumn("{task.description}"),
@@ -67,7 +64,7 @@ def make_observer(
     if settings.privacy is None:
         columns += [TimeElapsedColumn(), TextColumn("{task.fields[left]}")]
     with Progress(*columns, console=console, transient=True) as progress:
-        yield LiveObserver(settings, first, mark, progress)
+        yield LiveObserver(settings, first, progress)
 
 
 def show_result(

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -20,13 +18,11 @@ from fedsynth.cli.process import keep_large_allocations
 from fedsynth.cli.settings_options import Sections, set_options
 
 if TYPE_CHECKING:
-    from fedsynth.config.settings import RunSettings
-    from fedsynth.federation.observer import Observer
     from fedsynth.reproduction.comparison import Line
     from fedsynth.reproduction.presets import Block, Cell, Preset
-    from fedsynth.reproduction.runs import Outcome
 
 UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
+SCALED = "SCALED to {scale:g}: a test that the cells run, not a result of the published setting"
 SPEED = ("run.device", "run.precision", "run.compile", "run.memory_gb", "data.data_root")
 """Settings that affect a run's speed, and its results only by rounding."""
 
@@ -110,24 +106,17 @@ def reproduce(
     if preset is None:
         if not listed:
             raise OptionError("name a table, such as feddm:table2; --list prints all tables")
-        _list_tables(as_json)
+        _list_tables()
         return
     from fedsynth.reproduction.preset_files import preset as preset_of
 
     table = preset_of(preset)
-    cells = table.select(
-        dataset=dataset,
-        partition=partition,
-        alpha=alpha,
-        clients=clients,
-        rounds=rounds,
-        method=method,
-        note=note,
-    )
+    filters = {"dataset": dataset, "partition": partition, "alpha": alpha, "clients": clients}
+    cells = table.select(**filters, rounds=rounds, method=method, note=note)
     if listed:
-        _list_cells(table, cells, as_json, chosen["data"].get("data_root"))
+        _list_cells(table, cells)
         return
-    given_changes = set_options(settings or [])
+    overrides = set_options(settings or [])
     _run(
         table,
         cells,
@@ -135,7 +124,7 @@ def reproduce(
         output=output,
         budget=seconds_of(time_budget),
         scale=scale,
-        changes={section: values for section, values in given_changes.items() if values},
+        changes={section: values for section, values in overrides.items() if values},
         speed={"run": chosen["run"], "data": chosen["data"]},
         download=download,
         as_json=as_json,
@@ -150,94 +139,74 @@ def _run(
     output: Path,
     budget: float,
     scale: float | None,
-    changes: dict[str, dict[str, Any]],
-    speed: dict[str, dict[str, Any]],
+    changes: Sections,
+    speed: Sections,
     download: bool,
     as_json: bool,
 ) -> None:
     from fedsynth.cli.progress import make_observer
     from fedsynth.reproduction.comparison import lines
     from fedsynth.reproduction.rows import Rows
-    from fedsynth.reproduction.runs import Clock, Runner, jobs_of, scale_words
-
-    mark = scale_words(scale)
-    rows = Rows(output, scale)
+    from fedsynth.reproduction.runs import Clock, Runner, jobs_of
 
     for cell in cells:
         if reason := table.refusal(cell):
-            say(f"{mark}{table.name} {cell.method} on {cell.dataset}: not runnable: {reason}")
+            say(f"{table.name} {cell.method} on {cell.dataset}: not runnable: {reason}")
     jobs = jobs_of(table, cells, seeds, scale=scale, changes=changes, speed=speed)
     if not jobs:
         raise OptionError(f"{table.name}: none of these cells is runnable")
-
-    @contextmanager
-    def watch(settings: RunSettings) -> Iterator[Observer]:
-        with make_observer(settings, mark=mark) as observer:
-            yield observer
-
+    if scale is not None:
+        say(SCALED.format(scale=scale))
     keep_large_allocations()
-    runner = Runner(rows, Clock(budget), tell=say, watch=watch, download=download)
+    rows = Rows(output, scale)
+    runner = Runner(rows, Clock(budget), report=say, watch=make_observer, download=download)
     with ended_by_signals():
         outcomes = list(runner.run(jobs))
     compared = lines(table, cells, seeds, rows.all(), scale=scale, changes=changes)
-    _print_comparison(table, compared, outcomes, scale, as_json)
+    unfinished = [o for o in outcomes if o.status not in ("finished", "existing")]
+    if as_json:
+        document = {
+            "preset": table.name,
+            "scaled": scale,
+            "cells": [line.to_json() for line in compared],
+            "unfinished": {outcome.job.name: outcome.words for outcome in unfinished},
+        }
+        print(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False))
+    else:
+        _print_comparison(table, compared, scale)
+    if unfinished:
+        say(f"{len(unfinished)} of {len(outcomes)} runs are unfinished; repeat the command")
     errors = [outcome.error for outcome in outcomes if outcome.error is not None]
     if errors and len(errors) == len(outcomes):
         raise errors[0]
 
 
-def _print_comparison(
-    table: Preset,
-    lines: Sequence[Line],
-    outcomes: Sequence[Outcome],
-    scale: float | None,
-    as_json: bool,
-) -> None:
+def _print_comparison(table: Preset, lines: Sequence[Line], scale: float | None) -> None:
     """Prints published and reproduced numbers on stdout."""
     from fedsynth.reproduction.comparison import format_number
-    from fedsynth.reproduction.runs import NO_RESULT, scale_words
 
-    complete = ("finished", "existing")
-    unfinished = [outcome for outcome in outcomes if outcome.status not in complete]
-    if as_json:
-        document = {
-            "preset": table.name,
-            "scaled": scale,
-            "note": None if scale is None else NO_RESULT,
-            "cells": [line.to_json() for line in lines],
-            "unfinished": {o.job.words: f"{o.status}: {o.text}" for o in unfinished},
-        }
-        _print_json(document)
-        return
-    mark = scale_words(scale)
-    print(f"{mark}{table.name}: {table.title} ({table.source}, {table.table})")
+    _print_title(table)
     if scale is not None:
-        print(f"{mark}{NO_RESULT}")
-    body = [["cell", "metric", "published", "reproduced", "seeds", "verdict", "hours", "commit"]]
+        print(SCALED.format(scale=scale))
+    rows = [["cell", "metric", "published", "reproduced", "seeds", "verdict", "hours", "commit"]]
     for line in lines:
-        hours = f"{sum(line.seconds) / 3600:.2f}" if line.seconds else "–"
-        body.append(
+        rows.append(
             [
-                line.cell + line.reduced,
+                line.cell + line.reduced_precision,
                 line.number.label,
                 format_number(line.number.value, line.number.std),
                 format_number(line.mean, line.std),
-                str(len(line.seeds)),
+                str(len(line.values)),
                 line.verdict,
-                hours,
-                ", ".join(line.commits) or "–",
+                f"{line.hours:.2f}",
+                ", ".join(line.commits),
             ]
         )
-    _print_table(body)
-    if unfinished:
-        print(
-            f"{mark}{len(unfinished)} of {len(outcomes)} runs are unfinished; run the same "
-            "command again to resume"
-        )
+    _print_table(rows)
 
 
-def _print_json(document: dict[str, Any]) -> None:
-    print(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False))
+def _print_title(table: Preset) -> None:
+    print(f"{table.name}: {table.title} ({table.source}, {table.table})")
 
 
 def _print_table(rows: Sequence[Sequence[str]]) -> None:
@@ -246,66 +215,36 @@ def _print_table(rows: Sequence[Sequence[str]]) -> None:
     print(aligned(rows), end="")
 
 
-def _list_tables(as_json: bool) -> None:
+def _list_tables() -> None:
     """Prints all tables, and the published experiments that are not covered."""
     from fedsynth.reproduction.preset_files import not_covered, preset, preset_names
 
-    tables = [preset(name) for name in preset_names()]
-    facts = [
-        {
-            "preset": table.name,
-            "title": table.title,
-            "source": f"{table.source}, {table.table}",
-            "cells": len(table.cells),
-            "runnable": sum(not table.refusal(cell) for cell in table.cells),
-            "numbers": sum(n.value is not None for cell in table.cells for n in cell.numbers),
-        }
-        for table in tables
-    ]
-    if as_json:
-        missing = [{"paper": p, "where": w, "what": t} for p, w, t in not_covered()]
-        _print_json({"tables": facts, "not_covered": missing})
-        return
-    rows = [["preset", "runnable", "cells", "numbers", "what it shows"]]
-    for fact in facts:
-        numbers = [str(fact[name]) for name in ("preset", "runnable", "cells", "numbers")]
-        rows.append([*numbers, f"{fact['title']} ({fact['source']})"])
+    rows = [["preset", "runnable", "cells", "what it shows"]]
+    for table in map(preset, preset_names()):
+        runnable = sum(not table.refusal(cell) for cell in table.cells)
+        title = f"{table.title} ({table.source}, {table.table})"
+        rows.append([table.name, str(runnable), str(len(table.cells)), title])
     _print_table(rows)
     print("\nnot covered, because the package does not include these published values:")
     for paper, item, what in not_covered():
         print(f"  {paper}, {item}: {what}")
 
 
-def _list_cells(table: Preset, cells: Sequence[Cell], as_json: bool, data_root: str | None) -> None:
+def _list_cells(table: Preset, cells: Sequence[Cell]) -> None:
     """Prints a table's settings with their sources, and its cells with the published numbers."""
     from fedsynth.reproduction.comparison import format_number
     from fedsynth.reproduction.presets import cell_words
 
-    states = _states(table, cells, data_root)
-    if as_json:
-        facts = [
-            {
-                **cell.columns(),
-                "runnable": not table.refusal(cell),
-                "state": state,
-                "published": [vars(number) for number in cell.numbers],
-            }
-            for cell, state in zip(cells, states, strict=True)
-        ]
-        _print_json({"preset": table.name, "cells": facts})
-        return
-    print(f"{table.name}: {table.title} ({table.source}, {table.table})\n")
+    _print_title(table)
     for block in table.blocks:
         if any(cell.fits(block.when) for cell in cells):
             _print_block(block)
     print()
-    rows = [["cell", "metric", "published", "state"]]
-    for cell, state in zip(cells, states, strict=True):
+    rows = [["cell", "metric", "published", "not runnable, because"]]
+    for cell in cells:
         for number in cell.numbers:
             published = format_number(number.value, number.std)
-            if number.value is None:
-                published = "a curve"
-            rows.append([cell_words(cell, table), number.label, published, state])
+            rows.append([cell_words(cell, table), number.label, published, table.refusal(cell)])
     _print_table(rows)
 
 
@@ -319,22 +258,4 @@ def _print_block(block: Block) -> None:
         when = "; ".join(f"{column} {', '.join(values)}" for column, values in block.when.items())
         settings = f"{when}: {settings}"
     print(settings)
-    print(f"    {block.source}: {block.why}" if block.why else f"    {block.source}")
-
-
-def _states(table: Preset, cells: Sequence[Cell], data_root: str | None) -> list[str]:
-    """Returns for each cell a text that states whether it can be run here."""
-    from fedsynth.data.load import ROOT_VARIABLE, missing_files
-    from fedsynth.reproduction.presets import dataset_of
-
-    root = Path(data_root or os.environ.get(ROOT_VARIABLE) or "/nowhere")
-    states = []
-    for cell in cells:
-        name = dataset_of(cell.dataset)
-        if reason := table.refusal(cell):
-            states.append(f"not runnable: {reason}")
-        elif missing_files(name, root):
-            states.append(f"runnable; the files of {name} are not on this machine")
-        else:
-            states.append("runnable")
-    return states
+    print(f"    {block.source}", *filter(None, [block.why]), sep=": ")

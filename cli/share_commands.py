@@ -286,7 +286,7 @@ def _guarantee(result: Student) -> str:
     if result.found.epsilon is None:
         return "none: the synthetic set has none"
     epsilon = f"ε = {format_epsilon(result.found.epsilon)} at δ = {result.found.delta:g}"
-    model = result.architecture.own.get("model")
+    model = result.architecture.custom_parts.get("model")
     if result.guaranteed and model is None:
         return f"{epsilon}, the set's"
     if result.guaranteed:

@@ -44,7 +44,7 @@ def _finished() -> list[tuple[Preset, Line]]:
         for change in sorted(changes):
             changed = json.loads(change)
             made = lines(one, _may_have(cells, changed, rows), seeds, rows, changes=changed)
-            found += [(one, line) for line in made if line.seeds or line.diverged]
+            found += [(one, line) for line in made if line.runs]
     return found
 
 
@@ -75,8 +75,8 @@ def _compared(where: str, *names: str) -> Axis:
     for one, line in _finished():
         if one.name in names and line.number.value is not None:
             cell = next(c for c in one.cells if cell_words(c, one) == line.cell)
-            labels = getattr(cell, where), f"{cell.method}{_changed(line)}{line.reduced}"
-            texts = found.setdefault(labels, {"hours": f"{sum(line.seconds) / 3600:.2f}"})
+            labels = getattr(cell, where), f"{cell.method}{_changed(line)}{line.reduced_precision}"
+            texts = found.setdefault(labels, {"hours": f"{line.hours:.2f}"})
             here = f"{format_number(line.mean, line.std)}{MARKS.get(line.verdict, '')}"
             texts[f"{line.number.label} here"] = here
             texts[line.number.label] = format_number(line.number.value, line.number.std)

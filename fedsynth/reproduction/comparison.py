@@ -18,10 +18,11 @@ from typing import Any
 from fedsynth.reproduction.measures import measured
 from fedsynth.reproduction.presets import Cell, Changes, Number, Preset, cell_words, dataset_of
 from fedsynth.reproduction.rows import run_hash
-from fedsynth.reproduction.runs import jobs_of
+from fedsynth.reproduction.runs import Job, jobs_of
 
 WITHIN, ABOVE, BELOW, NONE = "within", "above", "below", "no verdict"
 FACTOR = 2.0
+Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -32,12 +33,8 @@ class Line:
         preset: the table's name.
         cell: the cell's differing columns, as one line.
         number: the published number.
-        values: the reproduced number of each finished run.
-        seeds: of these runs.
-        seconds: of each run, also of one that diverged.
-        commits: of the code that made the runs.
-        precisions: of the runs (`RunSettings.precision`).
-        diverged: number of runs that ended in non-finite numbers.
+        values: the reproduced number of each run that did not diverge, by seed.
+        runs: the rows of all its runs.
         scale: None: whole runs.
         changes: settings that differ from the preset's.
     """
@@ -45,43 +42,50 @@ class Line:
     preset: str
     cell: str
     number: Number
-    values: tuple[float, ...]
-    seeds: tuple[int, ...]
-    seconds: tuple[float, ...]
-    commits: tuple[str, ...]
-    precisions: tuple[str, ...]
-    diverged: int
+    values: Mapping[int, float]
+    runs: Sequence[Row]
     scale: float | None
     changes: Changes
 
     @property
     def mean(self) -> float | None:
         """The mean over seeds; None without any."""
-        return statistics.mean(self.values) if self.values else None
+        return statistics.mean(self.values.values()) if self.values else None
 
     @property
     def std(self) -> float | None:
         """The sample standard deviation over seeds; None: fewer than two."""
-        return statistics.stdev(self.values) if len(self.values) > 1 else None
+        return statistics.stdev(self.values.values()) if len(self.values) > 1 else None
 
     @property
-    def reduced(self) -> str:
+    def hours(self) -> float:
+        """The duration of all runs together, also of those that diverged."""
+        return sum(float(run["seconds"]) for run in self.runs) / 3600
+
+    @property
+    def commits(self) -> list[str]:
+        """The versions of the code that made the runs."""
+        return list(dict.fromkeys(run["commit"] or run["version"] for run in self.runs))
+
+    @property
+    def reduced_precision(self) -> str:
         """The runs' precisions other than fp32, in parentheses; empty: all are fp32."""
-        names = ", ".join(name for name in self.precisions if name != "fp32")
-        return f" ({names})" if names else ""
+        names = sorted({run["precision"] for run in self.runs} - {"fp32"})
+        return f" ({', '.join(names)})" if names else ""
 
     @property
     def verdict(self) -> str:
         """Within, above or below; scaled and changed runs are not comparable and have none."""
+        diverged = sum("diverged" in run for run in self.runs)
         if self.scale is not None:
             return "scaled: no verdict"
-        if self.diverged:
-            return f"{self.diverged} diverged"
+        if diverged:
+            return f"{diverged} diverged"
         if not self.values:
             return "not run"
         if self.changes:
             return f"changed: {NONE}"
-        return verdict(self.number.value, self.number.std, self.values)
+        return verdict(self.number.value, self.number.std, list(self.values.values()))
 
     def to_json(self) -> dict[str, Any]:
         """Returns plain values."""
@@ -95,12 +99,11 @@ class Line:
             "published_std": self.number.std,
             "reproduced": self.mean,
             "reproduced_std": self.std,
-            "values": list(self.values),
-            "seeds": list(self.seeds),
+            "values": list(self.values.values()),
+            "seeds": list(self.values),
             "verdict": self.verdict,
-            "hours": round(sum(self.seconds) / 3600, 3),
-            "commits": list(self.commits),
-            "precisions": list(self.precisions),
+            "hours": round(self.hours, 3),
+            "commits": self.commits,
         }
 
 
@@ -114,12 +117,13 @@ def verdict(published: float | None, published_std: float | None, values: Sequen
     >>> verdict(70.0, None, [71.0])  # one seed, and no published deviation
     'no verdict'
     """
-    std = statistics.stdev(values) if len(values) > 1 else published_std
-    other = std if published_std is None else published_std
-    if published is None or not values or std is None or other is None:
+    stds = [] if published_std is None else [published_std]
+    if len(values) > 1:
+        stds.append(statistics.stdev(values))
+    if published is None or not values or not stds:
         return NONE
     difference = statistics.mean(values) - published
-    if abs(difference) <= FACTOR * math.hypot(other, std):
+    if abs(difference) <= FACTOR * math.hypot(stds[0], stds[-1]):
         return WITHIN
     return ABOVE if difference > 0 else BELOW
 
@@ -128,7 +132,7 @@ def lines(
     table: Preset,
     cells: Iterable[Cell],
     seeds: Sequence[int],
-    rows: Mapping[str, Mapping[str, Any]],
+    rows: Mapping[str, Row],
     *,
     scale: float | None = None,
     changes: Changes | None = None,
@@ -143,60 +147,54 @@ def lines(
         scale, changes: of the runs.
     """
 
-    def finished(cell: Cell | None) -> dict[int, Mapping[str, Any]]:
-        jobs = jobs_of(table, [cell] if cell else [], seeds, scale=scale, changes=changes)
-        hashes = {job.seed: run_hash(job.settings) for job in jobs}
-        return {seed: rows[mark] for seed, mark in hashes.items() if mark in rows}
-
     result = []
     for cell in cells:
-        runs = finished(cell)
-        fedavg = finished(_fedavg_cell(table, cell))
+        jobs = jobs_of(table, [cell], seeds, scale=scale, changes=changes)
+        runs = _finished(jobs, rows)
+        fedavg = _finished(_fedavg_jobs(table, cell, seeds, scale, changes), rows)
         for number in cell.numbers:
             values = _values(number, table, cell, runs, fedavg)
-            line = Line(
-                table.name,
-                cell_words(cell, table),
-                number,
-                tuple(values.values()),
-                tuple(values),
-                tuple(float(row["seconds"]) for row in runs.values()),
-                tuple(dict.fromkeys(row["commit"] or row["version"] for row in runs.values())),
-                tuple(dict.fromkeys(row["precision"] for row in runs.values())),
-                sum("diverged" in row for row in runs.values()),
-                scale,
-                changes or {},
-            )
+            name = cell_words(cell, table)
+            line = Line(table.name, name, number, values, list(runs.values()), scale, changes or {})
             result.append(line)
     return result
+
+
+def _finished(jobs: Iterable[Job], rows: Mapping[str, Row]) -> dict[int, Row]:
+    """Returns the rows of those jobs that have finished, by seed."""
+    hashes = {job.seed: run_hash(job.settings) for job in jobs}
+    return {seed: rows[digest] for seed, digest in hashes.items() if digest in rows}
 
 
 def _values(
     number: Number,
     table: Preset,
     cell: Cell,
-    runs: Mapping[int, Mapping[str, Any]],
-    fedavg: Mapping[int, Mapping[str, Any]],
+    runs: Mapping[int, Row],
+    fedavg: Mapping[int, Row],
 ) -> dict[int, float]:
     """Returns the value of a published number in each seed's run, except for diverged runs."""
     variant, dataset = table.variant(cell), dataset_of(cell.dataset)
-    values_by_seed = {}
+    values = {}
     for seed, row in runs.items():
-        if "diverged" not in row:
-            other = fedavg.get(seed)
-            value = measured(number, row, variant=variant, dataset=dataset, fedavg=other)
-            if value is not None:
-                values_by_seed[seed] = value
-    return values_by_seed
+        if "diverged" in row:
+            continue
+        reference = fedavg.get(seed)
+        value = measured(number, row, variant=variant, dataset=dataset, fedavg=reference)
+        if value is not None:
+            values[seed] = value
+    return values
 
 
-def _fedavg_cell(table: Preset, cell: Cell) -> Cell | None:
-    """Returns FedAvg's cell on the same data, if a number counts rounds to its accuracy."""
+def _fedavg_jobs(
+    table: Preset, cell: Cell, seeds: Sequence[int], scale: float | None, changes: Changes | None
+) -> list[Job]:
+    """Returns FedAvg's runs on the same data, if a number counts rounds to its accuracy."""
     if all("fedavg" not in number.metric for number in cell.numbers):
-        return None
-    place = (cell.dataset, cell.partition)
-    same = (c for c in table.cells if c.method == "fedavg" and (c.dataset, c.partition) == place)
-    return next(same, None)
+        return []
+    data = (cell.dataset, cell.partition)
+    same = [c for c in table.cells if c.method == "fedavg" and (c.dataset, c.partition) == data]
+    return jobs_of(table, same[:1], seeds, scale=scale, changes=changes)
 
 
 def format_number(mean: float | None, std: float | None) -> str:

@@ -25,30 +25,28 @@ def curve_of(rows: Sequence[Mapping[str, Any]], domains: bool) -> dict[str, list
         rows: of metrics.jsonl.
         domains: whether clients are domains, so that each client's accuracy is kept.
     """
-    flat = [dict(_figures("", row, domains)) for row in rows]
-    names = list(dict.fromkeys(name for row in flat for name in row))
+    flat = [_figures("", row, domains) for row in rows]
+    names = dict.fromkeys(name for figures in flat for name in figures)
     curve: dict[str, list[float | None]] = {"round": [row["round"] for row in rows]}
     for name in names:
-        column = [row.get(name) for row in flat]
-        curve[name] = [None if value is None else round(value, 6) for value in column]
+        curve[name] = [figures.get(name) for figures in flat]
     return curve
 
 
-def _figures(prefix: str, row: Mapping[str, Any], domains: bool) -> list[tuple[str, float]]:
-    figures: list[tuple[str, float]] = []
-    for name in FIGURES:
-        if row.get(name) is not None:
-            figures.append((f"{prefix}{name}", float(row[name])))
-    for name, value in row.get("domain_accuracy", {}).items():
-        figures.append((f"{prefix}domain_accuracy.{name}", float(value)))
+def _figures(prefix: str, row: Mapping[str, Any], domains: bool) -> dict[str, float]:
+    """Returns the numbers of a row by their paths, rounded to six decimals."""
+    figures = {f"{prefix}{name}": row.get(name) for name in FIGURES}
+    for name, accuracy in row.get("domain_accuracy", {}).items():
+        figures[f"{prefix}domain_accuracy.{name}"] = accuracy
     if domains:
-        accuracies = row.get("client_accuracy", ())
-        figures += [(f"{prefix}client.{k}", a) for k, a in enumerate(accuracies) if a is not None]
+        for client, accuracy in enumerate(row.get("client_accuracy", ())):
+            figures[f"{prefix}client.{client}"] = accuracy
+    rounded = {name: round(float(n), 6) for name, n in figures.items() if n is not None}
     if "local" in row:
-        figures += _figures(f"{prefix}local.", row["local"], domains)
+        rounded |= _figures(f"{prefix}local.", row["local"], domains)
     for name, model in row.get("models", {}).items():
-        figures += _figures(f"{prefix}models.{name}.", model, domains)
-    return figures
+        rounded |= _figures(f"{prefix}models.{name}.", model, domains)
+    return rounded
 
 
 def measured(
@@ -76,15 +74,16 @@ def measured(
     if number.metric == "rounds_to_fedavg_100_round_amp":
         return None if fedavg is None else _rounds_to(fedavg, curve, variant)
     if number.metric in ("amp_pct", "fm", "wlp_pct"):
-        name = number.metric.removesuffix("_pct")
-        value = _last(curve, variant, f"local.{name}")
-        return value if value is None or name == "fm" else 100 * value
-    if number.domain:
-        return _of_domain(curve, number.domain, dataset)
-    values = [v for v in _column(curve, variant, "test_accuracy") if v is not None]
-    if not values:
+        values = _column(curve, variant, f"local.{number.metric.removesuffix('_pct')}")
+    elif number.domain:
+        values = [_of_domain(curve, number.domain, dataset)]
+    else:
+        values = _column(curve, variant, "test_accuracy")
+    measurements = [value for value in values if value is not None]
+    if not measurements:
         return None
-    return 100 * (max(values) if number.metric.startswith("best_") else values[-1])
+    value = max(measurements) if number.metric.startswith("best_") else measurements[-1]
+    return value if number.metric == "fm" else 100 * value
 
 
 def _column(curve: Curve, variant: str, name: str) -> Sequence[float | None]:
@@ -92,34 +91,32 @@ def _column(curve: Curve, variant: str, name: str) -> Sequence[float | None]:
     return curve.get(f"models.{variant}.{name}", curve.get(name, ()))
 
 
-def _last(curve: Curve, variant: str, name: str) -> float | None:
-    values = [value for value in _column(curve, variant, name) if value is not None]
+def _last(curve: Curve, name: str) -> float | None:
+    values = [value for value in curve.get(name, ()) if value is not None]
     return values[-1] if values else None
 
 
 def _of_domain(curve: Curve, domain: str, dataset: str) -> float | None:
     """Returns the accuracy on a domain: on its client's own test split if there is one (clients
     with personalised models have only these), otherwise on the domain's part of the test set."""
-    domains = dataset_spec(dataset).domains
-    personal = {name: _last(curve, "", f"local.client.{k}") for k, name in enumerate(domains)}
-    common = {name: _last(curve, "", f"domain_accuracy.{name}") for name in domains}
-    accuracies = personal if any(value is not None for value in personal.values()) else common
-    names = domains if domain == "average" else (domain,)
-    values = [accuracies.get(name) for name in names]
-    percentages = [100 * value for value in values if value is not None]
-    return (
-        sum(percentages) / len(percentages) if values and len(percentages) == len(values) else None
-    )
+    names = dataset_spec(dataset).domains
+    accuracies = {name: _last(curve, f"local.client.{k}") for k, name in enumerate(names)}
+    if set(accuracies.values()) == {None}:
+        accuracies = {name: _last(curve, f"domain_accuracy.{name}") for name in names}
+    if domain != "average":
+        return accuracies.get(domain)
+    values = [value for value in accuracies.values() if value is not None]
+    return sum(values) / len(names) if len(values) == len(names) else None
 
 
 def _rounds_to(fedavg: Mapping[str, Any], curve: Curve, variant: str) -> float | None:
     """Returns the number of rounds until AMP reaches FedAvg's last one; if it never does, the
     number of rounds plus one."""
-    level = _last(fedavg["curve"], "aca", "local.amp")
-    reached = list(_column(curve, variant, "local.amp"))
-    if level is None or not reached:
+    targets = [value for value in _column(fedavg["curve"], "aca", "local.amp") if value is not None]
+    amps = _column(curve, variant, "local.amp")
+    if not targets or not amps:
         return None
-    for number, value in zip(curve["round"], reached, strict=True):
-        if value is not None and value >= level and number is not None:
-            return float(number)
-    return float(len(reached) + 1)
+    for number, value in enumerate(amps, start=1):
+        if value is not None and value >= targets[-1]:
+            return number
+    return len(amps) + 1

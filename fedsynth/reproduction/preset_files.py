@@ -22,7 +22,6 @@ import functools
 import itertools
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
@@ -44,50 +43,12 @@ _TABLES = DATA / "tables"
 _BLOCK_KEYS = {"source", "why", "when", "variant", *SECTIONS}
 
 
-@dataclass(frozen=True)
-class Published:
-    """One published number; text fields are empty if the paper gives no value.
-
-    Args:
-        source: the paper, or the overview of papers.
-        table: where in it.
-        dataset: the data set; after a colon, the domain that is tested.
-        partition: how the data are partitioned, in words.
-        clients: K.
-        model: the architecture, in words.
-        rounds: number of rounds.
-        method: the method, in lower case.
-        metric: what is measured, with its unit ("test_accuracy_pct").
-        value: the number.
-        std: its standard deviation; None: not published.
-        note: further conditions that the paper states.
-    """
-
-    source: str
-    table: str
-    dataset: str
-    partition: str
-    clients: str
-    model: str
-    rounds: str
-    method: str
-    metric: str
-    value: float
-    std: float | None
-    note: str
-
-
 @functools.cache
-def published() -> tuple[Published, ...]:
-    """Returns all rows, in the file's order."""
+def published() -> tuple[Mapping[str, str], ...]:
+    """Returns the rows of published_results.csv by their column names, in the file's order; texts
+    are empty if the paper gives no value."""
     text = (DATA / "published_results.csv").read_text(encoding="utf-8")
-    rows = []
-    for row in csv.DictReader(text.splitlines()):
-        fields: dict[str, Any] = {name: row[name] for name in Published.__dataclass_fields__}
-        fields["value"] = float(row["value"])
-        fields["std"] = float(row["std"]) if row["std"] else None
-        rows.append(Published(**fields))
-    return tuple(rows)
+    return tuple(csv.DictReader(text.splitlines()))
 
 
 def load_preset(
@@ -124,16 +85,8 @@ def load_preset(
     5
     """
     table = preset(name)
-    cell = main_cell(
-        table,
-        dataset=dataset,
-        partition=partition,
-        alpha=alpha,
-        clients=clients,
-        rounds=rounds,
-        method=method,
-        note=note,
-    )
+    filters = {"dataset": dataset, "partition": partition, "alpha": alpha, "clients": clients}
+    cell = main_cell(table, **filters, rounds=rounds, method=method, note=note)
     return table.settings(cell, seed, changes)
 
 
@@ -159,7 +112,7 @@ def preset(name: str) -> Preset:
         blocks = _read(_TABLES / "base" / f"{file['base']}.toml")["settings"] + blocks
     refusals = file.get("not_runnable", [])
     source, table = file["source"], file["table"]
-    rows = [row for row in published() if (row.source, row.table) == (source, table)]
+    rows = [row for row in published() if (row["source"], row["table"]) == (source, table)]
     return Preset(
         name,
         source,
@@ -194,10 +147,10 @@ def _table_order(name: str) -> tuple[str, int, str]:
 def _when(name: str, columns: Mapping[str, Any]) -> When:
     if unknown := set(columns) - set(COLUMNS):
         raise PresetError(f"preset {name}: `when` has the unknown column {min(unknown)}")
-    return {
-        column: tuple(values) if isinstance(values, list) else (values,)
-        for column, values in columns.items()
-    }
+    when = {}
+    for column, values in columns.items():
+        when[column] = tuple(values) if isinstance(values, list) else (values,)
+    return when
 
 
 def _block(name: str, entry: Mapping[str, Any]) -> Block:
@@ -214,13 +167,15 @@ def _block(name: str, entry: Mapping[str, Any]) -> Block:
     )
 
 
-def _published_cells(name: str, rows: list[Published]) -> Iterator[Cell]:
+def _published_cells(name: str, rows: list[Mapping[str, str]]) -> Iterator[Cell]:
     """Yields a cell for all rows that differ only in metric and domain."""
     groups: dict[tuple[str, ...], list[Number]] = {}
     for row in rows:
-        dataset, _, domain = row.dataset.partition(":")
-        key = (dataset, *(getattr(row, column) for column in COLUMNS[1:]))
-        groups.setdefault(key, []).append(Number(row.metric, domain, row.value, row.std))
+        dataset, _, domain = row["dataset"].partition(":")
+        key = (dataset, *(row[column] for column in COLUMNS[1:]))
+        std = float(row["std"]) if row["std"] else None
+        number = Number(row["metric"], domain, float(row["value"]), std)
+        groups.setdefault(key, []).append(number)
     for key, numbers in groups.items():
         yield Cell(name, **dict(zip(COLUMNS, key, strict=True)), numbers=tuple(numbers))
 
@@ -231,5 +186,5 @@ def _cells_without_number(name: str, entries: list[Mapping[str, Any]]) -> Iterat
         columns = _when(name, {key: value for key, value in entry.items() if key != "metrics"})
         numbers = tuple(Number(metric, "", None, None) for metric in entry["metrics"])
         for values in itertools.product(*columns.values()):
-            columns_ = {**dict.fromkeys(COLUMNS, ""), **dict(zip(columns, values, strict=True))}
-            yield Cell(name, **columns_, numbers=numbers)
+            words = {**dict.fromkeys(COLUMNS, ""), **dict(zip(columns, values, strict=True))}
+            yield Cell(name, **words, numbers=numbers)

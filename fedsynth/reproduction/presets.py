@@ -14,7 +14,7 @@ table's preset.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -162,11 +162,8 @@ class Preset:
 
     def variant(self, cell: Cell) -> str:
         """Returns which of several final models the numbers are of; empty: the run's model."""
-        variant = ""
-        for block in self.blocks:
-            if block.variant and cell.fits(block.when):
-                variant = block.variant
-        return variant
+        variants = [block.variant for block in self.blocks if cell.fits(block.when)]
+        return next(filter(None, reversed(variants)), "")
 
     def sections(self, cell: Cell) -> Sections:
         """Returns the cell's settings, by section.
@@ -215,9 +212,10 @@ class Preset:
                 continue
             matching = tuple(cell for cell in cells if self._matches(cell, column, value))
             if not matching:
-                choices = ", ".join(_values(cells, column)) or "none"
+                choices = dict.fromkeys(_value(cell, column) for cell in cells)
                 raise PresetError(
-                    f"{self.name} has no cell with {column} {value}; it has {choices}"
+                    f"{self.name} has no cell with {column} {value}; it has "
+                    f"{', '.join(filter(None, choices)) or 'none'}"
                 )
             cells = matching
         return cells
@@ -225,25 +223,19 @@ class Preset:
     def _matches(self, cell: Cell, column: str, value: Any) -> bool:
         if column == "dataset":
             return str(value) in (cell.dataset, dataset_of(cell.dataset))
-        if column == "alpha":
-            return bool(partition_of(cell.partition).get("alpha") == value)
         if column == "note":
             return str(value) in cell.note
         if column == "method" and all(other.method != value for other in self.cells):
             return not self.refusal(cell) and self.sections(cell)["run"].get("method") == value
-        return bool(str(value) == getattr(cell, column))
+        return _value(cell, column) == str(value).removesuffix(".0")
 
 
-def _values(cells: Iterable[Cell], column: str) -> list[str]:
-    """Returns the distinct values of a column, without the empty one."""
-    values = []
-    for cell in cells:
-        if column == "alpha":
-            alpha = partition_of(cell.partition).get("alpha")
-            values.append("" if alpha is None else f"{alpha:g}")
-        else:
-            values.append(str(getattr(cell, column)))
-    return [value for value in dict.fromkeys(values) if value]
+def _value(cell: Cell, column: str) -> str:
+    """Returns the cell's text in a column, or its α; empty if it has none."""
+    if column != "alpha":
+        return str(getattr(cell, column))
+    alpha = partition_of(cell.partition).get("alpha")
+    return "" if alpha is None else f"{alpha:g}"
 
 
 def dataset_of(word: str) -> str:
@@ -296,10 +288,12 @@ def override(sections: Changes, changes: Changes) -> Sections:
 def cell_words(cell: Cell, preset: Preset) -> str:
     """Returns the method and the columns that differ within the table, as one line."""
     parts = []
-    for name in COLUMNS:
-        text = getattr(cell, name)
-        if text and (name == "method" or len({getattr(c, name) for c in preset.cells}) > 1):
-            parts.append(f"{text} {name}" if name in ("clients", "rounds") else text)
+    for name, text in cell.columns().items():
+        varies = name == "method" or len({getattr(c, name) for c in preset.cells}) > 1
+        if text and varies:
+            parts.append(text)
+        if text and varies and name in ("clients", "rounds"):
+            parts.append(name)
     return " ".join(parts)
 
 
@@ -331,10 +325,8 @@ def preset_sections(table: Preset, changes: Changes) -> tuple[Sections, Cell]:
     filters: dict[str, Any] = {}
     for column, (section, key) in SELECTORS.items():
         value = changes.get(section, {}).get(key)
-        if value is None:
-            continue
         try:
-            table.select(**{**filters, column: value})
+            table.select(**filters, **{column: value})
         except PresetError:
             if column in ("dataset", "method"):
                 raise
@@ -342,9 +334,8 @@ def preset_sections(table: Preset, changes: Changes) -> tuple[Sections, Cell]:
             filters[column] = value
     cell = main_cell(table, **filters)
     sections = table.sections(cell)
-    settings = override(sections, changes)
-    for column in ("dataset", "method"):  # `given` may have the table's words
-        section, key = SELECTORS[column]
-        if key in sections[section]:
-            settings[section][key] = sections[section][key]
-    return settings, cell
+    # the changes' words for the data set and the method may be the table's
+    names = {"data": {"dataset": sections["data"]["dataset"]}, "run": {}}
+    if "method" in sections["run"]:
+        names["run"] = {"method": sections["run"]["method"]}
+    return override(override(sections, changes), names), cell

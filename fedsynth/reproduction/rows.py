@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import statistics
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,15 +30,14 @@ from fedsynth.config.settings import RunSettings
 from fedsynth.errors import OutputError
 from fedsynth.privacy.files import decode_json, open_regular, read_text
 from fedsynth.reproduction.measures import curve_of
-from fedsynth.results.run_folder import INCOMPLETE
+from fedsynth.results.finished import run_folders
+from fedsynth.results.run_folder import CONFIG, INCOMPLETE, METRICS
 from fedsynth.version import __version__
 
-NEEDED = frozenset(
-    {
-        *("preset", "cell", "seed", "settings", "scale", "changes", "precision", "seconds"),
-        *("curve", "upload_floats", "client_upload_bytes", "commit", "version"),
-    }
-)
+NEEDED = {
+    *("preset", "cell", "seed", "settings", "scale", "changes", "precision", "seconds"),
+    *("curve", "upload_floats", "client_upload_bytes", "commit", "version"),
+}
 """The keys that every row has."""
 PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -68,16 +68,18 @@ class Rows:
         rows_by_settings: dict[str, dict[str, Any]] = {}
         for path in sorted(self.folder.glob("*.jsonl")):
             try:
-                rows = [decode_json(line) for line in read_text(path).splitlines()]
+                for line in read_text(path).splitlines():
+                    row = decode_json(line)
+                    if not row.keys() >= NEEDED:
+                        raise ValueError
+                    if row["scale"] == self.scale:
+                        rows_by_settings[row["settings"]] = row
             except OSError as error:
                 raise OutputError(f"cannot read {path}: {error.strerror}") from None
-            except ValueError:
-                rows = [None]
-            if not all(isinstance(row, dict) and row.keys() >= NEEDED for row in rows):
-                raise OutputError(f"{path} has a line that is not a row of a finished run")
-            rows_by_settings.update(
-                {row["settings"]: row for row in rows if row["scale"] == self.scale}
-            )
+            except (AttributeError, ValueError):
+                raise OutputError(
+                    f"{path} has a line that is not a row of a finished run"
+                ) from None
         return rows_by_settings
 
     def append(self, preset: str, row: Mapping[str, Any]) -> None:
@@ -103,9 +105,10 @@ class Rows:
     def trained(self) -> Path | None:
         """The folder in which methods of a table share the clients' models of one-shot runs. None:
         no sharing, because the exact version of the code is not known."""
-        made_by = commit()
-        clean = made_by is not None and not made_by.endswith("+")
-        return self.folder / "runs" / f"trained-{made_by}" if clean else None
+        version = commit()
+        if version is None or version.endswith("+"):
+            return None
+        return self.folder / "runs" / f"trained-{version}"
 
 
 @contextmanager
@@ -131,41 +134,41 @@ def claimed(folder: Path) -> Iterator[bool]:
 
 def finished(folder: Path) -> Path | None:
     """Returns the folder of a finished run below this one, or None."""
-    folders = [path.parent for path in folder.glob("*/summary.json")]
-    complete = sorted(path for path in folders if path.suffix != INCOMPLETE)
-    return complete[-1] if complete else None
+    return next(reversed(run_folders(folder)), None)
 
 
 def unfinished(folder: Path) -> Path | None:
     """Returns the folder of a run that can be resumed, or None."""
-    folders = sorted(path.parent for path in folder.glob(f"*{INCOMPLETE}/config.toml"))
-    return folders[-1] if folders else None
+    configs = folder.glob(f"*{INCOMPLETE}/{CONFIG}")
+    return max((path.parent for path in configs), default=None)
 
 
-def metrics_of(folder: Path) -> list[dict[str, Any]]:
+def metrics_of(folder: Path | None) -> list[dict[str, Any]]:
     """Returns the metrics of a run folder's rounds; empty before the first."""
-    path = folder / "metrics.jsonl"
-    if not path.exists():
+    if folder is None or not (folder / METRICS).exists():
         return []
-    return [decode_json(line) for line in read_text(path).splitlines()]
+    return [decode_json(line) for line in read_text(folder / METRICS).splitlines()]
 
 
-def facts_of(rows: Sequence[Mapping[str, Any]], domains: bool) -> dict[str, Any]:
+def round_summary(rows: Sequence[Mapping[str, Any]], domains: bool) -> dict[str, Any]:
     """Returns the fields of a finished run's row that summarise its rounds."""
-    uploads = [size for row in rows[-1:] for size in row["client_upload_bytes"]]
+    last: Mapping[str, Any] = {"upload_floats": 0, "client_upload_bytes": [0]}
+    if rows:
+        last = rows[-1]
     return {
         "rounds": len(rows),
         "seconds": round(sum(row["seconds"] for row in rows), 1),
-        "upload_floats": rows[-1]["upload_floats"] if rows else 0,
-        "client_upload_bytes": round(sum(uploads) / len(uploads), 1) if uploads else 0,
+        "upload_floats": last["upload_floats"],
+        "client_upload_bytes": round(statistics.fmean(last["client_upload_bytes"] or [0]), 1),
         "curve": curve_of(rows, domains),
     }
 
 
-def made_with() -> dict[str, Any]:
+def environment() -> dict[str, Any]:
     """Returns the code version, date and machine to record in a row."""
-    cuda = torch.cuda.is_available()
-    device = torch.cuda.get_device_name() if cuda else f"CPU, {torch.get_num_threads()} threads"
+    device = f"CPU, {torch.get_num_threads()} threads"
+    if torch.cuda.is_available():
+        device = torch.cuda.get_device_name()
     return {
         "version": __version__,
         "commit": commit(),
@@ -182,18 +185,14 @@ def commit() -> str | None:
     root = PACKAGE.parent
     if not (root / ".git").exists():
         return None
-    head = _git(root, "rev-parse", "--short", "HEAD")
-    if head is None:
-        return None
-    changes = _git(root, "status", "--porcelain", "--", "fedsynth", "privacy", "cli")
-    return head if changes == "" else f"{head}+"
-
-
-def _git(root: Path, *arguments: str) -> str | None:
     try:
-        process = subprocess.run(
-            ["git", "-C", str(root), *arguments], capture_output=True, text=True, check=False
-        )
-    except OSError:
+        head = _git(root, "rev-parse", "--short", "HEAD")
+        changes = _git(root, "status", "--porcelain", "--", "fedsynth", "privacy", "cli")
+    except (OSError, subprocess.CalledProcessError):
         return None
-    return process.stdout.strip() if process.returncode == 0 else None
+    return f"{head}+" if changes else head
+
+
+def _git(root: Path, *arguments: str) -> str:
+    command = ["git", "-C", str(root), *arguments]
+    return subprocess.check_output(command, stderr=subprocess.DEVNULL, text=True).strip()

@@ -43,10 +43,10 @@ from fedsynth.reproduction.presets import Cell, Changes, Preset, cell_words, ove
 from fedsynth.reproduction.rows import (
     Rows,
     claimed,
-    facts_of,
+    environment,
     finished,
-    made_with,
     metrics_of,
+    round_summary,
     run_hash,
     unfinished,
 )
@@ -56,8 +56,6 @@ from fedsynth.training.many_clients import trains_together
 EXAMPLES = 50
 """Average number of examples per client that scaling keeps at least."""
 LENGTHS = ("epochs", "steps", "iterations")
-NO_RESULT = "a scaled-down test run, not a result of the published setting"
-"""Describes a scaled run."""
 CHECKPOINTED = ("condense", "local training", "distillation")
 """The phases that are checkpointed inside a round."""
 Watch = Callable[[RunSettings], AbstractContextManager[Observer]]
@@ -86,11 +84,9 @@ class Job:
     changes: Changes = field(default_factory=dict)
 
     @property
-    def words(self) -> str:
+    def name(self) -> str:
         """A description of the run, in one line."""
-        name = f"{self.table.name} {cell_words(self.cell, self.table)} seed {self.seed}"
-        changed = changed_settings(self.changes)
-        return f"{name}, changed: {changed}" if changed else name
+        return f"{self.table.name} {cell_words(self.cell, self.table)} seed={self.seed}"
 
 
 def changed_settings(changes: Changes) -> str:
@@ -171,11 +167,6 @@ def scaled(settings: RunSettings, scale: float | None) -> dict[str, dict[str, An
     }
 
 
-def scale_words(scale: float | None) -> str:
-    """Returns what every line of a scaled run's output begins with; empty for a whole run."""
-    return "" if scale is None else f"SCALED to {scale:g}: "
-
-
 def checkpointed_inside(settings: RunSettings, spec: DatasetSpec) -> bool:
     """Returns True if the round's long loops are checkpointed, so that an interruption loses
     little.
@@ -201,8 +192,8 @@ class Clock:
         self._end = time.monotonic() + seconds
 
     @property
-    def left(self) -> float:
-        """Seconds left, at least 0."""
+    def remaining(self) -> float:
+        """Seconds that remain, at least 0."""
         return max(0.0, self._end - time.monotonic())
 
 
@@ -229,7 +220,7 @@ class BudgetObserver(Observer):
 
     def step(self, round: int, phase: str, completed: int, total: int) -> None:
         self._inner.step(round, phase, completed, total)
-        if self._checkpointed and phase in CHECKPOINTED and not self._clock.left:
+        if self._checkpointed and phase in CHECKPOINTED and not self._clock.remaining:
             self._stop()
 
     def round_ended(self, row: Mapping[str, Any]) -> None:
@@ -245,7 +236,7 @@ class BudgetObserver(Observer):
 
 def round_fits(clock: Clock, round_seconds: float, checkpointed: bool) -> bool:
     """Returns True if a round may begin: it ends in time, or is checkpointed inside."""
-    return clock.left > 0 and (checkpointed or round_seconds <= clock.left)
+    return clock.remaining > 0 and (checkpointed or round_seconds <= clock.remaining)
 
 
 @dataclass(frozen=True)
@@ -265,6 +256,11 @@ class Outcome:
     text: str = ""
     error: FedsynthError | None = None
 
+    @property
+    def words(self) -> str:
+        """Status and details, in one line."""
+        return f"{self.status}: {self.text}" if self.text else self.status
+
 
 class Runner:
     """Runs jobs and appends their rows.
@@ -272,7 +268,7 @@ class Runner:
     Args:
         rows: where rows are stored.
         clock: the budget.
-        tell: receives a line for each event; each begins with the scale, if there is one.
+        report: receives a line for each run.
         watch: returns an observer for a run.
         download: let torchvision fetch data sets.
     """
@@ -282,13 +278,13 @@ class Runner:
         rows: Rows,
         clock: Clock,
         *,
-        tell: Callable[[str], None],
+        report: Callable[[str], None],
         watch: Watch,
         download: bool = False,
     ) -> None:
         self._rows = rows
         self._clock = clock
-        self._tell = tell
+        self._report = report
         self._watch = watch
         self._download = download
         self._data: tuple[str, tuple[ImageData, ImageData]] | None = None
@@ -300,15 +296,13 @@ class Runner:
                 outcome = self._run_unless_existing(job)
             except FedsynthError as error:
                 outcome = Outcome(job, "failed", str(error), error)
-            details = f": {outcome.text}" if outcome.text else ""
-            scale = scale_words(self._rows.scale)
-            self._tell(f"{scale}{job.words}: {outcome.status}{details}")
+            self._report(f"{job.name}: {outcome.words}")
             yield outcome
 
     def _run_unless_existing(self, job: Job) -> Outcome:
         if run_hash(job.settings) in self._rows.all():
             return Outcome(job, "existing")
-        if not self._clock.left:
+        if not self._clock.remaining:
             return Outcome(job, "not begun", "the time budget is exhausted")
         with claimed(self._rows.run_folder(job.settings)) as free:
             if not free:
@@ -323,11 +317,11 @@ class Runner:
         if complete is not None:  # a call was killed between the run's end and writing its row
             return self._append(job, metrics_of(complete))
         incomplete = unfinished(folder)
-        rounds = [] if incomplete is None else metrics_of(incomplete)
+        rounds = metrics_of(incomplete)
         seconds = rounds[-1]["seconds"] if rounds else 0.0
         checkpointed = checkpointed_inside(job.settings, self._loaded(job.settings)[0].spec)
         if not round_fits(self._clock, seconds, checkpointed):
-            text = f"a round takes {seconds:.0f} s, but {self._clock.left:.0f} s are left"
+            text = f"a round takes {seconds:.0f} s, but {self._clock.remaining:.0f} s remain"
             return Outcome(job, "not begun", text)
         return self._simulate(job, folder, incomplete, checkpointed)
 
@@ -344,38 +338,30 @@ class Runner:
                     trained=self._rows.trained,
                 )
             except OutOfTimeError:
-                incomplete = unfinished(folder)
-                rounds = 0 if incomplete is None else len(metrics_of(incomplete))
-                text = (
-                    f"after {rounds} of {settings.rounds} rounds; run the same command again "
-                    "to resume"
-                )
+                rounds = len(metrics_of(unfinished(folder)))
+                text = f"after {rounds} of {settings.rounds} rounds; repeat the command to resume"
                 return Outcome(job, "stopped", text)
             except DivergedError as error:
-                incomplete = unfinished(folder)
-                rows = [] if incomplete is None else metrics_of(incomplete)
-                return self._append(job, rows, {"diverged": str(error)})
+                rows = metrics_of(unfinished(folder))
+                return self._append(job, rows, diverged=str(error))
         return self._append(job, result.metrics)
 
-    def _append(
-        self, job: Job, rows: list[dict[str, Any]], more: Mapping[str, Any] | None = None
-    ) -> Outcome:
+    def _append(self, job: Job, rows: list[dict[str, Any]], **more: Any) -> Outcome:
         settings = job.settings
-        mark = run_hash(settings)
-        name = f"{job.table.name} {cell_words(job.cell, job.table)} seed={job.seed}"
+        digest = run_hash(settings)
         row = {
-            "key": f"{name} {mark}",
+            "key": f"{job.name} {digest}",
             "preset": job.table.name,
             "cell": job.cell.columns(),
             "seed": job.seed,
-            "settings": mark,
+            "settings": digest,
             "scale": self._rows.scale,
             "changes": {section: dict(values) for section, values in job.changes.items()},
             "precision": settings.precision,
             "compile": settings.compile,
-            **facts_of(rows, settings.partition.kind == "domain"),
-            **(more or {}),
-            **made_with(),
+            **round_summary(rows, settings.partition.kind == "domain"),
+            **more,
+            **environment(),
         }
         self._rows.append(job.table.name, row)
         return Outcome(job, "finished", f"{row['seconds']:.0f} s, {settings.rounds} rounds")

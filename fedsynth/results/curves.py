@@ -136,7 +136,7 @@ def write_png(path: Path, lines: Sequence[Line], metric: str, axis: str) -> None
     """
     try:
         from matplotlib.figure import Figure
-        from matplotlib.ticker import PercentFormatter
+        from matplotlib.ticker import MaxNLocator, PercentFormatter
     except ImportError:
         raise OutputError(NEEDS_MATPLOTLIB) from None
     figure = Figure(figsize=(8, 5), layout="constrained")
@@ -146,12 +146,13 @@ def write_png(path: Path, lines: Sequence[Line], metric: str, axis: str) -> None
         x, y = zip(*line.points, strict=True)
         axes.plot(x, y, "o-", ms=3, color=colour, label=line.name)
         if line.band:
-            axes.fill_between(*zip(*line.band, strict=True), color=colour, alpha=0.18)
+            x, low, high = zip(*line.band, strict=True)
+            axes.fill_between(x, low, high, color=colour, alpha=0.18)
     axes.grid(alpha=0.3)
     if is_share(metric):
         axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     if axis == "rounds":
-        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend(fontsize="small")
     try:
         figure.savefig(path, format="png", dpi=150)

@@ -41,13 +41,14 @@ from fedsynth.privacy.report.build import write_report
 from fedsynth.privacy.report.file import read_json, sound_report
 from fedsynth.privacy.report.formatting import format_epsilon
 from fedsynth.privacy.report.pages import report_sentences
-from fedsynth.results.run_folder import INCOMPLETE, MODEL, PRIVATE_START
+from fedsynth.results.finished import read_summary
+from fedsynth.results.run_folder import MODEL, PRIVATE_START
 from fedsynth.results.saved_model import Architecture, model_of_run, write_model
 from fedsynth.results.verification import verify_run
 from fedsynth.version import __version__
 
 UNPROTECTED = "unprotected"
-_LONGEST_NAME = 60
+_MAX_NAME = 60
 _TEMPLATES = Environment(
     loader=FileSystemLoader(Path(__file__).parent / "templates"),
     undefined=StrictUndefined,
@@ -56,6 +57,7 @@ _TEMPLATES = Environment(
     keep_trailing_newline=True,
     autoescape=False,  # the README is Markdown
 )
+_TEMPLATES.filters["epsilon"] = format_epsilon
 _TEMPLATES.filters["escaped"] = lambda text: re.sub(r"([\\`*_\[\]<>|])", r"\\\1", text)
 
 
@@ -64,22 +66,22 @@ class Share:
     """A run's synthetic images, and what is exported with them.
 
     Attributes:
-        found: the images, with their guarantee.
+        synthetic: the images, with their guarantee.
         made_by: the package's version and the method.
         report: the privacy report; None without differential privacy.
         accuracy: the accuracy of the run's model on test images; None: not measured.
-        learned: whether that model was trained on these images.
+        trained_on_images: whether that model was trained on these images.
         model: the model and its architecture; None: the model is not exported.
-        test: the kind of test images: "public", "private", or "" if the run does not state it.
+        public_test: whether the test images are public; False also if the run does not state it.
     """
 
-    found: SharedSet
+    synthetic: SharedSet
     made_by: str
     report: dict[str, Any] | None
     accuracy: float | None
-    learned: bool
+    trained_on_images: bool
     model: tuple[nn.Module, Architecture] | None
-    test: str
+    public_test: bool
 
 
 def export_run(
@@ -151,43 +153,38 @@ def require_new(target: Path) -> None:
 
 def _read(folder: Path, unprotected: bool, with_model: bool, method: type[Method] | None) -> Share:
     if not (folder / "summary.json").is_file():
-        if folder.suffix == INCOMPLETE and folder.is_dir():
-            raise OutputError(f"the run in {folder} did not finish: there is nothing to export")
-        raise OutputError(f"{folder} is not the folder of a finished run")
-    summary = read_json(folder / "summary.json", "run's summary")
-    private = (folder / PRIVATE_START).exists()
-    report = _sound_report(folder, method) if private else None
-    promise = (report or {}).get("guarantee") or {}
-    if not promise and not unprotected:
-        lacks = "a mechanism without any guarantee" if private else "no differential privacy"
+        raise OutputError(f"{folder} is not the folder of a finished run: it has no summary.json")
+    summary = read_summary(folder)
+    report, start = None, {}
+    if (folder / PRIVATE_START).exists():
+        report = _sound_report(folder, method)
+        start = read_json(folder / PRIVATE_START, "start of a run")
+    guarantee = (report or {}).get("guarantee") or {}
+    if not guarantee and not unprotected:
         raise OutputError(
-            f"the run in {folder} had {lacks}: its images may reveal real ones and have no "
-            f"guarantee (to export them nevertheless: --{UNPROTECTED}, {UNPROTECTED}=True)"
+            f"the run in {folder} has no privacy guarantee: its images may reveal real ones (to "
+            f"export them nevertheless: --{UNPROTECTED}, {UNPROTECTED}=True)"
         )
     name = one_line(summary.get("method"), 60)
-    chosen_method = method
-    with suppress(UnknownNameError):
-        method = method or method_class(name)
     if not (folder / TENSORS).is_file():
-        needs = "" if method is None else method.images_from
-        why = f"{name} needs {needs} for them" if needs else f"{name} sends models"
-        raise OutputError(f"the run in {folder} has no synthetic images: {why}")
+        raise OutputError(f"the run in {folder} has no synthetic images: {name} made none")
     try:
         synthetic = shared_set(*read_tensors(folder / TENSORS))
     except (OSError, ValueError) as error:
         raise OutputError(f"{folder / TENSORS} cannot be used: {one_line(error)}") from None
     if synthetic.clients is not None and len(synthetic.clients.unique()) == 1:
         synthetic = replace(synthetic, clients=None)
-    accuracy = summary.get("test_accuracy")
-    start = read_json(folder / PRIVATE_START, "start of a run") if private else {}
+    trained_on_images = False
+    with suppress(UnknownNameError):
+        trained_on_images = (method or method_class(name)).learns_from_images
     return Share(
-        replace(synthetic, epsilon=promise.get("epsilon"), delta=promise.get("delta")),
+        replace(synthetic, epsilon=guarantee.get("epsilon"), delta=guarantee.get("delta")),
         f"fedsynth {__version__}, {name}",
         report,
-        accuracy if type(accuracy) is float else None,
-        method is not None and method.learns_from_images,
-        model_of_run(folder, synthetic.spec, chosen_method) if with_model else None,
-        str(start.get("test_images", "")),
+        summary.get("test_accuracy"),
+        trained_on_images,
+        model_of_run(folder, synthetic.spec, method) if with_model else None,
+        start.get("test_images") == PUBLIC,
     )
 
 
@@ -206,7 +203,7 @@ def _sound_report(folder: Path, method: type[Method] | None) -> dict[str, Any]:
 
 
 def _write(share: Share, out: Path) -> None:
-    synthetic = share.found
+    synthetic = share.synthetic
     facts = {
         "made_by": share.made_by,
         "epsilon": json.dumps(synthetic.epsilon),
@@ -224,46 +221,36 @@ def _write(share: Share, out: Path) -> None:
     )
     _draw(synthetic, out / "images")
     if share.model is not None:
-        network, architecture = share.model
-        write_model(out / MODEL, network, architecture)
+        write_model(out / MODEL, *share.model)
     (out / README).write_text(readme(share), "utf-8")
     if share.report is not None:
-        names = plain_files(out, leave_out=["images"])
-        files = {name: file_hash(out / name) for name in names}
+        files = {name: file_hash(out / name) for name in plain_files(out, leave_out=["images"])}
         write_report({**share.report, "files": files, "exported": True}, out)
     write_hashes(out)
 
 
 def readme(share: Share) -> str:
     """Returns the README, which the recipient reads first."""
-    synthetic, spec = share.found, share.found.spec
-    count = len(synthetic.labels)
-    report = share.report or {}
-    promise = report.get("guarantee") or {}
-    text = report_sentences(report) if report else None
-    sources = {} if share.model is None else share.model[1].own
-    files = {kind: label.partition("@")[0] for kind, label in sources.items() if is_label(label)}
+    spec, report = share.synthetic.spec, share.report
+    count = len(share.synthetic.labels)
+    architecture = share.model and share.model[1]
+    code = architecture.custom_parts if architecture else {}
     return _TEMPLATES.get_template("share.md.j2").render(
-        made=share,
+        share=share,
+        synthetic=share.synthetic,
         spec=spec,
         count=count,
-        accuracy=None if share.accuracy is None else f"{100 * share.accuracy:.1f}",
-        test="public test images" if share.test == PUBLIC else "test images",
-        target="labels" if synthetic.soft_labels is None else "soft_labels",
+        guarantee=report and report["guarantee"],
+        sentences=report and report_sentences(report),
+        test="public test images" if share.public_test else "test images",
+        target="labels" if share.synthetic.soft_labels is None else "soft_labels",
         mean=json.dumps(spec.mean),
         std=json.dumps(spec.std),
         pooled=(max(1, spec.height // 4), max(1, spec.width // 4)),
         steps=min(3000, 300 + count // 5),
-        verdict=text.verdict() if text and not promise else "",
-        epsilon=format_epsilon(promise["epsilon"]) if promise else "",
-        delta=f"{promise['delta']:g}" if promise else "",
-        protected=text.protected() if text and promise else "",
-        unprotected=text.unprotected() if text and promise else "",
-        aggregation=text.secure_aggregation().partition(":")[0] if text and promise else "",
-        teaches=share.model is not None and share.model[1].teaches,
-        own_code=" and ".join(f"`{name}`" for name in sources.values()),
-        own_files=", ".join(f'{kind}="PATH/{label}"' for kind, label in files.items()),
-        own_features=files.get("features", ""),
+        teaches=architecture and architecture.teaches,
+        code=code,
+        files={part: name.partition("@")[0] for part, name in code.items() if is_label(name)},
     )
 
 
@@ -274,18 +261,21 @@ def folder_names(class_names: Sequence[str]) -> list[str]:
     ['00-T-shirt_top', '01-Trouser']
     """
     digits = max(2, len(str(len(class_names) - 1)))
-    plain = [re.sub(r"[^\w.+-]", "_", name)[:_LONGEST_NAME] for name in class_names]
-    return [f"{number:0{digits}d}-{name}" for number, name in enumerate(plain)]
+    names = []
+    for number, name in enumerate(class_names):
+        plain = re.sub(r"[^\w.+-]", "_", name)[:_MAX_NAME]
+        names.append(f"{number:0{digits}d}-{plain}")
+    return names
 
 
 def _draw(synthetic: SharedSet, folder: Path) -> None:
     """Writes each image as a PNG into its class's folder, if the images have 1 or 3 channels."""
     if synthetic.spec.channels not in (1, 3):
         return
-    pixels = (synthetic.images * 255).round().clamp(0, 255).to(torch.uint8).numpy()
+    images_NCHW = (synthetic.images * 255).round().clamp(0, 255).to(torch.uint8)
+    images_NHWC = images_NCHW.permute(0, 2, 3, 1).squeeze(3).numpy()  # grey images: [N, H, W]
     names = folder_names(synthetic.spec.class_names)
     for row, label in enumerate(synthetic.labels.tolist()):
         (folder / names[label]).mkdir(parents=True, exist_ok=True)
-        image = pixels[row, 0] if synthetic.spec.channels == 1 else pixels[row].transpose(1, 2, 0)
         # numbered as in the tensors, so that the two can be compared
-        Image.fromarray(image).save(folder / names[label] / f"{row:05d}.png")
+        Image.fromarray(images_NHWC[row]).save(folder / names[label] / f"{row:05d}.png")

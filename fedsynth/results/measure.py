@@ -22,7 +22,7 @@ from fedsynth.evaluation.fairness import local_metrics
 from fedsynth.federation.protocol import Exchange
 from fedsynth.results.disclosed import COMMON, LOCAL, MODELS, PRIVATE_TEST
 
-ONE = "model"
+FINAL = "model"
 
 
 class Figures(Protocol):
@@ -58,14 +58,14 @@ class Measure:
         """Returns the metrics of a round's model, and of each variant under `models`."""
         final = self.method.final_parameters(state)
         models = dict(self.method.variants(state))
+        if not models:
+            return self._rows({FINAL: final}, context, figures)[FINAL]
         same = [name for name, model in models.items() if _is(model, final)]
         if not same:
-            models[ONE] = final
+            models[FINAL] = final
         rows = self._rows(models, context, figures)
-        if same:
-            return {**rows[same[0]], MODELS: rows}
-        row = rows.pop(ONE)
-        return {**row, MODELS: rows} if rows else row
+        row = rows[same[0]] if same else rows.pop(FINAL)
+        return {**row, MODELS: rows}
 
     def final_accuracy(
         self,

@@ -97,37 +97,31 @@ class Architecture:
         return (self.model.features,) if self.model.features else ()
 
     @property
-    def own(self) -> dict[str, str]:
-        """Custom parts: their names by "model", "features" and "method"."""
-        sources = {}
-        takes_model = self.run is None or self.run.method.takes_model
-        if takes_model and is_own_model(self.model):
-            sources["model"] = self.model.name
-        for name in self.features:
-            if is_own_features(name):
-                sources["features"] = name
+    def takes_model(self) -> bool:
+        """True if the model settings determine the network."""
+        return self.run is None or self.run.method.takes_model
+
+    @property
+    def custom_parts(self) -> dict[str, str]:
+        """The names of custom parts, by "model", "features" and "method"."""
+        names = {name: "features" for name in self.features if is_own_features(name)}
+        if self.takes_model and is_own_model(self.model):
+            names[self.model.name] = "model"
         if self.run is not None and self.run.method.name not in METHODS:
-            sources["method"] = self.run.method.name
-        return sources
+            names[self.run.method.name] = "method"
+        return {part: name for name, part in names.items()}
 
     def sections(self) -> dict[str, dict[str, Any]]:
         """Returns the settings that determine the network: no paths, no privacy, no partition."""
         if self.run is None:
             return {"model": asdict(self.model)}
-        sections = self.run.to_mapping()
-        names = {key: sections["run"].get(key) for key in ("method", "method_source")}
-        return {
-            "run": {key: name for key, name in names.items() if name is not None},
-            "method": sections.get("method", {}),
-            "model": sections["model"],
-        }
+        return _network_sections(self.run.to_mapping())
 
     def count(self) -> int | None:
         """Returns the number of parameters without building the network, or None if it has to be
         built for that.
         """
-        takes_model = self.run is None or self.run.method.takes_model
-        if self.own or self.features or not takes_model:
+        if self.custom_parts or self.features or not self.takes_model:
             return None
         return count_parameters(self.model, self.spec.image_shape, self.spec.classes)
 
@@ -158,32 +152,41 @@ class Architecture:
         if math.prod(spec.image_shape) * spec.classes > MAX_PARAMETERS:
             raise OutputError("it has too many images or classes")
         if "run" in sections:
-            selected = {name: sections.get(name, {}) for name in ("run", "method", "model")}
-            names = ("method", "method_source")
-            selected["run"] = {key: selected["run"][key] for key in names if key in selected["run"]}
-            of = cls.of_run(spec, resolve(selected, own_method=method, own_data=spec.name))
+            settings = _network_sections(sections)
+            run = resolve(settings, own_method=method, own_data=spec.name)
+            architecture = cls.of_run(spec, run)
         else:
-            of = cls(spec, ModelSettings(**sections["model"]))
-        count = of.count()
-        if count is not None and count > parameters:
+            architecture = cls(spec, ModelSettings(**sections["model"]))
+        count = architecture.count() or 0
+        if count > parameters:
             raise OutputError(
                 f"its network has {count:,} parameters, but the file has {parameters:,}"
             )
-        return of
+        return architecture
+
+
+def _network_sections(sections: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Returns the settings of a run that determine its network."""
+    names = ("method", "method_source")
+    run = {key: value for key, value in sections["run"].items() if key in names}
+    return {"run": run, "method": sections.get("method", {}), "model": sections["model"]}
 
 
 # ----------------------------------------------------------------------------------------- files
 
 
 def write_model(
-    file: Path, network: nn.Module, of: Architecture, facts: Mapping[str, str] | None = None
+    file: Path,
+    network: nn.Module,
+    architecture: Architecture,
+    facts: Mapping[str, str] | None = None,
 ) -> None:
     """Writes weights, architecture, and logits on public images that identify the network.
 
     Args:
         file: the file to write.
         network: the network with its weights.
-        of: its architecture.
+        architecture: the network's.
         facts: additional metadata.
 
     Raises:
@@ -192,9 +195,9 @@ def write_model(
     metadata = {
         **(facts or {}),
         "format": FORMAT,
-        "teaches": json.dumps(of.teaches),
-        "logits": json.dumps(_probe(network, of.spec)),
-        **of.to_metadata(),
+        "teaches": json.dumps(architecture.teaches),
+        "logits": json.dumps(_probe(network, architecture.spec)),
+        **architecture.to_metadata(),
     }
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -228,23 +231,21 @@ def read_model(file: Path, method: type[Method] | None = None) -> nn.Module:
         raise OutputError(f"{file} does not name the architecture of its weights")
     try:
         parameters = sum(tensor.numel() for tensor in weights.values())
-        of = Architecture.from_metadata(metadata, method, parameters)
-        network = of.network()
+        architecture = Architecture.from_metadata(metadata, method, parameters)
+        network = architecture.network()
         restore(network, weights)
         expected = torch.tensor(decode_json(metadata["logits"]))
-        actual = torch.tensor(_probe(network, of.spec))
+        actual = torch.tensor(_probe(network, architecture.spec))
         atol = TOLERANCE * max(1.0, float(expected.abs().max()))
-        same = expected.shape == actual.shape and torch.allclose(
-            expected, actual, rtol=0.0, atol=atol
-        )
+        same = expected.shape == actual.shape and torch.allclose(expected, actual, 0.0, atol)
     except UNUSABLE as error:
         raise OutputError(f"{file} cannot be used: {one_line(error, MAX_REASON)}") from None
     if not same:
-        names = " and ".join(of.own.values())
-        blamed = f": {names} must have other built-in weights on this machine" if names else ""
+        names = " and ".join(architecture.custom_parts.values())
         raise OutputError(
             f"{file} cannot be used: with these weights the network returns other outputs "
-            f"for public images than when the file was written{blamed}"
+            "for public images than when the file was written, so a part of it must have other "
+            f"built-in weights on this machine{f' ({names})' if names else ''}"
         )
     return network.eval()
 
@@ -311,19 +312,18 @@ def load_model(
         register_model_file(model)
     if features:
         register_file(features, "model")
-    place = Path(source)
-    if place.is_file():
-        return read_model(place, method)
-    handed_over = (place / SUMS).is_file()
-    if not (place / MODEL).is_file():
-        why = "is neither the folder of a finished run, nor an exported set, nor a model file"
-        if handed_over:
-            why = "was exported without the run's model: ask its exporter to add it (--with-model)"
-        raise OutputError(f"{place} {why}")
-    if handed_over:
-        check_hashes(place)
-        return read_model(place / MODEL, method)
-    return model_of_run(place, spec, method)[0]
+    path = Path(source)
+    if path.is_file():
+        return read_model(path, method)
+    if not (path / MODEL).is_file():
+        raise OutputError(
+            f"{path} is neither a model file, nor the folder of a finished run, nor a set that was "
+            "exported with its run's model (--with-model)"
+        )
+    if (path / SUMS).is_file():
+        check_hashes(path)
+        return read_model(path / MODEL, method)
+    return model_of_run(path, spec, method)[0]
 
 
 def images_of_model(source: Path) -> DatasetSpec | None:
@@ -336,13 +336,13 @@ def images_of_model(source: Path) -> DatasetSpec | None:
     Raises:
         OutputError: the file that states it is damaged.
     """
-    if source.is_file() or (source / SUMS).is_file():
-        file = source if source.is_file() else source / MODEL
-        stated = _read(file)[1].get("spec")
+    if (source / SUMS).is_file():
+        source = source / MODEL
+    if source.is_file():
         try:
-            return None if stated is None else spec_from_json(decode_json(stated))
+            return spec_from_json(decode_json(_read(source)[1]["spec"]))
         except UNUSABLE as error:
-            raise OutputError(f"{file} cannot be used: {one_line(error, MAX_REASON)}") from None
+            raise OutputError(f"{source} cannot be used: {one_line(error, MAX_REASON)}") from None
     if (source / PRIVATE_START).exists():
         return read_start(source, None).spec
     data = read_sections(source / CONFIG).get("data", {})
@@ -355,13 +355,13 @@ def model_of_run(
     """Returns the model of a run's folder and its architecture; see `load_model`."""
     if not (folder / MODEL).is_file():
         raise OutputError(f"{folder} is not the folder of a finished run: it has no {MODEL}")
-    of = _architecture(folder, spec, method)
-    network = of.network()
+    architecture = _architecture(folder, spec, method)
+    network = architecture.network()
     try:
         restore(network, _read(folder / MODEL)[0])
     except ValueError as error:
         raise OutputError(f"{folder / MODEL} cannot be used: {one_line(error)}") from None
-    return network.eval(), of
+    return network.eval(), architecture
 
 
 def _architecture(

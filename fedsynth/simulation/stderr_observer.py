@@ -165,13 +165,11 @@ class StderrObserver(Observer):
     Args:
         settings: the run's.
         first: printed before the first line, so that an error before it stays one line.
-        mark: printed at the start of every line.
     """
 
-    def __init__(self, settings: RunSettings, first: str = "", mark: str = "") -> None:
+    def __init__(self, settings: RunSettings, first: str = "") -> None:
         self._settings = settings
         self._first = first
-        self._mark = mark
         self._last = time.monotonic()
         self._tenth = 0
         self._pace = None if settings.privacy is not None else Pace(settings.rounds)
@@ -181,7 +179,7 @@ class StderrObserver(Observer):
         lines = [self._first, text] if self._first else [text]
         self._first = ""
         with suppress(OSError):  # a closed pipe does not end a run
-            self._print("\n".join(f"{self._mark}{line}" for line in lines))
+            self._print("\n".join(lines))
 
     def _print(self, text: str) -> None:
         print(text, file=sys.stderr, flush=True)

@@ -62,7 +62,7 @@ def test_it_prints_training_data_guarantee_and_accuracy(
         ("--steps 0", "steps must be at least 1"),
         ("--copies -1", "views must be at least 0"),
         ("--width 0", "model.width must be at least 1"),
-        ("--teacher nowhere", "nowhere is neither the folder of a finished run"),
+        ("--teacher nowhere", "nowhere is neither a model file"),
         ("--dataset 'synthetic(1,1)'", "data.dataset=synthetic(1,1) does not have the same"),
         ("--dataset digits --test-data x", "data.dataset and data.test_folder are both set"),
     ],

@@ -115,7 +115,7 @@ def test_a_changed_run_has_no_verdict() -> None:
     """Another alpha's number is not to be held against the published one."""
     table = preset("feddm:table2")
     (found,) = lines(table, table.select(dataset="mnist", alpha=0.1, method="feddm"), [0], {})
-    made = replace(found, number=Number("", "", 90.0, 1.0), values=(90.0, 90.1))
+    made = replace(found, number=Number("", "", 90.0, 1.0), values={0: 90.0, 1: 90.1})
     assert (found.verdict, made.verdict) == ("not run", WITHIN)
     changed = replace(made, changes={"partition": {"alpha": 100.0}})
     assert changed.verdict == "changed: no verdict"
