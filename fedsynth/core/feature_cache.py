@@ -7,6 +7,7 @@ as the data set does, and are never written to disk.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from weakref import WeakKeyDictionary
 
@@ -106,7 +107,7 @@ def feature_table(
     last = cached.embedded
     if last is None or not last[0].same(embedding):
         cached.embedded = last = None  # frees the previous one first
-        last = cached.embedded = (embedding.copy(), _Table(data, features))
+        last = cached.embedded = (copy.deepcopy(embedding), _Table(data, features))
     return last[1].look(cpu_records, embed)
 
 

@@ -10,10 +10,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from fedsynth.models.convnet import make_norm
 from fedsynth.models.embedding_network import EmbeddingNetwork, require_size
 from fedsynth.models.resnet import group_norm
 
-LEAST = 63  # a smaller side leaves a pooling layer without output
+MIN_SIDE = 63  # a smaller side leaves a pooling layer without output
 
 
 class AlexNet(EmbeddingNetwork):
@@ -33,20 +34,17 @@ class AlexNet(EmbeddingNetwork):
     ) -> None:
         super().__init__()
         channels, height, width = image_shape
-        require_size("alexnet", image_shape, LEAST)
-        grouped = norm == "group"
+        require_size("alexnet", image_shape, MIN_SIDE)
 
         def convolution(
-            inside: int, outside: int, kernel: int, stride: int, padding: int
+            inputs: int, outputs: int, kernel: int, stride: int, padding: int
         ) -> nn.Module:
-            layer = group_norm(outside) if grouped else nn.BatchNorm2d(outside)
-            return nn.Sequential(
-                nn.Conv2d(inside, outside, kernel, stride, padding), layer, nn.ReLU()
-            )
+            convolve = nn.Conv2d(inputs, outputs, kernel, stride, padding)
+            return nn.Sequential(convolve, make_norm(norm, outputs), nn.ReLU())
 
-        def hidden(inside: int) -> nn.Module:
-            layer = group_norm(1024) if grouped else nn.BatchNorm1d(1024)
-            return nn.Sequential(nn.Linear(inside, 1024), layer, nn.ReLU())
+        def hidden(inputs: int) -> nn.Module:
+            layer = group_norm(1024) if norm == "group" else nn.BatchNorm1d(1024)
+            return nn.Sequential(nn.Linear(inputs, 1024), layer, nn.ReLU())
 
         self.layer1 = convolution(channels, 64, 11, 4, 2)
         self.pool1 = nn.MaxPool2d(3, 2)

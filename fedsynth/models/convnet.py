@@ -9,6 +9,8 @@ images to 32×32, as in the condensation literature.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -17,7 +19,6 @@ from fedsynth.models.embedding_network import EmbeddingNetwork
 from fedsynth.models.frozen import VectorJacobian, block_chain_vjp
 from fedsynth.models.resnet import group_norm
 
-NORMS = ("instance", "group", "batch", "none")
 WIDE = 32
 """Number of channels that fills a CPU's bfloat16 vectors: with fewer, float32 is faster."""
 
@@ -57,22 +58,31 @@ class InstanceNorm(nn.GroupNorm):
         )
 
 
+_NORM_LAYERS: dict[str, Callable[[int], nn.Module]] = {
+    "instance": InstanceNorm,
+    "group": group_norm,
+    "batch": nn.BatchNorm2d,
+    "none": lambda channels: nn.Identity(),
+}
+NORMS = tuple(_NORM_LAYERS)
+
+
 def make_norm(kind: str, channels: int) -> nn.Module:
-    """Returns a layer of one of `NORMS`."""
-    if kind == "instance":
-        return InstanceNorm(channels)
-    if kind == "group":
-        return group_norm(channels)
-    if kind == "batch":
-        return nn.BatchNorm2d(channels)
-    return nn.Identity()
+    """Returns a layer of one of `NORMS`.
+
+    Raises:
+        UnknownNameError: no such norm.
+    """
+    if kind not in NORMS:
+        raise unknown_value("model", "norm", kind, NORMS)
+    return _NORM_LAYERS[kind](channels)
 
 
 class ConvNet(EmbeddingNetwork):
     """`forward`: normalised images [N, C, H, W] to logits [N, classes].
 
     Raises:
-        SettingError: width or depth below 1, or more blocks than the image can be halved.
+        SettingError: more blocks than the image can be halved.
         UnknownNameError: a norm that does not exist.
     """
 
@@ -86,11 +96,6 @@ class ConvNet(EmbeddingNetwork):
         norm: str = "instance",
     ) -> None:
         super().__init__()
-        for name, value in (("width", width), ("depth", depth)):
-            if value < 1:
-                raise SettingError("model", name, f"must be at least 1, got {value}")
-        if norm not in NORMS:
-            raise unknown_value("model", "norm", norm, NORMS)
         channels, height, side = image_shape
         first_padding = 3 if (height, side) == (28, 28) else 1
         height = height + 2 * (first_padding - 1)
@@ -104,18 +109,15 @@ class ConvNet(EmbeddingNetwork):
                 value=depth,
             )
         blocks: list[nn.Module] = []
-        for block in range(depth):
+        padding = first_padding
+        for _ in range(depth):
             blocks += [
-                nn.Conv2d(
-                    channels if block == 0 else width,
-                    width,
-                    3,
-                    padding=first_padding if block == 0 else 1,
-                ),
+                nn.Conv2d(channels, width, 3, padding=padding),
                 make_norm(norm, width),
                 nn.ReLU(),
                 nn.AvgPool2d(2),
             ]
+            channels, padding = width, 1
         self.features = nn.Sequential(*blocks)
         self.stage_names = tuple(f"features.{4 * block + 3}" for block in range(depth))
         # scalars of an image after the first convolution
@@ -137,7 +139,7 @@ class ConvNet(EmbeddingNetwork):
         It needs instance norm, float32 weights and sides that halve evenly. Weights get no
         gradients. Arguments are those of `fedsynth.models.frozen.block_chain_vjp`.
         """
-        layers = list(zip(self.features[::4], self.features[1::4], strict=True))
-        if not (self.halves_evenly and all(isinstance(norm, InstanceNorm) for _, norm in layers)):
+        if not self.halves_evenly or not isinstance(self.features[1], InstanceNorm):
             return None
+        layers = list(zip(self.features[::4], self.features[1::4], strict=True))
         return block_chain_vjp(x_NCHW, layers, precision, compiled=compiled)  # type: ignore[arg-type]

@@ -35,9 +35,8 @@ class FeatureLinear(EmbeddingNetwork):
     parameters, the centre is a buffer.
 
     Args:
-        features: φ and its constants.
-        classes: number of classes.
-        mean, std: constants of the images' normalisation, which is undone before φ.
+        feature_map: φ and its constants.
+        spec: specification of the images; their normalisation is undone before φ.
         whitens: whether there is a T, initially the identity.
     """
 
@@ -45,24 +44,19 @@ class FeatureLinear(EmbeddingNetwork):
     largest_activation = 1
 
     def __init__(
-        self,
-        features: FeatureMap,
-        classes: int,
-        mean: tuple[float, ...],
-        std: tuple[float, ...],
-        *,
-        whitens: bool = False,
+        self, feature_map: FeatureMap, spec: DatasetSpec, *, whitens: bool = False
     ) -> None:
         super().__init__()
-        self.features = features
-        self.embedding_size = features.dimension
-        self.register_buffer("centre", torch.zeros(features.dimension))
-        sizes = [size for block in features.blocks for size in block]
-        for name, size in zip(root_names(features.blocks), sizes, strict=True) if whitens else ():
-            self.register_buffer(name, torch.eye(size))
-        self.register_buffer("mean", torch.tensor(mean).view(1, -1, 1, 1), persistent=False)
-        self.register_buffer("std", torch.tensor(std).view(1, -1, 1, 1), persistent=False)
-        self.classifier = nn.Linear(features.dimension, classes, bias=False)
+        self.feature_map = feature_map
+        self.embedding_size = feature_map.dimension
+        self.register_buffer("centre", torch.zeros(feature_map.dimension))
+        if whitens:
+            sizes = chain.from_iterable(feature_map.blocks)
+            for name, size in zip(root_names(feature_map.blocks), sizes, strict=True):
+                self.register_buffer(name, torch.eye(size))
+        self.register_buffer("mean", torch.tensor(spec.mean).view(1, -1, 1, 1), persistent=False)
+        self.register_buffer("std", torch.tensor(spec.std).view(1, -1, 1, 1), persistent=False)
+        self.classifier = nn.Linear(feature_map.dimension, spec.classes, bias=False)
 
     def embed(self, x_NCHW: Tensor) -> Tensor:
         """Returns z, [N, d], of norm at most 1."""
@@ -70,16 +64,11 @@ class FeatureLinear(EmbeddingNetwork):
 
     def embed_pixels(self, pixels_NCHW: Tensor) -> Tensor:
         """Returns z of pixels in [0, 1], [N, d]."""
-        return self.embed_features(self.features(pixels_NCHW))
+        return self.embed_features(self.feature_map(pixels_NCHW))
 
     def embed_features(self, features_Nd: Tensor) -> Tensor:
         """Returns z of φ(x), [N, d]."""
-        return Embedding.of(dict(self.named_buffers()), self.features)(features_Nd)
-
-    @property
-    def feature_map(self) -> FeatureMap:
-        """φ."""
-        return self.features
+        return Embedding.of(dict(self.named_buffers()), self.feature_map)(features_Nd)
 
     def from_features(self, features_Nd: Tensor) -> Tensor:
         """Returns logits of features φ(x)."""
@@ -92,9 +81,10 @@ def root_names(blocks: Sequence[tuple[int, int]]) -> tuple[str, ...]:
     >>> root_names([(41, 9)])
     ('channels_root_0', 'cells_root_0')
     """
-    return tuple(
-        f"{side}_root_{number}" for number in range(len(blocks)) for side in ("channels", "cells")
-    )
+    names: list[str] = []
+    for number in range(len(blocks)):
+        names += f"channels_root_{number}", f"cells_root_{number}"
+    return tuple(names)
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,26 +104,24 @@ class Embedding:
     @classmethod
     def of(cls, parameters: Mapping[str, Tensor], features: FeatureMap) -> Embedding:
         """Returns the embedding with a model's centre and, if it has them, T's matrices."""
+        roots = []
         names = root_names(features.blocks)
-        values = [parameters[name] for name in names if name in parameters]
-        roots = tuple(Root(*pair) for pair in zip(values[::2], values[1::2], strict=True))
-        return cls(parameters["centre"], features.radius, roots)
+        for channels, cells in zip(names[::2], names[1::2], strict=True):
+            if channels in parameters:
+                roots.append(Root(parameters[channels], parameters[cells]))
+        return cls(parameters["centre"], features.radius, tuple(roots))
 
     def __call__(self, features_Nd: Tensor) -> Tensor:
         return embedded(features_Nd, self.centre, self.radius, self.roots)
 
-    def copy(self) -> Embedding:
-        """Returns a copy that shares no tensor."""
-        roots = tuple(Root(*(side.clone() for side in root)) for root in self.roots)
-        return Embedding(self.centre.clone(), self.radius, roots)
-
     def same(self, other: Embedding) -> bool:
         """Returns whether all constants are equal."""
-        tensors = [self.centre, *chain.from_iterable(self.roots)]
-        other_tensors = [other.centre, *chain.from_iterable(other.roots)]
-        if self.radius != other.radius or len(tensors) != len(other_tensors):
+        if self.radius != other.radius or len(self.roots) != len(other.roots):
             return False
-        return all(torch.equal(a, b) for a, b in zip(tensors, other_tensors, strict=True))
+        return all(map(torch.equal, self._tensors(), other._tensors()))
+
+    def _tensors(self) -> list[Tensor]:
+        return [self.centre, *chain.from_iterable(self.roots)]
 
 
 def embedded(
@@ -158,17 +146,11 @@ def embedded(
 
 def _turned(rows_Nd: Tensor, roots: Sequence[Root]) -> Tensor:
     """Returns T of each row; its bits depend only on that row."""
-    sizes = [(len(root.channels), len(root.cells)) for root in roots]
-    split = rows_Nd.split([a * s for a, s in sizes], dim=1)
-    turned = [
-        two_sided(root.channels, part.unflatten(1, size), root.cells).flatten(1)
-        for part, size, root in zip(split, sizes, roots, strict=True)
-    ]
-    return torch.cat(turned, dim=1)
-
-
-def feature_linear(
-    features: FeatureMap, spec: DatasetSpec, *, whitens: bool = False
-) -> FeatureLinear:
-    """Returns the model for a data set's images."""
-    return FeatureLinear(features, spec.classes, spec.mean, spec.std, whitens=whitens)
+    blocks = []
+    start = 0
+    for channels, cells in roots:
+        stop = start + len(channels) * len(cells)
+        block = rows_Nd[:, start:stop].unflatten(1, (len(channels), len(cells)))
+        blocks.append(two_sided(channels, block, cells).flatten(1))
+        start = stop
+    return torch.cat(blocks, dim=1)

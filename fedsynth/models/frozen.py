@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -38,31 +37,14 @@ FEW_CHANNELS = 4
 fold."""
 
 
-class _Kept(NamedTuple):
-    """The tensors that a block keeps for its VJP; h, w are the pooled size. `normalised`, `mask`:
+class _Saved(NamedTuple):
+    """The tensors that a block saves for its VJP; h, w are the pooled size. `normalised`, `mask`:
     [N, h, 2, w, 2, C]; `a`, `b`: [N, h, w, C]."""
 
     normalised: Tensor
     mask: Tensor
     a: Tensor
     b: Tensor
-
-
-@dataclass(frozen=True)
-class _Block:
-    """A block through which vectors can be pulled back."""
-
-    kept: _Kept
-    weight: Tensor
-    padding: int
-    parts: _Parts
-
-    def pull(self, g_VNhwC: Tensor) -> Tensor:
-        """Returns [V, N, H, W, C_in] from [V, N, h, w, C]."""
-        v, n, h, w, c = g_VNhwC.shape
-        dx = self.parts.back(g_VNhwC, self.kept)
-        out = _conv_transpose(dx.view(v * n, 2 * h, 2 * w, c), self.weight, self.padding)
-        return out.view(v, n, *out.shape[1:])
 
 
 def _pixel_sums(x_NPC: Tensor, factor: float) -> Tensor:
@@ -85,17 +67,7 @@ def _conv_transpose(dx_NHWC: Tensor, weight: Tensor, padding: int) -> Tensor:
     n, h, w, c = dx_NHWC.shape
     incoming = weight.shape[1]
     if incoming > FEW_CHANNELS:
-        out: Tensor = torch.ops.aten.convolution(
-            dx_NHWC.permute(0, 3, 1, 2),
-            weight,
-            None,
-            [1, 1],
-            [padding] * 2,
-            [1, 1],
-            True,
-            [0, 0],
-            1,
-        )
+        out = F.conv_transpose2d(dx_NHWC.permute(0, 3, 1, 2), weight, padding=padding)
         return out.permute(0, 2, 3, 1).contiguous()
     columns = (dx_NHWC.view(n, h * w, c) @ weight.reshape(c, -1)).float().transpose(1, 2)
     size = (h + 2 - 2 * padding, w + 2 - 2 * padding)
@@ -105,7 +77,7 @@ def _conv_transpose(dx_NHWC: Tensor, weight: Tensor, padding: int) -> Tensor:
 
 def _between(
     y_NHWC: Tensor, weight: Tensor, bias: Tensor, eps: float, precision: torch.dtype
-) -> tuple[Tensor, _Kept]:
+) -> tuple[Tensor, _Saved]:
     """Applies instance norm, ReLU and pooling to a convolution's output; returns the pooled
     [N, h, w, C], and the tensors that the VJP needs, in `precision`."""
     n, height, width, c = y_NHWC.shape
@@ -119,7 +91,7 @@ def _between(
     z = torch.addcmul(bias, normalised, weight)
     mask = (z > 0) * (scale * (weight / 4))
     pooled = _sums_2x2(z.clamp_min_(0), h, w, 1 / 4)
-    saved = _Kept(
+    saved = _Saved(
         normalised=normalised.view(n, h, 2, w, 2, c).to(precision),
         mask=mask.view(n, h, 2, w, 2, c).to(precision),
         a=_sums_2x2(mask, h, w, 1 / pixels).to(precision),
@@ -128,7 +100,7 @@ def _between(
     return pooled, saved
 
 
-def _back(g_VNhwC: Tensor, saved: _Kept) -> Tensor:
+def _back(g_VNhwC: Tensor, saved: _Saved) -> Tensor:
     """Returns dx [V, N, h, 2, w, 2, C] of the convolution's output, from g [V, N, h, w, C]."""
     v, n, h, w, c = g_VNhwC.shape
     mean = _pixel_sums((g_VNhwC * saved.a).view(v * n, h * w, c), -1).view(v, n, 1, 1, 1, 1, c)
@@ -137,35 +109,16 @@ def _back(g_VNhwC: Tensor, saved: _Kept) -> Tensor:
     return dx.addcmul_(saved.mask, g_VNhwC.view(v, n, h, 1, w, 1, c))
 
 
-class _Parts(NamedTuple):
-    """`_between` and `_back`, as they are or compiled."""
-
-    between: Callable[[Tensor, Tensor, Tensor, float, torch.dtype], tuple[Tensor, _Kept]]
-    back: Callable[[Tensor, _Kept], Tensor]
+Between = Callable[[Tensor, Tensor, Tensor, float, torch.dtype], tuple[Tensor, _Saved]]
+Back = Callable[[Tensor, _Saved], Tensor]
 
 
 @functools.cache
-def _parts(compiled: bool) -> _Parts:
+def _parts(compiled: bool) -> tuple[Between, Back]:
+    """Returns `_between` and `_back`, as they are or compiled."""
     if not compiled:
-        return _Parts(_between, _back)
-    return _Parts(torch.compile(_between, dynamic=False), torch.compile(_back, dynamic=False))
-
-
-def _forward(
-    x_NCHW: Tensor, conv: nn.Conv2d, norm: nn.GroupNorm, precision: torch.dtype, parts: _Parts
-) -> tuple[Tensor, _Block]:
-    y = F.conv2d(x_NCHW, conv.weight, conv.bias, padding=conv.padding).contiguous(
-        memory_format=torch.channels_last
-    )
-    y_NHWC = y.permute(0, 2, 3, 1)
-    pooled, saved = parts.between(y_NHWC, norm.weight, norm.bias, norm.eps, precision)
-    block = _Block(
-        saved,
-        weight=conv.weight.to(precision, memory_format=torch.channels_last),
-        padding=int(conv.padding[0]),
-        parts=parts,
-    )
-    return pooled.permute(0, 3, 1, 2), block
+        return _between, _back
+    return torch.compile(_between, dynamic=False), torch.compile(_back, dynamic=False)
 
 
 def block_chain_vjp(
@@ -185,20 +138,26 @@ def block_chain_vjp(
             once for each block's size and each number of images; beyond eight of these in a process
             torch warns and runs the others uncompiled.
     """
-    blocks: list[_Block] = []
-    parts = _parts(compiled)
+    between, back = _parts(compiled)
+    blocks = []
     with torch.no_grad():
         h = x_NCHW.to(memory_format=torch.channels_last)
         for conv, norm in layers:
-            h, block = _forward(h, conv, norm, precision, parts)
-            blocks.append(block)
+            y = F.conv2d(h, conv.weight, conv.bias, padding=conv.padding)
+            y_NHWC = y.contiguous(memory_format=torch.channels_last).permute(0, 2, 3, 1)
+            pooled, saved = between(y_NHWC, norm.weight, norm.bias, norm.eps, precision)
+            weight = conv.weight.to(precision, memory_format=torch.channels_last)
+            blocks.append((saved, weight, int(conv.padding[0])))
+            h = pooled.permute(0, 3, 1, 2)
 
     def pull(g_VND: Tensor) -> Tensor:
         v, n = g_VND.shape[:2]
         with torch.no_grad():
             g = g_VND.to(precision).view(v, n, *h.shape[1:]).permute(0, 1, 3, 4, 2).contiguous()
-            for block in reversed(blocks):
-                g = block.pull(g)
+            for saved, weight, padding in reversed(blocks):
+                rows, columns, channels = g.shape[2:]
+                dx = back(g, saved).view(v * n, 2 * rows, 2 * columns, channels)
+                g = _conv_transpose(dx, weight, padding).unflatten(0, (v, n))
             return g.permute(0, 1, 4, 2, 3).float()
 
     return h.flatten(1), pull

@@ -17,13 +17,15 @@ from torchvision.models.googlenet import GoogLeNet as TorchvisionGoogLeNet
 from fedsynth.models.embedding_network import require_size
 from fedsynth.privacy.dpsgd import group_norm_twin
 
-LEAST = 15  # a smaller side leaves a pooling layer without output
+MIN_SIDE = 15  # a smaller side leaves a pooling layer without output
 
 
 def googlenet(image_shape: tuple[int, int, int], classes: int, norm: str) -> nn.Module:
     """Returns a new network; "group" replaces its batch norms by group norms."""
     model = GoogLeNet(image_shape, classes)
-    return model if norm == "batch" else group_norm_twin(model)
+    if norm == "group":
+        return group_norm_twin(model)
+    return model
 
 
 class _Conv(BasicConv2d):  # type: ignore[misc]  # torchvision has no types
@@ -44,7 +46,7 @@ class GoogLeNet(TorchvisionGoogLeNet):  # type: ignore[misc]  # torchvision has 
         blocks = [_Conv, partial(Inception, conv_block=_Conv), InceptionAux]
         super().__init__(num_classes=classes, aux_logits=False, init_weights=False, blocks=blocks)
         channels, height, width = image_shape
-        require_size("googlenet", image_shape, LEAST)
+        require_size("googlenet", image_shape, MIN_SIDE)
         if channels != 3:
             self.conv1.conv = nn.Conv2d(
                 channels, 64, kernel_size=7, stride=2, padding=3, bias=False

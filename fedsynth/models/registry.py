@@ -24,7 +24,7 @@ from fedsynth.models.googlenet import googlenet
 from fedsynth.models.on_features import OnFeatures
 from fedsynth.models.own import builder, optional_arguments, own_name
 from fedsynth.models.projection import Projected
-from fedsynth.models.resnet import ResNet18, ResNet50
+from fedsynth.models.resnet import resnet18, resnet50
 from fedsynth.models.small import Cnn, LeNet5, Linear, Mlp, ResNet8
 from fedsynth.own_code import OwnCode, given_again, is_label, load_own
 from fedsynth.seeding import forked_rng
@@ -75,8 +75,8 @@ _MODELS = {
     ),
     "googlenet": _Architecture(googlenet, ("batch", "group")),
     "resnet8": _Architecture(ResNet8, ("instance", "group", "batch")),
-    "resnet18": _Architecture(ResNet18, ("batch", "group")),
-    "resnet50": _Architecture(ResNet50, ("batch", "group")),
+    "resnet18": _Architecture(resnet18, ("batch", "group")),
+    "resnet50": _Architecture(resnet50, ("batch", "group")),
     "alexnet": _Architecture(AlexNet, ("batch", "group")),
 }
 

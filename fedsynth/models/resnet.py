@@ -8,6 +8,8 @@ norm would make that zero, and is not offered.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
@@ -23,7 +25,7 @@ class _Block(BasicBlock):  # type: ignore[misc]  # torchvision has no types
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
-        return self.relu(y + (x if self.downsample is None else self.downsample(x)))
+        return _add_shortcut(self, x, y)
 
 
 class _Bottleneck(Bottleneck):  # type: ignore[misc]  # torchvision has no types
@@ -31,11 +33,16 @@ class _Bottleneck(Bottleneck):  # type: ignore[misc]  # torchvision has no types
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.relu(self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x))))))
-        y = self.bn3(self.conv3(y))
-        return self.relu(y + (x if self.downsample is None else self.downsample(x)))
+        return _add_shortcut(self, x, self.bn3(self.conv3(y)))
 
 
-class _ResNet(ResNet):  # type: ignore[misc]  # torchvision has no types
+def _add_shortcut(block: Any, x: Tensor, y: Tensor) -> Tensor:
+    if block.downsample is not None:
+        x = block.downsample(x)
+    return block.relu(y + x)
+
+
+class EmbeddingResNet(ResNet):  # type: ignore[misc]  # torchvision has no types
     """`forward`: normalised images [N, C, H, W] to logits [N, classes]."""
 
     stage_names = ("layer1", "layer2", "layer3", "layer4")
@@ -74,20 +81,16 @@ class _ResNet(ResNet):  # type: ignore[misc]  # torchvision has no types
         return torch.flatten(self.avgpool(x), 1)
 
 
-class ResNet18(_ResNet):
-    """Args: norm: "batch" (torchvision's) or "group" (for DP-SGD)."""
-
-    def __init__(
-        self, image_shape: tuple[int, int, int], classes: int, *, norm: str = "batch"
-    ) -> None:
-        super().__init__(_Block, [2, 2, 2, 2], image_shape, classes, norm)
+def resnet18(
+    image_shape: tuple[int, int, int], classes: int, norm: str = "batch"
+) -> EmbeddingResNet:
+    """Returns a ResNet-18; `norm` is "batch" (torchvision's) or "group" (for DP-SGD)."""
+    return EmbeddingResNet(_Block, [2, 2, 2, 2], image_shape, classes, norm)
 
 
-class ResNet50(_ResNet):
-    """Args: as `ResNet18`. Its first stage is four times as wide as the stem, so that an image's
-    largest activation is there."""
-
-    def __init__(
-        self, image_shape: tuple[int, int, int], classes: int, *, norm: str = "batch"
-    ) -> None:
-        super().__init__(_Bottleneck, [3, 4, 6, 3], image_shape, classes, norm)
+def resnet50(
+    image_shape: tuple[int, int, int], classes: int, norm: str = "batch"
+) -> EmbeddingResNet:
+    """Returns a ResNet-50; arguments as in `resnet18`. Its first stage is four times as wide as the
+    stem, so that an image's largest activation is there."""
+    return EmbeddingResNet(_Bottleneck, [3, 4, 6, 3], image_shape, classes, norm)

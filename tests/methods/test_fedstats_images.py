@@ -26,7 +26,7 @@ from fedsynth.errors import OutputError
 from fedsynth.evaluation.accuracy import accuracy
 from fedsynth.methods.statistics.class_moments import target_norm
 from fedsynth.methods.statistics.settings import FedStatsState, StatisticSums
-from fedsynth.models.feature_linear import feature_linear
+from fedsynth.models.feature_linear import FeatureLinear
 from fedsynth.models.registry import build_model
 from fedsynth.privacy.plans import PrivatePlan
 from fedsynth.results.verification import verify_run
@@ -39,12 +39,12 @@ SMALL = FedStats(features="pixels", ipc=2, image_steps=5)
 
 def context(number: int = 1, rounds: int = 1, sigma: float | None = None) -> RoundContext:
     privacy = None if sigma is None else PrivacySettings(noise_multiplier=sigma)
-    network = feature_linear(SMALL.map_of(SPEC), SPEC)
+    network = FeatureLinear(SMALL.map_of(SPEC), SPEC)
     return some_context(privacy, number, network=network, nominal=20.0, rounds=rounds)
 
 
 def begun() -> FedStatsState:
-    network = feature_linear(SMALL.map_of(SPEC), SPEC)
+    network = FeatureLinear(SMALL.map_of(SPEC), SPEC)
     return FedStatsState(network.state_dict())
 
 
@@ -170,7 +170,7 @@ def test_signal_to_noise_is_that_of_a_simulation(second: str, aggregation: str) 
     noise."""
     method = FedStats(features="pixels", second_moments=second, aggregation=aggregation)
     privacy = PrivacySettings(noise_multiplier=3.0)
-    network = feature_linear(method.map_of(SPEC), SPEC)
+    network = FeatureLinear(method.map_of(SPEC), SPEC)
     where = some_context(privacy, network=network, nominal=50.0, rounds=3, clients=4)
     plans = {one.name: one for one in method.release_plans(privacy, where)}
     z, e = np.eye(64)[:10], np.eye(10) - 0.1  # an example of each class

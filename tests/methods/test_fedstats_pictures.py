@@ -27,7 +27,7 @@ from fedsynth.methods.statistics.pixel_moments import (
     pixel_width,
 )
 from fedsynth.methods.statistics.settings import FedStatsState, StatisticSums
-from fedsynth.models.feature_linear import feature_linear
+from fedsynth.models.feature_linear import FeatureLinear
 from tests.digits import SPEC
 from tests.digits import context as some_context
 
@@ -40,7 +40,7 @@ def context(
     number: int = 1, sigma: float | None = None, rounds: int = 3, **other: Any
 ) -> RoundContext:
     privacy = None if sigma is None else PrivacySettings(noise_multiplier=sigma)
-    network = feature_linear(METHOD.map_of(SPEC), SPEC)
+    network = FeatureLinear(METHOD.map_of(SPEC), SPEC)
     federation = {"rounds": rounds, "clients": 2, **other}
     return some_context(privacy, number, network=network, nominal=20.0, **federation)
 
@@ -125,7 +125,7 @@ def test_a_step_makes_a_part_of_the_last_move_again() -> None:
     where = {"rounds": 9, "sigma": 5.0, "noise": {"moments": 5.0}}
     how = method.pace(context(3, **where))
     assert how.momentum == 0.25
-    network = feature_linear(method.map_of(SPEC), SPEC)
+    network = FeatureLinear(method.map_of(SPEC), SPEC)
     state = FedStatsState(network.state_dict())
     weight = state.parameters["classifier.weight"].double()
     gradients = torch.randn(2, 10, 64, generator=torch.Generator().manual_seed(0))

@@ -33,7 +33,7 @@ from fedsynth.methods.statistics.releases import (
     public_facts,
 )
 from fedsynth.methods.statistics.whitening import AUTO, COVARIANCES, NO, YES, whitens
-from fedsynth.models.feature_linear import FeatureLinear, feature_linear
+from fedsynth.models.feature_linear import FeatureLinear
 from fedsynth.models.registry import ModelSettings
 from fedsynth.privacy.plans import FIRST, PrivatePlan
 from fedsynth.privacy.settings import PrivacySettings
@@ -154,7 +154,7 @@ class PlansStatistics(DistributedNoise, MakesImages):
 
     def network(self, model: ModelSettings, spec: DatasetSpec, seed: int) -> FeatureLinear:
         """Returns a linear model on φ; the run's model settings are ignored."""
-        return feature_linear(self.map_of(spec), spec, whitens=self.whitens(spec))
+        return FeatureLinear(self.map_of(spec), spec, whitens=self.whitens(spec))
 
     def whitens(self, spec: DatasetSpec) -> bool:
         """Returns whether the model has a T, with which private runs whiten z. In an open run T
