@@ -140,7 +140,7 @@ def distill(
     """
     from fedsynth.simulation.distill import distil_files
 
-    model, run = chosen["model"], chosen["run"]
+    run = chosen["run"]
     root = chosen["data"].get("data_root")
     files = list(map(expand_home, split_names(models)))
     architectures = split_names(arch)
@@ -151,10 +151,11 @@ def distill(
         dataset=dataset,
         method=method,
         settings=method_settings(settings or []),
-        size=(model.get("width", 128), model.get("depth", 3), model.get("norm", "")),
+        sizes=chosen["model"],
         seed=run.get("seed", 0),
         device=run.get("device", "auto"),
-        test_root=(None if root is None else Path(root), evaluate),
+        data_root=None if root is None else Path(root),
+        evaluate=evaluate,
         output=output,
     )
     for line in lines:

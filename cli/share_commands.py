@@ -224,7 +224,7 @@ def student(
     """Train a network only on a synthetic set.
 
     `fedsynth.load_model` reads the file. The set's guarantee holds for the network, if there is no
-    teacher or the teacher is from the same run.
+    teacher or the teacher is the set's model.
 
     Example: `fedsynth student share --width 32 --steps 5000 --copies 4 --dataset fashion-mnist`.
     """
@@ -268,7 +268,7 @@ def student(
     copies_of = f", and {settings.views} augmented copies of each" if settings.views else ""
     labelled = " that a model labelled" if result.taught and settings.views else ""
     print(
-        f"trained on: {len(result.found.labels)} images, {result.labels} "
+        f"trained on: {len(result.synthetic.labels)} images, {result.labels} "
         f"labels{copies_of}{labelled}"
     )
     print(f"guarantee: {_guarantee(result)}")
@@ -283,9 +283,9 @@ def student(
 def _guarantee(result: Student) -> str:
     from fedsynth.privacy.report.formatting import format_epsilon
 
-    if result.found.epsilon is None:
+    if result.synthetic.epsilon is None:
         return "none: the synthetic set has none"
-    epsilon = f"ε = {format_epsilon(result.found.epsilon)} at δ = {result.found.delta:g}"
+    epsilon = f"ε = {format_epsilon(result.synthetic.epsilon)} at δ = {result.synthetic.delta:g}"
     model = result.architecture.custom_parts.get("model")
     if result.guaranteed and model is None:
         return f"{epsilon}, the set's"

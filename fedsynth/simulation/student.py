@@ -21,8 +21,6 @@ from fedsynth.evaluation.accuracy import accuracy
 from fedsynth.federation.context import resolve_device
 from fedsynth.models.registry import ModelSettings, has_given_weights, own_model, usual_depth
 from fedsynth.models.weights import require_finite
-from fedsynth.privacy.files import file_hash
-from fedsynth.privacy.report.file import read_json
 from fedsynth.results.run_folder import MODEL
 from fedsynth.results.saved_model import (
     Architecture,
@@ -35,7 +33,7 @@ from fedsynth.synthesizer.condensation.student import StudentSettings, train_stu
 
 AUTO, SOFT, HARD = "auto", "soft", "hard"
 LABELS = (AUTO, SOFT, HARD)
-NOBODY = "none"
+NO_TEACHER = "none"
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,20 +43,20 @@ class Student:
     Attributes:
         network: the network in evaluation mode, which maps normalised images to logits.
         architecture: the architecture of the network.
-        found: the synthetic set. Its guarantee also holds for the network.
+        synthetic: the synthetic set.
         labels: "soft" or "hard".
-        how: the settings of the training.
+        settings: the settings of the training.
         taught: True if a teacher labelled augmented copies.
-        guaranteed: True if the set's guarantee holds for the network: only the set and a teacher
-            that its guarantee covers were used. It is False with other teachers and with initial
-            weights of unknown origin. A custom class is trusted to have none.
+        guaranteed: True if the set's guarantee holds for the network: only the set and its own
+            model were used. It is False with other teachers and with initial weights of unknown
+            origin. A custom class is trusted to have none.
     """
 
     network: nn.Module
     architecture: Architecture
-    found: SharedSet
+    synthetic: SharedSet
     labels: str
-    how: StudentSettings
+    settings: StudentSettings
     taught: bool
     guaranteed: bool
 
@@ -68,13 +66,16 @@ class Student:
         Raises:
             OutputError: the file cannot be written, or would be inside a synthetic set.
         """
+        epsilon = delta = None
+        if self.guaranteed:
+            epsilon, delta = self.synthetic.epsilon, self.synthetic.delta
         facts = {
-            "learned_from": f"{len(self.found.labels)} images of {self.found.spec.name}",
+            "learned_from": f"{len(self.synthetic.labels)} images of {self.synthetic.spec.name}",
             "labels": self.labels,
-            "training": json.dumps(asdict(self.how)),
+            "training": json.dumps(asdict(self.settings)),
             "taught": json.dumps(self.taught),
-            "epsilon": json.dumps(self.found.epsilon if self.guaranteed else None),
-            "delta": json.dumps(self.found.delta if self.guaranteed else None),
+            "epsilon": json.dumps(epsilon),
+            "delta": json.dumps(delta),
         }
         write_model(require_place(Path(file)), self.network, self.architecture, facts)
 
@@ -138,8 +139,8 @@ def student_of_set(
     >>> settings = owner_settings({"model": {"width": 8}, "privacy": {"epsilon": 8}})  # digits
     >>> place = tempfile.mkdtemp()
     >>> run = synthesize(settings, f"{place}/share", runs=f"{place}/runs")
-    >>> how = StudentSettings(steps=20, views=1)
-    >>> student_of_set(f"{place}/share", ModelSettings("linear"), how).labels
+    >>> training = StudentSettings(steps=20, views=1)
+    >>> student_of_set(f"{place}/share", ModelSettings("linear"), training).labels
     'hard'
     """
     student_settings = student_settings or StudentSettings()
@@ -148,74 +149,74 @@ def student_of_set(
         raise unknown_value(None, "labels", labels, LABELS)
     if labels == SOFT and synthetic.soft_labels is None:
         raise SettingError(None, "labels", "cannot be soft: the set has no soft labels")
-    soft = labels != HARD and synthetic.soft_labels is not None
-    target = (
-        synthetic.soft_labels if soft and synthetic.soft_labels is not None else synthetic.labels
-    )
+    kind, target = HARD, synthetic.labels
+    if labels != HARD and synthetic.soft_labels is not None:
+        kind, target = SOFT, synthetic.soft_labels
     torch_device = resolve_device(device)
     if model is None:
         model = network_for(synthetic.spec)
-    settings = model if isinstance(model, ModelSettings) else own_model(model)
-    architecture = Architecture(synthetic.spec, settings)
+    if not isinstance(model, ModelSettings):
+        model = own_model(model)
+    architecture = Architecture(synthetic.spec, model)
     network = architecture.network(student_settings.seed).to(torch_device)
-    requested = (
-        teacher if student_settings.views else NOBODY
-    )  # without copies it has nothing to label
-    tutor, covered = _teacher(Path(folder), requested, synthetic.spec)
-    covered = covered and not has_given_weights(settings)
+    if not student_settings.views:
+        teacher = NO_TEACHER  # without copies it has nothing to label
+    tutor, covered = _teacher(Path(folder), teacher, synthetic.spec)
+    if tutor is not None:
+        tutor = tutor.to(torch_device)
     train_student(
         network,
         synthetic.normalised().to(torch_device),
         target.to(torch_device),
         student_settings,
-        teacher=None if tutor is None else tutor.to(torch_device),
+        teacher=tutor,
         report=report,
     )
     require_finite(network)
-    kind = SOFT if soft else HARD
-    taught = tutor is not None
-    return Student(network.eval(), architecture, synthetic, kind, student_settings, taught, covered)
+    return Student(
+        network.eval(),
+        architecture,
+        synthetic,
+        kind,
+        student_settings,
+        taught=tutor is not None,
+        guaranteed=covered and not has_given_weights(model),
+    )
 
 
-def network_for(spec: DatasetSpec, **asked: Any) -> ModelSettings:
-    """A network for a set's images: a ConvNet of width 32, unless something else is asked for.
+def network_for(spec: DatasetSpec, **settings: Any) -> ModelSettings:
+    """Returns the settings of a network for a set's images: a ConvNet of width 32 by default.
 
     Args:
-        spec: the set's.
-        asked: settings of a model; None: not asked for.
+        spec: the set's specification.
+        settings: model settings that replace the defaults.
 
     >>> from fedsynth.data.registry import dataset_spec
-    >>> network_for(dataset_spec("digits"), width=8, norm=None).depth
+    >>> network_for(dataset_spec("digits"), width=8).depth
     2
     """
-    usual = {"width": 32, "depth": usual_depth(spec.image_shape)}
-    return ModelSettings(
-        **usual | {key: value for key, value in asked.items() if value is not None}
-    )
+    return ModelSettings(**{"width": 32, "depth": usual_depth(spec.image_shape), **settings})
 
 
 def _teacher(
     folder: Path, named: str | Path | nn.Module, spec: DatasetSpec
 ) -> tuple[nn.Module | None, bool]:
     """Returns the teacher, if any, and whether the set's guarantee covers it."""
-    own_model = folder / MODEL
     if isinstance(named, nn.Module):
         return _fitting(named, "the teacher", spec), False
-    if str(named) == NOBODY or (
-        str(named) == AUTO and not (own_model.is_file() and teaches(own_model))
-    ):
-        return None, True
+    model_of_set = folder / MODEL
     if str(named) == AUTO:
-        try:
-            return _fitting(load_model(folder), str(folder), spec), True
-        except OutputError as error:
-            raise OutputError(f"{error} (set teacher={NOBODY} to use no model)") from None
+        named = NO_TEACHER
+        if model_of_set.is_file() and teaches(model_of_set):
+            named = model_of_set
+    if str(named) == NO_TEACHER:
+        return None, True
     place = Path(named)
-    if place.resolve() in (folder.resolve(), own_model.resolve()):
+    if place.resolve() in (folder.resolve(), model_of_set.resolve()):
         return _fitting(load_model(folder), str(folder), spec), True
     model = _fitting(load_model(place, spec=spec), str(place), spec)
     _refuse_other_images(place, spec)
-    return model, _vouched_for(folder, place)
+    return model, False
 
 
 def _fitting(model: nn.Module, name: str, spec: DatasetSpec) -> nn.Module:
@@ -234,33 +235,18 @@ def _fitting(model: nn.Module, name: str, spec: DatasetSpec) -> nn.Module:
 
 
 def _refuse_other_images(place: Path, spec: DatasetSpec) -> None:
-    """Refuses a teacher whose classes are called otherwise than the set's, or that takes pixels
-    normalised otherwise: it would label copies, and wrongly."""
-    its = images_of_model(place)
-    if its is None:
+    """Refuses a teacher with other class names or normalisation constants than the set's, whose
+    labels would be wrong.
+    """
+    other = images_of_model(place)
+    if other is None:
         return
-    if (its.class_names, its.mean, its.std) != (spec.class_names, spec.mean, spec.std):
+    if (other.class_names, other.mean, other.std) != (spec.class_names, spec.mean, spec.std):
         reason = (
-            f"of {place} is for images of {its.name}, but the set has images of {spec.name}: "
+            f"of {place} is for images of {other.name}, but the set has images of {spec.name}: "
             "the classes or normalisation constants differ"
         )
         raise SettingError(None, "teacher", reason)
-
-
-def _vouched_for(share: Path, run: Path) -> bool:
-    """Returns True if the set's report is that of the run's folder, apart from the files, and the
-    run's report has the hash of the folder's model."""
-    of_set = share / "privacy_report.json"
-    of_run = run / "privacy_report.json"
-    model = run / MODEL
-    if not (of_set.is_file() and of_run.is_file() and model.is_file()):
-        return False
-    stated = read_json(of_set, "privacy report")
-    report = read_json(of_run, "privacy report")
-    derived = ("files", "exported")
-    same = all(stated.get(key) == value for key, value in report.items() if key not in derived)
-    files = report.get("files")
-    return same and isinstance(files, dict) and files.get(MODEL) == file_hash(model)
 
 
 def real_images(
@@ -299,12 +285,8 @@ def real_images(
     if dataset is None:
         return None
     loaded = load_dataset(dataset, data_root, download=download)[1]
-    theirs = loaded.spec
-    if theirs.image_shape != spec.image_shape or theirs.class_names != spec.class_names:
-        raise SettingError(
-            "data",
-            "dataset",
-            "does not have the same image shape and classes as the synthetic set",
-            value=dataset,
-        )
+    other = loaded.spec
+    if (other.image_shape, other.class_names) != (spec.image_shape, spec.class_names):
+        reason = "does not have the same image shape and classes as the synthetic set"
+        raise SettingError("data", "dataset", reason, value=dataset)
     return ImageData(loaded.images, loaded.labels, spec)  # normalised as the synthetic ones are

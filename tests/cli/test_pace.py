@@ -1,53 +1,35 @@
-"""How long a run still takes, as it is said while it goes."""
+"""The remaining time of a run, as its progress shows it."""
 
 from __future__ import annotations
 
+import pytest
+
 from fedsynth.config.resolve import resolve
-from fedsynth.simulation.stderr_observer import Pace, StderrObserver
+from fedsynth.simulation import stderr_observer
+from fedsynth.simulation.stderr_observer import StderrObserver
 
 
-class Clock:
+@pytest.mark.parametrize("private", [False, True])
+def test_remaining_time_is_that_of_the_mean_round(
+    private: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A private run shows no times, because they may depend on the data."""
     now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def test_by_the_mean_of_the_rounds_that_have_ended() -> None:
-    clock = Clock()
-    pace = Pace(10, clock)
-    assert pace.left() is None
-    assert pace.words() == ""
-    for number, at in ((1, 100.0), (2, 300.0)):
-        clock.now = at
-        pace.round_ended(number)
-    assert pace.left() == 8 * 150
-    clock.now = 350.0
-    assert pace.left() == 8 * 150 - 50
-    clock.now = 1e6  # a round that takes longer than the mean is still to end
-    assert pace.left() == 7 * 150
-    assert Pace(3, Clock()).warning() is None
-
-
-def test_slow_first_steps_are_forgotten_when_others_are_fast() -> None:
-    """Catches: first steps that compile, or make the means of M networks, taken for all."""
-    clock = Clock()
-    pace = Pace(1, clock)
-    pace.step(1, "condense", 0, 1000)
-    for done in range(1, 11):
-        clock.now += 60.0
-        pace.step(1, "condense", done, 1000)
-    assert pace.words() == "at least 16 h 40 min"
-    for done in range(11, 111):
-        clock.now += 1.0
-        pace.step(1, "condense", done, 1000)
-    assert pace.words() == "at least 16 min 40 s"
-    pace.step(1, "server", 0, 10)
-    clock.now += 40.0
-    pace.step(1, "server", 1, 10)  # a shorter phase
-    assert pace.words() == "at least 16 min 40 s"
-
-
-def test_a_private_run_shows_no_times() -> None:
-    assert StderrObserver(resolve({"privacy": {"noise_multiplier": 3.0}}))._pace is None
-    assert StderrObserver(resolve({}))._pace is not None
+    monkeypatch.setattr(stderr_observer.time, "monotonic", lambda: now)
+    privacy = {"noise_multiplier": 3.0} if private else {}
+    observer = StderrObserver(resolve({"run": {"rounds": 10}, "privacy": privacy}))
+    observer.step(1, "train", 1, 10)
+    for number, ended in ((1, 100_000.0), (2, 100_060.0)):
+        now = ended
+        observer.round_ended({"round": number, "upload_bytes": 0})
+    now += 31.0
+    observer.step(3, "train", 1, 10)
+    lines = capsys.readouterr().err.splitlines()
+    times = [line for line in lines if "days" in line]
+    if private:
+        assert len(lines) == 2
+        assert times == []
+    else:
+        assert "at this speed, the run takes 10 days, 10:00:00 more" in times[0]
+        assert times[1] == "round 3/10 train 1/10, about 4 days, 15:10:40 left"
+        assert len(times) == 2
