@@ -21,7 +21,7 @@ from fedsynth.privacy.files import write_whole
 from fedsynth.privacy.ledger import Ledger, read_ledger
 from fedsynth.privacy.ledger.history import History
 from fedsynth.privacy.report.build import build_report, write_report
-from fedsynth.privacy.report.figures import Began
+from fedsynth.privacy.report.figures import RunStart
 from fedsynth.privacy.report.formatting import format_epsilon
 from fedsynth.results import privacy_summary
 from fedsynth.results.privacy_summary import headline, pluralize
@@ -105,7 +105,7 @@ def write_owner_report(session: Session, rounds: int, folder: Path) -> str:
         return "the run had no differential privacy, which the ledger records"
     plan = budget.plan
     initial = _as_it_was(session.history, budget.ledger.path)
-    began = Began.today(folder.name)
+    began = RunStart.today(folder.name)
     start = privacy_summary.start(
         plan, (initial,), NO_TEST, began, session.state.warnings, simulated=False
     )

@@ -58,7 +58,7 @@ from fedsynth.privacy.errors import RequestRefusedError
 from fedsynth.privacy.files import MAX_TENSORS_BYTES, read_regular, read_text, write_whole
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.plans import FIRST, MAIN
-from fedsynth.results.checkpoint import Kept
+from fedsynth.results.checkpoint import ClientMemory
 
 if TYPE_CHECKING:
     from fedsynth.deployment.node import Node
@@ -432,7 +432,7 @@ class Session:
         """Stores the memory that a step has left."""
         memory = self.runtime.load_memory(MAIN, context)
         if memory or phase == FIRST:
-            self._write(_memory_file(phase, context), Kept(memory).to_bytes())
+            self._write(_memory_file(phase, context), ClientMemory(memory).to_bytes())
         if memory and phase == MAIN:
             self.state.memory = context.round
 
@@ -466,7 +466,7 @@ class Session:
     def _read(self, name: str) -> Memory:
         """Returns a stored memory, on the client's device."""
         device = self.runtime.context.device
-        kept = Kept.from_bytes(read_regular(self.folder / name, MAX_TENSORS_BYTES)).memory
+        kept = ClientMemory.from_bytes(read_regular(self.folder / name, MAX_TENSORS_BYTES)).memory
         return {key: tensor.to(device) for key, tensor in kept.items()}
 
 

@@ -48,11 +48,11 @@ FORMAT = 1
 POINTER = "checkpoint.json"
 MAX_POINTER_BYTES = 2**30
 _NAME = re.compile(r"(state|memory-[0-9]+|upload-[0-9]+)-[0-9]+\.safetensors")
-_WORN = re.compile(r"(state|memory|upload|steps)-.*|.*\.partial")
+_PRUNED = re.compile(r"(state|memory|upload|steps)-.*|.*\.partial")
 
 
 @dataclass(frozen=True)
-class Kept(Packed):
+class ClientMemory(Packed):
     """A client's memory between rounds.
 
     Args:
@@ -112,20 +112,19 @@ class CheckpointFolder:
             OutputError: it cannot be written; the previous checkpoint is intact.
         """
         number = checkpoint.round
+        contents: dict[str, Packed] = {f"state-{number}.safetensors": checkpoint.state}
+        files: dict[str, str] = {}
+        memory_files = self._memories()
+        unchanged = (stored | checkpoint.memories.keys() - changed) & memory_files.keys()
+        for client in sorted(unchanged):
+            files[memory_files[client]] = self._files[memory_files[client]]
+        for client, memory in checkpoint.memories.items():
+            if client not in unchanged:
+                contents[f"memory-{client}-{number}.safetensors"] = ClientMemory(memory)
+        for client, upload in checkpoint.uploads.items():
+            contents[f"upload-{client}-{number}.safetensors"] = upload
         with self.writing():
             self.path.mkdir(parents=True, exist_ok=True)
-            files: dict[str, str] = {}
-            contents: dict[str, Packed] = {f"state-{number}.safetensors": checkpoint.state}
-            memory_files = self._memories()
-            for client in stored:
-                files[memory_files[client]] = self._files[memory_files[client]]
-            for client, memory in checkpoint.memories.items():
-                if client in changed or client not in memory_files:
-                    contents[f"memory-{client}-{number}.safetensors"] = Kept(memory)
-                else:
-                    files[memory_files[client]] = self._files[memory_files[client]]
-            for client, upload in checkpoint.uploads.items():
-                contents[f"upload-{client}-{number}.safetensors"] = upload
             for name, packed in contents.items():
                 content = packed.to_bytes()
                 write_whole(self.path / name, content, lasting=False)
@@ -134,7 +133,6 @@ class CheckpointFolder:
             pointer: dict[str, Any] = {
                 "format": FORMAT,
                 "identity": self.identity,
-                "round": number,
                 "rows": list(checkpoint.rows),
                 "files": files,
             }
@@ -160,7 +158,6 @@ class CheckpointFolder:
 
     def _read(self, method: Method) -> Checkpoint:
         pointer = self._pointer()
-        rows = pointer["rows"]
         state: ServerState | None = None
         uploads: dict[int, Message] = {}
         for name, sha256 in pointer["files"].items():
@@ -170,17 +167,17 @@ class CheckpointFolder:
             if name.startswith("state-"):
                 state = method.state.from_bytes(content)
             elif name.startswith("memory-"):
-                Kept.from_bytes(content)
+                ClientMemory.from_bytes(content)
             else:
                 uploads[_client(name)] = method.upload.from_bytes(content)
         if state is None:
             raise self._damaged("it has no server state")
-        self._files = dict(pointer["files"])
-        return Checkpoint(tuple(rows), state, {}, uploads)
+        self._files = pointer["files"]
+        return Checkpoint(tuple(pointer["rows"]), state, {}, uploads)
 
     def _pointer(self) -> dict[str, Any]:
-        pointer = decode_json(read_text(self.path / POINTER, MAX_POINTER_BYTES))
-        if not isinstance(pointer, dict) or pointer["format"] != FORMAT:
+        pointer: dict[str, Any] = decode_json(read_text(self.path / POINTER, MAX_POINTER_BYTES))
+        if pointer["format"] != FORMAT:
             raise self._damaged(f"it is not of format {FORMAT}")
         if pointer.pop("sha256") != _hash_of(pointer):
             raise self._damaged(f"{POINTER} was changed after it was written")
@@ -189,12 +186,9 @@ class CheckpointFolder:
                 f"the checkpoint in {self.path} belongs to other settings or other data than "
                 "this run"
             )
-        rows = pointer["rows"]
-        sound = isinstance(rows, list) and all(isinstance(row, dict) for row in rows)
-        if not sound or [row.get("round") for row in rows] != list(range(1, len(rows) + 1)):
+        numbers = [row["round"] for row in pointer["rows"]]
+        if not numbers or numbers != list(range(1, len(numbers) + 1)):
             raise self._damaged("its rows are not of rounds 1, 2, …")
-        if type(pointer["round"]) is not int or pointer["round"] != len(rows) or not rows:
-            raise self._damaged("its round does not match its rows")
         return pointer
 
     def _content(self, name: str, sha256: str) -> bytes:
@@ -214,11 +208,9 @@ class CheckpointFolder:
         Raises:
             CheckpointError: its file is damaged or missing.
         """
-        name = self._memories().get(client)
-        if name is None:
-            raise self._damaged(f"it has no state of client {client}")
+        name = self._memories()[client]
         try:
-            return Kept.from_bytes(self._content(name, self._files[name])).memory
+            return ClientMemory.from_bytes(self._content(name, self._files[name])).memory
         except (OSError, MessageError) as error:
             raise self._damaged(str(error)) from None
 
@@ -229,7 +221,7 @@ class CheckpointFolder:
     def _prune(self) -> None:
         """Removes files that belong to no checkpoint; those that cannot be removed do no harm."""
         for path in self.path.iterdir():
-            if path.name not in self._files and _WORN.fullmatch(path.name):
+            if path.name not in self._files and _PRUNED.fullmatch(path.name):
                 with suppress(OSError):
                     path.unlink()
 
@@ -264,12 +256,11 @@ def without_place(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the settings by section, as in config.toml, except those that determine where a run
     computes.
     """
-    # lists in place of tuples, as TOML gives them
-    plain = json.loads(json.dumps(settings))
-    return {
-        section: {k: v for k, v in values.items() if k not in PLACE.get(section, ())}
-        for section, values in plain.items()
-    }
+    plain: dict[str, Any] = json.loads(json.dumps(settings))  # lists as in TOML, not tuples
+    for section, keys in PLACE.items():
+        for key in keys:
+            plain.get(section, {}).pop(key, None)
+    return plain
 
 
 def run_identity(
@@ -283,9 +274,10 @@ def run_identity(
     digest = hashlib.blake2b(digest_size=16)
     text = json.dumps(without_place(settings.to_mapping()), sort_keys=True)
     digest.update(text.encode())
-    sets = [train] if test is None else [train, test]
-    tensors = [t for data in sets for t in (data.images, data.labels)]
-    for tensor in [*tensors, *parts]:
+    tensors = [train.images, train.labels]
+    if test is not None:
+        tensors += [test.images, test.labels]
+    for tensor in (*tensors, *parts):
         digest.update(str((tensor.dtype, tuple(tensor.shape))).encode())
         digest.update(tensor.cpu().numpy().tobytes())
     return digest.hexdigest()

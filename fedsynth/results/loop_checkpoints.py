@@ -29,9 +29,7 @@ HASH_BYTES = 32
 SHARED_TIME_RATIO = 0.1
 """A loop is shared if it took at least this share of the time between two writes."""
 WRITE_COST_RATIO = 20
-"""The time between two writes is at least this many times the duration of the last write, …"""
-MAX_PAUSE_RATIO = 10
-"""… but at most this many times the usual time between writes."""
+"""The time between two writes is at least this many times the duration of the last write."""
 
 
 @dataclass(frozen=True)
@@ -49,21 +47,6 @@ class LoopState(Packed):
     seconds: float
 
 
-@dataclass(frozen=True)
-class _Loop:
-    """A loop of this process: its file, and when it would have begun without interruption."""
-
-    path: Path
-    began: float
-
-    def state(self, step: int, tensors: Tensors) -> LoopState:
-        return LoopState(tensors(), step, self.seconds)
-
-    @property
-    def seconds(self) -> float:
-        return time.monotonic() - self.began
-
-
 class LoopCheckpoints:
     """The loop checkpoints of one round.
 
@@ -75,35 +58,39 @@ class LoopCheckpoints:
 
     Attributes:
         shared: a `TrainingCache`, or None.
-        earlier: seconds that other processes have spent on the loops found, also for this run.
+        resumed_seconds: seconds that other processes have spent on the loops that were resumed,
+            also for this run.
     """
 
     def __init__(
         self, folder: CheckpointFolder, number: int, seconds: float, shared: Path | None = None
     ) -> None:
-        self.earlier = 0.0
+        self.resumed_seconds = 0.0
         self.shared = None
         if shared is not None:
             self.shared = TrainingCache(self, shared, SHARED_TIME_RATIO * seconds)
         self._folder = folder
         self._number = number
         self._seconds = seconds
-        self._pause = seconds
-        self._last = time.monotonic()
-        self._begun: dict[str, int] = {}
-        self._loops: dict[str, _Loop] = {}
-        self._finished: list[tuple[Path, LoopState]] = []
+        self._next_write = time.monotonic() + seconds
+        self._paths: dict[str, Path] = {}
+        self._started: dict[str, float] = {}
+        self._finished: dict[Path, LoopState] = {}
 
     def load(self, name: str) -> tuple[int, Mapping[str, Tensor]] | None:
         """Returns the saved step and tensors of a loop, or None, and starts its clock. A second
         loop with the same name is a different one.
         """
-        count = self._begun[name] = self._begun.get(name, 0) + 1
-        suffix = f"-{count}" if count > 1 else ""
-        path = self._folder.path / f"steps-{self._number}-{name}{suffix}"
+        path = self._folder.path / f"steps-{self._number}-{name}"
+        if name in self._paths:
+            path = self._paths[name].with_name(f"{self._paths[name].name}-again")
+        self._paths[name] = path
+        self._started[name] = time.monotonic()
         state = read_loop_state(path, self._folder.identity)
-        self._loops[name] = _Loop(path, time.monotonic() - (state.seconds if state else 0.0))
-        return None if state is None else self.resume_from(state)
+        if state is None:
+            return None
+        self._started[name] -= state.seconds
+        return self.resume_from(state)
 
     def offer(self, name: str, step: int, tensors: Tensors) -> None:
         """Writes the tensors, and those of finished loops, if the last write was long enough ago.
@@ -112,8 +99,8 @@ class LoopCheckpoints:
             OutputError: they cannot be written.
         """
         if self._is_due():
-            loop = self._loops[name]
-            self._write([*self._finished, (loop.path, loop.state(step, tensors))])
+            state = LoopState(tensors(), step, self.seconds_of(name))
+            self._write({**self._finished, self._paths[name]: state})
 
     def finish(self, name: str, steps: int, tensors: Tensors) -> None:
         """Queues a finished loop's tensors for the next write.
@@ -121,33 +108,32 @@ class LoopCheckpoints:
         Raises:
             OutputError: they cannot be written.
         """
-        loop = self._loops[name]
-        self._finished.append((loop.path, loop.state(steps, tensors)))
+        state = LoopState(tensors(), steps, self.seconds_of(name))
+        self._finished[self._paths[name]] = state
         if self._is_due():
             self._write(self._finished)
 
     def seconds_of(self, name: str) -> float:
         """Returns the time in seconds that a loop has taken so far."""
-        return self._loops[name].seconds
+        return time.monotonic() - self._started[name]
 
     def resume_from(self, state: LoopState) -> tuple[int, Mapping[str, Tensor]]:
         """Returns the step and tensors from which a loop resumes, and counts their seconds."""
-        self.earlier += state.seconds
+        self.resumed_seconds += state.seconds
         return int(state.step), state.tensors
 
     def _is_due(self) -> bool:
-        return time.monotonic() - self._last >= self._pause
+        return time.monotonic() >= self._next_write
 
-    def _write(self, files: list[tuple[Path, LoopState]]) -> None:
+    def _write(self, states: Mapping[Path, LoopState]) -> None:
         began = time.monotonic()
         with self._folder.writing():
             self._folder.path.mkdir(parents=True, exist_ok=True)
-            for path, state in files:
+            for path, state in states.items():
                 write_whole(path, _with_hash(state, self._folder.identity))
-        self._finished = []
-        self._last = time.monotonic()
-        pause = min(WRITE_COST_RATIO * (self._last - began), MAX_PAUSE_RATIO * self._seconds)
-        self._pause = max(self._seconds, pause)
+        self._finished = {}
+        now = time.monotonic()
+        self._next_write = now + max(self._seconds, WRITE_COST_RATIO * (now - began))
 
 
 class TrainingCache:
@@ -155,38 +141,38 @@ class TrainingCache:
     the shared folder.
 
     Args:
-        own: saves the checkpoints of unfinished loops.
+        checkpoints: saves unfinished loops, for this run only.
         folder: the shared folder.
         min_seconds: the minimum duration of a loop that is shared.
     """
 
     shared: LoopCheckpointer | None = None
 
-    def __init__(self, own: LoopCheckpoints, folder: Path, min_seconds: float) -> None:
-        self._own = own
+    def __init__(self, checkpoints: LoopCheckpoints, folder: Path, min_seconds: float) -> None:
+        self._checkpoints = checkpoints
         self._folder = folder
         self._min_seconds = min_seconds
-        self._found: set[str] = set()
+        self._cached: set[str] = set()
 
     def load(self, name: str) -> tuple[int, Mapping[str, Tensor]] | None:
         """Returns the finished loop, or else this run's checkpoint of it."""
         state = read_loop_state(self._folder / name, "")
         if state is None:
-            return self._own.load(name)
-        self._found.add(name)
-        return self._own.resume_from(state)
+            return self._checkpoints.load(name)
+        self._cached.add(name)
+        return self._checkpoints.resume_from(state)
 
     def offer(self, name: str, step: int, tensors: Tensors) -> None:
         """Writes the checkpoint for this run only."""
-        self._own.offer(name, step, tensors)
+        self._checkpoints.offer(name, step, tensors)
 
     def finish(self, name: str, steps: int, tensors: Tensors) -> None:
         """Shares the finished loop with all runs if it was long; if the folder cannot be written,
         saves it for this run only.
         """
-        if name in self._found:
+        if name in self._cached:
             return
-        seconds = self._own.seconds_of(name)
+        seconds = self._checkpoints.seconds_of(name)
         if seconds >= self._min_seconds:
             content = _with_hash(LoopState(tensors(), steps, seconds), "")
             # another process may write the same file
@@ -199,7 +185,7 @@ class TrainingCache:
             except OSError:
                 with suppress(OSError):
                     temporary.unlink()
-        self._own.finish(name, steps, tensors)
+        self._checkpoints.finish(name, steps, tensors)
 
 
 def read_loop_state(path: Path, identity: str) -> LoopState | None:

@@ -14,7 +14,7 @@ from fedsynth.data.registry import DatasetSpec
 from fedsynth.federation.privacy_plan import PrivacyPlan
 from fedsynth.privacy.ledger.history import History
 from fedsynth.privacy.releases import USER
-from fedsynth.privacy.report.figures import SCHEMA_VERSION, Began, LedgerStart, Promise, Start
+from fedsynth.privacy.report.figures import SCHEMA_VERSION, LedgerStart, Promise, RunStart, Start
 from fedsynth.privacy.report.formatting import format_epsilon
 
 NEIGHBOURS = {
@@ -135,7 +135,7 @@ def start(
     plan: PrivacyPlan,
     histories: Sequence[History],
     test: str,
-    began: Began,
+    began: RunStart,
     warnings: Sequence[str] = (),
     *,
     simulated: bool,

@@ -121,10 +121,7 @@ def read_run(folder: Path, method: type[Method] | None = None) -> PrivateRun:
     if clients != started:
         raise MismatchError(f"config.toml has {clients} clients, but {PRIVATE_START} has {started}")
     rows = _metrics(folder / METRICS, disclosed.declared_row(type(run.settings.method)))
-    try:
-        resumed = run_folder.resumed_rounds(folder / RESUMED)
-    except (OSError, ValueError) as error:
-        raise MismatchError(f"{RESUMED} is damaged: {error}") from None
+    resumed = run_folder.resumed_rounds(folder)
     limit = min(len(rows), run.settings.rounds - 1)
     if resumed and resumed[-1] > limit:
         raise MismatchError(f"{RESUMED} names round {resumed[-1]}, but at most {limit} is possible")

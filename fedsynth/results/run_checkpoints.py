@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,11 +15,7 @@ from fedsynth.core.context import RoundContext
 from fedsynth.core.method import Memory
 from fedsynth.errors import CheckpointError
 from fedsynth.federation.client_runtime import ClientRuntime
-from fedsynth.results.checkpoint import (
-    Checkpoint,
-    CheckpointFolder,
-    without_place,
-)
+from fedsynth.results.checkpoint import Checkpoint, CheckpointFolder, without_place
 from fedsynth.results.loop_checkpoints import LoopCheckpoints
 from fedsynth.results.run_folder import RunFolder
 from fedsynth.toml_file import read_sections
@@ -62,8 +57,8 @@ class RunCheckpoints:
             raise CheckpointError(
                 f"the run in {run.path} has other settings: its config.toml differs"
             )
-        self.begin(run)
-        checkpoint = None if self._folder is None else self._folder.read(self._settings.method)
+        self._folder = CheckpointFolder(run.checkpoints, self._identity())
+        checkpoint = self._folder.read(self._settings.method)
         if checkpoint is None and run.has_rounds:
             raise CheckpointError(
                 f"the run in {run.path} has finished rounds, but its checkpoint is missing: "
@@ -75,8 +70,9 @@ class RunCheckpoints:
         """Registers with the clients their memories in the checkpoint, which stay in its files
         until needed.
         """
-        for number in [] if self._folder is None else self._folder.clients:
-            self._store(clients[number], device)
+        if self._folder is not None:
+            for number in self._folder.clients:
+                self._store(self._folder, clients[number], device)
 
     def keep(
         self,
@@ -95,14 +91,18 @@ class RunCheckpoints:
         """
         if self._folder is None:
             return
-        stored = {client.number for client in clients if client.stored}
-        resident = (client for client in clients if not client.stored)
-        memories = {client.number: client.memory for client in resident if client.memory}
+        stored: set[int] = set()
+        memories: dict[int, Memory] = {}
+        for client in clients:
+            if client.stored:
+                stored.add(client.number)
+            elif client.memory:
+                memories[client.number] = client.memory
         complete = replace(checkpoint, memories=memories)
         self._folder.write(complete, frozenset(context.active), frozenset(stored))
-        if self._settings.participation < 1 and following:
-            for number in set(memories) - set(following):
-                self._store(clients[number], context.device)
+        if following:
+            for number in memories.keys() - set(following):
+                self._store(self._folder, clients[number], context.device)
 
     def steps_of(self, number: int) -> LoopCheckpoints | None:
         """Returns the keeper of checkpoints of the loops within a round, or None
@@ -117,12 +117,12 @@ class RunCheckpoints:
         """Removes the checkpoint of a run that has ended and whose folder has its final name."""
         CheckpointFolder(run.checkpoints, "").discard()
 
-    def _store(self, client: ClientRuntime, device: torch.device) -> None:
+    @staticmethod
+    def _store(folder: CheckpointFolder, client: ClientRuntime, device: torch.device) -> None:
         """Removes a client's memory from RAM; it stays in its file."""
-        if self._folder is not None:
-            load = partial(self._folder.memory, client.number)
-            client.store(partial(_on_device, load, device))
 
+        def load() -> Memory:
+            memory = folder.memory(client.number)
+            return {name: tensor.to(device) for name, tensor in memory.items()}
 
-def _on_device(load: Callable[[], Memory], device: torch.device) -> Memory:
-    return {name: tensor.to(device) for name, tensor in load().items()}
+        client.store(load)

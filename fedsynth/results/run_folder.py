@@ -52,8 +52,8 @@ from fedsynth.data.registry import DatasetSpec
 from fedsynth.data.shared_set import BYTES, NORMALISED, TENSORS, write_set
 from fedsynth.errors import OutputError
 from fedsynth.privacy.errors import PrivacyError
-from fedsynth.privacy.files import load_json, open_regular, plain_files, sync_folder, write_whole
-from fedsynth.privacy.report.figures import SCHEMA_VERSION, Start, schema_problems
+from fedsynth.privacy.files import open_regular, plain_files, sync_folder, write_whole
+from fedsynth.privacy.report.figures import SCHEMA_VERSION, Resumptions, Start, schema_problems
 from fedsynth.privacy.report.file import read_json
 from fedsynth.results.disclosed import Disclosed, finite
 
@@ -89,6 +89,10 @@ class RunFolder:
         base: the parent folder.
         name: of method and data set; characters that file names cannot have are replaced by `_`.
 
+    Attributes:
+        path: its current path.
+        final: its path once the run has ended.
+
     `fedsynth.results.disclosed` decides which part of a row may be outside `simulation_only`.
 
     Raises:
@@ -99,7 +103,7 @@ class RunFolder:
         with _writing(base):
             base.mkdir(parents=True, exist_ok=True)
             plain = re.sub(r"[^\w(),.+=-]", "_", name)[:NAME_LIMIT].removesuffix(INCOMPLETE)
-            self._final, self.path = _fresh(base, f"{datetime.now():%Y%m%d-%H%M%S}-{plain}")
+            self.final, self.path = _fresh(base, f"{datetime.now():%Y%m%d-%H%M%S}-{plain}")
         self._claim()
 
     @classmethod
@@ -121,7 +125,7 @@ class RunFolder:
             raise OutputError(f"cannot resume the run in {path}: {error.strerror}") from None
         folder = cls.__new__(cls)
         folder.path = path
-        folder._final = path.with_suffix("")
+        folder.final = path.with_suffix("")
         folder._claim()
         return folder
 
@@ -142,11 +146,6 @@ class RunFolder:
         self._lock.close()
 
     @property
-    def final(self) -> Path:
-        """The path of the folder once the run has ended."""
-        return self._final
-
-    @property
     def checkpoints(self) -> Path:
         """The path of the run's checkpoint, while the run lasts."""
         return self.path / "simulation_only" / "checkpoint"
@@ -156,28 +155,15 @@ class RunFolder:
         with _writing(self.path):
             write_whole(self.path / name, text.encode())
 
-    def resumed(self, round_number: int) -> list[int]:
-        """Records that the run is resumed after this round, and returns all such rounds so far.
+    def note_resumption(self, round_number: int) -> None:
+        """Records that the run is resumed after this round.
 
         Raises:
-            OutputError: the file cannot be written, or is damaged.
+            OutputError: the file cannot be written.
+            PrivacyError: it is damaged.
         """
-        rounds = [*self.resumptions(), round_number]
+        rounds = [*resumed_rounds(self.path), round_number]
         self._replace(RESUMED, json.dumps({"after_rounds": rounds}))
-        return rounds
-
-    def resumptions(self) -> list[int]:
-        """Returns the rounds after which the run was resumed so far.
-
-        Raises:
-            OutputError: the file is damaged.
-        """
-        file = self.path / RESUMED
-        with _writing(self.path):
-            try:
-                return resumed_rounds(file)
-            except ValueError as error:
-                raise OutputError(f"{file} is damaged: {error}") from None
 
     def require_ledgers(self, names: Sequence[str]) -> None:
         """Refuses a run whose ledgers are missing: fresh ones would lose the record of the spent
@@ -197,12 +183,15 @@ class RunFolder:
         checkpoint.
         """
         file = self.path / METRICS
-        return (file.exists() and file.stat().st_size > 0) or any(self.resumptions())
+        return (file.exists() and file.stat().st_size > 0) or any(resumed_rounds(self.path))
 
     def rewrite_metrics(self, rows: Sequence[Disclosed]) -> None:
         """Replaces all rows with these; rows of an unfinished round are dropped."""
-        for name, lines in ((METRICS, map(_shown, rows)), (HIDDEN, map(_hidden, rows))):
-            text = "".join(lines)
+        texts = {METRICS: "", HIDDEN: ""}
+        for row in rows:
+            for name, line in _lines(row).items():
+                texts[name] += line
+        for name, text in texts.items():
             if text or (self.path / name).exists():
                 self._replace(name, text)
 
@@ -221,21 +210,15 @@ class RunFolder:
         self._replace(PRIVATE_START, f"{text}\n")
 
     @property
-    def name(self) -> str:
-        """The name of the folder once the run has finished."""
-        return self._final.name
-
-    @property
     def has_begun(self) -> bool:
         """Returns whether the folder records the initial state of a private run."""
         return (self.path / PRIVATE_START).exists()
 
     def append_metrics(self, row: Disclosed) -> None:
         """Appends a round's row."""
-        for name, line in ((METRICS, _shown(row)), (HIDDEN, _hidden(row))):
-            if line:
-                with _writing(self.path), (self.path / name).open("a", encoding="utf-8") as file:
-                    file.write(line)
+        for name, line in _lines(row).items():
+            with _writing(self.path), (self.path / name).open("a", encoding="utf-8") as file:
+                file.write(line)
 
     def write_partition(
         self, counts_KC: npt.NDArray[np.int64], class_names: Sequence[str] = ()
@@ -270,16 +253,23 @@ class RunFolder:
         classes] if all have them.
         """
         images, labels = _joined(sets)
+        pixels = NORMALISED
+        if images.dtype == torch.uint8:
+            pixels = BYTES
         rows = [tensor.cpu() for tensor in soft if tensor is not None]
+        soft_labels = None
+        if rows and len(rows) == len(sets):
+            soft_labels = torch.cat(rows)
+        clients = torch.cat([torch.full((len(s[2]),), s[0]) for s in sets])
         with _writing(self.path):
             write_set(
                 self.path / TENSORS,
                 images,
                 labels,
                 spec,
-                pixels=BYTES if images.dtype == torch.uint8 else NORMALISED,
-                clients=torch.cat([torch.full((len(s[2]),), s[0]) for s in sets]),
-                soft_labels=torch.cat(rows) if rows and len(rows) == len(sets) else None,
+                pixels=pixels,
+                clients=clients,
+                soft_labels=soft_labels,
             )
 
     def draw_synthetic(
@@ -296,8 +286,9 @@ class RunFolder:
             return
         largest = int(torch.bincount(labels).max())
         columns = min(largest, GRID_COLUMNS, max(1, GRID_LIMIT // len(labels.unique())))
-        pixels = images if images.dtype == torch.uint8 else denormalise(images, spec)
-        rows, names = by_class(pixels, labels, spec.class_names, columns)
+        if images.dtype != torch.uint8:
+            images = denormalise(images, spec)
+        rows, names = by_class(images, labels, spec.class_names, columns)
         with _writing(self.path):
             (self.path / name).parent.mkdir(exist_ok=True)
             image_grid_png(rows, self.path / name, columns, names)
@@ -327,16 +318,16 @@ class RunFolder:
 
     def finish(self, summary: Disclosed) -> Path:
         """Writes the summary, gives the folder its final name and returns it."""
-        public = {**summary.public, "folder": str(self._final)}
+        public = {**summary.public, "folder": str(self.final)}
         text = json.dumps(public, indent=2, allow_nan=False) + "\n"
         with _writing(self.path):
             (self.path / SUMMARY).write_text(text, encoding="utf-8")
             _sync_all(self.path)
-            self.path.rename(self._final)
-            (self._final / LOCK).unlink(missing_ok=True)
-            sync_folder(self._final.parent)
-        self.path = self._final
-        return self._final
+            self.path.rename(self.final)
+            (self.final / LOCK).unlink(missing_ok=True)
+            sync_folder(self.final.parent)
+        self.path = self.final
+        return self.final
 
 
 def _joined(sets: Sequence[tuple[int, Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -344,17 +335,12 @@ def _joined(sets: Sequence[tuple[int, Tensor, Tensor]]) -> tuple[Tensor, Tensor]
     return torch.cat([s[1].cpu() for s in sets]), torch.cat([s[2].cpu() for s in sets])
 
 
-def _shown(row: Disclosed) -> str:
-    return json.dumps(row.public, allow_nan=False) + "\n"
-
-
-def _hidden(row: Disclosed) -> str:
-    """Returns the line of what only a simulation may show, or an empty string if there
-    is nothing.
-    """
-    if not row.simulation_only:
-        return ""
-    return json.dumps({"round": row.public["round"], **row.simulation_only}, allow_nan=False) + "\n"
+def _lines(row: Disclosed) -> dict[str, str]:
+    """Returns the line of a row for each file that gets one."""
+    rows = {METRICS: row.public}
+    if row.simulation_only:
+        rows[HIDDEN] = {"round": row.public["round"], **row.simulation_only}
+    return {name: json.dumps(values, allow_nan=False) + "\n" for name, values in rows.items()}
 
 
 def private_start(folder: Path) -> Start:
@@ -364,33 +350,27 @@ def private_start(folder: Path) -> Start:
         PrivacyError: privacy_start.json is missing or damaged.
     """
     start = read_json(folder / PRIVATE_START, "start of a private run")
-    if problems := schema_problems(start, Start):
-        raise PrivacyError(f"{PRIVATE_START}: {'; '.join(problems)}")
+    for problem in schema_problems(start, Start):
+        raise PrivacyError(f"{PRIVATE_START}: {problem}")
     if start["schema_version"] != SCHEMA_VERSION:
         raise PrivacyError(f"{PRIVATE_START} has schema {start['schema_version']}")
     return Start.model_validate(start)
 
 
-def resumed_rounds(file: Path) -> list[int]:
-    """Returns the rounds after which a run was resumed, from its resumed.json; none without the
-    file.
+def resumed_rounds(folder: Path) -> list[int]:
+    """Returns the rounds after which a run was resumed, in ascending order.
 
     Raises:
-        ValueError: the file is damaged.
-        OSError: the file cannot be read.
+        PrivacyError: the file is damaged or cannot be read.
     """
-    if not file.exists():
+    if not (folder / RESUMED).exists():
         return []
-    try:
-        rounds = load_json(file)["after_rounds"]
-        if not isinstance(rounds, list) or any(
-            type(number) is not int or number < 0 for number in rounds
-        ):
-            raise TypeError("it must list rounds")
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{error!r:.80}") from None
+    stated = read_json(folder / RESUMED, "list of resumptions")
+    for problem in schema_problems(stated, Resumptions):
+        raise PrivacyError(f"{RESUMED}: {problem}")
+    rounds: list[int] = stated["after_rounds"]
     if rounds != sorted(rounds):
-        raise ValueError("its rounds must not decrease")
+        raise PrivacyError(f"{RESUMED}: its rounds must not decrease")
     return rounds
 
 
@@ -400,8 +380,9 @@ def _fresh(base: Path, name: str) -> tuple[Path, Path]:
     """
     number = 1
     while True:
-        final = base / (name if number == 1 else f"{name}-{number}")
-        path = final.with_name(f"{final.name}{INCOMPLETE}")
+        suffix = f"-{number}" if number > 1 else ""
+        final = base / f"{name}{suffix}"
+        path = base / f"{name}{suffix}{INCOMPLETE}"
         with suppress(FileExistsError):
             path.mkdir()
             # checked only now, because a run of the same second may have ended just before

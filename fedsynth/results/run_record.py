@@ -7,6 +7,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from fedsynth.federation.server import Server
 from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.ledger.history import History
 from fedsynth.privacy.report.build import build_report, write_report
-from fedsynth.privacy.report.figures import Began, Event, Start
+from fedsynth.privacy.report.figures import Event, RunStart, Start
 from fedsynth.privacy.report.pages import event_text
 from fedsynth.results import privacy_summary
 from fedsynth.results.disclosed import (
@@ -42,12 +43,12 @@ from fedsynth.results.disclosed import (
 from fedsynth.results.measure import Measure
 from fedsynth.results.report_facts import exported_files, report_facts, rows_before
 from fedsynth.results.result import summarise
-from fedsynth.results.run_folder import SERVER, RunFolder, private_start
+from fedsynth.results.run_folder import SERVER, RunFolder, private_start, resumed_rounds
 from fedsynth.synthesizer.condensation.sets import synthetic_sets
 
 
 @dataclass(frozen=True)
-class Ended:
+class RunOutcome:
     """The outcome of a run.
 
     Attributes:
@@ -106,13 +107,13 @@ class RunRecord:
             warnings = list(dict.fromkeys([*start.warnings, *self.warnings]))
             start = start.model_copy(update={"warnings": warnings})
         else:
-            start = self._start(self.plan, histories, self.folder.name)
+            start = self._start(self.plan, histories, self.folder.final.name)
         self.folder.write_private_start(start)
 
     def _start(self, plan: PrivacyPlan, histories: Sequence[History], name: str | None) -> Start:
-        began = Began.today(name)
+        run, test = RunStart.today(name), self.test
         return privacy_summary.start(
-            plan, histories, self.test, began, self.warnings, simulated=self.simulated
+            plan, histories, test, run, self.warnings, simulated=self.simulated
         )
 
     def go_on(self, folder: RunFolder, rows: Sequence[dict[str, Any]]) -> None:
@@ -122,10 +123,10 @@ class RunRecord:
         rounds = self.settings.rounds
         folder.rewrite_metrics([self._disclosed(row) for row in rows])
         self.observer.note(f"the run resumes after {completed} of {rounds} rounds")
-        for round_number in (
-            folder.resumed(completed) if completed < rounds else folder.resumptions()
-        ):
-            self.events.append(Event(kind="resumed", rounds_done=round_number))
+        if completed < rounds:
+            folder.note_resumption(completed)
+        for number in resumed_rounds(folder.path):
+            self.events.append(Event(kind="resumed", rounds_done=number))
 
     def row(
         self, state: ServerState, context: RoundContext, played: RoundResult, started: float
@@ -144,31 +145,31 @@ class RunRecord:
         """
         number = context.round
         method, exchange = self.settings.method, self.measure.exchange
-        declared = None if self.plan is None else method.metric_privacy
+        declared = method.metric_privacy if self.plan is not None else None
 
-        def of_server() -> Mapping[str, Any]:
-            return check_facts(method.facts(state, context), declared)
+        def checked(facts: Mapping[str, Any]) -> Mapping[str, Any]:
+            return check_facts(facts, declared)
 
-        def of_clients() -> Mapping[str, Any]:
-            facts = exchange.facts(context, played.present)
-            return check_facts(method.aggregate_metrics(facts), declared)
+        def client_facts() -> Mapping[str, Any]:
+            return checked(method.aggregate_metrics(exchange.facts(context, played.present)))
 
-        row: dict[str, Any] = {"round": number}
-        row.update(check_facts(method.planned_facts(context), declared))
-        row.update(self.figures("facts of the server", of_server))
-        row.update(self.figures("facts of the clients", of_clients))
+        row: dict[str, Any] = {"round": number, **checked(method.planned_facts(context))}
+        row |= self.figures("facts of the server", lambda: checked(method.facts(state, context)))
+        row |= self.figures("facts of the clients", client_facts)
         if number % self.settings.evaluate_every == 0 or number == self.settings.rounds:
-            row.update(self.measure.row(state, context, self.figures))
+            row |= self.measure.row(state, context, self.figures)
         if self.plan is not None:
             histories = exchange.histories()
             if self.plan.guaranteed(histories):
                 row["epsilon"] = self.plan.epsilon(histories)
-        row["upload_floats"] = sum(m.floats for sent in played.sent.values() for m in sent)
-        row["client_upload_bytes"] = [sum(m.nbytes for m in sent) for sent in played.sent.values()]
+        row |= {"upload_floats": 0, "client_upload_bytes": []}
+        for messages in played.sent.values():
+            row["upload_floats"] += sum(message.floats for message in messages)
+            row["client_upload_bytes"].append(sum(message.nbytes for message in messages))
         row["upload_bytes"] = sum(row["client_upload_bytes"])
         if len(context.active) < context.clients:
             row["participants"] = list(context.active)
-        row.update(lost_clients(played))
+        row |= lost_clients(played)
         row["seconds"] = round(time.perf_counter() - started, 3)
         public = self._disclosed(row)
         self.rows.append(row)
@@ -189,11 +190,11 @@ class RunRecord:
     @property
     def deviations(self) -> tuple[str, ...]:
         """The deviations from the plan, in words."""
-        rounds = self.settings.rounds
-        cap = None if self.settings.privacy is None else self.settings.privacy.epsilon
-        return tuple(
-            event_text(event, rounds, cap, simulated=self.simulated) for event in self.events
+        cap = self.settings.privacy and self.settings.privacy.epsilon
+        sentence = partial(
+            event_text, planned_rounds=self.settings.rounds, cap=cap, simulated=self.simulated
         )
+        return tuple(map(sentence, self.events))
 
     def figures(self, name: str, make: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
         """Computes figures about the run, with None in place of non-finite numbers.
@@ -225,8 +226,10 @@ class RunRecord:
         """
         if name not in self._missing:
             self._missing.add(name)
-            kind = "" if isinstance(error, FedsynthError) else f"{type(error).__name__}: "
-            self.observer.note(f"warning: no {name}: {kind}{one_line(error)}")
+            text = one_line(error)
+            if not isinstance(error, FedsynthError):
+                text = f"{type(error).__name__}: {text}"
+            self.observer.note(f"warning: no {name}: {text}")
 
     def end(
         self,
@@ -236,7 +239,7 @@ class RunRecord:
         histories: Sequence[History],
         *,
         secret: bool = True,
-    ) -> Ended:
+    ) -> RunOutcome:
         """Writes report, results and summary, and gives the folder its final name.
 
         Args:
@@ -247,10 +250,11 @@ class RunRecord:
             secret: whether all clients' noise came from the operating system's keys.
         """
         accuracy = self.measure.final_accuracy(self.rows, server.state, context, self.figures)
-        report = promise = declared = None
+        report = privacy = declared = None
         if self.plan is not None:
             report = self._report(self.plan, histories, secret=secret)
             promise = privacy_summary.summary(self.plan, histories, simulated=self.simulated)
+            privacy = promise.to_json()
             declared = declared_summary(type(self.settings.method))
         summary = summarise(
             self.settings,
@@ -258,15 +262,15 @@ class RunRecord:
             accuracy,
             device=str(context.device),
             test=self.test,
-            privacy=None if promise is None else promise.to_json(),
+            privacy=privacy,
         )
         allowed = self._allowed(summary, declared)
         public = dict(allowed.public)
         if self.folder is None:
-            return Ended(accuracy, report, public, None)
+            return RunOutcome(accuracy, report, public, None)
         report = self._write_results(self.folder, server, context, uploads, report)
         folder = self.folder.finish(allowed)
-        return Ended(accuracy, report, {**public, "folder": str(folder)}, folder)
+        return RunOutcome(accuracy, report, {**public, "folder": str(folder)}, folder)
 
     def _write_results(
         self,
@@ -285,10 +289,11 @@ class RunRecord:
         if report is not None:
             write_report(report, folder.path)
         folder.write_model(server.final_parameters())
-        sent = synthetic_sets(uploads)
-        sets: list[tuple[int, Tensor, Tensor]]
-        sets = [(client, upload.images, upload.labels) for client, upload in sent.items()]
-        soft = [upload.soft_labels() for upload in sent.values()]
+        sets: list[tuple[int, Tensor, Tensor]] = []
+        soft: list[Tensor | None] = []
+        for client, upload in synthetic_sets(uploads).items():
+            sets.append((client, upload.images, upload.labels))
+            soft.append(upload.soft_labels())
         if (images := method.synthetic(server.state, context)) is not None:
             sets.append((SERVER, *images))
             soft.append(method.synthetic_soft_labels(server.state, context))
@@ -317,12 +322,15 @@ class RunRecord:
         return build_report(facts, histories, rows_before(plan))
 
     def _disclosed(self, row: Mapping[str, Any]) -> Disclosed:
-        declared = None if self.plan is None else declared_row(type(self.settings.method))
-        return self._allowed(row, declared)
+        if self.plan is None:
+            return self._allowed(row, None)
+        return self._allowed(row, declared_row(type(self.settings.method)))
 
     def _allowed(self, values: Mapping[str, Any], declared: Declared | None) -> Disclosed:
         """Splits a row or a summary; over nodes, drops what depends on the records, which is not
         kept there.
         """
         metrics = disclosed(values, declared)
-        return metrics if self.simulated else Disclosed(metrics.public)
+        if self.simulated:
+            return metrics
+        return Disclosed(metrics.public)

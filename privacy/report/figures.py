@@ -327,14 +327,14 @@ class Promise(Part):
     aggregation: str | None = None
 
 
-class Began(Part):
+class RunStart(Part):
     """The start date of a run, and the name of its folder then (None: no folder)."""
 
     id: str | None
     date: str
 
     @classmethod
-    def today(cls, folder: str | None) -> Began:
+    def today(cls, folder: str | None) -> RunStart:
         """Returns the facts of a run that starts now."""
         return cls(id=folder, date=datetime.date.today().isoformat())
 
@@ -347,9 +347,15 @@ class Start(Part):
     data_set: DataSet
     test_images: Literal["public", "private", "none"]
     ledgers: dict[str, LedgerStart]
-    run: Began
+    run: RunStart
     simulated: bool
     warnings: list[str]
+
+
+class Resumptions(Part):
+    """A run folder's resumed.json: the rounds after which the run was resumed."""
+
+    after_rounds: list[Annotated[int, Field(ge=0)]]
 
 
 class Signature(Part):

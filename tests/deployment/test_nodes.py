@@ -47,7 +47,7 @@ from fedsynth.privacy.errors import (
 from fedsynth.privacy.guard import Guard
 from fedsynth.privacy.ledger import Ledger, read_ledger
 from fedsynth.privacy.releases import Release
-from fedsynth.results.checkpoint import Kept
+from fedsynth.results.checkpoint import ClientMemory
 from fedsynth.results.verification import verify_run
 from tests.deployment.place import (
     CLIENTS,
@@ -831,7 +831,7 @@ def memories(home: Path) -> dict[str, dict[str, list[float]]]:
     return {
         file.name: {
             name: value.flatten().tolist()
-            for name, value in Kept.from_bytes(file.read_bytes()).memory.items()
+            for name, value in ClientMemory.from_bytes(file.read_bytes()).memory.items()
         }
         for file in home.glob("runs/*/memory-*")
     }

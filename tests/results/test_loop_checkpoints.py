@@ -61,7 +61,7 @@ def test_every_minute_all_that_has_ended_by_then_is_written(
     again = keeper(tmp_path)
     found = [again.load(f"train-{client}") for client in range(4)]
     assert [one and one[0] for one in found] == [2, 2, 2, 1]  # at 76 seconds, by the fourth's offer
-    assert again.earlier == 4 * 19.0
+    assert again.resumed_seconds == 4 * 19.0
 
 
 def test_what_takes_long_to_write_is_written_seldom(

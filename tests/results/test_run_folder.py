@@ -22,7 +22,7 @@ from fedsynth.data.registry import DatasetSpec, dataset_spec
 from fedsynth.data.shared_set import FORMAT, NORMALISED
 from fedsynth.errors import DataError, OutputError
 from fedsynth.methods.feddm import FedDM
-from fedsynth.privacy.errors import BudgetExceededError
+from fedsynth.privacy.errors import BudgetExceededError, PrivacyError
 from fedsynth.privacy.settings import NO_LEDGER
 from fedsynth.results.disclosed import (
     Disclosed,
@@ -91,8 +91,8 @@ def test_a_folder_with_special_files_is_not_resumed(tmp_path: Path, name: str, k
     with pytest.raises(OutputError, match=f"{name} is neither a plain file nor a folder"):
         RunFolder.reopen(folder.path)
     if kind == "pipe" and name == "resumed.json":
-        with pytest.raises(OSError, match="regular file"):
-            resumed_rounds(file)
+        with pytest.raises(PrivacyError, match="regular file"):
+            resumed_rounds(folder.path)
 
 
 def test_runs_of_the_same_second_do_not_share_a_folder(tmp_path: Path) -> None:

@@ -457,7 +457,7 @@ TAMPERINGS: list[tuple[Tamper, str]] = [
     (fewer_rounds, "no cap explains this early end"),
     (invented_resumption, "a resumption that is missing in the ledger"),
     (lambda folder: (folder / "resumed.json").write_text('{"after_rounds": [2]}'), "names round 2"),
-    (fifo("resumed.json"), "resumed.json is damaged"),
+    (fifo("resumed.json"), "resumed.json"),
     (fifo("metrics.jsonl"), "metrics.jsonl"),
     (fifo("summary.json"), "run's summary"),
     (
