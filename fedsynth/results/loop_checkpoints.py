@@ -29,7 +29,9 @@ HASH_BYTES = 32
 SHARED_TIME_RATIO = 0.1
 """A loop is shared if it took at least this share of the time between two writes."""
 WRITE_COST_RATIO = 20
-"""The time between two writes is at least this many times the duration of the last write."""
+"""The time between two writes is at least this many times the duration of the last write, …"""
+MAX_PAUSE_RATIO = 10
+"""… but at most this many times the usual time between writes."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +135,8 @@ class LoopCheckpoints:
                 write_whole(path, _with_hash(state, self._folder.identity))
         self._finished = {}
         now = time.monotonic()
-        self._next_write = now + max(self._seconds, WRITE_COST_RATIO * (now - began))
+        pause = min(WRITE_COST_RATIO * (now - began), MAX_PAUSE_RATIO * self._seconds)
+        self._next_write = now + max(self._seconds, pause)
 
 
 class TrainingCache:

@@ -34,7 +34,7 @@ from fedsynth.privacy.ledger import read_ledger
 from fedsynth.privacy.ledger.history import History
 from fedsynth.privacy.plans import FIRST, MAIN
 from fedsynth.privacy.releases import Release
-from fedsynth.privacy.report.build import over_clients
+from fedsynth.privacy.report.build import worst_by_round
 from fedsynth.privacy.report.figures import Event, Start
 from fedsynth.privacy.report.file import HOSTILE, LedgerRows, parse_json, read_json
 from fedsynth.privacy.report.verify import differences
@@ -445,7 +445,7 @@ class Charges:
         for client, initial_rows in self._initial_rows.items():
             rows = [replace(row, round=0) for row in initial_rows] + self.charged[client]
             by_client[client] = epsilon_by_round(rows, privacy.delta, privacy.adjacency)
-        return {point.round: point.worst for point in over_clients(by_client)}
+        return worst_by_round(by_client)
 
     def expected_losses(self, number: int) -> dict[str, Any]:
         """Returns the fields that a round's row must have about clients whose uploads were not

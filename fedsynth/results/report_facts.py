@@ -39,7 +39,7 @@ from fedsynth.privacy.report.figures import (
     Verdict,
 )
 from fedsynth.privacy.report.pages import FILES, renderer_versions
-from fedsynth.results.privacy_summary import as_json, pluralize, schedule
+from fedsynth.results.privacy_summary import pluralize, schedule
 from fedsynth.version import __version__
 
 FOUR_SUMS = (
@@ -101,7 +101,6 @@ def report_facts(
         test_only_randomness=not secret,
         provenance=provenance(plan.run),
         noise_multiplier=privacy.noise_multiplier,
-        data_set=as_json(plan.spec),
         simulated=simulated,
         abandoned=abandoned,
         shares=plan.chief.shares,

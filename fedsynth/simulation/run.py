@@ -226,7 +226,7 @@ class Simulation:
             if refusal is not None:
                 self._end_early(refusal)
                 break
-            seconds_before = getattr(context.keeper, "earlier", 0.0)  # in an interrupted attempt
+            seconds_before = getattr(context.keeper, "resumed_seconds", 0.0)
             row = self.record.row(self.server.state, context, self.played, started - seconds_before)
             self._draw_round(number)  # before the checkpoint, which marks the round as finished
             self._write_checkpoint(context)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import statistics
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -17,36 +16,15 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from fedsynth.privacy.accounting import (
-    delta_of,
-    describe_accountant,
-    epsilon,
-    epsilon_by_round,
-    epsilon_rdp,
-    merge,
-    totals,
-)
+from fedsynth.privacy import accounting
 from fedsynth.privacy.attacks import attack_success, best_guess
 from fedsynth.privacy.disclosure import UNACCOUNTED
 from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.files import write_whole
 from fedsynth.privacy.ledger.history import History
 from fedsynth.privacy.releases import Release, require
-from fedsynth.privacy.report.figures import (
-    SCHEMA_VERSION,
-    Accountant,
-    AfterRound,
-    Attack,
-    CurvePoint,
-    Group,
-    Guarantee,
-    LedgerEntry,
-    LedgerHead,
-    ReleaseKind,
-    Report,
-    ReportFacts,
-    Verdict,
-)
+from fedsynth.privacy.report import figures
+from fedsynth.privacy.report.figures import Report, ReportFacts
 from fedsynth.privacy.report.pages import render_html, render_markdown
 
 NAME = "privacy_report"
@@ -88,7 +66,7 @@ def build_report(
     heads = {}
     shares = facts.shares
     for history in histories:
-        heads[history.client] = LedgerHead(
+        heads[history.client] = figures.LedgerHead(
             rows=len(history.releases),
             chain=history.chain,
             rows_before=(rows_before or {}).get(history.client, 0),
@@ -96,11 +74,13 @@ def build_report(
         for row in history.releases:
             shares = max(shares, row.shares)
     stated = {name: getattr(facts, name) for name in ReportFacts.model_fields}
-    stated["verdict"] = Verdict(formal=formal, reasons=reasons, warnings=facts.verdict.warnings)
+    stated["verdict"] = figures.Verdict(
+        formal=formal, reasons=reasons, warnings=facts.verdict.warnings
+    )
     stated["published"] = published
     return Report(
         **stated,
-        schema_version=SCHEMA_VERSION,
+        schema_version=figures.SCHEMA_VERSION,
         guarantee=promise,
         ledger=folded_ledger(rows),
         ledger_heads=heads,
@@ -140,15 +120,15 @@ def reasons_in_ledgers(ledgers: Mapping[str, Rows]) -> list[str]:
     return list(dict.fromkeys(reasons))
 
 
-def guarantee(ledgers: Mapping[str, Rows], delta: float, adjacency: str) -> Guarantee:
+def guarantee(ledgers: Mapping[str, Rows], delta: float, adjacency: str) -> figures.Guarantee:
     """Returns (ε, δ) of the worst client, ε by client and by round, ε(δ), and the bounds on
     attacks; each figure is the largest over the clients."""
     by_client, by_round = {}, {}
     different = {}  # clients with equal totals have equal figures
     for client, rows in ledgers.items():
-        by_client[client] = epsilon(rows, delta, adjacency)
-        by_round[client] = epsilon_by_round(rows, delta, adjacency)
-        different[totals(rows)] = rows
+        by_client[client] = accounting.epsilon(rows, delta, adjacency)
+        by_round[client] = accounting.epsilon_by_round(rows, delta, adjacency)
+        different[accounting.totals(rows)] = rows
     worst = max(by_client, key=lambda client: by_client[client])
 
     # the worst client may depend on δ, on the attack and on the group size
@@ -157,26 +137,31 @@ def guarantee(ledgers: Mapping[str, Rows], delta: float, adjacency: str) -> Guar
 
     curve = []
     for point in sorted({*CURVE_DELTAS, delta}, reverse=True):
-        highest = largest(partial(epsilon, delta=point, adjacency=adjacency))
-        curve.append(CurvePoint(delta=point, epsilon=highest))
+        highest = largest(partial(accounting.epsilon, delta=point, adjacency=adjacency))
+        curve.append(figures.CurvePoint(delta=point, epsilon=highest))
     powers: dict[float, float] = {}
     for rows in different.values():
         for rate, power in attack_success(rows, adjacency=adjacency).items():
             powers[rate] = max(power, powers.get(rate, 0.0))
     attacks = [
-        Attack(false_positive_rate=rate, true_positive_rate_at_most=power)
+        figures.Attack(false_positive_rate=rate, true_positive_rate_at_most=power)
         for rate, power in powers.items()
     ]
     groups = []
     for size in GROUPS:
         bound, exact = largest(partial(group_epsilon, delta=delta, size=size, adjacency=adjacency))
-        groups.append(Group(units=size, epsilon=None if math.isinf(bound) else bound, exact=exact))
-    return Guarantee(
+        groups.append(
+            figures.Group(units=size, epsilon=None if math.isinf(bound) else bound, exact=exact)
+        )
+    return figures.Guarantee(
         epsilon=by_client[worst],
         delta=delta,
         worst_client=worst,
         epsilon_by_client=by_client,
-        epsilon_by_round=over_clients(by_round),
+        epsilon_by_round=[
+            figures.AfterRound(round=number, worst=spent)
+            for number, spent in worst_by_round(by_round).items()
+        ],
         epsilon_of_each_release_alone=by_kind(ledgers[worst], delta, adjacency),
         epsilon_of_delta=curve,
         attack_success=attacks,
@@ -185,25 +170,22 @@ def guarantee(ledgers: Mapping[str, Rows], delta: float, adjacency: str) -> Guar
     )
 
 
-def over_clients(by_client: Mapping[str, Mapping[int, float]]) -> list[AfterRound]:
-    """Returns the worst, the median and every client's ε after each round; a client without a new
-    release keeps its ε.
+def worst_by_round(by_client: Mapping[str, Mapping[int, float]]) -> dict[int, float]:
+    """Returns the worst client's ε after each round; a client without a new release keeps its ε.
 
     Args:
         by_client: client → round → ε after the round.
     """
-    table: list[AfterRound] = []
+    worst: dict[int, float] = {}
     current = dict.fromkeys(by_client, 0.0)
     for number in sorted(set().union(*by_client.values())):
         for client, by_round in by_client.items():
             current[client] = by_round.get(number, current[client])
-        worst = max(current.values())
-        median = statistics.median(current.values())
-        table.append(AfterRound(round=number, worst=worst, median=median, clients=dict(current)))
-    return table
+        worst[number] = max(current.values())
+    return worst
 
 
-def by_kind(rows: Rows, delta: float, adjacency: str) -> list[ReleaseKind]:
+def by_kind(rows: Rows, delta: float, adjacency: str) -> list[figures.ReleaseKind]:
     """Returns the ε of each kind of release if it were the only one. These do not add up to the
     total ε, which is smaller."""
     kinds: dict[tuple[str, str], list[Release]] = defaultdict(list)
@@ -211,8 +193,8 @@ def by_kind(rows: Rows, delta: float, adjacency: str) -> list[ReleaseKind]:
         kinds[row.quantity, row.mechanism].append(row)
     table = []
     for (quantity, mechanism), releases in sorted(kinds.items()):
-        spent = epsilon(releases, delta, adjacency)
-        table.append(ReleaseKind(quantity=quantity, mechanism=mechanism, epsilon=spent))
+        spent = accounting.epsilon(releases, delta, adjacency)
+        table.append(figures.ReleaseKind(quantity=quantity, mechanism=mechanism, epsilon=spent))
     return table
 
 
@@ -228,20 +210,20 @@ def group_epsilon(rows: Rows, delta: float, size: int, adjacency: str) -> tuple[
     """
     if all(row.sample_rate == 1 for row in rows):
         scaled = [replace(row, noise_multiplier=row.noise_multiplier / size) for row in rows]
-        return epsilon(scaled, delta, adjacency), True
-    unit_epsilon = epsilon(rows, delta, adjacency)
-    merged = merge(rows, adjacency)
+        return accounting.epsilon(scaled, delta, adjacency), True
+    unit_epsilon = accounting.epsilon(rows, delta, adjacency)
+    merged = accounting.merge(rows, adjacency)
     for factor in range(40):
         larger = unit_epsilon * (1 + factor / 10)
         spread = math.fsum(math.exp(min(i * larger, 700.0)) for i in range(size))
         if merged is None or spread * merged.slack > delta:  # beyond the accountant's accuracy
             break
-        if delta_of(merged, larger) * spread <= delta:
+        if accounting.delta_of(merged, larger) * spread <= delta:
             return size * larger, False
     return math.inf, False
 
 
-def folded_ledger(ledgers: Mapping[str, Rows]) -> list[LedgerEntry]:
+def folded_ledger(ledgers: Mapping[str, Rows]) -> list[figures.LedgerEntry]:
     """Merges rows that differ only in the round into one entry with its rounds, and clients with
     equal entries.
 
@@ -259,13 +241,13 @@ def folded_ledger(ledgers: Mapping[str, Rows]) -> list[LedgerEntry]:
     for (row, numbers), clients in entries.items():
         fields = row.to_json()
         del fields["round"]
-        folded.append(LedgerEntry(rounds=list(numbers), clients=clients, **fields))
+        folded.append(figures.LedgerEntry(rounds=list(numbers), clients=clients, **fields))
     return folded
 
 
 def accountant(
     ledgers: Mapping[str, Rows], worst: str | None, delta: float, adjacency: str
-) -> Accountant:
+) -> figures.Accountant:
     """Returns the accountant's name, version and discretisation, with Rényi DP's ε of the worst
     client.
 
@@ -273,10 +255,10 @@ def accountant(
         worst: the worst client; None without a guarantee.
     """
     if worst is None:
-        described = describe_accountant((), adjacency)
-        return Accountant(**{**described, "computation": "none: no guarantee to compute"})
-    described = describe_accountant(ledgers[worst], adjacency)
-    rdp = epsilon_rdp(ledgers[worst], delta, adjacency)
+        described = accounting.describe_accountant((), adjacency)
+        return figures.Accountant(**{**described, "computation": "none: no guarantee to compute"})
+    described = accounting.describe_accountant(ledgers[worst], adjacency)
+    rdp = accounting.epsilon_rdp(ledgers[worst], delta, adjacency)
     if rdp is not None and not math.isfinite(rdp):
         rdp = None
-    return Accountant(**described, rdp_epsilon=rdp)
+    return figures.Accountant(**described, rdp_epsilon=rdp)

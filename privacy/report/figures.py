@@ -49,8 +49,6 @@ class Verdict(Part):
 class AfterRound(Part):
     round: int
     worst: float
-    median: float
-    clients: dict[str, float]
 
 
 class ReleaseKind(Part):
@@ -246,7 +244,6 @@ class ReportFacts(Part):
         test_only_randomness: whether a test injected noise or masks; there is no guarantee then.
         provenance: the hash of the settings, and versions.
         noise_multiplier: the run's σ, or None.
-        data_set: the data set's public specification.
         simulated: whether all clients ran in one process; otherwise each ran where its data are.
         abandoned: whether the run did not finish, and the report was built afterwards.
         shares: H of this run: each client adds 1/√H of the charged noise, and only sums over
@@ -279,7 +276,6 @@ class ReportFacts(Part):
     test_only_randomness: bool = False
     provenance: dict[str, Version] = {}
     noise_multiplier: float | None = None
-    data_set: DataSet = {}
     simulated: bool = True
     abandoned: bool = False
     shares: int = 1

@@ -177,16 +177,12 @@ def _plots(guarantee: Mapping[str, Any] | None) -> dict[str, str]:
     """Returns the plots, keyed by the heading that they follow."""
     if guarantee is None:
         return {}
-    worst, median = [], []
-    for row in guarantee["epsilon_by_round"]:
-        worst.append((row["round"], row["worst"]))
-        median.append((row["round"], row["median"]))
+    worst = [(row["round"], row["worst"]) for row in guarantee["epsilon_by_round"]]
     curve = [(point["delta"], point["epsilon"]) for point in guarantee["epsilon_of_delta"]]
-    lines = [Line("worst client", worst, width=6), Line("median client", median)]
     delta = f"δ = {guarantee['delta']:g}"
     return {
         "ε after each round (worst client)": _figure(
-            line_plot(lines, x="round", y=f"ε at {delta}"),
+            line_plot([Line("worst client", worst)], x="round", y=f"ε at {delta}"),
             f"ε spent after each round at {delta}",
         ),
         "ε for other δ (worst client)": _figure(

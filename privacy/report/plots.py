@@ -32,14 +32,12 @@ class Line:
         points: (x, y), sorted by x.
         band: (x, low, high) around the line, such as the range over seeds.
         colour: its index in `COLOURS` and `DASHES`; None: its position among the lines.
-        width: its width, in pixels.
     """
 
     name: str
     points: Points
     band: Sequence[tuple[float, float, float]] = ()
     colour: int | None = None
-    width: int = 2
 
 
 def svg_templates(folder: Path) -> Environment:
@@ -185,7 +183,6 @@ def _drawn(line: Line, number: int, axis_x: _Axis, axis_y: _Axis) -> dict[str, A
         "name": line.name,
         "colour": COLOURS[number % len(COLOURS)],
         "dash": DASHES[number % len(DASHES)],
-        "width": line.width,
         "points": _path(dots),
         "band": _path(band),
         "dots": dots,

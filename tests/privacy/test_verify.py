@@ -174,7 +174,7 @@ def test_an_invalid_report_is_one_line(run: Case, text: str, message: str) -> No
         ("guarantee/epsilon", 1e-320),
         ("guarantee/epsilon_of_delta/0/delta", 0.0),
         ("guarantee/epsilon_by_client", {}),
-        ("guarantee/epsilon_by_round/0/clients", {}),
+        ("guarantee/epsilon_by_round/0/round", -1),
         ("ledger/0/rounds", []),
         ("ledger/0/sampler", "shuffle"),
         ("ledger/0/steps", 10**400),
