@@ -589,7 +589,7 @@ def test_memories_of_clients_that_are_not_active_are_on_disk(
 ) -> None:
     given = sections("scaffold", run={"rounds": 5, "participation": 0.25})
     without = simulate(resolve(given))
-    keep, memory = simulated_run.Simulation._keep, CheckpointFolder.memory
+    keep, memory = simulated_run.Simulation._write_checkpoint, CheckpointFolder.memory
     held: list[int] = []
     loaded: list[int] = []
 
@@ -601,7 +601,7 @@ def test_memories_of_clients_that_are_not_active_are_on_disk(
         keep(self, context)
         held.append(sum(bool(client._memory) for client in self.exchange.clients))
 
-    monkeypatch.setattr(simulated_run.Simulation, "_keep", counting)
+    monkeypatch.setattr(simulated_run.Simulation, "_write_checkpoint", counting)
     monkeypatch.setattr(CheckpointFolder, "memory", loading)
     result = run(given, tmp_path)
     assert max(held[:-1]) <= 1
