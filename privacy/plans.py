@@ -18,7 +18,7 @@ from fedsynth.privacy.grid import Addends, Grid, grid_of
 from fedsynth.privacy.guard import Guard
 from fedsynth.privacy.mechanisms import GaussianSums
 from fedsynth.privacy.randomness import SecretGenerator
-from fedsynth.privacy.releases import RECORD, Release, require
+from fedsynth.privacy.releases import FULL, POISSON, RECORD, Release, require
 
 S = TypeVar("S")
 MakeSeries = Callable[[Release, int, Guard, SecretGenerator], GaussianSums]
@@ -73,17 +73,11 @@ class PrivatePlan:
     signal: float | None = None
 
     def __post_init__(self) -> None:
-        checks = (
-            (self.phase in PHASES, "phase", f"must be one of {', '.join(PHASES)}"),
-            (self.shares >= 1, "shares", "must be at least 1"),
-            (
-                self.groups >= 1 and self.dimension % self.groups == 0,
-                "groups",
-                f"must divide the {self.dimension} coordinates evenly",
-            ),
-        )
-        for ok, key, rule in checks:
-            require(ok, key, f"of plan {self.name!r} {rule}", getattr(self, key))
+        require(self.phase in PHASES, "phase", f"must be one of {', '.join(PHASES)}", self.phase)
+        require(self.shares >= 1, "shares", "must be at least 1", self.shares)
+        divides = self.groups >= 1 and self.dimension % self.groups == 0
+        rule = f"must divide the {self.dimension} coordinates evenly"
+        require(divides, "groups", rule, self.groups)
 
     def signal_to_noise(
         self, noise_multiplier: float, records: float, clients: int
@@ -143,7 +137,7 @@ class PrivatePlan:
             noise_multiplier=noise_multiplier * self.noise_ratio,
             sensitivity=self.clip,
             sample_rate=self.sample_rate,
-            sampler="poisson" if self.sample_rate < 1 else "full",
+            sampler=POISSON if self.sample_rate < 1 else FULL,
             steps=self.steps,
             dimension=self.dimension,
             unaccounted=unaccounted,
@@ -187,19 +181,15 @@ class Allowance(Generic[S]):
     Args:
         phase: the exchange.
         granted: the exchange's plans, each with its charged series.
-        elsewhere: the round's plans of other exchanges.
     """
 
-    def __init__(
-        self,
-        phase: str,
-        granted: Sequence[tuple[PrivatePlan, S]],
-        elsewhere: Sequence[PrivatePlan] = (),
-    ) -> None:
+    def __init__(self, phase: str, granted: Sequence[tuple[PrivatePlan, S]]) -> None:
         self._phase = phase
-        self._plans = {plan.name: plan for plan, _ in granted}
-        self._left = {plan.name: series for plan, series in granted}
-        self._elsewhere = {plan.name: plan.phase for plan in elsewhere}
+        self._plans: dict[str, PrivatePlan] = {}
+        self._unused: dict[str, S] = {}
+        for plan, series in granted:
+            self._plans[plan.name] = plan
+            self._unused[plan.name] = series
 
     def plan(self, name: str) -> PrivatePlan:
         """Returns the plan with this name that this client was charged for.
@@ -207,27 +197,23 @@ class Allowance(Generic[S]):
         Raises:
             UnplannedReleaseError: this exchange has no such plan.
         """
-        if name in self._plans:
-            return self._plans[name]
-        planned = ", ".join(map(repr, (*self._plans, *self._elsewhere)))
-        reason = f"no release {name!r} is planned (Method.release_plans names {planned})"
-        if name in self._elsewhere:
-            reason = (
-                f"{name!r} is planned for the {self._elsewhere[name]} exchange of a round, "
-                f"but was used in the {self._phase} exchange"
+        if name not in self._plans:
+            raise UnplannedReleaseError(
+                f"no release {name!r} is planned for the {self._phase} exchange of this round; "
+                f"Method.release_plans names {', '.join(map(repr, self._plans))}"
             )
-        raise UnplannedReleaseError(reason)
+        return self._plans[name]
 
     @property
     def untouched(self) -> bool:
         """True if no series was taken. Then no noise was drawn, and a failed attempt may be
         repeated on the same charge."""
-        return len(self._left) == len(self._plans)
+        return len(self._unused) == len(self._plans)
 
     def check(self, name: str) -> None:
         """Refuses the names that `take` would refuse, without taking anything."""
         self.plan(name)
-        if name not in self._left:
+        if name not in self._unused:
             raise UnplannedReleaseError(
                 f"the mechanism of plan {name!r} was already taken: it is charged once per round"
             )
@@ -239,14 +225,14 @@ class Allowance(Generic[S]):
             UnplannedReleaseError: this exchange has no such plan, or its series was taken before.
         """
         self.check(name)
-        return self._left.pop(name)
+        return self._unused.pop(name)
 
 
 class GroupAllowance(Generic[S]):
     """The allowances of a group of clients, in the group's order."""
 
     def __init__(self, allowances: Sequence[Allowance[S]]) -> None:
-        self._each = tuple(allowances)
+        self._allowances = tuple(allowances)
 
     def plan(self, name: str) -> PrivatePlan:
         """Returns the plan with this name, if all clients of the group have the same.
@@ -255,28 +241,29 @@ class GroupAllowance(Generic[S]):
             UnplannedReleaseError: there is none, or it differs between clients (in steps or
                 dimension), so that each must be asked separately.
         """
-        self._refuse_nothing(name)
-        first, *other_plans = [allowance.plan(name) for allowance in self._each]
-        if any(other != first for other in other_plans):
-            raise UnplannedReleaseError(
-                f"the clients of this group have different plans {name!r}: use alone(position)"
-            )
-        return first
+        self._refuse_empty(name)
+        plan = self._allowances[0].plan(name)
+        for allowance in self._allowances:
+            if allowance.plan(name) != plan:
+                raise UnplannedReleaseError(
+                    f"the clients of this group have different plans {name!r}: use alone(position)"
+                )
+        return plan
 
     def take(self, name: str) -> list[S]:
         """Returns each client's charged series of the plan with this name; takes none if one
         refuses."""
-        self._refuse_nothing(name)
-        for allowance in self._each:
+        self._refuse_empty(name)
+        for allowance in self._allowances:
             allowance.check(name)
-        return [allowance.take(name) for allowance in self._each]
+        return [allowance.take(name) for allowance in self._allowances]
 
-    def alone(self, position: int) -> GroupAllowance[S]:
+    def of_client(self, position: int) -> GroupAllowance[S]:
         """Returns one client's group allowance; a series taken from either is taken from both."""
-        return GroupAllowance(self._each[position : position + 1])
+        return GroupAllowance(self._allowances[position : position + 1])
 
-    def _refuse_nothing(self, name: str) -> None:
-        if not self._each:
+    def _refuse_empty(self, name: str) -> None:
+        if not self._allowances:
             raise UnplannedReleaseError(f"release {name!r}: there are no clients with a charge")
 
 
@@ -305,15 +292,12 @@ def authorise(
         BudgetExceededError: the cap would be exceeded; earlier charges remain.
     """
     granted: list[tuple[PrivatePlan, GaussianSums]] = []
-    elsewhere = []
     for plan in plans:
-        if plan.phase != phase:
-            elsewhere.append(plan)
-            continue
-        grid = plan.grid(noise_multiplier)
-        row = plan.release(round, noise_multiplier)
-        series = make_series(row, plan.groups, guard, secret)
-        series.shares = plan.shares
-        series.grid = grid
-        granted.append((plan, series))
-    return Allowance(phase, granted, elsewhere)
+        if plan.phase == phase:
+            grid = plan.grid(noise_multiplier)  # may refuse, before the charge
+            row = plan.release(round, noise_multiplier)
+            series = make_series(row, plan.groups, guard, secret)
+            series.shares = plan.shares
+            series.grid = grid
+            granted.append((plan, series))
+    return Allowance(phase, granted)

@@ -19,7 +19,7 @@ are in float64, as in `clip_rows`.
 
 from __future__ import annotations
 
-import dataclasses
+import copy
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -33,29 +33,31 @@ from fedsynth.privacy.mechanisms import clip_rows
 
 
 class Products(ABC):
-    """The vectors of N examples, given by factors, which are the tensor fields of a dataclass."""
+    """The vectors of N examples, given by factors: the tensor fields of a dataclass, its first
+    field among them.
 
-    @property
-    @abstractmethod
-    def bound(self) -> float:
-        """The bound on the L2 norm of one example's vector."""
+    Attributes:
+        bound: the bound on the L2 norm of one example's vector.
+    """
+
+    bound: float
 
     @property
     @abstractmethod
     def width(self) -> int:
         """The number of coordinates of a vector."""
 
-    def _factors(self) -> dict[str, Tensor]:
-        return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
-
     def __len__(self) -> int:
         """Returns N."""
-        return len(next(iter(self._factors().values())))
+        return len(next(iter(vars(self).values())))
 
     def part(self, indices: slice | Tensor) -> Self:
         """Returns the vectors of some of the examples."""
-        factors = {name: factor[indices] for name, factor in self._factors().items()}
-        return dataclasses.replace(self, **factors)  # type: ignore[type-var]
+        part = copy.copy(self)
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor):
+                object.__setattr__(part, name, value[indices])
+        return part
 
     @abstractmethod
     def rows(self) -> Tensor:
@@ -71,23 +73,19 @@ class Rows(Products):
     """Vectors that are given directly.
 
     Args:
-        vectors: [N, D], clipped to norm `clip`.
-        clip: a.
+        vectors: [N, D], clipped to norm `bound`.
+        bound: a.
     """
 
     vectors: Tensor
-    clip: float
-
-    @property
-    def bound(self) -> float:
-        return self.clip
+    bound: float
 
     @property
     def width(self) -> int:
         return self.vectors.shape[1]
 
     def rows(self) -> Tensor:
-        return clip_rows(self.vectors, self.clip)
+        return clip_rows(self.vectors, self.bound)
 
     def sums(self, shares_N: Tensor | None = None) -> Tensor:
         return _weighted(self.rows(), shares_N).sum(dim=0)
@@ -98,25 +96,21 @@ class Outer(Products):
     """l ⊗ r of each example, in row-major order.
 
     Args:
-        left: [N, P], clipped to norm `clip`.
+        left: [N, P], clipped to norm `bound`.
         right: [N, Q], clipped to norm 1.
-        clip: a.
+        bound: a.
     """
 
     left: Tensor
     right: Tensor
-    clip: float
-
-    @property
-    def bound(self) -> float:
-        return self.clip
+    bound: float
 
     @property
     def width(self) -> int:
         return self.left.shape[1] * self.right.shape[1]
 
     def _clipped(self) -> tuple[Tensor, Tensor]:
-        return clip_rows(self.left, self.clip), clip_rows(self.right, 1.0)
+        return clip_rows(self.left, self.bound), clip_rows(self.right, 1.0)
 
     def rows(self) -> Tensor:
         left, right = self._clipped()
@@ -140,10 +134,7 @@ class Moments(Products):
     z: Tensor
     targets: Tensor
     target_norm: float
-
-    @property
-    def bound(self) -> float:
-        return 1.0
+    bound = 1.0
 
     @property
     def width(self) -> int:
@@ -182,40 +173,33 @@ class Grams(Products):
     z: Tensor
     blocks: tuple[tuple[int, int], ...]
     cells_part: float
-
-    @property
-    def bound(self) -> float:
-        return 1.0
+    bound = 1.0
 
     @property
     def width(self) -> int:
         return grams_width(self.blocks)
 
-    def _weights(self) -> tuple[float, float]:
-        return math.sqrt(1 - self.cells_part), math.sqrt(self.cells_part)
-
     def rows(self) -> Tensor:
-        of_channels, of_cells = self._weights()
         pieces = []
         for Z in matrices_of(clip_rows(self.z, 1.0), self.blocks):
-            pieces.append(of_channels * svec(torch.einsum("nas,nbs->nab", Z, Z)))
-            pieces.append(of_cells * svec(torch.einsum("nas,nat->nst", Z, Z)))
+            channels = torch.einsum("nas,nbs->nab", Z, Z)
+            cells = torch.einsum("nas,nat->nst", Z, Z)
+            pieces += self._scaled(channels, cells)
         return torch.cat(pieces, dim=1)
 
     def sums(self, shares_N: Tensor | None = None) -> Tensor:
-        of_channels, of_cells = self._weights()
         z = clip_rows(self.z, 1.0)
-        both = zip(
-            matrices_of(_weighted(z, shares_N), self.blocks),
-            matrices_of(z, self.blocks),
-            strict=True,
-        )
+        weighted = matrices_of(_weighted(z, shares_N), self.blocks)
         pieces = []
-        for weighted, Z in both:
-            channels = weighted.transpose(0, 1).flatten(1) @ Z.transpose(0, 1).flatten(1).T
-            cells = weighted.flatten(0, 1).T @ Z.flatten(0, 1)
-            pieces += [of_channels * svec(channels), of_cells * svec(cells)]
+        for W, Z in zip(weighted, matrices_of(z, self.blocks), strict=True):
+            channels = W.transpose(0, 1).flatten(1) @ Z.transpose(0, 1).flatten(1).T
+            cells = W.flatten(0, 1).T @ Z.flatten(0, 1)
+            pieces += self._scaled(channels, cells)
         return torch.cat(pieces)
+
+    def _scaled(self, channels: Tensor, cells: Tensor) -> list[Tensor]:
+        p, q = math.sqrt(1 - self.cells_part), math.sqrt(self.cells_part)
+        return [p * svec(channels), q * svec(cells)]
 
 
 def grams_width(blocks: tuple[tuple[int, int], ...]) -> int:
@@ -229,16 +213,16 @@ def grams_width(blocks: tuple[tuple[int, int], ...]) -> int:
 
 def matrices_of(rows_Nd: Tensor, blocks: tuple[tuple[int, int], ...]) -> list[Tensor]:
     """Returns the matrices that rows consist of, [N, channels, cells] each."""
-    split = rows_Nd.split([a * s for a, s in blocks], dim=1)
-    return [part.unflatten(1, size) for part, size in zip(split, blocks, strict=True)]
+    parts = rows_Nd.split([channels * cells for channels, cells in blocks], dim=1)
+    return [part.unflatten(1, size) for part, size in zip(parts, blocks, strict=True)]
 
 
 def clipped_product(left_NP: Tensor, right_NQ: Tensor, clip: float) -> Outer:
     """Returns l ⊗ r of each example, clipped to `clip` as a whole, in float64. r is normalised and
     l multiplied by its norm, so that clipping l clips the product.
 
-    >>> made = clipped_product(torch.tensor([[3.0]]), torch.tensor([[0.0, 2.0]]), clip=5.0)
-    >>> made.rows().tolist()  # of norm 6, clipped to 5
+    >>> product = clipped_product(torch.tensor([[3.0]]), torch.tensor([[0.0, 2.0]]), clip=5.0)
+    >>> product.rows().tolist()  # of norm 6, clipped to 5
     [[0.0, 5.0]]
     """
     right = right_NQ.to(torch.float64)

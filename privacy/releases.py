@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from fedsynth.privacy.errors import PrivacySettingError, shown
@@ -19,7 +19,7 @@ RECORD = "record"
 USER = "user"
 UNITS = (RECORD, USER)
 """The unit that adjacency adds or removes: one example, or one user with all their examples."""
-SAMPLERS = ("poisson", "full")
+POISSON, FULL = SAMPLERS = ("poisson", "full")
 
 
 @dataclass(frozen=True)
@@ -75,18 +75,18 @@ class Release:
         σ = self.noise_multiplier
         clip = self.sensitivity
         q = self.sample_rate
-        why = self.unaccounted
-        reason = why is None or (isinstance(why, str) and why != "")
+        reason = self.unaccounted
         finite = "must be a finite number"
         samplers = "must be 'poisson' or 'full' (batches of fixed size have no valid accounting)"
         full = "must be 1 with the sampler 'full', which uses all data"
         require(self.unit in UNITS, "unit", f"must be one of {', '.join(UNITS)}", self.unit)
-        require(reason, "unaccounted", "must be a reason or None", why)
+        explained = reason is None or (isinstance(reason, str) and reason != "")
+        require(explained, "unaccounted", "must be a reason or None", reason)
         require(is_real(σ) and σ >= 0, "noise_multiplier", f"{finite} of at least 0", σ)
         require(is_real(clip) and clip > 0, "sensitivity", f"(the clip) {finite} above 0", clip)
         require(is_real(q) and 0 < q <= 1, "sample_rate", "must be in (0, 1]", q)
         require(self.sampler in SAMPLERS, "sampler", samplers, self.sampler)
-        require(self.sampler != "full" or q == 1, "sample_rate", full, q)
+        require(self.sampler != FULL or q == 1, "sample_rate", full, q)
 
     def to_json(self) -> dict[str, Any]:
         """Returns the row as a flat, JSON-able dict; `from_json` is the inverse."""
@@ -96,14 +96,13 @@ class Release:
     def from_json(cls, row: Mapping[str, Any]) -> Release:
         """Rebuilds a row. Raises PrivacySettingError on missing or unknown fields and on values out
         of range."""
-        names = {f.name for f in fields(cls)}
-        rule = f"must have exactly the fields {sorted(names)}"
-        require(set(row) == names, "row", rule, sorted(row))
-        # The rows of a ledger share their strings, which take most of their memory.
-        shared: dict[str, Any] = {
-            key: sys.intern(item) if type(item) is str else item for key, item in row.items()
-        }
-        return cls(**shared)
+        names = sorted(cls.__dataclass_fields__)
+        require(sorted(row) == names, "row", f"must have exactly the fields {names}", sorted(row))
+        values = dict(row)
+        for key, value in row.items():
+            if type(value) is str:  # a ledger's rows share strings, most of their memory
+                values[key] = sys.intern(value)
+        return cls(**values)
 
 
 def is_real(value: object) -> bool:
@@ -124,10 +123,8 @@ def require(ok: bool, key: str, rule: str, value: object, section: str | None = 
 
 def check_adjacency(adjacency: str) -> None:
     """Refuses an adjacency that is not in `ADJACENCIES`."""
-    choices = ", ".join(ADJACENCIES)
-    require(
-        adjacency in ADJACENCIES, "adjacency", f"must be one of {choices}", adjacency, "privacy"
-    )
+    rule = f"must be one of {', '.join(ADJACENCIES)}"
+    require(adjacency in ADJACENCIES, "adjacency", rule, adjacency, "privacy")
 
 
 def check_delta(delta: float, max_records: int | None) -> None:

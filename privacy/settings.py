@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
+from functools import partial
 from numbers import Real
 from pathlib import Path
 from typing import ClassVar
@@ -23,10 +23,13 @@ from fedsynth.privacy.releases import (
 NO_LEDGER = "none: this data set is public"
 RANGES = {
     "noise_multiplier": (1e-15, 1e9),
+    "epsilon": (1e-15, 1e15),
     "clip": (1e-12, 1e12),
     "sample_rate": (1e-9, 1),
     "nominal_size": (1e-3, 1e15),
     "max_records": (1, 1e15),
+    "user_records": (1, 1e15),
+    "max_request_norm": (1e-15, 1e300),
 }
 """The ranges of useful values, within which sums, squares and quotients stay finite."""
 
@@ -46,9 +49,8 @@ def ledger_setting(value: Path | str) -> Path | str:
         folder = Path(value).expanduser().absolute()
     except (UnicodeEncodeError, RuntimeError) as error:
         raise PrivacySettingError("privacy", "ledger", f"is not a valid folder: {error}") from None
-    hint = "" if text else " (a variable that is not set?)"
-    nearly = text.casefold().split(":")[0] in ("none", "") or "\0" in text
-    _require(not nearly, "ledger", f"must be a folder{hint}, or exactly {NO_LEDGER!r}", text)
+    valid = text.casefold().split(":")[0] not in ("none", "") and "\0" not in text
+    _require(valid, "ledger", f"must be a folder, or exactly {NO_LEDGER!r}", text)
     return folder
 
 
@@ -61,8 +63,7 @@ def needs_a_budget() -> PrivacySettingError:
     )
 
 
-def _require(ok: bool, key: str, rule: str, value: object) -> None:
-    require(ok, key, rule, value, "privacy")
+_require = partial(require, section="privacy")
 
 
 @dataclass(frozen=True)
@@ -129,56 +130,40 @@ class PrivacySettings:
     ledger: str | Path | None = None  # text first: keeps a config file's ""
 
     def __post_init__(self) -> None:
-        self._check_numbers()
+        for name, (low, high) in RANGES.items():
+            value = getattr(self, name)
+            number = isinstance(value, Real) and not isinstance(value, bool)
+            valid = value is None or (number and low <= value <= high)
+            _require(valid, name, f"must be a number from {low:g} to {high:g}", value)
         if self.ledger is not None:
             object.__setattr__(self, "ledger", ledger_setting(self.ledger))
         check_adjacency(self.adjacency)
         check_delta(self.delta, self.max_records)
         if self.noise_multiplier is None and self.epsilon is None:
             raise needs_a_budget()
-        for name in ("noise_multiplier", "epsilon", "clip", "nominal_size", "max_request_norm"):
-            value = getattr(self, name)
-            ok = value is None or (value > 0 and math.isfinite(value))
-            _require(ok, name, "must be a positive number", value)
-        rate = self.sample_rate
-        _require(rate is None or 0 < rate <= 1, "sample_rate", "must be in (0, 1]", rate)
-        for name, (low, high) in RANGES.items():
-            value = getattr(self, name)
-            inside = value is None or low <= value <= high
-            _require(inside, name, f"must be from {low:g} up to {high:g}", value)
         self._check_unit()
         if self.mechanism is not None and not mechanism_facts(self.mechanism).guaranteed:
             self._check_without_guarantee(self.mechanism)
-
-    def _check_numbers(self) -> None:
-        """Refuses values that are not numbers before they are compared."""
-        for name in (*RANGES, "epsilon", "delta", "max_request_norm", "user_records"):
-            value = getattr(self, name)
-            number = isinstance(value, Real) and not isinstance(value, bool)
-            rule = f"must be a number, not {type(value).__name__}"
-            _require(value is None or number, name, rule, value)
-
-    def _check_without_guarantee(self, mechanism: str) -> None:
-        reason = ""
-        if self.unit == USER:
-            reason = "protects neither records nor users"
-        elif self.epsilon is not None or self.noise_multiplier is None:
-            reason = (
-                "has no differential privacy guarantee, so it has no ε: set only "
-                "privacy.noise_multiplier"
-            )
-        if reason:
-            raise PrivacySettingError("privacy", "mechanism", reason, value=mechanism)
 
     def _check_unit(self) -> None:
         _require(self.unit in UNITS, "unit", f"must be one of {', '.join(UNITS)}", self.unit)
         if self.unit == USER and self.nominal_size is None:
             reason = "needs privacy.nominal_size: the public, nominal number of users of a client"
             raise PrivacySettingError("privacy", "unit", reason, value=USER)
-        limit = self.user_records
-        ok = limit is None or (self.unit == USER and limit >= 1)
-        rule = f"must be a whole number of at least 1, with privacy.unit={USER}"
-        _require(ok, "user_records", rule, limit)
+        valid = self.user_records is None or self.unit == USER
+        _require(valid, "user_records", f"needs privacy.unit={USER}", self.user_records)
+
+    def _check_without_guarantee(self, mechanism: str) -> None:
+        reason = ""
+        if self.unit == USER:
+            reason = "protects neither records nor users"
+        elif self.epsilon is not None:
+            reason = (
+                "has no differential privacy guarantee, so it has no ε: set only "
+                "privacy.noise_multiplier"
+            )
+        if reason:
+            raise PrivacySettingError("privacy", "mechanism", reason, value=mechanism)
 
     @property
     def ledger_folder(self) -> Path | None:

@@ -252,7 +252,7 @@ class PrivateClientView:
         taken only once."""
         only = copy.copy(self)
         only.ids = (self.ids[position],)
-        only._allowance = self._allowance.alone(position)
+        only._allowance = self._allowance.of_client(position)
         only._parts = [self._parts[position]]
         only._records = [self._records[position]]
         only._units = [self._units[position]]

@@ -100,7 +100,7 @@ class ClientBudget:
             if plan.phase == phase:
                 self.ledger.charge(row)
                 granted.append((plan, UnaccountedNoise(row, self.secret)))
-        return Allowance(phase, granted, [plan for plan in plans if plan.phase != phase])
+        return Allowance(phase, granted)
 
 
 class OpenBudget:

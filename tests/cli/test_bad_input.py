@@ -25,7 +25,7 @@ TRAIN = (
     ("feddm surplus", "surplus"),
     ("feddm --rounds 0", "run.rounds must be at least 1, got 0"),
     ("feddm --participation 0.01", "run.participation 0.01 of 2 clients is less than one"),
-    ("feddm --dp-epsilon 0", "privacy.epsilon must be a positive number"),
+    ("feddm --dp-epsilon 0", "privacy.epsilon must be a number from"),
     ("feddm --dp-sigma 1 --dp-delta 1e-3", "privacy.delta must be at most 1 / privacy.max_records"),
     ("feddm --dp-delta 1e-5", "privacy.noise_multiplier or a budget, privacy.epsilon, must be"),
     ("feddm --dp-epsilon 3 --dp-mechanism paper", "no differential privacy guarantee"),

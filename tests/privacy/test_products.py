@@ -182,14 +182,6 @@ def test_a_series_refuses_more_than_was_charged() -> None:
             one.add_products(made)
 
 
-def test_products_state_their_bound() -> None:
-    class Unbounded(Rows):
-        bound = Products.bound
-
-    with pytest.raises(TypeError, match="abstract"):
-        Unbounded(torch.ones(1, D), 1.0)
-
-
 def test_a_user_counts_as_one_however_many_records() -> None:
     """The mean of a user's vectors is no longer than the bound; without whose they are, refused."""
     made = Moments(100 * torch.ones(6, D), targets(torch.zeros(6, dtype=torch.int64)), B)
