@@ -62,24 +62,17 @@ class FeatureMap:
 
     def __post_init__(self) -> None:
         if self.dimension < 1:
-            raise SettingError(
-                None,
-                "dimension",
-                f"of features {self.name!r} must be at least 1, got {self.dimension}",
-            )
+            raise self._wrong("dimension", f"must be at least 1, got {self.dimension}")
         for name in ("norm_bound", "radius"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
-                raise SettingError(
-                    None, name, f"of features {self.name!r} must be positive, got {value}"
-                )
+                raise self._wrong(name, f"must be positive, got {value}")
         if self.blocks and sum(a * b for a, b in self.blocks) != self.dimension:
-            raise SettingError(
-                None,
-                "blocks",
-                f"of features {self.name!r} must have {self.dimension} coordinates in total, "
-                f"got {self.blocks}",
-            )
+            reason = f"must have {self.dimension} coordinates in total, got {self.blocks}"
+            raise self._wrong("blocks", reason)
+
+    def _wrong(self, key: str, reason: str) -> SettingError:
+        return SettingError(None, key, f"of features {self.name!r} {reason}")
 
     def __call__(self, pixels_NCHW: Tensor) -> Tensor:
         """Returns the images' vectors [N, d], float32.
@@ -91,30 +84,23 @@ class FeatureMap:
             SettingError: the images have another shape, or the function's vectors are not as
                 declared.
         """
-        if tuple(pixels_NCHW.shape[1:]) != self.image_shape:
-            raise SettingError(
-                None,
-                "image_shape",
-                f"of features {self.name!r} is {self.image_shape}, got images "
-                f"{tuple(pixels_NCHW.shape[1:])}",
-            )
-        x = pixels_NCHW
-        x = x.float() / 255 if x.dtype == torch.uint8 else x.float()
+        shape = tuple(pixels_NCHW.shape[1:])
+        if shape != self.image_shape:
+            raise self._wrong("image_shape", f"is {self.image_shape}, got images {shape}")
+        x = pixels_NCHW.float()
+        if pixels_NCHW.dtype == torch.uint8:
+            x = x / 255
         features: object = self.function(x)
         if not isinstance(features, Tensor):
-            raise SettingError(
-                None,
-                "function",
-                f"of features {self.name!r} must return a tensor [N, {self.dimension}], got "
-                f"{type(features).__name__}",
-            )
+            returned = type(features).__name__
+            reason = f"must return a tensor [N, {self.dimension}], got {returned}"
+            raise self._wrong("function", reason)
         if tuple(features.shape) != (len(x), self.dimension):
-            raise SettingError(
-                None,
-                "dimension",
-                f"of features {self.name!r} is {self.dimension}, but its function returned "
-                f"{tuple(features.shape)} for {len(x)} images",
+            reason = (
+                f"is {self.dimension}, but its function returned {tuple(features.shape)} for "
+                f"{len(x)} images"
             )
+            raise self._wrong("dimension", reason)
         return features.float()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FeatureMap:

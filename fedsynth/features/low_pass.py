@@ -30,8 +30,9 @@ def cells_of(shape: Shape) -> tuple[int, int, int]:
     >>> cells_of((1, 28, 28)), cells_of((3, 32, 32))
     ((1, 14, 14), (3, 8, 8))
     """
-    side = GREY_SIDE if shape[0] == 1 else COLOUR_SIDE
-    return shape[0], min(side, shape[1]), min(side, shape[2])
+    channels, height, width = shape
+    side = GREY_SIDE if channels == 1 else COLOUR_SIDE
+    return channels, min(side, height), min(side, width)
 
 
 @lru_cache(maxsize=8)

@@ -58,9 +58,18 @@ def map_of_vectors(
 ) -> FeatureMap:
     """Returns the map of a function, with the dimension and constants of its vectors of the random
     images; the constants are multiplied by `scale`."""
-    norm, radius = (rounded(scale * value) for value in constants(vectors_Nd))
+    norm, radius = constants(vectors_Nd)
     source = SOURCE if scale == 1 else f"{scale} of {SOURCE}"
-    return FeatureMap(name, shape, vectors_Nd.shape[1], norm, radius, source, function, blocks)
+    return FeatureMap(
+        name,
+        shape,
+        vectors_Nd.shape[1],
+        rounded(scale * norm),
+        rounded(scale * radius),
+        source,
+        function,
+        blocks,
+    )
 
 
 def measured_map(name: str, image_shape: Shape, function: Callable[[Tensor], Tensor]) -> FeatureMap:
@@ -81,27 +90,21 @@ def measured_map(name: str, image_shape: Shape, function: Callable[[Tensor], Ten
     >>> halves.dimension, halves.norm_bound > 0, halves.radius > 0
     (2, True, True)
     """
+
+    def refused(reason: str) -> SettingError:
+        return SettingError(None, "function", f"of features {name!r} {reason}")
+
     try:
         vectors = public_vectors(function, image_shape).float()
     except (AttributeError, TypeError) as error:
-        raise SettingError(
-            None, "function", f"of features {name!r} must return a tensor [N, d]: {error}"
-        ) from None
+        raise refused(f"must return a tensor [N, d]: {error}") from None
     if vectors.dim() != 2:
-        raise SettingError(
-            None,
-            "function",
-            f"of features {name!r} must return one vector per image, [N, d], but returns "
-            f"{list(vectors.shape)} for {len(vectors)}",
-        )
+        shape = list(vectors.shape)
+        raise refused(f"must return one vector per image, [N, d], but returns {shape}")
     if not bool(torch.isfinite(vectors).all()):
-        raise SettingError(
-            None, "function", f"of features {name!r} returns numbers that are not finite"
-        )
+        raise refused("returns numbers that are not finite")
     if not constants(vectors)[1] > 0:
-        raise SettingError(
-            None, "function", f"of features {name!r} returns the same vector for half of all images"
-        )
+        raise refused("returns the same vector for half of all images")
     return map_of_vectors(name, image_shape, function, vectors)
 
 
@@ -158,10 +161,17 @@ class Whitening:
         about = (vectors_Nd - mean).double().unflatten(1, (-1, cells))
         between = torch.einsum("nas,nbs->ab", about, about) / (len(about) * cells)
         across = torch.einsum("nas,nat->st", about, about) / (len(about) * about.shape[1])
-        scaled, turns = _inverse_root(between, floor)
-        channels = scaled @ turns.T if num_channels is None else scaled.T[-num_channels:].flip(0)
-        scaled, turns = _inverse_root(across, floor)
-        return cls(function, mean, channels.float(), (scaled @ turns.T).float())
+        scaled, directions = _inverse_root(between, floor)
+        channels = scaled @ directions.T
+        if num_channels is not None:
+            channels = scaled.T[-num_channels:].flip(0)
+        scaled, directions = _inverse_root(across, floor)
+        return cls(function, mean, channels.float(), (scaled @ directions.T).float())
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """The numbers of channel directions and of cells."""
+        return len(self.channels), len(self.cells)
 
     def __call__(self, x_NCHW: Tensor) -> Tensor:
         """Returns the whitened vectors [N, d] of images."""
@@ -185,7 +195,6 @@ def _inverse_root(covariance: Tensor, floor: float) -> tuple[Tensor, Tensor]:
     entry would not do: it can have a twin of the opposite sign in the mirror image's channel.
     """
     values, vectors = torch.linalg.eigh(covariance)
-    counted = torch.arange(1, len(values) + 1, dtype=vectors.dtype, device=vectors.device)
-    signs = torch.where(counted @ vectors < 0, -1.0, 1.0)
-    turns = vectors * signs
-    return turns * ((values / values[-1]).clamp_min(0) + floor).rsqrt(), turns
+    index = torch.arange(1, len(values) + 1, dtype=vectors.dtype, device=vectors.device)
+    vectors = vectors * torch.where(index @ vectors < 0, -1.0, 1.0)
+    return vectors * ((values / values[-1]).clamp_min(0) + floor).rsqrt(), vectors

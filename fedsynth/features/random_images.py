@@ -16,17 +16,11 @@ All are batched torch code on any device, and take an explicit generator.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedsynth.errors import SettingError
-from fedsynth.validation import check_choice
-
-PROCESSES = ("dead-leaves", "generator", "spectral", "mixed")
-"""The processes of `random_images`; "mixed" takes equal shares of the others."""
 AT_ONCE = 256
 """Images that are generated together: bounds memory, and affects the result of a seed."""
 LEAVES = 48
@@ -38,57 +32,38 @@ WIDTH = 16
 
 
 def random_images(
-    count: int,
-    image_shape: tuple[int, int, int],
-    generator: torch.Generator,
-    process: str = "mixed",
+    count: int, image_shape: tuple[int, int, int], generator: torch.Generator
 ) -> Tensor:
-    """Draws images of a random process, float32 [count, C, H, W] in [0, 1], on the generator's
-    device.
+    """Draws images of the three processes, in equal shares, float32 [count, C, H, W] in [0, 1], on
+    the generator's device.
 
     Args:
         count: number of images.
         image_shape: C, H, W; one channel is the grey value of a colour image.
         generator: source of all draws; the same state gives the same images on one device type.
-        process: one of `PROCESSES`.
-
-    Raises:
-        SettingError: the shape is not an image shape.
-        UnknownNameError: no such process.
 
     >>> import torch
     >>> images = random_images(4, (3, 32, 32), torch.Generator().manual_seed(0))
     >>> list(images.shape), bool(images.min() >= 0), bool(images.max() <= 1)
     ([4, 3, 32, 32], True, True)
     """
-    check_choice("features", "process", process, PROCESSES)
-    if count < 0 or min(image_shape) < 1:
-        raise SettingError(
-            "features", "image_shape", f"must contain sizes of at least 1, got {image_shape}"
-        )
     channels, height, width = image_shape
     parts = [torch.empty(0, 3, height, width, device=generator.device)]
     for start in range(0, count, AT_ONCE):
-        parts.append(_colour(min(AT_ONCE, count - start), height, width, generator, process))
+        size = min(AT_ONCE, count - start)
+        per_process = -(-size // 3)
+        processes = [
+            dead_leaves(per_process, height, width, generator),
+            random_generators(per_process, height, width, generator),
+            spectral_noise(per_process, height, width, generator),
+        ]
+        # interleaved, so that every prefix mixes the processes
+        parts.append(torch.stack(processes, dim=1).flatten(0, 1)[:size])
     images = torch.cat(parts)
     if channels == 1:
         return images.mean(dim=1, keepdim=True)
-    extra = channels - 3
-    if extra > 0:  # more bands than colours: repeats the colours in turn
-        images = images[:, torch.arange(channels, device=images.device) % 3]
-    return images[:, :channels].contiguous()
-
-
-def _colour(
-    count: int, height: int, width: int, generator: torch.Generator, process: str
-) -> Tensor:
-    """Draws colour images [count, 3, H, W] in [0, 1]."""
-    if process != "mixed":
-        return _DRAWS[process](count, height, width, generator)
-    per_process = -(-count // len(_DRAWS))
-    parts = [draw(per_process, height, width, generator) for draw in _DRAWS.values()]
-    interleaved = torch.stack(parts, dim=1).flatten(0, 1)  # every prefix then mixes the processes
-    return interleaved[:count]
+    # more bands than colours repeat the colours in turn
+    return images[:, torch.arange(channels, device=images.device) % 3]
 
 
 # ------------------------------------------------------------------------------- spectral noise
@@ -168,7 +143,7 @@ def dead_leaves(count: int, height: int, width: int, generator: torch.Generator)
 
 
 def _power_law(uniform: Tensor, smallest: float, largest: float) -> Tensor:
-    """Returns radii in [least, most] with density proportional to r⁻³, by inversion."""
+    """Returns radii in [smallest, largest] with density proportional to r⁻³, by inversion."""
     low, high = smallest**-2, largest**-2
     return (low - uniform * (low - high)).rsqrt()
 
@@ -216,7 +191,7 @@ def random_generators(count: int, height: int, width: int, generator: torch.Gene
         else:
             weights = torch.randn(count, WIDTH, WIDTH, 3, 3, generator=generator, device=device)
             weights = weights / (3 * math.sqrt(WIDTH))
-        x = _own_convolution(x, weights)
+        x = _convolved_each(x, weights)
         strength = 0.5 * torch.rand(count, WIDTH, 1, 1, generator=generator, device=device).square()
         noise = torch.randn(count, 1, *x.shape[2:], generator=generator, device=device)
         x = F.leaky_relu(_standardised(x) + strength * noise, 0.2)
@@ -235,7 +210,7 @@ def _standardised(x: Tensor) -> Tensor:
     return (x - mean) / deviation.clamp_min(1e-5)
 
 
-def _own_convolution(x_NCHW: Tensor, weights: Tensor) -> Tensor:
+def _convolved_each(x_NCHW: Tensor, weights: Tensor) -> Tensor:
     """Convolves each image with its own weights [N, O, C, k, k], with reflected borders."""
     count, channels = x_NCHW.shape[:2]
     half = weights.shape[-1] // 2
@@ -259,10 +234,3 @@ def _oriented(count: int, generator: torch.Generator) -> Tensor:
     wave = torch.cos((0.3 + 1.5 * draw[0]) * along + 2 * math.pi * draw[1])
     window = torch.exp(-(down.square() + across.square()) / 4)
     return (draw[2] - 0.5) * wave * window
-
-
-_DRAWS: dict[str, Callable[[int, int, int, torch.Generator], Tensor]] = {
-    "dead-leaves": dead_leaves,
-    "generator": random_generators,
-    "spectral": spectral_noise,
-}

@@ -34,7 +34,7 @@ CONTRAST = 10 / 255**2
 in the paper)."""
 THRESHOLD = 0.25
 CELLS = 3
-LEAST = 12
+MIN_SIDE = 12
 """The smallest image side in pixels: smaller images have too few patches for 3×3 cells."""
 
 
@@ -57,7 +57,7 @@ class Dictionary:
         The comparisons are one convolution. A patch's mean and contrast are applied afterwards,
         because (p − μ_p)/s_p is linear in p for fixed μ_p and s_p.
         """
-        x = x_NCHW.expand(-1, 3, -1, -1) if x_NCHW.shape[1] == 1 else x_NCHW
+        x = x_NCHW.expand(-1, 3, -1, -1)  # grey images: three equal channels
         atoms = self.atoms.to(x)
         kernels = (atoms - atoms.mean(dim=0)).T.reshape(-1, 3, PATCH, PATCH)
         level = F.avg_pool2d(x.mean(dim=1, keepdim=True), PATCH, 1)
@@ -65,7 +65,8 @@ class Dictionary:
         spread = ((square - level.square()).clamp_min(0) + CONTRAST).sqrt()
         shift = (self.mean.to(x) @ atoms).view(1, -1, 1, 1)
         z = F.conv2d(x, kernels) / spread - shift
-        return torch.cat([pooled((sign * z - THRESHOLD).relu()) for sign in (1, -1)], dim=1)
+        above, below = pooled((z - THRESHOLD).relu()), pooled((-z - THRESHOLD).relu())
+        return torch.cat([above, below], dim=1)
 
 
 def pooled(maps_NCHW: Tensor) -> Tensor:
@@ -74,13 +75,11 @@ def pooled(maps_NCHW: Tensor) -> Tensor:
     height, width = maps_NCHW.shape[-2:]
     tall = (height + 1) // 2
     wide = (width + 1) // 2
-    rows = [0, (height - tall) // 2, height - tall]
-    columns = [0, (width - wide) // 2, width - wide]
-    cells = [
-        maps_NCHW[:, :, row : row + tall, column : column + wide].mean(dim=(2, 3))
-        for row in rows
-        for column in columns
-    ]
+    cells = []
+    for row in (0, (height - tall) // 2, height - tall):
+        for column in (0, (width - wide) // 2, width - wide):
+            window = maps_NCHW[:, :, row : row + tall, column : column + wide]
+            cells.append(window.mean(dim=(2, 3)))
     return torch.stack(cells, dim=2).flatten(1)
 
 
@@ -115,24 +114,23 @@ def scattering_and_random_process(shape: Shape) -> FeatureMap:
         SettingError: as for `scattering` and `random_process`.
     """
     _check(shape)
-    first = scattering(shape)
-    other = random_process(shape)
+    coefficients = scattering(shape)
+    comparisons = random_process(shape)
 
     def function(x_NCHW: Tensor) -> Tensor:
-        return torch.cat(
-            [first.function(x_NCHW) / first.radius, other.function(x_NCHW) / other.radius], 1
-        )
+        scattered = coefficients.function(x_NCHW) / coefficients.radius
+        return torch.cat([scattered, comparisons.function(x_NCHW) / comparisons.radius], dim=1)
 
     vectors = public_vectors(function, shape)
-    name = "scattering+random-process"
-    return map_of_vectors(name, shape, function, vectors, first.blocks + other.blocks)
+    blocks = coefficients.blocks + comparisons.blocks
+    return map_of_vectors("scattering+random-process", shape, function, vectors, blocks)
 
 
 def _check(shape: Shape) -> None:
-    if shape[0] not in (1, 3) or min(shape[1:]) < LEAST:
+    if shape[0] not in (1, 3) or min(shape[1:]) < MIN_SIDE:
         raise SettingError(
             "method",
             "features",
-            f"of random processes need grey or colour images of at least {LEAST}×{LEAST} "
+            f"of random processes need grey or colour images of at least {MIN_SIDE}×{MIN_SIDE} "
             f"pixels, got {shape}",
         )

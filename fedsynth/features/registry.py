@@ -19,7 +19,7 @@ from torch import Tensor
 from fedsynth.data.files import one_line
 from fedsynth.errors import FedsynthError, SettingError, unknown_name
 from fedsynth.features.feature_map import FeatureMap, Shape
-from fedsynth.features.random_process import LEAST
+from fedsynth.features.random_process import MIN_SIDE
 from fedsynth.own_code import OwnCode, given_again, is_label, load_own
 from fedsynth.privacy.batch_independence import ADVICE, dependence_on_batch
 
@@ -30,13 +30,13 @@ _BUILT_IN = {
     "pixels": "fedsynth.features.pixels:pixels",
     "scattering": "fedsynth.features.scattering:scattering",
     "random-process": "fedsynth.features.random_process:random_process",
-    "scattering+random-process": ("fedsynth.features.random_process:scattering_and_random_process"),
+    "scattering+random-process": "fedsynth.features.random_process:scattering_and_random_process",
     "whitened-scattering": "fedsynth.features.scattering:whitened_scattering",
     "whitened-scattering+random-process": "fedsynth.features.side_by_side:whitened_pair",
     "mirrored-scattering+random-process": "fedsynth.features.side_by_side:mirrored_pair",
 }
-_OWN: dict[str, tuple[Builder, OwnCode | None]] = {}
-_MADE: dict[tuple[str, Shape], FeatureMap] = {}
+_CUSTOM: dict[str, tuple[Builder, OwnCode | None]] = {}
+_BUILT: dict[tuple[str, Shape], FeatureMap] = {}
 """Cache of built maps. A map is built once for each name and shape, because feature vectors are
 cached by map object."""
 
@@ -47,7 +47,7 @@ def feature_names() -> tuple[str, ...]:
     >>> "pixels" in feature_names()
     True
     """
-    return (*_BUILT_IN, *_OWN)
+    return (*_BUILT_IN, *_CUSTOM)
 
 
 def features_for(shape: Shape) -> str:
@@ -58,7 +58,7 @@ def features_for(shape: Shape) -> str:
     >>> features_for((1, 28, 28)), features_for((1, 8, 8))
     ('whitened-scattering+random-process', 'whitened-scattering')
     """
-    if shape[0] not in (1, 3) or min(shape[1:]) < LEAST:
+    if shape[0] not in (1, 3) or min(shape[1:]) < MIN_SIDE:
         return "whitened-scattering"
     kind = "mirrored" if shape[0] == 3 else "whitened"
     return f"{kind}-scattering+random-process"
@@ -66,12 +66,12 @@ def features_for(shape: Shape) -> str:
 
 def is_own_features(name: str) -> bool:
     """Returns whether the map of this name is a custom one."""
-    return name in _OWN
+    return name in _CUSTOM
 
 
 def features_source(name: str) -> OwnCode | None:
     """Returns the file that a custom map was loaded from, or None."""
-    return _OWN[name][1] if name in _OWN else None
+    return _CUSTOM[name][1] if name in _CUSTOM else None
 
 
 def feature_map(name: str, shape: Shape) -> FeatureMap:
@@ -84,14 +84,15 @@ def feature_map(name: str, shape: Shape) -> FeatureMap:
     >>> feature_map("pixels", (1, 28, 28)).dimension
     784
     """
-    if (name, shape) not in _MADE:
-        _MADE[name, shape] = _made(name, shape)
-    return _MADE[name, shape]
+    if (name, shape) not in _BUILT:
+        with torch.inference_mode(False):  # cached, and also used with autograd
+            _BUILT[name, shape] = _build(name, shape)
+    return _BUILT[name, shape]
 
 
-def _made(name: str, shape: Shape) -> FeatureMap:
-    if name in _OWN:
-        return _checked(name, shape)
+def _build(name: str, shape: Shape) -> FeatureMap:
+    if name in _CUSTOM:
+        return _build_custom(name, shape)
     if name not in _BUILT_IN:
         refuse_unknown_map(name, "method")
     module, _, function = _BUILT_IN[name].partition(":")
@@ -110,36 +111,34 @@ def refuse_unknown_map(name: str, section: str, *other_names: str) -> NoReturn:
     if not is_label(name):
         names = (*other_names, *feature_names())
         raise unknown_name("feature map", name, names, section, "features")
-    raise given_again(section, "features", name, _OWN, "fedsynth.features.register_file")
+    raise given_again(section, "features", name, _CUSTOM, "fedsynth.features.register_file")
 
 
 @dataclass(eq=False)
-class _EachAlone:
+class _CheckedFunction:
     """A custom function, checked for batch independence on public images on each device before its
     first use there."""
 
     name: str
     function: Callable[[Tensor], Tensor]
-    tried: set[torch.device] = field(default_factory=set)
+    checked_devices: set[torch.device] = field(default_factory=set)
 
     def __call__(self, pixels_NCHW: Tensor) -> Tensor:
         _, channels, height, width = pixels_NCHW.shape
-        self.try_on(pixels_NCHW.device, (channels, height, width))
+        self.check(pixels_NCHW.device, (channels, height, width))
         return self.function(pixels_NCHW)
 
-    def try_on(self, device: torch.device, shape: Shape) -> None:
-        if device in self.tried:
+    def check(self, device: torch.device, shape: Shape) -> None:
+        if device in self.checked_devices:
             return
         finding = dependence_on_batch(self.function, shape, device)
         if finding:
-            reason = (
-                f"its function {finding}, so the influence of one example is not bounded: {ADVICE}"
-            )
-            raise _refused(self.name, reason)
-        self.tried.add(device)
+            reason = f"{finding}, so the influence of one example is not bounded: {ADVICE}"
+            raise _refused(self.name, f"its function {reason}")
+        self.checked_devices.add(device)
 
 
-def _checked(name: str, shape: Shape) -> FeatureMap:
+def _build_custom(name: str, shape: Shape) -> FeatureMap:
     """Returns a registered map whose function raises an error if it mixes examples.
 
     The map's image shape and its output for sample images are checked before any ledger is charged.
@@ -148,31 +147,25 @@ def _checked(name: str, shape: Shape) -> FeatureMap:
         SettingError: the builder fails, or does not return a map for such images.
     """
     try:
-        feature_map: object = _OWN[name][0](shape)
+        built: object = _CUSTOM[name][0](shape)
     except (FedsynthError, MemoryError):
         raise
     except Exception as error:
         reason = f"fails for images of shape {shape}: {type(error).__name__}: {one_line(error)}"
         raise _refused(name, reason) from error
-    if not isinstance(feature_map, FeatureMap):
-        reason = (
-            f"the registered function returns {type(feature_map).__name__}, but must return a  "
-        )
+    if not isinstance(built, FeatureMap):
+        reason = f"the registered function returns {type(built).__name__}, but must return a "
         raise _refused(name, f"{reason}fedsynth.features.FeatureMap of an image shape")
-    if feature_map.image_shape != shape:
-        reason = (
-            f"its map is for images of shape {feature_map.image_shape}, but these images "
-            f"have shape {shape}"
-        )
-        raise _refused(name, reason)
-    function = _EachAlone(name, feature_map.function)
+    if built.image_shape != shape:
+        reason = f"its map is for images of shape {built.image_shape}, but these images have shape"
+        raise _refused(name, f"{reason} {shape}")
+    function = _CheckedFunction(name, built.function)
     try:
-        pixels = torch.linspace(0, 1, 2 * math.prod(shape)).view(2, *shape)
-        feature_map(pixels)  # raises if the output is not as declared
-        function.try_on(torch.device("cpu"), feature_map.image_shape)
+        built(torch.linspace(0, 1, 2 * math.prod(shape)).view(2, *shape))  # checks its output
+        function.check(torch.device("cpu"), shape)
     except (RuntimeError, AssertionError, NotImplementedError):
         pass  # it may need another device: it is checked there before its first use
-    return replace(feature_map, name=name, function=function)
+    return replace(built, name=name, function=function)
 
 
 def _refused(name: str, reason: str) -> SettingError:
@@ -215,18 +208,11 @@ def register_features(name: str, build: Builder, source: OwnCode | None = None) 
     1
     """
     if name in _BUILT_IN:
-        raise SettingError(
-            None,
-            "name",
-            f"of custom features cannot be {name!r}: the package has a map with this name",
-        )
+        reason = f"of custom features cannot be {name!r}: the package has a map with this name"
+        raise SettingError(None, "name", reason)
     if not callable(build):
-        raise SettingError(
-            None,
-            "build",
-            "of custom features must be a function from an image shape to a FeatureMap, got "
-            f"{type(build).__name__}",
-        )
-    _OWN[name] = (build, source)
-    for cached in [key for key in _MADE if key[0] == name]:
-        del _MADE[cached]
+        reason = "of custom features must be a function from an image shape to a FeatureMap, got "
+        raise SettingError(None, "build", f"{reason}{type(build).__name__}")
+    _CUSTOM[name] = (build, source)
+    for cached in [key for key in _BUILT if key[0] == name]:
+        del _BUILT[cached]

@@ -33,9 +33,7 @@ def two_sided(left_ka: Tensor, rows_Nas: Tensor, right_st: Tensor) -> Tensor:
     >>> two_sided(torch.eye(2), torch.ones(1, 2, 3), torch.eye(3)).shape
     torch.Size([1, 2, 3])
     """
-    left = _both_filled_up(left_ka)
-    right = _both_filled_up(right_st)
-    products = left @ _both_filled_up(rows_Nas) @ right
+    products = _both_filled_up(left_ka) @ _both_filled_up(rows_Nas) @ _both_filled_up(right_st)
     return products[..., : len(left_ka), : right_st.shape[1]]
 
 

@@ -14,14 +14,14 @@ of each image are normalised in 27 groups, and overlapping windows pool each cha
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import lru_cache
+from itertools import product
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedsynth.errors import SettingError
@@ -36,7 +36,7 @@ J, L = 2, 8
 GROUPS = 27
 GRID = 3
 """Cells of the pooled map in each direction."""
-LEAST = 8
+MIN_SIDE = 8
 """The smallest image side in pixels: smaller images have fewer than two positions of 2^J pixels."""
 EPSILON = 1e-5
 """Added to a group's variance, so that a constant image has features 0."""
@@ -62,15 +62,14 @@ def gabor(size: tuple[int, int], sigma: float, theta: float, xi: float, slant: f
     """
     turn = np.array([[math.cos(theta), -math.sin(theta)], [math.sin(theta), math.cos(theta)]])
     curve = turn @ np.diag([1.0, slant**2]) @ turn.T / (2 * sigma**2)
+    rows, columns = np.mgrid[: size[0], : size[1]]
     total = np.zeros(size, dtype=np.complex128)
-    for down in PERIODS:
-        for right in PERIODS:
-            rows, columns = np.mgrid[: size[0], : size[1]]
-            y = rows + down * size[0]
-            x = columns + right * size[1]
-            falls = curve[0, 0] * y**2 + 2 * curve[0, 1] * y * x + curve[1, 1] * x**2
-            wave = xi * (y * math.cos(theta) + x * math.sin(theta))
-            total += np.exp(-falls + 1j * wave)
+    for down, right in product(PERIODS, repeat=2):
+        y = rows + down * size[0]
+        x = columns + right * size[1]
+        falls = curve[0, 0] * y**2 + 2 * curve[0, 1] * y * x + curve[1, 1] * x**2
+        wave = xi * (y * math.cos(theta) + x * math.sin(theta))
+        total += np.exp(-falls + 1j * wave)
     return total * slant / (2 * math.pi * sigma**2)
 
 
@@ -83,78 +82,62 @@ def morlet(size: tuple[int, int], scale: int, orientation: int) -> Complex:
     return wave - wave.sum() / bump.sum() * bump
 
 
-@dataclass(frozen=True, eq=False)
-class Scattering:
-    """The transform for one image size.
-
-    Args:
-        size: (H, W) of the images.
-        low: φ in Fourier space at full resolution, [H', W'].
-        smoothing: φ's matrices for rows and columns at half the resolution, see `_smoothing`.
-        waves: ψ in Fourier space by scale, each [L, H', W'].
+class Scattering(nn.Module):
+    """The transform for images of one size (H, W). Filters are float32 buffers: `low`, φ in Fourier
+    space at full resolution, [H', W']; `rows` and `columns`, φ's matrices at half the resolution,
+    see `_smoothing`; `fine` and `coarse`, ψ of both scales in Fourier space, [L, H', W'].
 
     Padded images have H' = ((H + 4) // 4 + 1)·4, that is at least 4 pixels of reflection in total
     in each dimension.
+
+    Raises:
+        SettingError: a side below 8 pixels.
     """
 
-    size: tuple[int, int]
     low: Tensor
-    smoothing: tuple[Tensor, Tensor]
-    waves: tuple[Tensor, ...]
+    rows: Tensor
+    columns: Tensor
+    fine: Tensor
+    coarse: Tensor
 
-    @classmethod
-    def of(cls, size: tuple[int, int]) -> Scattering:
-        """Builds the filters for images of this size, float32 on the CPU.
-
-        Raises:
-            SettingError: a side below 8 pixels.
-        """
-        if min(size) < LEAST:
+    def __init__(self, size: tuple[int, int]) -> None:
+        super().__init__()
+        if min(size) < MIN_SIDE:
             raise SettingError(
                 "method",
                 "features",
-                f"needs images of at least {LEAST}×{LEAST} pixels, got {size[0]}×{size[1]}",
+                f"needs images of at least {MIN_SIDE}×{MIN_SIDE} pixels, got {size[0]}×{size[1]}",
                 value="scattering",
             )
+        self.size = size
         padded = (_padded(size[0]), _padded(size[1]))
         low = np.fft.fft2(gabor(padded, 0.8 * 2 ** (J - 1), 0.0, 0.0, 1.0)).real
-        waves = [
-            np.stack([np.fft.fft2(morlet(padded, j, turn)).real for turn in range(L)])
-            for j in range(J)
-        ]
-        return cls(
-            size,
-            torch.from_numpy(low).float(),
-            (_smoothing(low[:, 0] / low[0, 0] ** 0.5), _smoothing(low[0] / low[0, 0] ** 0.5)),
-            tuple(torch.from_numpy(wave).float() for wave in waves),
-        )
+        self.register_buffer("low", torch.from_numpy(low).float())
+        self.register_buffer("rows", _smoothing(low[:, 0] / low[0, 0] ** 0.5))
+        self.register_buffer("columns", _smoothing(low[0] / low[0, 0] ** 0.5))
+        for scale, name in enumerate(("fine", "coarse")):
+            waves = [np.fft.fft2(morlet(padded, scale, turn)).real for turn in range(L)]
+            self.register_buffer(name, torch.from_numpy(np.stack(waves)).float())
 
-    def to(self, device: torch.device) -> Scattering:
-        """Returns a copy of the filters on a device."""
-        waves = tuple(wave.to(device) for wave in self.waves)
-        rows, columns = (matrix.to(device) for matrix in self.smoothing)
-        return Scattering(self.size, self.low.to(device), (rows, columns), waves)
-
-    def __call__(self, x_NHW: Tensor) -> Tensor:
+    def forward(self, x_NHW: Tensor) -> Tensor:
         """Transforms [N, H, W] to [N, 81, h, w], with h = H'/4 − 2: order 0, then 1 and 2.
 
         The channels of order 1 are sorted by (j, θ), those of order 2 by (θ₁, θ₂).
         """
         spectrum = torch.fft.fft2(self._pad(x_NHW))
         zero = self._average(spectrum[:, None], self.low, 2**J)
-        fine = torch.fft.ifft2(spectrum[:, None] * self.waves[0]).abs()
+        fine = torch.fft.ifft2(spectrum[:, None] * self.fine).abs()
         fine_spectrum = torch.fft.fft2(fine)
-        coarse = self._modulus(spectrum[:, None] * self.waves[1])
+        coarse = self._modulus(spectrum[:, None] * self.coarse)
         first = torch.cat([self._average(fine_spectrum, self.low, 4), self._smooth(coarse)], dim=1)
-        crossed = self._modulus(fine_spectrum[:, :, None] * self.waves[1])
+        crossed = self._modulus(fine_spectrum[:, :, None] * self.coarse)
         second = self._smooth(crossed.flatten(1, 2))
         return torch.cat([zero, first, second], dim=1)[..., 1:-1, 1:-1]
 
     def _pad(self, x_NHW: Tensor) -> Tensor:
         (height, width), (tall, wide) = self.size, self.low.shape
-        top = (tall - height) // 2
-        left = (wide - width) // 2
-        sides = (left, wide - width - left, top, tall - height - top)
+        top_pad, left_pad = (tall - height) // 2, (wide - width) // 2
+        sides = (left_pad, wide - width - left_pad, top_pad, tall - height - top_pad)
         return F.pad(x_NHW[:, None], sides, mode="reflect")[:, 0]
 
     def _modulus(self, spectrum: Tensor) -> Tensor:
@@ -166,16 +149,14 @@ class Scattering:
 
         φ is a product of one-dimensional Gaussians, so this is a matrix product on each side.
         """
-        rows, columns = self.smoothing
-        return rows @ half @ columns.T
+        return self.rows @ half @ self.columns.T
 
     def _average(self, spectrum: Tensor, low: Tensor, step: int) -> Tensor:
         return torch.fft.ifft2(_aliased(spectrum * low, step)).real
 
 
 def _padded(side: int) -> int:
-    step: int = 2**J
-    return ((side + step) // step + 1) * step
+    return ((side + 2**J) // 2**J + 1) * 2**J
 
 
 class _Aliased(torch.autograd.Function):
@@ -206,14 +187,12 @@ def _aliased(spectrum: Tensor, step: int) -> Tensor:
 
 
 def _mean_of_aliases(spectrum: Tensor, step: int) -> Tensor:
-    height, width = (side // step for side in spectrum.shape[-2:])
+    height, width = spectrum.shape[-2] // step, spectrum.shape[-1] // step
     # slices are added one by one: a reduction over two inner dimensions is several times slower
     total = spectrum[..., :height, :width]
-    for down in range(step):
-        for right in range(step):
-            if down or right:
-                rows = slice(down * height, (down + 1) * height)
-                total = total + spectrum[..., rows, right * width : (right + 1) * width]
+    for down, right in list(product(range(step), repeat=2))[1:]:
+        rows = slice(down * height, (down + 1) * height)
+        total = total + spectrum[..., rows, right * width : (right + 1) * width]
     return total / step**2
 
 
@@ -234,7 +213,7 @@ def _smoothing(low_H: Real) -> Tensor:
 @lru_cache(maxsize=8)
 def _filters(size: tuple[int, int], device: torch.device) -> Scattering:
     with torch.inference_mode(False):  # cached, and also used with autograd
-        return Scattering.of(size).to(device)
+        return Scattering(size).to(device)
 
 
 def scattering_features(x_NCHW: Tensor) -> Tensor:
@@ -253,19 +232,17 @@ def _pooled(x_NCHW: Tensor) -> Tensor:
     planes = _filters(tuple(x_NCHW.shape[2:]), x_NCHW.device)(colour.flatten(0, 1))
     channels = planes.unflatten(0, colour.shape[:2]).flatten(1, 2)
     normal = F.group_norm(channels, GROUPS, eps=EPSILON)
-    return F.avg_pool2d(normal, *_windows(normal.shape[2:])).flatten(1)
+    (height, down), (width, right) = _window(normal.shape[2]), _window(normal.shape[3])
+    return F.avg_pool2d(normal, (height, width), (down, right)).flatten(1)
 
 
-def _windows(size: torch.Size) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Returns the pooling's window and stride in each direction; fewer than three positions are not
+def _window(side: int) -> tuple[int, int]:
+    """Returns the pooling's window and stride in one direction; fewer than three positions are not
     pooled."""
-    strides = tuple(max(1, side // GRID) for side in size)
-    cells = tuple(min(GRID, side) for side in size)
-    sides = tuple(n - (c - 1) * s for n, c, s in zip(size, cells, strides, strict=True))
-    return (sides[0], sides[1]), (strides[0], strides[1])
+    stride = max(1, side // GRID)
+    return side - (min(GRID, side) - 1) * stride, stride
 
 
-@lru_cache(maxsize=8)
 def scattering(shape: Shape) -> FeatureMap:
     """Returns the map for images of this shape: 729 coordinates for 28×28 grey images, 2187 for
     32×32 colour images.
@@ -273,31 +250,23 @@ def scattering(shape: Shape) -> FeatureMap:
     Raises:
         SettingError: a side below 8 pixels.
     """
-    return map_of_vectors(
-        "scattering", shape, scattering_features, _public(shape), blocks=(sizes(shape),)
-    )
+    vectors = public_vectors(scattering_features, shape)
+    return map_of_vectors("scattering", shape, scattering_features, vectors, (sizes(shape),))
 
 
-@lru_cache(maxsize=8)
 def whitened_scattering(shape: Shape) -> FeatureMap:
     """Returns the map of coefficients whitened by covariances of public random images.
 
     Raises:
         SettingError: a side below 8 pixels.
     """
-    white = Whitening.of(scattering_features, _public(shape), sizes(shape)[1], FLOOR)
-    vectors = white.applied(_public(shape))
-    return map_of_vectors("whitened-scattering", shape, white, vectors, blocks=(sizes(shape),))
-
-
-@lru_cache(maxsize=8)
-def _public(shape: Shape) -> Tensor:
-    with torch.inference_mode(False):
-        return public_vectors(scattering_features, shape)
+    vectors = public_vectors(scattering_features, shape)
+    whitening = Whitening.of(scattering_features, vectors, sizes(shape)[1], FLOOR)
+    whitened = whitening.applied(vectors)
+    return map_of_vectors("whitened-scattering", shape, whitening, whitened, (sizes(shape),))
 
 
 def sizes(shape: Shape) -> tuple[int, int]:
     """Returns the number of channels, and of cells in each."""
-    low = Scattering.of((shape[1], shape[2])).low
-    rows, columns = (side // 2**J - 2 for side in low.shape)
+    rows, columns = _padded(shape[1]) // 2**J - 2, _padded(shape[2]) // 2**J - 2
     return shape[0] * (1 + J * L + L**2 * J * (J - 1) // 2), min(GRID, rows) * min(GRID, columns)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -31,7 +30,7 @@ from fedsynth.features.scattering import FLOOR, scattering_features, sizes
 DICTIONARY = 0.7
 """Scale of the dictionary's features relative to scattering's; chosen on held-out CIFAR-10 training
 images."""
-KEPT = 0.5
+CHANNEL_SHARE = 0.5
 """Fraction of channel directions that are kept, those in which public images differ most; chosen in
 the same way. Accuracy is the same with half of the coordinates."""
 SMALLER = 0.7
@@ -55,8 +54,10 @@ class SideBySide:
 
     def __call__(self, x_NCHW: Tensor) -> Tensor:
         """Returns vectors [N, Σ d_i]."""
-        pairs = zip(self.functions, self.factors, strict=True)
-        return torch.cat([function(x_NCHW) * factor for function, factor in pairs], dim=1)
+        vectors = []
+        for function, factor in zip(self.functions, self.factors, strict=True):
+            vectors.append(function(x_NCHW) * factor)
+        return torch.cat(vectors, dim=1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +71,6 @@ class Mirrored:
         return (self.function(x_NCHW) + self.function(x_NCHW.flip(-1))) / 2
 
 
-@lru_cache(maxsize=8)
 def whitened_pair(shape: Shape) -> FeatureMap:
     """Returns the map of both kinds of features, each whitened and divided by its public radius:
     1233 coordinates for 28×28 grey images.
@@ -79,10 +79,9 @@ def whitened_pair(shape: Shape) -> FeatureMap:
         SettingError: the images are neither grey nor colour, or smaller than 12×12.
     """
     pair = _pair(shape)
-    return _named("whitened-scattering+random-process", shape, pair, pair.blocks)
+    return _map_of(pair, "whitened-scattering+random-process", shape, pair.blocks)
 
 
-@lru_cache(maxsize=8)
 def mirrored_pair(shape: Shape) -> FeatureMap:
     """Returns the mean of `whitened_pair`'s features over an image and its mirror image: 1962
     coordinates for 32×32 colour images.
@@ -91,36 +90,36 @@ def mirrored_pair(shape: Shape) -> FeatureMap:
         SettingError: as for `whitened_pair`.
     """
     pair = _pair(shape)
-    return _named("mirrored-scattering+random-process", shape, Mirrored(pair), pair.blocks)
+    return _map_of(Mirrored(pair), "mirrored-scattering+random-process", shape, pair.blocks)
 
 
-@lru_cache(maxsize=8)
 def _pair(shape: Shape) -> SideBySide:
     dictionary = random_process(shape).function
-    first, scattered = _whitened(scattering_features, shape, sizes(shape)[1])
-    other, compared = _whitened(dictionary, shape, CELLS**2)
-    blocks = tuple((len(whitening.channels), len(whitening.cells)) for whitening in (first, other))
-    return SideBySide((first, other), (1 / scattered, DICTIONARY / compared), blocks)
+    coefficients, coefficients_radius = _whitened(scattering_features, shape, sizes(shape)[1])
+    comparisons, comparisons_radius = _whitened(dictionary, shape, CELLS**2)
+    return SideBySide(
+        (coefficients, comparisons),
+        (1 / coefficients_radius, DICTIONARY / comparisons_radius),
+        (coefficients.block, comparisons.block),
+    )
 
 
 def _whitened(
     function: Callable[[Tensor], Tensor], shape: Shape, cells: int
 ) -> tuple[Whitening, float]:
     """Returns a function's main directions, whitened, and their public radius."""
-    with torch.inference_mode(False):
-        raw = public_vectors(function, shape)
-        num_channels = math.ceil(KEPT * raw.shape[1] / cells)
-        white = Whitening.of(function, raw, cells, FLOOR, num_channels)
-        return white, constants(white.applied(raw))[1]
+    vectors = public_vectors(function, shape)
+    num_channels = math.ceil(CHANNEL_SHARE * vectors.shape[1] / cells)
+    whitening = Whitening.of(function, vectors, cells, FLOOR, num_channels)
+    return whitening, constants(whitening.applied(vectors))[1]
 
 
-def _named(
+def _map_of(
+    function: Callable[[Tensor], Tensor],
     name: str,
     shape: Shape,
-    function: Callable[[Tensor], Tensor],
     blocks: tuple[tuple[int, int], ...],
 ) -> FeatureMap:
     """Returns the map, with its dimension and constants measured on public images."""
-    with torch.inference_mode(False):
-        vectors = public_vectors(function, shape)
+    vectors = public_vectors(function, shape)
     return map_of_vectors(name, shape, function, vectors, blocks, SMALLER)

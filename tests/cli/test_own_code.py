@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from fedsynth.features.registry import _OWN as _OWN_FEATURES
+from fedsynth.features.registry import _CUSTOM as _OWN_FEATURES
 from fedsynth.methods import _OWN
 from fedsynth.own_code import load_own
 from tests.interrupted import interrupted_in_round

@@ -33,7 +33,7 @@ def waves() -> Tensor:
 
 
 def test_one_image_has_kymatio_s_numbers() -> None:
-    made = Scattering.of((16, 20))(waves())[0]
+    made = Scattering((16, 20))(waves())[0]
     assert made.shape == (81, 4, 5)
     for channel, values in KYMATIO.items():
         found = [float(made[channel, i, j]) for i, j in ((0, 0), (2, 3), (3, 4))]

@@ -13,7 +13,7 @@ from fedsynth.features.feature_map import Shape
 from fedsynth.features.public_statistics import public_vectors
 from fedsynth.features.random_images import random_images
 from fedsynth.features.scattering import sizes
-from fedsynth.features.side_by_side import DICTIONARY, KEPT, Mirrored, SideBySide
+from fedsynth.features.side_by_side import CHANNEL_SHARE, DICTIONARY, Mirrored, SideBySide
 from fedsynth.privacy.products import matrices_of
 from fedsynth.seeding import torch_generator
 
@@ -49,7 +49,7 @@ def test_neither_kind_drowns_the_other() -> None:
     scattering's."""
     vectors = public_vectors(feature_map(PAIR, GREY).function, GREY)
     channels, cells = sizes(GREY)
-    size = math.ceil(KEPT * channels) * cells
+    size = math.ceil(CHANNEL_SHARE * channels) * cells
     about = vectors - vectors.mean(dim=0)
     one = about[:, :size].norm(dim=1).median()
     other = about[:, size:].norm(dim=1).median()

@@ -38,7 +38,7 @@ from fedsynth.errors import (
     UnknownNameError,
 )
 from fedsynth.features import register_features, register_file
-from fedsynth.features.registry import _OWN
+from fedsynth.features.registry import _CUSTOM
 from fedsynth.own_code import load_own
 from fedsynth.results.result import RunResult
 from fedsynth.results.saved_model import Architecture, images_of_model, write_model
@@ -52,10 +52,10 @@ LINEAR = ModelSettings("linear")
 @pytest.fixture(autouse=True)
 def registered() -> Iterator[None]:
     """Forgets maps that a test has registered."""
-    before = dict(_OWN)
+    before = dict(_CUSTOM)
     yield
-    _OWN.clear()
-    _OWN.update(before)
+    _CUSTOM.clear()
+    _CUSTOM.update(before)
 
 
 @pytest.fixture(scope="module")
@@ -182,7 +182,7 @@ def test_an_encoder_with_other_weights_is_found_out(tmp_path: Path) -> None:
     assert 'load_model("THIS_FOLDER", features="PATH/enc.py:encoder")' in readme
     assert "for `fedsynth student`, set the features option to `PATH/enc.py:encoder`" in readme
     assert load_model(share, features=f"{file}:encoder") is not None
-    build = _OWN[name][0]
+    build = _CUSTOM[name][0]
     file.write_text(ENCODER.format(seed=1))
     other, _ = load_own("method", "features", f"{file}:encoder")
     register_features(name, other)  # as a file does that loads weights which have changed
@@ -190,7 +190,7 @@ def test_an_encoder_with_other_weights_is_found_out(tmp_path: Path) -> None:
         load_model(share)
     register_features(name, build)
     assert load_model(share) is not None
-    del _OWN[name]
+    del _CUSTOM[name]
     with pytest.raises(OutputError, match="name that file again"):
         load_model(share)
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fedsynth.errors import SettingError
 from fedsynth.features.feature_map import FeatureMap, Shape
-from fedsynth.features.random_process import LEAST
+from fedsynth.features.random_process import MIN_SIDE
 from fedsynth.methods.shared.noise_shares import Pool
 from fedsynth.models.feature_linear import root_names
 from fedsynth.privacy.plans import FIRST, PrivatePlan
@@ -49,7 +49,7 @@ def whitens(choice: str, features: FeatureMap, shape: Shape) -> bool:
         SettingError: "yes" for features without channels and cells.
     """
     if choice == AUTO:
-        return bool(features.blocks) and shape[0] == 1 and min(shape[1:]) >= LEAST
+        return bool(features.blocks) and shape[0] == 1 and min(shape[1:]) >= MIN_SIDE
     if choice == YES and not features.blocks:
         raise SettingError(
             "method",
