@@ -30,7 +30,9 @@ def setting_name(section: str | None, key: str) -> str:
         section: of a config file; None for an argument of a function or class.
         key: its name in the section.
     """
-    return key if section is None else f"{section}.{key}"
+    if section is None:
+        return key
+    return f"{section}.{key}"
 
 
 class NamedSettingError(Exception):
@@ -47,8 +49,10 @@ class NamedSettingError(Exception):
         self.key = key
         self.reason = reason
         self.value = value
-        equals = "" if value is None else f"={value}"
-        super().__init__(f"{setting_name(section, key)}{equals} {reason}")
+        setting = setting_name(section, key)
+        if value is not None:
+            setting += f"={value}"
+        super().__init__(f"{setting} {reason}")
 
     def of(self, section: str | None, key: str) -> NamedSettingError:
         """Returns the same error for another setting, from which the value came."""

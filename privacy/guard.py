@@ -7,9 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from fedsynth.privacy.accounting import epsilon
-from fedsynth.privacy.errors import BudgetExceededError, LedgerError, PrivacySettingError
+from fedsynth.privacy.errors import BudgetExceededError, LedgerError
 from fedsynth.privacy.ledger import Ledger
-from fedsynth.privacy.releases import ADD_REMOVE, RECORD, Release, check_adjacency, check_delta
+from fedsynth.privacy.releases import (
+    ADD_REMOVE,
+    RECORD,
+    Release,
+    check_adjacency,
+    check_delta,
+    require,
+)
 from fedsynth.privacy.report.formatting import format_epsilon
 
 NOTHING_LEFT = 2e-3
@@ -47,16 +54,16 @@ class Guard:
     ) -> None:
         check_delta(delta, None)
         check_adjacency(adjacency)
-        run_caps = [] if cap is None else [Cap(cap, delta)]
-        self._caps = (*run_caps, *([] if owner is None else [owner]))
+        self._caps = []
+        if cap is not None:
+            self._caps.append(Cap(cap, delta))
+        if owner is not None:
+            self._caps.append(owner)
         for limit in self._caps:
             check_delta(limit.delta, None)
-            if not (limit.epsilon > 0 and math.isfinite(limit.epsilon)):
-                raise PrivacySettingError(
-                    "privacy",
-                    "epsilon",
-                    f"as a cap must be a finite number above 0, got {limit.epsilon!r}",
-                )
+            valid = limit.epsilon > 0 and math.isfinite(limit.epsilon)
+            rule = "as a cap must be a finite number above 0"
+            require(valid, "epsilon", rule, limit.epsilon, "privacy")
         self.ledger = ledger
         self.adjacency = adjacency
         self.unit = unit
@@ -88,11 +95,10 @@ class Guard:
     def check_unit(self, rows: Sequence[Release]) -> None:
         """Refuses rows of another unit: a clip bounds either one record's influence or one user's,
         and rows of both kinds do not compose into one ε."""
-        protecting = (row.unit for row in rows if row.unaccounted is None)
-        other = next((unit for unit in protecting if unit != self.unit), None)
-        if other is not None:
-            raise LedgerError(
-                f"the ledger of client {self.ledger.client!r} contains releases that protect "
-                f"a {other}, but this run would protect a {self.unit}: their costs cannot be "
-                f"added; protect the same unit (privacy.unit={other})"
-            )
+        for row in rows:
+            if row.unaccounted is None and row.unit != self.unit:
+                raise LedgerError(
+                    f"the ledger of client {self.ledger.client!r} contains releases that protect "
+                    f"a {row.unit}, but this run would protect a {self.unit}: their costs cannot "
+                    f"be added; protect the same unit (privacy.unit={row.unit})"
+                )

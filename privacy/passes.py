@@ -30,7 +30,7 @@ Note = Callable[[str], None]
 """Receives a line that depends on private records, and that only people who may see these may
 read."""
 
-LEAST = 2
+MIN_LENGTH = 2
 """Normalisation layers of 1×1 maps refuse a single record in training mode."""
 
 
@@ -56,7 +56,7 @@ def pass_length(expected: float | None, start_over_row: float, limit: int) -> in
     if expected is None:
         return longest
     best = power_of_two(math.sqrt(2 * expected * start_over_row))
-    return min(max(LEAST, best), longest)
+    return min(max(MIN_LENGTH, best), longest)
 
 
 def padded(rows: Tensor, length: int, fill: int = 0) -> Tensor:
@@ -93,16 +93,16 @@ def values_of_each(compute: Callable[..., Tensor], records: Sequence[Tensor], no
     try:
         return _values(compute, records)
     except Exception as error:
-        fillers = [_public_like(record) for record in records]
+        fillers = list(map(_public_like, records))
         missing = torch.full_like(_values(compute, fillers)[:1], torch.nan)
         note(
             "the contribution of an image (or of the blank padding of a pass) could not be "
             f"computed: {error!r:.300}"
         )
-        return _among(compute, records, fillers, missing, list(range(len(records[0]))))
+        return _bisected(compute, records, fillers, missing, list(range(len(records[0]))))
 
 
-def _among(
+def _bisected(
     compute: Callable[..., Tensor],
     records: Sequence[Tensor],
     fillers: Sequence[Tensor],
@@ -110,22 +110,24 @@ def _among(
     positions: list[int],
 ) -> Tensor:
     """Returns the values at some positions; bisects them if `compute` raises."""
-    trial = [other.clone() for other in fillers]
-    for tensor, record in zip(trial, records, strict=True):
-        tensor[positions] = record[positions]
+    trial = []
+    for filler, record in zip(fillers, records, strict=True):
+        mixed = filler.clone()
+        mixed[positions] = record[positions]
+        trial.append(mixed)
     try:
         return _values(compute, trial)[positions]
     except Exception:
         half = len(positions) // 2
         if half == 0:
             return missing
-        parts = (positions[:half], positions[half:])
-        return torch.cat([_among(compute, records, fillers, missing, part) for part in parts])
+        first = _bisected(compute, records, fillers, missing, positions[:half])
+        second = _bisected(compute, records, fillers, missing, positions[half:])
+        return torch.cat([first, second])
 
 
 def _values(compute: Callable[..., Tensor], records: Sequence[Tensor]) -> Tensor:
-    # copies, as user code may change its inputs in place
-    values = compute(*(record.clone() for record in records))
+    values = compute(*map(torch.clone, records))  # user code may change its inputs in place
     if len(values) != len(records[0]):
         raise ValueError(f"{len(values)} values were computed for {len(records[0])} records")
     return values
@@ -137,4 +139,6 @@ def _public_like(tensor: Tensor) -> Tensor:
         return torch.zeros_like(tensor)
     # drawn by NumPy, as a trial of `compute` watches torch's random draws
     images = torch.from_numpy(np.random.default_rng(0).random(tensor.shape))
-    return (images if tensor.is_floating_point() else 255 * images).to(tensor)
+    if not tensor.is_floating_point():
+        images *= 255
+    return images.to(tensor)

@@ -71,22 +71,23 @@ class SecretGenerator:
         self.is_secret = test_only is None
         self.four_sums = four_sums
         self._process = this_process()
-        self._generator = _fresh_generator() if test_only is None else test_only
+        self._current = test_only or _fresh_generator()
 
-    def _own(self) -> np.random.Generator:
-        """Returns the generator of this process, with a new key after a fork; a test-only one is
+    @property
+    def _generator(self) -> np.random.Generator:
+        """The generator of this process, with a new key after a fork; a test-only one is
         unchanged."""
         if self.is_secret and self._process != this_process():
             self._process = this_process()
-            self._generator = _fresh_generator()
-        return self._generator
+            self._current = _fresh_generator()
+        return self._current
 
     def normal(
         self, shape: tuple[int, ...], standard_deviation: float, device: torch.device | str = "cpu"
     ) -> Tensor:
         """Returns independent N(0, standard_deviation²) noise, float64, drawn on the CPU and then
         moved."""
-        generator = self._own()
+        generator = self._generator
         noise = generator.standard_normal(shape)
         if self.four_sums:
             for _ in range(3):
@@ -101,7 +102,7 @@ class SecretGenerator:
         Each record is included independently with probability `sample_rate`; at rate 1 every record
         is included.
         """
-        return torch.from_numpy(np.flatnonzero(self._own().random(records) < sample_rate))
+        return torch.from_numpy(np.flatnonzero(self._generator.random(records) < sample_rate))
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(

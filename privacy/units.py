@@ -46,13 +46,13 @@ class Sample:
 
     def part(self, first: int, stop: int) -> Sample:
         """Returns the records from `first` up to `stop`."""
-        return self.where(slice(first, stop))
+        return self.select(slice(first, stop))
 
-    def where(self, taken_N: Tensor | slice) -> Sample:
-        """Returns the records that `taken_N`, a mask (bool) or a slice, selects."""
+    def select(self, indices: Tensor | slice) -> Sample:
+        """Returns the records that a mask (bool) or a slice selects."""
         if self.users is None or self.shares is None:
-            return Sample(self.records[taken_N])
-        return Sample(self.records[taken_N], self.users[taken_N], self.shares[taken_N])
+            return Sample(self.records[indices])
+        return Sample(self.records[indices], self.users[indices], self.shares[indices])
 
 
 class Units:
@@ -68,11 +68,12 @@ class Units:
     """
 
     def __init__(self, records: int, users: Tensor | None = None) -> None:
-        self._records = records
+        self._count = records
         self._order: Tensor | None = None
         if users is None:
             return
-        _, number = torch.unique(users, return_inverse=True)
+        unique, number = torch.unique(users, return_inverse=True)
+        self._count = len(unique)
         self._order = torch.argsort(number, stable=True)
         self._sizes = torch.bincount(number)
         self._starts = self._sizes.cumsum(0) - self._sizes
@@ -84,7 +85,7 @@ class Units:
 
     def __len__(self) -> int:
         """Returns the number of units, which is private."""
-        return self._records if self._order is None else len(self._sizes)
+        return self._count
 
     def sample(self, series: GaussianSums) -> Sample:
         """Starts a step of `series` and returns all records of the units in its Poisson sample."""

@@ -26,8 +26,7 @@ class History:
 
     def to_json(self) -> dict[str, Any]:
         """Returns a JSON-able mapping; `from_json` is the inverse."""
-        rows = [row.to_json() for row in self.releases]
-        return {"client": self.client, "releases": rows, "chain": self.chain}
+        return {**vars(self), "releases": [row.to_json() for row in self.releases]}
 
     @classmethod
     def from_json(cls, stated: Mapping[str, Any]) -> History:
@@ -36,6 +35,5 @@ class History:
         Raises:
             PrivacySettingError: a row is invalid.
         """
-        rows = tuple(Release.from_json(row) for row in stated["releases"])
-        chain = stated["chain"]
-        return cls(str(stated["client"]), rows, None if chain is None else str(chain))
+        rows = tuple(map(Release.from_json, stated["releases"]))
+        return cls(str(stated["client"]), rows, stated["chain"] and str(stated["chain"]))

@@ -254,7 +254,7 @@ class AuditedSums(GaussianSums):
         """Adds vectors like `GaussianSums`. If users are the units, each has one record here, so
         that clipping users and clipping records is the same."""
         rows, _, included = self._look(rows_ND.detach(), groups_N)
-        rest = None if sample is None else sample.where(included.cpu())
+        rest = None if sample is None else sample.select(included.cpu())
         super().add(rows[included], groups_N[included], rest)
 
     def add_products(self, products: Products, sample: Sample | None = None) -> None:
@@ -269,10 +269,10 @@ class AuditedSums(GaussianSums):
         rows, canary, included = self._look(written, groups)
         replaced = included & self._replaced(canary)
         through = included & ~replaced
-        rest = None if sample is None else sample.where(through.cpu())
+        rest = None if sample is None else sample.select(through.cpu())
         super().add_products(products.part(through), rest)
         if replaced.any():
-            rest = None if sample is None else sample.where(replaced.cpu())
+            rest = None if sample is None else sample.select(replaced.cpu())
             super().add(rows[replaced], groups[replaced], rest)
 
     def _look(self, rows_ND: Tensor, groups_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
