@@ -23,12 +23,13 @@ T = TypeVar("T")
 _TRUTH = {"true": True, "false": False, "1": True, "0": False, "yes": True, "no": False}
 LARGEST = 2**63 - 1
 """Largest integer that TOML, NumPy and PyTorch can hold."""
-FAR = 10_000
+MAX_PRINTED_BOUND = 10_000
+"""A range that ends here or later has only one bound worth printing."""
 LARGEST_FLOAT = 3e38
 """Bound on other numbers: the largest that fp32 can hold."""
 MAX_SECONDS = 10**8
 """Longest duration, three years: system timers cannot hold the largest floats."""
-_IN_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+_EXPECTED = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 
 def section_of(settings: Any) -> str | None:
@@ -49,11 +50,11 @@ def check_ranges(settings: Any, **ranges: tuple[float, float]) -> None:
     integers = {f.name for f in fields(settings) if f.type in (int, "int")}
     for name, (low, high) in ranges.items():
         value = getattr(settings, name)
-        check_number(section_of(settings), name, value, low, high, whole=name in integers)
+        check_number(section_of(settings), name, value, low, high, integer=name in integers)
 
 
 def check_number(
-    section: str | None, key: str, value: Any, low: float, high: float, *, whole: bool = False
+    section: str | None, key: str, value: Any, low: float, high: float, *, integer: bool = False
 ) -> None:
     """Refuses a value outside a closed range, not a number, or not whole where it must be.
 
@@ -61,24 +62,26 @@ def check_number(
         section, key: the setting, see `SettingError`.
         value: what was given.
         low, high: the range. It ends at `LARGEST` (whole numbers) or `LARGEST_FLOAT`.
-        whole: whether it must be a whole number.
+        integer: whether it must be a whole number.
 
     Raises:
         SettingError: names the setting, its range and what was given.
     """
-    if whole and type(value) is not int:
+    if integer and type(value) is not int:
         raise SettingError(section, key, f"must be a whole number, got {shown(value)}")
-    numeric = isinstance(value, Real) and not isinstance(value, bool)
-    if not numeric:
+    if not isinstance(value, Real) or isinstance(value, bool):
         raise SettingError(section, key, f"must be a number, got {shown(value)}")
     if not -math.inf < value < math.inf:  # a whole number may be too large for `isfinite`
         raise SettingError(section, key, f"must be a finite number, got {shown(value)}")
-    high = min(high, LARGEST if whole else LARGEST_FLOAT)
-    if not low <= value <= high:
-        allowed = f"between {low:g} and {high:g}"
-        if high >= FAR:  # such a range has only one bound worth printing
-            allowed = f"at least {low:g}" if value < low else f"at most {high:g}"
-        raise SettingError(section, key, f"must be {allowed}, got {shown(value)}")
+    high = min(high, {True: LARGEST, False: LARGEST_FLOAT}[integer])
+    if low <= value <= high:
+        return
+    allowed = f"between {low:g} and {high:g}"
+    if high >= MAX_PRINTED_BOUND and value < low:
+        allowed = f"at least {low:g}"
+    elif high >= MAX_PRINTED_BOUND:
+        allowed = f"at most {high:g}"
+    raise SettingError(section, key, f"must be {allowed}, got {shown(value)}")
 
 
 def check_choices(settings: Any, **choices: Sequence[str]) -> None:
@@ -149,9 +152,10 @@ def field_types(cls: Any) -> dict[str, type]:
     return {f.name: _first_type(hints.get(f.name, type(f.default))) for f in fields(cls)}
 
 
-def _first_type(hint: Any) -> type:
-    first: type = get_args(hint)[0] if get_origin(hint) in (Union, UnionType) else hint
-    return first
+def _first_type(hint: Any) -> Any:
+    if get_origin(hint) in (Union, UnionType):
+        hint = get_args(hint)[0]
+    return hint
 
 
 def converted(
@@ -163,10 +167,12 @@ def converted(
 ) -> dict[str, Any]:
     """Converts `values` to their `types`. Raises the errors of `from_mapping`, which also suggest
     the settings of `also` (known, but already removed from `values`)."""
-    for key in values:
+    result = {}
+    for key, value in values.items():
         if key not in types:
             raise unknown_name(f"setting of {of}", key, [*also, *types], section, key)
-    return {key: convert(section, key, value, types[key]) for key, value in values.items()}
+        result[key] = convert(section, key, value, types[key])
+    return result
 
 
 def convert(section: str | None, key: str, value: Any, kind: type) -> Any:
@@ -182,23 +188,17 @@ def convert(section: str | None, key: str, value: Any, kind: type) -> Any:
             raise TypeError
         if isinstance(value, str) and kind is not str and not value.isascii():
             raise ValueError  # Python would accept the digits of any script
-        converted = _whole(value) if kind is int else kind(value)
+        if kind is int and isinstance(value, bool):
+            raise ValueError
+        converted = kind(value)
+        if kind is int and isinstance(value, float) and converted != value:
+            raise ValueError  # 3.0 is accepted, 3.5 is not
     except (ValueError, KeyError, OverflowError, TypeError):
-        expected = _IN_WORDS.get(kind, f"of type {kind.__name__}")
+        expected = _EXPECTED.get(kind, f"of type {kind.__name__}")
         raise SettingError(section, key, f"must be {expected}, got {shown(value)}") from None
-    if kind is float and not math.isfinite(converted):
-        raise SettingError(section, key, f"must be a finite number, got {shown(value)}")
-    if kind is float and abs(converted) > LARGEST_FLOAT:
+    limit = {int: LARGEST, float: LARGEST_FLOAT}.get(kind)
+    if limit is not None and not abs(converted) <= limit:  # also true for NaN
         raise SettingError(
-            section, key, f"must be a number in the range of fp32, got {shown(value)}"
+            section, key, f"must be a finite number up to ±{limit:g}, got {shown(value)}"
         )
-    if kind is int and abs(converted) > LARGEST:
-        raise SettingError(section, key, f"must have at most 18 digits, got {shown(converted)}")
     return converted
-
-
-def _whole(value: Any) -> int:
-    """Returns an exact int from a whole number or its text; 3.0 is accepted, True is not."""
-    if isinstance(value, bool) or (isinstance(value, float) and not value.is_integer()):
-        raise ValueError
-    return int(value)

@@ -118,7 +118,7 @@ def test_text_and_values_are_converted_alike(
 
 def test_non_finite_and_optional_numbers() -> None:
     for bad in ("nan", "inf", math.nan, "1e999"):
-        with pytest.raises(SettingError, match=r"^own\.bound must be a finite number, got "):
+        with pytest.raises(SettingError, match=r"^own\.bound must be a finite number up to "):
             from_mapping(Own, {"bound": bad})
     assert from_mapping(Own, {"bound": "2"}).bound == 2.0
     assert from_mapping(Own, {"number": 3.0}).number == 3
@@ -127,7 +127,7 @@ def test_non_finite_and_optional_numbers() -> None:
 
 def test_ranges() -> None:
     for odd in (math.nan, math.inf):
-        with pytest.raises(SettingError, match=r"^own\.rate must be a finite number, got "):
+        with pytest.raises(SettingError, match=r"^own\.rate must be a finite number"):
             check_ranges(Own(rate=odd), rate=(0, 1))
     with pytest.raises(SettingError, match=r"^own\.rate must be between 0 and 1, got a number"):
         check_ranges(Own(rate=10**400), rate=(0, 1))

@@ -81,7 +81,7 @@ class Policy:
         for name in ("epsilon", "delta", *integers):
             value = getattr(self, name)
             if value is not None:
-                check_number("policy", name, value, 0, math.inf, whole=name in integers)
+                check_number("policy", name, value, 0, math.inf, integer=name in integers)
             if value == 0:
                 raise SettingError("policy", name, "must be above 0")
         if self.epsilon is not None and self.delta is None:

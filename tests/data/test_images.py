@@ -147,9 +147,9 @@ def test_subsets_that_cannot_be(indices: npt.NDArray[Any], message: str) -> None
 def test_a_class_without_examples_is_named() -> None:
     data = some_digits(20)
     require_all_classes(data)
-    with pytest.raises(DataError, match="no example of 1 of the classes: 4$"):
+    with pytest.raises(DataError, match=r"no example of 1 of the classes: 4$"):
         require_all_classes(data.subset(torch.tensor([i for i in range(20) if i % 10 != 4])))
-    with pytest.raises(DataError, match="9 of the classes: 1, 2, 3, 4, 5$"):
+    with pytest.raises(DataError, match=r"9 of the classes: 1, 2, 3, 4, 5$"):
         require_all_classes(data.subset(torch.tensor([0])))
 
 

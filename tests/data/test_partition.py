@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedsynth.data import partition as partitions
+from fedsynth.data import label_skew
 from fedsynth.data.partition import count_matrix, partition
 from fedsynth.data.partition_settings import BY_LABELS, PartitionSettings
 from fedsynth.errors import DataError, PartitionError
@@ -43,7 +43,7 @@ def balanced(classes: int, each: int) -> IntArray:
 @pytest.fixture(autouse=True)
 def few_tries(monkeypatch: pytest.MonkeyPatch) -> None:
     """Impossible wishes should cost the tests little."""
-    monkeypatch.setattr(partitions, "MAX_TRIES", 300)
+    monkeypatch.setattr(label_skew, "MAX_TRIES", 300)
 
 
 @settings(max_examples=200, deadline=None)
@@ -177,12 +177,12 @@ def test_c_classes_per_client(clients: int, c: int, seed: int) -> None:
         (
             [9, 0, 9, 9],
             {"kind": "missing", "clients": 3, "missing_classes": 3},
-            "missing_classes is 3, but only 3 classes have examples",
+            "only 3 classes have examples: lower missing_classes",
         ),
         (
             [90, 3],
             {"kind": "missing", "clients": 18, "missing_classes": 1},
-            r"class 1 has 3 examples for the 9 clients .* lower clients or raise missing_classes",
+            r"class 1 has 3 examples for the 9 clients .* lower clients or change missing_classes",
         ),
         ([900], {"kind": "quantity", "alpha": 0.001}, r"at alpha=0\.001: raise alpha, or lower"),
     ],

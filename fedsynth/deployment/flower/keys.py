@@ -56,8 +56,8 @@ def make_keys(folder: Path, clients: int, hosts: tuple[str, ...] = (), days: int
         SettingError: a number out of range, or an invalid host name.
         OutputError: the files cannot be written, or one exists.
     """
-    check_number(None, "clients", clients, 1, MOST_CLIENTS, whole=True)
-    check_number(None, "days", days, 1, MAX_DAYS, whole=True)
+    check_number(None, "clients", clients, 1, MOST_CLIENTS, integer=True)
+    check_number(None, "days", days, 1, MAX_DAYS, integer=True)
     server = ec.generate_private_key(ec.SECP256R1())
     authority, certificate = _certificates(server, hosts, days)
     private = {"server.key": _private(server, PrivateFormat.PKCS8)}

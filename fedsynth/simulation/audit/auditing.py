@@ -156,7 +156,7 @@ def audit_run(
 
 
 def _check_numbers(canaries: int, guesses: int, confidence: float) -> None:
-    check_number(None, "canaries", canaries, 2, MAX_CANARIES, whole=True)
+    check_number(None, "canaries", canaries, 2, MAX_CANARIES, integer=True)
     if not 2 <= guesses <= canaries or guesses % 2:
         raise SettingError(
             None,
