@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -10,7 +11,6 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from fedsynth.copies import copied
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.privacy.grid import Grid
 from fedsynth.privacy.settings import PrivacySettings
@@ -160,6 +160,6 @@ class RoundContext:
         """Returns a network of the run's (or this client's) architecture with these parameters and
         buffers, on the run's device."""
         architecture = self.architecture if client is None else self.architecture_of(client)
-        model = copied(architecture).to(self.device)
+        model = copy.deepcopy(architecture).to(self.device)
         model.load_state_dict(dict(parameters))
         return model

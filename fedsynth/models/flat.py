@@ -3,12 +3,11 @@ averaging are single operations."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
-
-from fedsynth.copies import copied
 
 
 def flatten(model: nn.Module) -> Tensor:
@@ -39,7 +38,7 @@ class FlatNetwork:
         *,
         requires_grad: bool = False,
     ) -> None:
-        self.module = copied(model)
+        self.module = copy.deepcopy(model)
         if device is not None:
             self.module.to(device)
         self.flat = flatten(self.module)

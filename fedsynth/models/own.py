@@ -13,7 +13,6 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from fedsynth.copies import copied
 from fedsynth.data.files import one_line
 from fedsynth.errors import FedsynthError, SettingError
 from fedsynth.privacy.batch_independence import ADVICE, dependence_on_batch
@@ -115,7 +114,7 @@ def rehearse(name: str, network: nn.Module, shape: Shape, classes: int) -> None:
         SettingError: one of these fails.
     """
     with _refusing(name, "cannot be copied"):
-        twin = copied(network)
+        twin = copy.deepcopy(network)
     state = twin.state_dict()
     check_state(name, state)
     shapes = {key: value.shape for key, value in state.items()}
@@ -184,7 +183,7 @@ def refuse_dependence(
         SettingError: the output does; names the model.
     """
     for mode in sorted({False, training}):
-        twin = copied(network).to(device).train(mode)
+        twin = copy.deepcopy(network).to(device).train(mode)
         functions: list[Any] = [twin]
         if hasattr(twin, "embed"):
             functions.append(twin.embed)

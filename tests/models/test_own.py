@@ -177,7 +177,7 @@ class NoGradients(Faulty):
         (NoGradients, "cannot be trained"),
         (with_parameter(torch.zeros(2, dtype=torch.complex64)), "has type torch.complex64"),
         (with_parameter(torch.zeros(2, dtype=torch.float64)), "has type torch.float64"),
-        (with_parameter(torch.eye(2).to_sparse()), "is sparse or quantised"),
+        (with_parameter(torch.eye(2).to_sparse()), "cannot be copied"),
         (
             with_fault(lambda self: setattr(self, "more", nn.Linear(2, 2, device="meta"))),
             "has no values",

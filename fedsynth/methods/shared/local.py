@@ -12,6 +12,7 @@ message and on public values: post-processing, at no cost. It must not see the c
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +21,6 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from fedsynth.copies import copied
 from fedsynth.core.client import ClientGroup, PrivateClientView
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters
@@ -158,7 +158,7 @@ class TrainsLocally(Method):
         different architectures."""
         if context.client_architectures is None:
             return context.load(message.parameters)
-        return copied(context.architecture_of(client)).to(context.device)
+        return copy.deepcopy(context.architecture_of(client)).to(context.device)
 
     def client_step(
         self,

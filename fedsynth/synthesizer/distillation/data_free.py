@@ -7,6 +7,7 @@ teacher's knowledge to the student by KL(teacher ‖ student) (Eq. 6).
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedsynth.copies import copied
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.evaluation.generated import describe, generator_tally
 from fedsynth.seeding import torch_generator
@@ -110,7 +110,7 @@ class DataFreeDistiller:
             report: receives (finished steps, total steps).
         """
         device = next(self.teacher.parameters()).device
-        teacher = copied(self.teacher).requires_grad_(False).eval()
+        teacher = copy.deepcopy(self.teacher).requires_grad_(False).eval()
         generator = make_generator(self.images, self.seed, latent=self.latent, width=self.width)
         adam = torch.optim.Adam(generator.to(device).train().parameters(), self.generator_lr)
         sgd = torch.optim.SGD(student.to(device).parameters(), self.learning_rate, self.momentum)
