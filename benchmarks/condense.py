@@ -1,26 +1,21 @@
-"""Condensation speed beside a straightforward implementation (library/reference.py), timed
-alternately in one run.
+"""Condensation speed compared with a straightforward implementation (library/reference.py).
 
     python benchmarks/condense.py [--quick] [--device cuda] [--cases mnist cifar10]
         [--repeats 5]
 
 At the paper's shape: 10 classes, 256 real and 10 synthetic images a class, ConvNet-128, 1×28×28 and
-3×32×32. For each case: seconds a step of the reference and of the engine in fp32 and with bf16 real
-passes, eager and compiled; medians over alternating repeats; images a second; the ratio; and the
-floor: operations over the machine's measured matrix-product peak. Then how time and peak memory
-grow with clients (1, 10, 100) and classes (10, 100), each in a process of its own, with a narrower
-network. Random images: only time is measured. On Linux the allocator is left as it is:
-`--keep-allocations` gives the reference, too, what `fedsynth train` asks of it (cli/process.py).
-Results are appended to benchmarks/results/condense.jsonl.
+3×32×32; the engine in fp32 and with bf16 real passes, eager and compiled; medians over alternating
+repeats; and the floor: operations over the machine's measured matrix-product peak. Then time and
+peak memory by clients and classes, each in a separate process, with a narrower network. Random
+images: only time is measured. `--keep-allocations` gives the reference, too, the allocator's
+settings of `fedsynth train` (cli/process.py).
 """
 
 from __future__ import annotations
 
 import argparse
-import resource
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,7 +24,7 @@ from fedsynth.cli.process import keep_large_allocations
 from fedsynth.data.registry import dataset_spec
 from fedsynth.federation.context import memory_bytes
 from library.cases import BATCH, IPC, Case, forward_flops, peak_flops
-from library.machine import medians, run_cases, seconds, timing_options
+from library.machine import medians, resident_bytes, run_cases, seconds, timing_options
 
 Point = tuple[int, int, float | None]
 """Clients, classes, and the run's memory bound in GB."""
@@ -56,7 +51,6 @@ def measure(shape: tuple[str, int], options: argparse.Namespace) -> dict[str, An
         "engine fp32 compiled": lambda: case.engine(torch.float32, compiled=True),
         "engine bf16 compiled": lambda: case.engine(torch.bfloat16, compiled=True),
     }
-    runs = {key: run for key, run in runs.items() if options.compile or "compiled" not in key}
     if not options.reference:
         del runs["reference"]
     times = {key: value / steps for key, value in medians(runs, options).items()}
@@ -74,20 +68,21 @@ def measure(shape: tuple[str, int], options: argparse.Namespace) -> dict[str, An
 
 
 def floors(case: Case, real: int, times: dict[str, float]) -> dict[str, Any]:
-    """Returns the least seconds of a step at the machine's peak, and the engine's share."""
+    """Returns the smallest possible seconds of a step at the machine's peak, and the engine's
+    share."""
     network: Any = case.context.architecture
     synthetic = real // BATCH * IPC
     flops = forward_flops(network, case.spec.image_shape)
     types = {"fp32": torch.float32, "bf16": torch.bfloat16}
     peaks = {key: peak_flops(kind, case.device) for key, kind in types.items()}
-    least = {
+    floor = {
         key: real * flops / peak + 2 * synthetic * flops / peaks["fp32"]
         for key, peak in peaks.items()
     }
     engines = {key: value for key, value in times.items() if key != "reference"}
     return {
-        "floor": least,
-        "share of the floor": {k: least[k.split()[1]] / value for k, value in engines.items()},
+        "floor": floor,
+        "share of the floor": {k: floor[k.split()[1]] / value for k, value in engines.items()},
         "matrix peak GFLOP/s": {key: peak / 1e9 for key, peak in peaks.items()},
     }
 
@@ -101,7 +96,7 @@ def measure_growth(point: Point, options: argparse.Namespace) -> dict[str, Any]:
     width = 8 if options.quick else 32
     case = Case(spec, width, clients, 1, device)
     case.context = replace(case.context, memory_bytes=memory_bytes(bound, device))
-    before = peak_memory(device)
+    initial_peak = peak_memory(device)
     times = [
         seconds(lambda: case.engine(torch.float32), device)
         for _ in range(1 if options.quick else 3)
@@ -114,19 +109,15 @@ def measure_growth(point: Point, options: argparse.Namespace) -> dict[str, Any]:
         "seconds per step": min(times),
         "microseconds per real image": 1e6 * min(times) / (clients * classes * BATCH),
         "peak memory GB": peak_memory(device),
-        "peak memory GB before the first step": before,
+        "peak memory GB before the first step": initial_peak,
     }
 
 
 def peak_memory(device: torch.device) -> float:
-    """Returns the most memory that was taken so far, in GB."""
+    """Returns the peak memory so far, in GB."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated() / 1e9
-    status = Path("/proc/self/status")
-    if status.exists():  # getrusage's peak begins with the parent's
-        fields = dict(line.split(":", 1) for line in status.read_text().splitlines())
-        return float(fields["VmHWM"].split()[0]) / 1e6
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+    return resident_bytes("VmHWM") / 1e9
 
 
 def main() -> None:
@@ -135,20 +126,17 @@ def main() -> None:
     parser.add_argument("--clients", type=int, nargs="+", default=[1])
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--keep-allocations", action="store_true", help="as `fedsynth train` does")
-    for name, what in (
-        ("compile", "the compiled engine"),
-        ("reference", "the reference"),
-        ("growth", "the growth table"),
-    ):
-        parser.add_argument(f"--no-{name}", dest=name, action="store_false", help=f"without {what}")
+    parser.add_argument("--no-reference", dest="reference", action="store_false")
+    parser.add_argument("--no-growth", dest="growth", action="store_false")
     options = parser.parse_args()
     if options.keep_allocations:
         keep_large_allocations()
     shapes = [(name, clients) for name in options.cases for clients in options.clients]
     run_cases("condense", options, {f"{n}, {k} clients": (n, k) for n, k in shapes}, measure)
-    points = GROWTH if options.growth else ()
-    growing = {f"growth {point}": point for point in points[: 2 if options.quick else None]}
-    run_cases("condense", options, growing, measure_growth, apart=True)
+    if options.growth:
+        points = GROWTH[:2] if options.quick else GROWTH
+        growing = {f"growth {point}": point for point in points}
+        run_cases("condense", options, growing, measure_growth, separate_processes=True)
 
 
 if __name__ == "__main__":

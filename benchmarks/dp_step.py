@@ -1,5 +1,5 @@
-"""What privacy costs: FedDM's private steps beside the step without privacy and a loop over examples
-(library/reference.py).
+"""Cost of privacy: FedDM's private steps compared with the step without privacy and with a loop over
+examples (library/reference.py).
 
     python benchmarks/dp_step.py [--quick] [--device cuda]
 
@@ -72,12 +72,7 @@ def gradient(options: argparse.Namespace) -> dict[str, Any]:
     return {"examples": examples, "seconds": times, "ratio to the loop": ratios}
 
 
-def main() -> None:
+if __name__ == "__main__":
     keep_large_allocations()
     cases = {"residual": residual, "gradient": gradient}
-    options = timing_options(__doc__).parse_args()
-    run_cases("dp_step", options, cases, lambda case, given: case(given))
-
-
-if __name__ == "__main__":
-    main()
+    run_cases("dp_step", timing_options(__doc__).parse_args(), cases, lambda case, args: case(args))

@@ -1,5 +1,5 @@
-"""How long one owner's private synthetic set takes on one core, by images, pixels, classes and
-width: the table of docs/how-long.md.
+"""Time of one owner's private synthetic set on one core, by images, pixels, classes and width: the
+table of docs/how-long.md.
 
     OMP_NUM_THREADS=1 python benchmarks/how_long.py [--quick]
 
@@ -23,7 +23,7 @@ from fedsynth import ImageData, PrivacySettings, from_arrays, owner_settings, si
 from fedsynth.data.registry import dataset_spec
 from library.machine import run_cases, timing_options
 
-FEW, MORE = 2, 6
+FEW, MANY = 2, 6
 """Releases, and epochs."""
 SIZES = {  # images, pixels a side, classes, width
     "500 images of 32 pixels": (500, 32, 3, 32),
@@ -34,10 +34,8 @@ SIZES = {  # images, pixels a side, classes, width
     "2,000 images, ten classes": (2000, 32, 10, 32),
     "2,000 images, width 128": (2000, 32, 3, 128),
 }
-CASES = {
-    name: dict(zip(("images", "side", "classes", "width"), sizes, strict=True))
-    for name, sizes in SIZES.items()
-}
+NAMES = ("images", "side", "classes", "width")
+CASES = {name: dict(zip(NAMES, sizes, strict=True)) for name, sizes in SIZES.items()}
 
 
 def noise(case: dict[str, int]) -> ImageData:
@@ -71,25 +69,21 @@ def one_round(case: dict[str, int], data: ImageData, releases: int, epochs: int)
     return time.process_time() - started
 
 
-def measured(case: dict[str, int], options: argparse.Namespace) -> dict[str, Any]:
+def measure(case: dict[str, int], options: argparse.Namespace) -> dict[str, Any]:
     """Returns the seconds of a release and of an epoch."""
     chosen = {**case, "width": 4, "images": 500} if options.quick else case
     data = noise(chosen)
     one_round(chosen, data, 1, 1)  # the first call of everything
     few = one_round(chosen, data, FEW, FEW)
-    releases = one_round(chosen, data, MORE, FEW) - few
-    epochs = one_round(chosen, data, FEW, FEW + 10 * (MORE - FEW)) - few
+    releases = one_round(chosen, data, MANY, FEW) - few
+    epochs = one_round(chosen, data, FEW, FEW + 10 * (MANY - FEW)) - few
     return {
         **case,
-        "seconds_a_release": releases / (MORE - FEW),
-        "seconds_an_epoch": epochs / (10 * (MORE - FEW)),
+        "seconds_a_release": releases / (MANY - FEW),
+        "seconds_an_epoch": epochs / (10 * (MANY - FEW)),
     }
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    run_cases("how_long", timing_options(__doc__).parse_args(), CASES, measured)
-
-
 if __name__ == "__main__":
-    main()
+    torch.set_num_threads(1)
+    run_cases("how_long", timing_options(__doc__).parse_args(), CASES, measure)

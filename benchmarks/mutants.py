@@ -1,55 +1,33 @@
 """Measures the power of the tests: how many of a fixed list of small faults they find.
 
-    python benchmarks/mutants.py draw
     python benchmarks/mutants.py run [COMMIT]
 
-`draw` writes mutants.csv from the working tree by the seed below: each fault changes a token or
-drops a statement in a function, and is recorded as its line, so that it can be placed again where
-the code has moved. `run` places each one in a clone of a commit, runs the test files of its group
-and appends a row to results/mutants.jsonl: killed (by which test), survived, or gone (the line is
-no longer there). A further call resumes.
+Each fault of mutants.csv changes a token or drops a statement in a function, and is recorded as its
+line, so that it can be placed again where the code has moved (`draw` of
+`git show 8888f1fc:benchmarks/mutants.py` drew them). `run` places each one in a clone of a commit,
+runs the test files of its group and appends a row to results/mutants.jsonl: killed (by which test),
+survived, or gone (the line no longer exists). A further call resumes.
 """
 
 from __future__ import annotations
 
-import ast
 import csv
-import io
 import json
 import os
-import random
 import re
 import resource
 import subprocess
 import sys
 import tempfile
-import tokenize
-from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 LIST = ROOT / "benchmarks" / "mutants.csv"
 ROWS = ROOT / "benchmarks" / "results" / "mutants.jsonl"
-SEED = 42
 CPU_SECONDS = 500  # for each call of pytest: a fault may be an endless loop
 SECONDS = 7200  # the same by the clock: a fault may wait endlessly
 
-SOURCES = {  # how many faults, the folder, and the files that they are drawn from
-    "accounting": (10, "privacy", "accounting plans releases units"),
-    "mechanisms": (
-        10,
-        "privacy",
-        "mechanisms dpsgd grid guard passes products randomness",
-    ),
-    "ledger": (10, "privacy", "ledger/* report/file"),
-    "condensation": (10, "fedsynth/synthesizer/condensation", "*"),
-    "distillation": (10, "fedsynth/synthesizer/distillation", "*"),
-    "engine": (10, "fedsynth", "federation/* simulation/run training/*"),
-    "methods": (20, "fedsynth", "methods/* methods/shared/* methods/statistics/* models/* core/*"),
-}
 TESTS = {  # below tests/; each group of files is run where those before find nothing
     "accounting": (
         "privacy/test_all* privacy/test_pl* privacy/test_req* privacy/test_set*",
@@ -84,14 +62,6 @@ TESTS = {  # below tests/; each group of files is run where those before find no
         "privacy/test_thr* federation/test_[lp]* simulation/test_s* deployment/test_s*",
     ),
 }
-SWAPS = {
-    "operator": [("+", "-"), ("-", "+"), ("*", "/"), ("/", "*"), ("//", "*"), ("**", "*")],
-    "comparison": [("==", "!="), ("!=", "=="), ("and", "or"), ("or", "and"), ("in", "not in")],
-    "boundary": [("<", "<="), ("<=", "<"), (">", ">="), (">=", ">"), ("min", "max")],
-    "sign": [("-", ""), ("not", ""), ("+=", "-="), ("is", "is not")],
-    "constant": [("True", "False"), ("False", "True"), ("max", "min")],
-}
-NO_FAULT = re.compile(r"strict=|exist_ok|mode=|(path|folder)\w* / ")
 
 
 class Mutant(NamedTuple):
@@ -106,89 +76,23 @@ class Mutant(NamedTuple):
     changed: str
 
 
-def lines_of(node: ast.AST, name: str = "") -> dict[int, str]:
-    """Returns the function of each line of code, without signatures, docstrings and errors."""
-    found: dict[int, str] = {}
-    if isinstance(node, ast.ClassDef | ast.FunctionDef):
-        name = f"{name}.{node.name}".strip(".")
-    if isinstance(node, ast.FunctionDef):
-        code = node.body[1:] if ast.get_docstring(node) else node.body
-        for number in range(node.lineno, (node.end_lineno or 0) + 1):
-            found[number] = name if code and number >= code[0].lineno else ""
-    elif isinstance(node, ast.Raise):
-        found = dict.fromkeys(range(node.lineno, (node.end_lineno or 0) + 1), "")
-    for child in ast.iter_child_nodes(node):
-        found.update(lines_of(child, name))
-    return found
-
-
-def changes(text: str) -> Iterator[tuple[str, int, str]]:
-    """Yields all changes of a file: kind, line number, changed line."""
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        word, line = token.string, token.line
-        swaps = [(kind, new) for kind, pairs in SWAPS.items() for old, new in pairs if old == word]
-        if token.type == tokenize.NUMBER and word.isdigit():
-            swaps.append(("constant", str(int(word) + 1)))
-        elif token.type == tokenize.NUMBER and "." in word:
-            swaps.append(("constant", str(2 * float(word) or 1.0)))
-        for kind, new in swaps:
-            yield kind, token.start[0], line[: token.start[1]] + new + line[token.end[1] :]
-    for node in ast.walk(ast.parse(text)):
-        if not isinstance(node, ast.Expr | ast.AugAssign) or node.lineno != node.end_lineno:
-            continue
-        if isinstance(node, ast.AugAssign) or isinstance(node.value, ast.Call):
-            yield "dropped statement", node.lineno, "pass"
-
-
 def lines_with(text: str, line: str) -> int:
     """Returns how many lines of a text are this one."""
-    return [one.strip() for one in text.split("\n")].count(line)
-
-
-def candidates(path: Path) -> Iterator[tuple[str, str, str, str, str]]:
-    """Yields the mutants of a file: kind, file, function, line, changed line."""
-    text = path.read_text(encoding="utf-8")
-    lines, function_of = text.split("\n"), lines_of(ast.parse(text))
-    for kind, number, changed in changes(text):
-        line = lines[number - 1].strip()
-        function = function_of.get(number)
-        if function and not NO_FAULT.search(line) and lines_with(text, line) == 1:
-            yield kind, str(path.relative_to(ROOT)), function, line, changed.strip()
-
-
-def draw() -> Iterator[Mutant]:
-    """Yields the mutants of the working tree: all kinds alike, at most one in a function."""
-    number = 0
-    for group, (wanted, folder, names) in SOURCES.items():
-        patterns = [f"{folder}/{name}.py" for name in names.split()]
-        by_kind = defaultdict(list)
-        for path in (path for pattern in patterns for path in sorted(ROOT.glob(pattern))):
-            for one in candidates(path):
-                by_kind[one[0]].append(one)
-        chance = random.Random(f"{SEED} {group}")
-        taken: set[str] = set()
-        while len(taken) < wanted:
-            mutant = Mutant(number, group, *chance.choice(by_kind[chance.choice(sorted(by_kind))]))
-            text = (ROOT / mutant.file).read_text(encoding="utf-8")
-            with suppress(SyntaxError):
-                ast.parse(text.replace(mutant.line, mutant.changed))
-                if mutant.function not in taken:
-                    number += 1
-                    yield mutant
-                taken.add(mutant.function)
+    return [text_line.strip() for text_line in text.split("\n")].count(line)
 
 
 def place(mutant: Mutant, tree: Path) -> bool:
     """Writes a fault into a tree; False where its line is nowhere, or at more than one place."""
     files = [path for top in ("privacy", "fedsynth") for path in (tree / top).rglob("*.py")]
     texts = {path: path.read_text(encoding="utf-8") for path in files}
-    found = [path for path in files if lines_with(texts[path], mutant.line) == 1]
+    matches = [path for path in files if lines_with(texts[path], mutant.line) == 1]
     name = f"def {mutant.function.rpartition('.')[2]}("
-    same_function = [path for path in found if name in texts[path]]
-    for kept in ([path for path in found if path == tree / mutant.file], same_function, found):
-        if len(kept) == 1:
-            text = texts[kept[0]].replace(mutant.line, mutant.changed)
-            kept[0].write_text(text, encoding="utf-8")
+    same_file = [path for path in matches if path == tree / mutant.file]
+    same_function = [path for path in matches if name in texts[path]]
+    for paths in (same_file, same_function, matches):
+        if len(paths) == 1:
+            text = texts[paths[0]].replace(mutant.line, mutant.changed)
+            paths[0].write_text(text, encoding="utf-8")
             return True
     return False
 
@@ -196,10 +100,10 @@ def place(mutant: Mutant, tree: Path) -> bool:
 def failing(files: list[str], tree: Path) -> str:
     """Returns the first test of these files (or ids) that fails in a tree; empty for none."""
     limit = CPU_SECONDS, CPU_SECONDS + 5
-    words = ["-m", "pytest", "-n", "0", "-x", "-q", "--tb=no", "-p", "no:cacheprovider"]
+    options = ["-n", "0", "-x", "-q", "--tb=no", "-p", "no:cacheprovider"]
     try:
         ran = subprocess.run(
-            [sys.executable, *words, *files],
+            [sys.executable, "-m", "pytest", *options, *files],
             cwd=tree,
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tree)},
             capture_output=True,
@@ -208,24 +112,26 @@ def failing(files: list[str], tree: Path) -> str:
             preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_CPU, limit),
         )
     except subprocess.TimeoutExpired:
-        return "waits for ever"
-    found = re.findall(r"^(?:FAILED|ERROR) (.*?)(?: - |$)", ran.stdout, re.MULTILINE)
-    if found:
-        return str(found[0])
+        return "timeout"
+    failure = re.search(r"^(?:FAILED|ERROR) (.*?)(?: - |$)", ran.stdout, re.MULTILINE)
+    if failure:
+        return failure[1]
     return f"ends with {ran.returncode}" if ran.returncode else ""
 
 
-def finds(mutant: Mutant, tree: Path, before: list[str]) -> str:
+def killing_test(mutant: Mutant, tree: Path, known_tests: list[str]) -> str:
     """Returns the test that finds a fault in a tree, empty for none.
 
     Args:
-        before: tests that found it in other commits, whose files are run first.
+        known_tests: tests that found it in other commits, whose files are run first.
     """
-    names = {Path(test.split("::")[0]).name for test in before}  # files may have moved
+    names = {Path(test.split("::")[0]).name for test in known_tests}  # files may have moved
     first = [str(path) for name in sorted(names) for path in tree.glob(f"tests/**/{name}")]
     steps = [first] if first else []
     for patterns in TESTS[mutant.group]:
-        paths = [path for one in patterns.split() for path in sorted((tree / "tests").glob(one))]
+        paths = [
+            path for pattern in patterns.split() for path in sorted((tree / "tests").glob(pattern))
+        ]
         steps.append([str(path.relative_to(tree)) for path in paths])
     return next((test for files in steps if (test := failing(files, tree))), "")
 
@@ -247,8 +153,8 @@ def run(commit: str) -> None:
                 continue
             outcome, test = "gone", ""
             if place(mutant, tree):
-                earlier = [row["test"] for row in rows if row["mutant"] == mutant.number]
-                test = finds(mutant, tree, [name for name in earlier if "::" in name])
+                tests = [row["test"] for row in rows if row["mutant"] == mutant.number]
+                test = killing_test(mutant, tree, [name for name in tests if "::" in name])
                 outcome = "killed" if test else "survived"
             subprocess.run([*git, "checkout", "-q", "."], check=True)
             if "::" in test and failing([test], tree):
@@ -258,14 +164,10 @@ def run(commit: str) -> None:
 
 
 def main() -> None:
-    if sys.argv[1:2] == ["draw"] and len(sys.argv) == 2:
-        with LIST.open("w", encoding="utf-8", newline="") as file:
-            csv.writer(file, lineterminator="\n").writerows([Mutant._fields, *draw()])
-    elif sys.argv[1:2] == ["run"] and len(sys.argv) <= 3:
-        words = ["git", "-C", str(ROOT), "rev-parse", "--short", *(sys.argv[2:] or ["HEAD"])]
-        run(subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip())
-    else:
+    if sys.argv[1:2] != ["run"] or len(sys.argv) > 3:
         sys.exit(__doc__)
+    arguments = ["git", "-C", str(ROOT), "rev-parse", "--short", *(sys.argv[2:] or ["HEAD"])]
+    run(subprocess.run(arguments, capture_output=True, text=True, check=True).stdout.strip())
 
 
 if __name__ == "__main__":

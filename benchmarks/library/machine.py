@@ -9,12 +9,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
-from datetime import date
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
+from fedsynth.reproduction.rows import environment
 from library import RESULTS
 
 Case = TypeVar("Case")
@@ -22,21 +22,17 @@ Case = TypeVar("Case")
 
 def machine() -> dict[str, Any]:
     """Returns the fields that every row of `benchmarks/results/` ends with."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
-    device = (
-        torch.cuda.get_device_name()
-        if torch.cuda.is_available()
-        else f"CPU, {torch.get_num_threads()} threads"
-    )
-    return {
-        "date": str(date.today()),
-        "machine": device,
-        "torch": torch.__version__,
-        "commit": commit,
-        "command": " ".join([f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
-    }
+    command = " ".join([f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
+    fields = environment()
+    del fields["version"]
+    return {**fields, "command": command}
+
+
+def resident_bytes(field: str) -> int:
+    """Returns the process's resident memory: "VmRSS" now, "VmHWM" at its peak. Linux only."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    fields = dict(line.split(":", 1) for line in lines)
+    return int(fields[field].split()[0]) * 1024
 
 
 def seconds(run: Callable[[], object], device: torch.device) -> float:
@@ -53,16 +49,12 @@ def seconds(run: Callable[[], object], device: torch.device) -> float:
 def medians(
     runs: Mapping[str, Callable[[], object]], options: argparse.Namespace
 ) -> dict[str, float]:
-    """Returns the median seconds of each run, timed in turns after a first turn that is thrown
-    away; one repeat with --quick."""
+    """Returns the median seconds of each run, timed in turns after a first turn that does not
+    count; one repeat with --quick."""
     device = torch.device(options.device)
-    times: dict[str, list[float]] = {key: [] for key in runs}
-    for repeat in range((1 if options.quick else options.repeats) + 1):
-        for key, run in runs.items():
-            value = seconds(run, device)
-            if repeat:
-                times[key].append(value)
-    return {key: statistics.median(values) for key, values in times.items()}
+    repeats = 1 if options.quick else options.repeats
+    turns = [[seconds(run, device) for run in runs.values()] for _ in range(repeats + 1)]
+    return dict(zip(runs, map(statistics.median, zip(*turns[1:], strict=True)), strict=True))
 
 
 def run_cases(
@@ -71,7 +63,7 @@ def run_cases(
     cases: Mapping[str, Case],
     measure: Callable[[Case, argparse.Namespace], dict[str, Any]],
     once: bool = False,
-    apart: bool = False,
+    separate_processes: bool = False,
 ) -> None:
     """Measures each case and appends its row to a results file.
 
@@ -80,27 +72,25 @@ def run_cases(
         options: of the command line.
         cases: by name; each is an argument of `measure`.
         measure: returns the row of a case.
-        once: a case whose row is there is not measured again.
-        apart: each case is measured in a process of its own.
+        once: a case that has a row is not measured again.
+        separate_processes: each case is measured in a separate process.
     """
     if options.case is not None:
         if options.case in cases:
             print(json.dumps(measure(cases[options.case], options)))
         return
     path = rows_file(name, options.quick)
-    there = {row["case"] for row in read(path)} if once else set()
+    finished = {row["case"] for row in read(path)} if once else set()
     for title, case in cases.items():
-        if title not in there and options.only in title:
-            row = _in_a_process(title) if apart else measure(case, options)
-            append(path, {"case": title, **row, **machine()})
-
-
-def _in_a_process(title: str) -> dict[str, Any]:
-    """Returns the row of a case that the same script measures in another process."""
-    words = [sys.executable, *sys.argv, "--case", title]
-    ran = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True)
-    row: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
-    return row
+        if title in finished or options.only not in title:
+            continue
+        if separate_processes:
+            command = [sys.executable, *sys.argv, "--case", title]
+            output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+            row = json.loads(output.splitlines()[-1])
+        else:
+            row = measure(case, options)
+        append(path, {"case": title, **row, **machine()})
 
 
 def timing_options(description: str | None, repeats: int = 5) -> argparse.ArgumentParser:
@@ -115,19 +105,19 @@ def timing_options(description: str | None, repeats: int = 5) -> argparse.Argume
 
 
 def plain_options(description: str | None) -> argparse.ArgumentParser:
-    """Returns a parser without options, which shows the description as it stands."""
+    """Returns a parser without options, which keeps the description's line breaks."""
     return argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
 
 
 def rows_file(name: str, quick: bool) -> Path:
-    """Returns the file of a script's rows; those of --quick are apart."""
+    """Returns the file of a script's rows; those of --quick are in a separate file."""
     return RESULTS / f"{name}{'_quick' if quick else ''}.jsonl"
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Returns the rows of a file; none where there is no file yet."""
+    """Returns the rows of a file; none if there is no file yet."""
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     if _READ.get(path, ("", []))[0] != text:
         _READ[path] = text, [json.loads(line) for line in text.splitlines()]

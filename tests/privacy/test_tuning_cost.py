@@ -1,11 +1,9 @@
-"""What tuning would cost on private data, as docs/threat-model.md has it: by hand, and by its script."""
+"""What tuning would cost on private data, as docs/threat-model.md has it, by hand."""
 
 from __future__ import annotations
 
-import importlib
 import math
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from scipy.optimize import brentq
@@ -14,12 +12,6 @@ from fedsynth.privacy.accounting import gaussian_delta
 
 ROOT = Path(__file__).parents[2]
 DELTA = 1e-5
-
-
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    return importlib.import_module("tuning_cost")
 
 
 def documented() -> dict[str, list[float]]:
@@ -44,14 +36,3 @@ def test_six_unsampled_runs_and_a_seventh_by_hand() -> None:
     one = mu_of(3.0)
     by_hand = [3.0, spent(math.sqrt(6) * one), spent(math.sqrt(7) * one), spent(one / math.sqrt(7))]
     assert documented()["features"] == pytest.approx(by_hand, abs=0.011)
-
-
-def test_the_script_makes_the_documented_column(script: ModuleType) -> None:
-    made = script.cost("features", 6)
-    assert list(made.values()) == pytest.approx(documented()["features"], abs=0.011)
-
-
-@pytest.mark.slow
-def test_the_script_makes_the_documented_table(script: ModuleType) -> None:
-    for mechanism, stated in documented().items():
-        assert list(script.cost(mechanism, 6).values()) == pytest.approx(stated, abs=0.011)
