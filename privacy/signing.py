@@ -28,9 +28,7 @@ if TYPE_CHECKING:
     )
 
 SIGNATURE = "signature.json"
-LEFT_OUT = "simulation_only"
-SCHEMA = 1
-ALGORITHM = "Ed25519"
+EXCLUDED = "simulation_only"
 _PURPOSE = b"fedsynth run folder, schema 1\n"
 
 
@@ -41,8 +39,7 @@ def read_private_key(path: Path) -> Ed25519PrivateKey:
     Raises:
         SigningError: it cannot be read, is not such a key, or `cryptography` is not installed.
     """
-    advice = "create one with openssl genpkey -algorithm ed25519 -out KEY"
-    key: Ed25519PrivateKey = _read_key(path, "private", advice, password=None)
+    key: Ed25519PrivateKey = _read_key(path, "private", password=None)
     return key
 
 
@@ -52,32 +49,34 @@ def read_public_key(path: Path) -> Ed25519PublicKey:
     Raises:
         SigningError: as `read_private_key`.
     """
-    advice = "extract it from a private key with openssl pkey -in KEY -pubout -out PUBLIC"
-    key: Ed25519PublicKey = _read_key(path, "public", advice)
+    key: Ed25519PublicKey = _read_key(path, "public")
     return key
 
 
-def _read_key(path: Path, kind: str, advice: str, **options: None) -> Any:
+COMMANDS = {
+    "private": "create one with openssl genpkey -algorithm ed25519 -out KEY",
+    "public": "extract it from a private key with openssl pkey -in KEY -pubout -out PUBLIC",
+}
+
+
+def _read_key(path: Path, kind: str, **options: None) -> Any:
     try:
         from cryptography.exceptions import UnsupportedAlgorithm
         from cryptography.hazmat.primitives import serialization
         from cryptography.hazmat.primitives.asymmetric import ed25519
     except ImportError:
-        raise SigningError(
-            "signing needs the package cryptography: pip install 'fedsynth[sign]'"
-        ) from None
+        raise SigningError("signing needs cryptography: pip install 'fedsynth[sign]'") from None
     try:
         key = getattr(serialization, f"load_pem_{kind}_key")(read_regular(path), **options)
     except OSError as error:
         raise SigningError(f"cannot read the key {path}: {error.strerror}") from None
     except TypeError:
-        raise SigningError(
-            f"the key {path} is encrypted: decrypt it first (openssl pkey -in KEY -out PLAIN)"
-        ) from None
+        advice = "decrypt it first (openssl pkey -in KEY -out PLAIN)"
+        raise SigningError(f"the key {path} is encrypted: {advice}") from None
     except (ValueError, UnsupportedAlgorithm):
         key = None
     if not isinstance(key, getattr(ed25519, f"Ed25519{kind.capitalize()}Key")):
-        raise SigningError(f"{path} is not a {kind} Ed25519 key in PEM ({advice})")
+        raise SigningError(f"{path} is not a {kind} Ed25519 key in PEM ({COMMANDS[kind]})")
     return key
 
 
@@ -93,8 +92,8 @@ def sign_run(folder: Path, key: Ed25519PrivateKey) -> Path:
     files = file_hashes(folder)
     public = key.public_key().public_bytes_raw()
     content = {
-        "fedsynth_signature": SCHEMA,
-        "algorithm": ALGORITHM,
+        "fedsynth_signature": 1,
+        "algorithm": "Ed25519",
         "public_key": base64.b64encode(public).decode(),
         "files": files,
         "signature": base64.b64encode(key.sign(_message(files))).decode(),
@@ -122,8 +121,6 @@ def signature_problems(folder: Path, key: Ed25519PublicKey) -> list[str]:
     problems = schema_problems(content, Signature)
     if problems:
         return [f"{SIGNATURE}: {problem}" for problem in problems]
-    if (content["fedsynth_signature"], content["algorithm"]) != (SCHEMA, ALGORITHM):
-        return [f"{SIGNATURE} has a format that this version of fedsynth does not support"]
     if content["public_key"] != base64.b64encode(key.public_bytes_raw()).decode():
         return [f"{SIGNATURE} was made with another key"]
     try:
@@ -131,11 +128,7 @@ def signature_problems(folder: Path, key: Ed25519PublicKey) -> list[str]:
         key.verify(signature, _message(content["files"]))
     except (ValueError, InvalidSignature):
         return [f"{SIGNATURE} was not made with this key, or was changed afterwards"]
-    return _changes(content["files"], file_hashes(folder))
-
-
-def _changes(signed: dict[str, str], current: dict[str, str]) -> list[str]:
-    problems = []
+    signed, current = content["files"], file_hashes(folder)
     for name in {**signed, **current}:
         if name not in current:
             problems.append(f"{name} was signed but is missing")
@@ -154,7 +147,7 @@ def file_hashes(folder: Path) -> dict[str, str]:
         SigningError: something is not a regular file, or cannot be read.
     """
     try:
-        names = plain_files(folder, leave_out=(LEFT_OUT, SIGNATURE))
+        names = plain_files(folder, leave_out=(EXCLUDED, SIGNATURE))
         return {name: file_hash(folder / name) for name in names}
     except UnsuitableFileError as error:
         raise SigningError(f"a signature cannot cover {folder}: {error}") from None

@@ -115,8 +115,8 @@ def write_owner_report(session: Session, rounds: int, folder: Path) -> str:
     write_whole(folder / OWNER, json.dumps(about).encode())
     current = budget.history()
     secret = budget.secret.is_secret
-    facts, rows = owner_facts(plan, runtime.number, initial, rounds, start, secret=secret)
-    write_report(build_report(facts, [current], rows), folder)
+    facts = owner_facts(plan, runtime.number, initial, rounds, start, secret=secret)
+    write_report(build_report(facts, [current], start.ledgers), folder)
     if not plan.guaranteed([current]):
         return f"no ε can be stated; the report is in {folder}"
     return (

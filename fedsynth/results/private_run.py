@@ -56,14 +56,7 @@ SIGMA_TOLERANCE = 2e-3
 return another value within that.
 """
 Rows = Mapping[str, Sequence[Release]]
-CUSTOM_METHOD = (
-    "a custom method is needed again: pass its file, or in Python "
-    "fedsynth.results.verification.verify_run(folder, method=TheClass)"
-)
-
-
-class MismatchError(PrivacyError):
-    """A file of the run folder does not fit the others."""
+CUSTOM_METHOD = "pass a custom method again: its file, or verify_run(folder, method=TheClass)"
 
 
 # ------------------------------------------------------------------------------------------- files
@@ -119,12 +112,12 @@ def read_run(folder: Path, method: type[Method] | None = None) -> PrivateRun:
     run = read_start(folder, method)
     clients, started = run.settings.partition.clients, len(run.start.ledgers)
     if clients != started:
-        raise MismatchError(f"config.toml has {clients} clients, but {PRIVATE_START} has {started}")
+        raise PrivacyError(f"config.toml has {clients} clients, but {PRIVATE_START} has {started}")
     rows = _metrics(folder / METRICS, disclosed.declared_row(type(run.settings.method)))
     resumed = run_folder.resumed_rounds(folder)
     limit = min(len(rows), run.settings.rounds - 1)
     if resumed and resumed[-1] > limit:
-        raise MismatchError(f"{RESUMED} names round {resumed[-1]}, but at most {limit} is possible")
+        raise PrivacyError(f"{RESUMED} names round {resumed[-1]}, but at most {limit} is possible")
     summary = None
     if (folder / SUMMARY).exists():
         summary = read_json(folder / SUMMARY, "run's summary")
@@ -144,20 +137,15 @@ def read_start(folder: Path, method: type[Method] | None) -> PrivateRun:
     try:
         settings = resolve(sections, own_method=method, own_data=spec.name if custom else None)
     except UnknownNameError as error:
-        raise MismatchError(f"config.toml: {error}; {CUSTOM_METHOD}") from None
+        raise PrivacyError(f"config.toml: {error}; {CUSTOM_METHOD}") from None
     except FedsynthError as error:
-        raise MismatchError(f"config.toml: {error}") from None
+        raise PrivacyError(f"config.toml: {error}") from None
     if settings.privacy is None:
-        raise MismatchError(
-            "according to config.toml, the run had no differential privacy, so it has no "
-            "privacy report"
-        )
+        raise PrivacyError("according to config.toml, the run had no differential privacy")
     named = sections.get("data", {}).get("dataset")
     if named != spec.name and not (custom and named is None):
-        raise MismatchError(
-            f"config.toml names the data set {shown(named)}, but {PRIVATE_START} names "
-            f"{spec.name!r}"
-        )
+        other = f"{PRIVATE_START} names {spec.name!r}"
+        raise PrivacyError(f"config.toml names the data set {shown(named)}, but {other}")
     return PrivateRun(settings, settings.privacy, spec, start)
 
 
@@ -168,16 +156,14 @@ def _specification(stated: Mapping[str, Any]) -> tuple[DatasetSpec, bool]:
     try:
         spec = spec_from_json(stated)
     except (FedsynthError, *HOSTILE) as error:
-        raise MismatchError(
-            f"{PRIVATE_START} has no valid data set specification: {error}"
-        ) from None
+        raise PrivacyError(f"{PRIVATE_START} has no valid specification: {error}") from None
     try:
         published = dataset_spec(spec.name)
     except UnknownNameError:
         return spec, True
     location = f"{PRIVATE_START}: the published data set's"
     for problem in differences(location, asdict(published), asdict(spec)):
-        raise MismatchError(problem)
+        raise PrivacyError(problem)
     return spec, False
 
 
@@ -186,14 +172,14 @@ def _metrics(file: Path, declared: Declared) -> list[dict[str, Any]]:
     try:
         text = read_text(file) if file.exists() else ""
     except (OSError, ValueError) as error:
-        raise MismatchError(f"cannot read {file}: {error}") from None
+        raise PrivacyError(f"cannot read {file}: {error}") from None
     rows = []
     for number, line in enumerate(text.split("\n")[:-1], start=1):
         row = parse_json(line, f"{file.name} is damaged")
         if row.get("round") != number:
-            raise MismatchError(f"{file.name}: line {number} is not of round {number}")
+            raise PrivacyError(f"{file.name}: line {number} is not of round {number}")
         for problem in disclosed.undeclared(row, declared):
-            raise MismatchError(f"{file.name}: round {number} {problem}")
+            raise PrivacyError(f"{file.name}: round {number} {problem}")
         rows.append(row)
     return rows
 
@@ -214,34 +200,31 @@ def ledger_files(folder: Path, run: PrivateRun, ledger: Path | None) -> tuple[Pa
         return files, kept is None or files.resolve() == local.resolve()
     if ledger is None and kept is not None:
         return None, False
-    raise MismatchError(f"the ledger folder {files} does not exist")
+    raise PrivacyError(f"the ledger folder {files} does not exist")
 
 
 # ----------------------------------------------------------------------------------------- charges
 
 
-def rebuild_plan(run: PrivateRun, initial_rows: Rows) -> PrivacyPlan:
-    """Returns the run's plan for the case that its clients' ledgers held these rows when it began.
+def rebuild_plan(run: PrivateRun, rows: Rows) -> PrivacyPlan:
+    """Returns the plan with which the run began, from the rows of its clients' ledgers, of which
+    only those from before the run count.
 
     Raises:
-        MismatchError: σ is not what the plan gives.
+        PrivacyError: σ is not what the plan gives.
     """
     run.settings.method.check_model(run.context.architecture)
-    plan = PrivacyPlan.make(run.settings, run.context, _histories(run, initial_rows))
+    histories = []
+    for client, start in run.start.ledgers.items():
+        histories.append(History(client, tuple(rows[client][: start.rows])))
+    plan = PrivacyPlan.make(run.settings, run.context, histories)
     stated = run.start.noise_multiplier
     sigma = plan.privacy.noise_multiplier
     tolerance = 0.0 if run.privacy.noise_multiplier else SIGMA_TOLERANCE
     if stated is None or sigma is None or not math.isclose(stated, sigma, rel_tol=tolerance):
-        raise MismatchError(
-            f"{PRIVATE_START} states σ = {stated}, but config.toml and the ledgers result in "
-            f"{sigma}"
-        )
+        computed = f"config.toml and the ledgers result in {sigma}"
+        raise PrivacyError(f"{PRIVATE_START} states σ = {stated}, but {computed}")
     return replace(plan, privacy=replace(plan.privacy, noise_multiplier=stated))
-
-
-def _histories(run: PrivateRun, rows: Rows) -> list[History]:
-    """Returns the clients' histories with these rows, in client order."""
-    return [History(client, tuple(rows[client])) for client in run.start.ledgers]
 
 
 def plan_when_it_began(
@@ -266,19 +249,17 @@ def plan_when_it_began(
     run = replace(read_run(folder, method), rows=rows)
     files, _ = ledger_files(folder, run, None)
     if files is None:
-        raise MismatchError("the run's ledgers are not in the folder that its config.toml names")
+        raise PrivacyError("the run's ledgers are not in the folder that its config.toml names")
     current = {history.client: history.releases for history in histories}
     if list(current) != list(run.start.ledgers):
-        raise MismatchError(f"the run's clients differ from those of {PRIVATE_START}")
+        raise PrivacyError(f"the run's clients differ from those of {PRIVATE_START}")
     for client, start in run.start.ledgers.items():
         chains = read_ledger(files / f"{client}.jsonl").chains
         if len(chains) <= start.rows or chains[start.rows] != start.chain:
-            raise MismatchError(f"{client}: its ledger is not the one that the run began with")
+            raise PrivacyError(f"{client}: its ledger is not the one that the run began with")
     charges = Charges(run, LedgerRows(current))
     for client, row in charges.missing:
-        raise MismatchError(
-            f"{client}: its ledger has lost rows that the run has charged: {_text(row)}"
-        )
+        raise PrivacyError(f"{client}: its ledger has lost {_text(row)}, which the run has charged")
     return charges.plan
 
 
@@ -299,7 +280,7 @@ class Charges:
         missing: (client, row) for each row that the plan charges but the ledger lacks.
 
     Raises:
-        MismatchError: the report's clients are not the run's, or σ is not what the plan gives.
+        PrivacyError: the report's clients are not the run's, or σ is not what the plan gives.
     """
 
     def __init__(self, run: PrivateRun, ledger_rows: LedgerRows) -> None:
@@ -310,20 +291,18 @@ class Charges:
         self.charged: dict[str, list[Release]] = {}
         self.foreign: list[tuple[str, Release]] = []
         self.missing: list[tuple[str, Release]] = []
-        self._initial_rows: dict[str, tuple[Release, ...]] = {}
         rows: dict[str, tuple[Release, ...]] = {}
-        for number, (client, start) in enumerate(run.start.ledgers.items()):
+        for number, client in enumerate(run.start.ledgers):
             if client not in ledger_rows.rows:
                 self.absent.append(number)
             rows[client] = ledger_rows.rows.get(client, ())
-            self._initial_rows[client] = rows[client][: start.rows]
         if not ledger_rows.rows.keys() <= rows.keys() or (self.absent and not run.networked):
-            raise MismatchError(f"the report has other clients than {PRIVATE_START}")
-        self.plan = rebuild_plan(run, self._initial_rows)
-        self.histories = _histories(run, rows)
-        for number, client in enumerate(rows):
-            initial_count = len(self._initial_rows[client])
-            self._sort_rows(number, client, list(rows[client][initial_count:]))
+            raise PrivacyError(f"the report has other clients than {PRIVATE_START}")
+        self.plan = rebuild_plan(run, rows)
+        self.histories = [History(client, rows[client]) for client in rows]
+        for number, history in enumerate(self.plan.histories):
+            new_rows = rows[history.client][len(history.releases) :]
+            self._sort_rows(number, history.client, list(new_rows))
 
     def _sort_rows(self, number: int, client: str, remaining: list[Release]) -> None:
         """Sorts a client's rows since the start into those that the plan charges and others. The
@@ -399,33 +378,25 @@ class Charges:
         """
         problems = []
         for client, row in self.missing:
-            problems.append(
-                f"{client}: according to config.toml, {_text(row)} is charged, but the ledger has "
-                "no such row"
-            )
+            charged = f"according to config.toml, {_text(row)} is charged"
+            problems.append(f"{client}: {charged}, but the ledger has no such row")
         only_this_run = not self.run.networked and self.run.privacy.ledger_folder is None
         for client, start in self.run.start.ledgers.items():
             if not self.ledger_rows.begins_with(client, start):
-                problems.append(
-                    f"{client}: the ledger's first {start.rows} rows differ from those of "
-                    f"{PRIVATE_START}"
-                )
+                rows = f"the ledger's first {start.rows} rows"
+                problems.append(f"{client}: {rows} differ from those of {PRIVATE_START}")
             if client not in self.ledger_rows.ledgers:
                 continue
             ledger = self.ledger_rows.ledgers[client]
             noted = Counter(after for rows, after in ledger.resumptions if rows >= start.rows)
             if Counter(self.run.resumed) - noted:
-                problems.append(
-                    f"{client}: {RESUMED} has a resumption that is missing in the ledger"
-                )
+                problems.append(f"{client}: {RESUMED} has a resumption that the ledger lacks")
             if only_this_run and ledger.dataset != data_set_id(self.run.settings):
                 problems.append(f"{client}: the ledger belongs to another data set or partition")
         if only_this_run:
             for client, row in self.foreign:
-                problems.append(
-                    f"{client}: the ledger has {_text(row)}, which is not charged according to "
-                    "config.toml"
-                )
+                reason = "which is not charged according to config.toml"
+                problems.append(f"{client}: the ledger has {_text(row)}, {reason}")
         return problems
 
     def refusal(self) -> Event | None:
@@ -442,9 +413,10 @@ class Charges:
         """
         privacy = self.plan.privacy
         by_client = {}
-        for client, initial_rows in self._initial_rows.items():
-            rows = [replace(row, round=0) for row in initial_rows] + self.charged[client]
-            by_client[client] = epsilon_by_round(rows, privacy.delta, privacy.adjacency)
+        for history in self.plan.histories:
+            rows = [replace(row, round=0) for row in history.releases]
+            rows += self.charged[history.client]
+            by_client[history.client] = epsilon_by_round(rows, privacy.delta, privacy.adjacency)
         return worst_by_round(by_client)
 
     def expected_losses(self, number: int) -> dict[str, Any]:

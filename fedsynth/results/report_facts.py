@@ -117,11 +117,6 @@ def report_facts(
     )
 
 
-def rows_before(plan: PrivacyPlan) -> dict[str, int]:
-    """Returns the number of rows that each client's ledger held when the run began."""
-    return {history.client: len(history.releases) for history in plan.histories}
-
-
 def min_clients_of_a_sum(plan: PrivacyPlan) -> int:
     """Returns the smallest number of clients in a sum that the server sees, or 0 if it sees each
     upload.
@@ -141,9 +136,8 @@ def owner_facts(
     start: Start,
     *,
     secret: bool,
-) -> tuple[ReportFacts, dict[str, int]]:
-    """Returns the facts that a data owner's report states besides its ledger, and the number of the
-    ledger's rows from before the run.
+) -> ReportFacts:
+    """Returns the facts that a data owner's report states besides its ledger.
 
     Args:
         plan: the run's plan.
@@ -153,10 +147,9 @@ def owner_facts(
         start: the facts that were fixed when the run began.
         secret: whether the noise came from the operating system's keys.
     """
-    owner_plan = replace(plan, histories=(history,))
     rounds = min(rounds, plan.run.rounds)
-    facts = report_facts(owner_plan, rounds, (), start, secret=secret, first=number)
-    return facts, rows_before(owner_plan)
+    owner_plan = replace(plan, histories=(history,))
+    return report_facts(owner_plan, rounds, (), start, secret=secret, first=number)
 
 
 def exported_files(folder: Path) -> dict[str, str]:

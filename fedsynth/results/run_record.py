@@ -41,7 +41,7 @@ from fedsynth.results.disclosed import (
     lost_clients,
 )
 from fedsynth.results.measure import Measure
-from fedsynth.results.report_facts import exported_files, report_facts, rows_before
+from fedsynth.results.report_facts import exported_files, report_facts
 from fedsynth.results.result import summarise
 from fedsynth.results.run_folder import SERVER, RunFolder, private_start, resumed_rounds
 from fedsynth.synthesizer.condensation.sets import synthetic_sets
@@ -315,11 +315,11 @@ class RunRecord:
     def _report(
         self, plan: PrivacyPlan, histories: Sequence[History], *, secret: bool
     ) -> dict[str, Any]:
-        start = self._start(plan, histories, None)
+        start = self._start(plan, plan.histories, None)
         if self.folder is not None:  # a resumed run was begun by another process
             start = private_start(self.folder.path)
         facts = report_facts(plan, len(self.rows), self.events, start, secret=secret)
-        return build_report(facts, histories, rows_before(plan))
+        return build_report(facts, histories, start.ledgers)
 
     def _disclosed(self, row: Mapping[str, Any]) -> Disclosed:
         if self.plan is None:

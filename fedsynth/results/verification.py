@@ -44,13 +44,8 @@ from fedsynth.privacy.report.verify import (
 )
 from fedsynth.results import disclosed, privacy_summary, private_run
 from fedsynth.results.disclosed import COMMON, LOST, MODELS, NOT_COUNTED, REJECTED
-from fedsynth.results.private_run import Charges, MismatchError, PrivateRun
-from fedsynth.results.report_facts import (
-    exported_files,
-    owner_facts,
-    report_facts,
-    rows_before,
-)
+from fedsynth.results.private_run import Charges, PrivateRun
+from fedsynth.results.report_facts import exported_files, owner_facts, report_facts
 from fedsynth.results.result import own_sources, summarise
 from fedsynth.results.run_folder import (
     CONFIG,
@@ -92,10 +87,8 @@ def verify_run(
     if not path.is_dir():
         folder = path.parent
     elif not (path / f"{NAME}.json").exists() and is_unfinished(path):
-        raise PrivacyError(
-            f"the run in {path} did not finish and has no report yet: build it with fedsynth "
-            f"privacy report {path}"
-        )
+        advice = f"build it with fedsynth privacy report {path}"
+        raise PrivacyError(f"the run did not finish and has no report yet: {advice}")
     report = read_report(path)
     problems = schema_problems(report)
     if problems:
@@ -119,9 +112,8 @@ def _verified(
     missing = [name for name in REQUIRED if not (folder / name).is_file()]
     if PRIVATE_START in missing and (folder / SUMS).is_file():
         raise PrivacyError(
-            f"{folder} was exported without the run's settings and ledgers, which are "
-            "required to rebuild a report: verify it in the run folder; check the exported "
-            f"files with `sha256sum -c {SUMS}`"
+            f"{folder} was exported without the run's settings and ledgers: verify the report in "
+            f"the run folder; check the exported files with `sha256sum -c {SUMS}`"
         )
     page_differences, notes = page_problems(report, folder)
     problems = [f"{name} is missing" for name in missing] + page_differences
@@ -159,7 +151,7 @@ def _run_problems(
     note = ledger_rows.note or _ledger_note(run)
     try:
         charges = Charges(run, ledger_rows)
-    except MismatchError as error:
+    except PrivacyError as error:
         return [*ledger_rows.problems, str(error)], note
     facts = report_facts(
         charges.plan,
@@ -172,11 +164,9 @@ def _run_problems(
     )
     problems = [*ledger_rows.problems, *charges.problems()]
     if _ended_early(charges) and not run.networked and charges.refusal() is None:
-        problems.append(
-            f"{METRICS} has {charges.rounds_done} of {run.settings.rounds} rounds, and no cap "
-            "explains this early end"
-        )
-    problems += report_problems(report, facts, ledger_rows, rows_before(charges.plan))
+        rounds = f"{charges.rounds_done} of {run.settings.rounds} rounds"
+        problems.append(f"{METRICS} has {rounds}, and no cap explains this early end")
+    problems += report_problems(report, facts, ledger_rows, run.start.ledgers)
     problems += _row_problems(charges) or _summary_problems(charges)
     if not run.abandoned:
         problems += _file_problems(charges, folder)
@@ -186,13 +176,9 @@ def _run_problems(
 def _ledger_note(run: PrivateRun) -> str:
     """Returns why no ledger file was compared."""
     if run.networked:
-        return (
-            "the data owners have the ledgers, so no ledger file was compared: each owner can "
-            "verify the report in its folder"
-        )
+        return "no ledger file was compared: each data owner has its own, and can verify its report"
     return (
-        "no ledger file was compared, because the ledgers are in another folder (compare them "
-        "with --ledger DIR)"
+        "no ledger file was compared: they are in another folder (compare them with --ledger DIR)"
     )
 
 
@@ -314,12 +300,9 @@ def _epsilon_problems(charges: Charges) -> list[str]:
     """
     rows, plan = charges.run.rows, charges.plan
     if not plan.guaranteed(plan.histories):
-        location = f"{METRICS} gives an epsilon in round"
-        return [
-            f"{location} {row['round']}, but no value would be valid"
-            for row in rows
-            if "epsilon" in row
-        ]
+        if any("epsilon" in row for row in rows):
+            return [f"{METRICS} gives an epsilon, but no value would be valid"]
+        return []
     # over nodes, what a lost client was charged is unknown
     lost = charges.run.networked and any(LOST in row or REJECTED in row for row in rows)
     by_round = {} if lost else charges.epsilon_by_round()
@@ -460,9 +443,9 @@ def _owner_problems(
     run = private_run.read_start(folder, method)
     number, rounds = _owner_numbers(folder / OWNER, run)
     if not run.networked or len(run.start.ledgers) != 1:
-        raise MismatchError("an owner's report must belong to a deployment, and have one client")
+        raise PrivacyError("an owner's report must belong to a deployment, and have one client")
     if report["ledger_heads"].keys() != run.start.ledgers.keys():
-        raise MismatchError("the report has another client than the one that the run began with")
+        raise PrivacyError("the report has another client than the one that the run began with")
     [(client, start)] = run.start.ledgers.items()
     if ledger is None:
         ledger = folder.resolve().parents[1]
@@ -480,8 +463,9 @@ def _owner_problems(
         problems.append("the ledger has new rows, but none that this run's settings charge")
     history = History(client, initial_rows)
     secret = not report["test_only_randomness"]
-    facts, counts = owner_facts(plan, number, history, rounds, run.start, secret=secret)
-    return [*problems, *report_problems(report, facts, ledger_rows, counts)], ledger_rows.note
+    facts = owner_facts(plan, number, history, rounds, run.start, secret=secret)
+    problems += report_problems(report, facts, ledger_rows, run.start.ledgers)
+    return problems, ledger_rows.note
 
 
 def _owner_plan(run: PrivateRun) -> PrivacyPlan:
@@ -491,7 +475,7 @@ def _owner_plan(run: PrivateRun) -> PrivacyPlan:
     plan = PrivacyPlan.checked(run.settings, run.context)
     stated, configured = run.start.noise_multiplier, plan.privacy.noise_multiplier
     if stated is None or stated <= 0 or configured not in (None, stated):
-        raise MismatchError(f"the run began with σ = {stated}, but its settings have {configured}")
+        raise PrivacyError(f"the run began with σ = {stated}, but its settings have {configured}")
     return replace(plan, privacy=replace(plan.privacy, noise_multiplier=stated))
 
 
@@ -504,13 +488,9 @@ def _owner_numbers(file: Path, run: PrivateRun) -> tuple[int, int]:
     stated = read_json(file, "facts of an owner's report")
     number, ended = stated.get("client"), stated.get("rounds")
     if set(stated) != {"client", "rounds"} or type(number) is not int or type(ended) is not int:
-        raise MismatchError(f"{file.name} must have a client's number and the number of rounds")
-    if not 0 <= ended <= run.settings.rounds:
-        raise MismatchError(
-            f"{file.name} states {ended} rounds, but the run has {run.settings.rounds}"
-        )
-    if not 0 <= number < run.settings.partition.clients:
-        raise MismatchError(f"the run has no client {number}")
+        raise PrivacyError(f"{file.name} must have a client's number and the number of rounds")
+    if not (0 <= ended <= run.settings.rounds and 0 <= number < run.settings.partition.clients):
+        raise PrivacyError(f"{file.name}: the run has no client {number} or no {ended} rounds")
     return number, ended
 
 
@@ -541,23 +521,18 @@ def unfinished_report(
             missing or damaged.
     """
     if not (folder / PRIVATE_START).exists():
-        raise PrivacyError(
-            f"{folder} has no privacy report, and no {PRIVATE_START} to build one from: the run "
-            "had no differential privacy, or ended before its first release"
-        )
+        reason = "the run had no differential privacy, or ended before its first release"
+        raise PrivacyError(f"{folder} has no {PRIVATE_START} to build a report from: {reason}")
     with _damage_as_error(folder):
         run = private_run.read_run(folder, method)
         files, _ = private_run.ledger_files(folder, run, ledger)
         if files is None:
             raise PrivacyError(
-                f"the run's ledgers are not in the folder that {folder / CONFIG} names: set "
-                "their folder with --ledger (ledger=DIR)"
+                "the ledgers have moved: set their folder with --ledger (ledger=DIR)"
             )
-        histories, initial_rows = [], {}
-        for client, start in run.start.ledgers.items():
-            history = read_ledger(files / f"{client}.jsonl").history()
-            histories.append(history)
-            initial_rows[client] = history.releases[: start.rows]
-        plan = private_run.rebuild_plan(run, initial_rows)
+        histories = [read_ledger(files / f"{name}.jsonl").history() for name in run.start.ledgers]
+        plan = private_run.rebuild_plan(
+            run, {history.client: history.releases for history in histories}
+        )
         facts = report_facts(plan, len(run.rows), run.resumptions, run.start, abandoned=True)
-        return build_report(facts, histories, rows_before(plan))
+        return build_report(facts, histories, run.start.ledgers)

@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from fedsynth.privacy import accounting
@@ -24,7 +25,7 @@ from fedsynth.privacy.files import write_whole
 from fedsynth.privacy.ledger.history import History
 from fedsynth.privacy.releases import Release, require
 from fedsynth.privacy.report import figures
-from fedsynth.privacy.report.figures import Report, ReportFacts
+from fedsynth.privacy.report.figures import LedgerHead, LedgerStart, Report, ReportFacts
 from fedsynth.privacy.report.pages import render_html, render_markdown
 
 NAME = "privacy_report"
@@ -34,14 +35,16 @@ GROUPS = (2, 5)
 
 
 def build_report(
-    facts: ReportFacts, histories: Sequence[History], rows_before: Mapping[str, int] | None = None
+    facts: ReportFacts,
+    histories: Sequence[History],
+    initial: Mapping[str, LedgerStart] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Returns the report as a JSON-able mapping (`Report`), without NaN or infinity.
 
     Args:
         facts: the public facts that are not in the ledgers.
         histories: each client's ledger rows.
-        rows_before: client → number of rows in its ledger when the run began; 0 if missing.
+        initial: client → its ledger when the run began; empty if missing.
 
     `guarantee` is None if there is no guarantee or if test-only randomness was used.
 
@@ -66,11 +69,9 @@ def build_report(
     heads = {}
     shares = facts.shares
     for history in histories:
-        heads[history.client] = figures.LedgerHead(
-            rows=len(history.releases),
-            chain=history.chain,
-            rows_before=(rows_before or {}).get(history.client, 0),
-        )
+        count = len(history.releases)
+        before = initial[history.client].rows if history.client in initial else 0
+        heads[history.client] = LedgerHead(rows=count, chain=history.chain, rows_before=before)
         for row in history.releases:
             shares = max(shares, row.shares)
     stated = {name: getattr(facts, name) for name in ReportFacts.model_fields}

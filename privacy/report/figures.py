@@ -357,8 +357,8 @@ class Resumptions(Part):
 class Signature(Part):
     """A run folder's signature.json: key and signature in base64, and the SHA-256 of each file."""
 
-    fedsynth_signature: int
-    algorithm: str
+    fedsynth_signature: Literal[1]
+    algorithm: Literal["Ed25519"]
     public_key: str
     files: dict[str, str]
     signature: str

@@ -23,7 +23,7 @@ from fedsynth.privacy.errors import PrivacyError, shown
 from fedsynth.privacy.files import read_regular
 from fedsynth.privacy.ledger.history import History
 from fedsynth.privacy.report.build import NAME, build_report
-from fedsynth.privacy.report.figures import ReportFacts, faults, short_key
+from fedsynth.privacy.report.figures import LedgerStart, ReportFacts, faults, short_key
 from fedsynth.privacy.report.file import HOSTILE, LedgerRows
 from fedsynth.privacy.report.pages import render_html, render_markdown, renderer_versions
 
@@ -48,7 +48,7 @@ def report_problems(
     report: Mapping[str, Any],
     facts: ReportFacts,
     ledger_rows: LedgerRows,
-    rows_before: Mapping[str, int],
+    initial: Mapping[str, LedgerStart],
 ) -> list[str]:
     """Returns all differences between a report and the one that follows from facts and rows.
 
@@ -56,7 +56,7 @@ def report_problems(
         report: a report of a valid shape (`schema_problems`).
         facts: the public facts.
         ledger_rows: the ledger rows.
-        rows_before: client → number of rows in its ledger when the run began.
+        initial: client → its ledger when the run began.
     """
     histories = []
     for client, rows in ledger_rows.rows.items():
@@ -66,7 +66,7 @@ def report_problems(
             chain = hashes[len(rows)]
         histories.append(History(client, rows, chain))
     try:
-        expected = build_report(facts, histories, rows_before)
+        expected = build_report(facts, histories, initial)
     except (PrivacyError, ArithmeticError) as error:  # ArithmeticError: absurdly large figures
         return [f"no report can be built from this: {error}"]
     except ValidationError as error:  # the same, if they become infinite

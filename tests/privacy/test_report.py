@@ -18,7 +18,13 @@ from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.ledger.history import History
 from fedsynth.privacy.releases import Release
 from fedsynth.privacy.report.build import build_report, group_epsilon, write_report
-from fedsynth.privacy.report.figures import Access, ReportFacts, Verdict, schema_problems
+from fedsynth.privacy.report.figures import (
+    Access,
+    LedgerStart,
+    ReportFacts,
+    Verdict,
+    schema_problems,
+)
 from fedsynth.privacy.report.pages import render_markdown, summary_rows
 from tests.privacy.support import facts, release
 
@@ -48,7 +54,7 @@ ROWS = {"a": [row(n) for n in range(4)], "b": [row(0), row(1)], "c": [row(n) for
 
 def build(stated: ReportFacts = FACTS, rows: dict[str, list[Release]] = ROWS) -> Report:
     histories = [History(name, tuple(each)) for name, each in rows.items()]
-    report = build_report(stated, histories, {"b": 1})
+    report = build_report(stated, histories, {"b": LedgerStart(rows=1, chain=None)})
     assert schema_problems(json.loads(json.dumps(report))) == []
     return report
 

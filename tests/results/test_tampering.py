@@ -455,7 +455,7 @@ TAMPERINGS: list[tuple[Tamper, str]] = [
     (changed("summary.json", "test_accuracy", 0.5), "is 0.5"),
     (no_rounds, "no cap explains this early end"),
     (fewer_rounds, "no cap explains this early end"),
-    (invented_resumption, "a resumption that is missing in the ledger"),
+    (invented_resumption, "a resumption that the ledger lacks"),
     (lambda folder: (folder / "resumed.json").write_text('{"after_rounds": [2]}'), "names round 2"),
     (fifo("resumed.json"), "resumed.json"),
     (fifo("metrics.jsonl"), "metrics.jsonl"),
