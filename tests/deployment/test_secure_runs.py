@@ -39,7 +39,7 @@ from fedsynth.federation.protocol import SecureSum
 from fedsynth.federation.server import Server
 from fedsynth.privacy import grid, randomness
 from fedsynth.privacy.report.pages import render_markdown
-from fedsynth.privacy.report.pages import words as words_of
+from fedsynth.privacy.report.pages import report_sentences as words_of
 from tests.deployment.place import CLIENTS, Hand, Place, StoppedError, ask, joined
 from tests.families import by_family
 from tests.simulation.test_unchanged import RepeatableNoise

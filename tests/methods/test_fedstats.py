@@ -33,7 +33,7 @@ from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.plans import FIRST, MAIN, PrivatePlan
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import Release
-from fedsynth.privacy.report.pages import words
+from fedsynth.privacy.report.pages import report_sentences
 from tests.digits import SPEC, digits
 from tests.digits import context as some_context
 
@@ -195,7 +195,7 @@ def test_epsilon_is_that_of_one_gaussian_release(rounds: int, aggregation: str) 
     rows = result.privacy["ledger"]
     assert len(rows) == (2 if rounds == 1 else 3)  # type: ignore[arg-type]
     assert [row["shares"] > 1 for row in rows] == [aggregation == "secure"] * len(rows)
-    assumed = words(result.privacy).secure_aggregation()
+    assumed = report_sentences(result.privacy).secure_aggregation()
     assert assumed.startswith("assumed, not executed" if aggregation == "secure" else "none")
 
 

@@ -17,7 +17,7 @@ from fedsynth import simulate
 from fedsynth.privacy import randomness
 from fedsynth.privacy.accounting import epsilon
 from fedsynth.privacy.ledger import read_ledger
-from fedsynth.privacy.report.pages import words
+from fedsynth.privacy.report.pages import report_sentences
 from tests.deployment.network.conftest import (
     CLIENTS,
     HERE,
@@ -89,4 +89,8 @@ def test_a_private_run_is_that_of_one_process(
         newest = max(files, key=lambda file: file.stat().st_mtime_ns)
         assert report_of(newest.parent)["test_only_randomness"]
     if settings:
-        assert words(report_of(folder)).secure_aggregation().startswith("aggregation executed")
+        assert (
+            report_sentences(report_of(folder))
+            .secure_aggregation()
+            .startswith("aggregation executed")
+        )
