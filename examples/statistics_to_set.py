@@ -28,7 +28,7 @@ from fedsynth import (
 from fedsynth.evaluation.accuracy import accuracy
 
 
-def own_model() -> nn.Module:
+def network() -> nn.Module:
     """Returns a network from normalised images [N, 1, 8, 8] to ten logits; any other would do."""
     layers = [nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()]
     return nn.Sequential(*layers, nn.Linear(32 * 4 * 4, 10))
@@ -45,14 +45,12 @@ def main(folder: Path, epsilon: float = 30.0) -> tuple[float, float]:
     )
     run = simulate(settings, output=folder / "runs", quiet=True)
     share = export_run(str(run.folder), folder / "share", with_model=True)
-    found = load_synthetic(share)
-    model = own_model()
-    labels = found.labels if found.soft_labels is None else found.soft_labels
-    train_student(model, found.normalised(), labels, teacher=load_model(share))
+    synthetic = load_synthetic(share)
+    model = network()
+    train_student(model, synthetic.normalised(), synthetic.soft_labels, teacher=load_model(share))
     test = load_dataset("digits")[1]
-    teacher = accuracy(run.model, test)
-    student = accuracy(model, test)
-    print(f"{found}: classifier {teacher:.3f}, model trained on the images {student:.3f}")
+    teacher, student = accuracy(run.model, test), accuracy(model, test)
+    print(f"{synthetic}: classifier {teacher:.3f}, model trained on the images {student:.3f}")
     return teacher, student
 
 

@@ -66,6 +66,7 @@ PRIVATE_START = "privacy_start.json"
 RESUMED = "resumed.json"
 SERVED = "run.json"
 """The file with the name and the agreed terms of a run over nodes."""
+ARTEFACTS = "artefacts.json"
 MODEL = "model.safetensors"
 CONFIG = "config.toml"
 SUMMARY = "summary.json"
@@ -304,7 +305,7 @@ class RunFolder:
         if not matrices:
             return
         values = {name: finite(matrix.cpu().tolist()) for name, matrix in matrices.items()}
-        self._replace("artefacts.json", json.dumps(values, indent=1, allow_nan=False))
+        self._replace(ARTEFACTS, json.dumps(values, indent=1, allow_nan=False))
 
     def draw_artefacts(
         self, matrices: Mapping[str, Tensor], class_names: Sequence[str] = ()

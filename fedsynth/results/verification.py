@@ -18,6 +18,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from fedsynth.core.method import Method
@@ -48,6 +49,7 @@ from fedsynth.results.private_run import Charges, PrivateRun
 from fedsynth.results.report_facts import exported_files, owner_facts, report_facts
 from fedsynth.results.result import own_sources, summarise
 from fedsynth.results.run_folder import (
+    ARTEFACTS,
     CONFIG,
     INCOMPLETE,
     METRICS,
@@ -373,9 +375,11 @@ def _file_problems(charges: Charges, folder: Path) -> list[str]:
     if counted and (sends_sets or method.plans_images):
         checks[TENSORS] = _images_problems
     problems = [f"{name} is missing" for name in required if not (folder / name).is_file()]
-    for name in (TENSORS, "artefacts.json"):
-        if name not in checks and (folder / name).exists():
-            problems.append(f"{name} exists, but the run does not produce it")
+    if TENSORS not in checks and (folder / TENSORS).exists():
+        problems.append(f"{TENSORS} exists, but the run does not produce it")
+    if (folder / ARTEFACTS).exists():
+        makes_matrices = bool(counted) and type(method).artefacts is not Method.artefacts
+        problems += _matrices_problems(charges, folder, makes_matrices)
     for name, check in checks.items():
         if (folder / name).is_file():
             try:
@@ -396,6 +400,23 @@ def _model_problems(
     """Returns the differences between a model's tensors and the run's architecture."""
     expected = _shapes(charges.run.context.architecture.state_dict())
     return differences(MODEL, expected, _shapes(tensors))
+
+
+def _matrices_problems(charges: Charges, folder: Path, makes_matrices: bool) -> list[str]:
+    """Returns the server's matrices [classes, clients] that do not fit the run."""
+    if not makes_matrices:
+        return [f"{ARTEFACTS} exists, but the run does not produce it"]
+    try:
+        matrices = read_json(folder / ARTEFACTS, "file of matrices")
+        shapes = {name: np.array(values, dtype=float).shape for name, values in matrices.items()}
+    except (PrivacyError, AttributeError, TypeError, ValueError) as error:
+        return [f"{ARTEFACTS} cannot be read: {one_line(error)}"]
+    classes, clients = charges.run.context.spec.classes, charges.run.settings.partition.clients
+    return [
+        f"{ARTEFACTS}: {shown(name)} has the shape {shape}, not {classes} classes by clients"
+        for name, shape in shapes.items()
+        if len(shape) != 2 or shape[0] != classes or not 1 <= shape[1] <= clients
+    ]
 
 
 def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:

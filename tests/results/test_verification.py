@@ -141,6 +141,14 @@ HONEST: dict[str, Callable[[Path], Path]] = {
             "method": {**FAST, "server_steps": 2, "proxy": "noise"},
         },
     ),
+    "matrices": lambda out: run(
+        out,
+        {
+            **settings("fedhydra", 2),
+            "run": {"method": "fedhydra", "rounds": 1, "device": "cpu"},
+            "method": {**FAST, "server_epochs": 1, "generator_steps": 1},
+        },
+    ),
     "private test images, named clients": with_private_test_images_and_named_clients,
     "users": with_users,
     "a cap": ended_by_the_cap,
@@ -157,6 +165,16 @@ def test_honest_runs_verify(kind: str, tmp_path: Path) -> None:
     assert result.problems == []
     assert "were compared with the ledger files" in result.notes[0]
     assert verify_run(folder / "privacy_report.json").problems == []
+
+
+def test_matrices_of_another_shape_are_reported(tmp_path: Path) -> None:
+    folder = HONEST["matrices"](tmp_path)
+    file = folder / "artefacts.json"
+    matrices = json.loads(file.read_text())
+    file.write_text(json.dumps({name: rows[:-1] for name, rows in matrices.items()}))
+    assert any("has the shape (9, 2), not 10 classes" in problem for problem in found(folder))
+    file.write_text('{"stratification": "?"}')
+    assert any("artefacts.json cannot be read" in problem for problem in found(folder))
 
 
 def test_a_custom_method_is_passed(tmp_path: Path) -> None:
