@@ -135,7 +135,7 @@ def from_table(
         name: the table's preset.
         config: of --config, which must not be combined with it.
         chosen: the settings of options and --set.
-        note: receives the cell's name, and its published numbers.
+        note: receives the cell's name.
 
     Raises:
         OptionError: there is a config, too.
@@ -143,19 +143,12 @@ def from_table(
     """
     if config is not None:
         raise OptionError("--preset and --config both define all settings: use only one of them")
-    from fedsynth.reproduction.comparison import format_number
     from fedsynth.reproduction.preset_files import preset
     from fedsynth.reproduction.presets import cell_words, preset_sections
 
     table = preset(name)
     sections, cell = preset_sections(table, chosen)
-    numbers = [
-        f"{number.metric} {format_number(number.value, number.std)}"
-        for number in cell.numbers
-        if number.value is not None and number.domain in ("", "average")
-    ]
-    published = f"; published: {', '.join(numbers)}" if numbers else ""
-    note(f"preset {name} ({table.source}, {table.table}): {cell_words(cell, table)}{published}")
+    note(f"preset {name} ({table.source}, {table.table}): {cell_words(cell, table)}")
     return sections
 
 

@@ -294,37 +294,43 @@ def rows_at_once(network: nn.Module) -> int:
     return max(1, min(PHYSICAL_BATCH, PHYSICAL_BYTES // (2 * 4 * max(1, size))))
 
 
-def example_gradients(network: nn.Module, x_NCHW: Tensor, labels_N: Tensor) -> Tensor:
-    """Returns the gradient of each example's cross-entropy [N, P], as a step computes it, without
-    noise: for audits and checks on public images. The network is unchanged."""
+def example_gradients(
+    network: nn.Module, x_NCHW: Tensor, labels_N: Tensor, loss: ExampleLoss = cross_entropies
+) -> Tensor:
+    """Returns the gradient of each example's loss [N, P], as a step computes it, without noise: for
+    audits and checks on public images. The network is unchanged."""
     from opacus.grad_sample import GradSampleModule
 
     model = copy.deepcopy(network).train().requires_grad_(True)
     wrapped = GradSampleModule(model, loss_reduction="sum")
     with torch.enable_grad():
-        rows = _per_example_gradients(model, x_NCHW, labels_N, cross_entropies)
+        rows = _per_example_gradients(model, x_NCHW, labels_N, loss)
     wrapped.to_standard_module()
     return rows
 
 
-def check_example_gradients(model: nn.Module, x_NCHW: Tensor) -> None:
+def check_example_gradients(
+    model: nn.Module, x_NCHW: Tensor, loss: ExampleLoss | None = None
+) -> None:
     """Refuses a model whose per-example gradients cannot be computed, before any budget is charged.
 
     Args:
         model: any model, such as a custom one.
         x_NCHW: public images.
+        loss: the loss of each example; None: cross-entropy.
 
     Raises:
         ForbiddenLayerError: it has frozen or unused parameters, or layers that Opacus does not
             support.
+        PrivacyError: the loss does not return one value for each example.
     """
     for name, p in model.named_parameters():
         if not p.requires_grad:
             raise ForbiddenLayerError(f"parameter {name!r} is frozen: DP-SGD trains all of them")
     labels = torch.zeros(len(x_NCHW), dtype=torch.int64, device=x_NCHW.device)
     try:
-        example_gradients(model, x_NCHW, labels)
-    except ForbiddenLayerError:
+        example_gradients(model, x_NCHW, labels, loss or cross_entropies)
+    except PrivacyError:
         raise
     except Exception as error:  # raised by Opacus or by the model
         raise ForbiddenLayerError(

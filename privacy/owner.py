@@ -148,8 +148,8 @@ class DataOwner:
             BudgetExceededError: almost nothing of `total_epsilon` is left.
             PrivacySettingError: the plan shares its noise with other clients.
         """
-        own_noise = plan.shares == 1 and plan.addends is None and plan.phase == MAIN
-        require(own_noise, "plan", "must not share its noise with other clients", plan.name)
+        complete = plan.shares == 1 and plan.addends is None and plan.phase == MAIN
+        require(complete, "plan", "must not share its noise with other clients", plan.name)
         target = self.epsilon if total_epsilon is None else min(total_epsilon, self.epsilon)
         rows = self._ledger.releases
         spent = epsilon(rows, self.delta)
@@ -189,7 +189,7 @@ class DataOwner:
             [classes, D]
         """
         (only,) = series
-        if all(only is not own for own in self._charged):
+        if only not in self._charged:
             raise UnplannedReleaseError(f"this series was not charged to {self.name!r}")
 
         def of_first_class(x: Tensor) -> Tensor:
@@ -228,7 +228,6 @@ class DataOwner:
             [classes, D]
         """
         self.check_independent(values)
-        width = values(self.public_records(2)).shape[1]
         plan = PrivatePlan(
             name="mean",
             quantity=quantity,
@@ -237,7 +236,7 @@ class DataOwner:
             clip=clip,
             sample_rate=1.0,
             steps=1,
-            dimension=self.classes * width,
+            dimension=self.classes * values(self.public_records(2)).shape[1],
             groups=self.classes,
         )
         series = self.charge(plan, total_epsilon)
@@ -254,7 +253,9 @@ class DataOwner:
         low, high = self.bounds
 
         def in_bounds(x: Tensor) -> Tensor:  # from [0, 1]
-            return values(low + (high - low) * x if math.isfinite(high - low) else x)
+            if math.isfinite(high - low):
+                x = low + (high - low) * x
+            return values(x)
 
         finding = dependence_on_batch(in_bounds, self.record_shape, self.device)
         if finding:
@@ -265,11 +266,12 @@ class DataOwner:
         bounds): public, for trials and start images."""
         generator = torch.Generator().manual_seed(seed)
         low, high = self.bounds
-        if not math.isfinite(high - low):
-            drawn = torch.randn(count, *self.record_shape, generator=generator)
+        shape = (count, *self.record_shape)
+        if math.isfinite(high - low):
+            records = low + (high - low) * torch.rand(shape, generator=generator)
         else:
-            drawn = low + (high - low) * torch.rand(count, *self.record_shape, generator=generator)
-        return drawn.to(self.device)
+            records = torch.randn(shape, generator=generator)
+        return records.to(self.device)
 
     def fit(
         self,
@@ -300,16 +302,13 @@ class DataOwner:
         rate = batch_size / self.nominal_size
         require(0 < rate <= 1, "batch_size", "must be at most nominal_size", batch_size)
         check_model(model)
-        check_example_gradients(model, self.public_records(4))
+        check_example_gradients(model, self.public_records(4), loss)
 
         def losses(x: Tensor) -> Tensor:
             labels = torch.zeros(len(x), dtype=torch.int64, device=x.device)
             return (loss or cross_entropies)(model, x, labels)
 
         self.check_independent(losses)
-        require(
-            losses(self.public_records(4)).shape == (4,), "loss", "must be one of each example", ""
-        )
         plan = PrivatePlan(
             name="model",
             quantity="model",

@@ -59,8 +59,7 @@ def simulate(
         parts: custom clients: the indices of each client's examples in the training data. Only
             `local_test` of `settings.partition` is then used.
         names: the clients' names, one per part, in ledgers and in the privacy report. They are
-            public. None: client-000, client-001, …, or the name of the existing ledger for a
-            client's records.
+            public. None: client-000, client-001, ….
         test: the kind of the test images: "public", "private", or "none" to ignore them. None:
             "public" for a published data set, "private" for user data. With differential privacy,
             metrics on private test images are only in `simulation_only`.

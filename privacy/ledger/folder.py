@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import itertools
 import re
 import secrets
 import shlex
@@ -91,9 +90,7 @@ class LedgerFolder:
         """Returns the ledger of each client of a run; creates missing ones.
 
         Args:
-            names: the clients' declared names. None: a client gets the name of the ledger that was
-                kept for its records, whatever its position in the list; without such a ledger, its
-                name is one of `default_names`.
+            names: the clients' declared names; None: `default_names`.
             records: maps the folder's key to each client's hashes, uint8 [N, `DIGEST_BYTES`].
             dataset: an identifier of the data set and its partition.
 
@@ -104,7 +101,9 @@ class LedgerFolder:
         """
         with self._locked() as index:
             present = [_unpacked(digests.tobytes()) for digests in records(index.key)]
-            records_by_client = dict(zip(names or index.names(present), present, strict=True))
+            records_by_client = dict(
+                zip(names or default_names(len(present)), present, strict=True)
+            )
             for name in records_by_client:
                 if name in index.ledgers:
                     self._refuse_unknown(name, index.ledgers[name])
@@ -337,7 +336,7 @@ class _RecordIndex:
         it."""
         if name not in self._current:
             ledger = self.ledgers[name]
-            records = self._current_list(ledger)
+            records = self._list(ledger.records[-1]) if ledger.records else None
             if ledger.bound and (records is None or not self.is_current(name, records)):
                 raise LedgerError(
                     f"{self.folder / ledger.records[-1]}, which lists the records of client "
@@ -345,38 +344,6 @@ class _RecordIndex:
                 )
             self._current[name] = records or Counter()
         return self._current[name]
-
-    def _current_list(self, ledger: Ledger) -> Records | None:
-        return self._list(ledger.records[-1]) if ledger.records else None
-
-    def names(self, present: Sequence[Records]) -> tuple[str, ...]:
-        """Returns names for clients that declared none: that of their records' ledger, else a
-        default one."""
-        defaults = default_names(len(present))
-        matched: dict[int, str] = {}
-        for k, name in enumerate(defaults):
-            if name in self.ledgers and self.is_current(name, present[k]):
-                matched[k] = name
-        unmatched: defaultdict[bytes, list[str]] = defaultdict(list)
-        for name, ledger in self.ledgers.items():
-            records = self._current_list(ledger)
-            if records is not None and name not in matched.values():
-                unmatched[_packed(records)].append(name)
-        for k, records in enumerate(present):
-            if k not in matched and unmatched[_packed(records)]:
-                matched[k] = unmatched[_packed(records)].pop(0)
-        taken = set(matched.values())
-        used = (
-            taken
-            | self.ledgers.keys()
-            | {defaults[k] for k in range(len(present)) if k not in matched}
-        )
-        numbered = map("client-{:03d}".format, itertools.count())
-        spare = itertools.filterfalse(used.__contains__, numbered)
-        for k, name in enumerate(defaults):
-            if k not in matched:
-                matched[k] = next(spare) if name in taken else name
-        return tuple(matched[k] for k in sorted(matched))
 
     def _list(self, fingerprint: str) -> Records | None:
         try:

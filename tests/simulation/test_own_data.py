@@ -18,7 +18,6 @@ from fedsynth.config.settings import RunSettings
 from fedsynth.data.images import ImageData, from_arrays
 from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import DataError, FedsynthError, SettingError
-from fedsynth.privacy.accounting import epsilon
 from fedsynth.privacy.errors import (
     LedgerError,
     PrivacyError,
@@ -116,36 +115,14 @@ def test_nearly_the_words_are_no_folder(words: str) -> None:
 
 
 # ---------------------------------------------------------- a ledger knows its data
-def test_records_keep_their_budget_in_whatever_order_the_clients_come(tmp_path: Path) -> None:
+def test_another_order_of_the_clients_is_refused(tmp_path: Path) -> None:
     """Catches: [A, B] then [B, A] gave A twice the budget, in two ledgers."""
-    alone = {Participation(seed, 2, 0.5).in_round(1)[0]: seed for seed in range(20)}
-    once = simulate(tiny(privacy=private(ledger=NO_LEDGER)), data=(scans(), None), parts=PARTS)
-    cap = 1.2 * once.summary["differential_privacy"]["epsilon"]
-    sections = {
-        "partition": {"clients": 2, "seed": 0},
-        "privacy": private(epsilon=cap, ledger=str(tmp_path / "ledgers")),
-    }
-    results = [
-        simulate(
-            tiny(run={"participation": 0.5, "seed": alone[place]}, **sections),
-            data=(scans(), None),
-            parts=parts,
-            output=tmp_path / "runs",
-        )
-        for place, parts in ((0, PARTS), (1, PARTS[::-1]), (0, PARTS[::-1]))
-    ]
-    assert [len(result.metrics) for result in results] == [1, 0, 1]  # A, A again, B
-    rows = {
-        path.stem: read_ledger(path).releases for path in (tmp_path / "ledgers").glob("*.jsonl")
-    }
-    assert {name: len(mine) for name, mine in rows.items()} == {"client-000": 1, "client-001": 1}
-    assert all(0 < epsilon(mine, 1e-5) <= cap for mine in rows.values())
-    over: Any = results[1].privacy
-    assert results[1].accuracy is None
-    assert results[1].folder is None  # a run that could not begin leaves nothing
-    assert [event["kind"] for event in over["events"]] == ["ended"]
-    assert "ended after 0 of 1 rounds: client client-000: ε is" in results[1].deviations[0]
-    assert len(list((tmp_path / "runs").iterdir())) == 2
+    settings = tiny(privacy=private(ledger=str(tmp_path)), partition={"clients": 2, "seed": 0})
+    simulate(settings, data=(scans(), None), parts=PARTS)
+    with pytest.raises(LedgerError, match=r"stays with it|differ from those"):
+        simulate(settings, data=(scans(), None), parts=PARTS[::-1])
+    rows = [len(read_ledger(path).releases) for path in tmp_path.glob("*.jsonl")]
+    assert rows == [1, 1]
 
 
 def test_names_are_the_clients_and_no_other_data_are_charged_to_them(tmp_path: Path) -> None:
