@@ -74,23 +74,13 @@ ROW: Declared = {
 """Keys of a round's row, in addition to those that the method declares."""
 MEASURED: Declared = {key: ROW[key] for key in (*ON_TEST, LOCAL, PRIVATE_TEST)}
 """Keys of the row of one of a method's variants."""
+_PLANNED_KEYS = ("method", "settings", "dataset", "seed", "test_data", "rounds")
+_ROW_KEYS = (COMMON, "domain_average", MODELS, "upload_bytes", "seconds", LOCAL)
 SUMMARY: Declared = {
-    "method": _AS_PLANNED,
-    "settings": _AS_PLANNED,
-    "dataset": _AS_PLANNED,
-    "seed": _AS_PLANNED,
-    "test_data": _AS_PLANNED,
-    "rounds": _AS_PLANNED,
-    "differential_privacy": _AS_PLANNED,
-    SOURCES: _AS_PLANNED,
+    **dict.fromkeys((*_PLANNED_KEYS, "differential_privacy", SOURCES), _AS_PLANNED),
+    **{key: ROW[key] for key in _ROW_KEYS},
     "test_accuracy": released(_ACCURACY.reason, SHARE | None),
-    COMMON: ROW[COMMON],
-    "domain_average": ROW["domain_average"],
-    MODELS: ROW[MODELS],
-    "upload_bytes": _SIZE,
     "upload_floats_per_round": _SIZE,
-    "seconds": ROW["seconds"],
-    LOCAL: ROW[LOCAL],
     "device": public("the machine that ran it", str),
     "folder": public("where the run's files are", str),
 }
@@ -183,15 +173,13 @@ def disclosed(values: Mapping[str, Any], declared: Declared | None) -> Disclosed
     for key, value in values.items():
         if key not in declared:
             raise UnaccountedReleaseError(
-                f"{key!r} is in a private run's metrics without a declaration: declare it in "
-                "the method's `metric_privacy`, as released or public"
+                f"{key!r} is in a private run's metrics without a declaration in `metric_privacy`"
             )
         if not declared[key].may_be_shown:
             hidden[key] = value
         elif not declared[key].fits(value):
             raise UnaccountedReleaseError(
-                f"{key!r} in a private run's metrics has another shape than declared in the "
-                "method's `metric_privacy`"
+                f"{key!r} in a private run's metrics has another shape than `metric_privacy` states"
             )
         else:
             public[key] = value
@@ -209,13 +197,9 @@ def lost_clients(played: RoundResult) -> dict[str, Any]:
     for key, reasons in ((LOST, played.lost), (REJECTED, played.rejected)):
         if reasons:
             row[key] = {str(client): reasons[client] for client in sorted(reasons)}
-    missed = played.no_quorum
-    if missed is not None:
-        row[NOT_COUNTED] = {
-            "exchange": missed.phase,
-            "uploads": missed.uploads,
-            "needed": missed.needed,
-        }
+    if (missed := played.no_quorum) is not None:
+        counts = {"uploads": missed.uploads, "needed": missed.needed}
+        row[NOT_COUNTED] = {"exchange": missed.phase, **counts}
     return row
 
 

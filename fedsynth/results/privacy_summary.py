@@ -14,7 +14,7 @@ from fedsynth.data.registry import DatasetSpec
 from fedsynth.federation.privacy_plan import PrivacyPlan
 from fedsynth.privacy.ledger.history import History
 from fedsynth.privacy.releases import USER
-from fedsynth.privacy.report.figures import SCHEMA_VERSION, LedgerStart, Promise, RunStart, Start
+from fedsynth.privacy.report.figures import LedgerStart, Promise, RunStart, Start
 from fedsynth.privacy.report.formatting import format_epsilon
 
 NEIGHBOURS = {
@@ -40,10 +40,11 @@ def headline(plan: PrivacyPlan, *, simulated: bool = True) -> list[str]:
     chief = plan.chief
     reasons = plan.reasons(plan.histories)
     if reasons:
+        reason = f"a ledger in {plan.privacy.ledger} contains {reasons[0]}"
+        noise = f"mechanism {chief.mechanism} adds noise (σ = {plan.sigma:.4g})"
         return [
-            f"no differential privacy guarantee: a ledger in {plan.privacy.ledger} contains "
-            f"{reasons[0]}",
-            f"  mechanism {chief.mechanism} adds noise (σ = {plan.sigma:.4g}); no ε can be stated",
+            f"no differential privacy guarantee: {reason}",
+            f"  {noise}; no ε can be stated",
         ]
     planned = plan.planned_epsilon()
     sampling = "all records at each step"
@@ -55,37 +56,26 @@ def headline(plan: PrivacyPlan, *, simulated: bool = True) -> list[str]:
     unit = "one example"
     if plan.privacy.unit == USER:
         unit = f"one {plan.run.report.person or 'person'} with all examples"
+    noise = f"σ = {plan.sigma:.4g}, clip {chief.clip:.4g}"
+    if not plan.run.method.same_releases_every_round:
+        noise = f"σ = {plan.sigma:.4g} if all were one release; each release has more"
     lines = [
         f"privacy: ε = {format_epsilon(planned)} at δ = {delta:g} for each client over {rounds}, "
         f"{unit} {NEIGHBOURS[plan.privacy.adjacency]}",
-        f"  mechanism {chief.mechanism} ({_noise(plan)}), {sampling}, {schedule(plan)}",
+        f"  mechanism {chief.mechanism} ({noise}), {sampling}, {schedule(plan)}",
     ]
-    if chief.shares > 1 and not simulated:
+    if chief.shares > 1:
+        aggregation = "masked values are sent"
+        if simulated:
+            aggregation = "aggregation assumed, not executed"
         lines.append(
-            f"  each client adds its share of the noise of {chief.shares} clients and sends "
-            "masked values: ε holds against parties that see only the sums over clients"
-        )
-    elif chief.shares > 1:
-        lines.append(
-            "  aggregation assumed, not executed: each client adds its share of the noise "
-            f"of {chief.shares} clients, and ε holds only against parties that see only the "
-            "sums over all clients"
+            f"  {aggregation}: each client adds its share of the noise of {chief.shares} clients; "
+            "ε holds only against parties that see only the sums over clients"
         )
     spent = plan.epsilon(plan.histories)
     if spent > 0:
-        lines.append(
-            f"  of this, earlier runs in the ledgers have spent ε = {format_epsilon(spent)}"
-        )
+        lines.append(f"  earlier runs in the ledgers have spent ε = {format_epsilon(spent)} of it")
     return lines + _noise_warnings(plan) + _cap_warnings(plan, planned)
-
-
-def _noise(plan: PrivacyPlan) -> str:
-    """Returns σ and the clip; for several kinds of release with different σ, the σ of one
-    equivalent release.
-    """
-    if plan.run.method.same_releases_every_round:
-        return f"σ = {plan.sigma:.4g}, clip {plan.chief.clip:.4g}"
-    return f"σ = {plan.sigma:.4g} if all were one release; each release has more"
 
 
 def _noise_warnings(plan: PrivacyPlan) -> list[str]:
@@ -101,9 +91,8 @@ def _noise_warnings(plan: PrivacyPlan) -> list[str]:
         return []
     ratio, quantity = min(drowned)
     return [
-        f"  warning: the noise exceeds the signal of the releases (S/N {ratio:.2g}: "
-        f"{quantity}), so little can be learned: `fedsynth privacy plan` shows the effect of "
-        "more records, clients or ε"
+        f"  warning: the noise exceeds the signal of the releases (S/N {ratio:.2g}: {quantity}); "
+        "`fedsynth privacy plan` shows the effect of more records, clients or ε"
     ]
 
 
@@ -120,14 +109,11 @@ def _cap_warnings(plan: PrivacyPlan, planned: float) -> list[str]:
     if cap is None and planned > WEAK:
         return [
             f"  warning: ε = {format_epsilon(planned)} is a weak guarantee: one example may "
-            f"change the odds of any outcome by a factor of e^{planned:.0f}; for a smaller "
-            "ε, set privacy.epsilon=8 instead of privacy.noise_multiplier"
+            f"change the odds of any outcome by a factor of e^{planned:.0f}; to limit ε, set "
+            "privacy.epsilon instead of privacy.noise_multiplier"
         ]
     if cap is not None and planned > cap * (1 + 1e-9):
-        return [
-            f"  the cap ε = {cap:g} is below that: the run ends normally before the round that "
-            "would exceed it"
-        ]
+        return [f"  the run ends before the round that would exceed the cap ε = {cap:g}"]
     return []
 
 
@@ -152,7 +138,7 @@ def start(
         simulated: all clients are in one process; otherwise each is where its data are.
     """
     return Start(
-        schema_version=SCHEMA_VERSION,
+        schema_version=4,
         noise_multiplier=plan.privacy.noise_multiplier,
         data_set=as_json(plan.spec),
         test_images=test,  # type: ignore[arg-type]  # checked, as all of it is

@@ -12,13 +12,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
 
 from fedsynth.config.checks import fewest
 from fedsynth.config.participation import active_clients
 from fedsynth.config.settings import RunSettings
 from fedsynth.core.messages import privacy_of_fields
-from fedsynth.data.partition_settings import clients_or_groups
 from fedsynth.data.registry import is_published
 from fedsynth.federation.privacy_plan import PrivacyPlan
 from fedsynth.federation.run_data import PRIVATE, PUBLIC
@@ -29,15 +28,8 @@ from fedsynth.privacy.ledger.history import History
 from fedsynth.privacy.plans import PrivatePlan
 from fedsynth.privacy.randomness import DESCRIPTION
 from fedsynth.privacy.releases import USER
-from fedsynth.privacy.report.figures import (
-    Access,
-    Event,
-    ReportFacts,
-    RunFacts,
-    Start,
-    Unit,
-    Verdict,
-)
+from fedsynth.privacy.report import figures
+from fedsynth.privacy.report.figures import Access, Event, ReportFacts, Start
 from fedsynth.privacy.report.pages import FILES, renderer_versions
 from fedsynth.results.privacy_summary import pluralize, schedule
 from fedsynth.version import __version__
@@ -56,7 +48,7 @@ def report_facts(
     *,
     secret: bool = True,
     abandoned: bool = False,
-    files: Mapping[str, str] | None = None,
+    files: Mapping[str, str] = MappingProxyType({}),
     first: int = 0,
 ) -> ReportFacts:
     """Returns the facts that the report states besides the ledgers.
@@ -71,58 +63,60 @@ def report_facts(
         files: the files that the report covers, with their SHA-256.
         first: the index of the plan's first client.
     """
-    privacy = plan.privacy
-    facts = plan.facts
-    report = plan.run.report
+    run, privacy, facts = plan.run, plan.privacy, plan.facts
+    report = run.report
     simulated = start.simulated
-    randomness = DESCRIPTION + (FOUR_SUMS if privacy.four_sums else "")
-    published = plan.run.method.paper_epsilon(privacy.delta, plan.sigma)
+    person = report.person or "person"
+    randomness = facts.randomness or DESCRIPTION
+    if privacy.four_sums and not facts.randomness:
+        randomness += FOUR_SUMS
+    published = []
+    if facts.guaranteed and (comparison := run.method.paper_epsilon(privacy.delta, plan.sigma)):
+        published.append(dict(comparison))
     clients = [history.client for history in plan.histories]
-    sites = report.site_names(plan.run.partition.clients)[first:]
+    sites = report.site_names(run.partition.clients)[first:]
     return ReportFacts(
-        method=plan.run.method.name,
+        method=run.method.name,
         mechanism=plan.chief.mechanism,
         delta=privacy.delta,
         max_records=plan.max_records,
         adjacency=privacy.adjacency,
-        unit=Unit(
-            kind=privacy.unit, person=report.person or "person", user_records=privacy.user_records
-        ),
+        unit=figures.Unit(kind=privacy.unit, person=person, user_records=privacy.user_records),
         epsilon_cap=privacy.epsilon,
-        planned_rounds=plan.run.rounds,
+        planned_rounds=run.rounds,
         rounds_done=rounds_done,
         public_items=public_items(plan, simulated=simulated),
-        verdict=Verdict(reasons=list(facts.reasons), warnings=start.warnings),
+        verdict=figures.Verdict(reasons=list(facts.reasons), warnings=start.warnings),
         events=list(events),
         ledger_kept=not simulated or privacy.ledger_folder is not None,
-        randomness=facts.randomness or randomness,
-        published=[dict(published)] if published and facts.guaranteed else [],
+        randomness=randomness,
+        published=published,
         scope=accesses(plan, start.test_images, simulated=simulated),
         test_only_randomness=not secret,
-        provenance=provenance(plan.run),
+        provenance=provenance(run),
         noise_multiplier=privacy.noise_multiplier,
         simulated=simulated,
         abandoned=abandoned,
         shares=plan.chief.shares,
-        min_clients=0 if simulated else min_clients_of_a_sum(plan),
-        own_code=list(plan.run.own_code),
-        run=RunFacts(
+        min_clients=min_clients_of_a_sum(plan, simulated=simulated),
+        own_code=list(run.own_code),
+        run=figures.RunFacts(
             id=start.run.id,
             date=start.run.date,
             responsible=report.responsible or None,
             purpose=report.purpose or None,
             sites=dict(zip(clients, sites, strict=False)),
         ),
-        files=dict(files or {}),
+        files=dict(files),
     )
 
 
-def min_clients_of_a_sum(plan: PrivacyPlan) -> int:
+def min_clients_of_a_sum(plan: PrivacyPlan, *, simulated: bool) -> int:
     """Returns the smallest number of clients in a sum that the server sees, or 0 if it sees each
     upload.
     """
     run = plan.run
-    if not run.method.requires_secure_sum:
+    if simulated or not run.method.requires_secure_sum:
         return 0
     active = active_clients(run.partition.clients, run.participation)
     return fewest(run.method, active, run.partition.clients, private=True)
@@ -182,19 +176,15 @@ def public_items(plan: PrivacyPlan, *, simulated: bool = True) -> dict[str, str]
     }
     if run.participation < 1:
         count = len(plan.participation.in_round(1))
-        items["participation"] = (
-            f"{count} of {run.partition.clients} clients a round, drawn from the run's seed: no "
-            "amplification is claimed"
-        )
+        share = f"{count} of {run.partition.clients} clients a round"
+        items["participation"] = f"{share}, drawn from the run's seed; no amplification is claimed"
     if run.client_failures:
-        items["clients that fail"] = (
-            f"intentionally, each with probability {run.client_failures:g} in a round, drawn "
-            "from the run's seed; a client's computation is charged even if its upload did "
-            "not arrive"
+        items["simulated failures"] = (
+            f"each client fails with probability {run.client_failures:g} in a round, drawn from "
+            "the run's seed; its computation is charged even if its upload did not arrive"
         )
     items["what the server does"] = (
-        "training, averaging, distillation and measurements that use only the uploads and public "
-        "values: post-processing, at no cost"
+        "it computes only with the uploads and public values; this post-processing costs no privacy"
     )
     if proxy := run.method.public_images():
         items["proxy images"] = f"the training images of {proxy}, declared public"
@@ -203,10 +193,13 @@ def public_items(plan: PrivacyPlan, *, simulated: bool = True) -> dict[str, str]
     unit = "record"
     if plan.privacy.unit == USER:
         unit = run.report.person or "person"
+    source = "declared"
+    if not plan.privacy.nominal_size:
+        source = "from the declared size of the data set and the settings of the partition"
     items["sample rate q"] = f"{plan.chief.sample_rate:.6g}, from public sizes"
     items[f"nominal {unit}s of a client"] = (
-        f"{plan.nominal_size:g} ({_nominal_size(plan)}); divisors use it or released counts, "
-        "never the true number"
+        f"{plan.nominal_size:g} ({source}); divisors use it or released counts, never the true "
+        "number"
     )
     for name, (kind, reason) in privacy_of_fields(run.method.upload).items():
         if kind == "public":
@@ -227,22 +220,6 @@ def _settings_text(run: RunSettings, section: str) -> str:
     """Returns the settings of a section as "width = 32, depth = 2", without empty ones."""
     settings = run.to_mapping()[section]
     return ", ".join(f"{key} = {value}" for key, value in settings.items() if value != "")
-
-
-def _nominal_size(plan: PrivacyPlan) -> str:
-    """Returns the source of a client's nominal size, in words."""
-    if plan.privacy.nominal_size:
-        return "declared"
-    split = plan.run.partition
-    divisor = "published writers or devices"
-    if clients_or_groups(split, plan.spec) == split.clients:
-        divisor = "clients"
-    text = f"the declared size of the data set divided by the number of {divisor}"
-    if split.subset < 1:
-        text += f", times the fraction {split.subset:g} that is used"
-    if split.local_test:
-        text += f", times the fraction {1 - split.local_test:g} that is used for training"
-    return text
 
 
 def _data_set(plan: PrivacyPlan, *, simulated: bool) -> str:
@@ -326,28 +303,22 @@ def _schedule_of(plan: PrivacyPlan, release: PrivatePlan) -> str:
     return f"{pluralize(release.steps * rounds, 'release')} in all"
 
 
-def _without_paths(run: RunSettings) -> dict[str, dict[str, Any]]:
-    """Returns the settings; for custom images without the folders, whose names could be guessed
-    from a hash.
-    """
-    sections = run.to_mapping()
-    if run.folder is None:
-        return sections
-    for section, keys in {
-        "data": ("folder", "test_folder", "declaration", "data_root"),
-        "privacy": ("ledger",),
-    }.items():
-        for key in keys:
-            sections.get(section, {}).pop(key, None)
-    return sections
+DATA_PATHS = ("folder", "test_folder", "declaration", "data_root")
 
 
 def provenance(run: RunSettings) -> dict[str, str]:
-    """Returns the versions of packages, and a hash of the resolved settings."""
-    config: Any = json.dumps(_without_paths(run), sort_keys=True)
+    """Returns the versions of packages, and a hash of the resolved settings; for custom images
+    without the paths, whose names could be guessed from a hash.
+    """
+    sections = run.to_mapping()
+    if run.folder is not None:
+        for key in DATA_PATHS:
+            sections["data"].pop(key, None)
+        sections.get("privacy", {}).pop("ledger", None)
+    config = json.dumps(sections, sort_keys=True).encode()
     packages = ("torch", "opacus", "dp-accounting", "numpy", "randomgen")
     return {
-        "config": hashlib.blake2b(config.encode(), digest_size=16).hexdigest(),
+        "config": hashlib.blake2b(config, digest_size=16).hexdigest(),
         "python": platform.python_version(),
         "fedsynth": __version__,  # also if it runs from a folder, without being installed
         **{name: version(name) for name in packages},

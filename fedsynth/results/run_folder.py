@@ -53,15 +53,14 @@ from fedsynth.data.shared_set import BYTES, NORMALISED, TENSORS, write_set
 from fedsynth.errors import OutputError
 from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.files import open_regular, plain_files, sync_folder, write_whole
-from fedsynth.privacy.report.figures import SCHEMA_VERSION, Resumptions, Start, schema_problems
-from fedsynth.privacy.report.file import read_json
+from fedsynth.privacy.report.figures import Resumptions, Start
+from fedsynth.privacy.report.file import read_part
 from fedsynth.results.disclosed import Disclosed, finite
 
-SIMULATION_ONLY_NOTE = (
-    "Everything in this folder is an exact function of the clients' data. A simulation may "
-    "show it, but no privacy guarantee\n"
-    "covers it. In a deployment it would not exist.\n"
-)
+SIMULATION_ONLY_NOTE = """\
+Everything in this folder is an exact function of the clients' data. A simulation may show it, but
+no privacy guarantee covers it. In a deployment it would not exist.
+"""
 PRIVATE_START = "privacy_start.json"
 RESUMED = "resumed.json"
 SERVED = "run.json"
@@ -230,11 +229,11 @@ class RunFolder:
         folder = self.path / "simulation_only"
         if (folder / "partition.png").exists():
             return
+        counts = {"class_names": list(class_names), "counts": counts_KC.tolist()}
         with _writing(folder):
             folder.mkdir(exist_ok=True)
             (folder / "README.txt").write_text(SIMULATION_ONLY_NOTE, encoding="utf-8")
             (folder / "partition.txt").write_text(partition_table(counts_KC), encoding="utf-8")
-            counts = {"class_names": list(class_names), "counts": counts_KC.tolist()}
             (folder / COUNTS).write_text(json.dumps(counts), encoding="utf-8")
             partition_png(counts_KC, folder / "partial.png", class_names)
             (folder / "partial.png").rename(folder / "partition.png")
@@ -320,9 +319,8 @@ class RunFolder:
     def finish(self, summary: Disclosed) -> Path:
         """Writes the summary, gives the folder its final name and returns it."""
         public = {**summary.public, "folder": str(self.final)}
-        text = json.dumps(public, indent=2, allow_nan=False) + "\n"
+        self._replace(SUMMARY, json.dumps(public, indent=2, allow_nan=False) + "\n")
         with _writing(self.path):
-            (self.path / SUMMARY).write_text(text, encoding="utf-8")
             _sync_all(self.path)
             self.path.rename(self.final)
             (self.final / LOCK).unlink(missing_ok=True)
@@ -350,12 +348,7 @@ def private_start(folder: Path) -> Start:
     Raises:
         PrivacyError: privacy_start.json is missing or damaged.
     """
-    start = read_json(folder / PRIVATE_START, "start of a private run")
-    for problem in schema_problems(start, Start):
-        raise PrivacyError(f"{PRIVATE_START}: {problem}")
-    if start["schema_version"] != SCHEMA_VERSION:
-        raise PrivacyError(f"{PRIVATE_START} has schema {start['schema_version']}")
-    return Start.model_validate(start)
+    return read_part(folder / PRIVATE_START, "start of a private run", Start)
 
 
 def resumed_rounds(folder: Path) -> list[int]:
@@ -366,10 +359,7 @@ def resumed_rounds(folder: Path) -> list[int]:
     """
     if not (folder / RESUMED).exists():
         return []
-    stated = read_json(folder / RESUMED, "list of resumptions")
-    for problem in schema_problems(stated, Resumptions):
-        raise PrivacyError(f"{RESUMED}: {problem}")
-    rounds: list[int] = stated["after_rounds"]
+    rounds = read_part(folder / RESUMED, "list of resumptions", Resumptions).after_rounds
     if rounds != sorted(rounds):
         raise PrivacyError(f"{RESUMED}: its rounds must not decrease")
     return rounds

@@ -34,14 +34,13 @@ from fedsynth.privacy.ledger import read_ledger
 from fedsynth.privacy.ledger.history import History
 from fedsynth.privacy.releases import Release
 from fedsynth.privacy.report.build import NAME, build_report
-from fedsynth.privacy.report.figures import Event, schema_problems
-from fedsynth.privacy.report.file import HOSTILE, read_json, read_ledger_rows, read_report
+from fedsynth.privacy.report.figures import Event, Owner, schema_problems
+from fedsynth.privacy.report.file import HOSTILE, read_ledger_rows, read_part, read_report
 from fedsynth.privacy.report.verify import (
     Verification,
     differences,
     page_problems,
     report_problems,
-    unverifiable_claims,
 )
 from fedsynth.results import disclosed, privacy_summary, private_run
 from fedsynth.results.disclosed import COMMON, LOST, MODELS, NOT_COUNTED, REJECTED
@@ -62,11 +61,13 @@ from fedsynth.synthesizer.condensation.sets import SyntheticSet
 from fedsynth.version import __version__
 
 OWNER = "owner.json"
-"""A file in the folder of an owner's report: the client index, and the number of rounds after which
-the run ended.
-"""
+"""A file in the folder of an owner's report."""
 REQUIRED = (CONFIG, PRIVATE_START, f"{NAME}.md", f"{NAME}.html")
 PLANNED = ("participants", LOST, REJECTED, NOT_COUNTED)
+TAKEN_AS_STATED = (
+    "not verified, taken as stated: the identity of the run, the versions of the software, the "
+    "run's warnings, and the counts of an audit"
+)
 _REASON = re.compile(r".{1,1000}")
 
 
@@ -134,8 +135,7 @@ def _verified(
         problems.append(
             f"(made by fedsynth {version}; this is {__version__}, so results may differ)"
         )
-    notes += [f"not verified, taken as stated: {claim}" for claim in unverifiable_claims(report)]
-    return Verification(problems, notes)
+    return Verification(problems, [*notes, TAKEN_AS_STATED])
 
 
 # ---------------------------------------------------------------------------- a run's own folder
@@ -205,7 +205,10 @@ def _events(charges: Charges, report: Mapping[str, Any]) -> list[Event]:
         if _ended_early(charges):
             ended = Event(kind="ended", rounds_done=charges.rounds_done)
             events.append(_with_reason(ended, stated))
-        return events + [event for event in stated if _may_be_silent(event, charges)]
+        for event in stated:  # a client that stated no ledger: it counts as charged
+            if event == Event(kind="unstated", client=event.client, rounds=event.rounds):
+                events.append(event)
+        return events
     refusal = charges.refusal()
     if refusal is None or not _ended_early(charges):
         return run.resumptions
@@ -216,21 +219,6 @@ def _events(charges: Charges, report: Mapping[str, Any]) -> list[Event]:
         if later and event.client in run.start.ledgers and None not in figures.values():
             refusal = refusal.model_copy(update=figures)
     return [*run.resumptions, refusal]
-
-
-def _may_be_silent(event: Event, charges: Charges) -> bool:
-    """Returns whether a client may have made no statement in the rounds that an event names,
-    because it was lost in them or they were cut off.
-    """
-    if event != Event(kind="unstated", client=event.client, rounds=event.rounds):
-        return False
-    if event.client is None or not event.rounds or event.client in map(str, charges.absent):
-        return False
-    for number in event.rounds:
-        cut_off = number - 1 in charges.run.resumed or number == charges.rounds_done + 1
-        if not cut_off and event.client not in charges.row(number).get(LOST, {}):
-            return False
-    return True
 
 
 def _with_reason(expected: Event, stated: Sequence[Event]) -> Event:
@@ -388,10 +376,7 @@ def _file_problems(charges: Charges, folder: Path) -> list[str]:
                 problems.append(f"{name} cannot be read: {one_line(error)}")
     expected = {code.file: code.sha256 for code in own_sources(run.settings).values()}
     sources = {file.name: file_hash(file) for file in folder.glob("sources/*")}
-    for name in {**expected, **sources}:
-        if sources.get(name) != expected.get(name):
-            problems.append(f"sources/{name} differs from the file that the run used")
-    return problems
+    return problems + differences("sources", expected, sources)
 
 
 def _model_problems(
@@ -462,7 +447,10 @@ def _owner_problems(
         PrivacyError: a file does not fit the others.
     """
     run = private_run.read_start(folder, method)
-    number, rounds = _owner_numbers(folder / OWNER, run)
+    owner = read_part(folder / OWNER, "facts of an owner's report", Owner)
+    number, rounds = owner.client, owner.rounds
+    if rounds > run.settings.rounds or number >= run.settings.partition.clients:
+        raise PrivacyError(f"{OWNER}: the run has no client {number} or no {rounds} rounds")
     if not run.networked or len(run.start.ledgers) != 1:
         raise PrivacyError("an owner's report must belong to a deployment, and have one client")
     if report["ledger_heads"].keys() != run.start.ledgers.keys():
@@ -498,21 +486,6 @@ def _owner_plan(run: PrivateRun) -> PrivacyPlan:
     if stated is None or stated <= 0 or configured not in (None, stated):
         raise PrivacyError(f"the run began with σ = {stated}, but its settings have {configured}")
     return replace(plan, privacy=replace(plan.privacy, noise_multiplier=stated))
-
-
-def _owner_numbers(file: Path, run: PrivateRun) -> tuple[int, int]:
-    """Returns the owner's client index, and the number of rounds after which the run ended.
-
-    Raises:
-        PrivacyError: the file is damaged.
-    """
-    stated = read_json(file, "facts of an owner's report")
-    number, ended = stated.get("client"), stated.get("rounds")
-    if set(stated) != {"client", "rounds"} or type(number) is not int or type(ended) is not int:
-        raise PrivacyError(f"{file.name} must have a client's number and the number of rounds")
-    if not (0 <= ended <= run.settings.rounds and 0 <= number < run.settings.partition.clients):
-        raise PrivacyError(f"{file.name}: the run has no client {number} or no {ended} rounds")
-    return number, ended
 
 
 # ------------------------------------------------------------------------- runs that did not finish

@@ -23,7 +23,7 @@ from fedsynth.privacy.disclosure import UNACCOUNTED
 from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.files import write_whole
 from fedsynth.privacy.ledger.history import History
-from fedsynth.privacy.releases import Release, require
+from fedsynth.privacy.releases import Release, check_adjacency, check_delta, require
 from fedsynth.privacy.report import figures
 from fedsynth.privacy.report.figures import LedgerHead, LedgerStart, Report, ReportFacts
 from fedsynth.privacy.report.pages import render_html, render_markdown
@@ -52,7 +52,8 @@ def build_report(
         PrivacySettingError: δ or the adjacency is out of range, or a guarantee is claimed without a
             ledger.
     """
-    facts.check()
+    check_delta(facts.delta, facts.max_records)
+    check_adjacency(facts.adjacency)
     rows = {history.client: history.releases for history in histories}
     reasons = [*facts.verdict.reasons, *reasons_in_ledgers(rows)]
     for access in facts.scope:

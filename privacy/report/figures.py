@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from fedsynth.privacy.releases import ADD_REMOVE, RECORD, check_adjacency, check_delta
+from fedsynth.privacy.releases import ADD_REMOVE, RECORD
 
 SCHEMA_VERSION = 4
 MAX_SHOWN_FAULTS = 10
@@ -285,11 +285,6 @@ class ReportFacts(Part):
     files: dict[str, Sha256] = {}
     exported: bool = False
 
-    def check(self) -> None:
-        """Raises PrivacySettingError for a δ or an adjacency that is out of range."""
-        check_delta(self.delta, self.max_records)
-        check_adjacency(self.adjacency)
-
 
 class Report(ReportFacts):
     """The whole report.
@@ -338,7 +333,7 @@ class RunStart(Part):
 class Start(Part):
     """A run folder's privacy_start.json: the public facts that were fixed when the run began."""
 
-    schema_version: int
+    schema_version: Literal[4]
     noise_multiplier: float | None
     data_set: DataSet
     test_images: Literal["public", "private", "none"]
@@ -352,6 +347,14 @@ class Resumptions(Part):
     """A run folder's resumed.json: the rounds after which the run was resumed."""
 
     after_rounds: list[Annotated[int, Field(ge=0)]]
+
+
+class Owner(Part):
+    """The owner.json of an owner's report: the client index, and the number of rounds after which
+    the run ended."""
+
+    client: int = Field(ge=0)
+    rounds: int = Field(ge=0)
 
 
 class Signature(Part):

@@ -6,14 +6,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from fedsynth.privacy.errors import LedgerError, PrivacyError, shown
 from fedsynth.privacy.files import decode_json, read_text
 from fedsynth.privacy.ledger import Ledger, read_ledger
 from fedsynth.privacy.releases import Release
-from fedsynth.privacy.report.figures import SCHEMA_VERSION, LedgerStart, schema_problems
+from fedsynth.privacy.report.figures import SCHEMA_VERSION, LedgerStart, Part, schema_problems
 
+P = TypeVar("P", bound=Part)
 HOSTILE = (
     KeyError,
     TypeError,
@@ -75,6 +76,18 @@ def read_json(file: Path, what: str) -> dict[str, Any]:
     except UnicodeDecodeError:
         raise PrivacyError(f"{file} is not a {what}: it is not UTF-8") from None
     return parse_json(text, f"{file} is not a {what}")
+
+
+def read_part(file: Path, kind: str, shape: type[P]) -> P:
+    """Returns the content of an untrusted JSON file with this shape.
+
+    Raises:
+        PrivacyError: it cannot be read, or has another shape.
+    """
+    content = read_json(file, kind)
+    for problem in schema_problems(content, shape):
+        raise PrivacyError(f"{file.name}: {problem}")
+    return shape.model_validate(content)
 
 
 def parse_json(text: str, complaint: str) -> dict[str, Any]:

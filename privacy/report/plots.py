@@ -75,14 +75,15 @@ def line_plot(
     Returns:
         The SVG text; empty without any point.
     """
-    xs = sorted({position for line in lines for position, _ in line.points})
-    if not xs:
-        return ""
+    xs: set[float] = set()
     heights: list[float] = []
     for line in lines:
-        for _, *values in (*line.points, *line.band):
+        for x_value, *values in (*line.points, *line.band):
+            xs.add(x_value)
             heights += values
-    axis_x = _x_axis(xs, log=log_x)
+    if not xs:
+        return ""
+    axis_x = _x_axis(sorted(xs), log=log_x)
     axis_y = _y_axis(min(heights), max(heights), from_zero=from_zero)
     factor, unit = (100, " %") if percent else (1, "")
     above = LEGEND * len(lines) + 4  # the legend is above the axes
@@ -175,19 +176,19 @@ def _drawn(line: Line, number: int, axis_x: _Axis, axis_y: _Axis) -> dict[str, A
     """Returns the template's variables for a line."""
     if line.colour is not None:
         number = line.colour
-    dots = [(axis_x.pixel(x), axis_y.pixel(y)) for x, y in line.points]
-    outline = [(x, high) for x, _, high in line.band]
-    outline += [(x, low) for x, low, _ in reversed(line.band)]
-    band = [(axis_x.pixel(x), axis_y.pixel(y)) for x, y in outline]
+
+    def path(points: Points) -> str:
+        return " ".join(f"{axis_x.pixel(x):.1f},{axis_y.pixel(y):.1f}" for x, y in points)
+
+    upper, lower = [], []
+    for x, low, high in line.band:
+        upper.append((x, high))
+        lower.append((x, low))
     return {
         "name": line.name,
         "colour": COLOURS[number % len(COLOURS)],
         "dash": DASHES[number % len(DASHES)],
-        "points": _path(dots),
-        "band": _path(band),
-        "dots": dots,
+        "points": path(line.points),
+        "band": path([*upper, *reversed(lower)]),
+        "dots": [(axis_x.pixel(x), axis_y.pixel(y)) for x, y in line.points],
     }
-
-
-def _path(points: Sequence[tuple[float, float]]) -> str:
-    return " ".join(f"{x:.1f},{y:.1f}" for x, y in points)

@@ -1,8 +1,8 @@
 """The check of a privacy report: its figures are recomputed and compared.
 
 A report follows from public facts (`fedsynth.results.verification` derives them from a
-run folder) and from ledger rows. Every key and figure must equal the derived one; `unverifiable_claims`
-lists the figures that cannot be derived. The pages are rendered again and compared if the installed
+run folder) and from ledger rows. Every key and figure must equal the derived one; what cannot be
+derived is taken as stated. The pages are rendered again and compared if the installed
 renderers are those that made them.
 
 This checks bookkeeping. It cannot attest that the noise was added.
@@ -96,20 +96,6 @@ def _expected_audit(stated: Mapping[str, Any], report: Mapping[str, Any]) -> dic
         bound = stated["epsilon_lower_bound"]
     same = {name: report[name] for name in ("method", "mechanism", "delta")}
     return {**stated, **same, "epsilon_lower_bound": bound}
-
-
-def unverifiable_claims(report: Mapping[str, Any]) -> list[str]:
-    """Returns the statements in the report that cannot be derived from anything else."""
-    claims = ["the run's warnings, and the results of the test of the clients' steps"]
-    versions = [name for name in report["provenance"] if name != "config"]
-    if versions:
-        claims.append(f"versions ({', '.join(versions)})")
-    identity = [name for name, value in report["run"].items() if value]
-    if identity:
-        claims.append(f"the identity of the run ({', '.join(identity)})")
-    if report["audit"] is not None:
-        claims.append("the counts of the audit")
-    return claims
 
 
 def page_problems(report: Mapping[str, Any], folder: Path) -> tuple[list[str], list[str]]:

@@ -593,7 +593,7 @@ def test_the_reports_say_that_the_sum_was_executed_and_what_it_rests_on(place: P
         assert "secure aggregation: aggregation executed" in text
         assert "at most 1 client of a sum, and everyone else" in text
         assert "A secure aggregation reveals" not in text
-    assert any("sends masked values" in one for one in place.said)
+    assert any("masked values are sent" in one for one in place.said)
     together = simulate(resolve(given), quiet=True)
     assumed: Any = together.privacy
     assert words_of(assumed).secure_aggregation().startswith("assumed, not executed")

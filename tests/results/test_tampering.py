@@ -432,7 +432,7 @@ TAMPERINGS: list[tuple[Tamper, str]] = [
         changed(START, "test_images", "private"),
         "round 1 has an accuracy, but the test images are private",
     ),
-    (changed(START, "schema_version", 2), "has schema 2"),
+    (changed(START, "schema_version", 2), "schema_version is wrong"),
     (changed(START, "run/date", "2020-01-01"), "run.date is"),
     (changed(START, "warnings", ["rows mix"]), "verdict.warnings has 0 entries"),
     (changed(START, "x", 1), "x is not a key"),
@@ -464,7 +464,7 @@ TAMPERINGS: list[tuple[Tamper, str]] = [
         fitting(lambda folder: rewrite(folder / "artefacts.json", {"n_k": [[312]]})),
         "artefacts.json exists, but the run does not produce it",
     ),
-    (source, "sources/n_k.py differs from the file"),
+    (source, "sources.n_k.py is"),
     (
         tensors("model.safetensors", lambda t: t.update({min(t): torch.zeros(3)})),
         "model.safetensors.",
