@@ -11,28 +11,14 @@ from dataclasses import replace
 
 from fedsynth.config.settings import RunSettings
 from fedsynth.core.context import RoundContext
-from fedsynth.data.images import ImageData
-from fedsynth.errors import FedsynthError, SettingError
+from fedsynth.errors import SettingError
 from fedsynth.federation.privacy_plan import PrivacyPlan
 from fedsynth.federation.step_trial import StepTrial
 from fedsynth.methods import is_own_method
 from fedsynth.models.own import refuse_dependence
 from fedsynth.models.registry import is_own_model
 from fedsynth.privacy.batch_independence import ADVICE
-from fedsynth.privacy.errors import PrivacyError
 
-UNTRIED = (
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-    FedsynthError,
-    MemoryError,
-    PrivacyError,
-)
-"""Exceptions that a step can raise on random images: nothing was tried then."""
 MOVED = (
     "On the machine that tested it, the bits of an example's vector depend on its position "
     "among other examples. Epsilon may not hold against a server that crafts weights "
@@ -72,24 +58,27 @@ def check_private_steps(
             context.device,
             training=trained,
         )
+    clients = _clients_of_each_architecture(context) if client is None else [client]
     try:
-        trials = _trials(plan, context, _of_each_kind(context) if client is None else [client])
+        trials = _trials(plan, context, clients)
     except SettingError:
         raise
-    except UNTRIED as error:
-        why = str(error).splitlines()[0] if str(error) else type(error).__name__
-        return [f"{NOT_TRIED}{why:.200}."]
-    finding = next((item.finding for item in trials if item.finding), "")
-    if finding and settings.own_code:
-        setting = ("model", "name") if own_model else ("method", "features")
+    except Exception as error:  # a step can raise any on random images: nothing was tried then
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        return [f"{NOT_TRIED}{reason:.200}."]
+    findings = list(filter(None, (trial.finding for trial in trials)))
+    if findings and settings.own_code:
+        setting = ("method", "features")
+        if own_model:
+            setting = ("model", "name")
         if is_own_method(settings.method):
             setting = ("run", "method")
         raise SettingError(
             *setting,
             f"cannot be private: a client's step with {' and '.join(settings.own_code)} "
-            f"{finding}, so the influence of one example is not bounded: {ADVICE}",
+            f"{findings[0]}, so the influence of one example is not bounded: {ADVICE}",
         )
-    if not any(item.moved for item in trials):
+    if not any(trial.moved for trial in trials):
         return []
     if not settings.method.takes_model or settings.model.features:
         return [f"{MOVED}."]
@@ -97,19 +86,19 @@ def check_private_steps(
 
 
 def _trials(plan: PrivacyPlan, context: RoundContext, clients: list[int]) -> list[StepTrial]:
-    thorough = bool(plan.run.own_code)
     method = plan.run.method
-    differ = not method.same_releases_every_round or is_own_method(method)
-    rounds = range(1, 1 + min(plan.run.rounds, 2 if differ else 1))
-    images: dict[tuple[int, int], ImageData] = {}
-    return [
-        StepTrial(plan, replace(context, round=number), client, images, thorough=thorough)
-        for client in clients
-        for number in rounds
-    ]
+    rounds = [1]
+    if plan.run.rounds > 1 and (not method.same_releases_every_round or is_own_method(method)):
+        rounds = [1, 2]
+    trials = []
+    for client in clients:
+        for number in rounds:
+            of_round = replace(context, round=number)
+            trials.append(StepTrial(plan, of_round, client, thorough=bool(plan.run.own_code)))
+    return trials
 
 
-def _of_each_kind(context: RoundContext) -> list[int]:
+def _clients_of_each_architecture(context: RoundContext) -> list[int]:
     """Returns the index of one client of each architecture."""
     first_clients: dict[str, int] = {}
     for number, network in enumerate(context.client_architectures or (context.architecture,)):

@@ -44,17 +44,17 @@ from fedsynth.seeding import numpy_generator, torch_generator
 
 RECORDS = 32
 """The number of records in a trial of the package's own code, which the tests examine further."""
-LEAST = 8
+MIN_RECORDS = 8
 INSERTED = 3
-ROW_NUMBERS = 2**27
-"""The limit of numbers in the rows of one release."""
+MAX_NUMBERS = 2**27
+"""The maximum of numbers in the rows of one release."""
 WEIGHT_NOISE = 0.01
 """The standard deviation of the noise on the first weights: with zeros and identities among them,
 products would be exact in every kernel."""
 
 
-class _EnoughError(Exception):
-    """The trial has seen enough of a step."""
+class _SeriesEndedError(Exception):
+    """A step samples for a release that the trial leaves out."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,6 @@ class StepTrial:
         client: the client's index.
         thorough: for user code: with as many records as a step has, two releases, and a check for
             random draws; otherwise with few records and one release.
-        images: of the runs, shared by the trials of several rounds, together with cached features.
 
     Attributes:
         finding: how rows differ by more than rounding; "": they do not.
@@ -91,42 +90,34 @@ class StepTrial:
     """
 
     def __init__(
-        self,
-        plan: PrivacyPlan,
-        context: RoundContext,
-        client: int,
-        images: dict[tuple[int, int], ImageData],
-        *,
-        thorough: bool,
+        self, plan: PrivacyPlan, context: RoundContext, client: int, *, thorough: bool
     ) -> None:
         self.finding = ""
         self.moved = False
         self.thorough = thorough
-        self.releases = 2 if thorough else 1
-        sigma = plan.privacy.noise_multiplier or 1.0
-        self._privacy = replace(plan.privacy, noise_multiplier=sigma)
-        noise = {release.name: sigma * release.noise_ratio * release.clip for release in plan.plans}
+        self._sigma = plan.privacy.noise_multiplier or 1.0
+        self._privacy = replace(plan.privacy, noise_multiplier=self._sigma)
+        noise = replace(plan, privacy=self._privacy).noise
         self._context = replace(context, privacy=self._privacy, noise=noise)
         self._method = plan.run.method
         self._client = client
-        plans = self._method.client_plans(plan.round_plans(context.round), client, self._context)
-        self._plans = [
-            replace(release, steps=min(release.steps, self.releases), shares=1, addends=None)
-            for release in plans
-        ]
-        records = records_of_step(self._plans, context)
-        self.records = records if thorough else min(RECORDS, records)
+        self._plans = []
+        releases = 2 if thorough else 1
+        for release in self._method.client_plans(
+            plan.round_plans(context.round), client, self._context
+        ):
+            steps = min(release.steps, releases)
+            self._plans.append(replace(release, steps=steps, shares=1, addends=None))
+        self.records = records_of_step(self._plans, context)
+        if not thorough:
+            self.records = min(RECORDS, self.records)
         self._rows: dict[tuple[int, int], Tensor] = {}
         self._released: dict[tuple[int, int], Released] = {}
         self._watch: OperationWatch | None = None
         self._active = ExitStack()
-        self._series: list[TriedSums] = []
         with GlobalGenerators(context.device) as self._generators:
-            for number, run in enumerate(self._runs()):
-                key = (self.records, number)
-                if key not in images:
-                    images[key] = self._images(run.order).to(context.device)
-                self._play(run, images[key])
+            for run in self._runs():
+                self._take_step(run, self._images(run.order).to(context.device))
         self._rows.clear()
 
     def _runs(self) -> list[_Run]:
@@ -143,11 +134,10 @@ class StepTrial:
         if not self.thorough:
             return runs
         few = records % 8 == 0
-        white, black = inserted[:2]  # so that every mean or extreme of a batch occurs
-        runs += [
-            _Run(torch.where(few, records, image), few, AMONG_OTHERS) for image in (white, black)
-        ]
-        return [*runs, _Run(records, every, KEEPS_STATE, fill=1.0)]
+        for image in inserted[:2]:  # white, black: so that every mean or extreme of a batch occurs
+            runs.append(_Run(torch.where(few, records, image), few, AMONG_OTHERS))
+        runs.append(_Run(records, every, KEEPS_STATE, fill=1.0))
+        return runs
 
     def _images(self, order: Tensor) -> ImageData:
         """Returns random images; those that are inserted, or replace another, are white, black or a
@@ -166,68 +156,69 @@ class StepTrial:
         users[order] = torch.arange(len(order))  # users are summed in the order of their indices
         return ImageData(images.to(torch.uint8), labels, spec, groups=users)
 
-    def _play(self, run: _Run, data: ImageData) -> None:
+    def _take_step(self, run: _Run, data: ImageData) -> None:
         self._run = run
         context = self._context
         self._generators.rewind()
         server = Server.begun(self._method, context)
         memory: Memory = {}
-        self._series = []
+        self._num_series = 0
+        users = None
+        if self._privacy.unit == USER:
+            users = data.groups
         for phase in PHASES:
             message = server.request(phase, context)
             if message is None:
                 continue
-            num_series = len(self._series)
             allowance = authorise(
                 self._plans,
                 context.round,
-                self._privacy.noise_multiplier or 1.0,
+                self._sigma,
                 Guard(Ledger("public images"), self._privacy.delta, None, unit=self._privacy.unit),
                 SecretGenerator(test_only=numpy_generator(0, "no noise of a trial")),
                 phase=phase,
                 make_series=partial(TriedSums, self),
             )
-            self._awaited = [] if phase == FIRST else self._series[num_series:]
             clients = PrivateClientView(
                 [self._client],
                 data,
                 [run.order],
                 [allowance],
                 nominal_size=context.nominal_size,
-                users=data.groups if self._privacy.unit == USER else None,
+                users=users,
                 network=context.architecture,
             )
             step = self._method.first_step if phase == FIRST else self._method.client_step
             try:
                 [(_, memory)] = step(_disturbed(message), clients, [memory], context)
-            except _EnoughError:
+            except _SeriesEndedError:
                 pass
             finally:
                 self._unwatch()
 
-    # ------------------------------------------------------------------ what the series tell
+    # ------------------------------------------------------------------ called by the series
 
-    def opened(self, series: TriedSums) -> int:
+    def next_number(self) -> int:
         """Returns the number of a new series."""
-        self._series.append(series)
-        return len(self._series) - 1
+        self._num_series += 1
+        return self._num_series
 
     def watch(self) -> None:
         """Watches for random draws: between sample and release only the records' rows are computed,
         so that any draw there is for them.
         """
         if self.thorough:
-            self._before = self._generators.position()
+            self._position = self._generators.position()
             self._watch = self._active.enter_context(OperationWatch(self._run.fill))
 
     def _unwatch(self) -> None:
         if self._watch is not None:
             self._active.close()
-            if self._watch.draws or self._generators.position() != self._before:
+            if self._watch.draws or self._generators.position() != self._position:
                 self.finding = DRAWS
             self._watch = None
 
-    def take(self, key: tuple[int, int], records: Tensor, rows: Tensor) -> None:
+    def compare(self, key: tuple[int, int], records: Tensor, rows: Tensor) -> None:
         """Stores rows of the first run, and compares those of the others.
 
         Args:
@@ -260,13 +251,8 @@ class StepTrial:
     def released(self, key: tuple[int, int], sums: Tensor) -> Released:
         """Returns the first run's sums in every run, so that later results do not depend on the
         records.
-
-        Raises:
-            _EnoughError: the step has released from every other series.
         """
         self._unwatch()
-        if not any(series.open for series in self._awaited) and self._awaited:
-            raise _EnoughError
         return Released(self._released.setdefault(key, Released(sums)).clone())
 
 
@@ -288,12 +274,7 @@ class TriedSums(GaussianSums):
     ) -> None:
         super().__init__(release, groups, guard, secret)
         self._trial = trial
-        self._number = trial.opened(self)
-
-    @property
-    def open(self) -> bool:
-        """Returns whether the trial needs more of it."""
-        return self.steps_left > 0
+        self._number = trial.next_number()
 
     @property
     def _key(self) -> tuple[int, int]:
@@ -301,8 +282,8 @@ class TriedSums(GaussianSums):
 
     def sample(self, units: int) -> Tensor:
         """Returns the positions of all units."""
-        if not self.open:
-            raise _EnoughError
+        if not self.steps_left:
+            raise _SeriesEndedError
         self._sums = torch.zeros(self._groups, self._width, dtype=torch.float64)
         self._at = 0
         self._trial.watch()
@@ -310,20 +291,26 @@ class TriedSums(GaussianSums):
 
     def add(self, rows_ND: Tensor, groups_N: Tensor, sample: Sample | None = None) -> None:
         """Compares the rows, and adds them as `GaussianSums` does."""
-        self._trial.take(self._key, self._records(len(rows_ND), sample), rows_ND)
+        self._trial.compare(self._key, self._records(len(rows_ND), sample), rows_ND)
         super().add(rows_ND, groups_N, sample)
 
     def add_products(self, products: Products, sample: Sample | None = None) -> None:
         """Compares the factors, and adds the products as `GaussianSums` does."""
-        values = (getattr(products, item.name) for item in fields(products))  # type: ignore[arg-type]
-        factors = [item.double() for item in values if isinstance(item, Tensor)]
-        self._trial.take(self._key, self._records(len(products), sample), torch.cat(factors, dim=1))
+        factors = []
+        for field in fields(products):  # type: ignore[arg-type]
+            factor = getattr(products, field.name)
+            if isinstance(factor, Tensor):
+                factors.append(factor.double())
+        records = self._records(len(products), sample)
+        self._trial.compare(self._key, records, torch.cat(factors, dim=1))
         super().add_products(products, sample)
 
     def _records(self, count: int, sample: Sample | None) -> Tensor:
         first = self._at
         self._at += count
-        return torch.arange(first, self._at) if sample is None else sample.records
+        if sample is None:
+            return torch.arange(first, self._at)
+        return sample.records
 
     def release(self) -> Released:
         """Returns the sums of the trial's first run."""
@@ -345,8 +332,8 @@ def records_of_step(plans: Sequence[PrivatePlan], context: RoundContext) -> int:
     widest = max(release.dimension // release.groups for release in plans)
     likely = expected + 4 * math.sqrt(expected)
     pass_length = min(chunk(context.device), math.isqrt(int(128 * expected)))
-    longest = min(pass_length + INSERTED, ROW_NUMBERS // widest)
-    return max(LEAST, min(math.ceil(likely), longest))
+    longest = min(pass_length + INSERTED, MAX_NUMBERS // widest)
+    return max(MIN_RECORDS, min(math.ceil(likely), longest))
 
 
 def _disturbed(message: Message) -> Message:
@@ -354,9 +341,10 @@ def _disturbed(message: Message) -> Message:
     if not isinstance(message, ModelParameters):
         return message
     draws = torch_generator(0, "weights of a trial")
-
-    def noisy(value: Tensor) -> Tensor:
-        noise = WEIGHT_NOISE * torch.randn(value.shape, generator=draws)
-        return value + noise.to(value) if value.is_floating_point() else value
-
-    return replace(message, parameters={k: noisy(v) for k, v in message.parameters.items()})
+    parameters = {}
+    for name, value in message.parameters.items():
+        parameters[name] = value
+        if value.is_floating_point():
+            noise = WEIGHT_NOISE * torch.randn(value.shape, generator=draws)
+            parameters[name] = value + noise.to(value)
+    return replace(message, parameters=parameters)

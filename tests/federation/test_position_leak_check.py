@@ -22,7 +22,7 @@ from fedsynth.federation import position_leak_check
 from fedsynth.federation.context import public_context
 from fedsynth.federation.position_leak_check import check_private_steps
 from fedsynth.federation.privacy_plan import PrivacyPlan
-from fedsynth.federation.step_trial import LEAST, records_of_step
+from fedsynth.federation.step_trial import MIN_RECORDS, records_of_step
 from fedsynth.models import feature_linear
 from fedsynth.privacy import dpsgd
 from fedsynth.results.verification import verify_run
@@ -206,7 +206,7 @@ def test_as_many_records_are_tried_as_a_step_has_and_memory_allows() -> None:
         return records_of_step(PrivacyPlan.checked(run, context).plans, context)
 
     assert records(name="linear") > 128  # a pass of DP-SGD, and into the next one
-    assert LEAST <= records(name="resnet18", norm="group") <= 12  # 11 million numbers each
+    assert MIN_RECORDS <= records(name="resnet18", norm="group") <= 12  # 11 million numbers each
 
 
 @pytest.mark.parametrize("name", ["linear", "convnet"])
