@@ -158,15 +158,13 @@ def partition(
 def _dry_run(sections: Sections, as_json: bool) -> None:
     from fedsynth.cli.privacy_commands import print_costs
     from fedsynth.config.resolve import resolve
-    from fedsynth.federation.context import check_compiler, resolve_device
+    from fedsynth.federation.context import resolve_device
     from fedsynth.federation.costs import costs_of, plan_of
     from fedsynth.results.privacy_summary import headline
     from fedsynth.simulation.run_messages import NO_LATER_EPSILON, UNPROTECTED
 
     settings = resolve(sections)
-    device = resolve_device(settings.device)
-    if settings.compile:
-        check_compiler(device)
+    resolve_device(settings.device)  # refuses one that does not exist
     if settings.privacy is None:
         if as_json:
             print(json.dumps({"guarantee": False}))

@@ -49,14 +49,6 @@ def most_records(spec: DatasetSpec, privacy: PrivacySettings) -> int:
     return limit
 
 
-def refuse_absence(settings: RunSettings) -> None:
-    """Refuses partial participation for a method whose rounds release different things."""
-    method = settings.method
-    if not method.same_releases_every_round and settings.participation < 1:
-        reason = f"must be 1 with {method.name}: its rounds have different releases for each client"
-        raise SettingError("run", "participation", reason, value=settings.participation)
-
-
 def check_own_noise(plans: Sequence[PrivatePlan]) -> None:
     """Refuses shared noise over machines for a method without secure sums: the server sees each
     upload, which has only a share of the noise.
@@ -92,10 +84,16 @@ def check_method(method: Method) -> None:
         raise UnaccountedReleaseError(f"{method.name} cannot run with differential privacy: {why}")
 
 
-def refuse_noise_of_absent_clients(settings: RunSettings, plans: Sequence[PrivatePlan]) -> None:
-    """Refuses shared noise if every round would lack a part of it because of absent clients."""
+def check_participation(settings: RunSettings, plans: Sequence[PrivatePlan]) -> None:
+    """Refuses partial participation for a method whose rounds release different things, and if
+    every round would lack a part of the shared noise because of absent clients.
+    """
     if settings.participation == 1:
         return  # a method knows all clients, and determines itself how many it counts on
+    method = settings.method
+    if not method.same_releases_every_round:
+        reason = f"must be 1 with {method.name}: its rounds have different releases for each client"
+        raise SettingError("run", "participation", reason, value=settings.participation)
     shares = max(plan.shares for plan in plans)
     active = active_clients(settings.partition.clients, settings.participation)
     if shares > 1 and shares >= active:

@@ -182,10 +182,10 @@ def shown_rounds(rounds: int) -> tuple[int, ...]:
     """
     if rounds <= ALL_SHOWN:
         return tuple(range(1, rounds + 1))
-    shown = {*range(rounds // 5, rounds, rounds // 5), rounds}
+    numbers = {*range(rounds // 5, rounds, rounds // 5), rounds}
     for exponent in range(len(str(rounds))):
-        shown.update((10**exponent, 2 * 10**exponent, 5 * 10**exponent))
-    return tuple(sorted(number for number in shown if number <= rounds))
+        numbers.update((10**exponent, 2 * 10**exponent, 5 * 10**exponent))
+    return tuple(sorted(number for number in numbers if number <= rounds))
 
 
 class PlannedEpsilon(Mapping[int, float]):

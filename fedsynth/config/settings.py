@@ -81,7 +81,7 @@ class RunSettings:
             It crashes before its step, hangs in it, or answers too late
             (`fedsynth.config.participation`).
         quorum: smallest share of a round's clients whose uploads make a round. With fewer, the
-            server keeps its state and the round's row says so; one upload is needed in any case.
+            server keeps its state, and the round's row states it; one upload is needed in any case.
         robust: aggregation that a few malicious clients cannot move far: none, median, trimmed
             (mean) or clip. "median" and "trimmed" are of each coordinate, "clip" is of the norms of
             updates. All clients then have the same weight, whatever n_k. For methods that average

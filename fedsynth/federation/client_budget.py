@@ -103,35 +103,24 @@ class ClientBudget:
         return Allowance(phase, granted)
 
 
-class OpenBudget:
-    """The persistent ledger of a client in a run without differential privacy.
+def record_open_round(ledger: Ledger, method: str, number: int) -> None:
+    """Records a round without differential privacy in a kept ledger, before the round runs: from
+    then on the ledger's ε is infinite.
 
-    Args:
-        ledger: its own.
-        method: the name of the run's method.
+    Nothing is clipped or noised, so the sensitivity and dimension are placeholders.
     """
-
-    def __init__(self, ledger: Ledger, method: str) -> None:
-        self.ledger = ledger
-        self._method = method
-
-    def record(self, number: int) -> None:
-        """Records a round before it runs: from then on the ledger's ε is infinite.
-
-        Nothing is clipped or noised, so the sensitivity and dimension are placeholders.
-        """
-        self.ledger.charge(
-            Release(
-                round=number,
-                quantity=f"a round of {self._method}",
-                mechanism="none",
-                clipped="nothing",
-                noise_multiplier=0.0,
-                sensitivity=1.0,
-                sample_rate=1.0,
-                sampler="full",
-                steps=1,
-                dimension=1,
-                unaccounted="a run on the same data without differential privacy",
-            )
+    ledger.charge(
+        Release(
+            round=number,
+            quantity=f"a round of {method}",
+            mechanism="none",
+            clipped="nothing",
+            noise_multiplier=0.0,
+            sensitivity=1.0,
+            sample_rate=1.0,
+            sampler="full",
+            steps=1,
+            dimension=1,
+            unaccounted="a run on the same data without differential privacy",
         )
+    )

@@ -18,7 +18,7 @@ from fedsynth.core.context import RoundContext
 from fedsynth.core.method import Memory
 from fedsynth.data.images import ImageData
 from fedsynth.evaluation.accuracy import correct
-from fedsynth.federation.client_budget import ClientBudget, OpenBudget
+from fedsynth.federation.client_budget import ClientBudget, record_open_round
 from fedsynth.federation.privacy_plan import PrivacyPlan
 from fedsynth.federation.protocol import ClientEvaluation, ClientInfo, Refusal, RunTerms
 from fedsynth.privacy.errors import BudgetExceededError, LedgerError, RequestRefusedError
@@ -258,7 +258,7 @@ class ClientRuntime:
         self.require_terms()
         if self.private or self.ledger is None or self._recorded == context.round:
             return
-        OpenBudget(self.ledger, self.method.name).record(context.round)
+        record_open_round(self.ledger, self.method.name, context.round)
         self._recorded = context.round
 
     def charge(self, phase: str, context: RoundContext) -> Allowance[Any]:

@@ -4,9 +4,6 @@ only.
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,7 +16,7 @@ from fedsynth.data.load import load_dataset
 from fedsynth.data.partition_settings import clients_or_groups
 from fedsynth.data.proxy import NOISE, ProxyImages, noise_images
 from fedsynth.data.registry import DatasetSpec
-from fedsynth.errors import DeviceError, SettingError, unknown_value
+from fedsynth.errors import DeviceError, unknown_value
 from fedsynth.models.registry import build_client_models
 
 DEVICES = ("auto", "cpu", "cuda")
@@ -65,54 +62,32 @@ def cpu_threads(count: int | None) -> Iterator[None]:
         torch.set_num_threads(previous)
 
 
-def check_compiler(device: torch.device) -> None:
-    """Refuses `compile` if torch.compile has no compiler.
-
-    Raises:
-        SettingError: no C++ compiler ($CXX, or one on the path), or on a GPU no Triton.
-    """
-    if device.type == "cuda":
-        if importlib.util.find_spec("triton") is None:
-            reason = "on a GPU needs the triton package, which is not installed; leave it out"
-            raise SettingError("run", "compile", reason)
-    elif not any(
-        shutil.which(name) for name in (os.environ.get("CXX", ""), "g++", "clang++", "c++") if name
-    ):
-        reason = "needs a C++ compiler (g++, clang++ or $CXX), but none was found; leave it out"
-        raise SettingError("run", "compile", reason)
-
-
 def memory_bytes(gigabytes: float | None, device: torch.device) -> int:
     """Returns the memory bound in bytes. None is 4 GiB on a CPU and half of the card's total memory
     on a GPU (not of its free memory: runs must be reproducible).
     """
     if gigabytes is not None:
         return int(gigabytes * 2**30)
-    return (
-        torch.cuda.get_device_properties(device).total_memory // 2
-        if device.type == "cuda"
-        else 4 * 2**30
-    )
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory // 2
+    return 4 * 2**30
 
 
 def public_context(settings: RunSettings, spec: DatasetSpec, device: torch.device) -> RoundContext:
     """Returns the context of round 1; for other rounds, use `replace(context, round=...)`."""
     privacy = settings.privacy
-    declared = privacy.nominal_size if privacy is not None else None
     partition = settings.partition
-    nominal = (
-        spec.train_size
-        * partition.subset
-        * (1 - partition.local_test)
-        / clients_or_groups(partition, spec)
-    )
+    training = spec.train_size * partition.subset * (1 - partition.local_test)
+    nominal = training / clients_or_groups(partition, spec)
+    if privacy is not None and privacy.nominal_size is not None:
+        nominal = privacy.nominal_size
     architecture = settings.method.network(settings.model, spec, settings.seed)
     return RoundContext(
         round=1,
         seed=settings.seed,
         spec=spec,
         architecture=architecture,
-        nominal_size=declared or nominal,
+        nominal_size=nominal,
         clients=partition.clients,
         client_architectures=build_client_models(
             settings.model,

@@ -68,11 +68,7 @@ class InProcess:
             self.clients[number].begin(context)
 
     def step(
-        self,
-        phase: str,
-        message: Message,
-        context: RoundContext,
-        numbers: Sequence[int],
+        self, phase: str, message: Message, context: RoundContext, numbers: Sequence[int]
     ) -> Replies:
         lost = self._failing(phase, numbers, context)
         stepping = []
@@ -130,8 +126,9 @@ class InProcess:
         remedy = "use a smaller batch or a smaller model.width"
         if not all(client.may_try_again(phase, context) for client in group):
             if len(group) > 1:
-                client_bytes = self.clients[0].method.client_bytes(context) or 0
-                remedy = f"resume with run.memory_gb={2 * smaller * client_bytes / 2**30:.3g}"
+                remedy = (
+                    f"resume with a smaller run.memory_gb than {context.memory_bytes / 2**30:g}"
+                )
             raise DeviceMemoryError(
                 f"{location} with differential privacy; it is charged and cannot be "
                 f"repeated, because a charge covers one draw of noise: {remedy}"

@@ -15,18 +15,12 @@ from functools import cached_property
 from fedsynth.config.checks import (
     check_custom_model,
     check_method,
+    check_participation,
     mechanism_of,
     most_records,
-    refuse_absence,
-    refuse_noise_of_absent_clients,
     refuse_own_proxy,
 )
-from fedsynth.config.participation import (
-    Participation,
-    PlannedEpsilon,
-    most_rounds,
-    shown_rounds,
-)
+from fedsynth.config.participation import Participation, PlannedEpsilon, most_rounds, shown_rounds
 from fedsynth.config.settings import RunSettings
 from fedsynth.core.context import RoundContext
 from fedsynth.data.registry import DatasetSpec
@@ -94,8 +88,7 @@ class PrivacyPlan:
         plans = tuple(method.release_plans(privacy, context))
         check_plans(plans)
         check_custom_model(settings, context, plans)
-        refuse_absence(settings)
-        refuse_noise_of_absent_clients(settings, plans)
+        check_participation(settings, plans)
         return cls(settings, spec, context.nominal_size, privacy, plans, limit)
 
     @classmethod

@@ -156,11 +156,7 @@ class Exchange(Protocol):
         """
 
     def step(
-        self,
-        phase: str,
-        message: Message,
-        context: RoundContext,
-        clients: Sequence[int],
+        self, phase: str, message: Message, context: RoundContext, clients: Sequence[int]
     ) -> Replies:
         """Sends a request to clients of a round, and returns their replies.
 

@@ -265,12 +265,7 @@ class TriedSums(GaussianSums):
     """
 
     def __init__(
-        self,
-        trial: StepTrial,
-        release: Release,
-        groups: int,
-        guard: Guard,
-        secret: SecretGenerator,
+        self, trial: StepTrial, release: Release, groups: int, guard: Guard, secret: SecretGenerator
     ) -> None:
         super().__init__(release, groups, guard, secret)
         self._trial = trial

@@ -15,12 +15,7 @@ from fedsynth.core.messages import ModelParameters
 from fedsynth.data.files import one_line, read_tensors, save_tensors
 from fedsynth.data.load import load_dataset
 from fedsynth.data.registry import dataset_spec
-from fedsynth.errors import (
-    DataFilesCorruptError,
-    DataFilesMissingError,
-    OutputError,
-    SettingError,
-)
+from fedsynth.errors import DataFilesCorruptError, DataFilesMissingError, OutputError, SettingError
 from fedsynth.evaluation.accuracy import accuracy
 from fedsynth.evaluation.generated import GENERATOR, in_words
 from fedsynth.federation.context import resolve_device

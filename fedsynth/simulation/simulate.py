@@ -17,14 +17,9 @@ from fedsynth.data.load_folder import FolderData
 from fedsynth.data.partition import check_parts, partition
 from fedsynth.data.partition_settings import GIVEN
 from fedsynth.data.users import check_one_client_each
-from fedsynth.federation.context import check_compiler, cpu_threads, resolve_device
+from fedsynth.federation.context import cpu_threads, resolve_device
 from fedsynth.federation.observer import Observer
-from fedsynth.federation.run_data import (
-    Clients,
-    data_of_run,
-    protects_users,
-    require_a_ledger,
-)
+from fedsynth.federation.run_data import Clients, data_of_run, protects_users, require_a_ledger
 from fedsynth.privacy.ledger.folder import check_names
 from fedsynth.results.loggers import Logger, Several
 from fedsynth.results.result import RunResult
@@ -97,8 +92,6 @@ def simulate(
     if settings.privacy is not None:
         check_method(settings.method)
     device = resolve_device(settings.device)
-    if settings.compile:
-        check_compiler(device)
     if observer is None:
         observer = Observer() if quiet else StderrObserver(settings)
     if isinstance(observer, Logger):

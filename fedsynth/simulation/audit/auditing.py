@@ -28,13 +28,7 @@ from fedsynth.federation.client_budget import ClientBudget
 from fedsynth.federation.context import public_context, resolve_device
 from fedsynth.federation.costs import plan_of
 from fedsynth.federation.observer import Observer
-from fedsynth.federation.run_data import (
-    PUBLIC,
-    Clients,
-    declared,
-    specification,
-    with_declared,
-)
+from fedsynth.federation.run_data import PUBLIC, Clients, declared, specification, with_declared
 from fedsynth.privacy.audit import epsilon_lower_bound, guesses_for, right_guesses
 from fedsynth.privacy.errors import PrivacyError, PrivacySettingError
 from fedsynth.privacy.mechanism_facts import mechanism_facts

@@ -47,7 +47,7 @@ COLUMNS = 4096
 def log_likelihood_ratios(
     y_D: Tensor, contributions_ND: Tensor, deviation: float, rate: float, *, orthogonal: bool
 ) -> Tensor:
-    """score_i of the module's docstring for one release of one group, float64 [N].
+    """Returns score_i of the module's docstring for one release of one group, float64 [N].
 
     Among canaries (s²I + v·ū ūᵀ)⁻¹ is all that A_i⁻¹ takes, by the push-through and
     Sherman–Morrison identities.
@@ -81,14 +81,15 @@ def log_likelihood_ratios(
 
 
 def finite(rows_ND: Tensor) -> Tensor:
-    """The rows in float64, those that are not finite as zeros."""
+    """Returns the rows in float64, with zeros in place of rows that are not finite."""
     rows = rows_ND.detach().to(torch.float64)
     return torch.where(rows.norm(dim=1, keepdim=True).isfinite(), rows, 0.0)
 
 
 def shrinking(rows_ND: Tensor, clip: float) -> Tensor:
-    """The factors [N, 1] of the theorem's clip: the auditor's own, so that a fault does not hide
-    itself."""
+    """Returns the factors [N, 1] of the theorem's clip. The mechanism's own code is not used, so
+    that a fault in it is found.
+    """
     norms: Tensor = rows_ND.norm(dim=1, keepdim=True)
     return (clip / norms).clamp_max(1.0)
 
@@ -103,7 +104,7 @@ class Directions:
 
 
 def draw_directions(count: int, width: int, generator: torch.Generator) -> Directions:
-    """`count` random unit vectors in `width` dimensions, orthogonal where there is room."""
+    """Returns `count` random unit vectors in `width` dimensions, orthogonal where there is room."""
     num_columns = min(width, max(COLUMNS, count))
     columns = torch.randperm(width, generator=generator)[:num_columns]
     if width == 1:  # a count: every canary counts 1
@@ -152,20 +153,19 @@ class Canaries:
         auditor needs the contributions of excluded ones, too; `ImageSums` leaves those out of every
         sum.
         """
-        everybody = torch.arange(len(self))
-        return everybody if self.kind == IMAGES else everybody[self.included]
+        if self.kind == IMAGES:
+            return torch.arange(len(self))
+        return self.included.nonzero().flatten()
 
     def members(self, groups: int) -> list[Tensor]:
-        """The canaries of each group of a release: of each class, or all of them."""
+        """Returns the canaries of each group of a release: of each class, or all of them."""
         if groups == 1:
             return [torch.arange(len(self))]
         return [torch.nonzero(self.labels == group).flatten() for group in range(groups)]
 
     def directions(self, count: int, width: int) -> Directions:
-        """Unit vectors for `count` canaries of one group.
-
-        The same at every release; where they must overlap, fresh ones, so that each time it is with
-        others.
+        """Returns unit vectors for `count` canaries of one group: the same at every release, or fresh
+        ones if they must overlap, so that the pairs that overlap change.
         """
         if (count, width) not in self._directions:
             drawn = draw_directions(count, width, self.generator)
@@ -177,7 +177,7 @@ class Canaries:
     def series(
         self, release: Release, groups: int, guard: Guard, secret: SecretGenerator
     ) -> GaussianSums:
-        """Returns a charged series of the client's, watched.
+        """Returns a charged series of the client, watched by the auditor.
 
         Raises:
             PrivacySettingError: what images contribute to a release takes more than `memory_bytes`.
@@ -194,6 +194,10 @@ class Canaries:
                 "run.memory_gb",
             )
         return ImageSums(release, groups, guard, secret, self)
+
+
+def _select(sample: Sample | None, mask: Tensor) -> Sample | None:
+    return None if sample is None else sample.select(mask.cpu())
 
 
 class AuditedSums(GaussianSums):
@@ -218,19 +222,21 @@ class AuditedSums(GaussianSums):
         self._records = torch.cat([torch.full((canaries.rest,), -1), canaries.among_records()])
 
     def _give_out(self, sampled: Tensor) -> tuple[Tensor, Tensor]:
-        """From the records in the mask: those to make vectors of; which enter the sum."""
+        """Returns the records whose vectors the method computes, of those that were sampled, and
+        a mask of those that enter the sum.
+        """
         raise NotImplementedError  # abstract
 
     def _vectors(self, rows_ND: Tensor, canary_N: Tensor) -> Tensor:
-        """The rows to be clipped and summed; `canary_N` names the canaries, −1 the rest."""
+        """Returns the rows to be clipped and summed; `canary_N` has the canaries, −1: none."""
         raise NotImplementedError  # abstract
 
     def _replaced(self, canary_N: Tensor) -> Tensor:
         """Returns a mask of the records whose vectors `_vectors` has replaced, bool [N]."""
         return torch.zeros_like(canary_N, dtype=torch.bool)
 
-    def _contributions(self, members: Tensor) -> tuple[Tensor, Tensor | None, bool]:
-        """(ū [N, K] of some canaries, their coordinates [K], None: all; whether orthogonal)."""
+    def _contributions(self, members: Tensor) -> tuple[Tensor, Tensor | slice, bool]:
+        """Returns ū [N, K] of some canaries, their coordinates, and whether ū are orthogonal."""
         raise NotImplementedError  # abstract
 
     def _clip_is_missing(self, released_GD: Tensor) -> bool:
@@ -244,9 +250,9 @@ class AuditedSums(GaussianSums):
             raise PrivacyError(
                 f"an audit of {len(self._records)} records was asked to sample {records}"
             )
-        positions, self._taken = self._give_out(super().sample(records))
-        self._given = self._records[positions]
-        self._at = 0
+        positions, self._is_summed = self._give_out(super().sample(records))
+        self._canary_of_sampled = self._records[positions]
+        self._position = 0
         self._rest = torch.zeros(2, self._groups, self._width, dtype=torch.float64)
         return positions
 
@@ -254,8 +260,7 @@ class AuditedSums(GaussianSums):
         """Adds vectors like `GaussianSums`. If users are the units, each has one record here, so
         that clipping users and clipping records is the same."""
         rows, _, included = self._look(rows_ND.detach(), groups_N)
-        rest = None if sample is None else sample.select(included.cpu())
-        super().add(rows[included], groups_N[included], rest)
+        super().add(rows[included], groups_N[included], _select(sample, included))
 
     def add_products(self, products: Products, sample: Sample | None = None) -> None:
         """Adds products like `GaussianSums`.
@@ -269,24 +274,24 @@ class AuditedSums(GaussianSums):
         rows, canary, included = self._look(written, groups)
         replaced = included & self._replaced(canary)
         through = included & ~replaced
-        rest = None if sample is None else sample.select(through.cpu())
-        super().add_products(products.part(through), rest)
+        super().add_products(products.part(through), _select(sample, through))
         if replaced.any():
-            rest = None if sample is None else sample.select(replaced.cpu())
-            super().add(rows[replaced], groups[replaced], rest)
+            super().add(rows[replaced], groups[replaced], _select(sample, replaced))
 
     def _look(self, rows_ND: Tensor, groups_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The next sampled records' vectors with those of canaries in their place, the canary at
-        each (−1: none), and which of them enter the sum; the auditor keeps what it knows."""
-        chunk = slice(self._at, self._at + len(rows_ND))
-        self._at = chunk.stop
-        canary = self._given[chunk].to(rows_ND.device)
+        """Returns the next sampled records' vectors, with those of canaries in their place, the
+        canary at each (−1: none), and a mask of those that enter the sum; adds the other records'
+        vectors to what the auditor knows.
+        """
+        chunk = slice(self._position, self._position + len(rows_ND))
+        self._position = chunk.stop
+        canary = self._canary_of_sampled[chunk].to(rows_ND.device)
         rows = self._vectors(rows_ND, canary)
         other = canary < 0
-        others = finite(rows[other])
-        both = torch.stack([others * shrinking(others, self._release.sensitivity), others])
+        vectors = finite(rows[other])
+        both = torch.stack([vectors * shrinking(vectors, self._release.sensitivity), vectors])
         self._rest = self._rest.to(rows.device).index_add(1, groups_N[other], both)
-        return rows, canary, self._taken[chunk].to(rows_ND.device)
+        return rows, canary, self._is_summed[chunk].to(rows_ND.device)
 
     def release(self) -> Released:
         """Releases the sums like `GaussianSums`, then scores every canary.
@@ -294,9 +299,9 @@ class AuditedSums(GaussianSums):
         Raises:
             PrivacyError: not all sampled records came to the sum.
         """
-        if self._at != len(self._given):
+        if self._position != len(self._canary_of_sampled):
             raise PrivacyError(
-                f"only {self._at} of {len(self._given)} sampled records are in the sum"
+                f"only {self._position} of {len(self._canary_of_sampled)} sampled records are in the sum"
             )
         released = super().release()
         y_GD = released.to(self._rest)
@@ -307,10 +312,9 @@ class AuditedSums(GaussianSums):
             if not len(members):
                 continue
             u, columns, orthogonal = self._contributions(members)
-            seen = y if columns is None else y[columns.to(y.device)]
             deviation = row.noise_multiplier * row.sensitivity
             ratios = log_likelihood_ratios(
-                seen.to(u), u, deviation, row.sample_rate, orthogonal=orthogonal
+                y[columns].to(u), u, deviation, row.sample_rate, orthogonal=orthogonal
             )
             self._canaries.scores[members] += ratios.cpu()
         return released
@@ -325,7 +329,7 @@ class VectorSums(AuditedSums):
 
     @cached_property
     def _rank(self) -> Tensor:
-        """Each canary's number [m] within its group."""
+        """The number of each canary [m] within its group."""
         rank = torch.empty(len(self._canaries), dtype=torch.int64)
         for members in self._members:
             rank[members] = torch.arange(len(members))
@@ -334,9 +338,11 @@ class VectorSums(AuditedSums):
     def sample(self, records: int) -> Tensor:
         """Samples records like `AuditedSums`, and draws the canaries' directions."""
         positions = super().sample(records)
-        self._sign = (-1.0) ** (self._release.round + self.steps_left)
+        self._sign = 1.0
+        if self._width > 1:  # counts have no direction to turn
+            self._sign = (-1.0) ** (self._release.round + self.steps_left)
         largest = max(len(members) for members in self._members)
-        self._now = self._canaries.directions(largest, self._width)
+        self._directions = self._canaries.directions(largest, self._width)
         return positions
 
     def _give_out(self, sampled: Tensor) -> tuple[Tensor, Tensor]:
@@ -344,9 +350,9 @@ class VectorSums(AuditedSums):
 
     def _vectors(self, rows_ND: Tensor, canary_N: Tensor) -> Tensor:
         theirs = canary_N >= 0
-        vectors = self._sizes(LENGTH) * self._now.units[self._rank[canary_N[theirs].cpu()]]
+        vectors = self._sizes(LENGTH) * self._directions.units[self._rank[canary_N[theirs].cpu()]]
         full = vectors.new_zeros(len(vectors), self._width)
-        full[:, self._now.columns] = vectors
+        full[:, self._directions.columns] = vectors
         rows = rows_ND.clone()
         rows[theirs] = full.to(rows)
         return rows
@@ -354,8 +360,8 @@ class VectorSums(AuditedSums):
     def _replaced(self, canary_N: Tensor) -> Tensor:
         return canary_N >= 0
 
-    def _contributions(self, members: Tensor) -> tuple[Tensor, Tensor | None, bool]:
-        directions = self._now
+    def _contributions(self, members: Tensor) -> tuple[Tensor, Tensor | slice, bool]:
+        directions = self._directions
         return (
             self._sizes(1.0) * directions.units[: len(members)],
             directions.columns,
@@ -363,8 +369,8 @@ class VectorSums(AuditedSums):
         )
 
     def _sizes(self, clips: float) -> float:
-        """A length with this release's sign; counts have no direction to turn."""
-        return clips * self._release.sensitivity * (1.0 if self._width == 1 else self._sign)
+        """Returns a length with this release's sign."""
+        return clips * self._release.sensitivity * self._sign
 
 
 class ImageSums(AuditedSums):
@@ -379,7 +385,7 @@ class ImageSums(AuditedSums):
     """
 
     def _give_out(self, sampled: Tensor) -> tuple[Tensor, Tensor]:
-        self._known = torch.zeros(len(self._canaries), self._width, dtype=torch.float64)
+        self._canary_vectors = torch.zeros(len(self._canaries), self._width, dtype=torch.float64)
         drawn = torch.zeros(len(self._records), dtype=torch.bool)
         drawn[sampled] = True
         canary = self._records >= 0
@@ -389,25 +395,27 @@ class ImageSums(AuditedSums):
 
     def _vectors(self, rows_ND: Tensor, canary_N: Tensor) -> Tensor:
         theirs = canary_N >= 0
-        self._known = self._known.to(rows_ND.device)
-        self._known[canary_N[theirs]] = finite(rows_ND[theirs])
+        self._canary_vectors = self._canary_vectors.to(rows_ND.device)
+        self._canary_vectors[canary_N[theirs]] = finite(rows_ND[theirs])
         return rows_ND
 
     def _clip_is_missing(self, released_GD: Tensor) -> bool:
-        factors = shrinking(self._known, self._release.sensitivity)
+        factors = shrinking(self._canary_vectors, self._release.sensitivity)
         rate = self._release.sample_rate
         misfits = []
         for rest, factor in zip(self._rest, (factors, torch.ones_like(factors)), strict=True):
             misfit = 0.0
             for y, record_sum, members in zip(released_GD, rest, self._members, strict=True):
                 indices = members.to(factor.device)
-                expected = record_sum + rate / 2 * (factor[indices].T @ self._known[indices])[0]
+                expected = (
+                    record_sum + rate / 2 * (factor[indices].T @ self._canary_vectors[indices])[0]
+                )
                 misfit += float((y - expected).square().sum())
             misfits.append(misfit)
         return misfits[1] < misfits[0]
 
-    def _contributions(self, members: Tensor) -> tuple[Tensor, Tensor | None, bool]:
-        vectors = self._known[members.to(self._known.device)]
+    def _contributions(self, members: Tensor) -> tuple[Tensor, Tensor | slice, bool]:
+        vectors = self._canary_vectors[members.to(self._canary_vectors.device)]
         if not self._unclipped:
             vectors *= shrinking(vectors, self._release.sensitivity)
-        return vectors, None, False
+        return vectors, slice(None), False
