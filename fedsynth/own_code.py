@@ -18,8 +18,9 @@ from fedsynth.data.files import one_line
 from fedsynth.errors import SettingError
 from fedsynth.privacy.files import expand_home, read_regular
 
-MOST_BYTES = 2**24
-_SHOWN = 12
+MAX_FILE_BYTES = 2**24
+HASH_DIGITS = 12
+"""Digits of a file's hash in its label."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class OwnCode:
     @property
     def label(self) -> str:
         """`FILE:NAME@HASH`, as in config.toml."""
-        return f"{self.file}:{self.name}@{self.sha256[:_SHOWN]}"
+        return f"{self.file}:{self.name}@{self.sha256[:HASH_DIGITS]}"
 
     @property
     def text_file(self) -> tuple[str, str]:
@@ -68,7 +69,7 @@ def is_label(name: str) -> bool:
     return "@" in name
 
 
-def given_again(
+def unloaded_file(
     section: str, key: str, label: str, labels: Iterable[str], register: str
 ) -> SettingError:
     """Returns the error for a custom file that this process has not loaded, or only in another
@@ -81,17 +82,17 @@ def given_again(
         register: the Python function that registers such a file's class or function.
     """
     file = label.partition("@")[0]
-    changed = [other for other in labels if other.partition("@")[0] == file]
-    if changed:
-        return SettingError(
-            section, key, f"is {label}, but the code that you named is another: {changed[-1]}"
-        )
-    place = "model" if key == "features" else section
+    for other in labels:
+        if other.partition("@")[0] == file:
+            return SettingError(
+                section, key, f"is {label}, but the file that you named has other content: {other}"
+            )
+    setting = {"features": "model.features"}.get(key, f"{section}.{key}")
     return SettingError(
         section,
         key,
-        f"is {label}, from a custom file: name that file again ({place}.{key}=PATH/{file}, "
-        f"or {register})",
+        f"is {label}, from a custom file: name that file again ({setting}=PATH/{file}, or "
+        f"{register})",
     )
 
 
@@ -109,11 +110,12 @@ def load_own(section: str, key: str, setting: str) -> tuple[Any, OwnCode]:
     path = Path(file)
     try:
         path = expand_home(file).absolute()
-        content = read_regular(path, MOST_BYTES)
+        content = read_regular(path, MAX_FILE_BYTES)
         text = content.decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or one_line(error)
-        raise SettingError(section, key, f"names {path}, which cannot be read: {reason}") from None
+        raise SettingError(
+            section, key, f"names {path}, which cannot be read: {one_line(error)}"
+        ) from None
     code = OwnCode(path.name, name, hashlib.sha256(content).hexdigest(), text)
     module = _executed(section, key, path, code)
     definition = getattr(module, name, None)
@@ -127,7 +129,7 @@ def _executed(section: str, key: str, path: Path, code: OwnCode) -> Any:
 
     The text is compiled here: Python's own loader would run a cached `.pyc`, which is not hashed.
     """
-    title = f"fedsynth_own_{path.stem}_{code.sha256[:_SHOWN]}"
+    title = f"fedsynth_own_{path.stem}_{code.sha256[:HASH_DIGITS]}"
     if title in sys.modules:
         return sys.modules[title]
     module = ModuleType(title)

@@ -24,15 +24,15 @@ def read_sections(path: Path) -> Sections:
         ConfigFileError: it cannot be read, is not a regular file, or is not TOML with sections.
     """
     try:
-        read = load_toml(path)
+        sections = load_toml(path)
     except OSError as error:
         raise ConfigFileError(f"cannot read the config {path}: {error.strerror}") from None
     except ValueError as error:
         raise ConfigFileError(f"{path} is not valid TOML: {error}") from None
-    loose = [name for name, values in read.items() if not isinstance(values, dict)]
-    if loose:
-        raise ConfigFileError(f"{path}: {loose[0]!r} must be in a section such as [run]")
-    return read
+    for name, values in sections.items():
+        if not isinstance(values, dict):
+            raise ConfigFileError(f"{path}: {name!r} must be in a section such as [run]")
+    return sections
 
 
 def to_toml(sections: Mapping[str, Mapping[str, Any]]) -> str:

@@ -12,19 +12,27 @@ SHA256SUMS                  the hashes of all files, for `sha256sum -c`
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Literal
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field, Json, ValidationError
 from torch import Tensor
 
-from fedsynth.data.files import MAX_LIST_BYTES, one_line, read_tensors, save_tensors
+from fedsynth.data.files import (
+    MAX_LIST_BYTES,
+    first_fault,
+    one_line,
+    read_tensors,
+    save_tensors,
+)
+from fedsynth.data.images import pixel_constants
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import DataFilesCorruptError, DataFilesMissingError, FedsynthError
-from fedsynth.privacy.files import decode_json, expand_home, file_hash, plain_files, read_regular
+from fedsynth.privacy.files import expand_home, file_hash, plain_files, read_text
 from fedsynth.privacy.report.formatting import format_epsilon
 
 TENSORS, SUMS, README = "synthetic.safetensors", "SHA256SUMS", "README.md"
@@ -37,8 +45,8 @@ MAX_VALUE = 1e6
 overflow in training."""
 SUM_TOLERANCE = 0.01
 """Tolerance of the sum of an image's soft labels, which is 1: they may be rounded to 16 bits."""
+_SUM = re.compile(r"([0-9a-f]{64})  (.+)")
 _TENSORS = {"images", "labels", "soft_labels", "client"}
-_SUM = re.compile(r"([0-9a-f]{64})  ([^\\\0]+)")
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,14 +83,13 @@ class SharedSet:
 
     def normalised(self) -> Tensor:
         """Returns the images as model inputs: (x − mean)/std by channel, float32 [N, C, H, W]."""
-        shape = (1, -1, 1, 1)
-        mean = torch.tensor(self.spec.mean).view(shape)
-        return (self.images - mean) / torch.tensor(self.spec.std).view(shape)
+        mean, std = pixel_constants(self.spec, self.images.device)
+        return (self.images - mean) / std
 
     def __repr__(self) -> str:
-        guarantee = (
-            "no guarantee" if self.epsilon is None else f"ε = {format_epsilon(self.epsilon)}"
-        )
+        guarantee = "no guarantee"
+        if self.epsilon is not None:
+            guarantee = f"ε = {format_epsilon(self.epsilon)}"
         return f"SharedSet({len(self.labels)} images of {self.spec.name!r}, {guarantee})"
 
 
@@ -136,9 +143,12 @@ def write_set(
     Raises:
         OSError, SafetensorError: the file cannot be written.
     """
-    tensors = {"images": images, "labels": labels, "client": clients, "soft_labels": soft_labels}
-    present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    save_tensors(present, file, {**set_facts(spec, pixels), **(facts or {})})
+    tensors = {"images": images, "labels": labels}
+    if clients is not None:
+        tensors["client"] = clients
+    if soft_labels is not None:
+        tensors["soft_labels"] = soft_labels
+    save_tensors(tensors, file, {**set_facts(spec, pixels), **(facts or {})})
 
 
 def set_facts(spec: DatasetSpec, pixels: str) -> dict[str, str]:
@@ -153,62 +163,85 @@ def set_facts(spec: DatasetSpec, pixels: str) -> dict[str, str]:
     }
 
 
+class _Metadata(BaseModel):
+    """The metadata of a set's file, text by key."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
+
+    format: Literal["fedsynth synthetic set 1"]
+    pixels: str
+    data_set: str
+    class_names: Json[list[str]]
+    mean: Json[list[float]]
+    std: Json[list[float]]
+    epsilon: Json[Annotated[float, Field(ge=0)] | None] = None
+    delta: Json[Annotated[float, Field(ge=0, lt=1)] | None] = None
+    made_by: str = "fedsynth"
+
+
 def shared_set(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> SharedSet:
     """Builds a synthetic set, in pixel units, from a file's tensors and metadata.
 
     Raises:
         ValueError: something is missing, inconsistent, or has invalid values.
     """
-    if metadata.get("format") != FORMAT:
-        raise ValueError(f"its format is {metadata.get('format')!r}, but should be {FORMAT!r}")
     try:
-        images = _in_units(tensors["images"], metadata)
-        spec = _spec_of(images, metadata)
-        epsilon = _promised(metadata.get("epsilon", "null"))
-        delta = _promised(metadata.get("delta", "null"))
+        facts = _Metadata.model_validate(metadata)
+        images = tensors["images"]
+        labels = tensors["labels"]
+        if images.dim() != 4 or not images.numel():
+            raise ValueError("it has no images [N, C, H, W]")
+        count, channels, height, width = images.shape
+        spec = DatasetSpec(
+            name=facts.data_set,
+            channels=channels,
+            height=height,
+            width=width,
+            classes=len(facts.class_names),
+            train_size=count,
+            test_size=1,
+            mean=tuple(facts.mean),
+            std=tuple(facts.std),
+            class_names=tuple(facts.class_names),
+            source=f"synthetic, made by {facts.made_by}",
+        )
+    except ValidationError as error:
+        raise ValueError(f"its metadata are invalid: {first_fault(error)}") from None
     except KeyError as error:
         raise ValueError(f"it lacks {error}") from None
-    except (TypeError, FedsynthError) as error:
+    except FedsynthError as error:
         raise ValueError(f"it does not describe its images: {one_line(error)}") from None
-    if (epsilon is None) != (delta is None):
+    if (facts.epsilon is None) != (facts.delta is None):
         raise ValueError("it has only one of ε and δ")
-    if delta is not None and delta >= 1:
-        raise ValueError(f"its δ is {delta:g}, but must be below 1")
-    _check_labels(tensors, len(images), spec.classes)
+    _check_labels(tensors, count, spec.classes)
     synthetic = SharedSet(
-        images,
-        tensors["labels"],
+        _in_pixel_units(images, facts.pixels, spec),
+        labels,
         tensors.get("soft_labels"),
         tensors.get("client"),
         spec,
-        epsilon,
-        delta,
+        facts.epsilon,
+        facts.delta,
     )
-    for values in (images, synthetic.normalised()):
+    for values in (synthetic.images, synthetic.normalised()):
         if not (values.abs() <= MAX_VALUE).all():  # also true for NaN
             raise ValueError(f"its images have values that are not finite, or above {MAX_VALUE:g}")
     return synthetic
 
 
-def _in_units(pixels_NCHW: Tensor, metadata: Mapping[str, str]) -> Tensor:
+def _in_pixel_units(images_NCHW: Tensor, pixels: str, spec: DatasetSpec) -> Tensor:
     """Returns images float32 [N, C, H, W] in which black is 0 and white is 1."""
-    pixels = metadata["pixels"]
-    as_stated = (
-        pixels_NCHW.dtype == torch.uint8 if pixels == BYTES else pixels_NCHW.is_floating_point()
-    )
-    if pixels_NCHW.dim() != 4 or not as_stated:
-        kind = "bytes" if pixels == BYTES else "floating-point numbers"
-        raise ValueError(f"its images are not {kind} [N, C, H, W]")
-    if not pixels_NCHW.numel():
-        raise ValueError("it has no images")
+    is_valid = images_NCHW.is_floating_point()
     if pixels == BYTES:
-        return pixels_NCHW.float() / 255
-    if pixels != NORMALISED:
-        return pixels_NCHW.float()
-    mean, std = (
-        torch.tensor(decode_json(metadata[key])).view(1, -1, 1, 1) for key in ("mean", "std")
-    )
-    return (pixels_NCHW.float() * std + mean).contiguous()
+        is_valid = images_NCHW.dtype == torch.uint8
+    if not is_valid:
+        raise ValueError(f"its images are {images_NCHW.dtype}, but should be {pixels}")
+    if pixels == BYTES:
+        return images_NCHW.float() / 255
+    if pixels == NORMALISED:
+        mean, std = pixel_constants(spec, images_NCHW.device)
+        return (images_NCHW.float() * std + mean).contiguous()
+    return images_NCHW.float()
 
 
 def _check_labels(tensors: Mapping[str, Tensor], count: int, classes: int) -> None:
@@ -217,17 +250,15 @@ def _check_labels(tensors: Mapping[str, Tensor], count: int, classes: int) -> No
     Raises:
         ValueError: as for `shared_set`.
     """
-    if unknown := sorted(set(tensors) - _TENSORS):
+    undefined = sorted(set(tensors) - _TENSORS)
+    if undefined:
         raise ValueError(
-            f"it has {one_line(unknown[0], 80)!r}, which is not part of a synthetic set"
+            f"it has {one_line(undefined[0], 80)!r}, which is not part of a synthetic set"
         )
-    for name in ("labels", "client"):
-        values = tensors.get(name)
-        if values is None and name == "client":
-            continue
-        if values is None or values.shape != (count,) or values.dtype != torch.int64:
-            raise ValueError(f"its {name} are not one whole number for each image")
     labels = tensors["labels"]
+    for name, numbers in (("labels", labels), ("client", tensors.get("client", labels))):
+        if numbers.shape != (count,) or numbers.dtype != torch.int64:
+            raise ValueError(f"its {name} are not one whole number for each image")
     if not 0 <= int(labels.min()) <= int(labels.max()) < classes:
         raise ValueError("its labels contain classes that do not exist")
     soft = tensors.get("soft_labels")
@@ -236,38 +267,8 @@ def _check_labels(tensors: Mapping[str, Tensor], count: int, classes: int) -> No
     if soft.shape != (count, classes) or not soft.is_floating_point():
         raise ValueError("its soft labels must have one probability per class and image")
     shares = soft.float()
-    sums = shares.sum(dim=1)
-    if not (shares >= 0).all() or not ((sums - 1).abs() <= SUM_TOLERANCE).all():  # true for NaN
+    if not (shares >= 0).all() or not ((shares.sum(1) - 1).abs() <= SUM_TOLERANCE).all():
         raise ValueError("its soft labels are negative, not finite, or do not sum to 1")
-
-
-def _promised(text: str) -> float | None:
-    """Parses ε or δ from a file's metadata."""
-    value = decode_json(text)
-    if value is None:
-        return None
-    if type(value) not in (int, float) or not 0 <= value < math.inf:
-        raise ValueError(f"its guarantee is not a number: {value!r:.40}")
-    return float(value)
-
-
-def _spec_of(images_NCHW: Tensor, facts: Mapping[str, str]) -> DatasetSpec:
-    """Returns the images' specification according to the file's metadata."""
-    count, channels, height, width = images_NCHW.shape
-    names = tuple(decode_json(facts["class_names"]))
-    return DatasetSpec(
-        name=facts["data_set"],
-        channels=channels,
-        height=height,
-        width=width,
-        classes=len(names),
-        train_size=max(1, count),
-        test_size=1,
-        mean=tuple(decode_json(facts["mean"])),
-        std=tuple(decode_json(facts["std"])),
-        class_names=names,
-        source=f"synthetic, made by {facts.get('made_by', 'fedsynth')}",
-    )
 
 
 # ---------------------------------------------------------------------------------------- hashes
@@ -275,9 +276,9 @@ def _spec_of(images_NCHW: Tensor, facts: Mapping[str, str]) -> DatasetSpec:
 
 def write_hashes(root: Path) -> None:
     """Writes SHA256SUMS for all other files of a folder."""
-    names = plain_files(root, leave_out=(SUMS,))
-    lines = [f"{file_hash(root / name)}  {name}\n" for name in names]
-    (root / SUMS).write_text("".join(lines), encoding="utf-8")
+    with (root / SUMS).open("w", encoding="utf-8") as file:
+        for name in plain_files(root, leave_out=(SUMS,)):
+            file.write(f"{file_hash(root / name)}  {name}\n")
 
 
 def check_hashes(root: Path) -> None:
@@ -286,30 +287,25 @@ def check_hashes(root: Path) -> None:
     Raises:
         DataFilesMissingError, DataFilesCorruptError: as for `load_synthetic`.
     """
-    try:
-        text = read_regular(root / SUMS, MAX_LIST_BYTES).decode("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataFilesCorruptError(f"cannot read {root / SUMS}: {one_line(error)}") from None
     listed = {}
-    for line in text.splitlines():
-        match = _SUM.fullmatch(line)
-        if match is None or ".." in match[2].split("/") or match[2].startswith("/"):
-            raise DataFilesCorruptError(f"{root / SUMS} is damaged: {one_line(line)!r}")
-        listed[match[2]] = match[1]
     try:
-        present = set(plain_files(root, leave_out=(SUMS,)))
-    except OSError as error:
+        for line in read_text(root / SUMS, MAX_LIST_BYTES).splitlines():
+            match = _SUM.fullmatch(line)
+            if match is None:
+                raise DataFilesCorruptError(f"{root / SUMS} is damaged: {one_line(line)!r}")
+            listed[match[2]] = match[1]
+        present = plain_files(root, leave_out=(SUMS,))
+        missing = sorted(listed.keys() - set(present))
+        if missing:
+            raise DataFilesMissingError(f"{root} lacks {one_line(missing[0])}, which {SUMS} lists")
+        for name in present:
+            if name not in listed:
+                raise DataFilesCorruptError(
+                    f"{root} has {one_line(name)}, which {SUMS} does not list"
+                )
+            if file_hash(root / name) != listed[name]:
+                raise DataFilesCorruptError(
+                    f"{one_line(root / name)} was changed since it was written"
+                )
+    except (OSError, UnicodeDecodeError) as error:
         raise DataFilesCorruptError(f"cannot read {root}: {one_line(error)}") from None
-    for name in sorted(listed.keys() | present):
-        if name not in present:
-            raise DataFilesMissingError(f"{root} lacks {one_line(name)}, which {SUMS} lists")
-        if name not in listed:
-            raise DataFilesCorruptError(f"{root} has {one_line(name)}, which {SUMS} does not list")
-        try:
-            same = file_hash(root / name) == listed[name]
-        except OSError as error:
-            raise DataFilesCorruptError(
-                f"cannot read {one_line(root / name)}: {one_line(error)}"
-            ) from None
-        if not same:
-            raise DataFilesCorruptError(f"{one_line(root / name)} was changed since it was written")

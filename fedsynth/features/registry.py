@@ -20,7 +20,7 @@ from fedsynth.data.files import one_line
 from fedsynth.errors import FedsynthError, SettingError, unknown_name
 from fedsynth.features.feature_map import FeatureMap, Shape
 from fedsynth.features.random_process import MIN_SIDE
-from fedsynth.own_code import OwnCode, given_again, is_label, load_own
+from fedsynth.own_code import OwnCode, is_label, load_own, unloaded_file
 from fedsynth.privacy.batch_independence import ADVICE, dependence_on_batch
 
 Builder = Callable[[Shape], FeatureMap]
@@ -111,7 +111,7 @@ def refuse_unknown_map(name: str, section: str, *other_names: str) -> NoReturn:
     if not is_label(name):
         names = (*other_names, *feature_names())
         raise unknown_name("feature map", name, names, section, "features")
-    raise given_again(section, "features", name, _CUSTOM, "fedsynth.features.register_file")
+    raise unloaded_file(section, "features", name, _CUSTOM, "fedsynth.features.register_file")
 
 
 @dataclass(eq=False)

@@ -26,7 +26,7 @@ from fedsynth.models.own import builder, optional_arguments, own_name
 from fedsynth.models.projection import Projected
 from fedsynth.models.resnet import resnet18, resnet50
 from fedsynth.models.small import Cnn, LeNet5, Linear, Mlp, ResNet8
-from fedsynth.own_code import OwnCode, given_again, is_label, load_own
+from fedsynth.own_code import OwnCode, is_label, load_own, unloaded_file
 from fedsynth.seeding import forked_rng
 from fedsynth.validation import check_ranges
 
@@ -166,7 +166,7 @@ def _refuse_unknown(name: str) -> NoReturn:
     """Raises the error for an unknown architecture, or for a file that must be named again."""
     if not is_label(name):
         raise unknown_name("model", name, _MODELS, "model", "name")
-    raise given_again("model", "name", name, _MODELS, "fedsynth.register_model")
+    raise unloaded_file("model", "name", name, _MODELS, "fedsynth.register_model")
 
 
 def register_model(

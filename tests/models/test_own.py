@@ -262,12 +262,12 @@ def test_names_of_the_package_are_taken() -> None:
 
 
 def test_a_file_that_was_not_given_again_is_said() -> None:
-    says = r"is mynet.py:Net@1234, from a custom file: .*PATH/mynet.py:Net"
+    says = r"is mynet.py:Net@1234, from a custom file: .*model.name=PATH/mynet.py:Net"
     with pytest.raises(SettingError, match=says):
         ModelSettings("mynet.py:Net@1234")
     register_model("mynet.py:Net@5678", Net)
     with pytest.raises(
-        SettingError, match=r"is mynet.py:Net@1234, but the code that you named is another"
+        SettingError, match=r"is mynet.py:Net@1234, but the file that you named has other content"
     ):
         ModelSettings("mynet.py:Net@1234")
     with pytest.raises(UnknownNameError, match="unknown model 'nett'"):

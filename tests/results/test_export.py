@@ -240,7 +240,11 @@ EMPTY = {"images": torch.rand(0, 1, 16, 16), "labels": torch.zeros(0, dtype=torc
 UNSOUND: list[tuple[dict[str, Tensor], dict[str, str], str]] = [
     ({"images": one_value(float("nan"))}, {}, "not finite"),
     ({"images": one_value(1e38)}, {}, "above 1e\\+06"),
-    ({"images": torch.rand(4, 1, 16, 16).to(torch.complex64)}, {}, "not floating-point"),
+    (
+        {"images": torch.rand(4, 1, 16, 16).to(torch.complex64)},
+        {},
+        "its images are torch.complex64",
+    ),
     (EMPTY, {}, "no images"),
     ({"images": torch.rand(5, 1, 16, 16)}, {}, "labels are not one"),
     ({"labels": torch.tensor([0, 0, 1, 2])}, {}, "classes that do not exist"),
@@ -250,8 +254,8 @@ UNSOUND: list[tuple[dict[str, Tensor], dict[str, str], str]] = [
     (shares(0.5, 0.6), {}, "do not sum to 1"),
     ({"soft_labels": torch.full((4, 3), 1 / 3)}, {}, "one probability per class"),
     ({}, {"std": "[1e-300]"}, "not finite"),
-    ({}, {"mean": "[" * 50_000}, "levels deep"),
-    ({}, {"class_names": "3"}, "does not describe"),
+    ({}, {"mean": "[" * 50_000}, "recursion limit"),
+    ({}, {"class_names": "3"}, "class_names: Input should be a valid list"),
     ({}, {"delta": "null"}, "one of ε and δ"),
 ]
 
