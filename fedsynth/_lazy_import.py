@@ -15,15 +15,15 @@ from typing import Any
 Exports = tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]
 
 
-def lazy_exports(package: str, file: str, others: Mapping[str, str] | None = None) -> Exports:
+def lazy_exports(package: str, file: str, more: Mapping[str, str] | None = None) -> Exports:
     """Returns a package's `__all__`, `__getattr__` and `__dir__`.
 
     Args:
         package: its name.
         file: its `__init__.py`, which re-exports the names.
-        others: more names, with their modules.
+        more: names in addition, with their modules.
     """
-    modules = {**exported_names(Path(file)), **(others or {})}
+    modules = {**exported_names(Path(file)), **(more or {})}
     names = sorted(modules)
 
     def load(name: str) -> Any:
@@ -39,11 +39,10 @@ def exported_names(file: Path) -> dict[str, str]:
 
     Only `from module import Name as Name` counts, the form that type checkers read as a re-export.
     """
-    tree = ast.parse(file.read_text(encoding="utf-8"))
-    return {
-        alias.name: node.module
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and node.module is not None
-        for alias in node.names
-        if alias.asname == alias.name
-    }
+    modules = {}
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module is not None:
+            for alias in node.names:
+                if alias.asname == alias.name:
+                    modules[alias.name] = node.module
+    return modules

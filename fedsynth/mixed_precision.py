@@ -36,4 +36,6 @@ def widened(x: Tensor) -> Tensor:
     >>> widened(torch.zeros(1, dtype=torch.bfloat16)).dtype
     torch.float32
     """
-    return x.float() if x.dtype == torch.bfloat16 else x
+    if x.dtype == torch.bfloat16:
+        return x.float()
+    return x

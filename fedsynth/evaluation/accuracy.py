@@ -24,12 +24,12 @@ def accuracy_by_domain(right_N: Tensor, data: ImageData) -> dict[str, float]:
     examples have no domain."""
     if data.domains is None:
         return {}
-    masks = {name: data.domains == number for number, name in enumerate(data.spec.domains)}
-    return {
-        name: float(right_N[mask].double().mean())
-        for name, mask in masks.items()
-        if bool(mask.any())
-    }
+    accuracies = {}
+    for number, name in enumerate(data.spec.domains):
+        right = right_N[data.domains == number]
+        if len(right):
+            accuracies[name] = float(right.double().mean())
+    return accuracies
 
 
 def correct(
@@ -46,14 +46,14 @@ def correct(
     """
     mode = model.training
     model.eval()
-    device = data.labels.device
-    indices = torch.arange(len(data), device=device) if among is None else among
-    indices = indices.to(device, non_blocking=True)
+    if among is None:
+        among = torch.arange(len(data))
+    indices = among.to(data.labels.device, non_blocking=True)
     logits = _logits_of(model, data, indices)
+    right = []
     with torch.no_grad():
-        right = [
-            logits(chunk).argmax(dim=1) == data.labels[chunk] for chunk in indices.split(batch)
-        ]
+        for chunk in indices.split(batch):
+            right.append(logits(chunk).argmax(dim=1) == data.labels[chunk])
     model.train(mode)
     return torch.cat(right)
 
@@ -61,7 +61,7 @@ def correct(
 def _logits_of(model: nn.Module, data: ImageData, indices: Tensor) -> Callable[[Tensor], Tensor]:
     """Returns a function that gives logits of records [M] among `indices` [N]."""
     if isinstance(model, OnFeatures | FeatureLinear):
-        on = model
-        look_up = feature_table(data, on.feature_map, indices)
-        return lambda records: on.from_features(look_up(records))
+        from_features = model.from_features
+        look_up = feature_table(data, model.feature_map, indices)
+        return lambda records: from_features(look_up(records))
     return lambda records: model(normalise(data.images[records], data.spec))

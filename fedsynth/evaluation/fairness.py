@@ -30,14 +30,20 @@ def local_metrics(
     Returns:
         None if no client has a test record.
     """
-    accuracies = [r / n if n else None for r, n in zip(right, tested, strict=True)]
-    measured = [(a, n) for a, n in zip(accuracies, sizes, strict=True) if a is not None]
-    if not measured:
+    accuracies: list[float | None] = []
+    values, weights = [], []
+    for correct, examples, size in zip(right, tested, sizes, strict=True):
+        if not examples:
+            accuracies.append(None)
+            continue
+        accuracies.append(correct / examples)
+        values.append(correct / examples)
+        weights.append(size)
+    if not values:
         return None
-    values = [a for a, _ in measured]
     mean = sum(values) / len(values)
     return {
-        "amp": sum(a * n for a, n in measured) / sum(n for _, n in measured),
+        "amp": sum(a * n for a, n in zip(values, weights, strict=True)) / sum(weights),
         "fm": sum((a - mean) ** 2 for a in values) / len(values),
         "wlp": min(values),
         "client_accuracy": accuracies,

@@ -44,7 +44,7 @@ TALLIED = 256
 
 
 def tally(
-    scores_NC: Tensor, asked_N: Tensor | None = None, student_NC: Tensor | None = None
+    scores_NC: Tensor, requested_N: Tensor | None = None, student_NC: Tensor | None = None
 ) -> Tensor:
     """Returns counts int64 [2, C]: the images for which the teacher predicts each class, and those
     of them that were requested as that class. With a student [3, C]: also those of the first row
@@ -52,17 +52,20 @@ def tally(
 
     Args:
         scores_NC: the teacher's logits or probabilities of N generated images.
-        asked_N: the class requested for each image; None for an unconditional generator, which has
-            only the first row [1, C].
+        requested_N: the class requested for each image; None for an unconditional generator, which
+            has only the first row [1, C].
         student_NC: the student's logits, for images with requested classes.
     """
-    given_NC = _choices(scores_NC)
-    counts = given_NC.sum(dim=0)
-    if asked_N is None:
-        return counts[None]
-    asked_NC = _one_hot(asked_N.to(scores_NC.device), scores_NC.shape[1])
-    compared = [asked_NC] if student_NC is None else [asked_NC, _choices(student_NC)]
-    return torch.stack([counts, *((given_NC & other_NC).sum(dim=0) for other_NC in compared)])
+    classes = scores_NC.shape[1]
+    teacher_NC = _one_hot(scores_NC.detach().argmax(dim=1), classes)
+    rows = [teacher_NC.sum(dim=0)]
+    if requested_N is not None:
+        requested_NC = _one_hot(requested_N.to(scores_NC.device), classes)
+        rows.append((teacher_NC & requested_NC).sum(dim=0))
+        if student_NC is not None:
+            predicted_NC = _one_hot(student_NC.detach().argmax(dim=1), classes)
+            rows.append((teacher_NC & predicted_NC).sum(dim=0))
+    return torch.stack(rows)
 
 
 @torch.no_grad()
@@ -80,9 +83,9 @@ def generator_tally(teacher: nn.Module, generator: Any, images: int = TALLIED) -
     z = torch.randn(images, generator.latent, generator=draws, device=device)
     mode = teacher.training
     # a copy, because the pass updates the running statistics
-    answer: Tensor = teacher.eval()(copy.deepcopy(generator).train().normalised(z))
+    logits = teacher.eval()(copy.deepcopy(generator).train().normalised(z))
     teacher.train(mode)
-    return tally(answer)
+    return tally(logits)
 
 
 def describe(tally_RC: Tensor) -> dict[str, float]:
@@ -129,10 +132,6 @@ def in_words(facts: Mapping[str, float]) -> str:
     if "student" in facts:
         parts.append(f"the student agrees on {100 * facts['student']:.1f} %")
     return ", ".join(parts)
-
-
-def _choices(scores_NC: Tensor) -> Tensor:
-    return _one_hot(scores_NC.detach().argmax(dim=1), scores_NC.shape[1])
 
 
 def _one_hot(classes_N: Tensor, classes: int) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fedsynth.errors import DataError
+from fedsynth.models.flat import flatten, flatten_named
 
 CHUNK = 1024
 
@@ -41,9 +42,7 @@ def inexactness(
     model.eval()
     try:
         gradient = _gradient(model, images_NCHW, labels_N)
-        moved = torch.cat(
-            [(p - start[name]).detach().flatten() for name, p in model.named_parameters()]
-        )
+        moved = flatten(model) - flatten_named(start, model)
         model.load_state_dict(dict(start))
         at_start = _gradient(model, images_NCHW, labels_N)
     finally:

@@ -69,6 +69,7 @@ class GroupedBatchNorm(nn.Module):
 
 
 def has_batch_norm(network: nn.Module) -> bool:
+    """Returns whether a network has a batch norm."""
     return any(isinstance(layer, nn.modules.batchnorm._BatchNorm) for layer in network.modules())
 
 

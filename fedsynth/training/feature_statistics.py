@@ -56,34 +56,36 @@ class Augmentation:
         self._coin = coin
         self._noise = noise
         self._gammas = gamma_mean, gamma_std
-        self.statistics = [(mean, std)] if mean is not None and std is not None else []
+        self.statistics = []
+        if mean is not None and std is not None:
+            self.statistics.append((mean, std))
 
     def __call__(self, x_NCHW: Tensor) -> Tensor:
         mean = x_NCHW.mean(dim=(2, 3))
         std = (x_NCHW.var(dim=(2, 3), correction=0) + EPS).sqrt()
-        batch = mean.detach().mean(dim=0), std.detach().mean(dim=0)
-        if self.statistics:
-            (before,) = self.statistics
-            batch = _moved(before[0], batch[0]), _moved(before[1], batch[1])
-        self.statistics[:] = [batch]
+        batch_mean, batch_std = mean.detach().mean(dim=0), std.detach().mean(dim=0)
+        for running_mean, running_std in self.statistics:  # none before the first batch
+            batch_mean = _moved(running_mean, batch_mean)
+            batch_std = _moved(running_std, batch_std)
+        self.statistics[:] = [(batch_mean, batch_std)]
         if float(torch.rand((), generator=self._coin)) >= self._probability:
             return x_NCHW
-        new_mean, new_std = (
-            self._drawn(value, gamma)
-            for value, gamma in zip((mean, std), self._gammas, strict=True)
-        )
+        gamma_mean, gamma_std = self._gammas
+        new_mean, new_std = self._drawn(mean, gamma_mean), self._drawn(std, gamma_std)
         plain = (x_NCHW - mean[..., None, None]) / std[..., None, None]
         return plain * new_std[..., None, None] + new_mean[..., None, None]
 
     def _drawn(self, value_NC: Tensor, gamma_C: Tensor | None) -> Tensor:
-        widened = (1 if gamma_C is None else gamma_C) + 1
-        deviation = (widened * (value_NC.var(dim=0, correction=0) + EPS)).sqrt()
+        factor: Tensor | int = 2
+        if gamma_C is not None:
+            factor = gamma_C + 1
+        deviation = (factor * (value_NC.var(dim=0, correction=0) + EPS)).sqrt()
         drawn = torch.randn(value_NC.shape, generator=self._noise, device=value_NC.device)
         return value_NC + drawn * deviation
 
 
-def _moved(before_C: Tensor, now_C: Tensor) -> Tensor:
-    return MOMENTUM * before_C + (1 - MOMENTUM) * now_C
+def _moved(running_C: Tensor, batch_C: Tensor) -> Tensor:
+    return MOMENTUM * running_C + (1 - MOMENTUM) * batch_C
 
 
 @contextmanager
@@ -136,5 +138,5 @@ def soft_histogram(features_ND: Tensor, bins: int, temperature: float) -> Tensor
 def symmetric_divergence(p_DL: Tensor, q_DL: Tensor) -> Tensor:
     """Returns ½(KL(p‖q) + KL(q‖p)), averaged over the features, so that its weight does not depend
     on their number."""
-    p, q = (value.clamp_min(EPS) for value in (p_DL, q_DL))
+    p, q = p_DL.clamp_min(EPS), q_DL.clamp_min(EPS)
     return ((p - q) * (p.log() - q.log())).sum(dim=1).mean() / 2

@@ -81,14 +81,16 @@ def named_tensors(state: State) -> dict[str, Tensor]:
             named[f"{name}.rate"] = torch.tensor(part.get_last_lr(), dtype=torch.float64)
         elif isinstance(part, list):
             for number, row in enumerate(part):
-                named.update({f"{name}.{number}.{k}": value for k, value in enumerate(row)})
+                for k, value in enumerate(row):
+                    named[f"{name}.{number}.{k}"] = value
         elif isinstance(part, nn.Module):
-            named.update({f"{name}.{k}": value.clone() for k, value in part.state_dict().items()})
+            for key, value in part.state_dict().items():
+                named[f"{name}.{key}"] = value.clone()
         else:
             for number, moments in part.state_dict()["state"].items():
-                for k, value in moments.items():
+                for key, value in moments.items():
                     if value is not None:
-                        named[f"{name}.{number}.{k}"] = value.clone()
+                        named[f"{name}.{number}.{key}"] = value.clone()
     return named
 
 

@@ -28,7 +28,7 @@ class LoopCheckpointer(Protocol):
         """Returns the number of finished steps of the loop with this name, and its tensors then;
         None: there is no checkpoint."""
 
-    def offer(self, name: str, done: int, tensors: Tensors) -> None:
+    def offer(self, name: str, completed: int, tensors: Tensors) -> None:
         """Receives the number of finished steps; calls `tensors` if a checkpoint is due."""
 
     def finish(self, name: str, steps: int, tensors: Tensors) -> None:
@@ -45,7 +45,7 @@ class NullCheckpointer:
         """Returns None."""
         return None
 
-    def offer(self, name: str, done: int, tensors: Tensors) -> None:
+    def offer(self, name: str, completed: int, tensors: Tensors) -> None:
         """Does nothing."""
 
     def finish(self, name: str, steps: int, tensors: Tensors) -> None:

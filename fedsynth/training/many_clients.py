@@ -13,10 +13,10 @@ separate weights for each client; batches so large that arithmetic outweighs Pyt
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
@@ -44,11 +44,11 @@ DENSE = (nn.Linear, nn.Flatten, nn.Identity, nn.ReLU, nn.Tanh, nn.Sigmoid, nn.GE
 
 @dataclass(frozen=True)
 class Learner:
-    """One client's training: `model` is trained in place on the examples `where` (indices [N] into
-    the resident data), in orders that `generator`, a CPU generator, draws."""
+    """One client's training: `model` is trained in place on `examples` (indices [N] into the
+    resident data), in orders that `generator`, a CPU generator, draws."""
 
     model: nn.Module
-    where: Tensor
+    examples: Tensor
     settings: SgdSettings
     generator: torch.Generator
     penalty: Penalty | None = None
@@ -60,14 +60,11 @@ def trains_together(model: nn.Module) -> bool:
 
     A class outside torch must declare this by `dense = True`, as its `forward` could do anything.
     """
-    supported = all(
-        type(layer) in DENSE or getattr(type(layer), "dense", False) for layer in model.modules()
-    )
-    return (
-        supported
-        and all(p.dtype == torch.float32 for p in model.parameters())
-        and next(model.buffers(), None) is None
-    )
+    for layer in model.modules():
+        if type(layer) not in DENSE and not getattr(type(layer), "dense", False):
+            return False
+    dtypes = {p.dtype for p in model.parameters()}
+    return dtypes == {torch.float32} and next(model.buffers(), None) is None
 
 
 def worth_batching(model: nn.Module, batch: int, scalars: int) -> bool:
@@ -104,37 +101,36 @@ def train_together(
             not a `Pull`.
     """
     common = learners[0].settings
-    if common.radius is not None or any(
-        replace(other.settings, epochs=common.epochs, steps=common.steps) != common
-        for other in learners
-    ):
-        raise ValueError(
-            "learners in one pass must have the same batch and optimiser, and no radius"
-        )
-    queues = sorted((_Queue(learner) for learner in learners), key=lambda queue: -queue.steps)
+    for learner in learners:
+        comparable = replace(learner.settings, epochs=common.epochs, steps=common.steps)
+        if comparable != common or common.radius is not None:
+            raise ValueError(
+                "learners in one pass must have the same batch and optimiser, and no radius"
+            )
+    queues = sorted(map(_Queue, learners), key=lambda queue: -queue.steps)
+    steps_K = np.array([queue.steps for queue in queues])  # descending
     flat_KP = torch.stack([flatten(queue.learner.model) for queue in queues])
-    pulls = _joined([queue.learner for queue in queues])
+    pulls = _stacked_pulls([queue.learner.penalty for queue in queues], flat_KP)
     state = common.optimiser.init(flat_KP)
-    completed = 0
-    total = sum(queue.steps for queue in queues)
+    completed, total = 0, int(steps_K.sum())
     step = 0
     few = min(FEW, 2) if is_softmax_regression(learners[0].model) else FEW
     # the first `active` learners have steps left
-    while (active := bisect_left(queues, -step, key=lambda queue: -queue.steps)) >= few:
+    while (active := int(np.count_nonzero(steps_K > step))) >= few:
         which_SAB, share_SAB = _lay_out(queues[:active], BLOCK)
         looked_up = fetched(images, labels, list(which_SAB.flatten(1)))
-        for which_AB, share_AB, (x, y) in zip(which_SAB, share_SAB, looked_up, strict=True):
-            running = bisect_left(queues, -step, hi=active, key=lambda queue: -queue.steps)
+        for share_AB, (x, y) in zip(share_SAB, looked_up, strict=True):
+            running = int(np.count_nonzero(steps_K > step))
             w = flat_KP[:running]
-            x_ABCHW = x.view(*which_AB.shape, *x.shape[1:])[:running]
-            labels_AB = y.view(which_AB.shape)[:running]
+            x_ABCHW = x.view(*share_AB.shape, *x.shape[1:])[:running]
+            labels_AB = y.view(share_AB.shape)[:running]
             grad = _gradients(learners[0].model, w, x_ABCHW, labels_AB, share_AB[:running])
             if pulls is not None:
                 weight, center, linear = (part[:running] for part in pulls)
                 grad += linear + weight * (w - center)
             common.optimiser.update(w, grad, tuple(rows[:running] for rows in state))
-            completed = completed + running
-            step = step + 1
+            completed += running
+            step += 1
         report(completed, total)
     for number, queue in enumerate(queues):
         client_state = tuple(rows[number] for rows in state)
@@ -148,19 +144,18 @@ class _Queue:
     def __init__(self, learner: Learner) -> None:
         self.learner = learner
         batch = learner.settings.batch
-        self.steps = self._undrawn = steps_of(learner.settings, len(learner.where))
-        self._drawn = learner.where.new_empty(0, batch)
+        self.steps = self._undrawn = steps_of(learner.settings, len(learner.examples))
+        self._drawn = learner.examples.new_empty(0, batch)
 
     def take(self, limit: int) -> Tensor:
         """Returns the next batches, at most `limit`: [S, B], with −1 where a batch is not full."""
-        examples = self.learner.where
+        examples = self.learner.examples
         size = self.learner.settings.batch
         while len(self._drawn) < limit and self._undrawn:
             order = torch.randperm(len(examples), generator=self.learner.generator)
             order = order.to(examples.device, non_blocking=True)
-            batches = nn.functional.pad(examples[order], (0, -len(examples) % size), value=-1).view(
-                -1, size
-            )[: self._undrawn]
+            padded = nn.functional.pad(examples[order], (0, -len(examples) % size), value=-1)
+            batches = padded.view(-1, size)[: self._undrawn]
             self._undrawn -= len(batches)
             self._drawn = torch.cat([self._drawn, batches])
         next_batches = self._drawn[:limit]
@@ -174,9 +169,8 @@ def _lay_out(queues: Sequence[_Queue], steps: int) -> tuple[Tensor, Tensor]:
     padded = nn.utils.rnn.pad_sequence([queue.take(steps) for queue in queues], padding_value=-1)
     present = padded >= 0
     share = present / present.sum(dim=2, keepdim=True).clamp_min(1)
-    return torch.where(
-        present, padded, padded[:1, :, :1]
-    ), share  # pads with the learner's examples
+    padded = torch.where(present, padded, padded[:1, :, :1])  # pads with the learner's examples
+    return padded, share
 
 
 def _finish(
@@ -195,44 +189,33 @@ def _finish(
     network = FlatNetwork(learner.model, requires_grad=True)
     network.module.train()
     step = make_step(network, state, learner.settings, penalty=learner.penalty)
-    per_epoch = batches_of(len(learner.where), learner.settings.batch)
-    filled = (
-        len(learner.where) - (per_epoch - 1) * learner.settings.batch
-    )  # examples of the last batch
-    parts = [
-        batch[:filled] if number % per_epoch == per_epoch - 1 else batch
-        for number, batch in enumerate(remaining, start=queue.steps - len(remaining))
-    ]
+    sizes = [learner.settings.batch] * batches_of(len(learner.examples), learner.settings.batch)
+    sizes[-1] = len(learner.examples) - sum(sizes[:-1])  # an epoch's last batch may not be full
+    parts = []
+    for number, batch in enumerate(remaining, start=queue.steps - len(remaining)):
+        parts.append(batch[: sizes[number % len(sizes)]])
     for x, y in fetched(images, labels, parts):
         step(x, y)
     load_flat(learner.model, network.flat)
 
 
-def _joined(learners: Sequence[Learner]) -> tuple[Tensor, Tensor, Tensor] | None:
+def _stacked_pulls(
+    penalties: Sequence[Penalty | None], flat_KP: Tensor
+) -> tuple[Tensor, Tensor, Tensor] | None:
     """Returns weights [K, 1], centers and linear parts [K, P] of all learners' pulls; None if no
     learner has one."""
-    pulls = [_pull(learner.penalty) for learner in learners]
-    example_pull = next((pull for pull in pulls if pull is not None), None)
-    if example_pull is None:
+    if all(penalty is None for penalty in penalties):
         return None
-    none = Pull(0.0, torch.zeros_like(example_pull.center), torch.zeros_like(example_pull.linear))
-    filled = [pull or none for pull in pulls]
-    weights = torch.tensor(
-        [[pull.weight] for pull in filled],
-        device=example_pull.center.device,
-        dtype=example_pull.center.dtype,
-    )
-    return (
-        weights,
-        torch.stack([pull.center for pull in filled]),
-        torch.stack([pull.linear for pull in filled]),
-    )
-
-
-def _pull(penalty: Penalty | None) -> Pull | None:
-    if penalty is None or isinstance(penalty, Pull):
-        return penalty
-    raise ValueError("learners in one pass support no penalty except a Pull")
+    weights_K1 = flat_KP.new_zeros(len(flat_KP), 1)
+    centers_KP, linear_KP = torch.zeros_like(flat_KP), torch.zeros_like(flat_KP)
+    for number, penalty in enumerate(penalties):
+        if isinstance(penalty, Pull):
+            weights_K1[number] = penalty.weight
+            centers_KP[number] = penalty.center
+            linear_KP[number] = penalty.linear
+        elif penalty is not None:
+            raise ValueError("learners in one pass support no penalty except a Pull")
+    return weights_K1, centers_KP, linear_KP
 
 
 def _gradients(
@@ -246,13 +229,12 @@ def _gradients(
         return regression_gradients(flat_AP, x_ABD, labels_AB, share_AB, classes)
     named = dict(network.named_parameters())
     sizes = [p.numel() for p in named.values()]
-    shapes = [p.shape for p in named.values()]
 
     def logits(flat_P: Tensor, x_BCHW: Tensor) -> Tensor:
-        parts = zip(named, flat_P.split(sizes), shapes, strict=True)
-        return functional_call(
-            network, {name: part.view(shape) for name, part, shape in parts}, (x_BCHW,)
-        )
+        weights = {}
+        for (name, p), part in zip(named.items(), flat_P.split(sizes), strict=True):
+            weights[name] = part.view(p.shape)
+        return functional_call(network, weights, (x_BCHW,))
 
     with torch.enable_grad():
         weights_AP = flat_AP.detach().requires_grad_()

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -118,20 +119,15 @@ def train_on(
     full: Callable[[Tensor], None] | None = None
     recordable = not (state or before_step) and (penalty is None or isinstance(penalty, Pull))
     whole_batches = settings.epochs * (len(labels_N) // settings.batch)
-    changed = {
-        "weights": network.flat,
-        **{f"optimiser{k}": tensor for k, tensor in enumerate(moments)},
-        **{f"buffer.{key}": tensor for key, tensor in network.module.named_buffers()},
-        "shuffle": generator,
-        **(state or {}),
-    }
+    changed: dict[str, Any] = {"weights": network.flat, "shuffle": generator, **(state or {})}
+    for number, tensor in enumerate(moments):
+        changed[f"optimiser{number}"] = tensor
+    for key, buffer in network.module.named_buffers():
+        changed[f"buffer.{key}"] = buffer
     if recordable and labels_N.is_cuda and whole_batches >= WORTH_RECORDING:
         written = [network.flat, *moments, network.grad, *network.module.buffers()]
-        full = _recorded(
-            lambda indices: step(images(indices), labels(indices)),
-            settings.batch,
-            written,
-            labels_N.device,
+        full = recorded(
+            lambda indices: step(images(indices), labels(indices)), settings.batch, written
         )
     # a last batch of one example is doubled: the mean loss is the same, and batch norm gets the two
     # values that it needs
@@ -149,11 +145,8 @@ def train_on(
             part.repeat(2) if len(part) == 1 and normalises else part
             for part in order.split(settings.batch)[: total_steps - epoch * per_epoch]
         ]
-        if full is not None:
-            full_batches = [part for part in parts if len(part) == settings.batch]
-            for part in full_batches:
-                full(part)
-            parts = parts[len(full_batches) :]  # at most one, the last
+        while full is not None and parts and len(parts[0]) == settings.batch:
+            full(parts.pop(0))  # leaves at most one part, the last
         for x, y in fetched(images, labels, parts):
             step(x, y)
     load_flat(model, network.flat)
@@ -254,20 +247,6 @@ def steps_of(settings: SgdSettings, examples: int) -> int:
     if settings.steps is not None:
         return settings.steps
     return settings.epochs * batches_of(examples, settings.batch)
-
-
-def _recorded(
-    step: Callable[[Tensor], None], batch: int, state: Sequence[Tensor], device: torch.device
-) -> Callable[[Tensor], None]:
-    """Returns `step` for full batches as a CUDA graph over one index buffer."""
-    index = torch.zeros(batch, dtype=torch.int64, device=device)
-    replay = recorded(lambda: step(index), state)
-
-    def full(indices: Tensor) -> None:
-        index.copy_(indices)
-        replay()
-
-    return full
 
 
 def project_to_ball(flat_P: Tensor, center: Tensor, radius: float) -> None:

@@ -68,7 +68,7 @@ def learners(
 def apart(each: list[Learner], images: Tensor, labels: Tensor) -> list[Tensor]:
     """The oracle: one after another."""
     for one in each:
-        x, y = images[one.where], labels[one.where]
+        x, y = images[one.examples], labels[one.examples]
         train_on(
             one.model, lambda i, x=x: x[i], y, one.settings, one.generator, penalty=one.penalty
         )  # type: ignore[misc]
@@ -141,7 +141,7 @@ def test_what_is_not_common_is_refused() -> None:
         with pytest.raises(ValueError, match="learners in one pass must have"):
             train_together(learners(settings), IMAGES.__getitem__, LABELS.__getitem__)
     one = learners(lambda k: SgdSettings(1, 5, MomentumSgd(0.1)))[0]
-    odd = Learner(one.model, one.where, one.settings, one.generator, lambda net: torch.zeros(()))
+    odd = Learner(one.model, one.examples, one.settings, one.generator, lambda net: torch.zeros(()))
     with pytest.raises(ValueError, match="no penalty except a Pull"):
         train_together([odd], IMAGES.__getitem__, LABELS.__getitem__)
 

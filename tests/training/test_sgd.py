@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 import warnings
 
 import pytest
@@ -78,15 +79,16 @@ def test_what_cannot_be_recorded_runs_as_it_is_and_nothing_was_changed(
 ) -> None:
     state = torch.zeros(3)
 
-    def step() -> None:
-        state.add_(1)
+    def refuse(step: Callable[[], None], device: torch.device) -> None:
+        step()
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    monkeypatch.setattr("fedsynth.training.cuda_graphs._record", lambda step, device: step())
+    monkeypatch.setattr("fedsynth.training.cuda_graphs._record", refuse)
     with pytest.warns(RuntimeWarning, match="without a CUDA graph"):
-        replay = recorded(step, [state])
-    assert replay is step
+        replay = recorded(lambda indices: state.add_(indices), 3, [state])
     assert torch.equal(state, torch.zeros(3))
+    replay(torch.tensor([1, 2, 3]))
+    assert state.tolist() == [1, 2, 3]
 
 
 @pytest.mark.parametrize("examples", [5, 1])

@@ -124,7 +124,7 @@ def train_openly(
             report = partial(_report, context, position, len(models))
             _train_alone(learner, clients, task, context, report, clients.ids[position], precision)
             context.report("local training", SHARES * (position + 1), SHARES * len(models))
-    sizes = [len(learner.where) for learner in learners]
+    sizes = [len(learner.examples) for learner in learners]
     return [Trained(float(n), steps_of(how, n)) for n, how in zip(sizes, settings, strict=True)]
 
 
@@ -163,7 +163,7 @@ def _train_alone(
     client: int,
     precision: torch.dtype,
 ) -> None:
-    mine = learner.where
+    mine = learner.examples
     loss = task.loss
     keeper = context.keeper if task.plain or task.state else NullCheckpointer()
     name = f"train-{client}"
@@ -220,8 +220,8 @@ def training_digest(
         *model.buffers(),
         *([] if pull is None else [pull.center, pull.linear]),
         learner.generator.get_state(),
-        clients.labels(learner.where),
-        *(clients.images(some) for some in learner.where.split(HASHED)),
+        clients.labels(learner.examples),
+        *(clients.images(some) for some in learner.examples.split(HASHED)),
     ]
     for tensor in tensors:
         found.update(str((tensor.dtype, tuple(tensor.shape))).encode())
