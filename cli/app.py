@@ -64,8 +64,8 @@ def main() -> None:
     app()
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _version(requested: bool) -> None:
+    if requested:
         print(__version__)
         raise typer.Exit()
 

@@ -99,7 +99,7 @@ def split_names(text: str) -> list[str]:
 
 @takes_settings(
     "model.width", "model.depth", "model.norm", "run.seed", "run.device", "data.data_root",
-    others=False,
+    set_option=False,
 )  # fmt: skip
 def distill(
     chosen: Sections,

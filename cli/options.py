@@ -187,7 +187,7 @@ Set = Annotated[
 
 
 def takes_settings(
-    *places: str, names: Mapping[str, str] | None = None, others: bool = True
+    *places: str, names: Mapping[str, str] | None = None, set_option: bool = True
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Gives a command options for settings, and `--set` for all others.
 
@@ -196,7 +196,7 @@ def takes_settings(
     Args:
         places: sections ("run": all that have an option) or settings ("run.seed").
         names: options of this command that have another name than elsewhere, by setting.
-        others: whether the command has `--set`.
+        set_option: whether the command has `--set`.
     """
     options = [setting_option(place, names or {}) for place in _settings(places)]
 
@@ -209,14 +209,14 @@ def takes_settings(
                 if value is not None:
                     plain = str(value) if option.kind is Path else value
                     sections[option.section][option.key] = plain
-            texts = values.pop("settings") if others else None
+            texts = values.pop("settings") if set_option else None
             command(with_set_options(sections, texts or []), **values)
 
         signature = inspect.signature(command, eval_str=True)
         _, *rest = signature.parameters.values()
         parameters = [option.signature() for option in options]
         parameters += [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in rest]
-        if others:
+        if set_option:
             parameters.append(_parameter("settings", Set))
         run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}

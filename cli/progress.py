@@ -38,14 +38,14 @@ class LiveObserver(StderrObserver):
     def __init__(self, settings: RunSettings, first: str, progress: Progress) -> None:
         super().__init__(settings, first)
         self._progress = progress
-        self._task = progress.add_task("starting", total=None, left="")
+        self._task = progress.add_task("starting", total=None, remaining="")
 
     def _print(self, text: str) -> None:
         self._progress.console.print(text, markup=False, highlight=False)
 
     def _show_step(self, phase: str, done: int, total: int, remaining: str) -> None:
         self._progress.update(
-            self._task, description=phase, completed=done, total=total, left=remaining
+            self._task, description=phase, completed=done, total=total, remaining=remaining
         )
 
 
@@ -62,7 +62,7 @@ def make_observer(settings: RunSettings, first: str = "") -> Iterator[StderrObse
         MofNCompleteColumn(),
     ]
     if settings.privacy is None:
-        columns += [TimeElapsedColumn(), TextColumn("{task.fields[left]}")]
+        columns += [TimeElapsedColumn(), TextColumn("{task.fields[remaining]}")]
     with Progress(*columns, console=console, transient=True) as progress:
         yield LiveObserver(settings, first, progress)
 

@@ -48,7 +48,7 @@ LedgerFolder = Annotated[
 ]
 
 
-@takes_settings(*OWN_CODE, others=False)
+@takes_settings(*OWN_CODE, set_option=False)
 def report(
     chosen: Sections,
     run: Run,
@@ -96,7 +96,7 @@ def _report_unfinished(run: Path, ledger: Path | None) -> None:
         note(f"{message} {run}")
 
 
-@takes_settings(*OWN_CODE, others=False)
+@takes_settings(*OWN_CODE, set_option=False)
 def verify(
     chosen: Sections,
     run: Run,

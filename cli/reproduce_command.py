@@ -44,7 +44,7 @@ def seconds_of(text: str | None) -> float:
     return float(match[1]) * UNITS[match[2]]
 
 
-@takes_settings(*SPEED, others=False)
+@takes_settings(*SPEED, set_option=False)
 def reproduce(
     chosen: Sections,
     preset: Annotated[

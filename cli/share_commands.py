@@ -43,7 +43,7 @@ def _data() -> None:
 
 @data_app.command()
 @takes_settings(
-    "data.image_size", "data.channels", "data.skip_corrupt", "data.skip_other", others=False
+    "data.image_size", "data.channels", "data.skip_corrupt", "data.skip_other", set_option=False
 )
 def describe(
     chosen: Sections,
@@ -156,7 +156,7 @@ def synthesize(
     say(f"to share: {out} (share nothing from the run folder)")
 
 
-@takes_settings(*OWN_CODE, others=False)
+@takes_settings(*OWN_CODE, set_option=False)
 def export(
     chosen: Sections,
     run: Annotated[Path, path_argument("A finished run's folder.", metavar="RUN")],
@@ -185,7 +185,7 @@ MEASURED_STEPS = 10
 @takes_settings(
     "model.name", "model.width", "model.depth", "model.norm", "data.test_folder",
     "data.skip_corrupt", "data.skip_other", "data.data_root", "run.seed", "run.device",
-    others=False,
+    set_option=False,
 )  # fmt: skip
 def student(
     chosen: Sections,

@@ -196,7 +196,7 @@ def _composed(merged: Merged) -> Any:
         parts.append(_dense(step, steps).self_compose(steps))
     if merged.mu > 0:
         parts.append(_one_step(1 / merged.mu, 1.0, interval))
-    return reduce(lambda left, right: left.compose(right), parts)
+    return reduce(lambda total, part: total.compose(part), parts)
 
 
 def gaussian_delta(mu: float, epsilon: float) -> float:

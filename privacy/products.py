@@ -96,29 +96,28 @@ class Outer(Products):
     """l ⊗ r of each example, in row-major order.
 
     Args:
-        left: [N, P], clipped to norm `bound`.
-        right: [N, Q], clipped to norm 1.
+        column: l [N, P], clipped to norm `bound`.
+        row: r [N, Q], clipped to norm 1.
         bound: a.
     """
 
-    left: Tensor
-    right: Tensor
+    column: Tensor
+    row: Tensor
     bound: float
 
     @property
     def width(self) -> int:
-        return self.left.shape[1] * self.right.shape[1]
+        return self.column.shape[1] * self.row.shape[1]
 
     def _clipped(self) -> tuple[Tensor, Tensor]:
-        return clip_rows(self.left, self.bound), clip_rows(self.right, 1.0)
+        return clip_rows(self.column, self.bound), clip_rows(self.row, 1.0)
 
     def rows(self) -> Tensor:
-        left, right = self._clipped()
-        return torch.einsum("np,nq->npq", left, right).flatten(1)
+        return torch.einsum("np,nq->npq", *self._clipped()).flatten(1)
 
     def sums(self, shares_N: Tensor | None = None) -> Tensor:
-        left, right = self._clipped()
-        return (_weighted(left, shares_N).T @ right).flatten()
+        column, row = self._clipped()
+        return (_weighted(column, shares_N).T @ row).flatten()
 
 
 @dataclass(frozen=True, eq=False)

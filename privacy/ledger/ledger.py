@@ -196,10 +196,10 @@ class Ledger:
         """
         self._note({"entry": MAY_CHANGE})
 
-    def note_resumption(self, after: int) -> None:
+    def note_resumption(self, finished_rounds: int) -> None:
         """Records that a run was resumed after this many rounds, so that its folder cannot claim a
         resumption that did not happen."""
-        self._note({"entry": RESUMED, "after": after})
+        self._note({"entry": RESUMED, "after": finished_rounds})
 
     @property
     def resumptions(self) -> tuple[tuple[int, int], ...]:
