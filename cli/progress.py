@@ -43,9 +43,9 @@ class LiveObserver(StderrObserver):
     def _print(self, text: str) -> None:
         self._progress.console.print(text, markup=False, highlight=False)
 
-    def _show_step(self, phase: str, done: int, total: int, remaining: str) -> None:
+    def _show_step(self, phase: str, completed: int, total: int, remaining: str) -> None:
         self._progress.update(
-            self._task, description=phase, completed=done, total=total, remaining=remaining
+            self._task, description=phase, completed=completed, total=total, remaining=remaining
         )
 
 

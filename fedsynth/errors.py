@@ -10,7 +10,7 @@ import difflib
 from collections.abc import Iterable
 from typing import Any
 
-from fedsynth.privacy.errors import NamedSettingError, setting_name, shown
+from fedsynth.privacy.errors import NamedSettingError, setting_name, short_repr
 
 
 class FedsynthError(Exception):
@@ -123,7 +123,9 @@ def unknown_name(
         names: the valid names; the error suggests near matches or, if there are none, all of them.
         section, key: the setting whose value is this name.
     """
-    return UnknownNameError(f"unknown {kind} {shown(name)}; {_hint(name, names)}", section, key)
+    return UnknownNameError(
+        f"unknown {kind} {short_repr(name)}; {_hint(name, names)}", section, key
+    )
 
 
 def unknown_value(
@@ -139,7 +141,7 @@ def unknown_value(
         context: further text on when this applies (" for convnet").
     """
     hint = _hint(value, choices)
-    text = f"{setting_name(section, key)} cannot be {shown(value)}{context}; {hint}"
+    text = f"{setting_name(section, key)} cannot be {short_repr(value)}{context}; {hint}"
     return UnknownNameError(text, section, key)
 
 

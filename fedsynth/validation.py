@@ -16,7 +16,7 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 from torch import nn
 
 from fedsynth.errors import SettingError, unknown_name, unknown_value
-from fedsynth.privacy.errors import shown
+from fedsynth.privacy.errors import short_repr
 
 T = TypeVar("T")
 
@@ -68,11 +68,11 @@ def check_number(
         SettingError: names the setting, its range and what was given.
     """
     if integer and type(value) is not int:
-        raise SettingError(section, key, f"must be a whole number, got {shown(value)}")
+        raise SettingError(section, key, f"must be a whole number, got {short_repr(value)}")
     if not isinstance(value, Real) or isinstance(value, bool):
-        raise SettingError(section, key, f"must be a number, got {shown(value)}")
+        raise SettingError(section, key, f"must be a number, got {short_repr(value)}")
     if not -math.inf < value < math.inf:  # a whole number may be too large for `isfinite`
-        raise SettingError(section, key, f"must be a finite number, got {shown(value)}")
+        raise SettingError(section, key, f"must be a finite number, got {short_repr(value)}")
     high = min(high, {True: LARGEST, False: LARGEST_FLOAT}[integer])
     if low <= value <= high:
         return
@@ -81,7 +81,7 @@ def check_number(
         allowed = f"at least {low:g}"
     elif high >= MAX_PRINTED_BOUND:
         allowed = f"at most {high:g}"
-    raise SettingError(section, key, f"must be {allowed}, got {shown(value)}")
+    raise SettingError(section, key, f"must be {allowed}, got {short_repr(value)}")
 
 
 def check_choices(settings: Any, **choices: Sequence[str]) -> None:
@@ -195,10 +195,10 @@ def convert(section: str | None, key: str, value: Any, kind: type) -> Any:
             raise ValueError  # 3.0 is accepted, 3.5 is not
     except (ValueError, KeyError, OverflowError, TypeError):
         expected = _EXPECTED.get(kind, f"of type {kind.__name__}")
-        raise SettingError(section, key, f"must be {expected}, got {shown(value)}") from None
+        raise SettingError(section, key, f"must be {expected}, got {short_repr(value)}") from None
     limit = {int: LARGEST, float: LARGEST_FLOAT}.get(kind)
     if limit is not None and not abs(converted) <= limit:  # also true for NaN
         raise SettingError(
-            section, key, f"must be a finite number up to ±{limit:g}, got {shown(value)}"
+            section, key, f"must be a finite number up to ±{limit:g}, got {short_repr(value)}"
         )
     return converted

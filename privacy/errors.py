@@ -9,10 +9,10 @@ _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 200
 
 
-def shown(value: object) -> str:
+def short_repr(value: object) -> str:
     """Returns a short, one-line representation of an untrusted value for error messages.
 
-    >>> shown("x" * 1000)[-5:], shown(10**5000)
+    >>> short_repr("x" * 1000)[-5:], short_repr(10**5000)
     ("xxxx'", 'a number of more than 18 digits')
     """
     if isinstance(value, int) and abs(value) >= 2**63:  # Python prints at most 4,300 digits

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from fedsynth.privacy.errors import PrivacySettingError, shown
+from fedsynth.privacy.errors import PrivacySettingError, short_repr
 
 ADJACENCIES = ("add-remove", "zero-out", "replace-one")
 """The definitions of neighbouring data sets: one unit is added or removed, replaced by a null
@@ -118,7 +118,7 @@ def is_real(value: object) -> bool:
 def require(ok: bool, key: str, rule: str, value: object, section: str | None = None) -> None:
     """Refuses the value of `key` (in `section` of a config file, if any) unless `ok`."""
     if not ok:
-        raise PrivacySettingError(section, key, f"{rule}, got {shown(value)}")
+        raise PrivacySettingError(section, key, f"{rule}, got {short_repr(value)}")
 
 
 def check_adjacency(adjacency: str) -> None:

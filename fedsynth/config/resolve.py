@@ -19,7 +19,7 @@ from fedsynth.data.registry import DEFAULT_DATASET, dataset_spec, is_known
 from fedsynth.errors import SettingError, UnknownNameError, unknown_name
 from fedsynth.methods import DEFAULT_METHOD, method_class, own_source
 from fedsynth.models.registry import ModelSettings
-from fedsynth.privacy.errors import shown
+from fedsynth.privacy.errors import short_repr
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.validation import converted, field_types, from_mapping
 
@@ -162,7 +162,7 @@ def _check_source(name: str, stated: Any, own_method: type[Method] | None) -> No
         method_class(name)
     except UnknownNameError:
         reason = (
-            f"is {name} of {shown(stated)}, from a custom file: name that file again "
+            f"is {name} of {short_repr(stated)}, from a custom file: name that file again "
             f"(run.method=PATH/{str(stated).partition('@')[0]:.200}, or "
             "fedsynth.register_method)"
         )
@@ -172,7 +172,7 @@ def _check_source(name: str, stated: Any, own_method: type[Method] | None) -> No
         raise SettingError(
             "run",
             "method",
-            f"is from {shown(stated)}, but the code that you named is another: {source.label}",
+            f"is from {short_repr(stated)}, but the code that you named is another: {source.label}",
         )
 
 

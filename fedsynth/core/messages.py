@@ -26,7 +26,7 @@ from torch import Tensor
 
 from fedsynth.data.files import one_line
 from fedsynth.errors import MessageError
-from fedsynth.privacy.errors import shown
+from fedsynth.privacy.errors import short_repr
 from fedsynth.privacy.releases import is_real
 
 WIRE_FORMAT = "2"
@@ -240,7 +240,7 @@ def _taken(
     if name in numbers:
         number = numbers.pop(name)
         if not is_real(number) or (type(number) is int and abs(number) > LARGEST):
-            raise MessageError(f"{what} must be a finite number, got {shown(number)}")
+            raise MessageError(f"{what} must be a finite number, got {short_repr(number)}")
         return number
     if name in keys:
         listed = keys.pop(name)

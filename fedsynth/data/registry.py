@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Any, NoReturn
 
 from fedsynth.errors import SettingError, unknown_name
-from fedsynth.privacy.errors import shown
+from fedsynth.privacy.errors import short_repr
 
 MAX_NAME = 200
 
@@ -93,7 +93,7 @@ class DatasetSpec:
 
     def _refuse(self, field: str, rule: str, value: object) -> NoReturn:
         raise SettingError(
-            None, field, f"of data set {shown(self.name)} {rule}, got {shown(value)}"
+            None, field, f"of data set {short_repr(self.name)} {rule}, got {short_repr(value)}"
         )
 
     @property
@@ -138,7 +138,7 @@ def spec_from_json(stated: Mapping[str, Any]) -> DatasetSpec:
     """
     for name in stated:
         if name not in DatasetSpec.__dataclass_fields__:
-            raise ValueError(f"a data set's specification has no field {shown(name)}")
+            raise ValueError(f"a data set's specification has no field {short_repr(name)}")
     values = dict(stated)
     for name in ("mean", "std", "class_names", "domains"):
         if name in values:

@@ -28,7 +28,7 @@ from fedsynth.federation.privacy_plan import PrivacyPlan
 from fedsynth.federation.round_loop import FIRST_EXCHANGE, needed_uploads
 from fedsynth.federation.run_data import data_set_id
 from fedsynth.privacy.accounting import epsilon_by_round
-from fedsynth.privacy.errors import BudgetExceededError, PrivacyError, shown
+from fedsynth.privacy.errors import BudgetExceededError, PrivacyError, short_repr
 from fedsynth.privacy.files import read_text
 from fedsynth.privacy.ledger import read_ledger
 from fedsynth.privacy.ledger.history import History
@@ -145,7 +145,7 @@ def read_start(folder: Path, method: type[Method] | None) -> PrivateRun:
     named = sections.get("data", {}).get("dataset")
     if named != spec.name and not (custom and named is None):
         other = f"{PRIVATE_START} names {spec.name!r}"
-        raise PrivacyError(f"config.toml names the data set {shown(named)}, but {other}")
+        raise PrivacyError(f"config.toml names the data set {short_repr(named)}, but {other}")
     return PrivateRun(settings, settings.privacy, spec, start)
 
 

@@ -35,7 +35,7 @@ from fedsynth.config.resolve import fingerprint, resolve, section_of
 from fedsynth.config.settings import MOST_GB, SECTIONS, RunSettings
 from fedsynth.errors import FedsynthError
 from fedsynth.methods import DEFAULT_METHOD
-from fedsynth.privacy.errors import PrivacyError, shown
+from fedsynth.privacy.errors import PrivacyError, short_repr
 from fedsynth.toml_file import read_sections
 from fedsynth.validation import check_ranges, from_mapping
 
@@ -142,7 +142,7 @@ def _cells(shared: Sections, grid: Values, methods: Values) -> list[Cell]:
     names = [str(name) for name in axes.get("method", [default_method])]
     for name, values in {**method_axes, **methods}.items():
         if not isinstance(values, Mapping):
-            raise SweepError(f"methods.{name} must be a table, got {shown(values)}")
+            raise SweepError(f"methods.{name} must be a table, got {short_repr(values)}")
         if name not in names:
             raise SweepError(
                 f"no run of the sweep has method {name!r}; its methods are {', '.join(names)}"
@@ -219,7 +219,9 @@ def setting_of(name: str) -> tuple[str, str]:
 
 def _choices(name: str, values: Any) -> list[Any]:
     if not isinstance(values, list) or not values:
-        raise SweepError(f"{name} must be a list of values, such as [0, 1], got {shown(values)}")
+        raise SweepError(
+            f"{name} must be a list of values, such as [0, 1], got {short_repr(values)}"
+        )
     if any(isinstance(value, list | dict) for value in values):
         raise SweepError(f"{name} must be a list of numbers, texts or booleans")
     return values

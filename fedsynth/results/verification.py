@@ -28,7 +28,7 @@ from fedsynth.errors import FedsynthError
 from fedsynth.federation import run_data
 from fedsynth.federation.privacy_plan import PrivacyPlan
 from fedsynth.privacy.disclosure import PUBLIC
-from fedsynth.privacy.errors import PrivacyError, shown
+from fedsynth.privacy.errors import PrivacyError, short_repr
 from fedsynth.privacy.files import file_hash
 from fedsynth.privacy.ledger import read_ledger
 from fedsynth.privacy.ledger.history import History
@@ -106,7 +106,7 @@ def _damage_as_error(folder: Path) -> Iterator[None]:
     try:
         yield
     except (*HOSTILE, RuntimeError) as error:  # torch's complaints are RuntimeErrors
-        raise PrivacyError(f"the run in {folder} is damaged: {shown(error)}") from None
+        raise PrivacyError(f"the run in {folder} is damaged: {short_repr(error)}") from None
 
 
 def _verified(
@@ -398,7 +398,7 @@ def _matrices_problems(charges: Charges, folder: Path, makes_matrices: bool) -> 
         return [f"{ARTEFACTS} cannot be read: {one_line(error)}"]
     classes, clients = charges.run.context.spec.classes, charges.run.settings.partition.clients
     return [
-        f"{ARTEFACTS}: {shown(name)} has the shape {shape}, not {classes} classes by clients"
+        f"{ARTEFACTS}: {short_repr(name)} has the shape {shape}, not {classes} classes by clients"
         for name, shape in shapes.items()
         if len(shape) != 2 or shape[0] != classes or not 1 <= shape[1] <= clients
     ]

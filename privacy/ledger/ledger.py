@@ -24,7 +24,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from fedsynth.privacy.errors import LedgerError, shown
+from fedsynth.privacy.errors import LedgerError, short_repr
 from fedsynth.privacy.files import MAX_TEXT_BYTES, create_once, lock, open_regular
 from fedsynth.privacy.ledger.history import History
 from fedsynth.privacy.ledger.lines import (
@@ -98,7 +98,7 @@ class Ledger:
         """Refuses another data set, or another partition of it, if some budget was spent."""
         if self.bound and self._read.dataset != dataset:
             raise LedgerError(
-                f"ledger {self.path} belongs to dataset {shown(self._read.dataset)}, not "
+                f"ledger {self.path} belongs to dataset {short_repr(self._read.dataset)}, not "
                 f"{dataset!r} (another data set, or another partition of it: seed, clients, "
                 "alpha): use the same one, or another folder, which does not count the "
                 "releases in this one"

@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from fedsynth.privacy.errors import LedgerError, PrivacySettingError, shown
+from fedsynth.privacy.errors import LedgerError, PrivacySettingError, short_repr
 from fedsynth.privacy.files import MAX_TEXT_BYTES, create_once, decode_json, lock, open_regular
 from fedsynth.privacy.releases import Release
 
@@ -128,7 +128,9 @@ def _header(header: dict[str, Any], client: str | None, path: Path | None) -> Li
     if header.get("fedsynth_ledger") != LEDGER_SCHEMA or not valid:
         raise LedgerError(f"{path} is not a fedsynth ledger of schema {LEDGER_SCHEMA}")
     if client is not None and owner != client:
-        raise LedgerError(f"ledger {path} belongs to client {shown(owner)}, not {shown(client)}")
+        raise LedgerError(
+            f"ledger {path} belongs to client {short_repr(owner)}, not {short_repr(client)}"
+        )
     records = (str(header["records"]),) if "records" in header else ()
     return Lines(owner, dataset=dataset, records=records, charged=records)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fedsynth.privacy.errors import LedgerError, PrivacyError, shown
+from fedsynth.privacy.errors import LedgerError, PrivacyError, short_repr
 from fedsynth.privacy.files import decode_json, read_text
 from fedsynth.privacy.ledger import Ledger, read_ledger
 from fedsynth.privacy.releases import Release
@@ -39,7 +39,7 @@ def read_report(path: Path) -> dict[str, Any]:
     version = report.get("schema_version")
     if version != SCHEMA_VERSION or type(version) is not int:
         raise PrivacyError(
-            f"{file} has report schema {shown(version)}, but this version of fedsynth "
+            f"{file} has report schema {short_repr(version)}, but this version of fedsynth "
             f"reads {SCHEMA_VERSION}"
         )
     return report
@@ -216,5 +216,5 @@ def _read_ledgers(folder: Path) -> tuple[dict[str, Ledger], list[str]]:
         if path.stem == ledger.client:
             ledgers[ledger.client] = ledger
         else:
-            problems.append(f"{path} is the ledger of {shown(ledger.client)}")
+            problems.append(f"{path} is the ledger of {short_repr(ledger.client)}")
     return ledgers, problems

@@ -19,7 +19,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from fedsynth.privacy.audit import epsilon_lower_bound
-from fedsynth.privacy.errors import PrivacyError, shown
+from fedsynth.privacy.errors import PrivacyError, short_repr
 from fedsynth.privacy.files import read_regular
 from fedsynth.privacy.ledger.history import History
 from fedsynth.privacy.report.build import NAME, build_report
@@ -162,4 +162,4 @@ def _text(value: Any) -> str:
         return "nothing"
     if isinstance(value, float):
         return f"{value:.6g}"
-    return shown(value)
+    return short_repr(value)
