@@ -35,7 +35,13 @@ from fedsynth.privacy.ledger.history import History
 from fedsynth.privacy.releases import Release
 from fedsynth.privacy.report.build import NAME, build_report
 from fedsynth.privacy.report.figures import Event, Owner, schema_problems
-from fedsynth.privacy.report.file import HOSTILE, read_ledger_rows, read_part, read_report
+from fedsynth.privacy.report.file import (
+    HOSTILE,
+    read_json,
+    read_ledger_rows,
+    read_part,
+    read_report,
+)
 from fedsynth.privacy.report.verify import (
     Verification,
     differences,
