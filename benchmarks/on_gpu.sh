@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in one call whose tables resume: CUDA tests, the first command's time, condensation, server and DP steps,
+# Everything that needs a GPU, in one call whose tables resume: CUDA tests, the first command's time, condensation, DP steps,
 # a FedDM round at the paper's CIFAR-10 setting, the Fashion-MNIST table, bf16 against fp32, the DP table, and FedDM on MNIST at the
 # paper's full setting.   usage: bash benchmarks/on_gpu.sh   (FEDSYNTH_DATA: folder with FashionMNIST; without it the table is left out)
 # Needs torch with CUDA and this package's dependencies; results go to benchmarks/results/, logs to $OUT or there too.
@@ -18,7 +18,6 @@ python3 -c 'import torch; assert torch.cuda.is_available(); print(torch.__versio
 step "cuda tests" python3 -m pytest -q -m cuda tests
 step "first command" bash -c 'time python3 -c "from fedsynth.cli.app import main; main()" train --method feddm --dp-sigma 3 --output "$(mktemp -d)"'
 step "condense" python3 benchmarks/condense.py --device cuda --clients 1 10 --steps 20
-step "server step" python3 benchmarks/server_step.py --device cuda --epochs 50
 step "dp step" python3 benchmarks/dp_step.py --device cuda
 step "a round of CIFAR-10's size" python3 benchmarks/condense.py --device cuda --cases cifar10 --clients 10 --steps 1000 --repeats 1 --no-reference --no-growth
 if [ -n "${FEDSYNTH_DATA:-}" ]; then

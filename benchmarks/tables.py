@@ -4,22 +4,20 @@ results/*.jsonl.
     python benchmarks/tables.py            prints all tables and sentences
     python benchmarks/tables.py --check    compares the documents with the rows; exit code 1 if
                                            they differ
-    python benchmarks/tables.py --list     each table's document, rows and the script that makes
-                                           them
+    python benchmarks/tables.py --list     each table's document, rows and their script
     python benchmarks/tables.py --write    puts the rows' numbers into the documents
 
-In a document a table stands between `<!-- table: NAME -->` and `<!-- end -->`, and is generated as
-a whole. A number in a sentence is a `Sentence`: its text with {} for each number, which must stand
-in the document so, whatever its line breaks. Every other decimal number, and every whole number of
-%, points or times, is an error, unless it is no measurement: in code, after a name of a setting or
-a reference (`FREE`), or between `<!-- given -->` and `<!-- end -->`, as papers' figures are.
+In a document a table is between `<!-- table: NAME -->` and `<!-- end -->`, and is generated as a
+whole. A number in a sentence is a `Sentence`: its text with {} for each number. Every other decimal
+number, and every whole number of %, points or times, is an error, unless it is no measurement: in
+code, after a name of a setting or a reference (`FREE`), or between `<!-- given -->` and
+`<!-- end -->`, as papers' numbers are.
 
 The tables are declared in `documents/*.py` and rendered by `library/pivot.py`.
 """
 
 from __future__ import annotations
 
-import argparse
 import difflib
 import importlib
 import pkgutil
@@ -30,25 +28,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import documents
+from fedsynth.results.finished import aligned
+from library.machine import plain_options
 from library.rows import LAST_COMMIT, READ, REPRODUCTION, RowsError
 
 ROOT = Path(__file__).resolve().parent.parent
-MADE = ("generated", "_build")  # below docs/, by building the site: not documents of their own
-DOCUMENTS = (
-    "README.md",
-    *sorted(
-        path.relative_to(ROOT).as_posix()
-        for path in (ROOT / "docs").rglob("*.md")
-        if path.relative_to(ROOT / "docs").parts[0] not in MADE
-    ),
-)
+PAGES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))
+GENERATED = ("docs/generated/", "docs/_build/")
+DOCUMENTS = ("README.md", *(page for page in PAGES if not page.startswith(GENERATED)))
 PARTS = [
     importlib.import_module(f"documents.{part.name}")
     for part in pkgutil.iter_modules(documents.__path__)
 ]
-TABLES: dict[str, Callable[[], str]] = {
-    name: made for part in PARTS for name, made in part.TABLES.items()
-}
+TABLES: dict[str, Callable[[], str]] = {}
+for part in PARTS:
+    TABLES |= part.TABLES
 BLOCK = re.compile(r"<!-- table: (\S+) -->\n(.*?)<!-- end -->", re.DOTALL)
 HIDDEN = (
     re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE),
@@ -93,72 +87,74 @@ class Sentence:
         pieces = [r"\s+".join(map(re.escape, piece.split(" "))) for piece in self.text.split("{}")]
         return re.compile(r"([+−-]?\d[\d.,]*)".join(pieces))
 
-    def check(self, text: str) -> str | None:
+    def check(self, text: str) -> list[str]:
         """Returns what is wrong in a document, if anything."""
-        found = self.pattern().search(text)
+        match = self.pattern().search(text)
+        if match is None:
+            return [f"{self.document} does not have the sentence {self.text!r}"]
+        printed = [number.rstrip(".,") for number in match.groups()]
         expected = list(self.values())
-        if found is None:
-            return f"{self.document} does not have the sentence {self.text!r}"
-        said = [number.rstrip(".,") for number in found.groups()]
-        if said != expected:
-            return f"{self.document} has {said} and the rows {expected} in {self.text!r}"
-        return None
+        if printed != expected:
+            return [f"{self.document} has {printed} and the rows {expected} in {self.text!r}"]
+        return []
 
     def put(self, text: str) -> str:
         """Returns the document with the rows' numbers."""
-        found = self.pattern().search(text)
-        if found is None:
+        match = self.pattern().search(text)
+        if match is None:
             return text
-        made = text[: found.start()]
-        end = found.start()
-        for group, value in enumerate(self.values(), start=1):
-            kept = found.group(group)
-            tail = kept[len(kept.rstrip(".,")) :]
-            made += text[end : found.start(group)] + value + tail
-            end = found.end(group)
-        return made + text[end:]
+        values = list(self.values())
+        for group in range(len(values), 0, -1):  # from the end, so that positions stay valid
+            start = match.start(group)
+            end = start + len(match[group].rstrip(".,"))
+            text = text[:start] + values[group - 1] + text[end:]
+        return text
 
 
 SENTENCES = [Sentence(*sentence) for part in PARTS for sentence in getattr(part, "SENTENCES", ())]
 
 
+def sentences_of(document: str) -> list[Sentence]:
+    """Returns the sentences of a document."""
+    return [sentence for sentence in SENTENCES if sentence.document == document]
+
+
 def written(document: str, text: str) -> str:
     """Returns a document with every table and every sentence as the rows have them."""
     text = BLOCK.sub(
-        lambda found: f"<!-- table: {found[1]} -->\n{_table(found[1])}\n<!-- end -->", text
+        lambda match: f"<!-- table: {match[1]} -->\n{_table(match[1])}\n<!-- end -->", text
     )
-    for sentence in SENTENCES:
-        if sentence.document == document:
-            text = sentence.put(text)
+    for sentence in sentences_of(document):
+        text = sentence.put(text)
     return text
 
 
 def differences(document: str, text: str) -> list[str]:
     """Returns the differences between a document and the rows, and its numbers of no row."""
-    found = []
+    messages = []
     for name, body in BLOCK.findall(text):
         expected = _table(name)
         if body.rstrip("\n") != expected:
-            found.append(f"{document}: table {name} differs from its rows")
-            found += difflib.unified_diff(
+            messages.append(f"{document}: table {name} differs from its rows")
+            messages += difflib.unified_diff(
                 body.splitlines(), expected.splitlines(), "document", "rows", lineterm="", n=0
             )
-    mine = [sentence for sentence in SENTENCES if sentence.document == document]
-    found += [wrong for sentence in mine if (wrong := sentence.check(text)) is not None]
-    return found + free_numbers(document, text)
+    for sentence in sentences_of(document):
+        messages += sentence.check(text)
+    return messages + free_numbers(document, text)
 
 
 def free_numbers(document: str, text: str) -> list[str]:
     """Returns numbers of a document that look measured, and are neither from rows nor given."""
-    patterns = [s.pattern() for s in SENTENCES if s.document == document]
+    patterns = [sentence.pattern() for sentence in sentences_of(document)]
     for pattern in (*patterns, *HIDDEN, FREE):
-        text = pattern.sub(lambda found: re.sub(r"[^\n]", " ", found[0]), text)
-    found = []
+        text = pattern.sub(lambda match: re.sub(r"[^\n]", " ", match[0]), text)
+    messages = []
     for number, line in enumerate(text.splitlines(), start=1):
-        free = [match[0] for match in MEASURED.finditer(line)]
+        free = ", ".join(match[0] for match in MEASURED.finditer(line))
         if free:
-            found.append(f"{document}:{number}: from no row, and not given: {', '.join(free)}")
-    return found
+            messages.append(f"{document}:{number}: from no row, and not given: {free}")
+    return messages
 
 
 def _table(name: str) -> str:
@@ -167,20 +163,19 @@ def _table(name: str) -> str:
     return TABLES[name]()
 
 
-def origins(texts: Mapping[str, str]) -> list[tuple[str, str, str, str]]:
+def origins(texts: Mapping[str, str]) -> list[list[str]]:
     """Returns each table, its document, and its rows with their script, by file of rows."""
-    found = []
+    lines = []
     for document, text in texts.items():
         for name, _ in BLOCK.findall(text):
             READ.clear()
             _table(name)
             for rows in dict.fromkeys(READ):
-                place = f"benchmarks/results/{rows}.jsonl"
-                found.append((name, document, place, _maker(rows)))
-    return found
+                lines.append([name, document, f"benchmarks/results/{rows}.jsonl", _command(rows)])
+    return lines
 
 
-def _maker(rows: str) -> str:
+def _command(rows: str) -> str:
     """Returns the command that makes a file of rows, or shows the removed script."""
     if rows == REPRODUCTION:
         return "fedsynth reproduce"
@@ -190,44 +185,33 @@ def _maker(rows: str) -> str:
     return script if (ROOT / script).exists() else f"git show {LAST_COMMIT}:{script}"
 
 
-def in_columns(rows: Sequence[Sequence[str]]) -> str:
-    """Returns lines of text whose cells are aligned."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    padded = (map(str.ljust, row, widths) for row in rows)
-    return "\n".join("  ".join(cells).rstrip() for cells in padded)
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("--check", action="store_true", help="compare the documents with the rows")
-    what.add_argument("--write", action="store_true", help="put the numbers into the documents")
-    what.add_argument("--list", action="store_true", help="show where each table comes from")
+    parser = plain_options(__doc__)
+    action = parser.add_mutually_exclusive_group()
+    action.add_argument("--check", action="store_true", help="compare the documents with the rows")
+    action.add_argument("--write", action="store_true", help="put the numbers into the documents")
+    action.add_argument("--list", action="store_true", help="show where each table comes from")
     options = parser.parse_args()
     texts = {name: (ROOT / name).read_text(encoding="utf-8") for name in DOCUMENTS}
-    try:
-        if options.check:
-            wrong = [line for name, text in texts.items() for line in differences(name, text)]
-            print(*wrong, sep="\n") if wrong else print("the documents say what the rows say")
-            return 1 if wrong else 0
-        if options.write:
-            for name, text in texts.items():
-                (ROOT / name).write_text(written(name, text), encoding="utf-8")
-            return 0
-        if options.list:
-            print(in_columns(origins(texts)))
-            return 0
+    if options.check:
+        messages = [line for name, text in texts.items() for line in differences(name, text)]
+        print(*messages or ["the documents have the rows' numbers"], sep="\n")
+        return bool(messages)
+    if options.write:
+        for name, text in texts.items():
+            (ROOT / name).write_text(written(name, text), encoding="utf-8")
+    elif options.list:
+        print(aligned(origins(texts)), end="")
+    else:
         for name in TABLES:
             print(f"{name}\n\n{_table(name)}\n")
         for sentence in SENTENCES:
             print(f"{sentence.document}: {sentence.filled()}")
-    except RowsError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except RowsError as error:
+        sys.exit(f"error: {error}")

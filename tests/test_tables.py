@@ -106,6 +106,6 @@ def test_stale_rows_are_refused(
 def test_a_difference_is_bold_where_its_mean_is_beyond_the_deviation(tables: Any) -> None:
     from library import rows
 
-    assert rows.apart([2.0, 2.0, 3.0], 3) == "**+2.3 ± 0.6**"
-    assert rows.apart([2.0, 2.0], 3) == "+2.0 ± 0.0 (2)"  # two seeds do not show it
-    assert rows.apart([2.0, -2.0, 3.0], 3) == "+1.0 ± 2.6"
+    assert rows.paired([2.0, 2.0, 3.0], 3) == "**+2.3 ± 0.6**"
+    assert rows.paired([2.0, 2.0], 3) == "+2.0 ± 0.0 (2)"  # two seeds do not show it
+    assert rows.paired([2.0, -2.0, 3.0], 3) == "+1.0 ± 2.6"

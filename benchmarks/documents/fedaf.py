@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from library.pivot import Fields, Table, apart_of
+from library.pivot import Fields, Table, paired_of
 from library.rows import NOTHING
 
 NAMES = ("FedDM", "FedAF", "FedAF, τ = 4", "without CDC", "without LGKM", "γ = 0.5", "γ = 1")
@@ -11,7 +11,7 @@ METHODS = [
 ]
 
 
-AHEAD: Fields = {"show": apart_of, "less": "FedDM alpha={alpha}", "same": NOTHING}
+AHEAD: Fields = {"show": paired_of, "less": "FedDM alpha={alpha}", "same": NOTHING}
 
 
 TABLES = {
@@ -26,6 +26,6 @@ TABLES = {
             )
         ],
         {"file": "fedaf_table", "key": "{name} alpha={alpha}", "seeds": range(5)},
-        least=1,
+        min_cells=1,
     ),
 }

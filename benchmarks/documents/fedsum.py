@@ -31,7 +31,7 @@ TABLES = {
         _columns(3, "12"),
         {"file": "fedsum_table", "key": "digits: {name}", "seeds": SEEDS, "digits": 1},
         corner="method",
-        least=1,
+        min_cells=1,
     ),
     # FedSum's runs with the same seed differ by their noise
     "fedsum-private": Table(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from library.pivot import Axis, Fields, Table, apart_of, axis, cross
+from library.pivot import Axis, Fields, Table, axis, cross, paired_of
 
 DATASETS = {"fashion-mnist": "Fashion-MNIST", "mnist": "MNIST"}
 PARTITIONS = axis("where", ("Dir(0.5)", "Dir(0.1)", "2c/c", "heterogeneous"))
@@ -33,7 +33,7 @@ def _accuracy(dataset: str) -> Table:
         ],
         {**ROWS, "dataset": dataset},
         corner=DATASETS[dataset],
-        least=1,
+        min_cells=1,
     )
 
 
@@ -48,7 +48,7 @@ TABLES = {
     "one-shot-mnist": _accuracy("mnist"),
     "one-shot-variants": Table(
         _variants(),
-        [("accuracy", {}), ("− default", {"less": _key("FedHydra", ""), "show": apart_of})],
+        [("accuracy", {}), ("− default", {"less": _key("FedHydra", ""), "show": paired_of})],
         {**ROWS, "dataset": "fashion-mnist", "where": "Dir(0.1)"},
         corner="FedHydra",
     ),

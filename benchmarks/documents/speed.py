@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from library.pivot import Axis, Cell, Table, axis
-from library.rows import Row, RowsError, apart, case, lines, number, percents, spread
+from library.rows import Row, case, lines, number, paired, percents, spread
 
 ENGINES = {
     "reference": "plain loop",
@@ -14,17 +14,18 @@ ENGINES = {
     "engine bf16": "bf16",
     "engine bf16 compiled": "bf16, `--compile`",
 }
-KEPT = "--keep-allocations"
+ALLOCATOR = "--keep-allocations"
+WIDTHS = (128, 64, 32, 16)
 
 
-def _full(row: Row) -> bool:
-    """A condensation timing of every engine, with the allocator as it is."""
-    return KEPT not in row["command"] and set(ENGINES) == set(row["seconds per step"])
+def _complete(row: Row) -> bool:
+    """Returns True for a condensation timing of every engine, with the default allocator."""
+    return ALLOCATOR not in row["command"] and set(ENGINES) == set(row["seconds per step"])
 
 
 def _shapes() -> Axis:
     shapes = (("mnist", "1×28×28"), ("cifar10", "3×32×32"))
-    return [(shape, {"records": [case("condense", name, _full)]}) for name, shape in shapes]
+    return [(shape, {"records": [case("condense", name, _complete)]}) for name, shape in shapes]
 
 
 def _step(cell: Cell) -> str:
@@ -39,50 +40,43 @@ def _numbers(values: Iterable[float], form: str = ".1f") -> list[str]:
     return [number(value, form) for value in values]
 
 
-def _ratios(name: str, *cases: str) -> list[float]:
-    return [case(name, one)["ratio"] for one in cases]
-
-
 def _floor() -> list[str]:
-    row = case("condense", "mnist", _full)
-    return _numbers([row["floor"][kind] for kind in ("fp32", "bf16")], ".2f")
+    floor = case("condense", "mnist", _complete)["floor"]
+    return _numbers([floor["fp32"], floor["bf16"]], ".2f")
 
 
-def _kept_allocations() -> list[str]:
-    row = case("condense", "mnist", lambda row: KEPT in row["command"])
+def _with_allocator() -> list[str]:
+    row = case("condense", "mnist", lambda row: ALLOCATOR in row["command"])
     ratios = [row["ratio to reference"][engine] for engine in list(ENGINES)[1:]]
     return _numbers([row["seconds per step"]["reference"], *ratios])
 
 
 def _growth() -> list[str]:
-    rows = [row for row in lines("condense") if row["case"].startswith("growth")]
-    free = [r["microseconds per real image"] for r in rows if r["memory bound GB"] is None]
-    return _numbers([min(free), max(free)], ".0f")
+    times = [
+        row["microseconds per real image"]
+        for row in lines("condense")
+        if row["case"].startswith("growth") and row["memory bound GB"] is None
+    ]
+    return _numbers([min(times), max(times)], ".0f")
 
 
-def _pairs(method: str, seeds: int) -> tuple[list[float], list[float]]:
-    """Accuracies of a method in bf16 and in fp32."""
-    half, full = (
-        percents("precision", f"{method} {kind}", range(seeds)) for kind in ("bf16", "fp32")
-    )
-    if not len(half) == len(full) == seeds:
-        raise RowsError(f"results/precision.jsonl has no row of {method} for every seed")
-    return half, full
+def _precision(method: str, seeds: int) -> tuple[list[float], list[float], list[float]]:
+    """Returns the accuracies of a method in bf16 and in fp32, and their differences."""
+    bf16 = percents("precision", f"{method} bf16", range(seeds))
+    fp32 = percents("precision", f"{method} fp32", range(seeds))
+    return bf16, fp32, [a - b for a, b in zip(bf16, fp32, strict=True)]
 
 
-def _precision() -> list[str]:
-    half, full = _pairs("FedDM", 3)
-    found = [part for values in (half, full) for part in spread(values, 3).split(" ± ")]
-    return found + _numbers([a - b for a, b in zip(half, full, strict=True)], "+.2f")
+def _feddm_precision() -> list[str]:
+    bf16, fp32, differences = _precision("FedDM", 3)
+    spreads = f"{spread(bf16, 3)} ± {spread(fp32, 3)}"
+    return spreads.split(" ± ") + _numbers(differences, "+.2f")
 
 
-def _precision_apart() -> list[str]:
-    """bf16 less fp32 of FedKF and of FedHydra."""
-    found = []
-    for method, seeds in (("FedKF", 3), ("FedHydra", 5)):
-        differences = [a - b for a, b in zip(*_pairs(method, seeds), strict=True)]
-        found += apart(differences, seeds).replace("*", "").split(" ± ")
-    return found
+def _precision_differences() -> list[str]:
+    """Returns bf16 less fp32 of FedKF and of FedHydra."""
+    texts = (paired(_precision(name, n)[2], n) for name, n in (("FedKF", 3), ("FedHydra", 5)))
+    return " ± ".join(texts).replace("*", "").split(" ± ")
 
 
 def _private_steps() -> list[str]:
@@ -90,8 +84,26 @@ def _private_steps() -> list[str]:
     return _numbers([residual["fp32"], residual["bf16"]], ".2f")
 
 
+def _padded_passes() -> list[str]:
+    """Returns the smallest and the largest price of padded passes, and that at width 128."""
+    prices = {row["case"]: row["constant over as the sample"] for row in lines("fixed_passes")}
+    extremes = [min(prices.values()), max(prices.values())]
+    return _numbers([*extremes, prices["residual, width 128"]], ".2f")
+
+
+def _server() -> list[str]:
+    rows = [case("server_step", name) for name in ("mnist", "cifar10")]
+    shares = sorted(100 * row["share of the floor"] for row in rows)
+    slower = sorted(100 * (1 / row["ratio"] - 1) for row in rows)
+    return _numbers([*shares, *slower], ".0f")
+
+
+def _ratios(name: str, *cases: str) -> list[float]:
+    return [case(name, title)["ratio"] for title in cases]
+
+
 def _speedups() -> Axis:
-    """Each optimisation and its cases, with the ratio in each case."""
+    """Returns each optimisation and its cases, with the ratio in each case."""
     gradient = case("dp_step", "gradient")["ratio to the loop"]
     networks = [case("layout", name)["ratio"] for name in ("cnn1", "cnn2", "lenet5")]
     statistics = [row["ratio"] for row in lines("batch_statistics")]
@@ -100,40 +112,34 @@ def _speedups() -> Axis:
         "a generator's step, one teacher",
         "a generator's and a student's step, five teachers",
     )
-    real, server = (
-        _ratios("mixed_precision", *(f"{step}, ConvNet-{width}" for width in (128, 64, 32, 16)))
-        for step in ("a pass of real images", "the server's step")
-    )
-    found = {
-        ("`gradient` in batches, compared with a loop over examples", "fp32, bf16"): [
-            gradient["gradient"],
-            gradient["gradient bf16"],
-        ],
+    real = [f"a pass of real images, ConvNet-{width}" for width in WIDTHS]
+    server = [f"the server's step, ConvNet-{width}" for width in WIDTHS]
+    sizes = ("ConvNet-128, -64, -32, -16", "CNN1, CNN2, LeNet-5")
+    bf16 = "CNN1; generators of FedKF, and of FedHydra and DENSE"
+    loop = [gradient["gradient"], gradient["gradient bf16"]]
+    upsampling = _ratios("generator_step", "emnist-letters", "cifar10")
+    compiled = _ratios("synthetic_pass", "ConvNet-128", "ConvNet-16")
+    train, evaluate = ([ratio[kind] for ratio in networks] for kind in ("train", "evaluate"))
+    rows = (
+        ("`gradient` in batches, compared with a loop over examples", "fp32, bf16", loop),
         (
             "generators: fused upsampling and convolution",
             "LeNet-5 on letters, ResNet-8 on CIFAR-10",
-        ): _ratios("generator_step", "emnist-letters", "cifar10"),
-        ("channels-last on a CPU, training", "CNN1, CNN2, LeNet-5"): [
-            ratio["train"] for ratio in networks
-        ],
-        ("channels-last on a CPU, evaluation", "CNN1, CNN2, LeNet-5"): [
-            ratio["evaluate"] for ratio in networks
-        ],
-        ("`--compile`, passes of synthetic images", "ConvNet-128, ConvNet-16"): _ratios(
-            "synthetic_pass", "ConvNet-128", "ConvNet-16"
+            upsampling,
         ),
+        ("channels-last on a CPU, training", sizes[1], train),
+        ("channels-last on a CPU, evaluation", sizes[1], evaluate),
+        ("`--compile`, passes of synthetic images", "ConvNet-128, ConvNet-16", compiled),
+        ("bf16, training", bf16, _ratios("mixed_precision", *generators)),
+        ("bf16, real images", sizes[0], _ratios("mixed_precision", *real)),
+        ("bf16, FedDM's server", sizes[0], _ratios("mixed_precision", *server)),
         (
-            "bf16, training",
-            "CNN1; generators of FedKF, and of FedHydra and DENSE",
-        ): _ratios("mixed_precision", *generators),
-        ("bf16, real images", "ConvNet-128, -64, -32, -16"): real,
-        ("bf16, FedDM's server", "ConvNet-128, -64, -32, -16"): server,
-        ("batch-norm statistics, compared with `torch.var_mean`", "slowest, fastest"): [
-            min(statistics),
-            max(statistics),
-        ],
-    }
-    return [(labels, {"ratios": ratios}) for labels, ratios in found.items()]
+            "batch-norm statistics, compared with `torch.var_mean`",
+            "slowest, fastest",
+            [min(statistics), max(statistics)],
+        ),
+    )
+    return [((title, cases), {"ratios": ratios}) for title, cases, ratios in rows]
 
 
 TABLES = {
@@ -153,19 +159,19 @@ SENTENCES = [
     (
         "docs/speed.md",
         "the loop takes {} seconds and the ratios are {}, {}, {} and {}.",
-        _kept_allocations,
+        _with_allocator,
     ),
     ("docs/speed.md", "classes (10, 100): {} to {} microseconds a real image at width 32", _growth),
     (
         "docs/speed.md",
         "FedDM reaches {} ± {} in bf16 and {} ± {} in fp32 on the setting of [Fashion-MNIST's "
         "table](results.md), with differences of {}, {} and {} by seed.",
-        _precision,
+        _feddm_precision,
     ),
     (
         "docs/speed.md",
         "FedKF's accuracy differs by {} ± {} points (three seeds), FedHydra's by {} ± {} (five)",
-        _precision_apart,
+        _precision_differences,
     ),
     (
         "docs/speed.md",

@@ -1,4 +1,4 @@
-"""The one renderer of tables: a pivot of rows, each cell found by its row's and its column's fields.
+"""The renderer of tables: a pivot of rows, each cell determined by its row's and its column's fields.
 
 A table declares two axes. An axis is a list of (label, fields). A cell has the fields of its table,
 its column and its row, a later one replacing an earlier one:
@@ -9,12 +9,12 @@ its column and its row, a later one replacing an earlier one:
     value, scale        a number of each row, and what it is multiplied by (100)
     less, same          the key of rows to subtract, in pairs of seeds; the text where both keys are
                         the same
-    show                a function that makes the cell's text; `spread_of` if there is none
+    show                a function that makes the cell's text; default: `spread_of`
     expected, digits, sign, form, of, unit
                         how many seeds make a complete cell, and how numbers are written
     always              True in a column: its cells do not count as contents of a row
 
-A text among the fields is a template, in which {NAME} stands for another field.
+A text among the fields is a template, in which {NAME} is another field.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from library.rows import (
     NOTHING,
     Row,
     Value,
-    apart,
     by_seed,
     markdown,
     named,
     number,
+    paired,
     spread,
     value_of,
 )
@@ -52,47 +52,47 @@ class Cell:
         value = self._fields[name]
         return value.format_map(self) if isinstance(value, str) else value
 
-    def get(self, name: str, default: Any) -> Any:
+    def get(self, name: str, default: Any = None) -> Any:
         """Returns a field, or the default."""
         return self[name] if name in self._fields else default
 
     @property
     def records(self) -> list[Row]:
-        """Returns the rows of the cell."""
-        if "records" in self._fields:
-            records = self._fields["records"]
-            return list(records(self) if callable(records) else records)
-        return list(self._rows("key").values())
+        """The rows of the cell."""
+        records = self.get("records")
+        if records is None:
+            return list(self._rows("key").values())
+        return list(records(self) if callable(records) else records)
 
     def _rows(self, key: str) -> Mapping[int, Row]:
-        seeds = self.get("seeds", None)
+        seeds = self.get("seeds")
         if seeds is None:
             return dict(enumerate(named(self["file"], self[key])))
         return by_seed(self["file"], self[key], seeds)
 
     @property
     def values(self) -> list[float]:
-        """Returns the numbers of the cell's rows, or their differences to those of `less`."""
-        if self.get("less", None) is None:
+        """The numbers of the cell's rows, or their differences to those of `less`."""
+        if self.get("less") is None:
             return list(self._numbers(enumerate(self.records)).values())
-        own, other = (self._numbers(self._rows(key).items()) for key in ("key", "less"))
-        return [own[seed] - other[seed] for seed in own if seed in other]
+        minuends, subtrahends = (self._numbers(self._rows(key).items()) for key in ("key", "less"))
+        return [minuends[seed] - subtrahends[seed] for seed in minuends if seed in subtrahends]
 
     def _numbers(self, rows: Iterable[tuple[int, Row]]) -> dict[int, float]:
         value: Value = self.get("value", "accuracy")
         scale = self.get("scale", 100)
-        found = {seed: value_of(row, value) for seed, row in rows}
-        return {seed: scale * one for seed, one in found.items() if one is not None}
+        values = {seed: value_of(row, value) for seed, row in rows}
+        return {seed: scale * number for seed, number in values.items() if number is not None}
 
     @property
     def expected(self) -> int:
-        """Returns how many seeds a complete cell has."""
-        return int(self.get("expected", len(self.get("seeds", None) or self.records)))
+        """How many seeds a complete cell has."""
+        return int(self.get("expected", len(self.get("seeds") or self.records)))
 
     @property
     def text(self) -> str:
-        """Returns the text of the cell."""
-        if self.get("less", None) is not None and self["less"] == self["key"]:
+        """The text of the cell."""
+        if self.get("less") is not None and self["less"] == self["key"]:
             return str(self.get("same", ""))
         show: Callable[[Cell], str] = self.get("show", spread_of)
         return show(self)
@@ -103,14 +103,14 @@ def spread_of(cell: Cell) -> str:
     return spread(cell.values, cell.expected, cell.get("digits", 2), cell.get("sign", ""))
 
 
-def apart_of(cell: Cell) -> str:
-    """Returns mean ± standard deviation of paired differences, in bold where they are clear."""
-    return apart(cell.values, cell.expected)
+def paired_of(cell: Cell) -> str:
+    """Returns mean ± standard deviation of paired differences, in bold if they are clear."""
+    return paired(cell.values, cell.expected)
 
 
 def each_of(cell: Cell) -> str:
     """Returns every seed's number."""
-    return ", ".join(number(one, cell.get("form", ".2f")) for one in cell.values)
+    return ", ".join(number(value, cell.get("form", ".2f")) for value in cell.values)
 
 
 def figure_of(cell: Cell) -> str:
@@ -149,32 +149,30 @@ class Table:
     """A table of a document.
 
     Args:
-        rows: the axis downwards; a function where it is read from rows.
-        columns: the axis across.
+        rows: the vertical axis, or a function that reads it from rows.
+        columns: the horizontal axis.
         cells: fields of all cells.
         corner: the heading of the rows' labels.
-        least: rows with fewer cells that have contents are left out.
+        min_cells: rows with fewer cells that have contents are left out.
     """
 
     rows: Axis | Callable[[], Axis]
     columns: Axis
     cells: Fields = field(default_factory=dict)
     corner: Label = ""
-    least: int = 0
+    min_cells: int = 0
 
     def __call__(self) -> str:
         """Returns the table as Markdown."""
         head = [*_parts(self.corner), *(str(label) for label, _ in self.columns)]
         body = []
         for label, fields in self.rows() if callable(self.rows) else self.rows:
-            cells = [Cell({**self.cells, **column, **fields}) for _, column in self.columns]
-            texts = [cell.text for cell in cells]
-            counted = [
-                text
-                for text, (_, column) in zip(texts, self.columns, strict=True)
-                if text not in (NOTHING, "") and not column.get("always")
-            ]
-            if len(counted) >= self.least:
+            texts = []
+            contents = 0
+            for _, column in self.columns:
+                texts.append(Cell({**self.cells, **column, **fields}).text)
+                contents += texts[-1] not in (NOTHING, "") and not column.get("always")
+            if contents >= self.min_cells:
                 body.append([*_parts(label), *texts])
         return markdown(head, body)
 
@@ -195,18 +193,18 @@ def cross(*axes: Axis, join: str | None = ", ") -> Axis:
     """Returns the product of axes, the last one varying fastest.
 
     Args:
-        join: stands between labels, empty ones left out; None: they stay apart.
+        join: separates labels, without empty ones; None: labels stay tuples.
     """
-    made: list[tuple[tuple[str, ...], Fields]] = [((), {})]
-    for one in axes:
-        made = [
+    products: list[tuple[tuple[str, ...], Fields]] = [((), {})]
+    for axis_values in axes:
+        products = [
             ((*labels, *_parts(label)), {**fields, **more})
-            for labels, fields in made
-            for label, more in one
+            for labels, fields in products
+            for label, more in axis_values
         ]
     if join is None:
-        return made
-    return [(join.join(filter(None, labels)), fields) for labels, fields in made]
+        return products
+    return [(join.join(filter(None, labels)), fields) for labels, fields in products]
 
 
 def _parts(label: Label) -> tuple[str, ...]:

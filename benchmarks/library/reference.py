@@ -3,8 +3,8 @@ first.
 
 Fair: float32, weights frozen, real features detached, batches of the paper's size. Plain: one
 client and one class at a time, one call for the embedding and one for the logits, a fresh perturbed
-copy of the model at every step; a loop over examples where gradients are clipped; a DataLoader and
-torch's SGD on the server. They share no code with the engine but the network.
+copy of the model at every step; a loop over examples where gradients are clipped. They share no
+code with the engine but the network.
 """
 
 from __future__ import annotations
@@ -91,38 +91,3 @@ def gradient_step(
             total += gradient / (gradient.norm() / clip).clamp_min(1)
         sums.append(total + noise * clip * torch.randn_like(total))
     return sums
-
-
-def server_step(
-    model: nn.Module,
-    x_NCHW: Tensor,
-    labels_N: Tensor,
-    *,
-    epochs: int,
-    batch: int,
-    learning_rate: float,
-    radius: float,
-) -> None:
-    """Trains FedDM's server with a DataLoader, torch's SGD and a projection after every step."""
-    start = [p.detach().clone() for p in model.parameters()]
-    loader = torch.utils.data.DataLoader(
-        torch.utils.data.TensorDataset(x_NCHW, labels_N), batch, shuffle=True
-    )
-    optimiser = torch.optim.SGD(
-        model.parameters(), lr=learning_rate, momentum=0.9, weight_decay=5e-4
-    )
-    for _ in range(epochs):
-        for x, y in loader:
-            optimiser.zero_grad()
-            nn.functional.cross_entropy(model(x), y).backward()
-            optimiser.step()
-            with torch.no_grad():
-                pairs = list(zip(model.parameters(), start, strict=True))
-                norm = torch.sqrt(
-                    sum(
-                        ((p - s).square().sum() for p, s in pairs), torch.zeros((), device=x.device)
-                    )
-                )
-                if float(norm) > radius:
-                    for p, s in pairs:
-                        p.copy_(s + (p - s) * radius / norm)

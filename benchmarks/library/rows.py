@@ -27,7 +27,7 @@ class RowsError(Exception):
 
 
 def lines(name: str) -> list[dict[str, Any]]:
-    """Returns all rows of a results file, in their order; none where there is no file yet."""
+    """Returns all rows of a results file, in their order; none if there is no file yet."""
     READ.append(name)
     return read(RESULTS / f"{name}.jsonl")
 
@@ -38,13 +38,13 @@ def by_key(name: str) -> dict[str, dict[str, Any]]:
     Raises:
         RowsError: two rows of different settings have the same name: one of them is stale.
     """
-    found: dict[str, dict[str, Any]] = {}
+    rows: dict[str, dict[str, Any]] = {}
     for row in lines(name):
         short = row["key"].rsplit(" ", 1)[0]
-        if short in found and found[short]["key"] != row["key"]:
+        if rows.setdefault(short, row)["key"] != row["key"]:
             raise RowsError(f"results/{name}.jsonl has two rows of other settings for {short!r}")
-        found[short] = row
-    return found
+        rows[short] = row
+    return rows
 
 
 def names(name: str) -> list[str]:
@@ -54,46 +54,46 @@ def names(name: str) -> list[str]:
 
 def named(name: str, key: str) -> list[dict[str, Any]]:
     """Returns all rows of a case, or of a key with or without its hash, in their order."""
-    return [
-        row
-        for row in lines(name)
-        if key == row.get("case") or key in ((full := row.get("key", "")), full.rpartition(" ")[0])
-    ]
+    rows = []
+    for row in lines(name):
+        full = row.get("key", "")
+        if key in (row.get("case"), full, full.rpartition(" ")[0]):
+            rows.append(row)
+    return rows
 
 
 def by_seed(name: str, key: str, seeds: Iterable[int]) -> dict[int, dict[str, Any]]:
-    """Returns the rows "KEY seed=S" by S, for those seeds that are there."""
+    """Returns the rows "KEY seed=S" by S, for those seeds that have one."""
     rows = by_key(name)
     return {s: rows[f"{key} seed={s}"] for s in seeds if f"{key} seed={s}" in rows}
 
 
-def case(name: str, case: str, wanted: Callable[[Row], bool] = bool) -> Any:
+def case(name: str, case: str, condition: Callable[[Row], bool] = bool) -> Any:
     """Returns the last row of a timing's case on a CPU.
 
     Raises:
         RowsError: there is none.
     """
-    here = [row for row in lines(name) if row["machine"].startswith("CPU")]
-    found = [row for row in here if row["case"] == case and wanted(row)]
-    if not found:
-        raise RowsError(f"results/{name}.jsonl has no row of {case!r} that fits")
-    return found[-1]
+    for row in reversed(lines(name)):
+        if row["machine"].startswith("CPU") and row["case"] == case and condition(row):
+            return row
+    raise RowsError(f"results/{name}.jsonl has no row of {case!r} that fits")
 
 
 def value_of(row: Row, value: Value) -> Any:
     """Returns a number of a row."""
     if callable(value):
         return value(row)
-    found: Any = row
+    item: Any = row
     for part in value.split("."):
-        found = found[int(part) if isinstance(found, list) else part]
-    return found
+        item = item[int(part) if isinstance(item, list) else part]
+    return item
 
 
 def percents(name: str, key: str, seeds: Iterable[int], value: Value = "accuracy") -> list[float]:
     """Returns 100 times a value of the rows "KEY seed=S", for those seeds that have it."""
-    found = (value_of(row, value) for row in by_seed(name, key, seeds).values())
-    return [100 * number for number in found if number is not None]
+    values = (value_of(row, value) for row in by_seed(name, key, seeds).values())
+    return [100 * number for number in values if number is not None]
 
 
 def number(value: float, form: str) -> str:
@@ -102,25 +102,22 @@ def number(value: float, form: str) -> str:
 
 
 def spread(values: Sequence[float], seeds: int, digits: int = 2, sign: str = "") -> str:
-    """Returns mean ± standard deviation; in brackets how many, where seeds are missing."""
+    """Returns mean ± standard deviation, and how many values, in brackets, if seeds are missing."""
     if not values:
         return NOTHING
-    mean = number(statistics.mean(values), f"{sign}.{digits}f")
-    some = f" ({len(values)})" if len(values) < seeds else ""
-    if len(values) == 1:
-        return mean + some
-    return f"{mean} ± {statistics.stdev(values):.{digits}f}{some}"
+    text = number(statistics.mean(values), f"{sign}.{digits}f")
+    if len(values) > 1:
+        text += f" ± {statistics.stdev(values):.{digits}f}"
+    return f"{text} ({len(values)})" if len(values) < seeds else text
 
 
-def apart(differences: Sequence[float], seeds: int) -> str:
-    """Returns mean ± standard deviation of paired differences, in bold where the mean of three
-    seeds or more is beyond the deviation."""
-    if not differences:
-        return NOTHING
+def paired(differences: Sequence[float], seeds: int) -> str:
+    """Returns mean ± standard deviation of paired differences, in bold if the mean of three seeds
+    or more is larger than the deviation."""
     text = spread(differences, seeds, 1, "+")
-    mean = abs(statistics.mean(differences))
-    clear = len(differences) > 2 and mean > statistics.stdev(differences)
-    return f"**{text}**" if clear else text
+    if len(differences) < 3 or abs(statistics.mean(differences)) <= statistics.stdev(differences):
+        return text
+    return f"**{text}**"
 
 
 def markdown(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
