@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import field, fields
 from numbers import Real
 from os import PathLike
 from types import UnionType
@@ -35,6 +35,36 @@ _EXPECTED = {bool: "true or false", int: "a whole number", float: "a number", st
 def section_of(settings: Any) -> str | None:
     """Returns the config file section of these settings (or this class); None: they have none."""
     return getattr(settings, "section", None)
+
+
+def in_range(default: float, low: float, high: float = math.inf) -> Any:
+    """Returns a settings field with this default and closed range, which `check_fields` checks."""
+    return field(default=default, metadata={"range": (low, high)})
+
+
+def one_of(default: str, *others: str) -> Any:
+    """Returns a settings field with these choices, the default first; see `check_fields`."""
+    return field(default=default, metadata={"choices": (default, *others)})
+
+
+def check_fields(settings: Any) -> None:
+    """Refuses values outside the ranges and choices that `in_range` and `one_of` declare.
+
+    A subclass that overrides only a default inherits the range of its base class.
+
+    Raises:
+        SettingError: as `check_ranges` and `check_choices`.
+    """
+    declared: dict[str, Mapping[str, Any]] = {}
+    for cls in reversed(type(settings).__mro__):
+        for name, declaration in getattr(cls, "__dataclass_fields__", {}).items():
+            if declaration.metadata:
+                declared[name] = declaration.metadata
+    for name, metadata in declared.items():
+        if "range" in metadata:
+            check_ranges(settings, **{name: metadata["range"]})
+        if "choices" in metadata:
+            check_choices(settings, **{name: metadata["choices"]})
 
 
 def check_ranges(settings: Any, **ranges: tuple[float, float]) -> None:

@@ -246,7 +246,7 @@ class GroupAllowance(Generic[S]):
         for allowance in self._allowances:
             if allowance.plan(name) != plan:
                 raise UnplannedReleaseError(
-                    f"the clients of this group have different plans {name!r}: use alone(position)"
+                    f"the clients of this group have different plans {name!r}: use select(position)"
                 )
         return plan
 

@@ -8,8 +8,10 @@ into it. The clients of a group go through one `client_step` together.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -54,9 +56,9 @@ def _inputs(
     """
     if not isinstance(network, OnFeatures):
         return None
-    on = network
-    look_up = feature_table(data, on.feature_map, torch.cat([*parts, parts[0][:0]]), note=note)
-    return lambda records, length: on.vectors(padded(look_up(records), length))
+    look_up = feature_table(data, network.feature_map, torch.cat(list(parts)), note=note)
+    vectors = network.vectors
+    return lambda records, length: vectors(padded(look_up(records), length))
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,28 @@ class ClientClassPairs:
         return torch.nonzero(self.position == position).flatten()
 
 
-class ExactClientView:
+class _ClientView:
+    """A group of clients, with one entry per client in each attribute of `_per_client`."""
+
+    _per_client: ClassVar[tuple[str, ...]]
+    ids: tuple[int, ...]
+    _allowance: GroupAllowance[Any]
+
+    def select(self, position: int) -> Self:
+        """Returns a group of this client only; it shares the client's series, each of which can be
+        taken only once."""
+        single = copy.copy(self)
+        single._allowance = self._allowance.of_client(position)
+        for name in self._per_client:
+            setattr(single, name, getattr(self, name)[position : position + 1])
+        return single
+
+    def split(self) -> list[Self]:
+        """Returns a group of each client only (`select`)."""
+        return [self.select(position) for position in range(len(self.ids))]
+
+
+class ExactClientView(_ClientView):
     """Clients without a privacy guarantee: a method may read everything.
 
     Args:
@@ -89,6 +112,8 @@ class ExactClientView:
         allowances: each client's noise, for a mechanism that guarantees nothing; otherwise empty.
         network: the network that is trained. If it uses a feature map, `images` gives its inputs.
     """
+
+    _per_client = ("ids", "_parts", "_labels")
 
     def __init__(
         self,
@@ -123,16 +148,11 @@ class ExactClientView:
     def segments(self, min_examples: int) -> ClientClassPairs:
         """Returns the (client, class) pairs with at least `min_examples` examples (and at least
         one)."""
-        pairs = [
-            (position, label)
-            for position, labels in enumerate(self._labels)
-            for label, count in enumerate(
-                torch.bincount(labels, minlength=self.spec.classes).tolist()
-            )
-            if count >= max(min_examples, 1)
-        ]
-        table = torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2)
-        return ClientClassPairs(table[:, 0], table[:, 1])
+        counts_KC = torch.zeros(len(self.ids), self.spec.classes, dtype=torch.int64)
+        for counts, labels in zip(counts_KC, self._labels, strict=True):
+            counts += torch.bincount(labels, minlength=self.spec.classes)
+        position, label = torch.nonzero(counts_KC >= max(min_examples, 1), as_tuple=True)
+        return ClientClassPairs(position, label)
 
     def examples(self, position: int, label: int | None = None) -> Tensor:
         """Returns indices into the resident data of one client's examples, of one class or all."""
@@ -160,32 +180,16 @@ class ExactClientView:
         each client and without noise, [clients, D], float64: clipped in the same way."""
         sums = []
         for part in self._parts:
-            total: Tensor | None = None
             look_up = feature_table(self.data, features, part, embedding)
-            for chunk_records in part.split(FEATURE_PASS):
-                chunk_sums = rows(look_up(chunk_records), self.data.labels[chunk_records]).sums()
-                total = chunk_sums if total is None else total + chunk_sums
-            if total is None:  # a client without examples
-                nothing = self.data.labels.new_zeros(0)
-                empty = torch.zeros(0, features.dimension, device=nothing.device)
-                total = rows(empty, nothing).sums()
+            first, *others = part.split(FEATURE_PASS)  # of a client without examples, one empty
+            total = rows(look_up(first), self.data.labels[first]).sums()
+            for records in others:
+                total = total + rows(look_up(records), self.data.labels[records]).sums()
             sums.append(total)
         return torch.stack(sums)
 
 
-def _once(note: Note) -> Note:
-    """Returns a function that passes each line on once: a step has many passes."""
-    noted: set[str] = set()
-
-    def pass_on(text: str) -> None:
-        if text not in noted:
-            noted.add(text)
-            note(text)
-
-    return pass_on
-
-
-class PrivateClientView:
+class PrivateClientView(_ClientView):
     """Clients with DP on: a method gets noisy sums and privately trained models, no data or counts.
 
     Every release was charged to each client's ledger in advance. `series` returns it by the name of
@@ -211,6 +215,8 @@ class PrivateClientView:
             model or method raises on them: a failed step would reveal these records to the server.
     """
 
+    _per_client = ("ids", "_parts", "_records", "_units")
+
     def __init__(
         self,
         ids: Sequence[int],
@@ -225,7 +231,7 @@ class PrivateClientView:
     ) -> None:
         self.ids = tuple(ids)
         self.spec = data.spec
-        self._note = _once(note)
+        self._note = functools.cache(note)  # each line once: a step has many passes
         self._data = data
         self._allowance = GroupAllowance(allowances)
         self._nominal_size = nominal_size
@@ -233,30 +239,15 @@ class PrivateClientView:
         self._records = [part.cpu() for part in parts]
         self._labels = data.labels.cpu()
         self._inputs = _inputs(network, data, self._parts, self._note)
-        self._users = None if users is None else users.cpu()
-        self._units = [
-            Units(len(records), None if self._users is None else self._users[records])
-            for records in self._records
-        ]
+        self._units = [Units(len(records)) for records in self._records]
+        if users is not None:
+            users = users.cpu()
+            self._units = [Units(len(records), users[records]) for records in self._records]
 
     def segments(self) -> ClientClassPairs:
         """Returns all classes of all clients: a client's set of classes is private."""
-        count = len(self.ids)
-        classes = self.spec.classes
-        return ClientClassPairs(
-            torch.arange(count).repeat_interleave(classes), torch.arange(classes).repeat(count)
-        )
-
-    def alone(self, position: int) -> PrivateClientView:
-        """Returns a group of this client only; it shares the client's series, each of which can be
-        taken only once."""
-        only = copy.copy(self)
-        only.ids = (self.ids[position],)
-        only._allowance = self._allowance.of_client(position)
-        only._parts = [self._parts[position]]
-        only._records = [self._records[position]]
-        only._units = [self._units[position]]
-        return only
+        shape = len(self.ids), self.spec.classes
+        return ClientClassPairs(*torch.ones(shape).nonzero(as_tuple=True))
 
     def plan(self, name: str) -> PrivatePlan:
         """Returns the plan that the clients were charged for under this name: clip, rate, steps, ….
@@ -272,9 +263,9 @@ class PrivateClientView:
         Raises:
             UnplannedReleaseError: no such plan in this exchange, or its series was already taken.
         """
-        mechanisms = self._allowance.take(name)
-        for number, mechanism in zip(self.ids, mechanisms, strict=True):
-            mechanism.owner = number
+        mechanisms: list[GaussianSums] = self._allowance.take(name)
+        for client, mechanism in zip(self.ids, mechanisms, strict=True):
+            mechanism.owner = client
         return mechanisms
 
     def _check_owners(self, series: Sequence[GaussianSums]) -> None:
@@ -283,15 +274,12 @@ class PrivateClientView:
         Raises:
             UnplannedReleaseError: a series belongs to another client.
         """
-        owners = [
-            number if mechanism.owner is None else mechanism.owner
-            for mechanism, number in zip(series, self.ids, strict=True)
-        ]
-        if owners != list(self.ids):
-            raise UnplannedReleaseError(
-                f"mechanisms of clients {owners} do not match the records of clients "
-                f"{list(self.ids)}"
-            )
+        for mechanism, client in zip(series, self.ids, strict=True):
+            if mechanism.owner not in (None, client):
+                raise UnplannedReleaseError(
+                    f"a mechanism of client {mechanism.owner} does not match the records of client "
+                    f"{client}"
+                )
 
     def class_sums(
         self,
@@ -318,12 +306,8 @@ class PrivateClientView:
         """
         self._check_owners(series)
         samples = [units.sample(s) for units, s in zip(self._units, series, strict=True)]
-        records = torch.cat(
-            [
-                client_records[sample.records]
-                for client_records, sample in zip(self._records, samples, strict=True)
-            ]
-        )
+        sampled = zip(self._records, samples, strict=True)
+        records = torch.cat([records[sample.records] for records, sample in sampled])
         counts = torch.tensor([len(sample) for sample in samples])
         offsets = (counts.cumsum(0) - counts).tolist()
         owner = torch.arange(len(samples)).repeat_interleave(counts)

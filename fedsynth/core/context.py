@@ -134,13 +134,17 @@ class RoundContext:
             return tuple(range(self.clients))
         return self.participants
 
+    @property
+    def loop_keeper(self) -> LoopCheckpointer | None:
+        """Saves checkpoints of loops; None with differential privacy: a repeated round has other
+        releases, so its loops start from scratch."""
+        return self.keeper if self.privacy is None else None
+
     def server_loop(self, name: str, steps: int, state: State) -> Iterator[int]:
         """Yields the steps of a loop of the server, reports them, and resumes after the last
-        checkpoint (`resumable`). With differential privacy a repeated round has other uploads, so
-        its loops start from scratch."""
-        keeper = self.keeper if self.privacy is None else None
+        checkpoint (`resumable`)."""
         report = partial(self.report, name, total=steps)
-        return resumable(steps, state, keeper=keeper, name=name, report=report)
+        return resumable(steps, state, keeper=self.loop_keeper, name=name, report=report)
 
     def architecture_of(self, client: int) -> nn.Module:
         """Returns the untrained network of this client."""

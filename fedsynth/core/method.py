@@ -33,7 +33,7 @@ from fedsynth.core.uploads import Rule, model_rules
 from fedsynth.privacy.plans import FIRST
 from fedsynth.privacy.plans import PrivatePlan as PrivatePlan  # part of this interface
 from fedsynth.privacy.settings import PrivacySettings
-from fedsynth.validation import from_mapping
+from fedsynth.validation import check_fields, from_mapping
 
 Presets = Mapping[str, Mapping[str, Any]]
 """By data set, the settings whose defaults a method changes for it, in addition to those of its
@@ -75,7 +75,7 @@ class Method(OptionalHooks):
     ...     name, upload = "untrained", ModelParameters
     ...     def broadcast(self, state, context): return ModelParameters(state.parameters, 1.0)
     ...     def client_step(self, message, clients, memories, context):
-    ...         return [(type(message).from_bytes(message.to_bytes()), one) for one in memories]
+    ...         return [(type(message).from_bytes(message.to_bytes()), m) for m in memories]
     ...     def server_step(self, state, uploads, context): return state
     >>> len(simulate(RunSettings(Untrained(), rounds=1)).uploads)
     10
@@ -95,6 +95,10 @@ class Method(OptionalHooks):
     )
     features_refusal: ClassVar[str] = "its clients or server use the images directly"
     presets: ClassVar[Presets] = {}
+
+    def __post_init__(self) -> None:
+        """Refuses settings outside their declared ranges and choices (`fedsynth.validation`)."""
+        check_fields(self)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the settings by name, as written to configs, reports and summaries."""

@@ -16,10 +16,11 @@ of clipped logits and noisy counts; R is computed from the released V. Batch nor
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import count, cycle
-from typing import Any, ClassVar
+from itertools import count
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -93,10 +94,8 @@ class FedAF(FedAFSettings):
     ) -> Results:
         w_r = context.load(message.parameters).requires_grad_(False).eval()
         V = self._class_logits(w_r, clients, memories, context)
-        return [
-            (LocalKnowledge(**V_k), {**memory, **V_k})
-            for V_k, memory in zip(V, memories, strict=True)
-        ]
+        results = zip(V, memories, strict=True)
+        return [(LocalKnowledge(**V_k), {**memory, **V_k}) for V_k, memory in results]
 
     def _class_logits(
         self,
@@ -109,7 +108,7 @@ class FedAF(FedAFSettings):
         if all("logits" in memory for memory in memories):  # released in the first phase
             return [{name: memory[name] for name in ("logits", "present")} for memory in memories]
         C = context.spec.classes
-        V = class_means(clients, w_r, C, LOGITS, context, least=self.min_examples)
+        V = class_means(clients, w_r, C, LOGITS, context, min_examples=self.min_examples)
         return [{"logits": V_k, "present": present} for V_k, present in V]
 
     def first_aggregate(
@@ -143,27 +142,26 @@ class FedAF(FedAFSettings):
         )
         thetas = unit_directions(self.directions, C, slicing)
         u = self.features(clients, pairs, context)
-        known, v, client = _with_knowledge(message, pairs, context)
+        label = pairs.label.to(context.device)
+        matched = message.has_logits[label].nonzero().flatten()  # pairs with a v_c; round 1: none
+        v, k = message.logits[label[matched]], pairs.position.to(context.device)[matched]
 
         def distance(u_SC: Tensor) -> Tensor:  # Σ_c F(u_{k,c}, v_c): sliced Wasserstein, Eq. 10
             kind, theta = self.distance, next(thetas)
-            return collaborative_distance(
-                u_SC[known], v, client, distance=kind, directions_PC=theta
-            )
+            return collaborative_distance(u_SC[matched], v, k, distance=kind, directions_PC=theta)
 
         velocity = torch.zeros_like(S)
         for t in self.steps(clients, S, velocity, context, (networks, thetas)):  # t = 0, …, T − 1
             u.use(next(networks))  # w = γ·w_r + (1 − γ)·w̃, Eq. 17
             gradient = matcher.gradient(t, u, S)  # ∇_S L_DM of a minibatch, Eq. 4
-            if self.local_weight and len(known):  # + λ_loc·∇_S Σ_c F(u_{k,c}, v_c), Eq. 10
+            if self.local_weight and len(matched):  # + λ_loc·∇_S Σ_c F(u_{k,c}, v_c), Eq. 10
                 gradient = gradient + logits_gradient(u, S, C, distance, self.local_weight)
             velocity.mul_(self.image_momentum).add_(gradient)
             S.add_(velocity, alpha=-self.image_lr)
-        sets = split_uploads(S, pairs, len(clients.ids))
-        return [
-            (self._upload(S_k, V_k, context), {"images": S_k.images})
-            for S_k, V_k in zip(sets, V, strict=True)
-        ]
+        results: Results = []
+        for S_k, V_k in zip(split_uploads(S, pairs, len(clients.ids)), V, strict=True):
+            results.append((self._upload(S_k, V_k, context), {"images": S_k.images}))
+        return results
 
     def _upload(
         self, S_k: SyntheticSet, V_k: Mapping[str, Tensor], context: RoundContext
@@ -182,9 +180,9 @@ class FedAF(FedAFSettings):
         width = feature_width(context, logits=False)
         if isinstance(clients, PrivateClientView):
             return private_matching(clients, context, columns=width, min_examples=self.min_examples)
-        seed, number = context.seed, context.round
+        seed, r = context.seed, context.round
         batches = BatchIndices(
-            clients, pairs, self.batch, self.iterations, seed, number, self.small_class
+            clients, pairs, self.batch, self.iterations, seed, r, self.small_class
         )
         exact = ExactMatcher(clients, batches, width)
         if self.matching == "mean":
@@ -266,13 +264,13 @@ def resampled(
     network.module.eval()
     center = network.flat.clone()
     scratch = copy.deepcopy(context.architecture).cpu()
-    for step in count() if period is None else cycle(range(period)):
+    for step in count():
         if gamma < 1:
-            with forked_rng(context.seed, "model re-sampling", context.round, step):
+            number = step % (period or sys.maxsize)
+            with forked_rng(context.seed, "model re-sampling", context.round, number):
                 for layer in scratch.modules():
-                    reset: Any = getattr(layer, "reset_parameters", None)
-                    if reset is not None:
-                        reset()
+                    if hasattr(layer, "reset_parameters"):
+                        layer.reset_parameters()
             fresh = flatten(scratch).to(center.device, non_blocking=True)
             torch.lerp(fresh, center, gamma, out=network.flat)
         yield network.module
@@ -287,19 +285,9 @@ def averaged(
     Classes that none of these clients has keep V's row of an earlier round (partial participation).
     """
     present = [upload.present for upload in sent]
-    V, now = average_over_holders([upload.logits for upload in sent], present)
-    R, _ = average_over_holders(soft, present)
-    known = now
-    if state.logits is not None and state.known is not None:
-        V = torch.where(now[:, None], V, state.logits)
-        known = now | state.known
-    return replace(state, logits=V, known=known), R, now
-
-
-def _with_knowledge(
-    message: GlobalLogits, pairs: ClientClassPairs, context: RoundContext
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the pairs whose class has a v_c (none in round 1), these v_c, and their clients."""
-    label = pairs.label.to(context.device)
-    known = message.known[label].nonzero().flatten()
-    return known, message.logits[label[known]], pairs.position.to(context.device)[known]
+    V, has_logits = average_over_holders([upload.logits for upload in sent], present)
+    R, has_labels = average_over_holders(soft, present)
+    if state.logits is not None and state.has_logits is not None:
+        V = torch.where(has_logits[:, None], V, state.logits)
+        has_logits = has_logits | state.has_logits
+    return replace(state, logits=V, has_logits=has_logits), R, has_labels

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from math import inf
 from typing import ClassVar
 
 from torch import Tensor
@@ -17,7 +16,7 @@ from fedsynth.core.messages import ModelParameters
 from fedsynth.core.state import ServerState
 from fedsynth.methods.shared.aggregation import AveragingState, average, trainable
 from fedsynth.methods.shared.local import TrainsLocally
-from fedsynth.validation import check_ranges
+from fedsynth.validation import in_range
 
 
 @dataclass(frozen=True)
@@ -49,23 +48,19 @@ class FedAvgM(TrainsLocally):
     one_pass: ClassVar[bool] = True
     state: ClassVar[type[ServerState]] = VelocityState
 
-    server_momentum: float = 0.9
-    server_lr: float = 1.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_ranges(self, server_momentum=(0, 1), server_lr=(0, inf))
+    server_momentum: float = in_range(0.9, 0, 1)
+    server_lr: float = in_range(1.0, 0)
 
     def combine(
         self, state: VelocityState, uploads: Mapping[int, ModelParameters], context: RoundContext
     ) -> VelocityState:
-        mean = average(uploads)
-        made = dict(mean)
+        parameters = average(uploads)
         velocity: dict[str, Tensor] = {}
         for name in trainable(context):
-            step = state.parameters[name] - mean[name]
+            w = state.parameters[name]
+            v = w - parameters[name]
             if state.velocity:
-                step = self.server_momentum * state.velocity[name] + step
-            velocity[name] = step
-            made[name] = state.parameters[name] - self.server_lr * step
-        return replace(state, parameters=made, velocity=velocity)
+                v = self.server_momentum * state.velocity[name] + v
+            velocity[name] = v
+            parameters[name] = w - self.server_lr * v
+        return replace(state, parameters=parameters, velocity=velocity)

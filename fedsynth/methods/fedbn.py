@@ -26,12 +26,17 @@ from fedsynth.methods.shared.local import TrainsLocally
 
 def local_names(model: nn.Module) -> set[str]:
     """Returns the names of all parameters and buffers of batch-norm layers."""
-    return {
-        f"{layer}.{name}" if layer else name
-        for layer, module in model.named_modules()
-        if isinstance(module, nn.modules.batchnorm._BatchNorm)
-        for name in module.state_dict()
-    }
+    names: set[str] = set()
+    for layer, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            names.update(module.state_dict(prefix=f"{layer}." if layer else ""))
+    return names
+
+
+def shared_values(values: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """Returns the entries of a state dict that are no batch norm's."""
+    local = local_names(model)
+    return {name: value for name, value in values.items() if name not in local}
 
 
 @dataclass(frozen=True)
@@ -82,27 +87,23 @@ class FedBN(TrainsLocally):
     def task(
         self, client: int, message: ModelParameters, memory: Memory, context: RoundContext
     ) -> LocalObjective:
-        mine = local_names(context.architecture)
-
-        def finish(model: nn.Module, trained: Trained) -> tuple[Message, Memory]:
+        def make_upload(model: nn.Module, trained: Trained) -> tuple[Message, Memory]:
             state = {name: value.clone() for name, value in model.state_dict().items()}
-            sent = {name: value for name, value in state.items() if name not in mine}
-            return ModelParameters(sent, trained.weight), {name: state[name] for name in mine}
+            batch_norms = {name: state[name] for name in local_names(model)}
+            return ModelParameters(shared_values(state, model), trained.weight), batch_norms
 
-        return LocalObjective(finish=finish)
+        return LocalObjective(make_upload=make_upload)
 
     def upload_rules(self, phase: str, client: int, context: RoundContext) -> dict[str, Rule]:
-        mine = local_names(context.architecture)
-        state = context.architecture.state_dict().items()
-        sent = Named.like({name: value for name, value in state if name not in mine})
-        return {**super().upload_rules(phase, client, context), "parameters": sent}
+        network = context.architecture
+        rule = Named.like(shared_values(network.state_dict(), network))
+        return {**super().upload_rules(phase, client, context), "parameters": rule}
 
     def combine(
         self, state: AveragingState, uploads: Mapping[int, ModelParameters], context: RoundContext
     ) -> AveragingState:
         """Averages the uploads with weights 1/K (Algorithm 1); batch norms stay unchanged."""
-        made = {**state.parameters, **average(uploads, even=True)}
-        return replace(state, parameters=made)
+        return replace(state, parameters={**state.parameters, **average(uploads, uniform=True)})
 
     def personal_parameters(
         self, parameters: Mapping[str, Tensor], memory: Memory

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import inf
 from typing import Any, ClassVar
 
 import torch
@@ -23,7 +22,7 @@ from fedsynth.methods.shared.ensemble import EnsembleDistillation, EnsembleState
 from fedsynth.mixed_precision import mixed, widened
 from fedsynth.seeding import torch_generator
 from fedsynth.synthesizer.distillation.losses import distillation_loss
-from fedsynth.validation import check_ranges
+from fedsynth.validation import in_range
 
 
 @dataclass(frozen=True)
@@ -55,13 +54,9 @@ class FedDF(EnsembleDistillation):
 
     start: str = "average"
     proxy: str = ""
-    server_steps: int = 2000
-    server_batch: int = 128
-    server_lr: float = 1e-3
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_ranges(self, server_steps=(0, inf), server_batch=(1, inf), server_lr=(0, inf))
+    server_steps: int = in_range(2000, 0)
+    server_batch: int = in_range(128, 1)
+    server_lr: float = in_range(1e-3, 0)
 
     def public_images(self) -> str:
         return self.proxy
@@ -87,8 +82,8 @@ class FedDF(EnsembleDistillation):
         state = {"student": student, "adam": adam, "schedule": schedule, "draws": draws}
         student.train()
         for _ in context.server_loop("distillation", self.server_steps, state):
-            chosen = torch.randint(len(images), (self.server_batch,), generator=draws)
-            x = images(chosen.to(context.device, non_blocking=True))
+            indices = torch.randint(len(images), (self.server_batch,), generator=draws)
+            x = images(indices.to(context.device, non_blocking=True))
             with torch.no_grad(), mixed(context.device, context.precision):
                 teacher = widened(torch.stack([model(x) for model in models])).mean(dim=0)
             with torch.enable_grad():

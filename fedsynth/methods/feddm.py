@@ -14,10 +14,10 @@ as printed, which guarantees nothing.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import count, cycle
-from math import inf
+from itertools import count
 from typing import ClassVar
 
 import torch
@@ -55,9 +55,7 @@ from fedsynth.synthesizer.condensation.sets import (
     start_images,
     train_on_union,
 )
-from fedsynth.validation import check_choices, check_ranges
-
-PERTURBATIONS = ("sphere", "ball")
+from fedsynth.validation import in_range, one_of
 
 
 @dataclass(frozen=True)
@@ -111,28 +109,22 @@ class FedDM(CondensingMethod, TrainsInBall):
         "cifar100": {"ipc": 5},  # the paper's
     }
 
-    perturbation: str = "sphere"
-    augment: str = "none"
+    perturbation: str = one_of("sphere", "ball")
+    augment: str = one_of(*AUGMENTATIONS)
     flip: bool = False
-    logit_weight: float = 1.0
-    image_clip: float = 0.0
-    networks_per_round: int = 0
-    networks: int = 16
-    count_noise: float = 3.0
+    logit_weight: float = in_range(1.0, 0)
+    image_clip: float = in_range(0.0, 0)
+    networks_per_round: int = in_range(0, 0)
+    networks: int = in_range(16, 1)
+    count_noise: float = in_range(3.0, 0.01)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_ranges(self, logit_weight=(0, inf), image_clip=(0, inf))
-        check_ranges(self, networks=(1, inf), count_noise=(0.01, inf))
-        check_ranges(self, networks_per_round=(0, inf))
-        if self.networks_per_round and self.matching != "mean":
-            raise SettingError(
-                "method",
-                "networks_per_round",
-                "must be 0 unless method.matching=mean: matching of whole distributions "
-                "needs examples in every step",
+        if self.matching != "mean":
+            self._refuse_fixed_networks(
+                "unless method.matching=mean: matching of whole distributions needs examples in "
+                "every step"
             )
-        check_choices(self, augment=AUGMENTATIONS, perturbation=PERTURBATIONS)
 
     # ------------------------------------------------------------------- server, lines 2 to 8
 
@@ -180,9 +172,9 @@ class FedDM(CondensingMethod, TrainsInBall):
                 gradient = clipped_by_client(gradient, client, self.image_clip)
             velocity.mul_(self.image_momentum).add_(gradient)
             S.add_(velocity, alpha=-self.image_lr)  # line 19: S_k ← S_k − η_c ∇_S L
-        kept = split_uploads(S, pairs, len(clients.ids))
-        sent = split_uploads(S, pairs, len(clients.ids), matcher.uploaded)  # line 6
-        return [(upload, {"images": own.images}) for upload, own in zip(sent, kept, strict=True)]
+        sets = split_uploads(S, pairs, len(clients.ids))  # S_k, the client's memory
+        uploads = split_uploads(S, pairs, len(clients.ids), matcher.uploaded)  # line 6
+        return [(sent, {"images": S_k.images}) for sent, S_k in zip(uploads, sets, strict=True)]
 
     def _matcher(
         self, clients: ClientGroup, pairs: ClientClassPairs, context: RoundContext
@@ -194,9 +186,9 @@ class FedDM(CondensingMethod, TrainsInBall):
             return NetworkMeansMatcher(
                 clients, pairs, min(self.networks_per_round, self.iterations)
             )
-        seed, number = context.seed, context.round
+        seed, r = context.seed, context.round
         batches = BatchIndices(  # line 13: B_c ~ D_k for each class c; of S_k always all
-            clients, pairs, self.batch, self.iterations, seed, number, self.small_class
+            clients, pairs, self.batch, self.iterations, seed, r, self.small_class
         )
         exact = ExactMatcher(clients, batches)  # line 14: L_c of Eq. 9, and its gradient
         if context.privacy is not None:
@@ -210,13 +202,15 @@ class FedDM(CondensingMethod, TrainsInBall):
 
     def check_model(self, model: nn.Module) -> None:
         super().check_model(model)
-        if self.networks_per_round and has_batch_norm(model):
-            raise SettingError(
-                "method",
-                "networks_per_round",
-                "must be 0 with batch norm, which makes an image's features depend on the "
-                "other images of its batch",
+        if has_batch_norm(model):
+            self._refuse_fixed_networks(
+                "with batch norm, which makes an image's features depend on the other images of "
+                "its batch"
             )
+
+    def _refuse_fixed_networks(self, reason: str) -> None:
+        if self.networks_per_round:
+            raise SettingError("method", "networks_per_round", f"must be 0 {reason}")
 
     def paper_epsilon(self, delta: float, sigma: float) -> Mapping[str, str]:
         return {
@@ -239,13 +233,10 @@ class FedDM(CondensingMethod, TrainsInBall):
 
         M is at most the number of steps.
         """
-        if self.networks_per_round:
-            raise SettingError(
-                "method",
-                "networks_per_round",
-                "must be 0 with differential privacy, because it uses exact class means: "
-                "use privacy.mechanism=features with method.networks instead",
-            )
+        self._refuse_fixed_networks(
+            "with differential privacy, because it uses exact class means: use "
+            "privacy.mechanism=features with method.networks instead"
+        )
         if privacy.mechanism != "features":
             return super().release_plans(privacy, context)
         self.check_private(context)
@@ -273,8 +264,8 @@ def perturbed(
     network.module.eval()
     center = network.flat.clone()
     epsilon = torch.empty_like(center)
-    for step in count() if period is None else cycle(range(period)):
-        if step == 0:
+    for step in count():
+        if step % (period or sys.maxsize) == 0:
             generator = torch_generator(
                 context.seed, "parameter perturbation", context.round, device=context.device
             )

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from math import inf
 from typing import ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from fedsynth.core.context import RoundContext
@@ -25,7 +25,7 @@ from fedsynth.methods.shared.client_training import LocalObjective, Trained
 from fedsynth.methods.shared.local import TrainsLocally
 from fedsynth.models.flat import flatten_named
 from fedsynth.training.sgd import Pull
-from fedsynth.validation import check_ranges
+from fedsynth.validation import in_range
 
 
 @dataclass(frozen=True)
@@ -59,43 +59,36 @@ class FedDyn(TrainsLocally):
     one_pass: ClassVar[bool] = True
     state: ClassVar[type[ServerState]] = DriftState
 
-    alpha: float = 0.01
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_ranges(self, alpha=(0, inf))
+    alpha: float = in_range(0.01, 0)
 
     def task(
         self, client: int, message: ModelParameters, memory: Memory, context: RoundContext
     ) -> LocalObjective:
-        start = {name: message.parameters[name] for name in trainable(context)}
-        g = {name: memory.get(name, value * 0) for name, value in start.items()}
+        w_t, network = message.parameters, context.architecture
+        g = {name: memory.get(name, w_t[name] * 0) for name in trainable(context)}
+        penalty = Pull(self.alpha, flatten_named(w_t, network), -flatten_named(g, network))
 
-        center, linear = (flatten_named(values, context.architecture) for values in (start, g))
-        pull = Pull(self.alpha, center, -linear)
+        def make_upload(model: nn.Module, trained: Trained) -> tuple[Message, Memory]:
+            for name, w_k in model.named_parameters():
+                g[name] = g[name] - self.alpha * (w_k.detach() - w_t[name])
+            return ModelParameters(model.state_dict(), trained.weight), g
 
-        def finish(model: nn.Module, trained: Trained) -> tuple[Message, Memory]:
-            after = {
-                name: g[name] - self.alpha * (p.detach() - start[name])
-                for name, p in model.named_parameters()
-            }
-            return ModelParameters(model.state_dict(), trained.weight), after
-
-        return LocalObjective(penalty=pull if self.alpha else None, finish=finish)
+        if not self.alpha:
+            return LocalObjective(make_upload=make_upload)
+        return LocalObjective(penalty=penalty, make_upload=make_upload)
 
     def combine(
         self, state: DriftState, uploads: Mapping[int, ModelParameters], context: RoundContext
     ) -> DriftState:
-        made = average(uploads, even=True)
+        parameters = average(uploads, uniform=True)
         if self.alpha == 0:
-            return replace(state, parameters=made)
-        old = state.h
+            return replace(state, parameters=parameters)
         h: dict[str, Tensor] = {}
         for name in trainable(context):
-            moved = sum(
-                (u.parameters[name] - state.parameters[name] for u in uploads.values()),
-                start=state.parameters[name] * 0,
-            )
-            h[name] = (old[name] if old else 0) - self.alpha / context.clients * moved
-            made[name] = made[name] - h[name] / self.alpha
-        return replace(state, parameters=made, h=h)
+            w_t = state.parameters[name]
+            drift = torch.zeros_like(w_t)
+            for upload in uploads.values():
+                drift += upload.parameters[name] - w_t
+            h[name] = state.h.get(name, 0) - self.alpha / context.clients * drift
+            parameters[name] -= h[name] / self.alpha
+        return replace(state, parameters=parameters, h=h)

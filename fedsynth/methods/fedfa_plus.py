@@ -20,14 +20,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import inf
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedsynth.core.client import ClientGroup, ExactClientView, chunk
+from fedsynth.core.client import ExactClientView, chunk
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters, public, unprotected
 from fedsynth.core.method import Memory
@@ -46,7 +45,7 @@ from fedsynth.training.feature_statistics import (
     soft_histogram,
     symmetric_divergence,
 )
-from fedsynth.validation import check_choices, check_embedding, check_ranges
+from fedsynth.validation import check_embedding, in_range, one_of
 
 HISTOGRAM = "histogram"
 
@@ -117,22 +116,11 @@ class FedFAPlus(TrainsLocally):
         "robust rule would remove"
     )
 
-    parts: str = "both"
-    probability: float = 0.5
-    align_weight: float = 0.1
-    bins: int = 8
-    bin_temperature: float = 0.01
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_choices(self, parts=("both", "augmentation", "alignment"))
-        check_ranges(
-            self,
-            probability=(0, 1),
-            align_weight=(0, inf),
-            bins=(2, inf),
-            bin_temperature=(1e-6, inf),
-        )
+    parts: str = one_of("both", "augmentation", "alignment")
+    probability: float = in_range(0.5, 0, 1)
+    align_weight: float = in_range(0.1, 0)
+    bins: int = in_range(8, 2)
+    bin_temperature: float = in_range(0.01, 1e-6)
 
     def check_model(self, model: nn.Module) -> None:
         check_embedding(self.name, model)
@@ -150,120 +138,108 @@ class FedFAPlus(TrainsLocally):
     def task(
         self, client: int, message: StatisticsDown, memory: Memory, context: RoundContext
     ) -> LocalObjective:
-        coin = torch_generator(context.seed, "augmentation coin", context.round, client)
-        noise = torch_generator(
-            context.seed, "augmentation", context.round, client, device=context.device
-        )
-        layers = {
-            name: Augmentation(
-                self.probability,
-                coin,
-                noise,
-                message.statistics.get(f"mean.{name}"),
-                message.statistics.get(f"std.{name}"),
-                memory.get(f"mean.{name}"),
-                memory.get(f"std.{name}"),
-            )
-            for name in self._stages(context)
-        }
-        shared = None if self.parts == "augmentation" else message.statistics.get(HISTOGRAM)
+        seed, number, device = context.seed, context.round, context.device
+        coin = torch_generator(seed, "augmentation coin", number, client)
+        noise = torch_generator(seed, "augmentation", number, client, device=device)
+        state: dict[str, Any] = {"coin": coin, "noise": noise}
+        layers: dict[str, Augmentation] = {}
+        for stage in self._stages(context):
+            names = f"mean.{stage}", f"std.{stage}"
+            gammas = [message.statistics.get(name) for name in names]
+            accumulated = [memory.get(name) for name in names]
+            layer = Augmentation(self.probability, coin, noise, *gammas, *accumulated)
+            layers[stage] = layer
+            state[f"statistics.{stage}"] = layer.statistics
+        histogram = message.statistics.get(HISTOGRAM)  # π; never sent by clients of FedFA-l
 
         def loss(network: nn.Module, x: Tensor, y: Tensor) -> Tensor:
             with augmented(network, layers):
                 f = network.embed(x)  # type: ignore[operator]
             logits = network.classifier(f)  # type: ignore[operator]
-            each = F.cross_entropy(logits, y, reduction="none")
-            if shared is None:
-                return each
-            mine = soft_histogram(f, self.bins, self.bin_temperature)
-            return each + self.align_weight * symmetric_divergence(mine, shared)
+            cross_entropy = F.cross_entropy(logits, y, reduction="none")
+            if histogram is None:
+                return cross_entropy
+            batch_histogram = soft_histogram(f, self.bins, self.bin_temperature)
+            divergence = symmetric_divergence(batch_histogram, histogram)
+            return cross_entropy + self.align_weight * divergence
 
-        def finish(model: nn.Module, trained: Trained) -> tuple[Message, Memory]:
-            statistics = {
-                f"{kind}.{name}": value
-                for position, kind in enumerate(("mean", "std"))
-                for name, layer in layers.items()
-                for value in [each[position] for each in layer.statistics]
-            }
+        def make_upload(model: nn.Module, trained: Trained) -> tuple[Message, Memory]:
+            means: dict[str, Tensor] = {}
+            stds: dict[str, Tensor] = {}
+            for stage, layer in layers.items():
+                for mean, std in layer.statistics:  # none without examples
+                    means[f"mean.{stage}"] = mean
+                    stds[f"std.{stage}"] = std
+            statistics = means | stds
             return StatisticsUp(model.state_dict(), trained.weight, statistics), statistics
 
-        state: dict[str, Any] = {"coin": coin, "noise": noise}
-        for name, layer in layers.items():
-            state[f"statistics.{name}"] = layer.statistics
-        return LocalObjective(loss=loss, state=state, finish=finish)
+        return LocalObjective(loss=loss, state=state, make_upload=make_upload)
 
-    def complete(
+    def finalize_upload(
         self,
         upload: StatisticsUp,
-        clients: ClientGroup,
-        position: int,
+        client: ExactClientView,
         message: StatisticsDown,
         context: RoundContext,
-    ) -> Message:
-        if not isinstance(clients, ExactClientView):
-            raise TypeError(self.refusal)
-        if self.parts == "augmentation" or not len(clients.examples(position)):
+    ) -> StatisticsUp:
+        if self.parts == "augmentation" or not len(client.examples(0)):
             return upload
-        model = context.load(upload.parameters).eval()
-        return replace(
-            upload,
-            statistics={**upload.statistics, HISTOGRAM: self._histogram(model, clients, position)},
-        )
+        histogram = self._histogram(context.load(upload.parameters).eval(), client)
+        return replace(upload, statistics={**upload.statistics, HISTOGRAM: histogram})
 
     def upload_rules(self, phase: str, client: int, context: RoundContext) -> dict[str, Rule]:
         """Adds the rules of the statistics, which a client without examples does not have."""
-        statistics = Named(self._forms(context), partial=True)
+        statistics = Named(self._statistics_rules(context), partial=True)
         return {**super().upload_rules(phase, client, context), "statistics": statistics}
 
     def check_upload(
         self, phase: str, upload: StatisticsUp, client: int, context: RoundContext
     ) -> None:
         if upload.weight > 0:
-            Named(self._forms(context)).check("statistics", upload.statistics)
+            Named(self._statistics_rules(context)).check("statistics", upload.statistics)
 
-    def _forms(self, context: RoundContext) -> dict[str, Array]:
+    def _statistics_rules(self, context: RoundContext) -> dict[str, Array]:
         """Returns the array rules of the statistics of a client with examples."""
         network = context.architecture
-        found: dict[str, Array] = {}
-        if self.parts != "alignment":
-            stages: Sequence[str] = network.stage_names  # type: ignore[assignment]
-            widths = channels(network, tuple(stages), context.spec.image_shape)
-            for name, width in widths.items():
-                found[f"mean.{name}"] = Array((width,))
-                found[f"std.{name}"] = Array((width,), least=0.0)
+        rules: dict[str, Array] = {}
+        widths = channels(network, self._stages(context), context.spec.image_shape)
+        for stage, width in widths.items():
+            rules[f"mean.{stage}"] = Array((width,))
+            rules[f"std.{stage}"] = Array((width,), least=0.0)
         if self.parts != "augmentation":
             features: int = network.classifier.in_features  # type: ignore[assignment,union-attr]
             shape = (features, self.bins)
-            found[HISTOGRAM] = Array(shape, least=0.0, most=1.0 + 1e-5, sums_to_one=True)
-        return found
+            rules[HISTOGRAM] = Array(shape, least=0.0, most=1.0 + 1e-5, sums_to_one=True)
+        return rules
 
     def combine(
         self, state: StatisticsState, uploads: Mapping[int, StatisticsUp], context: RoundContext
     ) -> StatisticsState:
-        sent = list(uploads.values())
+        sent = [upload.statistics for upload in uploads.values()]
         statistics: dict[str, Tensor] = {}
-        for name in sent[0].statistics:
-            of_all = torch.stack([u.statistics[name] for u in sent])
-            statistics[name] = of_all.mean(dim=0) if name == HISTOGRAM else modulation(of_all)
-        made = average(uploads, even=True)
-        return replace(state, parameters=made, statistics=statistics)
+        for name in sent[0]:
+            values = torch.stack([client_statistics[name] for client_statistics in sent])
+            if name == HISTOGRAM:
+                statistics[name] = values.mean(dim=0)  # π
+            else:
+                statistics[name] = modulation(values)  # γ
+        return replace(state, parameters=average(uploads, uniform=True), statistics=statistics)
 
-    def _stages(self, context: RoundContext) -> Sequence[str]:
+    def _stages(self, context: RoundContext) -> tuple[str, ...]:
         """Returns the names of the stages whose outputs are augmented."""
         if self.parts == "alignment":
             return ()
         names: Sequence[str] = context.architecture.stage_names  # type: ignore[assignment]
-        return names
+        return tuple(names)
 
-    def _histogram(self, model: nn.Module, clients: ExactClientView, position: int) -> Tensor:
+    def _histogram(self, model: nn.Module, client: ExactClientView) -> Tensor:
         """Returns π_k of all examples of a client, by its trained model, without augmentation."""
-        mine = clients.examples(position)
-        total = torch.zeros((), device=mine.device)
+        examples = client.examples(0)
+        histogram = torch.zeros((), device=examples.device)
         embed: Callable[[Tensor], Tensor] = model.embed  # type: ignore[assignment]
         with torch.no_grad():
-            for part in mine.split(chunk(mine.device)):
-                share = len(part) / len(mine)
-                total = total + share * soft_histogram(
-                    embed(clients.images(part)), self.bins, self.bin_temperature
-                )
-        return total
+            for indices in examples.split(chunk(examples.device)):
+                f = embed(client.images(indices))
+                share = len(indices) / len(examples)
+                histogram = histogram + share * soft_histogram(f, self.bins, self.bin_temperature)
+        return histogram

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import inf, sqrt
+from math import sqrt
 from typing import Any, ClassVar
 
 import torch
@@ -37,7 +37,7 @@ from fedsynth.models.on_features import check_learned_embedding
 from fedsynth.privacy.plans import FIRST, MAIN, PrivatePlan
 from fedsynth.privacy.requests import check_tensor
 from fedsynth.privacy.settings import PrivacySettings
-from fedsynth.validation import check_choices, check_embedding, check_ranges
+from fedsynth.validation import check_embedding, in_range, one_of
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class AnchorsDown(ModelParameters):
     """Sent to clients: w_t, the anchors [C, D], and which of them exist [C] (bool)."""
 
     anchors: Tensor = public("sent to clients, never uploaded")
-    known: Tensor = public("sent to clients, never uploaded")
+    has_anchor: Tensor = public("sent to clients, never uploaded")
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,8 @@ SUMS = "feature sums"
 # A larger weight with noisy anchors causes a warning. Its figures: `fedsynth train --method fedfm
 # --rounds 5 --set local_epochs=2 --set lr=0.05 --set weight=… --dp-epsilon 8`, and the same with
 # fedavg.
-HEAVY = 1.0
-CLEAR = 4
+LARGEST_PRIVATE_WEIGHT = 1.0
+COUNT_DEVIATIONS = 4
 """A noisy count above this many standard deviations counts as present. Anchors persist; a class
 that no client has gets one with probability 3e-5 per round."""
 
@@ -80,29 +80,28 @@ def anchor_losses(
     features_ND: Tensor,
     labels_N: Tensor,
     anchors_CD: Tensor,
-    known_C: Tensor,
+    has_anchor_C: Tensor,
     *,
     temperature: float | None,
-    normalise: bool,
 ) -> Tensor:
-    """Returns q of each example [N]; 0 for a class without anchor.
+    """Returns q of each example [N], of features and anchors at length 1; 0 for a class without
+    anchor.
 
     Args:
         temperature: α of contrastive guiding, over the classes with anchors; None: the squared
             distance over D.
-        normalise: features and anchors to length 1 first.
     """
-    if normalise:
-        features_ND = F.normalize(features_ND, dim=1)
-        anchors_CD = F.normalize(anchors_CD, dim=1)
+    f = F.normalize(features_ND, dim=1)
+    a = F.normalize(anchors_CD, dim=1)
+    usable = has_anchor_C[labels_N]
     if temperature is None:
-        apart = (features_ND - anchors_CD[labels_N]).square().mean(dim=1)
+        q = (f - a[labels_N]).square().mean(dim=1)
     else:
-        similar = (features_ND @ anchors_CD.T / temperature).masked_fill(~known_C, -torch.inf)
+        logits = (f @ a.T / temperature).masked_fill(~has_anchor_C, -torch.inf)
         # a class without anchor would give infinity, whose gradient is not a number
-        target = torch.where(known_C[labels_N], labels_N, known_C.to(torch.uint8).argmax())
-        apart = F.cross_entropy(similar, target, reduction="none")
-    return torch.where(known_C[labels_N], apart, 0.0)
+        target = torch.where(usable, labels_N, has_anchor_C.to(torch.uint8).argmax())
+        q = F.cross_entropy(logits, target, reduction="none")
+    return torch.where(usable, q, 0.0)
 
 
 @dataclass(frozen=True)
@@ -110,7 +109,7 @@ class AnchorState(AveragingState):
     """The state, with the anchors [C, D] and the classes that have one, bool [C]; None: not yet."""
 
     anchors: Tensor | None = None
-    known: Tensor | None = None
+    has_anchor: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -118,14 +117,13 @@ class FedFM(TrainsLocally):
     """Settings: see `TrainsLocally`, and
 
     Args:
-        weight: λ, 50 as in the public code. 0 is FedAvg, weighted by n_k. With differential privacy
+        weight: λ, 50 as in the public code, which scales features and anchors to length 1 in q (the
+            paper's formulas do not say so). 0 is FedAvg, weighted by n_k. With differential privacy
             anchors carry noise, and 50 learns nearly nothing: try 0.5.
         matching: q: "contrastive" guiding, or "l2": the squared distance, averaged over the D
             features as in the public code, to whose λ that belongs. (The paper's sum with λ = 50
             leaves nothing but the anchors: 20 % on Fashion-MNIST, where this has 73 %.)
         temperature: α, 0.1, the paper's best.
-        normalise: features and anchors have length 1 in q, as in the public code, and as α and λ
-            want it; the paper's formulas do not say so.
         start_round: first round with q. The public code starts in round 21 of 100; 1 here, as runs
             may be shorter. With differential privacy: 1, as anchors that are not used would be
             charged too.
@@ -149,24 +147,18 @@ class FedFM(TrainsLocally):
     first_downlink: ClassVar[type[Message] | None] = ModelParameters
     first_upload: ClassVar[type[Message] | None] = FeatureSums
     state: ClassVar[type[ServerState]] = AnchorState
+    sums_phase: ClassVar[str] = FIRST
     robust_refusal: ClassVar[str] = (
         "its anchors are sums over clients; those without examples of a class would outvote "
         "the others in a robust rule by coordinate"
     )
 
-    weight: float = 50.0
-    matching: str = "contrastive"
-    temperature: float = 0.1
-    normalise: bool = True
-    start_round: int = 1
-    anchor_clip: float = 5.0
-    anchor_noise: float = 5.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_ranges(self, weight=(0, inf), temperature=(1e-6, inf), start_round=(1, inf))
-        check_ranges(self, anchor_clip=(1e-9, inf), anchor_noise=(1e-3, inf))
-        check_choices(self, matching=("contrastive", "l2"))
+    weight: float = in_range(50.0, 0)
+    matching: str = one_of("contrastive", "l2")
+    temperature: float = in_range(0.1, 1e-6)
+    start_round: int = in_range(1, 1)
+    anchor_clip: float = in_range(5.0, 1e-9)
+    anchor_noise: float = in_range(5.0, 1e-3)
 
     def check_model(self, model: nn.Module) -> None:
         check_embedding(self.name, model)
@@ -174,19 +166,22 @@ class FedFM(TrainsLocally):
 
     def check_request(self, message: ModelParameters, context: RoundContext) -> None:
         if isinstance(message, AnchorsDown):  # not the plain model of the first exchange
-            classes = context.spec.classes
-            check_tensor("anchors", message.anchors, (classes, _width(context)), torch.float32)
-            check_tensor("known", message.known, (classes,), torch.bool)
+            shape = context.spec.classes, _width(context)
+            check_tensor("anchors", message.anchors, shape, torch.float32)
+            check_tensor("has_anchor", message.has_anchor, shape[:1], torch.bool)
 
     def upload_rules(self, phase: str, client: int, context: RoundContext) -> dict[str, Rule]:
         declared = self.exchange_types(phase).upload
         rules = super().upload_rules(phase, client, context)
         if declared is None or not issubclass(declared, FeatureSums | ModelAndSums):
             return rules
-        return {**rules, **sums_rules(client, _width(context), SUMS, context)}
+        shape = context.spec.classes, _width(context)
+        return {**rules, **sums_rules(client, shape, SUMS, context)}
 
     def first_request(self, state: AnchorState, context: RoundContext) -> Message | None:
-        return ModelParameters(state.parameters, 1.0) if context.round >= self.start_round else None
+        if context.round < self.start_round:
+            return None
+        return ModelParameters(state.parameters, 1.0)
 
     def first_step(
         self,
@@ -196,14 +191,11 @@ class FedFM(TrainsLocally):
         context: RoundContext,
     ) -> Results:
         model = context.load(message.parameters).requires_grad_(False).eval()
-        made = [
-            self.feature_sums(model, clients, position, context)
-            for position in range(len(clients.ids))
-        ]
-        return [
-            (FeatureSums(m.sums, m.counts), memory)
-            for m, memory in zip(made, memories, strict=True)
-        ]
+        results: Results = []
+        for client, memory in zip(clients.split(), memories, strict=True):
+            computed = self.feature_sums(model, client, context)
+            results.append((FeatureSums(computed.sums, computed.counts), memory))
+        return results
 
     def first_aggregate(
         self, state: AnchorState, replies: Mapping[int, FeatureSums], context: RoundContext
@@ -211,42 +203,36 @@ class FedFM(TrainsLocally):
         return self._with_anchors(state, list(replies.values()), context)
 
     def broadcast(self, state: AnchorState, context: RoundContext) -> Message:
-        if context.round == 1 and context.privacy is not None and self.weight > HEAVY:
+        private = context.privacy is not None
+        if context.round == 1 and private and self.weight > LARGEST_PRIVATE_WEIGHT:
             context.note(
                 f"warning: weight = {self.weight:g} pulls features to noisy anchors: on the "
                 "digits at ε = 8, single runs reached 16 % with 50 and 72 % with 0.5, and "
                 "fedavg 84 % (try method.weight=0.5)"
             )
-        classes = context.spec.classes
-        width = _width(context)
-        anchors = state.anchors
-        if anchors is None:
-            anchors = torch.zeros(classes, width, device=context.device)
-        known = state.known
-        if known is None:
-            known = torch.zeros(classes, dtype=torch.bool, device=context.device)
-        return AnchorsDown(state.parameters, 1.0, anchors, known)
+        anchors, has_anchor = state.anchors, state.has_anchor
+        if anchors is None or has_anchor is None:
+            classes, device = context.spec.classes, context.device
+            anchors = torch.zeros(classes, _width(context), device=device)
+            has_anchor = torch.zeros(classes, dtype=torch.bool, device=device)
+        return AnchorsDown(state.parameters, 1.0, anchors, has_anchor)
 
     def task(
         self, client: int, message: AnchorsDown, memory: Memory, context: RoundContext
     ) -> LocalObjective:
-        if not self.weight or context.round < self.start_round or not bool(message.known.any()):
+        started = context.round >= self.start_round and bool(message.has_anchor.any())
+        if not self.weight or not started:
             return LocalObjective()
-        temperature = self.temperature if self.matching == "contrastive" else None
+        temperature = None
+        if self.matching == "contrastive":
+            temperature = self.temperature
 
         def loss(network: nn.Module, x: Tensor, y: Tensor) -> Tensor:
             f = network.embed(x)  # type: ignore[operator]
             logits = network.classifier(f)  # type: ignore[operator]
-            plain = F.cross_entropy(logits, y, reduction="none")
-            apart = anchor_losses(
-                f,
-                y,
-                message.anchors,
-                message.known,
-                temperature=temperature,
-                normalise=self.normalise,
-            )
-            return plain + self.weight * apart
+            cross_entropy = F.cross_entropy(logits, y, reduction="none")
+            q = anchor_losses(f, y, message.anchors, message.has_anchor, temperature=temperature)
+            return cross_entropy + self.weight * q
 
         return LocalObjective(loss=loss)
 
@@ -261,10 +247,7 @@ class FedFM(TrainsLocally):
                 f"must be 1 with differential privacy, and {self.name}'s method.weight above 0: "
                 "anchors are charged in every round",
             )
-        return *super().release_plans(privacy, context), *self._sums_plans(context)
-
-    def _sums_plans(self, context: RoundContext) -> tuple[PrivatePlan, PrivatePlan]:
-        return sums_plans(
+        return *super().release_plans(privacy, context), *sums_plans(
             SUMS,
             "features (anchors)",
             "features f(x) of each example",
@@ -272,31 +255,31 @@ class FedFM(TrainsLocally):
             width=_width(context),
             classes=context.spec.classes,
             noise=self.anchor_noise,
-            phase=MAIN if self.first_upload is None else FIRST,
+            phase=self.sums_phase,
         )
 
     def feature_sums(
-        self, model: nn.Module, clients: ClientGroup, position: int, context: RoundContext
+        self, model: nn.Module, client: ClientGroup, context: RoundContext
     ) -> ClassSums:
-        """Returns the class sums of features of one client of the group under `model`."""
+        """Returns the class sums of features of a client under `model`."""
         embed: Callable[[Tensor], Tensor] = model.embed  # type: ignore[assignment]
-        return class_sums(clients, position, embed, _width(context), SUMS, context)
+        return class_sums(client, embed, _width(context), SUMS, context)
 
     def _with_anchors(
         self, state: AnchorState, sent: Sequence[FeatureSums | ModelAndSums], context: RoundContext
     ) -> AnchorState:
         """Returns the state with this round's anchors; a class that no client of the round has
         keeps its last anchor."""
-        counts = torch.stack([a.counts for a in sent]).sum(dim=0)
-        sums = torch.stack([a.sums for a in sent]).sum(dim=0)
-        # below CLEAR standard deviations of the clients' summed noise a class counts as absent
-        floor = max(1.0, CLEAR * context.noise.get(COUNTS, 0.0) * sqrt(len(sent)))
-        known = counts >= floor
+        counts = torch.stack([upload.counts for upload in sent]).sum(dim=0)
+        sums = torch.stack([upload.sums for upload in sent]).sum(dim=0)
+        noise = context.noise.get(COUNTS, 0.0) * sqrt(len(sent))  # of the clients' sum
+        floor = max(1.0, COUNT_DEVIATIONS * noise)
+        has_anchor = counts >= floor
         anchors = sums / counts.clamp_min(floor)[:, None]
-        if state.known is not None and state.anchors is not None:
-            anchors = torch.where(known[:, None], anchors, state.anchors)
-            known = known | state.known
-        return replace(state, anchors=anchors, known=known)
+        if state.has_anchor is not None and state.anchors is not None:
+            anchors = torch.where(has_anchor[:, None], anchors, state.anchors)
+            has_anchor = has_anchor | state.has_anchor
+        return replace(state, anchors=anchors, has_anchor=has_anchor)
 
 
 @dataclass(frozen=True)
@@ -318,21 +301,21 @@ class FedFMLite(FedFM):
     upload: ClassVar[type[Message]] = ModelAndSums
     first_downlink: ClassVar[type[Message] | None] = None
     first_upload: ClassVar[type[Message] | None] = None
+    sums_phase: ClassVar[str] = MAIN
 
     def first_request(self, state: AnchorState, context: RoundContext) -> Message | None:
         return None
 
-    def complete(
+    def finalize_upload(
         self,
         upload: ModelParameters,
-        clients: ClientGroup,
-        position: int,
+        client: ClientGroup,
         message: AnchorsDown,
         context: RoundContext,
-    ) -> Message:
+    ) -> ModelAndSums:
         trained = context.load(upload.parameters).requires_grad_(False).eval()
-        made = self.feature_sums(trained, clients, position, context)
-        return ModelAndSums(upload.parameters, upload.weight, made.sums, made.counts)
+        computed = self.feature_sums(trained, client, context)
+        return ModelAndSums(upload.parameters, upload.weight, computed.sums, computed.counts)
 
     def combine(
         self, state: AnchorState, uploads: Mapping[int, ModelAndSums], context: RoundContext

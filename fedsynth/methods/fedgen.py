@@ -23,7 +23,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import inf
 from typing import Any, ClassVar
 
 import torch
@@ -48,11 +47,11 @@ from fedsynth.seeding import torch_generator
 from fedsynth.synthesizer.distillation.generator import LatentGenerator, make_latent_generator
 from fedsynth.synthesizer.distillation.losses import diversity_loss
 from fedsynth.training.loop import load_tensors, named_tensors
-from fedsynth.validation import check_embedding, check_ranges
+from fedsynth.validation import check_embedding, in_range
 
 DECAY = 0.98
 POOL = 16  # noise vectors per class
-ASKED = 32  # embeddings per class for a round's facts
+TALLIED = 32  # embeddings per class for a round's facts
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ class GeneratorDown(ModelParameters):
     [C] (bool)."""
 
     generator: Mapping[str, Tensor] = public("sent to clients, never uploaded")
-    known: Tensor = public("sent to clients, never uploaded")
+    seen_classes: Tensor = public("sent to clients, never uploaded")
 
 
 @dataclass(frozen=True)
@@ -72,16 +71,15 @@ class ModelAndCounts(ModelParameters):
 
 
 def ensemble_loss(
-    made_ND: Tensor, labels_N: Tensor, weights_KCD: Tensor, biases_KC: Tensor, shares_CK: Tensor
+    h_ND: Tensor, labels_N: Tensor, weights_KCD: Tensor, biases_KC: Tensor, shares_CK: Tensor
 ) -> Tensor:
     """Returns Σ_k mean_n share[y_n, k]·CE(W_k G_n + b_k, y_n): the classification loss of the
     embeddings, in which each client's classifier is weighted by its share of the class."""
-    logits = torch.einsum("nd,kcd->nkc", made_ND, weights_KCD) + biases_KC
+    logits = torch.einsum("nd,kcd->nkc", h_ND, weights_KCD) + biases_KC
     n, k, c = logits.shape
-    each = F.cross_entropy(
-        logits.reshape(n * k, c), labels_N.repeat_interleave(k), reduction="none"
-    ).view(n, k)
-    return (shares_CK[labels_N] * each).sum(dim=1).mean()
+    labels = labels_N.repeat_interleave(k)
+    losses = F.cross_entropy(logits.reshape(n * k, c), labels, reduction="none").view(n, k)
+    return (shares_CK[labels_N] * losses).sum(dim=1).mean()
 
 
 @dataclass(frozen=True)
@@ -90,11 +88,11 @@ class GeneratorState(AveragingState):
 
     Args:
         learner: the generator and its Adam (`named_tensors`); {}: not trained yet.
-        known: which classes any client has had, bool [C]; None: not known yet.
+        seen_classes: which classes any client has had, bool [C]; None: not known yet.
     """
 
     learner: Mapping[str, Tensor] = field(default_factory=dict)
-    known: Tensor | None = None
+    seen_classes: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -136,53 +134,39 @@ class FedGen(TrainsLocally):
         GENERATOR: released("the server makes the generator from uploaded models", GeneratorFacts),
     }
 
-    alpha: float = 10.0
-    beta: float = 10.0
-    diversity: float = 1.0
-    generator_steps: int = 50
-    generator_batch: int = 32
-    generator_lr: float = 3e-4
-    generator_decay: float = 1e-2
-    noise: int = 32
-    hidden: int = 256
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_ranges(
-            self,
-            alpha=(0, inf),
-            beta=(0, inf),
-            diversity=(0, inf),
-            generator_steps=(1, inf),
-            generator_batch=(2, inf),
-        )
-        check_ranges(
-            self, generator_lr=(0, inf), generator_decay=(0, inf), noise=(1, inf), hidden=(1, inf)
-        )
+    alpha: float = in_range(10.0, 0)
+    beta: float = in_range(10.0, 0)
+    diversity: float = in_range(1.0, 0)
+    generator_steps: int = in_range(50, 1)
+    generator_batch: int = in_range(32, 2)
+    generator_lr: float = in_range(3e-4, 0)
+    generator_decay: float = in_range(1e-2, 0)
+    noise: int = in_range(32, 1)
+    hidden: int = in_range(256, 1)
 
     def check_model(self, model: nn.Module) -> None:
         check_embedding(self.name, model)
         check_learned_embedding(self.name, model)
 
     def check_request(self, message: GeneratorDown, context: RoundContext) -> None:
-        check_tensor("known", message.known, (context.spec.classes,), torch.bool)
+        check_tensor("seen_classes", message.seen_classes, (context.spec.classes,), torch.bool)
         expected = self._generator(context)
         check_named("generator", message.generator, named_tensors({"generator": expected}))
 
     def upload_rules(self, phase: str, client: int, context: RoundContext) -> dict[str, Rule]:
-        least = 0.0 if context.privacy is None else 1.0
-        most = most_examples(client, context)
-        counts = Array((context.spec.classes,), least=least, most=most)
+        lowest = float(context.privacy is not None)  # with differential privacy all are 1
+        highest = most_examples(client, context)
+        counts = Array((context.spec.classes,), least=lowest, most=highest)
         return {**super().upload_rules(phase, client, context), "counts": counts}
 
     def check_upload(
         self, phase: str, upload: ModelAndCounts, client: int, context: RoundContext
     ) -> None:
         total = float(upload.counts.double().sum())
-        most = most_examples(client, context)
-        if context.privacy is None and total > most:
+        size = most_examples(client, context)
+        if context.privacy is None and total > size:
             raise UploadRejectedError(
-                "counts", f"add up to {total:g}, but the client has at most {most:g} examples"
+                "counts", f"add up to {total:g}, but the client has at most {size:g} examples"
             )
         if upload.weight > 0 and total == 0:
             raise UploadRejectedError("counts", f"are zero, but weight is {upload.weight:g}")
@@ -190,48 +174,40 @@ class FedGen(TrainsLocally):
     def broadcast(self, state: GeneratorState, context: RoundContext) -> Message:
         learner = state.learner.items()
         generator = {name: value for name, value in learner if name.startswith("generator.")}
-        known = state.known
-        if known is None:
-            known = torch.zeros(context.spec.classes, dtype=torch.bool, device=context.device)
-        return GeneratorDown(state.parameters, 1.0, generator, known)
+        seen = state.seen_classes
+        if seen is None:
+            seen = torch.zeros(context.spec.classes, dtype=torch.bool, device=context.device)
+        return GeneratorDown(state.parameters, 1.0, generator, seen)
 
     def task(
         self, client: int, message: GeneratorDown, memory: Memory, context: RoundContext
     ) -> LocalObjective:
-        if not message.generator or not bool(message.known.any()):
+        if not message.generator or not bool(message.seen_classes.any()):
             return LocalObjective()
-        generator = self._generator(context).requires_grad_(False)
-        device = context.device
-        load_tensors({"generator": generator}, message.generator)
-        generator.eval()
-        faded = DECAY ** (context.round - 1)
+        generator = self._generator(context, message.generator).requires_grad_(False).eval()
+        seed, number, device = context.seed, context.round, context.device
+        decay = DECAY ** (number - 1)
         classes = context.spec.classes
         labels = torch.arange(classes, device=device).repeat_interleave(POOL)
-        fixed = torch_generator(context.seed, "fedgen pool", context.round, client, device=device)
-        pool = generator(
-            labels, torch.randn(len(labels), self.noise, generator=fixed, device=device)
-        )
-        draws = torch_generator(
-            context.seed, "fedgen embeddings", context.round, client, device=device
-        )
-        there = message.known.to(torch.float32)
+        fixed = torch_generator(seed, "fedgen pool", number, client, device=device)
+        pool = generator(labels, self._noise(labels, fixed))
+        draws = torch_generator(seed, "fedgen embeddings", number, client, device=device)
 
         def penalty(network: nn.Module) -> Tensor:
-            y = torch.multinomial(there, self.generator_batch, replacement=True, generator=draws)
-            made = generator(y, torch.randn(len(y), self.noise, generator=draws, device=device))
-            logits = network.classifier(made)  # type: ignore[operator]
-            return self.alpha * faded * F.cross_entropy(logits, y)
+            y = self._labels(message.seen_classes, draws)
+            h = generator(y, self._noise(y, draws))
+            logits = network.classifier(h)  # type: ignore[operator]
+            return self.alpha * decay * F.cross_entropy(logits, y)
 
         def loss(network: nn.Module, x: Tensor, y: Tensor) -> Tensor:
             logits = network(x)
-            last: Any = network.classifier
-            target = F.linear(pool, last.weight.detach(), last.bias.detach()).softmax(dim=1)
+            linear: Any = network.classifier
+            target = F.linear(pool, linear.weight.detach(), linear.bias.detach()).softmax(dim=1)
             target = target.view(classes, POOL, classes).mean(dim=1)[y]
-            apart = F.kl_div(logits.log_softmax(dim=1), target, reduction="none").sum(dim=1)
-            known = message.known[y]  # the generator knows nothing of a class that no client had
-            return F.cross_entropy(logits, y, reduction="none") + self.beta * faded * torch.where(
-                known, apart, 0.0
-            )
+            kl = F.kl_div(logits.log_softmax(dim=1), target, reduction="none").sum(dim=1)
+            # the generator is not trained on a class that no client had
+            kl = torch.where(message.seen_classes[y], kl, 0.0)
+            return F.cross_entropy(logits, y, reduction="none") + self.beta * decay * kl
 
         return LocalObjective(
             penalty=penalty if self.alpha else None,
@@ -239,17 +215,16 @@ class FedGen(TrainsLocally):
             state={"draws": draws} if self.alpha else {},
         )
 
-    def complete(
+    def finalize_upload(
         self,
         upload: ModelParameters,
-        clients: ClientGroup,
-        position: int,
+        client: ClientGroup,
         message: GeneratorDown,
         context: RoundContext,
-    ) -> Message:
+    ) -> ModelAndCounts:
         counts = torch.ones(context.spec.classes, device=context.device)
-        if isinstance(clients, ExactClientView):
-            labels = clients.labels(clients.examples(position))
+        if isinstance(client, ExactClientView):
+            labels = client.labels(client.examples(0))
             counts = torch.bincount(labels, minlength=context.spec.classes).to(counts.dtype)
         return ModelAndCounts(upload.parameters, upload.weight, counts)
 
@@ -259,8 +234,8 @@ class FedGen(TrainsLocally):
         uploads: Mapping[int, ModelAndCounts],
         context: RoundContext,
     ) -> GeneratorState:
-        learner, known = self._train_generator(state, list(uploads.values()), context)
-        return replace(state, parameters=average(uploads), learner=learner, known=known)
+        learner, seen = self._train_generator(state, list(uploads.values()), context)
+        return replace(state, parameters=average(uploads), learner=learner, seen_classes=seen)
 
     def facts(self, state: GeneratorState, context: RoundContext) -> Mapping[str, Any]:
         """Returns how the new model classifies embeddings of the generator sent to clients.
@@ -269,29 +244,39 @@ class FedGen(TrainsLocally):
         generator comes from the uploaded models.
         """
         facts = super().facts(state, context)
-        if not state.learner or state.known is None:
+        if state.seen_classes is None or not bool(state.seen_classes.any()):
             return facts
-        generator = self._generator(context)
-        device = context.device
-        load_tensors({"generator": generator}, state.learner)
-        asked = state.known.nonzero()[:, 0].repeat_interleave(ASKED)
-        draws = torch_generator(0, "tally of generated embeddings", device=device)
+        generator = self._generator(context, state.learner).eval()
+        labels = state.seen_classes.nonzero()[:, 0].repeat_interleave(TALLIED)
+        draws = torch_generator(0, "tally of generated embeddings", device=context.device)
         with torch.no_grad():
-            noise = torch.randn(len(asked), self.noise, generator=draws, device=device)
-            made = generator.eval()(asked, noise)
-            scores = context.load(state.parameters).classifier(made)  # type: ignore[operator]
-        return {**facts, GENERATOR: describe(tally(scores, asked))} if len(asked) else facts
+            h = generator(labels, self._noise(labels, draws))
+            logits = context.load(state.parameters).classifier(h)  # type: ignore[operator]
+        return {**facts, GENERATOR: describe(tally(logits, labels))}
 
-    def _generator(self, context: RoundContext) -> LatentGenerator:
-        last: Any = context.architecture.classifier
-        made = make_latent_generator(
-            context.spec.classes,
-            last.in_features,
-            context.seed,
-            noise=self.noise,
-            hidden=self.hidden,
+    def _generator(
+        self, context: RoundContext, learner: Mapping[str, Tensor] | None = None
+    ) -> LatentGenerator:
+        """Returns a fresh generator, or the one of these tensors."""
+        classifier: Any = context.architecture.classifier
+        sizes = context.spec.classes, classifier.in_features
+        generator = make_latent_generator(
+            *sizes, context.seed, noise=self.noise, hidden=self.hidden
+        ).to(context.device)
+        if learner:
+            load_tensors({"generator": generator}, learner)
+        return generator
+
+    def _noise(self, labels_N: Tensor, generator: torch.Generator) -> Tensor:
+        """Draws the noise ε of embeddings, [N, noise]."""
+        return torch.randn(len(labels_N), self.noise, generator=generator, device=labels_N.device)
+
+    def _labels(self, classes_C: Tensor, generator: torch.Generator) -> Tensor:
+        """Draws a batch of labels, uniformly from these classes (bool)."""
+        weights = classes_C.to(torch.float32)
+        return torch.multinomial(
+            weights, self.generator_batch, replacement=True, generator=generator
         )
-        return made.to(context.device)
 
     def _train_generator(
         self, state: GeneratorState, sent: Sequence[ModelAndCounts], context: RoundContext
@@ -299,31 +284,29 @@ class FedGen(TrainsLocally):
         """Returns the generator and its Adam after this round, and which classes any client has had
         so far."""
         generator = self._generator(context).train()
-        device = context.device
         rate = self.generator_lr * DECAY ** (context.round - 1)
         adam = torch.optim.Adam(generator.parameters(), rate, weight_decay=self.generator_decay)
         if state.learner:
             load_tensors({"generator": generator, "adam": adam}, state.learner)
-        models = [context.load(u.parameters).classifier for u in sent]
-        weights, biases = (
-            torch.stack([getattr(m, name).detach() for m in models]) for name in ("weight", "bias")
-        )
+        classifiers: list[Any] = [context.load(u.parameters).classifier for u in sent]
+        weights = torch.stack([classifier.weight.detach() for classifier in classifiers])
+        biases = torch.stack([classifier.bias.detach() for classifier in classifiers])
         counts = torch.stack([u.counts for u in sent], dim=1)
         shares = counts / counts.sum(dim=1, keepdim=True).clamp_min(1)
-        here = counts.sum(dim=1) > 0
-        draws = torch_generator(context.seed, "fedgen training", context.round, device=device)
-        state_of_loop = {"generator": generator, "adam": adam, "draws": draws}
-        for _ in context.server_loop("generator", self.generator_steps, state_of_loop):
-            y = torch.multinomial(
-                here.to(torch.float32), self.generator_batch, replacement=True, generator=draws
-            )
-            noise = torch.randn(len(y), self.noise, generator=draws, device=device)
+        present = counts.sum(dim=1) > 0
+        seed, number = context.seed, context.round
+        draws = torch_generator(seed, "fedgen training", number, device=context.device)
+        loop_state = {"generator": generator, "adam": adam, "draws": draws}
+        for _ in context.server_loop("generator", self.generator_steps, loop_state):
+            y = self._labels(present, draws)
+            noise = self._noise(y, draws)
+            h = generator(y, noise)
+            loss = ensemble_loss(h, y, weights, biases, shares)
+            loss = loss + self.diversity * diversity_loss(noise, h)
             adam.zero_grad()
-            made = generator(y, noise)
-            total = ensemble_loss(
-                made, y, weights, biases, shares
-            ) + self.diversity * diversity_loss(noise, made)
-            total.backward()
+            loss.backward()
             adam.step()
-        known = here if state.known is None else here | state.known
-        return named_tensors({"generator": generator, "adam": adam}), known
+        seen = present
+        if state.seen_classes is not None:
+            seen = present | state.seen_classes
+        return named_tensors({"generator": generator, "adam": adam}), seen

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from math import inf
 from typing import ClassVar
 
 import torch
@@ -28,7 +27,7 @@ from fedsynth.methods.shared.client_training import LocalObjective
 from fedsynth.methods.shared.local import TrainsLocally
 from fedsynth.privacy.dpsgd import cross_entropies
 from fedsynth.privacy.requests import check_named
-from fedsynth.validation import check_ranges
+from fedsynth.validation import in_range
 
 
 @dataclass(frozen=True)
@@ -66,23 +65,18 @@ class FedGKD(TrainsLocally):
     state: ClassVar[type[ServerState]] = PastState
     reference: ClassVar[str] = "Yao et al. 2021, FedGKD, arXiv 2107.00051"
 
-    gamma: float = 0.2
-    buffer: int = 5
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_ranges(self, gamma=(0, inf), buffer=(1, inf))
+    gamma: float = in_range(0.2, 0)
+    buffer: int = in_range(5, 1)
 
     def check_request(self, message: TeacherDown, context: RoundContext) -> None:
         check_named("teacher", message.teacher, context.architecture.state_dict())
 
     def broadcast(self, state: PastState, context: RoundContext) -> Message:
-        floats = {
-            name: value.double().mean(dim=0).to(value.dtype)
-            for name, value in state.past.items()
-            if value.is_floating_point()
-        }
-        return TeacherDown(state.parameters, 1.0, {**state.parameters, **floats})
+        teacher = dict(state.parameters)
+        for name, values in state.past.items():
+            if values.is_floating_point():
+                teacher[name] = values.double().mean(dim=0).to(values.dtype)
+        return TeacherDown(state.parameters, 1.0, teacher)
 
     def task(
         self, client: int, message: TeacherDown, memory: Memory, context: RoundContext
@@ -93,19 +87,18 @@ class FedGKD(TrainsLocally):
             logits = network(x)
             with torch.no_grad():
                 target = teacher(x).log_softmax(dim=1)
-            apart = F.kl_div(
-                logits.log_softmax(dim=1), target, log_target=True, reduction="none"
-            ).sum(dim=1)
-            return F.cross_entropy(logits, y, reduction="none") + self.gamma / 2 * apart
+            log_p = logits.log_softmax(dim=1)
+            kl = F.kl_div(log_p, target, log_target=True, reduction="none").sum(dim=1)
+            return F.cross_entropy(logits, y, reduction="none") + self.gamma / 2 * kl
 
         return LocalObjective(loss=loss if self.gamma else cross_entropies)
 
     def combine(
         self, state: PastState, uploads: Mapping[int, ModelParameters], context: RoundContext
     ) -> PastState:
-        made = average(uploads)
+        parameters = average(uploads)
         past: dict[str, Tensor] = {}
-        for name, value in made.items():
-            before = state.past.get(name, state.parameters[name][None])
-            past[name] = torch.cat([before, value[None]])[-self.buffer :]
-        return replace(state, parameters=made, past=past)
+        for name, value in parameters.items():
+            values = state.past.get(name, state.parameters[name][None])
+            past[name] = torch.cat([values, value[None]])[-self.buffer :]
+        return replace(state, parameters=parameters, past=past)

@@ -1,5 +1,9 @@
 """FedHydra: one-shot distillation in which each client's model is weighted by the classes that it
-knows (stratified aggregation).
+knows (stratified aggregation; Bai et al., A Unified Solution to Diverse Heterogeneities in One-shot
+Federated Learning).
+
+Client (Algorithm 1, lines 4 to 7): trains the server's initial model, or its own architecture's, by
+SGD on the cross-entropy of its data, as in FedAvg, and uploads it once. It computes nothing else.
 
 Server (Algorithm 1): model stratification measures how well each client's model can teach each
 class, U [C, m] (Eqs. 1 to 3); its rows and columns, normalised, weigh clients for a class and
@@ -14,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import inf
 from typing import ClassVar
 
 import torch
@@ -35,7 +38,7 @@ from fedsynth.synthesizer.distillation.stratification import (
     stratified_probabilities,
     stratified_weights,
 )
-from fedsynth.validation import check_choices, check_ranges
+from fedsynth.validation import in_range, one_of
 
 
 @dataclass(frozen=True)
@@ -76,37 +79,21 @@ class FedHydra(DataFreeEnsembleDistillation):
         "generated images"
     )
     reference: ClassVar[str] = (
-        "FedHydra (one-shot, stratified aggregation), Eqs. 2 to 19 of its paper"
+        "Bai et al., FedHydra: A Unified Solution to Diverse Heterogeneities in One-shot "
+        "Federated Learning, Eqs. 2 to 19"
     )
     presets: ClassVar[Presets] = {
         "digits": {"stratification_steps": 15, "stratification_batch": 16}
     }
 
-    aggregation: str = "stratified"
-    columns: str = "in-place"
-    outputs: str = "logits"
-    lessons: str = "ensemble"
-    stratification_steps: int = 30
-    stratification_batch: int = 32
-    stratification_lr: float = 1e-2
-    stratification_floor: float = 1e-3
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_choices(
-            self,
-            aggregation=("stratified", "clients", "average"),
-            columns=("in-place", "raw"),
-            outputs=("logits", "probabilities"),
-            lessons=("ensemble", "average"),
-        )
-        check_ranges(
-            self,
-            stratification_steps=(2, inf),
-            stratification_batch=(2, inf),
-            stratification_lr=(0, inf),
-        )
-        check_ranges(self, stratification_floor=(1e-12, inf))
+    aggregation: str = one_of("stratified", "clients", "average")
+    columns: str = one_of("in-place", "raw")
+    outputs: str = one_of("logits", "probabilities")
+    lessons: str = one_of("ensemble", "average")
+    stratification_steps: int = in_range(30, 2)
+    stratification_batch: int = in_range(32, 2)
+    stratification_lr: float = in_range(1e-2, 0)
+    stratification_floor: float = in_range(1e-3, 1e-12)
 
     def distil(
         self, models: Sequence[nn.Module], student: nn.Module, context: RoundContext
@@ -114,6 +101,9 @@ class FedHydra(DataFreeEnsembleDistillation):
         """The server's part of Algorithm 1: lines 9 to 25."""
         U = guidance(self.pair_losses(models, context), self.stratification_floor)  # Eqs. 1 to 3
         U_r, U_c = stratified_weights(U, in_place=self.columns == "in-place")  # Eqs. 4 to 7
+        targets = None  # P
+        if self.lessons == "average":
+            targets = average_of_logits
         training = OneShotDistillation(
             self,
             models,
@@ -122,7 +112,7 @@ class FedHydra(DataFreeEnsembleDistillation):
             context.spec,
             context.seed,
             context.round,
-            targets=average_of_logits if self.lessons == "average" else None,
+            targets=targets,
             precision=context.precision,
         )
         for epoch in context.server_loop("distillation", self.server_epochs, training.state):
@@ -153,7 +143,9 @@ class FedHydra(DataFreeEnsembleDistillation):
             return average_of_logits
         if self.aggregation == "clients":
             U_c = torch.ones_like(U_c)
-        weigh = stratified_aggregation if self.outputs == "logits" else stratified_probabilities
+        weigh = stratified_aggregation
+        if self.outputs == "probabilities":
+            weigh = stratified_probabilities
         return partial(weigh, by_class_CM=U_r, by_client_CM=U_c)
 
     def artefacts(self, state: EnsembleState) -> Mapping[str, Tensor]:

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import inf
 from typing import Any, ClassVar
 
 import torch
@@ -38,7 +37,7 @@ from fedsynth.evaluation.generated import (
     generator_tally,
 )
 from fedsynth.evaluation.generated import average as average_facts
-from fedsynth.methods.shared.aggregation import AveragingState, average, cached
+from fedsynth.methods.shared.aggregation import AveragingState, average, update_cache
 from fedsynth.methods.shared.client_training import LocalObjective, plain_upload
 from fedsynth.methods.shared.local import TrainsLocally
 from fedsynth.methods.shared.robust import counted_uploads
@@ -49,7 +48,7 @@ from fedsynth.seeding import torch_generator
 from fedsynth.synthesizer.distillation.generator import descend, make_generator
 from fedsynth.synthesizer.distillation.losses import distillation_loss, generator_loss
 from fedsynth.training.loop import load_tensors, named_tensors
-from fedsynth.validation import check_choices, check_embedding, check_ranges
+from fedsynth.validation import check_embedding, in_range, one_of
 
 TALLY = "tally"
 """The memory's key for the tally of generated images, from the client's last training."""
@@ -117,34 +116,16 @@ class FedKF(TrainsLocally):
     batch: int = 64
     momentum: float = 0.0
     final: str = "oca"
-    teacher: str = "oca"
-    distillation: float = 1.0
-    one_hot_weight: float = 0.1
-    activation_weight: float = 0.1
+    teacher: str = one_of("oca", "aca")
+    distillation: float = in_range(1.0, 0)
+    one_hot_weight: float = in_range(0.1, 0)
+    activation_weight: float = in_range(0.1, 0)
     use_kl: bool = False
-    generator_lr: float = 1e-3
-    generator_batch: int = 64
-    latent: int = 100
-    generator_width: int = 64
-    plain_rounds: int = 1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_choices(self, teacher=("oca", "aca"))
-        check_ranges(
-            self,
-            distillation=(0, inf),
-            one_hot_weight=(0, inf),
-            activation_weight=(0, inf),
-            generator_lr=(0, inf),
-        )
-        check_ranges(
-            self,
-            generator_batch=(2, inf),
-            latent=(1, inf),
-            generator_width=(1, inf),
-            plain_rounds=(0, inf),
-        )
+    generator_lr: float = in_range(1e-3, 0)
+    generator_batch: int = in_range(64, 2)
+    latent: int = in_range(100, 1)
+    generator_width: int = in_range(64, 1)
+    plain_rounds: int = in_range(1, 0)
 
     def check_model(self, model: nn.Module) -> None:
         check_embedding(self.name, model)
@@ -163,7 +144,7 @@ class FedKF(TrainsLocally):
         if not active:
             return state
         aca = replace(state, parameters=average(active))  # w^t
-        return cached(aca, state, uploads, context, everybody=self.oca == "all")  # ŵ_k, ŵ^t
+        return update_cache(aca, state, uploads, context, all_slots=self.oca == "all")  # ŵ_k, ŵ^t
 
     def broadcast(self, state: AveragingState, context: RoundContext) -> Message:
         teacher = state.overall if self.teacher == "oca" else {}
@@ -175,27 +156,28 @@ class FedKF(TrainsLocally):
         """T2, Algorithm 1's ClientUpdate: SGD on L_CE, with these additions to each step."""
         if context.round <= self.plain_rounds or self.distillation == 0:
             return LocalObjective(
-                finish=lambda model, trained: (plain_upload(model, trained)[0], memory)
+                make_upload=lambda w_k, trained: (plain_upload(w_k, trained)[0], memory)
             )
         fusion = KnowledgeFusion(self, client, message, memory, context)
         return LocalObjective(
             before_step=fusion.train_generator,  # θ_k ← θ_k − β·∇L_G (Eq. 5)
             penalty=lambda w_k: self.distillation * fusion.loss(w_k),  # γ·L_KL (Eqs. 6 and 8)
             state=fusion.state,
-            finish=lambda model, trained: (
-                plain_upload(model, trained)[0],
-                fusion.memory(),
-            ),
+            make_upload=lambda w_k, trained: (plain_upload(w_k, trained)[0], fusion.memory()),
         )
 
     def client_metrics(self, memory: Memory, context: RoundContext) -> Mapping[str, Any]:
         """Returns the facts of the client's generator, if it has one."""
-        return {GENERATOR: describe(memory[TALLY])} if TALLY in memory else {}
+        if TALLY not in memory:
+            return {}
+        return {GENERATOR: describe(memory[TALLY])}
 
     def aggregate_metrics(self, facts: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
         """Averages the facts over the round's clients that have a generator."""
-        merged = average_facts([one[GENERATOR] for one in facts if GENERATOR in one])
-        return {GENERATOR: merged} if merged else {}
+        generators = [client_facts[GENERATOR] for client_facts in facts if client_facts]
+        if not generators:
+            return {}
+        return {GENERATOR: average_facts(generators)}
 
 
 class KnowledgeFusion:
@@ -213,27 +195,24 @@ class KnowledgeFusion:
         memory: Memory,
         context: RoundContext,
     ) -> None:
-        device = context.device
+        seed, device = context.seed, context.device
         self._method = method
         self._precision = context.precision
         self._teacher: Any = context.load(message.teacher or message.parameters)
         self._teacher.requires_grad_(False).eval()
         # the same initial θ for all clients, as in Algorithm 1
-        self._generator = (
-            make_generator(
-                context.spec, context.seed, latent=method.latent, width=method.generator_width
-            )
-            .to(device)
-            .train()
+        generator = make_generator(
+            context.spec, seed, latent=method.latent, width=method.generator_width
         )
+        self._generator = generator.to(device).train()
         self._adam = torch.optim.Adam(self._generator.parameters(), method.generator_lr)
         self._draws = torch_generator(
-            context.seed, "distillation noise", context.round, client, device=device
+            seed, "distillation noise", context.round, client, device=device
         )
-        self._kept = {"generator": self._generator, "adam": self._adam}
-        self.state = {**self._kept, "draws": self._draws}
+        self._learner = {"generator": self._generator, "adam": self._adam}
+        self.state = {**self._learner, "draws": self._draws}
         if memory:
-            load_tensors(self._kept, memory)
+            load_tensors(self._learner, memory)
 
     def train_generator(self, w_k: nn.Module) -> None:
         """Takes one step of the generator down L_G (Eqs. 2 to 5), and generates images from the
@@ -260,16 +239,16 @@ class KnowledgeFusion:
         with torch.no_grad():
             with mixed(z.device, self._precision):
                 self._images = widened(self._generator.normalised(z))
-            self._answer = self._logits(self._teacher, self._images)
+            self._teacher_logits = self._logits(self._teacher, self._images)
 
     def loss(self, w_k: nn.Module) -> Tensor:
         """Returns L_KL = KL(ŵ(x) ‖ w_k(x)) on the last generated images x (Eq. 6)."""
-        return distillation_loss(self._answer, self._logits(w_k, self._images))
+        return distillation_loss(self._teacher_logits, self._logits(w_k, self._images))
 
     def memory(self) -> Memory:
         """Returns the generator, its Adam, and the tally of its images."""
         tally = generator_tally(self._teacher, self._generator)
-        return {**named_tensors(self._kept), TALLY: tally}
+        return {**named_tensors(self._learner), TALLY: tally}
 
     def _logits(self, model: nn.Module, x: Tensor) -> Tensor:
         with mixed(x.device, self._precision):

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+import torch
 from torch import nn
 
 from fedsynth.core.context import RoundContext
@@ -58,21 +59,20 @@ class FedNova(TrainsLocally):
     def task(
         self, client: int, message: ModelParameters, memory: Memory, context: RoundContext
     ) -> LocalObjective:
-        def finish(model: nn.Module, trained: Trained) -> tuple[Message, Memory]:
-            return NormalisedModel(
-                model.state_dict(), trained.weight, reach(trained.steps, self.momentum)
-            ), {}
+        def make_upload(model: nn.Module, trained: Trained) -> tuple[Message, Memory]:
+            norm = update_norm(trained.steps, self.momentum)
+            return NormalisedModel(model.state_dict(), trained.weight, norm), {}
 
-        return LocalObjective(finish=finish)
+        return LocalObjective(make_upload=make_upload)
 
     def upload_rules(self, phase: str, client: int, context: RoundContext) -> dict[str, Rule]:
-        most = reach(self.most_steps(client, context), self.momentum) * (1 + 1e-9)
-        return {**super().upload_rules(phase, client, context), "norm": Number(most=most)}
+        largest = update_norm(self.most_steps(client, context), self.momentum) * (1 + 1e-9)
+        return {**super().upload_rules(phase, client, context), "norm": Number(most=largest)}
 
     def check_upload(
         self, phase: str, upload: NormalisedModel, client: int, context: RoundContext
     ) -> None:
-        if upload.weight > 0 and upload.norm < reach(1, self.momentum) * (1 - 1e-9):
+        if upload.weight > 0 and upload.norm < update_norm(1, self.momentum) * (1 - 1e-9):
             raise UploadRejectedError(
                 "norm", f"is {upload.norm:g}, but must be at least 1, the norm of one step"
             )
@@ -80,24 +80,22 @@ class FedNova(TrainsLocally):
     def combine(
         self, state: AveragingState, uploads: Mapping[int, NormalisedModel], context: RoundContext
     ) -> AveragingState:
-        sent = uploads.values()
-        made = average(uploads)
-        total = sum(u.weight for u in sent)
-        effective = sum(u.weight / total * u.norm for u in sent)
+        parameters = average(uploads)
+        n = sum(u.weight for u in uploads.values())
+        tau = sum(u.weight / n * u.norm for u in uploads.values())  # τ_eff
         for name in trainable(context):
-            old = state.parameters[name]
-            step = sum(
-                (u.weight / total / u.norm * (old - u.parameters[name]).double() for u in sent),
-                start=old.double() * 0,
-            )
-            made[name] = (old.double() - effective * step).to(old.dtype)
-        return replace(state, parameters=made)
+            w_t = state.parameters[name]
+            step = torch.zeros_like(w_t, dtype=torch.float64)
+            for u in uploads.values():
+                step += u.weight / n / u.norm * (w_t - u.parameters[name]).double()
+            parameters[name] = (w_t.double() - tau * step).to(w_t.dtype)
+        return replace(state, parameters=parameters)
 
 
-def reach(steps: int, momentum: float) -> float:
+def update_norm(steps: int, momentum: float) -> float:
     """Returns ‖a_k‖₁ of `steps` steps of SGD with momentum.
 
-    >>> reach(3, 0.0), reach(2, 0.5)
+    >>> update_norm(3, 0.0), update_norm(2, 0.5)
     (3.0, 2.5)
     """
     if momentum == 0:

@@ -104,15 +104,16 @@ class FedStats(PlansStatistics):
             return pixel_rows(u_ND, labels_N, context.spec.classes)
 
         sums = self._sums(CENTRE, features, rows, clients)
-        small = torch.zeros(len(sums), 0, device=sums.device)
-        spread = small
-        if self.picture_share(context.spec):
+        small = covariances = torch.zeros(len(sums), 0, device=sums.device)
+        if self.releases_pictures(context.spec):
             small = self._sums(PIXELS, low_pass(context.spec.image_shape), pictures, clients)
         if self.has_covariances(context.privacy, context.spec):
-            spread = self._sums(COVARIANCES, features, products, clients)
-        each = zip(sums.unbind(), small.unbind(), spread.unbind(), strict=True)
-        sent = [CentreSums(*(own.clone() for own in three)) for three in each]
-        return list(zip(sent, memories, strict=True))
+            covariances = self._sums(COVARIANCES, features, products, clients)
+        results: Results = []
+        for k, memory in enumerate(memories):
+            upload = CentreSums(sums[k].clone(), small[k].clone(), covariances[k].clone())
+            results.append((upload, memory))
+        return results
 
     def _with_centre(
         self, state: FedStatsState, total: CentreSums, clients: int, context: RoundContext
@@ -127,7 +128,7 @@ class FedStats(PlansStatistics):
             noise = pool.deviation / pool.records
             roots = released_roots(second, centre, noise, self.map_of(context.spec))
             state = _with_parameters(state, roots)
-        if not self.picture_share(context.spec):
+        if not self.releases_pictures(context.spec):
             return state
         small = self.pooled(total.pictures, clients, PIXELS, context)
         width = low_pass(context.spec.image_shape).dimension
@@ -158,8 +159,8 @@ class FedStats(PlansStatistics):
 
         name = MOMENTS if context.round == 1 else STEP
         sums = self._sums(name, features, rows, clients, embedding)
-        each = zip(sums.unbind(), memories, strict=True)
-        return [(StatisticSums(own.clone()), memory) for own, memory in each]
+        results = zip(sums, memories, strict=True)
+        return [(StatisticSums(client_sums.clone()), memory) for client_sums, memory in results]
 
     def from_sum(
         self,
@@ -170,7 +171,7 @@ class FedStats(PlansStatistics):
         context: RoundContext,
     ) -> FedStatsState:
         """Returns the state with the centre; after the closed form, in round 1; or after a step."""
-        if not self.enough(clients, context):
+        if not self.has_enough_noise(clients, context):
             return state
         if phase == FIRST:
             return self._with_centre(state, total, clients, context)

@@ -98,8 +98,8 @@ class FedSum(SumsFeatures):
             sums.append(centred_sums(clients, charged, u_m, s_m))
             context.report("sums", m + 1, self.networks)
         counts = class_counts(clients)
-        each = zip(torch.stack(sums, dim=1), counts, memories, strict=True)
-        return [(NetworkSums(R.clone(), n.clone()), memory) for R, n, memory in each]
+        results = zip(torch.stack(sums, dim=1), counts, memories, strict=True)
+        return [(NetworkSums(R.clone(), n.clone()), memory) for R, n, memory in results]
 
     # ----------------------------------------------------------------------------------- the server
 
@@ -112,24 +112,24 @@ class FedSum(SumsFeatures):
         context: RoundContext,
     ) -> CondensedState:
         """Condenses one set S towards the pooled class means, and trains on it."""
-        if not self.enough(clients, context):
+        if not self.has_enough_noise(clients, context):
             return state
         S = self._by_class(self._images(state, context), context).clone()
         w_r = context.load(state.parameters).requires_grad_(False).eval()
         maps = self._feature_maps(w_r, context)
         s = torch.stack([frozen_means(next(maps), S) for _ in range(self.networks)])
         floor = self._floor(clients, context)
-        kept = total.counts >= floor
+        condensed = total.counts >= floor
         # target_{m,c} = s_{m,c} + Σ_k R_{k,m,c} / n_c: the class means of all clients' data
         targets = s + (total.sums / total.counts.clamp_min(floor)[:, None]).float()
         velocity = torch.zeros_like(S)
         for t in range(self.iterations):  # S ← S − η_c ∇_S Σ_c ‖mean_{S_c} u_m − target_{m,c}‖²
             target = targets[t % self.networks]
-            gradient = matching_gradient(next(maps), S, target, kept.to(target.dtype))
+            gradient = matching_gradient(next(maps), S, target, condensed.to(target.dtype))
             velocity.mul_(self.image_momentum).add_(gradient)
             S.add_(velocity, alpha=-self.image_lr)
             context.report("condense", t + 1, self.iterations)
-        state = replace(state, images=S.flatten(0, 1), kept=kept)
+        state = replace(state, images=S.flatten(0, 1), condensed=condensed)
         w = context.load(state.parameters)
         sgd = self.union_sgd()
         if self.perturbation == FRESH:
@@ -138,15 +138,17 @@ class FedSum(SumsFeatures):
         return replace(state, parameters=w.state_dict())
 
     def facts(self, state: CondensedState, context: RoundContext) -> Mapping[str, Any]:
-        return {"condensed_classes": 0 if state.kept is None else int(state.kept.sum())}
+        if state.condensed is None:
+            return {"condensed_classes": 0}
+        return {"condensed_classes": int(state.condensed.sum())}
 
     def synthetic(
         self, state: CondensedState, context: RoundContext
     ) -> tuple[Tensor, Tensor] | None:
         if state.images is None:
             return None
-        made = self._set(state, context)
-        return made.images, made.labels
+        S = self._set(state, context)
+        return S.images, S.labels
 
     @property
     def plans_images(self) -> bool:
@@ -158,10 +160,10 @@ class FedSum(SumsFeatures):
     def _floor(self, clients: int, context: RoundContext) -> float:
         """Returns the least pooled count with which a class is used."""
         noise = 2 * self.pooled_deviation(COUNTS, clients, context)
-        rate = 1.0
+        rate = None
         if context.privacy is not None:
-            rate = context.privacy.sample_rate or 1.0
-        return max(1.0, self.min_examples * rate, noise)
+            rate = context.privacy.sample_rate
+        return max(1.0, self.min_examples * (rate or 1.0), noise)
 
     def _feature_maps(self, w_r: nn.Module, context: RoundContext) -> Iterator[NetworkFeatures]:
         """Yields u_1, …, u_M, u_1, …: of the round's networks, which are the same for all parties.
@@ -204,12 +206,12 @@ class FedSum(SumsFeatures):
 
     def _set(self, state: CondensedState, context: RoundContext) -> SyntheticSet:
         """Returns the images of the classes with enough data."""
-        if state.images is None or state.kept is None:
+        if state.images is None or state.condensed is None:
             raise ValueError("no round has produced images yet")
         labels = torch.arange(context.spec.classes, device=context.device)
         labels = labels.repeat_interleave(self.ipc)
-        where = state.kept[labels]
-        return SyntheticSet(state.images[where], labels[where])
+        condensed = state.condensed[labels]
+        return SyntheticSet(state.images[condensed], labels[condensed])
 
 
 def centred_sums(
@@ -237,8 +239,8 @@ def centred_sums(
         for part in clients.examples(k).split(chunk(s_CD.device)):
             if len(part):
                 labels = clients.labels(part)
-                apart = (u.real(clients.images(part), labels) - s_CD[labels]).double()
-                sums[k] += F.one_hot(labels, classes).to(apart.dtype).T @ apart
+                centred = (u.real(clients.images(part), labels) - s_CD[labels]).double()
+                sums[k] += F.one_hot(labels, classes).to(centred.dtype).T @ centred
     return sums.float()
 
 
@@ -250,5 +252,8 @@ def class_counts(clients: ClientGroup) -> Tensor:
             clients.series(COUNTS), lambda x_NCHW, segment_N: x_NCHW.new_ones(len(x_NCHW), 1)
         )
         return ones.view(len(clients.ids), classes)
-    labels = [clients.labels(clients.examples(k)) for k in range(len(clients.ids))]
-    return torch.stack([F.one_hot(own, classes).sum(dim=0).float() for own in labels])
+    counts = torch.zeros(len(clients.ids), classes, device=clients.data.labels.device)
+    for k in range(len(clients.ids)):
+        labels = clients.labels(clients.examples(k))
+        counts[k] = F.one_hot(labels, classes).sum(dim=0)
+    return counts

@@ -13,7 +13,6 @@ charges it like any other.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import inf
 from typing import ClassVar
 
 import torch
@@ -26,15 +25,14 @@ from fedsynth.core.method import Memory
 from fedsynth.methods.shared.client_training import LocalObjective, Trained
 from fedsynth.methods.shared.local import TrainsLocally
 from fedsynth.models.on_features import check_learned_embedding
-from fedsynth.validation import check_embedding, check_ranges
+from fedsynth.validation import check_embedding, in_range
 
 
 def contrastive(z: Tensor, z_global: Tensor, z_previous: Tensor, temperature: float) -> Tensor:
     """Returns ℓ_con of each example [N] (Eq. 3), from representations [N, D]."""
-    near, far = (
-        F.cosine_similarity(z, other, dim=1) / temperature for other in (z_global, z_previous)
-    )
-    return torch.logaddexp(near, far) - near
+    to_global = F.cosine_similarity(z, z_global, dim=1) / temperature
+    to_previous = F.cosine_similarity(z, z_previous, dim=1) / temperature
+    return torch.logaddexp(to_global, to_previous) - to_global
 
 
 @dataclass(frozen=True)
@@ -62,12 +60,8 @@ class Moon(TrainsLocally):
     )
     reference: ClassVar[str] = "Li, He and Song 2021, MOON, arXiv 2103.16257"
 
-    mu: float = 1.0
-    temperature: float = 0.5
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_ranges(self, mu=(0, inf), temperature=(1e-6, inf))
+    mu: float = in_range(1.0, 0)
+    temperature: float = in_range(0.5, 1e-6)
 
     def check_model(self, model: nn.Module) -> None:
         check_embedding(self.name, model)
@@ -76,19 +70,22 @@ class Moon(TrainsLocally):
     def task(
         self, client: int, message: ModelParameters, memory: Memory, context: RoundContext
     ) -> LocalObjective:
-        whole = context.load(message.parameters).requires_grad_(False).eval()
-        last = context.load(memory or message.parameters).requires_grad_(False).eval()
+        global_model = context.load(message.parameters).requires_grad_(False).eval()
+        previous = context.load(memory or message.parameters).requires_grad_(False).eval()
 
         def loss(network: nn.Module, x: Tensor, y: Tensor) -> Tensor:
             z = network.embed(x)  # type: ignore[operator]
             with torch.no_grad():
-                z_global, z_previous = whole.embed(x), last.embed(x)  # type: ignore[operator]
+                z_global = global_model.embed(x)  # type: ignore[operator]
+                z_previous = previous.embed(x)  # type: ignore[operator]
             logits = network.classifier(z)  # type: ignore[operator]
-            plain = F.cross_entropy(logits, y, reduction="none")
-            return plain + self.mu * contrastive(z, z_global, z_previous, self.temperature)
+            cross_entropy = F.cross_entropy(logits, y, reduction="none")
+            return cross_entropy + self.mu * contrastive(z, z_global, z_previous, self.temperature)
 
-        def finish(model: nn.Module, trained: Trained) -> tuple[Message, Memory]:
+        def make_upload(model: nn.Module, trained: Trained) -> tuple[Message, Memory]:
             parameters = {name: value.clone() for name, value in model.state_dict().items()}
             return ModelParameters(model.state_dict(), trained.weight), parameters
 
-        return LocalObjective(loss=loss if self.mu else None, finish=finish)
+        if not self.mu:
+            return LocalObjective(make_upload=make_upload)
+        return LocalObjective(loss=loss, make_upload=make_upload)

@@ -9,17 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from math import inf
 from typing import ClassVar
 
-from fedsynth.core.client import ClientGroup, ExactClientView
+import torch
+from torch import Tensor
+
+from fedsynth.core.client import ExactClientView
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters, unprotected
 from fedsynth.core.uploads import Number, Rule
 from fedsynth.methods.shared.aggregation import AveragingState, average, trainable
 from fedsynth.methods.shared.client_training import mean_loss
 from fedsynth.methods.shared.local import TrainsLocally
-from fedsynth.validation import check_ranges
+from fedsynth.validation import in_range
 
 TINY = 1e-10  # the public code's guard of F_k
 
@@ -63,24 +65,18 @@ class QFFL(TrainsLocally):
     )
 
     momentum: float = 0.0
-    q: float = 1e-4
+    lr: float = in_range(0.01, 1e-12)
+    q: float = in_range(1e-4, 0)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_ranges(self, q=(0, inf), lr=(1e-12, inf))
-
-    def complete(
+    def finalize_upload(
         self,
         upload: ModelParameters,
-        clients: ClientGroup,
-        position: int,
+        client: ExactClientView,
         message: ModelParameters,
         context: RoundContext,
-    ) -> Message:
-        if not isinstance(clients, ExactClientView):
-            raise TypeError(self.refusal)
-        model = context.load(message.parameters).eval()
-        return FairModel(upload.parameters, upload.weight, mean_loss(model, clients, position))
+    ) -> FairModel:
+        w_t = context.load(message.parameters).eval()
+        return FairModel(upload.parameters, upload.weight, mean_loss(w_t, client))
 
     def upload_rules(self, phase: str, client: int, context: RoundContext) -> dict[str, Rule]:
         return {**super().upload_rules(phase, client, context), "loss": Number()}
@@ -88,28 +84,23 @@ class QFFL(TrainsLocally):
     def combine(
         self, state: AveragingState, uploads: Mapping[int, FairModel], context: RoundContext
     ) -> AveragingState:
-        sent = list(uploads.values())
-        names = trainable(context)
         lipschitz = 1 / self.lr
-        made = average(uploads, even=True)
-        steps = [
-            {n: lipschitz * (state.parameters[n] - u.parameters[n]).double() for n in names}
-            for u in sent
-        ]
-        losses = [u.loss + TINY for u in sent]
         # dividing by the largest loss cancels out, and avoids overflow
-        powers = [(loss / max(losses)) ** self.q for loss in losses]
-        norms = [float(sum(value.square().sum() for value in step.values())) for step in steps]
-        total = sum(
-            power * (self.q / loss * norm + lipschitz)
-            for loss, norm, power in zip(losses, norms, powers, strict=True)
-        )
+        largest = max(upload.loss for upload in uploads.values()) + TINY
+        names = trainable(context)
+        step = {name: torch.zeros_like(state.parameters[name]).double() for name in names}
+        h = 0.0
+        for upload in uploads.values():
+            loss = upload.loss + TINY
+            power = (loss / largest) ** self.q
+            squares: list[Tensor] = []
+            for name in names:
+                delta = lipschitz * (state.parameters[name] - upload.parameters[name]).double()
+                step[name] += power * delta
+                squares.append(delta.square().sum())
+            h += power * (self.q / loss * float(sum(squares)) + lipschitz)
+        parameters = average(uploads, uniform=True)
         for name in names:
-            step = sum(
-                (power * one[name] for power, one in zip(powers, steps, strict=True)),
-                start=steps[0][name] * 0,
-            )
-            made[name] = (state.parameters[name].double() - step / total).to(
-                state.parameters[name].dtype
-            )
-        return replace(state, parameters=made)
+            w_t = state.parameters[name]
+            parameters[name] = (w_t.double() - step[name] / h).to(w_t.dtype)
+        return replace(state, parameters=parameters)

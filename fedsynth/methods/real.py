@@ -5,19 +5,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import inf
 from typing import ClassVar
 
 from torch import Tensor
 
-from fedsynth.core.client import ClientGroup, ExactClientView
+from fedsynth.core.client import ExactClientView
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters, unprotected
 from fedsynth.core.method import Memory, Presets, Results
 from fedsynth.core.state import ServerState
 from fedsynth.core.uploads import Rule
 from fedsynth.methods.shared.condensing import TrainsInBall
-from fedsynth.privacy.errors import UnaccountedReleaseError
 from fedsynth.synthesizer.condensation.sets import (
     MAX_IPC,
     SyntheticSet,
@@ -27,7 +25,7 @@ from fedsynth.synthesizer.condensation.sets import (
     split_uploads,
     train_on_union,
 )
-from fedsynth.validation import check_ranges
+from fedsynth.validation import in_range
 
 
 @dataclass(frozen=True)
@@ -45,8 +43,7 @@ class Real(TrainsInBall):
     Args:
         ipc: images of each class that a client sends.
         min_examples: a client sends a class if it has at least this many examples of it. The images
-            are FedDM's start images of the same seed.
-        resample: False sends the same images every round; True draws others.
+            are FedDM's start images of the same seed, the same in every round.
 
     >>> from fedsynth import ModelSettings, PartitionSettings, Real, RunSettings, simulate
     >>> method, model = Real(ipc=5, server_epochs=50), ModelSettings(width=16, depth=2)
@@ -65,13 +62,8 @@ class Real(TrainsInBall):
     refusal: ClassVar[str] = "it sends the clients' images, which no mechanism protects"
     presets: ClassVar[Presets] = {"cifar100": {"ipc": 5}}  # the paper's
 
-    ipc: int = 10
-    min_examples: int = 10
-    resample: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_ranges(self, ipc=(1, MAX_IPC), min_examples=(0, inf))
+    ipc: int = in_range(10, 1, MAX_IPC)
+    min_examples: int = in_range(10, 0)
 
     def upload_rules(self, phase: str, client: int, context: RoundContext) -> dict[str, Rule]:
         return set_rules(context.spec, self.ipc)
@@ -84,19 +76,14 @@ class Real(TrainsInBall):
     def client_step(
         self,
         message: ModelParameters,
-        clients: ClientGroup,
+        clients: ExactClientView,
         memories: Sequence[Memory],
         context: RoundContext,
     ) -> Results:
-        if not isinstance(clients, ExactClientView):
-            raise UnaccountedReleaseError(
-                f"real cannot run with differential privacy: {self.refusal}"
-            )
         pairs = clients.segments(self.min_examples)
-        draw = context.round if self.resample else 0
-        images = real_start(clients, pairs, self.ipc, context.seed, draw)
+        images = real_start(clients, pairs, self.ipc, context.seed)
         sets = split_uploads(images, pairs, len(clients.ids))
-        return [(RealImages(own.images, own.labels), {}) for own in sets]
+        return [(RealImages(S_k.images, S_k.labels), {}) for S_k in sets]
 
     def server_step(
         self, state: ServerState, uploads: Mapping[int, RealImages], context: RoundContext

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from math import inf
 from typing import ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from fedsynth.core.context import RoundContext
@@ -29,7 +29,7 @@ from fedsynth.methods.shared.local import TrainsLocally
 from fedsynth.models.flat import flatten_named
 from fedsynth.privacy.requests import check_named
 from fedsynth.training.sgd import Pull
-from fedsynth.validation import check_ranges
+from fedsynth.validation import in_range
 
 
 @dataclass(frozen=True)
@@ -79,11 +79,11 @@ class Scaffold(TrainsLocally):
     state: ClassVar[type[ServerState]] = ControlState
 
     momentum: float = 0.0
-    server_lr: float = 1.0
+    lr: float = in_range(0.01, 1e-12)
+    server_lr: float = in_range(1.0, 0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_ranges(self, server_lr=(0, inf), lr=(1e-12, inf))
         if self.momentum:
             raise SettingError(
                 "method",
@@ -93,12 +93,11 @@ class Scaffold(TrainsLocally):
             )
 
     def check_request(self, message: ControlDown, context: RoundContext) -> None:
-        own = dict(context.architecture.named_parameters())
-        check_named("control", message.control, own)
+        check_named("control", message.control, dict(context.architecture.named_parameters()))
 
     def upload_rules(self, phase: str, client: int, context: RoundContext) -> dict[str, Rule]:
-        own = Named.like(dict(context.architecture.named_parameters()))
-        return {**super().upload_rules(phase, client, context), "control": own}
+        rule = Named.like(dict(context.architecture.named_parameters()))
+        return {**super().upload_rules(phase, client, context), "control": rule}
 
     def broadcast(self, state: ControlState, context: RoundContext) -> Message:
         return ControlDown(state.parameters, 1.0, state.control)
@@ -106,43 +105,36 @@ class Scaffold(TrainsLocally):
     def task(
         self, client: int, message: ControlDown, memory: Memory, context: RoundContext
     ) -> LocalObjective:
-        x = {name: message.parameters[name] for name in trainable(context)}
-        c = {name: message.control.get(name, value * 0) for name, value in x.items()}
-        mine = {name: memory.get(name, value * 0) for name, value in x.items()}
-        center = flatten_named(x, context.architecture)
-        correction = Pull(
-            0.0,
-            center,
-            flatten_named({name: c[name] - mine[name] for name in x}, context.architecture),
-        )
+        x = message.parameters
+        c_k: dict[str, Tensor] = {}
+        correction: dict[str, Tensor] = {}  # c − c_k
+        for name in trainable(context):
+            zero = torch.zeros_like(x[name])
+            c_k[name] = memory.get(name, zero)
+            correction[name] = message.control.get(name, zero) - c_k[name]
+        center, linear = (flatten_named(v, context.architecture) for v in (x, correction))
 
-        def finish(model: nn.Module, trained: Trained) -> tuple[Message, Memory]:
-            y = dict(model.named_parameters())
-            far = max(1, trained.steps) * self.lr
-            after = (
-                {name: mine[name] - c[name] + (x[name] - y[name].detach()) / far for name in x}
-                if trained.steps
-                else mine
-            )
-            delta = {name: after[name] - mine[name] for name in x}
-            return ControlUp(model.state_dict(), trained.weight, delta), after
+        def make_upload(model: nn.Module, trained: Trained) -> tuple[Message, Memory]:
+            new = dict(c_k)
+            if trained.steps:
+                for name, y in model.named_parameters():
+                    drift = (x[name] - y.detach()) / (trained.steps * self.lr)
+                    new[name] = drift - correction[name]
+            delta = {name: new[name] - c_k[name] for name in c_k}
+            return ControlUp(model.state_dict(), trained.weight, delta), new
 
-        return LocalObjective(penalty=correction, finish=finish)
+        return LocalObjective(penalty=Pull(0.0, center, linear), make_upload=make_upload)
 
     def combine(
         self, state: ControlState, uploads: Mapping[int, ControlUp], context: RoundContext
     ) -> ControlState:
-        mean = average(uploads, even=True)
-        old = state.control
+        parameters = average(uploads, uniform=True)
         control: dict[str, Tensor] = {}
-        made = dict(mean)
         for name in trainable(context):
-            made[name] = state.parameters[name] + self.server_lr * (
-                mean[name] - state.parameters[name]
-            )
-            change = (
-                sum((u.control[name] for u in uploads.values()), start=state.parameters[name] * 0)
-                / context.clients
-            )
-            control[name] = old[name] + change if old else change
-        return replace(state, parameters=made, control=control)
+            x = state.parameters[name]
+            parameters[name] = x + self.server_lr * (parameters[name] - x)
+            total = torch.zeros_like(x)
+            for upload in uploads.values():
+                total += upload.control[name]
+            control[name] = state.control.get(name, 0) + total / context.clients
+        return replace(state, parameters=parameters, control=control)

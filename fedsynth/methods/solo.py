@@ -54,9 +54,8 @@ class Solo(TrainsLocally):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.final == "oca":
-            raise SettingError(
-                "method", "final", "does not apply to solo, which has no global model", value="oca"
-            )
+            reason = "does not apply to solo, which has no global model"
+            raise SettingError("method", "final", reason, value="oca")
 
     def start_model(
         self, client: int, message: ModelParameters, memory: Memory, context: RoundContext
@@ -66,10 +65,10 @@ class Solo(TrainsLocally):
     def task(
         self, client: int, message: ModelParameters, memory: Memory, context: RoundContext
     ) -> LocalObjective:
-        def finish(model: nn.Module, trained: Trained) -> tuple[Message, Memory]:
+        def make_upload(model: nn.Module, trained: Trained) -> tuple[Message, Memory]:
             return Nothing(), {name: value.clone() for name, value in model.state_dict().items()}
 
-        return LocalObjective(finish=finish)
+        return LocalObjective(make_upload=make_upload)
 
     def server_step(
         self, state: ServerState, uploads: Mapping[int, Nothing], context: RoundContext

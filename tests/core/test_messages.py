@@ -19,7 +19,6 @@ from fedsynth.core.state import ServerState
 from fedsynth.errors import MessageError
 from fedsynth.methods import METHODS, method_class
 from fedsynth.methods.fedfm import AnchorState
-from fedsynth.methods.fedprox import ProxState
 from fedsynth.models.registry import ModelSettings, build_model
 from tests.messages import example, kinds
 
@@ -71,11 +70,11 @@ def test_what_is_moved_is_the_same_elsewhere() -> None:
     state = AnchorState({"w": torch.ones(2)}, anchors=torch.eye(3))
     moved = state.to("meta")
     assert type(moved) is AnchorState
-    assert moved.known is None
+    assert moved.has_anchor is None
     assert moved.cache == {}
     assert {t.device.type for _, t in moved.arrays()} == {"meta"}
     assert_same(state.to("cpu"), state)
-    assert ProxState({}, mu=0.5).to("meta").mu == 0.5
+    assert Scored({}, score=0.5).to("meta").score == 0.5
 
 
 @pytest.mark.parametrize("kind", kinds())
@@ -112,9 +111,17 @@ def test_what_cannot_be_sent() -> None:
         Words.from_bytes(Words(None).to_bytes())  # only a field whose default is None may be None
 
 
+@dataclass(frozen=True)
+class Scored(ServerState):
+    """A state with a number that may be None, and one that may not."""
+
+    score: float | None = None
+    count: int = 0
+
+
 GOOD = ModelParameters({"w": torch.ones(2)}, 3.0).to_bytes()
 STATE = AnchorState({"w": torch.ones(2)}, anchors=torch.eye(2)).to_bytes()
-LOSSES = ProxState({"w": torch.ones(2)}, mu=0.5).to_bytes()
+SCORED = Scored({"w": torch.ones(2)}, score=0.5).to_bytes()
 
 
 def changed(good: bytes = GOOD, version: str = "", **header: Any) -> bytes:
@@ -183,12 +190,16 @@ def test_bytes_that_are_no_such_message(sent: bytes, match: str) -> None:
     ("kind", "sent", "match"),
     [
         (AnchorState, changed(STATE, none=[]), r"AnchorState\.seen is missing"),
-        (AnchorState, changed(STATE, none=["seen", "known", "known"]), "no field 'known'"),
-        (AnchorState, changed(STATE, none=["seen", "known", "anchors"]), "no field 'anchors'"),
-        (AnchorState, changed(STATE, none=["seen", "known", "cache"]), "no field 'cache'"),
-        (AnchorState, changed(STATE, none=["seen"], numbers={"known": 1}), "known cannot be a int"),
-        (ProxState, changed(LOSSES, numbers={"mu": "1", "falls": 0}), "finite number"),
-        (ProxState, changed(LOSSES, none=["seen", "loss", "falls"]), "no field 'falls'"),
+        (
+            AnchorState,
+            changed(STATE, none=["seen", "has_anchor", "has_anchor"]),
+            "no field 'has_anchor'",
+        ),
+        (AnchorState, changed(STATE, none=["seen", "has_anchor", "anchors"]), "no field 'anchors'"),
+        (AnchorState, changed(STATE, none=["seen", "has_anchor", "cache"]), "no field 'cache'"),
+        (AnchorState, changed(STATE, none=["seen"], numbers={"has_anchor": 1}), "cannot be a int"),
+        (Scored, changed(SCORED, numbers={"score": "1", "count": 0}), "finite number"),
+        (Scored, changed(SCORED, none=["count"]), "no field 'count'"),
         (ServerState, STATE, "expected a message ServerState, got 'AnchorState'"),
     ],
 )
@@ -212,12 +223,11 @@ def test_a_tensor_in_a_numbers_place_is_refused() -> None:
 
 
 def test_equal_messages_are_equal_bytes() -> None:
-    """Whatever order safetensors' header comes in: a node knows a question that it was asked before
-    by its bytes."""
+    """In any order of safetensors' header: a node recognises a repeated request by its bytes."""
     message = ModelParameters({f"layer{k}": torch.ones(k + 1) for k in range(5)}, weight=2.0)
     sent = {message.to_bytes() for _ in range(40)}
     assert len(sent) == 1
-    [one] = sent
-    assert (8 + int.from_bytes(one[:8], "little")) % 8 == 0
-    back = ModelParameters.from_bytes(one)
+    (packed,) = sent
+    assert (8 + int.from_bytes(packed[:8], "little")) % 8 == 0
+    back = ModelParameters.from_bytes(packed)
     assert all(torch.equal(back.parameters[k], v) for k, v in message.parameters.items())

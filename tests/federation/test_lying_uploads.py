@@ -42,7 +42,6 @@ CLIENTS = 4
 TINY: dict[str, Any] = {
     **{name: case(name) for name in METHODS},
     "fedaf, first phase": CASES["fedaf, first phase"],
-    "fedprox, adaptive": CASES["fedprox, adaptive"],
     "feddf, own architectures": case("feddf", run={"rounds": 1}, model=OWN_MODELS),
 }
 

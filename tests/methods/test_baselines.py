@@ -22,8 +22,8 @@ from fedsynth.methods.fedavgm import FedAvgM
 from fedsynth.methods.fedbn import FedBN
 from fedsynth.methods.feddyn import FedDyn
 from fedsynth.methods.fedgkd import FedGKD
-from fedsynth.methods.fednova import FedNova, reach
-from fedsynth.methods.fedprox import FedProx, LossModel, ProxState
+from fedsynth.methods.fednova import FedNova, update_norm
+from fedsynth.methods.fedprox import FedProx
 from fedsynth.methods.moon import Moon
 from fedsynth.methods.qffl import QFFL
 from fedsynth.methods.scaffold import Scaffold
@@ -69,9 +69,9 @@ def rounds(
     in one pass."""
     with patch("fedsynth.training.many_clients.FEW", 1):
         runs = [tiny.rounds(method, Linear, device, active, grouped) for grouped in (True, False)]
-    found, alone = ([joined(model) for model in models] for models, *_ in runs)
-    np.testing.assert_allclose(found, alone, atol=2e-6)
-    return found
+    grouped, separate = ([joined(model) for model in models] for models, *_ in runs)
+    np.testing.assert_allclose(grouped, separate, atol=2e-6)
+    return grouped
 
 
 def probabilities(W: Array, k: int) -> Array:
@@ -85,8 +85,9 @@ def loss(W: Array, k: int) -> float:
 
 
 def gradient(W: Array, k: int) -> Array:
-    mine = PARTS[k].numpy()
-    return np.asarray((probabilities(W, k) - np.eye(3)[LABELS[mine]]).T @ X[mine] / SIZES[k])
+    examples = PARTS[k].numpy()
+    errors = probabilities(W, k) - np.eye(3)[LABELS[examples]]
+    return np.asarray(errors.T @ X[examples] / SIZES[k])
 
 
 def local(
@@ -105,14 +106,14 @@ def close(actual: list[Array], expected: list[Array]) -> None:
 def fedavg(weights: Sequence[float], decay: float = 0.0) -> list[Array]:
     W, out = START, []
     for _ in range(2):
-        made = [local(W, k, extra=lambda V: decay * V) for k in range(3)]
-        W = sum(n * V for n, V in zip(weights, made, strict=True)) / sum(weights)  # type: ignore[assignment]
+        local_models = [local(W, k, extra=lambda V: decay * V) for k in range(3)]
+        W = np.average(local_models, axis=0, weights=weights)
         out.append(W)
     return out
 
 
 def test_fedavg_and_every_degenerate_case(device: torch.device) -> None:
-    """Which are weighted by n_k, and which uniformly, is part of each method."""
+    """A method also decides whether clients are weighted by n_k or uniformly."""
     by_size, even = fedavg(SIZES), fedavg((1, 1, 1))
     close(rounds(FedAvg(**FULL), device), by_size)
     close(rounds(FedAvg(**FULL, weight_decay=0.1), device), fedavg(SIZES, 0.1))
@@ -120,7 +121,6 @@ def test_fedavg_and_every_degenerate_case(device: torch.device) -> None:
     close(rounds(FedGKD(**FULL, gamma=0.0), device), by_size)
     close(rounds(FedNova(**FULL), device), by_size)  # equally many steps
     close(rounds(FedProx(**FULL, mu=0.0), device), by_size)
-    close(rounds(FedProx(**FULL, mu=0.0, by_size=False), device), even)
     close(rounds(FedDyn(**FULL, alpha=0.0), device), even)
     close(rounds(QFFL(**FULL, q=0.0), device), even)
     close(rounds(Scaffold(**FULL), device, (ALL,)), even[:1])
@@ -136,46 +136,20 @@ def test_fedavgm(device: torch.device) -> None:
 
 
 def test_fedprox_keeps_partial_work_and_fedavg_drops_it(device: torch.device) -> None:
-    method = FedProx(**FULL, mu=0.7, stragglers=0.67, by_size=False)
-    late = method.late(context(1, device, Linear()))
-    assert len(late) == 2
-    assert all(1 <= passes <= 3 for passes in late.values())
-    done = [local(START, k, late.get(k, 3), extra=lambda V: 0.7 * (V - START)) for k in range(3)]
-    close(rounds(method, device, (ALL,)), [sum(done) / 3])  # type: ignore[list-item]
-    (on_time,) = set(range(3)) - set(late)
+    method = FedProx(**FULL, mu=0.7, stragglers=0.67)
+    epochs = method.straggler_epochs(context(1, device, Linear()))
+    assert len(epochs) == 2
+    assert all(1 <= passes <= 3 for passes in epochs.values())
+    proximal = lambda V: 0.7 * (V - START)  # noqa: E731
+    models = [local(START, k, epochs.get(k, 3), extra=proximal) for k in range(3)]
+    close(rounds(method, device, (ALL,)), [np.average(models, axis=0, weights=SIZES)])
+    (on_time,) = set(range(3)) - set(epochs)
     dropping = FedAvg(**FULL, stragglers=0.67, drop_stragglers=True)
     close(rounds(dropping, device, (ALL,)), [local(START, on_time)])
     with pytest.raises(SettingError, match="stragglers"):
         FedAvg(stragglers=0.5, local_steps=3)
-    nobody = FedAvg(**FULL, stragglers=1.0, drop_stragglers=True)
-    np.testing.assert_allclose(rounds(nobody, device, (ALL,))[0], START, atol=1e-6)
-
-
-def test_fedproxs_mu_adapts_to_the_loss() -> None:
-    """Raised when the loss rises, lowered after five falls in a row."""
-    method = FedProx(mu=0.5, adaptive=True)
-    state = ProxState(dict(Linear().state_dict()))
-    ctx, seen = context(1, CPU, Linear()), []
-    for value in (1.0, 2.0, 1.9, 1.8, 1.7, 1.6, 1.5, 1.4):
-        state = method.combine(state, {0: LossModel(state.parameters, 1.0, value)}, ctx)
-        assert state.mu is not None
-        seen.append(round(state.mu, 6))
-    assert seen == [0.5, 0.6, 0.6, 0.6, 0.6, 0.6, 0.5, 0.5]
-    message: Any = method.broadcast(state, ctx)
-    assert message.mu == pytest.approx(0.5)
-
-
-def test_adaptive_fedprox_uploads_the_loss_of_the_global_model(device: torch.device) -> None:
-    method, ctx = FedProx(**FULL, adaptive=True), context(1, device, Linear())
-    state = ProxState({n: v.to(device) for n, v in Linear().state_dict().items()})
-    results = method.client_step(
-        method.broadcast(state, ctx), tiny.clients(device), [{}, {}, {}], ctx
-    )
-    uploads: list[Any] = [upload for upload, _ in results]
-    assert [u.loss for u in uploads] == pytest.approx([loss(START, k) for k in range(3)], rel=1e-5)
-    run = {"run": {"method": "fedprox", "rounds": 1}, "method": {"adaptive": True}}
-    with pytest.raises(SettingError, match="adaptive"):
-        simulate(resolve({**run, "privacy": {"epsilon": 8.0}}))
+    all_dropped = FedAvg(**FULL, stragglers=1.0, drop_stragglers=True)
+    np.testing.assert_allclose(rounds(all_dropped, device, (ALL,))[0], START, atol=1e-6)
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.6])
@@ -184,38 +158,38 @@ def test_fednova_with_unequal_steps(momentum: float, device: torch.device) -> No
     settings = {**FULL, "batch": 2, "momentum": momentum}
     W, expected = START, []
     for number in (1, 2):
-        made, norms = [], []
+        local_models, norms = [], []
         for k in range(3):
             V, v, steps = W, W * 0, 0
             generator = torch_generator(0, "local training", number, k)
             for _ in range(3):
                 for part in torch.randperm(SIZES[k], generator=generator).split(2):
-                    mine = PARTS[k][part].numpy()
-                    z = X[mine] @ V.T
+                    batch = PARTS[k][part].numpy()
+                    z = X[batch] @ V.T
                     e = np.exp(z - z.max(1, keepdims=True))
-                    wrong = e / e.sum(1, keepdims=True) - np.eye(3)[LABELS[mine]]
-                    v = momentum * v + wrong.T @ X[mine] / len(mine)
+                    errors = e / e.sum(1, keepdims=True) - np.eye(3)[LABELS[batch]]
+                    v = momentum * v + errors.T @ X[batch] / len(batch)
                     V, steps = V - 0.5 * v, steps + 1
-            made.append(V)
+            local_models.append(V)
             # ‖a‖₁: the weight of each step's gradient in the sum of all later velocities
             norms.append(sum(sum(momentum**j for j in range(steps - i)) for i in range(steps)))
         p = np.array(SIZES) / 9
-        W = W - (p @ norms) * sum(p[k] * (W - made[k]) / norms[k] for k in range(3))
+        W = W - (p @ norms) * sum(p[k] * (W - local_models[k]) / norms[k] for k in range(3))
         expected.append(W)
     close(rounds(FedNova(**settings), device), expected)
-    assert reach(4, 0.0) == 4
+    assert update_norm(4, 0.0) == 4
 
 
 def test_scaffold_with_an_absent_client(device: torch.device) -> None:
     active = (ALL, (0, 2), ALL)
-    x, c, own, expected = START, START * 0, [START * 0] * 3, []
+    x, c, controls, expected = START, START * 0, [START * 0] * 3, []
     for ids in active:
         ys, change = [], START * 0
         for k in ids:
-            y = local(x, k, extra=lambda V, d=c - own[k]: d)  # type: ignore[misc]
-            after = own[k] - c + (x - y) / (3 * 0.5)
-            change = change + after - own[k]
-            own = [after if j == k else old for j, old in enumerate(own)]
+            y = local(x, k, extra=lambda V, d=c - controls[k]: d)  # type: ignore[misc]
+            c_k = controls[k] - c + (x - y) / (3 * 0.5)
+            change = change + c_k - controls[k]
+            controls[k] = c_k
             ys.append(y)
         x, c = x + 0.9 * (sum(ys) / len(ys) - x), c + change / 3
         expected.append(x)
@@ -228,10 +202,11 @@ def test_feddyn_with_an_absent_client(device: torch.device) -> None:
     active, alpha = (ALL, (1, 2)), 0.3
     W, h, g, expected = START, START * 0, [START * 0] * 3, []
     for ids in active:
-        made = {k: local(W, k, extra=lambda V, d=g[k], W=W: alpha * (V - W) - d) for k in ids}  # type: ignore[misc]
-        g = [g[k] - alpha * (made[k] - W) if k in made else g[k] for k in range(3)]
-        h = h - alpha / 3 * sum(made[k] - W for k in ids)
-        W = sum(made.values()) / len(ids) - h / alpha
+        models = {k: local(W, k, extra=lambda V, d=g[k], W=W: alpha * (V - W) - d) for k in ids}  # type: ignore[misc]
+        for k in ids:
+            g[k] = g[k] - alpha * (models[k] - W)
+        h = h - alpha / 3 * sum(models[k] - W for k in ids)
+        W = sum(models.values()) / len(ids) - h / alpha
         expected.append(W)
     close(rounds(FedDyn(**FULL, alpha=alpha), device, active), expected)
 
@@ -243,8 +218,8 @@ def test_fedgkd(device: torch.device) -> None:
         teacher = sum(past[-2:]) / len(past[-2:])
 
         def distil(V: Array, k: int, teacher: Any = teacher) -> Array:
-            apart = probabilities(V, k) - probabilities(teacher, k)
-            return np.asarray(0.8 / 2 * apart.T @ X[PARTS[k].numpy()] / SIZES[k])
+            difference = probabilities(V, k) - probabilities(teacher, k)
+            return np.asarray(0.8 / 2 * difference.T @ X[PARTS[k].numpy()] / SIZES[k])
 
         W = sum(n * local(W, k, extra=lambda V, k=k: distil(V, k)) for k, n in enumerate(SIZES)) / 9  # type: ignore[misc,assignment]
         past.append(W)
@@ -315,20 +290,21 @@ def cosine(a: Array, b: Array) -> Array:
 
 def test_moon(device: torch.device) -> None:
     """Eq. 3, with each client's own last model; in its first round that is the global one."""
-    whole, last, expected = AW, [AW] * 3, []
+    w_t, last, expected = AW, [AW] * 3, []
     for _ in range(2):
 
-        def loss(w: Array, k: int, whole: Array = whole, last: Any = tuple(last)) -> float:
+        def loss(w: Array, k: int, w_t: Array = w_t, last: Any = tuple(last)) -> float:
             x, y = tiny.X[PARTS[k]], LABELS[PARTS[k]]
             z = embeddings(w, x)
-            near, far = (np.exp(cosine(z, embeddings(v, x)) / 0.5) for v in (whole, last[k]))
-            return cross_entropy(w, x, y) - 2.0 * float(np.log(near / (near + far)).mean())
+            to_global, to_last = (np.exp(cosine(z, embeddings(v, x)) / 0.5) for v in (w_t, last[k]))
+            contrast = float(np.log(to_global / (to_global + to_last)).mean())
+            return cross_entropy(w, x, y) - 2.0 * contrast
 
-        last = [descended(whole, partial(loss, k=k)) for k in range(3)]
-        whole = sum(n * w for n, w in zip(SIZES, last, strict=True)) / 9  # type: ignore[assignment]
-        expected.append(whole)
-    found, *_ = tiny.rounds(Moon(**FULL, mu=2.0), partial(Deep, False), device)
-    np.testing.assert_allclose([flat(one) for one in found], expected, atol=5e-5)
+        last = [descended(w_t, partial(loss, k=k)) for k in range(3)]
+        w_t = np.average(last, axis=0, weights=SIZES)
+        expected.append(w_t)
+    models, *_ = tiny.rounds(Moon(**FULL, mu=2.0), partial(Deep, False), device)
+    np.testing.assert_allclose([flat(model) for model in models], expected, atol=5e-5)
     plain, *_ = tiny.rounds(Moon(**FULL, mu=0.0), partial(Deep, False), device)
     assert np.abs(flat(plain[1]) - expected[1]).max() > 0.01  # the term does something
 
@@ -336,9 +312,9 @@ def test_moon(device: torch.device) -> None:
 def test_fedbn(device: torch.device) -> None:
     """Batch norm of the inputs, whose statistics are then constants: γ, β and they stay with each
     client, the rest is averaged by 1/K."""
-    whole, own, expected = AW, [np.array([1.0] * 4 + [0.0] * 4)] * 3, []
+    shared, norms, expected = AW, [np.array([1.0] * 4 + [0.0] * 4)] * 3, []
     for _ in range(2):
-        made = []
+        trained = []
         for k in range(3):
             x, y = tiny.X[PARTS[k]], LABELS[PARTS[k]]
             x = (x - x.mean(0)) / np.sqrt(x.var(0) + 1e-5)
@@ -346,17 +322,17 @@ def test_fedbn(device: torch.device) -> None:
             def loss(w: Array, x: Array = x, y: Array = y) -> float:
                 return cross_entropy(w[:21], x * w[21:25] + w[25:], y)
 
-            made.append(descended(np.concatenate([whole, own[k]]), loss))
-        whole, own = sum(w[:21] for w in made) / 3, [w[21:] for w in made]  # type: ignore[assignment]
-        expected.append(whole)
+            trained.append(descended(np.concatenate([shared, norms[k]]), loss))
+        shared, norms = np.mean(trained, axis=0)[:21], [w[21:] for w in trained]
+        expected.append(shared)
     method = FedBN(**FULL)
     models, state, memories = tiny.rounds(method, partial(Deep, True), device)
-    np.testing.assert_allclose([flat(one) for one in models], expected, atol=5e-5)
-    assert models[1]["norm.weight"].tolist() == [1.0] * 4  # nobody sends it
+    np.testing.assert_allclose([flat(model) for model in models], expected, atol=5e-5)
+    assert models[1]["norm.weight"].tolist() == [1.0] * 4  # no client sends it
     for k in range(3):
         memory = tiny.as_arrays(memories[k])
-        found = np.concatenate([memory["norm.weight"], memory["norm.bias"]])
-        np.testing.assert_allclose(found, own[k], atol=5e-5)
+        batch_norm = np.concatenate([memory["norm.weight"], memory["norm.bias"]])
+        np.testing.assert_allclose(batch_norm, norms[k], atol=5e-5)
         # running statistics: momentum 0.1, six steps
         running = tiny.X[PARTS[k]].mean(0) * (1 - 0.9**6)
         np.testing.assert_allclose(memory["norm.running_mean"], running, atol=1e-5)
@@ -368,15 +344,13 @@ def test_fedbn(device: torch.device) -> None:
 
 
 def test_solo(device: torch.device) -> None:
-    """Each goes on with its own model; the common one stays what it was."""
+    """Each client continues with its model; the common one stays unchanged."""
     models, _, memories = tiny.rounds(Solo(**FULL), partial(Deep, False), device)
     for k in range(3):
-        own = AW
+        w = AW
         for _ in range(2):
-            own = descended(
-                own, lambda v, k=k: cross_entropy(v, tiny.X[PARTS[k]], LABELS[PARTS[k]])
-            )  # type: ignore[misc]
-        np.testing.assert_allclose(flat(tiny.as_arrays(memories[k])), own, atol=5e-5)
+            w = descended(w, lambda v, k=k: cross_entropy(v, tiny.X[PARTS[k]], LABELS[PARTS[k]]))  # type: ignore[misc]
+        np.testing.assert_allclose(flat(tiny.as_arrays(memories[k])), w, atol=5e-5)
     np.testing.assert_allclose(flat(models[1]), AW, atol=1e-6)
 
 
@@ -416,5 +390,6 @@ def test_stragglers_are_charged_for_the_steps_that_they_take() -> None:
     rows: Any = result.privacy["ledger"]
     steps = {client: row["steps"] for row in rows for client in row["clients"]}
     assert len(set(steps.values())) > 1
-    late = replace(FedProx(), **method).late(context(1, CPU, Linear(), range(5)))
-    assert {int(c.split("-")[1]) for c, n in steps.items() if n < max(steps.values())} <= set(late)
+    stragglers = replace(FedProx(), **method).straggler_epochs(context(1, CPU, Linear(), range(5)))
+    partial_work = {int(c.split("-")[1]) for c, n in steps.items() if n < max(steps.values())}
+    assert partial_work <= set(stragglers)

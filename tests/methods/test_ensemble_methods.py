@@ -162,9 +162,10 @@ def test_agreement_is_of_the_student_s_images() -> None:
     method = Dense(**{**TINY, "server_epochs": 3, "generator_batch": 200})
     notes = Notes()
     state = method.distil([Three()], convnet(), context(reporter=notes))
-    said = generated_facts(state)
-    assert said["agreement"] == pytest.approx(0.1, abs=0.05)
-    assert (said["class_entropy"], said["classes"]) == (0, 1)
+    assert state.tallies is not None
+    facts = generated_facts(state.tallies)
+    assert facts["agreement"] == pytest.approx(0.1, abs=0.05)
+    assert (facts["class_entropy"], facts["classes"]) == (0, 1)
     assert notes.lines == [
         "the batch-norm term skips models 0, which have no batch norm with running statistics"
     ]

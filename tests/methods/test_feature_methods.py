@@ -24,9 +24,9 @@ from fedsynth.federation.server import Server
 from fedsynth.methods.fedfa_plus import FedFAPlus, StatisticsUp
 from fedsynth.methods.fedfm import AnchorState, FedFM, FedFMLite, anchor_losses
 from fedsynth.methods.fedgen import (
-    ASKED,
     DECAY,
     POOL,
+    TALLIED,
     FedGen,
     GeneratorDown,
     GeneratorState,
@@ -153,63 +153,53 @@ def close(actual: Sequence[Weights], expected: Sequence[Weights]) -> None:
     assert np.abs(expected[-1][0] - START[0]).max() > 0.01  # something happened
 
 
-def guided(anchors: Array, kind: str, weight: float, alpha: float, normalise: bool) -> Pull:
-    """weight·∂q/∂f of each example, by hand."""
+def guided(anchors: Array, kind: str, weight: float, alpha: float) -> Pull:
+    """Returns weight·∂q/∂f of each example, by hand."""
 
     def pull(f: Array, y: npt.NDArray[np.int64]) -> Array:
-        length = np.linalg.norm(f, axis=1, keepdims=True) if normalise else np.ones((len(f), 1))
+        length = np.linalg.norm(f, axis=1, keepdims=True)
         unit = f / length
-        a = anchors / np.linalg.norm(anchors, axis=1, keepdims=True) if normalise else anchors
-        d = (
-            2 / 3 * (unit - a[y])
-            if kind == "l2"
-            else (softmax(unit @ a.T / alpha) - np.eye(3)[y]) @ a / alpha
-        )
-        if normalise:
-            d = (d - (d * unit).sum(1, keepdims=True) * unit) / length
-        return np.asarray(weight * d)
+        a = anchors / np.linalg.norm(anchors, axis=1, keepdims=True)
+        d = 2 / 3 * (unit - a[y])
+        if kind == "contrastive":
+            d = (softmax(unit @ a.T / alpha) - np.eye(3)[y]) @ a / alpha
+        return np.asarray(weight * (d - (d * unit).sum(1, keepdims=True) * unit) / length)
 
     return pull
 
 
-def class_means(models: Sequence[tuple[int, Array]], before: Array | None = None) -> Array:
-    """Anchors of clients (number, V), weighted by their examples; a class that is not there keeps
-    the anchor before."""
-    rows = [
-        (f, y)
-        for k, V in models
-        for f, y in zip(features(V, PARTS[k].numpy()), LABELS[PARTS[k].numpy()], strict=True)
-    ]
-    out = np.zeros((3, 3)) if before is None else before.copy()
-    for c in range(3):
-        mine = [f for f, y in rows if y == c]
-        if mine:
-            out[c] = np.mean(mine, axis=0)
-    return out
+def class_means(models: Sequence[tuple[int, Array]], previous: Array | None = None) -> Array:
+    """Returns the anchors of clients (number, V), weighted by their examples; a missing class keeps
+    the previous anchor."""
+    f = np.concatenate([features(V, PARTS[k].numpy()) for k, V in models])
+    y = np.concatenate([LABELS[PARTS[k].numpy()] for k, _ in models])
+    anchors = np.zeros((3, 3)) if previous is None else previous.copy()
+    for c in np.unique(y):
+        anchors[c] = f[y == c].mean(axis=0)
+    return anchors
 
 
 @pytest.mark.parametrize("kind", ["contrastive", "l2"])
-@pytest.mark.parametrize("normalise", [True, False])
-def test_two_rounds_of_fedfm(kind: str, normalise: bool, device: torch.device) -> None:
-    """Client 0 alone in round 2 has no example of class 2, whose anchor stays."""
-    method = FedFM(**FULL, weight=0.7, matching=kind, temperature=0.4, normalise=normalise)
+def test_two_rounds_of_fedfm(kind: str, device: torch.device) -> None:
+    """Client 0, the only one in round 2, has no example of class 2, whose anchor stays."""
+    method = FedFM(**FULL, weight=0.7, matching=kind, temperature=0.4)
     W, expected, anchors = START, [], None
     for ids in ((0, 1, 2), (0,)):
         anchors = class_means([(k, W[0]) for k in ids], anchors)
-        pull = guided(anchors, kind, 0.7, 0.4, normalise)
+        pull = guided(anchors, kind, 0.7, 0.4)
         W = mean([local(W, k, pull) for k in ids], [SIZES[k] for k in ids])
         expected.append(W)
-    found, state = rounds(method, device, ((0, 1, 2), (0,)))
-    close(found, expected)
+    models, state = rounds(method, device, ((0, 1, 2), (0,)))
+    close(models, expected)
     np.testing.assert_allclose(state.anchors.cpu().numpy(), anchors, atol=1e-5)
 
 
 def test_fedfm_lite_makes_its_anchors_after_training(device: torch.device) -> None:
     """One exchange; round 1 is plain, and each client's features are of its own trained model."""
-    made = [local(START, k) for k in range(3)]
-    first = mean(made, SIZES)
-    anchors = class_means([(k, made[k][0]) for k in range(3)])
-    pull = guided(anchors, "contrastive", 0.7, 0.4, True)
+    models = [local(START, k) for k in range(3)]
+    first = mean(models, SIZES)
+    anchors = class_means([(k, models[k][0]) for k in range(3)])
+    pull = guided(anchors, "contrastive", 0.7, 0.4)
     second = mean([local(first, k, pull) for k in range(3)], SIZES)
     method = FedFMLite(**FULL, weight=0.7, temperature=0.4)
     assert method.first_request(AnchorState({}), context(1, device)) is None
@@ -218,19 +208,18 @@ def test_fedfm_lite_makes_its_anchors_after_training(device: torch.device) -> No
 
 def test_anchor_losses_leave_out_classes_without_anchor(device: torch.device) -> None:
     f = torch.randn(4, 3, generator=torch.Generator().manual_seed(0)).to(device).requires_grad_()
-    anchors, known = torch.eye(3, device=device), torch.tensor([True, False, True], device=device)
-    y = torch.tensor([0, 1, 2, 1], device=device)
+    has_anchor = torch.tensor([True, False, True], device=device)
+    anchors, y = torch.eye(3, device=device), torch.tensor([0, 1, 2, 1], device=device)
     for temperature in (None, 0.1):
-        each = anchor_losses(f, y, anchors, known, temperature=temperature, normalise=True)
-        assert each[1] == each[3] == 0
-        (gradient,) = torch.autograd.grad(each.sum(), f)
+        q = anchor_losses(f, y, anchors, has_anchor, temperature=temperature)
+        assert q[1] == q[3] == 0
+        (gradient,) = torch.autograd.grad(q.sum(), f)
         assert gradient.isfinite().all()
         assert gradient[[1, 3]].abs().sum() == 0
     unit = (f / f.norm(dim=1, keepdim=True)).detach().cpu().numpy()
     z = unit[0, [0, 2]] / 0.1  # only the classes with anchors compete
-    np.testing.assert_allclose(
-        float(each[0].detach()), -np.log(np.exp(z[0]) / np.exp(z).sum()), rtol=1e-4
-    )
+    expected = -np.log(np.exp(z[0]) / np.exp(z).sum())
+    np.testing.assert_allclose(float(q[0].detach()), expected, rtol=1e-4)
 
 
 def test_fedgens_losses_equal_loops() -> None:
@@ -265,7 +254,7 @@ def test_fedgens_second_round_equals_numpy(device: torch.device) -> None:
     start, ctx = as_arrays(state.parameters), context(2, device)
     message = method.broadcast(state, ctx)
     assert isinstance(message, GeneratorDown)
-    assert message.known.all()
+    assert message.seen_classes.all()
     generator = make_latent_generator(3, 3, 0).to(device)
     load_tensors({"generator": generator}, message.generator)
     generator.eval()
@@ -335,7 +324,7 @@ def test_fedgens_facts_are_what_the_new_classifier_makes_of_embeddings() -> None
     ctx = context(1)
     generator = make_latent_generator(3, 3, 0)
     load_tensors({"generator": generator}, state.learner)
-    asked = torch.arange(3).repeat_interleave(ASKED)
+    asked = torch.arange(3).repeat_interleave(TALLIED)
     draws = torch_generator(0, "tally of generated embeddings")
     noise = torch.randn(len(asked), 32, generator=draws)
     model = ctx.load(state.parameters)

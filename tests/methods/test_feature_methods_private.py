@@ -21,7 +21,7 @@ from fedsynth.data.images import ImageData, from_arrays
 from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import SettingError
 from fedsynth.federation.server import Server
-from fedsynth.methods.fedfm import CLEAR, AnchorState, FeatureSums, FedFM, FedFMLite
+from fedsynth.methods.fedfm import COUNT_DEVIATIONS, AnchorState, FeatureSums, FedFM, FedFMLite
 from fedsynth.methods.fedgen import DECAY, FedGen, ModelAndCounts
 from fedsynth.methods.shared.class_sums import COUNTS, class_sums, sums_plans
 from fedsynth.models.registry import ModelSettings, build_model
@@ -84,7 +84,7 @@ def test_without_noise_private_sums_are_the_exact_ones_and_rows_are_clipped() ->
         )
         guard = Guard(Ledger("0"), 1e-5, None)
         clients = group([authorise(plans, 1, 1e-12, guard, SecretGenerator())])
-        found = class_sums(clients, 0, NET.embed, width, "sums", context(1e-12))
+        found = class_sums(clients, NET.embed, width, "sums", context(1e-12))
         rows = each * (clip / each.norm(dim=1, keepdim=True)).clamp_max(1)
         exact = torch.stack([rows[torch.tensor(c == LABELS)].sum(0) for c in range(10)])
         torch.testing.assert_close(torch.as_tensor(found.sums).float(), exact, atol=1e-3, rtol=1e-3)
@@ -109,23 +109,23 @@ def test_anchors_exist_for_classes_clearly_above_the_noise() -> None:
     """The floor is four deviations of the sum of K clients' noise; below it there is no anchor, and
     a released one stays."""
     method, sigma, width = FedFM(anchor_noise=2.0), 3.0, NET.embedding_size
-    first_alone = [True] + [False] * 9
+    only_first = [True] + [False] * 9
     noise = {COUNTS: 2.0 * sigma}
     nothing = FeatureSums(torch.zeros(10, width), torch.zeros(10))
     for k in (1, 9):
-        floor = CLEAR * 2.0 * sigma * sqrt(k)
+        floor = COUNT_DEVIATIONS * 2.0 * sigma * sqrt(k)
         counts = torch.zeros(10)
         counts[:3] = torch.tensor([floor * 1.01, floor * 0.99, -floor]) / k
         sent = {i: FeatureSums(torch.ones(10, width), counts) for i in range(k)}
         heard: Any = method.first_aggregate(AnchorState(start()), sent, context(sigma, noise=noise))
-        assert heard.known.tolist() == first_alone
+        assert heard.has_anchor.tolist() == only_first
         torch.testing.assert_close(heard.anchors[0], torch.full((width,), 1 / (floor * 1.01 / k)))
         later: Any = method.first_aggregate(heard, {0: nothing}, context(sigma, 2, noise=noise))
-        assert later.known.tolist() == first_alone
+        assert later.has_anchor.tolist() == only_first
         assert torch.equal(later.anchors[0], heard.anchors[0])
     one = FeatureSums(torch.ones(10, width), torch.eye(10)[0])
     exact: Any = method.first_aggregate(AnchorState(start()), {0: one}, context())
-    assert exact.known.tolist() == first_alone
+    assert exact.has_anchor.tolist() == only_first
 
 
 def test_private_training_has_the_methods_losses() -> None:
@@ -140,7 +140,7 @@ def test_private_training_has_the_methods_losses() -> None:
         return torch.cat([value.flatten() for value in upload.parameters.values()])
 
     anchors = torch.randn(10, NET.embedding_size, generator=torch.Generator().manual_seed(0))
-    anchored = AnchorState(start(), anchors=anchors, known=torch.ones(10, dtype=torch.bool))
+    anchored = AnchorState(start(), anchors=anchors, has_anchor=torch.ones(10, dtype=torch.bool))
     light, heavy = (moved(FedFM(**LOCAL, weight=weight), anchored) for weight in (1e-9, 1.0))
     assert float((heavy - light).norm()) > 0.01
     trained = Server(FedGen(**LOCAL, generator_steps=2), start())
@@ -168,7 +168,7 @@ def test_fedgen_asks_for_classes_that_clients_have_had() -> None:
     for number, (ids, parts) in enumerate([((0, 1), [low[:6], low[6:]]), ((2,), [high])], 1):
         play(server, [ExactClientView(ids, data(), parts)], {}, context(None, number, ids))
         now: Any = server.state
-        seen.append(now.known.tolist())
+        seen.append(now.seen_classes.tolist())
     assert seen == [[True] * 4 + [False] * 6, [True] * 8 + [False] * 2]
     ctx = context(None, 3)
     task = method.task(0, method.broadcast(now, ctx), {}, ctx)

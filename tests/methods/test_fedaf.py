@@ -207,11 +207,11 @@ def test_a_server_step_with_batch_norm_equals_plain_torch(
 def test_classes_that_some_or_none_have() -> None:
     """And App. C's bytes: pixels as uint8, V and R as float32; labels and flags come on top."""
     state, uploads = rounds(FAST, 1)
-    assert state.known is not None
+    assert state.has_logits is not None
     assert state.logits is not None
     assert uploads[0].present.tolist() == [True] * 3 + [False] * 7
     assert uploads[1].present.tolist() == [True] * 2 + [False] * 8
-    assert state.known.tolist() == [True] * 3 + [False] * 7
+    assert state.has_logits.tolist() == [True] * 3 + [False] * 7
     torch.testing.assert_close(state.logits[2], uploads[0].logits[2])  # client 1's row is not in it
     torch.testing.assert_close(state.logits[0], (uploads[0].logits[0] + uploads[1].logits[0]) / 2)
     assert uploads[0].labels.tolist() == [0, 0, 1, 1, 2, 2]
@@ -266,7 +266,7 @@ def test_classes_of_absent_clients_are_remembered() -> None:
             clients = ExactClientView([k], data(), [PARTS[k]])
             play(server, [clients], {}, replace(context(number), participants=(k,)))
             state: Any = server.state
-            known.append((state.known.nonzero().flatten().tolist(), state.logits[2].clone()))
+            known.append((state.has_logits.nonzero().flatten().tolist(), state.logits[2].clone()))
         assert known[0][0] == known[1][0] == [0, 1, 2]
         assert torch.equal(known[0][1], known[1][1])
 

@@ -67,13 +67,11 @@ def test_hostile_vectors_move_it_by_no_more(u: list[float], label: int) -> None:
 def test_in_colour_images_start_from_random_processes() -> None:
     """Then nothing is released for them; "yes" and "no" say otherwise."""
     colour, grey = dataset_spec("cifar10"), dataset_spec("mnist")
-    shares = {
-        pictures: [FedStats(ipc=1, pictures=pictures).picture_share(one) for one in (grey, colour)]
-        for pictures in ("auto", "yes", "no")
-    }
-    assert shares == {"auto": [0.15, 0.0], "yes": [0.15, 0.15], "no": [0.0, 0.0]}
+    for pictures, released in {"auto": [True, False], "yes": [True] * 2, "no": [False] * 2}.items():
+        method = FedStats(ipc=1, pictures=pictures)
+        assert [method.releases_pictures(spec) for spec in (grey, colour)] == released
     vectors = replace(grey, height=1, width=64)
-    assert FedStats(ipc=1).picture_share(vectors) == 0.0
+    assert not FedStats(ipc=1).releases_pictures(vectors)
 
 
 # ------------------------------------------------------------------------------- from the release

@@ -26,7 +26,7 @@ from fedsynth.federation.observer import Observer
 from fedsynth.methods.feddm import perturbed
 from fedsynth.methods.fedsum import CondensedState, FedSum, NetworkSums
 from fedsynth.methods.shared.class_sums import COUNTS
-from fedsynth.methods.shared.noise_shares import total_of
+from fedsynth.methods.shared.noise_shares import summed
 from fedsynth.methods.shared.private_condensation import IMAGES
 from fedsynth.models.registry import ModelSettings, build_model
 from fedsynth.privacy.accounting import epsilon
@@ -121,8 +121,8 @@ def test_sums_of_clients_add_up_to_those_of_all_data(owners: list[int]) -> None:
     method, ctx, who = FedSum(**TINY), context(), torch.tensor(owners)
     parts = [torch.nonzero(who == k).flatten() for k in range(5)]
     each = uploads(method, ctx, data(), parts)
-    pooled = total_of(each)
-    alone = total_of(uploads(method, ctx, data(), [torch.arange(60)]))
+    pooled = summed(each)
+    alone = summed(uploads(method, ctx, data(), [torch.arange(60)]))
     assert torch.equal(pooled.counts, alone.counts)
     assert float((pooled.sums - alone.sums).norm()) < 1e-6 * float(alone.sums.norm())
     assert each[0].nbytes == 4 * (3 * 10 * WIDTH + 10)
@@ -136,7 +136,7 @@ def test_server_and_clients_look_through_the_same_networks(perturbation: str, au
     method, ctx = FedSum(**TINY, perturbation=perturbation, augment=augment), context()
     clients = ExactClientView([0], digits(np.repeat(np.arange(10), 2)), [torch.arange(20)])
     pixels = clients.images(torch.arange(20))
-    state = replace(start(ctx), images=pixels, kept=torch.ones(10, dtype=torch.bool))
+    state = replace(start(ctx), images=pixels, condensed=torch.ones(10, dtype=torch.bool))
     (upload,) = sent(method, ctx, clients, state=state)
     assert upload.sums.abs().max() < 1e-4
     after = method.server_step(state, {0: upload}, ctx)
@@ -225,7 +225,7 @@ def test_a_class_below_the_noise_of_all_clients_counts_is_left_out() -> None:
     counts[:3] = torch.tensor([floor * 1.01, floor * 0.99, -floor]) / k
     some = {i: NetworkSums(torch.zeros(3, 10, WIDTH), counts) for i in range(k)}
     state = method.server_step(start(ctx), some, ctx)
-    assert state.kept.tolist() == [True] + [False] * 9
+    assert state.condensed.tolist() == [True] + [False] * 9
     made = method.synthetic(state, ctx)
     assert made is not None
     assert made[1].tolist() == [0, 0]
@@ -335,6 +335,6 @@ def test_start_images_are_public_and_of_the_seed(start_from: str) -> None:
     made = method.broadcast(start(ctx), ctx).images
     assert torch.equal(made, method.broadcast(start(ctx), ctx).images)
     assert not torch.equal(made, method.broadcast(start(other), other).images)
-    kept = replace(start(ctx), images=made + 1, kept=torch.ones(10, dtype=torch.bool))
+    kept = replace(start(ctx), images=made + 1, condensed=torch.ones(10, dtype=torch.bool))
     assert torch.equal(method.broadcast(kept, ctx).images, made + 1)
     assert torch.equal(replace(method, restart=True).broadcast(kept, ctx).images, made)

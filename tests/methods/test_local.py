@@ -1,5 +1,5 @@
-"""What all methods with local training share: groups of clients, rounds in which nobody counts,
-private clients' own terms."""
+"""All methods with local training: groups of clients, rounds without counted clients, private
+clients' penalties."""
 
 from __future__ import annotations
 
@@ -60,17 +60,11 @@ def data() -> ImageData:
     )
 
 
-def context(number: int = 1, clients: int = 5, **others: Any) -> RoundContext:
+def context(number: int = 1, clients: int = 5, **changes: Any) -> RoundContext:
     sizes = tuple(len(part) for part in PARTS[:clients])
-    given = {
-        "architecture": Linear((1, 4, 4), 3),
-        "nominal_size": 8.0,
-        "clients": clients,
-        "participants": tuple(range(clients)),
-        "sizes": sizes,
-        **others,
-    }
-    return RoundContext(number, 0, CPU, SPEC, **given)
+    linear = Linear((1, 4, 4), 3)
+    default = RoundContext(number, 0, CPU, SPEC, linear, 8.0, clients=clients, sizes=sizes)
+    return replace(default, **changes)
 
 
 def start() -> AveragingState:
@@ -86,14 +80,14 @@ def group(clients: int = 5) -> ExactClientView:
 def uploads(
     method: TrainsLocally, clients: Any, ctx: RoundContext, memories: Any = None, state: Any = None
 ) -> list[Any]:
-    """Of a first round, unless a state is given."""
+    """Returns the uploads of a first round, unless a state is given."""
     message = method.broadcast(state or method.initial_state(start().parameters), ctx)
-    given = memories or [{} for _ in clients.ids]
-    return [upload for upload, _ in method.client_step(message, clients, given, ctx)]
+    memories = memories or [{} for _ in clients.ids]
+    return [upload for upload, _ in method.client_step(message, clients, memories, ctx)]
 
 
 def vectors(sent: list[Any]) -> list[Tensor]:
-    return [torch.cat([value.flatten() for value in one.parameters.values()]) for one in sent]
+    return [torch.cat([value.flatten() for value in u.parameters.values()]) for u in sent]
 
 
 def private(
@@ -137,13 +131,13 @@ def test_dense_networks_are_trained_in_one_pass_and_only_then_clients_share_memo
     "kind", [FedAvg, FedAvgM, FedNova, FedDyn, Scaffold, QFFL, FedGKD, FedGen, FedProx]
 )
 def test_a_round_without_counted_clients_changes_nothing(kind: Any) -> None:
-    method = kind(**LOCAL, **({"adaptive": True} if kind is FedProx else {}))
+    method = kind(**LOCAL)
     server, memories = Server(method, start().parameters), dict[int, Any]()
     for number in (1, 2):
         sent = play(server, [group()], memories, context(number))
     dropped = {k: replace(u, weight=0.0) for k, u in sent.items()}
-    after = method.server_step(server.state, dropped, context(3))
-    old, new = (dict(state.numbers()) for state in (server.state, after))
+    next_state = method.server_step(server.state, dropped, context(3))
+    old, new = dict(server.state.numbers()), dict(next_state.numbers())
     assert set(old) == set(new)
     assert all(torch.equal(new[name], value) for name, value in old.items())
 
@@ -153,14 +147,14 @@ def test_local_steps_are_the_same_for_every_client() -> None:
     control."""
     three = {**LOCAL, "local_steps": 3}
     assert [u.norm for u in uploads(FedNova(**three), group(), context())] == [3.0] * 5
-    one = FedAvg(**{**LOCAL, "local_steps": 1, "batch": 40})
-    (found,) = vectors(uploads(one, group(1), context(clients=1)))
+    one_step = FedAvg(**{**LOCAL, "local_steps": 1, "batch": 40})
+    (uploaded,) = vectors(uploads(one_step, group(1), context(clients=1)))
     net = Linear((1, 4, 4), 3)
     net.load_state_dict(dict(start().parameters))
     clients = group(1)
     nn.functional.cross_entropy(net(clients.images(PARTS[0])), clients.labels(PARTS[0])).backward()  # type: ignore[no-untyped-call]
     expected = torch.cat([(p - 0.2 * p.grad).flatten() for p in net.parameters()])
-    torch.testing.assert_close(found, expected.detach(), atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(uploaded, expected.detach(), atol=1e-6, rtol=1e-5)
     control = {name: torch.ones_like(value) for name, value in start().parameters.items()}
     empty = ExactClientView((0,), data(), [torch.arange(0)])
     scaffold = Scaffold(**three)
@@ -177,12 +171,12 @@ def test_a_large_q_does_not_overflow() -> None:
         k: FairModel({n: v + 0.01 * (k + 1) for n, v in state.parameters.items()}, 1, 4 + k / 100)
         for k in range(3)
     }
-    made = QFFL(lr=0.5, q=q).server_step(state, sent, context(clients=3))
+    next_state = QFFL(lr=0.5, q=q).server_step(state, sent, context(clients=3))
     F = np.array([u.loss for u in sent.values()], dtype=np.longdouble) + TINY
     delta = [2.0 * -0.01 * (k + 1) * np.ones(51) for k in range(3)]
     h = sum(q * f ** (q - 1) * (d**2).sum() + 2.0 * f**q for f, d in zip(F, delta, strict=True))
     step = sum(f**q * d for f, d in zip(F, delta, strict=True)) / h
-    for name, value in made.parameters.items():
+    for name, value in next_state.parameters.items():
         moved = value - state.parameters[name]
         expected = torch.full_like(value, -float(step[0]))
         torch.testing.assert_close(moved, expected, atol=1e-6, rtol=1e-4)
@@ -200,8 +194,8 @@ def test_each_private_client_has_its_own_terms(kind: type[TrainsLocally]) -> Non
     ]
     together = vectors(uploads(method, private(method, ctx, range(3)), ctx, memories))
     for k in range(3):
-        (alone,) = vectors(uploads(method, private(method, ctx, [k]), ctx, [memories[k]]))
-        torch.testing.assert_close(together[k], alone, atol=1e-4, rtol=1e-4)
+        (single,) = vectors(uploads(method, private(method, ctx, [k]), ctx, [memories[k]]))
+        torch.testing.assert_close(together[k], single, atol=1e-4, rtol=1e-4)
     assert float((together[0] - together[2]).norm()) > 0.1
 
 
@@ -214,7 +208,7 @@ def test_each_client_is_charged_for_its_own_network_and_shows_no_size() -> None:
     ledgers = [Ledger("0"), Ledger("1")]
     method = Dense(**{**LOCAL, "local_epochs": 1})
     sent = uploads(method, private(method, ctx, (0, 1), ledgers), ctx)
-    assert [one.weight for one in sent] == [1.0, 1.0]
+    assert [upload.weight for upload in sent] == [1.0, 1.0]
     rows = [row for ledger in ledgers for row in ledger.releases]
     assert [(row.dimension, row.steps) for row in rows] == [(51, 3), (16 * 5 + 5 + 5 * 3 + 3, 3)]
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from fedsynth.methods.statistics.class_moments import Pace, pace, reach
+from fedsynth.methods.statistics.class_moments import Pace, pace, total_weight
 
 COUNTS = some.integers(1, 40)
 
@@ -18,7 +18,7 @@ def test_reach_is_how_often_gradients_are_taken(steps: int, momentum: float) -> 
     for _ in range(steps):
         velocity = momentum * velocity + 1.0
         weight += velocity
-    assert reach(steps, momentum) == pytest.approx(weight, rel=1e-9)
+    assert total_weight(steps, momentum) == pytest.approx(weight, rel=1e-9)
 
 
 @given(some.floats(1e-6, 1.0), COUNTS, some.floats(0.01, 10), some.floats(0, 0.9))
@@ -26,7 +26,7 @@ def test_steps_go_as_far_as_noise_allows_or_as_they_can(
     noise: float, steps: int, logit_noise: float, momentum: float
 ) -> None:
     found = pace(noise, steps, logit_noise, 200.0, momentum)
-    far = found.rate * reach(steps, momentum)
+    far = found.rate * total_weight(steps, momentum)
     assert found.momentum == momentum
     assert found.rate <= 200.0
     assert far <= logit_noise / noise * (1 + 1e-9)
@@ -36,4 +36,4 @@ def test_steps_go_as_far_as_noise_allows_or_as_they_can(
 
 def test_without_noise_steps_are_the_longest() -> None:
     assert pace(0.0, 16, 0.6, 100.0, 0.5) == Pace(100.0, 0.5) == pace(1e-9, 16, 0.6, 100.0, 0.5)
-    assert pace(1e-3, 16, 0.6, 100.0, 0.5).rate == pytest.approx(600 / reach(16, 0.5))
+    assert pace(1e-3, 16, 0.6, 100.0, 0.5).rate == pytest.approx(600 / total_weight(16, 0.5))

@@ -21,12 +21,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fedsynth import FedAvg, PartitionSettings, RunSettings, resolve, simulate
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import ModelParameters
-from fedsynth.errors import DivergedError, SettingError, UnknownNameError
+from fedsynth.errors import SettingError, UnknownNameError
 from fedsynth.methods import METHODS, method_class
 from fedsynth.methods.fednova import NormalisedModel
 from fedsynth.methods.scaffold import ControlState, ControlUp, Scaffold
 from fedsynth.methods.shared import robust
-from fedsynth.methods.shared.aggregation import AveragingState, average, cached
+from fedsynth.methods.shared.aggregation import AveragingState, average, update_cache
 from fedsynth.methods.shared.robust import RULES, middle_mean, robust_uploads
 from tests.digits import context as some_context
 
@@ -115,15 +115,6 @@ def test_sorting_in_blocks_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("rule", ["median", "trimmed", "clip"])
-def test_a_nan_never_becomes_a_result(rule: str) -> None:
-    network = nn.Linear(3, 2)
-    sent = uploads_of(network, 5)
-    sent[3].parameters["weight"][0, 0] = torch.nan
-    with pytest.raises(DivergedError, match=r"weight of client 3 is not finite.*" + rule):
-        robust_uploads(sent, network.state_dict(), context_with(rule, network))
-
-
-@pytest.mark.parametrize("rule", ["median", "trimmed", "clip"])
 def test_a_malicious_fifth_keeps_coordinates_in_the_honest_range(rule: str) -> None:
     network = network_with_batch_norm()
     before = network.state_dict()
@@ -172,7 +163,7 @@ def test_the_average_of_all_last_models_goes_by_the_rule() -> None:
     before = AveragingState(network.state_dict())
     sent = uploads_of(network, 5)
     sent[0] = replace(sent[0], parameters={n: v * 1e6 for n, v in sent[0].parameters.items()})
-    overall = cached(before, before, sent, context_with("median", network)).overall
+    overall = update_cache(before, before, sent, context_with("median", network)).overall
     for name, value in overall.items():
         each = np.stack([u.parameters[name].double().numpy() for u in sent.values()])
         np.testing.assert_allclose(value.numpy(), np.median(each, axis=0), rtol=1e-5)
@@ -209,8 +200,8 @@ def test_averaging_holds_no_more_than_one_tensor_of_one_upload() -> None:
         np.testing.assert_allclose(value.numpy(), np.tensordot(shares, each, 1), rtol=1e-6)
     start = AveragingState(network.state_dict())
     with _Largest() as largest:
-        cached(start, start, {}, context_with("none", network, clients=50))
-    assert largest.bytes == 4 * 50 * 200  # the cache itself, in its own precision
+        update_cache(start, start, sent, context_with("none", network, clients=50))
+    assert largest.bytes == 4 * 50 * 200  # the cache itself, in its precision
 
 
 # ------------------------------------------------------------------------------------------- runs

@@ -103,12 +103,12 @@ def test_series_are_handed_out_by_name_and_once() -> None:
 
 def test_a_mechanism_taken_by_one_client_is_taken_for_its_group() -> None:
     clients = group(charged(Ledger("a")), charged(Ledger("b")))
-    (own,) = clients.alone(1).series("images")
+    (own,) = clients.select(1).series("images")
     with pytest.raises(UnplannedReleaseError, match="was already taken"):
-        clients.alone(1).series("images")
+        clients.select(1).series("images")
     with pytest.raises(UnplannedReleaseError, match="was already taken"):
         clients.series("images")
-    (other,) = clients.alone(0).series("images")  # the refusal before took nothing from it
+    (other,) = clients.select(0).series("images")  # the refusal before took nothing from it
     assert own is not other
 
 
@@ -116,7 +116,7 @@ def test_a_step_reads_the_plan_that_its_clients_were_charged_for() -> None:
     late = replace(IMAGES, steps=1)
     clients = group(charged(Ledger("a")), charged(Ledger("b"), plans=(late, COUNTS, LOGITS)))
     assert clients.plan("counts") == COUNTS
-    assert [clients.alone(k).plan("images").steps for k in (0, 1)] == [3, 1]
+    assert [clients.select(k).plan("images").steps for k in (0, 1)] == [3, 1]
     assert [one.steps_left for one in clients.series("images")] == [3, 1]
     with pytest.raises(UnplannedReleaseError, match="different plans 'images'"):
         clients.plan("images")

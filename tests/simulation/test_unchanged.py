@@ -173,7 +173,6 @@ CASES: dict[str, Sections] = {
     "fedprox, stragglers": case("fedprox", method=LATE),
     "fedprox, stragglers, private": private("fedprox", method=LATE),
     "fedprox, stragglers dropped": case("fedprox", method={**LATE, "drop_stragglers": True}),
-    "fedprox, adaptive": case("fedprox", method={"adaptive": True}),
     **{
         f"{name}, all in one pass": case(name, model={"name": "linear"}, method={"batch": 8})
         for name in ("fedavg", "fedprox", "feddyn", "scaffold")

@@ -3,7 +3,7 @@ every client (OCA; FedKF, Algorithm 1)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -35,26 +35,33 @@ class AveragingState(ServerState):
 Averaging = TypeVar("Averaging", bound=AveragingState)
 
 
-def average(uploads: Mapping[int, ModelParameters], *, even: bool = False) -> dict[str, Tensor]:
+def average(uploads: Mapping[int, ModelParameters], *, uniform: bool = False) -> dict[str, Tensor]:
     """Returns Σ_k weight_k · parameters_k / Σ_k weight_k, summed in float64, one upload at a time,
     by client index; counters (integer buffers) are taken from the first upload.
 
     Args:
         uploads: by client index, with a total weight above zero.
-        even: weight all uploads equally instead.
+        uniform: weight all uploads equally instead.
     """
-    sent = list(uploads.values())
-    weights = [1.0 if even else u.weight for u in sent]
+    models = [upload.parameters for upload in uploads.values()]
+    weights = [upload.weight for upload in uploads.values()]
+    if uniform:
+        weights = [1.0] * len(models)
+    return _weighted_mean(models, weights)
+
+
+def _weighted_mean(
+    models: Sequence[Mapping[str, Tensor]], weights: Sequence[float]
+) -> dict[str, Tensor]:
     total = sum(weights)
     mean: dict[str, Tensor] = {}
-    for name, value in sent[0].parameters.items():
-        if not value.is_floating_point():
-            mean[name] = value
-            continue
-        total_so_far = torch.zeros_like(value, dtype=torch.float64)
-        for upload, weight in zip(sent, weights, strict=True):
-            total_so_far.add_(upload.parameters[name].double(), alpha=weight / total)
-        mean[name] = total_so_far.to(value.dtype)
+    for name, value in models[0].items():
+        mean[name] = value
+        if value.is_floating_point():
+            weighted_sum = torch.zeros_like(value, dtype=torch.float64)
+            for model, weight in zip(models, weights, strict=True):
+                weighted_sum.add_(model[name].double(), alpha=weight / total)
+            mean[name] = weighted_sum.to(value.dtype)
     return mean
 
 
@@ -63,69 +70,42 @@ def trainable(context: RoundContext) -> list[str]:
     return [name for name, _ in context.architecture.named_parameters()]
 
 
-def cached(
+def update_cache(
     state: Averaging,
-    before: AveragingState,
+    previous: AveragingState,
     uploads: Mapping[int, ModelParameters],
     context: RoundContext,
     *,
-    everybody: bool = False,
+    all_slots: bool = False,
 ) -> Averaging:
     """Returns `state` with the cache after a round, and its OCA.
 
+    With differential privacy, where n_k is private, clients have equal weight in OCA; who has taken
+    part is public.
+
     Args:
-        before: the state before the round.
+        previous: the state before the round.
         uploads: of the round; those of weight 0 (dropped, or without an example) do not count.
-        everybody: as in `overall_average`.
+        all_slots: average all K slots, also those that hold w⁰ (FedKF, Algorithm 1, line 10). The
+            official code averages only clients that have sent a model: at least one.
     """
-    device = next(iter(before.parameters.values())).device
-    seen = before.seen
-    if seen is None:
-        seen = torch.zeros(context.clients, dtype=torch.bool, device=device)
-    slots = before.cache or {
-        name: value[None].repeat(context.clients, *[1] * value.dim())
-        for name, value in before.parameters.items()
-    }
-    seen = seen.clone()
-    cache = {name: value.clone() for name, value in slots.items()}
-    for client, upload in uploads.items():
-        if upload.weight == 0:
-            continue
-        seen[client] = True
-        for name, value in upload.parameters.items():
-            cache[name][client] = value
-    if context.robust == "none":
-        overall = overall_average(cache, seen, context, everybody=everybody)
+    K = context.clients
+    if previous.seen is None:
+        cache = {n: w[None].repeat(K, *[1] * w.dim()) for n, w in previous.parameters.items()}
+        seen = torch.zeros(K, dtype=torch.bool, device=context.device)
     else:
-        counted = range(context.clients) if everybody else seen.nonzero()[:, 0].tolist()
-        slots_of = [{name: value[k] for name, value in cache.items()} for k in counted]
-        overall = robust_mean(slots_of, before.parameters, context)
+        cache = {name: slots.clone() for name, slots in previous.cache.items()}
+        seen = previous.seen.clone()
+    for client, upload in uploads.items():
+        if upload.weight:
+            seen[client] = True
+            for name, value in upload.parameters.items():
+                cache[name][client] = value
+    averaged = range(K) if all_slots else seen.nonzero()[:, 0].tolist()
+    models = [{name: slots[k] for name, slots in cache.items()} for k in averaged]
+    if context.robust == "none":
+        sizes = context.sizes or [1] * K
+        overall = _weighted_mean(models, [sizes[k] for k in averaged])
+    else:
+        overall = robust_mean(models, previous.parameters, context)
     return replace(state, cache=cache, seen=seen, overall=overall)
-
-
-def overall_average(
-    cache: Mapping[str, Tensor], seen: Tensor, context: RoundContext, *, everybody: bool = False
-) -> dict[str, Tensor]:
-    """Returns OCA: the average, weighted by n_k, of all clients that have sent a model.
-
-    Args:
-        cache, seen: see `AveragingState`; at least one client has sent a model.
-        everybody: average all K slots, also those that hold w⁰ (FedKF, Algorithm 1, line 10). The
-            official code averages only clients that have sent a model.
-
-    With differential privacy, where n_k is private, clients have equal weight; who has taken part
-    is public.
-    """
-    sizes = torch.tensor(context.sizes or [1] * context.clients, dtype=torch.float64)
-    counted = sizes if everybody else sizes * seen.to(sizes)
-    weights = counted / counted.sum().clamp_min(1)
-    overall: dict[str, Tensor] = {}
-    for name, slots in cache.items():
-        if not slots.is_floating_point():
-            overall[name] = slots[0]
-            continue
-        mean = torch.zeros_like(slots[0], dtype=torch.float64)
-        for slot, weight in zip(slots, weights.tolist(), strict=True):
-            mean.add_(slot.double(), alpha=weight)
-        overall[name] = mean.to(slots.dtype)
-    return overall

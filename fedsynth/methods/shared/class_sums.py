@@ -7,7 +7,7 @@ FedAF's class-mean logits and FedFM's anchors are computed from these.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,12 +16,12 @@ from torch.nn import functional as F
 from fedsynth.core.client import ClientGroup, PrivateClientView, chunk
 from fedsynth.core.context import RoundContext
 from fedsynth.core.uploads import LARGEST, Array, Rule, most_examples
-from fedsynth.privacy.plans import MAIN, PrivatePlan
+from fedsynth.privacy.plans import PrivatePlan
 
 COUNTS = "class counts"
 """The name of the counts' plan."""
 
-Rows = Callable[[Tensor], Tensor]
+Vectors = Callable[[Tensor], Tensor]
 """Normalised images [N, C, H, W] -> one vector per image [N, D], which depends only on that image;
 called without gradients."""
 
@@ -40,11 +40,25 @@ class ClassSums:
     counts: Tensor
     deviation: float
 
+    def means(self, min_examples: float = 1.0) -> tuple[Tensor, Tensor]:
+        """Returns the class means [classes, D], and which classes the client has [classes].
+
+        The rows of other classes are near zero, and must not be used.
+
+        Args:
+            min_examples: a private client has a class if its noisy count is at least this, at least
+                1, and at least two standard deviations of its noise.
+        """
+        floor = max(1.0, 2 * self.deviation)
+        if self.deviation:
+            floor = max(floor, min_examples)
+        return self.sums / self.counts.clamp_min(floor)[:, None], self.counts >= floor
+
 
 def sums_plans(
     name: str,
-    what: str,
-    each: str,
+    quantity: str,
+    clipped: str,
     *,
     clip: float,
     width: int,
@@ -56,8 +70,8 @@ def sums_plans(
 
     Args:
         name: of the sums' plan; that of the counts is `COUNTS`.
-        what: the summed quantity, in words.
-        each: the clipped quantity, in words.
+        quantity: the summed quantity, in words.
+        clipped: the clipped quantity, in words.
         clip: L2 bound of one example's vector.
         width: D of the vectors.
         classes: how many sums there are.
@@ -66,9 +80,9 @@ def sums_plans(
     """
     sums = PrivatePlan(
         name=name,
-        quantity=f"class sums of {what}",
+        quantity=f"class sums of {quantity}",
         mechanism="sums",
-        clipped=each,
+        clipped=clipped,
         clip=clip,
         sample_rate=1.0,
         steps=1,
@@ -77,104 +91,90 @@ def sums_plans(
         noise_ratio=noise,
         phase=phase,
     )
-    return sums, counts_plan("sums", classes, noise, phase=phase)
+    return sums, counts_plan(sums, noise)
 
 
-def counts_plan(
-    mechanism: str, classes: int, noise: float, sample_rate: float = 1.0, phase: str = MAIN
-) -> PrivatePlan:
-    """Returns the plan of the class counts: one release, in which each example counts 1."""
-    return PrivatePlan(
+def counts_plan(sums: PrivatePlan, noise: float) -> PrivatePlan:
+    """Returns the plan of the class counts that belong to class sums: one release, in which each
+    example counts 1."""
+    return replace(
+        sums,
         name=COUNTS,
         quantity="class counts",
-        mechanism=mechanism,
         clipped="each example counts 1",
         clip=1.0,
-        sample_rate=sample_rate,
         steps=1,
-        dimension=classes,
-        groups=classes,
+        dimension=sums.groups,
         noise_ratio=noise,
-        phase=phase,
     )
 
 
-def sums_rules(client: int, width: int, name: str, context: RoundContext) -> dict[str, Rule]:
-    """Returns the rules of an upload's `sums` [classes, width] and `counts` [classes]; with noise
-    counts may be negative, and both as large as the noise.
+def sums_rules(
+    client: int,
+    shape: tuple[int, ...],
+    plan: str,
+    context: RoundContext,
+    dtype: torch.dtype = torch.float32,
+) -> dict[str, Rule]:
+    """Returns the rules of an upload's `sums` and `counts` [classes]; with noise counts may be
+    negative, and both as large as the noise.
 
     Args:
         client: the uploading client's index.
-        width: D.
-        name: of the sums' plan.
+        shape: of the sums.
+        plan: the name of the sums' plan.
         context: the round's.
+        dtype: of sums and noisy counts.
     """
-    classes = context.spec.classes
-    noise = max((1.0, context.noise.get(name, 0.0), context.noise.get(COUNTS, 0.0)))
-    far = LARGEST * noise
-    counts = Array((classes,), least=0.0, most=min(far, most_examples(client, context)))
+    bound = LARGEST * max(1.0, context.noise.get(plan, 0.0), context.noise.get(COUNTS, 0.0))
+    sums = Array(shape, dtype, least=-bound, most=bound)
+    classes = (context.spec.classes,)
     if context.privacy is not None:
-        counts = Array((classes,), least=-far, most=far)
-    return {"sums": Array((classes, width), least=-far, most=far), "counts": counts}
+        return {"sums": sums, "counts": replace(sums, shape=classes)}
+    largest = min(bound, most_examples(client, context))
+    return {"sums": sums, "counts": Array(classes, least=0.0, most=largest)}
 
 
 def class_sums(
-    clients: ClientGroup,
-    position: int,
-    rows: Rows,
-    width: int,
-    name: str,
-    context: RoundContext,
+    client: ClientGroup, vectors: Vectors, width: int, plan: str, context: RoundContext
 ) -> ClassSums:
-    """Returns the sums of one client of the group.
+    """Returns the sums of one client.
 
     Args:
-        clients: private ones were charged for the two plans of `sums_plans`.
-        position: of the client in the group.
-        rows: computes the vectors.
+        client: a group of one; a private client was charged for the two plans of `sums_plans`.
+        vectors: computes the vectors.
         width: D.
-        name: of the sums' plan.
+        plan: the name of the sums' plan.
         context: the round's.
     """
+    if isinstance(client, PrivateClientView):
+        series = client.series(COUNTS)
+        counts = client.class_sums(
+            series, lambda x_NCHW, segment_N: x_NCHW.new_ones(len(x_NCHW), 1)
+        )
+        noisy = client.class_sums(client.series(plan), lambda x_NCHW, segment_N: vectors(x_NCHW))
+        return ClassSums(noisy, counts[:, 0], series[0].deviation)
     classes = context.spec.classes
-    if isinstance(clients, PrivateClientView):
-        alone = clients.alone(position)
-        counting = alone.series(COUNTS)
-        held = alone.class_sums(counting, lambda x_NCHW, segment_N: x_NCHW.new_ones(len(x_NCHW), 1))
-        noisy = alone.class_sums(alone.series(name), lambda x_NCHW, segment_N: rows(x_NCHW))
-        return ClassSums(noisy, held[:, 0], counting[0].deviation)
-    mine = clients.examples(position)
     sums = torch.zeros(classes, width, device=context.device)
     counts = torch.zeros(classes, device=context.device)
+    examples = client.examples(0)
     with torch.no_grad():
-        for part in mine.split(chunk(mine.device)):
-            if len(part):
-                members = F.one_hot(clients.labels(part), classes).to(sums.dtype)
-                sums = sums + members.T @ rows(clients.images(part))
+        for indices in examples.split(chunk(examples.device)):
+            if len(indices):
+                members = F.one_hot(client.labels(indices), classes).to(sums.dtype)
+                sums = sums + members.T @ vectors(client.images(indices))
                 counts = counts + members.sum(dim=0)
     return ClassSums(sums, counts, 0.0)
 
 
 def class_means(
     clients: ClientGroup,
-    rows: Rows,
+    vectors: Vectors,
     width: int,
-    name: str,
+    plan: str,
     context: RoundContext,
-    least: float = 1.0,
+    min_examples: float = 1.0,
 ) -> Sequence[tuple[Tensor, Tensor]]:
-    """Returns each client's class means [classes, D], and which classes it has [classes].
-
-    The rows of other classes are near zero, and must not be used.
-
-    Args:
-        clients, rows, width, name, context: see `class_sums`.
-        least: a private client has a class if its noisy count is at least this, at least 1, and at
-            least two standard deviations of its noise.
-    """
-    found = []
-    for position in range(len(clients.ids)):
-        own = class_sums(clients, position, rows, width, name, context)
-        floor = max(1.0, least, 2 * own.deviation) if own.deviation else 1.0
-        found.append((own.sums / own.counts.clamp_min(floor)[:, None], own.counts >= floor))
-    return found
+    """Returns `ClassSums.means` of each client of the group; see there and `class_sums`."""
+    sums = [class_sums(client, vectors, width, plan, context) for client in clients.split()]
+    return [client_sums.means(min_examples) for client_sums in sums]

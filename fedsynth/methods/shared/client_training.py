@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 
 import torch
 from torch import nn
@@ -18,17 +19,17 @@ from fedsynth.core.method import Memory
 from fedsynth.privacy.dpsgd import DpSgdSettings, ExampleLoss, Penalty
 from fedsynth.seeding import torch_generator
 from fedsynth.training.loop import State
-from fedsynth.training.loop_checkpoint import NullCheckpointer
+from fedsynth.training.loop_checkpoint import LoopCheckpointer, NullCheckpointer
 from fedsynth.training.many_clients import Learner, train_together
 from fedsynth.training.optimisers import Optimiser
-from fedsynth.training.sgd import BeforeStep, Pull, SgdSettings, steps_of, train_on
+from fedsynth.training.sgd import BeforeStep, Objective, Pull, SgdSettings, steps_of, train_on
 from fedsynth.version import __version__
 
 MODEL = "model"
 """The name of the trained model's plan."""
-SHARES = 100
+PROGRESS_PARTS = 100
 """Parts of a client's training in which progress is reported."""
-HASHED = 4096
+DIGEST_IMAGES = 4096
 """Images that are loaded at a time for a digest."""
 
 
@@ -59,7 +60,7 @@ class LocalObjective:
             cross-entropy; with differential privacy it must not depend on other examples.
         state: all that `before_step`, `penalty` and `loss` change, random generators included, by
             name: it is saved with the training, and its steps are not recorded. {}: nothing.
-        finish: (the trained model, its `Trained`) -> upload and memory.
+        make_upload: (the trained model, its `Trained`) -> upload and memory.
 
     >>> from fedsynth import ModelSettings, RunSettings, TrainsLocally, simulate
     >>> class Ridge(TrainsLocally):
@@ -75,7 +76,7 @@ class LocalObjective:
     penalty: Penalty | None = None
     loss: ExampleLoss | None = None
     state: State = field(default_factory=dict)
-    finish: Callable[[nn.Module, Trained], tuple[Message, Memory]] = plain_upload
+    make_upload: Callable[[nn.Module, Trained], tuple[Message, Memory]] = plain_upload
 
     @property
     def plain(self) -> bool:
@@ -84,11 +85,19 @@ class LocalObjective:
         pulled = self.penalty is None or isinstance(self.penalty, Pull)
         return self.loss is None and self.before_step is None and pulled
 
+    @property
+    def mean_loss(self) -> Objective | None:
+        """Returns the mean of `loss` over a batch; None: the cross-entropy's."""
+        loss = self.loss
+        if loss is None:
+            return None
+        return lambda network, x, y: loss(network, x, y).mean()
+
 
 def train_openly(
     models: Sequence[nn.Module],
     clients: ExactClientView,
-    tasks: Sequence[LocalObjective],
+    objectives: Sequence[LocalObjective],
     settings: Sequence[SgdSettings],
     context: RoundContext,
     *,
@@ -97,100 +106,101 @@ def train_openly(
     """Trains the clients' models in place.
 
     Args:
-        models, tasks, settings: of each client of the group.
-        together: train in one pass if the tasks allow it; else one after another.
+        models, objectives, settings: of each client of the group.
+        together: train in one pass if the objectives allow it; else one after another.
     """
-    learners = [
-        Learner(
-            model,
-            clients.examples(position),
-            how,
-            torch_generator(context.seed, "local training", context.round, client),
-            task.penalty,
-        )
-        for position, (client, model, task, how) in enumerate(
-            zip(clients.ids, models, tasks, settings, strict=True)
-        )
-    ]
-    at_once = together and all(task.plain for task in tasks)
-    # memory decides how many clients share a step; this must not change a client's precision
-    precision = torch.float32 if at_once else context.precision
-    if at_once and len(models) > 1:
-        train_together(
-            learners, clients.images, clients.labels, partial(context.report, "local training")
-        )
-    else:
-        for position, (learner, task) in enumerate(zip(learners, tasks, strict=True)):
-            report = partial(_report, context, position, len(models))
-            _train_alone(learner, clients, task, context, report, clients.ids[position], precision)
-            context.report("local training", SHARES * (position + 1), SHARES * len(models))
-    sizes = [len(learner.examples) for learner in learners]
-    return [Trained(float(n), steps_of(how, n)) for n, how in zip(sizes, settings, strict=True)]
+    learners = []
+    trained = []
+    for position, client in enumerate(clients.ids):
+        examples = clients.examples(position)
+        generator = torch_generator(context.seed, "local training", context.round, client)
+        sgd, penalty = settings[position], objectives[position].penalty
+        learners.append(Learner(models[position], examples, sgd, generator, penalty))
+        trained.append(Trained(float(len(examples)), steps_of(sgd, len(examples))))
+    if together and all(objective.plain for objective in objectives):
+        # memory decides how many clients share a step; this must not change a client's precision
+        context = replace(context, precision=torch.float32)
+        if len(models) > 1:
+            report = partial(context.report, "local training")
+            train_together(learners, clients.images, clients.labels, report)
+            return trained
+    for position, (learner, objective) in enumerate(zip(learners, objectives, strict=True)):
+        _train_one(learner, clients.select(position), objective, context, position, len(models))
+    return trained
 
 
 def train_privately(
     models: Sequence[nn.Module],
     clients: PrivateClientView,
-    tasks: Sequence[LocalObjective],
+    objectives: Sequence[LocalObjective],
     optimiser: Optimiser,
     context: RoundContext,
 ) -> list[Trained]:
     """Trains the models in place by DP-SGD, for the steps that each client was charged for."""
     trained = []
-    for position, (model, task) in enumerate(zip(models, tasks, strict=True)):
-        alone = clients.alone(position)
-        plan = alone.plan(MODEL)
-        settings = DpSgdSettings(optimiser, plan.sample_rate * context.nominal_size)
-        additions = (task.penalty, task.loss, task.before_step)
-        alone.fit(alone.series(MODEL), model, plan.steps, settings, *additions)
+    for client, model, objective in zip(clients.split(), models, objectives, strict=True):
+        plan = client.plan(MODEL)
+        client.fit(
+            client.series(MODEL),
+            model,
+            plan.steps,
+            DpSgdSettings(optimiser, plan.sample_rate * context.nominal_size),
+            objective.penalty,
+            objective.loss,
+            objective.before_step,
+        )
         trained.append(Trained(1.0, plan.steps))
-        context.report("local training", position + 1, len(models))
+        context.report("local training", len(trained), len(models))
     return trained
 
 
-def _report(context: RoundContext, before: int, clients: int, done: int, total: int) -> None:
-    """Reports one client's progress as a share of the group's, in which all count equally."""
-    share = SHARES * done // total
-    context.report("local training", SHARES * before + share, SHARES * clients)
-
-
-def _train_alone(
+def _train_one(
     learner: Learner,
-    clients: ExactClientView,
-    task: LocalObjective,
+    client: ExactClientView,
+    objective: LocalObjective,
     context: RoundContext,
-    report: Callable[[int, int], None],
-    client: int,
-    precision: torch.dtype,
+    position: int,
+    clients: int,
 ) -> None:
-    mine = learner.examples
-    loss = task.loss
-    keeper = context.keeper if task.plain or task.state else NullCheckpointer()
-    name = f"train-{client}"
+    """Trains one client's model; reports its progress as a share of the group's, in which all
+    clients count equally."""
+    examples = learner.examples
+    keeper: LoopCheckpointer = NullCheckpointer()
+    name = f"train-{client.ids[0]}"
+    if objective.plain or objective.state:
+        keeper = context.keeper
     # a digest covers the data, and penalties of this type only
-    covered = task.plain and (task.penalty is None or type(task.penalty) is Pull)
-    if keeper.shared is not None and covered and len(mine):
+    digestible = objective.plain and type(objective.penalty) in (Pull, type(None))
+    if keeper.shared is not None and digestible and len(examples):
         keeper = keeper.shared
-        name = f"train-{training_digest(learner, clients, context.device, precision)}"
+        name = f"train-{training_digest(learner, client, context.device, context.precision)}"
+
+    def report(completed: int, total: int) -> None:
+        share = PROGRESS_PARTS * completed // total
+        context.report(
+            "local training", PROGRESS_PARTS * position + share, PROGRESS_PARTS * clients
+        )
+
     train_on(
         learner.model,
-        lambda where: clients.images(mine[where]),
-        clients.labels(mine),
+        lambda indices: client.images(examples[indices]),
+        client.labels(examples),
         learner.settings,
         learner.generator,
         report,
-        penalty=task.penalty,
-        objective=None if loss is None else lambda network, x, y: loss(network, x, y).mean(),
-        before_step=task.before_step,
-        state=task.state,
+        penalty=objective.penalty,
+        objective=objective.mean_loss,
+        before_step=objective.before_step,
+        state=objective.state,
         keeper=keeper,
         name=name,
-        precision=precision,
+        precision=context.precision,
     )
+    report(1, 1)
 
 
 def training_digest(
-    learner: Learner, clients: ExactClientView, device: torch.device, precision: torch.dtype
+    learner: Learner, client: ExactClientView, device: torch.device, precision: torch.dtype
 ) -> str:
     """Returns a digest of a plain training: initial model, data, order, optimiser, penalty,
     hardware and versions.
@@ -198,46 +208,46 @@ def training_digest(
     Equal digests have equal results for networks of this package, which `repr` and values define
     fully, and for one version of it.
     """
-    found = hashlib.blake2b(digest_size=16)
+    digest = hashlib.blake2b(digest_size=16)
     model = learner.model
-    pull = learner.penalty if isinstance(learner.penalty, Pull) else None  # the task is `plain`
-    words = (
+    pull = (
+        learner.penalty if isinstance(learner.penalty, Pull) else None
+    )  # the objective is `plain`
+    hardware = str(device.type)
+    if device.type == "cuda":
+        hardware = torch.cuda.get_device_name(device)
+    description = (
         f"{type(model).__module__}.{type(model).__qualname__}",
         repr(model),
         repr(learner.settings),
-        repr(None if pull is None else pull.weight),
+        repr(pull and pull.weight),
         __version__,
         torch.__version__,
-        torch.cuda.get_device_name(device) if device.type == "cuda" else str(device.type),
+        hardware,
         torch.backends.cpu.get_cpu_capability(),
         str(torch.get_num_threads()),
         torch.get_float32_matmul_precision(),
         str(precision),
     )
-    found.update("\n".join(words).encode())
-    tensors = [
-        *model.parameters(),
-        *model.buffers(),
-        *([] if pull is None else [pull.center, pull.linear]),
-        learner.generator.get_state(),
-        clients.labels(learner.examples),
-        *(clients.images(some) for some in learner.examples.split(HASHED)),
-    ]
-    for tensor in tensors:
-        found.update(str((tensor.dtype, tuple(tensor.shape))).encode())
-        found.update(tensor.detach().cpu().contiguous().numpy().tobytes())
-    return found.hexdigest()
+    digest.update("\n".join(description).encode())
+    tensors = [*model.parameters(), *model.buffers()]
+    if pull is not None:
+        tensors += [pull.center, pull.linear]
+    tensors += [learner.generator.get_state(), client.labels(learner.examples)]
+    images = map(client.images, learner.examples.split(DIGEST_IMAGES))
+    for tensor in chain(tensors, images):
+        digest.update(str((tensor.dtype, tuple(tensor.shape))).encode())
+        digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
 
 
-def mean_loss(model: nn.Module, clients: ExactClientView, position: int) -> float:
-    """Returns a model's mean cross-entropy on all examples of one client; 0 if it has none."""
-    mine = clients.examples(position)
+def mean_loss(model: nn.Module, client: ExactClientView) -> float:
+    """Returns a model's mean cross-entropy on all examples of the only client of a group; 0 if it
+    has none."""
+    examples = client.examples(0)
     total = 0.0
     with torch.no_grad():
-        for part in mine.split(chunk(mine.device)):
-            total += float(
-                nn.functional.cross_entropy(
-                    model(clients.images(part)), clients.labels(part), reduction="sum"
-                )
-            )
-    return total / max(1, len(mine))
+        for indices in examples.split(chunk(examples.device)):
+            logits, labels = model(client.images(indices)), client.labels(indices)
+            total += float(nn.functional.cross_entropy(logits, labels, reduction="sum"))
+    return total / max(1, len(examples))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import inf
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -38,7 +38,7 @@ from fedsynth.synthesizer.condensation.sets import (
 from fedsynth.training.loop import resumable
 from fedsynth.training.optimisers import MomentumSgd
 from fedsynth.training.sgd import SgdSettings
-from fedsynth.validation import check_choices, check_embedding, check_ranges
+from fedsynth.validation import check_embedding, in_range, one_of
 
 
 @dataclass(frozen=True)
@@ -61,15 +61,11 @@ class TrainsOnUnion(Method):
         "a malicious client affects only the images that it sends"
     )
 
-    server_epochs: int = 500
-    server_batch: int = 256
-    server_lr: float = 0.01
-    server_momentum: float = 0.9
-    server_weight_decay: float = 5e-4
-
-    def __post_init__(self) -> None:
-        check_ranges(self, server_epochs=(0, inf), server_batch=(1, inf), server_lr=(0, inf))
-        check_ranges(self, server_momentum=(0, 1), server_weight_decay=(0, inf))
+    server_epochs: int = in_range(500, 0)
+    server_batch: int = in_range(256, 1)
+    server_lr: float = in_range(0.01, 0)
+    server_momentum: float = in_range(0.9, 0, 1)
+    server_weight_decay: float = in_range(5e-4, 0)
 
     def union_sgd(self) -> SgdSettings:
         """Returns the settings of the server's training."""
@@ -88,11 +84,7 @@ class TrainsInBall(TrainsOnUnion):
         radius: ρ.
     """
 
-    radius: float = 5.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_ranges(self, radius=(0, inf))
+    radius: float = in_range(5.0, 0)
 
     def union_sgd(self) -> SgdSettings:
         return replace(super().union_sgd(), radius=self.radius)
@@ -133,7 +125,7 @@ class CondensingMethod(TrainsOnUnion):
     ...     name = "rounded"
     ...     def client_step(self, *arguments):
     ...         condensed = super().client_step(*arguments)
-    ...         return [(replace(sent, images=sent.images.round()), own) for sent, own in condensed]
+    ...         return [(replace(s, images=s.images.round()), memory) for s, memory in condensed]
     >>> settings = RunSettings(Rounded(ipc=2), rounds=1, model=ModelSettings(width=8, depth=2))
     >>> simulate(settings).uploads[0].images.frac().abs().max()
     tensor(0.)
@@ -144,26 +136,18 @@ class CondensingMethod(TrainsOnUnion):
     matches_logits: ClassVar[bool] = True
     """Whether logits are matched in addition to embeddings."""
 
-    ipc: int = 10
-    iterations: int = 1000
-    image_lr: float = 1.0
-    image_momentum: float = 0.0
-    batch: int = 256
-    small_class: str = "all"
-    min_examples: int = 10
-    start_average: int = 1
+    ipc: int = in_range(10, 1, MAX_IPC)
+    iterations: int = in_range(1000, 1)
+    image_lr: float = in_range(1.0, 0)
+    image_momentum: float = in_range(0.0, 0, 1)
+    batch: int = in_range(256, 1)
+    small_class: str = one_of(*SMALL_CLASS)
+    min_examples: int = in_range(10, 0)
+    start_average: int = in_range(1, 1)
     restart: bool = False
-    batch_norm: str = "client"
-    matching: str = "mean"
-    blur: float = 0.25
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_ranges(self, ipc=(1, MAX_IPC), iterations=(1, inf), batch=(1, inf))
-        check_ranges(self, image_lr=(0, inf), image_momentum=(0, 1), blur=(1e-6, inf))
-        check_ranges(self, min_examples=(0, inf), start_average=(1, inf))
-        check_choices(self, small_class=SMALL_CLASS, batch_norm=("client", "class"))
-        check_choices(self, matching=MATCHINGS)
+    batch_norm: str = one_of("client", "class")
+    matching: str = one_of(*MATCHINGS)
+    blur: float = in_range(0.25, 1e-6)
 
     def release_plans(
         self, privacy: PrivacySettings, context: RoundContext
@@ -234,15 +218,16 @@ class CondensingMethod(TrainsOnUnion):
         """Returns u_w = [h_w; b·z_w] with the run's precision and memory; `use` sets w."""
         statistics = None
         if has_batch_norm(context.architecture):
-            by_client = self.batch_norm == "client"
-            statistics = pairs.position if by_client else torch.arange(len(pairs))
-            statistics = statistics.to(context.device)
+            statistics = pairs.position.to(context.device)
+            if self.batch_norm == "class":
+                statistics = torch.arange(len(pairs), device=context.device)
         return NetworkFeatures(
             logit_weight=logit_weight,
             precision=context.precision,
             statistics_S=statistics,
             memory_bytes=context.memory_bytes // 2,
-            compiled=may_compile(clients, context),
+            # with privacy one more record could move others to another kernel, which changes sums
+            compiled=context.compiled and isinstance(clients, ExactClientView),
             ipc=self.ipc,
         )
 
@@ -259,7 +244,7 @@ class CondensingMethod(TrainsOnUnion):
         Args:
             clients: the group.
             images_SICHW, velocity: changed in place by the caller, and saved in checkpoints.
-            context: the round's. A private round is not checkpointed: its releases are not repeated.
+            context: the round's.
             draws: see `resumable`.
         """
         if not len(images_SICHW):  # no client of the group has a class to send
@@ -267,16 +252,8 @@ class CondensingMethod(TrainsOnUnion):
         yield from resumable(
             self.iterations,
             {"synthetic": images_SICHW, "velocity": velocity},
-            keeper=context.keeper if context.privacy is None else None,
+            keeper=context.loop_keeper,
             name=f"{clients.ids[0]}-{clients.ids[-1]}",
-            report=lambda done: context.report("condense", done, self.iterations),
+            report=partial(context.report, "condense", total=self.iterations),
             draws=draws,
         )
-
-
-def may_compile(clients: ClientGroup, context: RoundContext) -> bool:
-    """Returns whether torch.compile may be used: never for private clients.
-
-    There one more record could move others to another kernel, which in bf16 changes the sums.
-    """
-    return context.compiled and isinstance(clients, ExactClientView)

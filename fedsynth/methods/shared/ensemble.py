@@ -31,7 +31,7 @@ from fedsynth.methods.shared.local import TrainsLocally
 from fedsynth.privacy.disclosure import Disclosure, released
 from fedsynth.synthesizer.distillation.ensemble import OneShotSettings
 from fedsynth.synthesizer.distillation.losses import has_statistics
-from fedsynth.validation import check_choices
+from fedsynth.validation import one_of
 
 
 @dataclass(frozen=True)
@@ -70,18 +70,13 @@ class EnsembleDistillation(TrainsLocally):
     local_epochs: int = 200
     batch: int = 128
     momentum: float = 0.9
-    start: str = "server"
+    start: str = one_of("server", "average")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choices(self, start=("average", "server"))
         if self.final == "oca":
-            raise SettingError(
-                "method",
-                "final",
-                f"does not apply to {self.name}, whose final model is the distilled one",
-                value="oca",
-            )
+            reason = f"does not apply to {self.name}, whose final model is the distilled one"
+            raise SettingError("method", "final", reason, value="oca")
 
     def distil(
         self, models: Sequence[nn.Module], student: nn.Module, context: RoundContext
@@ -106,10 +101,10 @@ class EnsembleDistillation(TrainsLocally):
         ]
         if not models:
             return state
-        alike = context.client_architectures is None
-        student = context.load(
-            average(uploads) if alike and self.start == "average" else state.parameters
-        )
+        initial = state.parameters
+        if self.start == "average" and context.client_architectures is None:
+            initial = average(uploads)
+        student = context.load(initial)
         distilled = self.distil(models, student, context)
         return replace(distilled, parameters=student.state_dict())
 
@@ -149,18 +144,22 @@ class DataFreeEnsembleDistillation(OneShotSettings, EnsembleDistillation):
 
     def facts(self, state: EnsembleState, context: RoundContext) -> Mapping[str, Any]:
         """Returns the facts, with `generated_facts` under `GENERATOR`: post-processing."""
-        found = generated_facts(state)
-        return {**super().facts(state, context), **({GENERATOR: found} if found else {})}
+        facts = dict(super().facts(state, context))
+        if state.tallies is not None and len(state.tallies):
+            facts[GENERATOR] = generated_facts(state.tallies)
+        return facts
 
 
-def generated_facts(state: EnsembleState) -> dict[str, float]:
+def generated_facts(tallies: Tensor) -> dict[str, float]:
     """Returns how often the ensemble assigns the requested class to generated images, and how many
-    classes an epoch's images have (`evaluation.generated`), averaged over the round's epochs. The
-    student's agreement with the ensemble is averaged over the last tenth of the epochs. Empty if no
-    image was generated."""
-    epochs = [describe(epoch) for epoch in (() if state.tallies is None else state.tallies)]
-    last = epochs[len(epochs) - ceil(len(epochs) / 10) :]
-    return {
-        **average_facts(epochs),
-        **average_facts([{"student": epoch["student"]} for epoch in last]),
-    }
+    classes an epoch's images have (`evaluation.generated`), averaged over the round's epochs.
+
+    The student's agreement with the ensemble is averaged over the last tenth of the epochs.
+
+    Args:
+        tallies: [epochs, C, C], of at least one epoch.
+    """
+    epochs = [describe(tally) for tally in tallies]
+    tenth = ceil(len(epochs) / 10)
+    last = [{"student": epoch["student"]} for epoch in epochs[-tenth:]]
+    return {**average_facts(epochs), **average_facts(last)}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import inf
 from typing import ClassVar
 
 import torch
@@ -21,7 +20,7 @@ from fedsynth.privacy.requests import check_tensor
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.synthesizer.condensation.knowledge import DISTANCES, REDUCTIONS
 from fedsynth.synthesizer.condensation.sets import SyntheticSet, set_rules
-from fedsynth.validation import check_choices, check_ranges
+from fedsynth.validation import in_range, one_of
 
 LOGITS = "logit sums"  # the name of the plan of V_k's sums
 
@@ -32,7 +31,7 @@ class GlobalLogits(ModelParameters):
     logits."""
 
     logits: Tensor = released()
-    known: Tensor = released()
+    has_logits: Tensor = released()
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,7 @@ class KnowledgeState(ServerState):
     """
 
     logits: Tensor | None = None
-    known: Tensor | None = None
+    has_logits: Tensor | None = None
     soft: Tensor | None = None
     present: Tensor | None = None
 
@@ -128,55 +127,42 @@ class FedAFSettings(CondensingMethod):
         }
     }
 
-    temperature: float = 1.0
-    knowledge_from: str = "previous-round"
-    logit_clip: float = 5.0
-    knowledge_noise: float = 5.0
+    temperature: float = in_range(1.0, 1e-6)
+    knowledge_from: str = one_of("previous-round", "first-phase")
+    logit_clip: float = in_range(5.0, 1e-9)
+    knowledge_noise: float = in_range(5.0, 1e-3)
     server_lr: float = 1e-3
     server_weight_decay: float = 0.0
     ipc: int = 50
     image_momentum: float = 0.9
     min_examples: int = 1
     start_average: int = 10
-    gamma: float = 0.9
-    local_weight: float = 1e-4
-    global_weight: float = 1e-2
-    distance: str = "point"
-    directions: int = 50
-    server_matching: str = "minibatch"
-    matching_reduction: str = "mean"
-    matching_norm: str = "batch"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_ranges(self, gamma=(0, 1), local_weight=(0, inf), global_weight=(0, inf))
-        check_ranges(self, directions=(1, inf), temperature=(1e-6, inf))
-        check_ranges(self, logit_clip=(1e-9, inf), knowledge_noise=(1e-3, inf))
-        check_choices(
-            self,
-            knowledge_from=("previous-round", "first-phase"),
-            distance=DISTANCES,
-            server_matching=("minibatch", "union", "epoch"),
-            matching_reduction=REDUCTIONS,
-            matching_norm=("batch", "running"),
-        )
+    gamma: float = in_range(0.9, 0, 1)
+    local_weight: float = in_range(1e-4, 0)
+    global_weight: float = in_range(1e-2, 0)
+    distance: str = one_of(*DISTANCES)
+    directions: int = in_range(50, 1)
+    server_matching: str = one_of("minibatch", "union", "epoch")
+    matching_reduction: str = one_of(*REDUCTIONS)
+    matching_norm: str = one_of("batch", "running")
 
     def check_request(self, message: ModelParameters, context: RoundContext) -> None:
         if isinstance(message, GlobalLogits):  # not the plain model of the first exchange
             classes = context.spec.classes
             check_tensor("logits", message.logits, (classes, classes), torch.float32)
-            check_tensor("known", message.known, (classes,), torch.bool)
+            check_tensor("has_logits", message.has_logits, (classes,), torch.bool)
 
     def upload_rules(self, phase: str, client: int, context: RoundContext) -> dict[str, Rule]:
-        classes = context.spec.classes
-        told = 0 if phase == MAIN and self.knowledge_from == "first-phase" else classes
+        rows = classes = context.spec.classes
+        if phase == MAIN and self.knowledge_from == "first-phase":
+            rows = 0
         rules: dict[str, Rule] = {
-            "logits": Array((told, classes)),
-            "present": Array((told,), torch.bool),
+            "logits": Array((rows, classes)),
+            "present": Array((rows,), torch.bool),
         }
         if phase == FIRST:
             return rules
-        soft = Array((told, classes), least=0.0, most=1.0, sums_to_one=True)
+        soft = Array((rows, classes), least=0.0, most=1.0, sums_to_one=True)
         return {**set_rules(context.spec, self.ipc, torch.uint8), **rules, "soft": soft}
 
     def release_plans(
@@ -202,9 +188,9 @@ class FedAFSettings(CondensingMethod):
 
     def broadcast(self, state: KnowledgeState, context: RoundContext) -> GlobalLogits:
         """Returns w_r, and V (Eq. 9), which is empty in round 1."""
-        V, known = state.logits, state.known
-        if V is None or known is None:
+        V, has_logits = state.logits, state.has_logits
+        if V is None or has_logits is None:
             C = context.spec.classes
             V = torch.zeros(C, C, device=context.device)
-            known = torch.zeros(C, dtype=torch.bool, device=context.device)
-        return GlobalLogits(state.parameters, 1.0, V, known)
+            has_logits = torch.zeros(C, dtype=torch.bool, device=context.device)
+        return GlobalLogits(state.parameters, 1.0, V, has_logits)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from math import inf
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -14,8 +13,8 @@ from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters, public, released
 from fedsynth.core.method import Presets, PrivatePlan
 from fedsynth.core.state import ServerState
-from fedsynth.core.uploads import LARGEST, Array, Rule, most_examples
-from fedsynth.methods.shared.class_sums import COUNTS
+from fedsynth.core.uploads import Rule
+from fedsynth.methods.shared.class_sums import COUNTS, sums_rules
 from fedsynth.methods.shared.condensing import TrainsInBall
 from fedsynth.methods.shared.noise_shares import DistributedNoise
 from fedsynth.methods.shared.private_condensation import IMAGES, feature_plans, feature_width
@@ -26,12 +25,10 @@ from fedsynth.privacy.requests import check_tensor
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.synthesizer.condensation.augmentation import AUGMENTATIONS
 from fedsynth.synthesizer.condensation.sets import MAX_IPC
-from fedsynth.validation import check_choices, check_embedding, check_ranges
+from fedsynth.validation import check_embedding, in_range, one_of
 
 FRESH = "fresh"
 """Newly initialised networks, a value of `perturbation`."""
-STARTS = ("noise", "random-process")
-"""Initial images: normal noise, or random-process images. Both are public."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +54,7 @@ class CondensedState(ServerState):
     bool [classes]; None before the first round."""
 
     images: Tensor | None = None
-    kept: Tensor | None = None
+    condensed: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -100,29 +97,19 @@ class SumsFeatures(TrainsInBall, DistributedNoise):
         "condensed_classes": made_of_released("how many released counts are above their noise")
     }
 
-    networks: int = 16
-    ipc: int = 10
-    iterations: int = 1000
-    image_lr: float = 1.0
-    image_momentum: float = 0.0
-    min_examples: int = 1
-    start: str = "noise"
+    networks: int = in_range(16, 1, 10_000)
+    ipc: int = in_range(10, 1, MAX_IPC)
+    iterations: int = in_range(1000, 1)
+    image_lr: float = in_range(1.0, 0)
+    image_momentum: float = in_range(0.0, 0, 1)
+    min_examples: int = in_range(1, 0)
+    start: str = one_of("noise", "random-process")
     restart: bool = False
-    perturbation: str = "sphere"
-    augment: str = "none"
+    perturbation: str = one_of("sphere", "ball", FRESH)
+    augment: str = one_of(*AUGMENTATIONS)
     flip: bool = False
-    logit_weight: float = 1.0
-    count_noise: float = 3.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check_aggregation()
-        check_ranges(self, networks=(1, 10_000), ipc=(1, MAX_IPC), iterations=(1, inf))
-        check_ranges(self, image_lr=(0, inf), image_momentum=(0, 1), min_examples=(0, inf))
-        check_ranges(self, logit_weight=(0, inf), count_noise=(0.01, inf))
-        check_choices(
-            self, start=STARTS, augment=AUGMENTATIONS, perturbation=("sphere", "ball", FRESH)
-        )
+    logit_weight: float = in_range(1.0, 0)
+    count_noise: float = in_range(3.0, 0.01)
 
     def check_model(self, model: nn.Module) -> None:
         check_embedding(self.name, model)
@@ -132,16 +119,8 @@ class SumsFeatures(TrainsInBall, DistributedNoise):
         check_tensor("images", message.images, (rows, *context.spec.image_shape), torch.float32)
 
     def upload_rules(self, phase: str, client: int, context: RoundContext) -> dict[str, Rule]:
-        classes = context.spec.classes
-        noise = max(1.0, context.noise.get(IMAGES, 0.0), context.noise.get(COUNTS, 0.0))
-        far = LARGEST * noise
-        counts = Array((classes,), least=0.0, most=most_examples(client, context))
-        if context.privacy is not None:
-            counts = Array((classes,), least=-far, most=far)
-            counts = replace(counts, dtype=self.sum_dtype(COUNTS, context))
-        shape = (self.networks, classes, feature_width(context, logits=True))
-        dtype = self.sum_dtype(IMAGES, context)
-        return {"sums": Array(shape, dtype, least=-far, most=far), "counts": counts}
+        shape = self.networks, context.spec.classes, feature_width(context, logits=True)
+        return sums_rules(client, shape, IMAGES, context, self.sum_dtype(IMAGES, context))
 
     def sum_releases(self, phase: str, context: RoundContext) -> Mapping[str, str]:
         return {"sums": IMAGES, "counts": COUNTS}

@@ -16,7 +16,6 @@ import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import inf
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -28,7 +27,7 @@ from fedsynth.core.method import Memory, Method, Presets, Request, Results, Stat
 from fedsynth.core.state import ServerState
 from fedsynth.core.uploads import most_examples
 from fedsynth.errors import SettingError
-from fedsynth.methods.shared.aggregation import AveragingState, average, cached
+from fedsynth.methods.shared.aggregation import AveragingState, average, update_cache
 from fedsynth.methods.shared.client_training import (
     MODEL,
     LocalObjective,
@@ -46,7 +45,7 @@ from fedsynth.seeding import numpy_generator
 from fedsynth.training.many_clients import learner_bytes, worth_batching
 from fedsynth.training.optimisers import MomentumSgd, Optimiser
 from fedsynth.training.sgd import SgdSettings, steps_of
-from fedsynth.validation import check_choices, check_ranges
+from fedsynth.validation import in_range, one_of
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,7 @@ class TrainsLocally(Method):
     >>> class Median(TrainsLocally):
     ...     name = "median"
     ...     def combine(self, state, uploads, context):
-    ...         of = lambda n: torch.stack([one.parameters[n] for one in uploads.values()])
+    ...         of = lambda n: torch.stack([u.parameters[n] for u in uploads.values()])
     ...         return replace(state, parameters={n: of(n).median(0)[0] for n in state.parameters})
     >>> simulate(RunSettings(Median(), rounds=3, model=ModelSettings("linear"))).accuracy > 0.5
     True
@@ -102,41 +101,24 @@ class TrainsLocally(Method):
     one_pass: ClassVar[bool] = False
     """Whether tasks are `plain`, so that clients with a dense network can share a step."""
 
-    local_epochs: int = 10
-    batch: int = 256
-    lr: float = 0.01
-    momentum: float = 0.9
-    weight_decay: float = 0.0
-    local_steps: int = 0
+    local_epochs: int = in_range(10, 1)
+    batch: int = in_range(256, 1)
+    lr: float = in_range(0.01, 0)
+    momentum: float = in_range(0.9, 0, 1)
+    weight_decay: float = in_range(0.0, 0)
+    local_steps: int = in_range(0, 0)
     equal_steps: bool = False
-    stragglers: float = 0.0
+    stragglers: float = in_range(0.0, 0, 1)
     drop_stragglers: bool = False
-    final: str = "aca"
-    oca: str = "seen"
+    final: str = one_of("aca", "oca")
+    oca: str = one_of("seen", "all")
 
     def __post_init__(self) -> None:
-        check_ranges(
-            self,
-            local_epochs=(1, inf),
-            batch=(1, inf),
-            lr=(0, inf),
-            momentum=(0, 1),
-            weight_decay=(0, inf),
-        )
-        check_ranges(self, local_steps=(0, inf), stragglers=(0, 1))
-        check_choices(self, final=("aca", "oca"), oca=("seen", "all"))
-        if self.equal_steps and self.local_steps:
-            raise SettingError(
-                "method",
-                "equal_steps",
-                "needs method.local_steps=0, because local_steps are already equal for all clients",
-            )
-        if self.stragglers and self.local_steps:
-            raise SettingError(
-                "method",
-                "stragglers",
-                "needs method.local_steps=0, because stragglers run fewer epochs",
-            )
+        super().__post_init__()
+        for key in ("equal_steps", "stragglers"):
+            if self.local_steps and getattr(self, key):
+                reason = "needs method.local_steps=0, which gives all clients the same steps"
+                raise SettingError("method", key, reason)
 
     def broadcast(self, state: State, context: RoundContext) -> Message:
         return ModelParameters(state.parameters, 1.0)
@@ -167,66 +149,60 @@ class TrainsLocally(Method):
         memories: Sequence[Memory],
         context: RoundContext,
     ) -> Results:
-        each = list(zip(clients.ids, memories, strict=True))
-        models = [self.start_model(client, message, memory, context) for client, memory in each]
-        tasks = [self.task(client, message, memory, context) for client, memory in each]
-        late = self.late(context)
+        straggler_epochs = self.straggler_epochs(context)
+        models: list[nn.Module] = []
+        objectives: list[LocalObjective] = []
+        settings: list[SgdSettings] = []
+        for client, memory in zip(clients.ids, memories, strict=True):
+            models.append(self.start_model(client, message, memory, context))
+            objectives.append(self.task(client, message, memory, context))
+            epochs = straggler_epochs.get(client, self.local_epochs)
+            settings.append(self._sgd(epochs, context))
         if isinstance(clients, PrivateClientView):
-            trained = train_privately(models, clients, tasks, self.optimiser(), context)
+            trained = train_privately(models, clients, objectives, self.optimiser(), context)
         else:
-            settings = [
-                self._sgd(late.get(client, self.local_epochs), context) for client in clients.ids
-            ]
             together = self.client_bytes(context) is not None
-            trained = train_openly(models, clients, tasks, settings, context, together=together)
-        results = []
-        for position, (client, memory) in enumerate(each):
-            model = models[position]
-            task = tasks[position]
-            how = trained[position]
-            if self.drop_stragglers and client in late:  # as if the client had not taken part
-                upload = task.finish(model, replace(how, weight=0.0))[0]
+            trained = train_openly(
+                models, clients, objectives, settings, context, together=together
+            )
+        results: Results = []
+        for k, client in enumerate(clients.split()):
+            if self.drop_stragglers and clients.ids[k] in straggler_epochs:
+                upload, _ = objectives[k].make_upload(models[k], replace(trained[k], weight=0.0))
+                memory = memories[k]  # as if the client had not taken part
             else:
-                upload, memory = task.finish(model, how)
-            results.append((self.complete(upload, clients, position, message, context), memory))
+                upload, memory = objectives[k].make_upload(models[k], trained[k])
+            results.append((self.finalize_upload(upload, client, message, context), memory))
         return results
 
     def client_bytes(self, context: RoundContext) -> int | None:
-        scalars = input_size(context.architecture, context.spec)
-        if (
-            not self.one_pass
-            or context.privacy is not None
-            or context.client_architectures is not None
-        ):
+        network, several = context.architecture, context.client_architectures is not None
+        scalars = input_size(network, context.spec)
+        if not self.one_pass or several or context.privacy is not None:
             return None
-        return (
-            learner_bytes(context.architecture, self.batch, scalars)
-            if worth_batching(context.architecture, self.batch, scalars)
-            else None
-        )
+        if not worth_batching(network, self.batch, scalars):
+            return None
+        return learner_bytes(network, self.batch, scalars)
 
-    def complete(
-        self,
-        upload: Upload,
-        clients: ClientGroup,
-        position: int,
-        message: Request,
-        context: RoundContext,
-    ) -> Message:
-        """Returns a client's upload with fields computed from its data after training."""
-        sent: Message = upload
-        return sent
+    def finalize_upload(
+        self, upload: Upload, client: Any, message: Request, context: RoundContext
+    ) -> Upload:
+        """Returns a client's upload with fields computed from its data after training.
 
-    def late(self, context: RoundContext) -> dict[int, int]:
+        Args:
+            upload: that of its objective.
+            client: a `ClientGroup` of this client only.
+            message: the server's.
+            context: the round's.
+        """
+        return upload
+
+    def straggler_epochs(self, context: RoundContext) -> dict[int, int]:
         """Returns the round's stragglers, and the passes that each completes."""
-        if not self.stragglers:
-            return {}
         active = context.active
         rng = numpy_generator(context.seed, "stragglers", context.round)
-        some = rng.choice(len(active), round(self.stragglers * len(active)), replace=False)
-        return {
-            active[i]: int(rng.integers(1, self.local_epochs + 1)) for i in sorted(some.tolist())
-        }
+        drawn = rng.choice(len(active), round(self.stragglers * len(active)), replace=False)
+        return {active[i]: int(rng.integers(1, self.local_epochs + 1)) for i in sorted(drawn)}
 
     def keeps_cache(self) -> bool:
         """Returns whether the server needs every client's last model."""
@@ -237,35 +213,39 @@ class TrainsLocally(Method):
     ) -> AveragingState:
         """Returns the next state from the uploads that count, by client: at least one, with weights
         above zero. With robust aggregation all are copies of one (`methods/shared/robust.py`)."""
-        before: AveragingState = state
-        return replace(before, parameters=average(uploads))
+        averaged: AveragingState = replace(state, parameters=average(uploads))
+        return averaged
 
     def server_step(
         self, state: State, uploads: Mapping[int, Upload], context: RoundContext
     ) -> ServerState:
-        before: AveragingState = state
-        counted = counted_uploads(uploads, before.parameters, context)
+        counted = counted_uploads(uploads, state.parameters, context)
         if not counted:  # every client was dropped or has no examples: skip the round
-            return before
-        made = self.combine(before, counted, context)
+            skipped: ServerState = state
+            return skipped
+        combined = self.combine(state, counted, context)
         if not self.keeps_cache():
-            return made
-        return cached(made, before, uploads, context, everybody=self.oca == "all")
+            return combined
+        return update_cache(combined, state, uploads, context, all_slots=self.oca == "all")
 
-    def final_parameters(self, state: State) -> Mapping[str, Tensor]:
-        found: AveragingState = state
-        if self.final == "oca" and found.overall:
-            return found.overall
-        return found.parameters
+    def final_parameters(self, state: AveragingState) -> Mapping[str, Tensor]:
+        if self.final == "oca" and state.overall:
+            return state.overall
+        return state.parameters
 
     def planned_facts(self, context: RoundContext) -> Mapping[str, Any]:
         """Returns the passes of clients that do not finish, which are drawn publicly, and whether
         these clients are dropped."""
-        late = {str(client): passes for client, passes in self.late(context).items()}
-        return {"stragglers": late, "stragglers_dropped": self.drop_stragglers} if late else {}
+        epochs = self.straggler_epochs(context)
+        if not epochs:
+            return {}
+        by_name = {str(client): count for client, count in epochs.items()}
+        return {"stragglers": by_name, "stragglers_dropped": self.drop_stragglers}
 
-    def variants(self, state: State) -> Mapping[str, Mapping[str, Tensor]]:
-        return {"aca": state.parameters, "oca": state.overall} if state.overall else {}
+    def variants(self, state: AveragingState) -> Mapping[str, Mapping[str, Tensor]]:
+        if not state.overall:
+            return {}
+        return {"aca": state.parameters, "oca": state.overall}
 
     def release_plans(
         self, privacy: PrivacySettings, context: RoundContext
@@ -289,25 +269,20 @@ class TrainsLocally(Method):
         self, plans: tuple[PrivatePlan, ...], client: int, context: RoundContext
     ) -> tuple[PrivatePlan, ...]:
         """Returns the plans with a straggler's fewer steps and the client's own model dimension."""
-        passes = self.late(context).get(client)
+        model, *others = plans
         dimension = parameter_count(context.architecture_of(client))
-
-        def own(plan: PrivatePlan) -> PrivatePlan:
-            if plan.name != MODEL:
-                return plan
-            steps = plan.steps
-            if passes is not None and not self.local_steps:
-                steps = math.ceil(passes / plan.sample_rate)
-            return replace(plan, steps=steps, dimension=dimension)
-
-        return tuple(own(plan) for plan in plans)
+        steps = model.steps
+        epochs = self.straggler_epochs(context).get(client)
+        if epochs is not None:
+            steps = math.ceil(epochs / model.sample_rate)
+        return replace(model, steps=steps, dimension=dimension), *others
 
     def _sgd(self, epochs: int, context: RoundContext) -> SgdSettings:
         """Returns SGD settings for `epochs` passes, or for the steps common to all clients."""
         steps = self.local_steps or None
         if self.equal_steps:
-            sizes = context.sizes
-            mean = context.nominal_size if sizes is None else sum(sizes) / len(sizes)
+            sizes = context.sizes or (context.nominal_size,)
+            mean = sum(sizes) / len(sizes)
             steps = epochs * max(1, int(mean / self.batch))
         return SgdSettings(epochs, self.batch, self.optimiser(), steps=steps)
 

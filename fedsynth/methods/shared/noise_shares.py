@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from math import inf, sqrt
+from math import sqrt
 from typing import TypeVar
 
 import torch
@@ -28,9 +28,9 @@ from fedsynth.errors import SettingError
 from fedsynth.privacy.grid import Addends
 from fedsynth.privacy.plans import FIRST, MAIN, PrivatePlan
 from fedsynth.privacy.settings import PrivacySettings
-from fedsynth.validation import check_choices, check_ranges
+from fedsynth.validation import in_range, one_of
 
-OWN, SECURE = "own", "secure"
+SECURE = "secure"
 M = TypeVar("M", bound=Message)
 
 
@@ -62,13 +62,8 @@ class DistributedNoise(Method):
             the adversary; 0: all but one, so that no client may drop out.
     """
 
-    aggregation: str = OWN
-    honest: int = 0
-
-    def check_aggregation(self) -> None:
-        """Refuses invalid settings of the aggregation."""
-        check_ranges(self, honest=(0, inf))
-        check_choices(self, aggregation=(OWN, SECURE))
+    aggregation: str = one_of("own", SECURE)
+    honest: int = in_range(0, 0)
 
     @property
     def requires_secure_sum(self) -> bool:
@@ -83,7 +78,7 @@ class DistributedNoise(Method):
         Raises:
             SettingError: `honest` is not below the number of clients.
         """
-        if self.aggregation == OWN:
+        if not self.requires_secure_sum:
             return 1
         if self.honest and self.honest >= clients:
             raise SettingError(
@@ -99,9 +94,11 @@ class DistributedNoise(Method):
         self, plans: tuple[PrivatePlan, ...], privacy: PrivacySettings, context: RoundContext
     ) -> tuple[PrivatePlan, ...]:
         """Returns the plans with H and the bounds of the addends, as their releases are summed."""
-        if self.aggregation == OWN:
+        if not self.requires_secure_sum:
             return plans
-        records = context.spec.train_size if privacy.max_records is None else privacy.max_records
+        records = privacy.max_records
+        if records is None:
+            records = context.spec.train_size
         addends = Addends(context.clients, records)
         shares = self.noise_shares(context.clients)
         return tuple(replace(plan, shares=shares, addends=addends) for plan in plans)
@@ -115,8 +112,8 @@ class DistributedNoise(Method):
             clients: how many answered.
             context: the round's.
         """
-        each = context.noise.get(plan, 0.0) / sqrt(self.noise_shares(context.clients))
-        return each * sqrt(clients)
+        client_deviation = context.noise.get(plan, 0.0) / sqrt(self.noise_shares(context.clients))
+        return client_deviation * sqrt(clients)
 
     def pooled(self, sums_D: Tensor, clients: int, plan: str, context: RoundContext) -> Pool:
         """Returns a sum of `clients` uploads with its noise and the public number of records."""
@@ -127,12 +124,12 @@ class DistributedNoise(Method):
         """Returns the dtype of an upload's field: float64 on a release's grid, else float32."""
         return torch.float64 if plan in context.grids else torch.float32
 
-    def enough(self, clients: int, context: RoundContext) -> bool:
+    def has_enough_noise(self, clients: int, context: RoundContext) -> bool:
         """Returns whether the sum of `clients` uploads has all the noise that is charged, without
         that of one adversarial client; if not, notes that the round is discarded."""
         shares = self.noise_shares(context.clients)
-        shared = self.aggregation == SECURE and context.clients > 1
-        if context.privacy is None or clients >= shares + shared:
+        attackers = int(self.requires_secure_sum and context.clients > 1)
+        if context.privacy is None or clients >= shares + attackers:
             return True
         context.note(
             f"round {context.round}: only {clients} clients answered, but the noise must "
@@ -144,25 +141,25 @@ class DistributedNoise(Method):
         self, state: State, replies: Mapping[int, Upload], context: RoundContext
     ) -> ServerState:
         """Computes the next state from the sum of all replies."""
-        return self.from_sum(FIRST, state, total_of(replies), len(replies), context)
+        return self.from_sum(FIRST, state, summed(replies), len(replies), context)
 
     def server_step(
         self, state: State, uploads: Mapping[int, Upload], context: RoundContext
     ) -> ServerState:
         """Computes the next state from the sum of all uploads."""
-        return self.from_sum(MAIN, state, total_of(uploads), len(uploads), context)
+        return self.from_sum(MAIN, state, summed(uploads), len(uploads), context)
 
 
-def total_of(uploads: Mapping[int, M]) -> M:
+def summed(uploads: Mapping[int, M]) -> M:
     """Returns the uploads' sum, field by field, in float64.
 
     >>> from fedsynth.methods.statistics.settings import StatisticSums
-    >>> total_of({0: StatisticSums(torch.ones(2)), 3: StatisticSums(torch.ones(2))}).sums.tolist()
+    >>> summed({0: StatisticSums(torch.ones(2)), 3: StatisticSums(torch.ones(2))}).sums.tolist()
     [2.0, 2.0]
     """
-    some = list(uploads.values())
-    added = {
-        one.name: torch.stack([getattr(upload, one.name) for upload in some]).double().sum(dim=0)
-        for one in fields(some[0])
-    }
-    return type(some[0])(**added)
+    first = next(iter(uploads.values()))
+    sums: dict[str, Tensor] = {}
+    for f in fields(first):
+        values = [getattr(upload, f.name) for upload in uploads.values()]
+        sums[f.name] = torch.stack(values).double().sum(dim=0)
+    return type(first)(**sums)

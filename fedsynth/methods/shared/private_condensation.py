@@ -66,22 +66,22 @@ def image_plan(
     Raises:
         SettingError: another mechanism.
     """
-    width = feature_width(context, logits)
-    pixels = ipc * math.prod(context.spec.image_shape)
-    residual = "residual h(S) − h(x) of each example's embedding"
-    if logits:
-        residual = (
-            "residual [h(S) − h(x); z(S) − z(x)] of each example, embedding and logits jointly"
-        )
-    known = {
-        "residual": (residual, default_clip(width), width),
-        "gradient": ("image gradient g̃(x) of each example (FedDM, Eq. 15)", 1.0, pixels),
-        "paper": ("gradient of each class's batch, not of an example", 5.0, pixels),  # the paper's
-    }
-    if mechanism not in known:
-        raise _unknown(mechanism, "release_plans")
-    clipped, clip, coordinates = known[mechanism]
     classes = context.spec.classes
+    coordinates = ipc * math.prod(context.spec.image_shape)
+    if mechanism == "residual":
+        coordinates = feature_width(context, logits)
+        clip = default_clip(coordinates)
+        clipped = "residual h(S) − h(x) of each example's embedding"
+        if logits:
+            clipped = (
+                "residual [h(S) − h(x); z(S) − z(x)] of each example, embedding and logits jointly"
+            )
+    elif mechanism == "gradient":
+        clip, clipped = 1.0, "image gradient g̃(x) of each example (FedDM, Eq. 15)"
+    elif mechanism == "paper":
+        clip, clipped = 5.0, "gradient of each class's batch, not of an example"  # the paper's
+    else:
+        raise _unsupported(mechanism, "release_plans")
     return PrivatePlan(
         name=IMAGES,
         quantity="synthetic images",
@@ -118,8 +118,7 @@ def feature_plans(
         dimension=classes * width,
         groups=classes,
     )
-    noise = count_noise / math.sqrt(networks)
-    return sums, counts_plan("features", classes, noise, sums.sample_rate)
+    return sums, counts_plan(sums, count_noise / math.sqrt(networks))
 
 
 def private_matching(
@@ -148,16 +147,16 @@ def private_matching(
     if plan.mechanism == "gradient":
         return GradientMatcher(clients, series, divisor)
     if plan.mechanism != "features":
-        raise _unknown(plan.mechanism, "client_step")
+        raise _unsupported(plan.mechanism, "client_step")
     counts = clients.series(COUNTS)
     floor = max(1.0, min_examples * plan.sample_rate, 2 * counts[0].deviation)
     return FeatureSumMatcher(clients, series, counts, plan.steps, floor)
 
 
-def _unknown(mechanism: str | None, of_its_own: str) -> SettingError:
+def _unsupported(mechanism: str, hook: str) -> SettingError:
     return SettingError(
         "privacy",
         "mechanism",
         f"is {mechanism!r}, which condensation does not support: a method with another "
-        f"mechanism must override `{of_its_own}`",
+        f"mechanism must override `{hook}`",
     )

@@ -21,7 +21,7 @@ the lower median.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, TypeVar
 
@@ -30,148 +30,125 @@ from torch import Tensor
 
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters
-from fedsynth.errors import DivergedError
 
 RULES = ("none", "median", "trimmed", "clip")
 FEWEST = 3  # uploads of which one can be outvoted
 BLOCK = 2**22  # values that are sorted at a time: a memory bound
-Rows = Sequence[Tensor]
-"""One tensor per upload, all of the same shape."""
-Sent = TypeVar("Sent", bound=Message)
+M = TypeVar("M", bound=Message)
+Tensors = Mapping[str, Tensor]
 
 
 def counted_uploads(
-    uploads: Mapping[int, Sent], before: Mapping[str, Tensor], context: RoundContext
-) -> Mapping[int, Sent]:
+    uploads: Mapping[int, M], model: Tensors, context: RoundContext
+) -> dict[int, M]:
     """Returns the uploads that count, with a weight above zero; with robust aggregation as of
     `robust_uploads`. Empty if no upload counts."""
-    counted = {client: u for client, u in uploads.items() if u.weight > 0}  # type: ignore[attr-defined]
+    counted = {k: upload for k, upload in uploads.items() if upload.weight > 0}  # type: ignore[attr-defined]
     if context.robust == "none" or not counted:
         return counted
-    return robust_uploads(counted, before, context)
+    return robust_uploads(counted, model, context)
 
 
-def robust_uploads(
-    uploads: Mapping[int, Sent], before: Mapping[str, Tensor], context: RoundContext
-) -> dict[int, Sent]:
+def robust_uploads(uploads: Mapping[int, M], model: Tensors, context: RoundContext) -> dict[int, M]:
     """Returns, for each client, the run's robust aggregate of all uploads with weight 1; the
     tensors are shared.
 
     Args:
-        uploads: those that count, at least one, finite and of the same names and shapes.
-        before: the model that the clients started from; other fields are clipped around zero.
-
-    Raises:
-        DivergedError: an upload is not finite; NaNs cannot be sorted.
+        uploads: those that count, at least one, finite (NaNs cannot be sorted; the engine refuses
+            them) and of the same names and shapes.
+        model: that the clients started from; other fields are clipped around zero.
     """
-    sent = list(uploads.values())
-    for client, upload in uploads.items():
-        _check_finite(client, upload, context)
-    made: dict[str, Any] = {}
-    for f in fields(sent[0]):
-        values = [getattr(upload, f.name) for upload in sent]
+    first = next(iter(uploads.values()))
+    aggregate: dict[str, Any] = {}
+    for f in fields(first):
+        values = [getattr(upload, f.name) for upload in uploads.values()]
         if isinstance(values[0], Mapping):
-            center = before if f.name == "parameters" else {}
-            made[f.name] = robust_mean(values, center, context)
+            center = model if f.name == "parameters" else {}
+            aggregate[f.name] = robust_mean(values, center, context)
         elif isinstance(values[0], Tensor):
-            made[f.name] = robust_mean([{"": value} for value in values], {}, context)[""]
+            named = [{f.name: value} for value in values]
+            aggregate |= robust_mean(named, {}, context)
         elif values[0] is not None:
-            made[f.name] = _robust_number(values, context)
-    if isinstance(sent[0], ModelParameters):
-        made["weight"] = 1.0
-    one = replace(sent[0], **made)
-    return dict.fromkeys(uploads, one)
+            numbers = torch.tensor(values, dtype=torch.float64)
+            aggregate[f.name] = float(middle_mean(list(numbers), _cut(len(values), context)))
+    if isinstance(first, ModelParameters):
+        aggregate["weight"] = 1.0
+    return dict.fromkeys(uploads, replace(first, **aggregate))
 
 
 def robust_mean(
-    each: Sequence[Mapping[str, Tensor]], center: Mapping[str, Tensor], context: RoundContext
+    models: Sequence[Tensors], center: Tensors, context: RoundContext
 ) -> dict[str, Tensor]:
     """Returns the run's robust aggregate of named tensors.
 
     Args:
-        each: one mapping per upload, finite, at least one; all with the names of the first.
-        center: the center of `clip`, by name; zero for names that it lacks.
+        models: one mapping per upload, finite, at least one; all with the names of the first.
+        center: the center of `clip`, by name; {}: zero, and all floating-point tensors are clipped.
     """
-    rule = _sorted_rule(len(each), context)
-    moved: set[str] = set()
+    count = len(models)
+    mean: dict[str, Tensor] = {}
     if context.robust == "clip":
-        floats = {name for name, value in each[0].items() if value.is_floating_point()}
+        floats = {name for name, value in models[0].items() if value.is_floating_point()}
         trained = {name for name, _ in context.architecture.named_parameters()}
-        moved = floats & trained if center else floats
-    clipped = _clipped_mean([{n: one[n] for n in sorted(moved)} for one in each], center)
-    made: dict[str, Tensor] = {}
-    for name, value in each[0].items():
-        if name in moved:
-            made[name] = clipped[name]
-        elif value.is_floating_point():
-            made[name] = rule([one[name] for one in each])
+        mean = _clipped_mean(models, floats & trained if center else floats, center)
+    for name in models[0].keys() - mean.keys():
+        values = [model[name] for model in models]
+        if values[0].is_floating_point():
+            mean[name] = middle_mean(values, _cut(count, context))
         else:
-            lower = (len(each) - 1) // 2
-            made[name] = torch.stack([one[name] for one in each]).sort(dim=0)[0][lower]
-    return made
+            mean[name] = torch.stack(values).sort(dim=0)[0][(count - 1) // 2]
+    return {name: mean[name] for name in models[0]}
 
 
-def _sorted_rule(count: int, context: RoundContext) -> Callable[[Rows], Tensor]:
-    """Returns the rule that averages each coordinate's middle values: one or two, or for `trimmed`
-    all that are left."""
-    most = (count - 1) // 2
-    cut = most
-    if context.robust == "trimmed":
-        # rounding may lift a whole number: 0.07·100 is 7.000000000000001
-        cut = min(most, math.ceil(context.robust_share * count - 1e-9))
-    return lambda rows: middle_mean(rows, cut)
+def _cut(count: int, context: RoundContext) -> int:
+    """Returns how many of `count` values are cut off at each end; of `trimmed` ⌈β·count⌉, of the
+    others all but the one or two in the middle."""
+    largest = (count - 1) // 2
+    if context.robust != "trimmed":
+        return largest
+    # rounding may lift a whole number: 0.07·100 is 7.000000000000001
+    return min(largest, math.ceil(context.robust_share * count - 1e-9))
 
 
-def middle_mean(rows: Rows, cut: int) -> Tensor:
+def middle_mean(rows: Sequence[Tensor], cut: int) -> Tensor:
     """Returns each coordinate's mean without its `cut` smallest and largest values, in float64.
+
+    Args:
+        rows: one tensor per upload, all of the same shape.
+        cut: below half of the rows.
 
     >>> middle_mean([torch.tensor([x, -x]) for x in (1.0, 2.0, 3.0, 99.0)], cut=1)
     tensor([ 2.5000, -2.5000])
     """
     count = len(rows)
     flat = [row.reshape(-1) for row in rows]
-    made = torch.empty_like(flat[0])
+    mean = torch.empty_like(flat[0])
     width = max(1, BLOCK // count)
-    for start in range(0, len(made), width):
+    for start in range(0, len(mean), width):
         block = torch.stack([row[start : start + width] for row in flat], dim=1).sort(dim=1)[0]
-        made[start : start + width] = block[:, cut : count - cut].double().mean(dim=1)
-    return made.view_as(rows[0])
+        mean[start : start + width] = block[:, cut : count - cut].double().mean(dim=1)
+    return mean.view_as(rows[0])
 
 
 def _clipped_mean(
-    each: Sequence[Mapping[str, Tensor]], center: Mapping[str, Tensor]
+    models: Sequence[Tensors], names: Iterable[str], center: Tensors
 ) -> dict[str, Tensor]:
     """Returns the mean of vectors, with offsets from the center clipped to the median of their
     norms."""
-    if not each[0]:
+    origin = {n: center.get(n, models[0][n] * 0).double() for n in sorted(names)}
+    if not origin:
         return {}
-    around = {name: center.get(name, value * 0).double() for name, value in each[0].items()}
     norms = []
-    for one in each:
-        squares = [(one[name] - w).square().sum() for name, w in around.items()]
+    for model in models:
+        squares = [(model[name] - w).square().sum() for name, w in origin.items()]
         norms.append(torch.stack(squares).sum().sqrt())
     norms_K = torch.stack(norms)
-    bound = middle_mean(list(norms_K), (len(each) - 1) // 2)
+    bound = middle_mean(norms, (len(models) - 1) // 2)
     scales = (bound / norms_K.clamp_min(torch.finfo(torch.float64).tiny)).clamp_max(1.0)
-    made: dict[str, Tensor] = {}
-    for name, w in around.items():
-        mean = torch.zeros_like(w)
-        for one, scale in zip(each, scales, strict=True):
-            mean += (one[name] - w) * (scale / len(each))
-        made[name] = (w + mean).to(each[0][name].dtype)
-    return made
-
-
-def _robust_number(values: Sequence[float], context: RoundContext) -> float:
-    """Aggregates one number per upload; `clip` uses the median here too."""
-    rows = [torch.tensor(float(value), dtype=torch.float64) for value in values]
-    return float(_sorted_rule(len(rows), context)(rows))
-
-
-def _check_finite(client: int, upload: Message, context: RoundContext) -> None:
-    for name, value in upload.numbers():
-        if not bool(torch.isfinite(value).all()):
-            raise DivergedError(
-                f"round {context.round}: {name} of client {client} is not finite, but robust "
-                f"aggregation by {context.robust} requires finite numbers"
-            )
+    mean: dict[str, Tensor] = {}
+    for name, w in origin.items():
+        total = torch.zeros_like(w)
+        for model, scale in zip(models, scales, strict=True):
+            total += (model[name] - w) * (scale / len(models))
+        mean[name] = (w + total).to(models[0][name].dtype)
+    return mean

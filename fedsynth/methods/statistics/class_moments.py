@@ -111,18 +111,18 @@ class Spectrum:
         """
         values, vectors = torch.linalg.eigh(moments.second)
         size = len(values)
-        least = max(ridge * moments.noise * math.sqrt(size), EXACT / size)
-        return cls(values.clamp_min(0) + least, vectors)
+        shift = max(ridge * moments.noise * math.sqrt(size), EXACT / size)
+        return cls(values.clamp_min(0) + shift, vectors)
 
     def solve(self, crossed_Cd: Tensor) -> Tensor:
         """Returns crossed·(A + λ)⁻¹, [C, d]."""
         return ((crossed_Cd @ self.vectors) / self.values) @ self.vectors.T
 
-    def step(self, gradient_Cd: Tensor, least: float) -> Tensor:
-        """Returns the Newton-like direction gradient·V diag(1/max(w, least)) Vᵀ. Along an
+    def step(self, gradient_Cd: Tensor, floor: float) -> Tensor:
+        """Returns the Newton-like direction gradient·V diag(1/max(w, floor)) Vᵀ. Along an
         eigenvector whose eigenvalue is below the noise, a full step would add only noise."""
-        along = gradient_Cd @ self.vectors / self.values.clamp_min(least)
-        return along @ self.vectors.T
+        scaled = gradient_Cd @ self.vectors / self.values.clamp_min(floor)
+        return scaled @ self.vectors.T
 
 
 @dataclass(frozen=True)
@@ -147,28 +147,30 @@ class Pace:
         return weight_Cd - self.rate * velocity, velocity
 
 
-def reach(steps: int, momentum: float) -> float:
+def total_weight(steps: int, momentum: float) -> float:
     """Returns τ over the rate, the total weight of the gradients: Σ_t (1 − mᵗ)/(1 − m).
 
-    >>> reach(2, 0.5)
+    >>> total_weight(2, 0.5)
     2.5
     """
     return sum((1 - momentum**t) / (1 - momentum) for t in range(1, steps + 1))
 
 
-def pace(noise: float, steps: int, logit_noise: float, most_rate: float, momentum: float) -> Pace:
-    """Returns the steps whose noise in a logit is about `logit_noise`, at most at `most_rate`.
+def pace(noise: float, steps: int, logit_noise: float, max_rate: float, momentum: float) -> Pace:
+    """Returns the steps whose noise in a logit is about `logit_noise`, at most at `max_rate`.
 
     Args:
         noise: ν/√T, the standard deviation of a gradient's coordinate if the whole budget were
-            spent on one gradient; 0: steps of `most_rate`.
+            spent on one gradient; 0: steps of `max_rate`.
         steps: T.
         logit_noise: noise in a logit, of all T steps together.
-        most_rate: the largest rate that is stable along the steepest direction.
+        max_rate: the largest rate that is stable along the steepest direction.
         momentum: m, below 1.
 
-    >>> pace(0.001, steps=1, logit_noise=0.1, most_rate=200.0, momentum=0.5)
+    >>> pace(0.001, steps=1, logit_noise=0.1, max_rate=200.0, momentum=0.5)
     Pace(rate=100.0, momentum=0.5)
     """
-    far = logit_noise / noise if noise > 0 else math.inf
-    return Pace(min(most_rate, far / reach(steps, momentum)), momentum)
+    rate = max_rate
+    if noise > 0:
+        rate = min(max_rate, logit_noise / noise / total_weight(steps, momentum))
+    return Pace(rate, momentum)

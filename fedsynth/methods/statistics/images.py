@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import inf
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -41,7 +41,7 @@ from fedsynth.synthesizer.condensation.from_statistics import (
 )
 from fedsynth.synthesizer.condensation.sets import MAX_IPC
 from fedsynth.synthesizer.condensation.student import soft_labels
-from fedsynth.validation import check_choices, check_ranges
+from fedsynth.validation import in_range, one_of
 
 VARIETY = (0.4, 1.0)
 """Fractions of the released deviation by which a class's first and last image vary."""
@@ -98,21 +98,17 @@ class MakesImages(Method):
     images_from: ClassVar[str] = "ipc or drawn_ipc above 0, and a first round"
     learns_from_images: ClassVar[bool] = False
 
-    ipc: int = 0
-    drawn_ipc: int = 0
-    pictures: str = AUTO
-    pixel_share: float = 0.15
-    image_steps: int = 12
-    image_lr: float = 0.05
-    teacher_weight: float = 0.03
-    smoothness: float = 0.3
+    ipc: int = in_range(0, 0, MAX_IPC)
+    drawn_ipc: int = in_range(0, 0, MAX_IPC)
+    pictures: str = one_of(AUTO, YES, NO)
+    pixel_share: float = in_range(0.15, 0, 0.9)
+    image_steps: int = in_range(12, 0)
+    image_lr: float = in_range(0.05, 0)
+    teacher_weight: float = in_range(0.03, 0)
+    smoothness: float = in_range(0.3, 0)
 
-    def check_images(self) -> None:
-        """Refuses settings out of range."""
-        check_ranges(self, ipc=(0, MAX_IPC), drawn_ipc=(0, MAX_IPC), pixel_share=(0, 0.9))
-        check_ranges(self, image_steps=(0, inf), image_lr=(0, inf))
-        check_ranges(self, teacher_weight=(0, inf), smoothness=(0, inf))
-        check_choices(self, pictures=(YES, NO, AUTO))
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if self.pictures == YES and not self.images_each:
             raise SettingError(
                 "method",
@@ -125,12 +121,14 @@ class MakesImages(Method):
         """Returns the number of generated images per class."""
         return self.ipc + self.drawn_ipc
 
-    def picture_share(self, spec: DatasetSpec) -> float:
-        """Returns the small pictures' share of the budget, from public facts only: 0 if no images
-        are requested, or if they start from random processes."""
-        grey = spec.channels == 1 and min(spec.height, spec.width) > 1
-        wanted = self.pictures == YES or (self.pictures == AUTO and grey)
-        return self.pixel_share if wanted and self.images_each else 0.0
+    def releases_pictures(self, spec: DatasetSpec) -> bool:
+        """Returns whether moments of small pictures are released, from public facts only: not if no
+        images are requested, or if they start from random processes."""
+        if not self.images_each or not self.pixel_share:
+            return False
+        if self.pictures == AUTO:
+            return spec.channels == 1 and min(spec.height, spec.width) > 1
+        return self.pictures == YES
 
     def at_end(self, state: State, context: RoundContext) -> ServerState:
         """Returns the state with images from all releases so far, and their soft labels."""
@@ -144,11 +142,11 @@ class MakesImages(Method):
         if state.picture_means is not None and state.picture_roots is not None:
             moments = PixelMoments(state.picture_means, state.picture_roots)
         steps = ImageSteps(self.image_steps, self.image_lr, self.teacher_weight, self.smoothness)
-        making = ImageMaking(self.ipc, self.drawn_ipc, steps)
-        pixels = make_images(teacher, state.class_means, moments, making, context)
+        pixels = make_images(
+            teacher, state.class_means, moments, self.ipc, self.drawn_ipc, steps, context
+        )
         images = normalise(pixels, context.spec)
-        made = {"images": images, "soft_labels": soft_labels(teacher, images)}
-        return replace(state, **made)
+        return replace(state, images=images, soft_labels=soft_labels(teacher, images))
 
     def synthetic(self, state: ImagesState, context: RoundContext) -> tuple[Tensor, Tensor] | None:
         if state.images is None:
@@ -179,40 +177,31 @@ def class_means_of(pool: Pool, shape: tuple[int, int], *, second: bool) -> Tenso
         second: whether second moments precede them in the pool.
     """
     classes = shape[0]
-    scale = classes * target_norm(classes) / pool.records * (math.sqrt(2) if second else 1.0)
-    found = scale * pool.sums[-math.prod(shape) :].view(shape)
-    return shrunk(found, scale * pool.deviation).float()
-
-
-@dataclass(frozen=True)
-class ImageMaking:
-    """The request: optimised images per class, images per class that are only drawn, and the
-    optimisation of the former."""
-
-    ipc: int
-    drawn: int
-    steps: ImageSteps
-
-    @property
-    def along(self) -> tuple[float, ...]:
-        """Returns the positions between start and end at which each optimised image is kept."""
-        return ALONG if self.steps.steps else (1.0,)
+    scale = classes * target_norm(classes) / pool.records
+    if second:
+        scale *= math.sqrt(2)
+    means = scale * pool.sums[-math.prod(shape) :].view(shape)
+    return shrunk(means, scale * pool.deviation).float()
 
 
 def make_images(
     teacher: FeatureLinear,
     class_means_Cd: Tensor,
     moments: PixelMoments | None,
-    making: ImageMaking,
+    ipc: int,
+    drawn_ipc: int,
+    steps: ImageSteps,
     context: RoundContext,
 ) -> Tensor:
-    """Returns uint8 pixels [C · (ipc + drawn), channels, H, W] by class, optimised images first.
+    """Returns uint8 pixels [C · (ipc + drawn_ipc), channels, H, W] by class, optimised images first.
 
     Args:
         teacher: the released classifier.
         class_means_Cd: released, of z.
         moments: released, of small pictures; None: images start from random processes.
-        making: the request.
+        ipc: optimised images per class.
+        drawn_ipc: images per class that are only drawn.
+        steps: the optimisation.
         context: of the last round.
     """
     weight = teacher.classifier.weight
@@ -226,42 +215,28 @@ def make_images(
         return drawn_start(moments, count, shape, draws).to(weight.device)
 
     parts = []
-    if making.ipc:
-        begin = start(math.ceil(making.ipc / len(making.along)), CANDIDATES)
-        parts.append(_moved(statistics, begin, making, context))
-    if making.drawn:
-        parts.append(start(making.drawn, FEW_CANDIDATES))
+    if ipc:
+        # fully optimised images first, then the interpolated ones
+        positions = ALONG if steps.steps else (1.0,)
+        initial = start(math.ceil(ipc / len(positions)), CANDIDATES)
+        report = partial(context.report, "images")
+        optimised = images_from_statistics(statistics, initial, steps, report)
+        line = [initial + position * (optimised - initial) for position in positions]
+        parts.append(torch.cat(line, dim=1)[:, :ipc])
+    if drawn_ipc:
+        parts.append(start(drawn_ipc, FEW_CANDIDATES))
     return torch.cat(parts, dim=1).flatten(0, 1).mul(255).round().to(torch.uint8)
-
-
-def _moved(
-    statistics: ReleasedStatistics, begin: Tensor, making: ImageMaking, context: RoundContext
-) -> Tensor:
-    """Returns [C, ipc, channels, H, W]: fully optimised images, then the interpolated ones."""
-    made = images_from_statistics(
-        statistics,
-        begin,
-        making.steps,
-        lambda done, total: context.report("images", done, total),
-    )
-    between = [begin + share * (made - begin) for share in making.along]
-    return torch.cat(between, dim=1)[:, : making.ipc]
 
 
 def drawn_start(
     moments: PixelMoments, ipc: int, shape: Shape, generator: torch.Generator
 ) -> Tensor:
     """Returns initial images of each class, [C, ipc, channels, H, W] in [0, 1], on the CPU."""
-    made = moments.drawn(ipc, shape, VARIETY, generator).flatten(0, 1)
-    return clear(made, generator).view(len(moments.means), ipc, *shape)
-
-
-def clear(blurred_NCHW: Tensor, generator: torch.Generator) -> Tensor:
-    """Sharpens each image with a randomly drawn curve."""
-    share = torch.rand(2, len(blurred_NCHW), generator=generator)
+    blurred_NCHW = moments.drawn(ipc, shape, VARIETY, generator).flatten(0, 1)
+    share = torch.rand(2, len(blurred_NCHW), generator=generator)  # of each image's curve
     steepness = STEEPNESS[0] * (STEEPNESS[1] / STEEPNESS[0]) ** share[0]
     middle = MIDDLE[0] + (MIDDLE[1] - MIDDLE[0]) * share[1]
-    return sharpened(blurred_NCHW, steepness, middle)
+    return sharpened(blurred_NCHW, steepness, middle).view(len(moments.means), ipc, *shape)
 
 
 def check_differentiable(model: FeatureLinear) -> None:
@@ -270,8 +245,8 @@ def check_differentiable(model: FeatureLinear) -> None:
     image = torch.full((1, *shape), 0.5, device=model.classifier.weight.device)
     image.requires_grad_(True)
     with torch.enable_grad():
-        made = model.embed_pixels(image)
-    if not made.requires_grad:
+        embedded = model.embed_pixels(image)
+    if not embedded.requires_grad:
         raise SettingError(
             "method",
             "ipc",

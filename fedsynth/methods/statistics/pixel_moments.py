@@ -94,8 +94,8 @@ class PixelMoments:
         means = crossed[:, :-1] / shares / math.sqrt(1 - CONSTANT**2)
         within = gram - (shares * means).T @ means
         values, vectors = torch.linalg.eigh(within)
-        kept = values > max(noise * math.sqrt(dimension), 1e-9)
-        return cls(means, vectors[:, kept] * values[kept].sqrt())
+        significant = values > max(noise * math.sqrt(dimension), 1e-9)
+        return cls(means, vectors[:, significant] * values[significant].sqrt())
 
     def drawn(
         self, count: int, shape: Shape, variety: tuple[float, float], generator: torch.Generator

@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import inf
 from typing import ClassVar
 
 from torch import Tensor, nn
@@ -37,7 +36,7 @@ from fedsynth.models.feature_linear import FeatureLinear
 from fedsynth.models.registry import ModelSettings
 from fedsynth.privacy.plans import FIRST, PrivatePlan
 from fedsynth.privacy.settings import PrivacySettings
-from fedsynth.validation import check_choices, check_ranges
+from fedsynth.validation import in_range, one_of
 
 
 @dataclass(frozen=True)
@@ -117,33 +116,25 @@ class PlansStatistics(DistributedNoise, MakesImages):
     features_refusal: ClassVar[str] = "its feature map is method.features"
 
     features: str = AUTO
-    centre_share: float = 0.04
-    whitening: str = AUTO
-    covariance_share: float = 0.05
-    moment_share: float = 0.1
-    second_moments: str = AUTO
-    ridge: float = 0.25
-    step_clip: float = 0.5
-    step_size: float = 1.5
-    logit_noise: float = 0.9
-    momentum: float = 0.5
-    step_floor: float = 0.1
-    curvature: float = 0.00375
+    centre_share: float = in_range(0.04, 1e-4, 0.9)
+    whitening: str = one_of(AUTO, YES, NO)
+    covariance_share: float = in_range(0.05, 1e-4, 0.9)
+    moment_share: float = in_range(0.1, 1e-4, 0.999)
+    second_moments: str = one_of(AUTO, YES, NO)
+    ridge: float = in_range(0.25, 0)
+    step_clip: float = in_range(0.5, 1e-3, 1.5)
+    step_size: float = in_range(1.5, 0)
+    logit_noise: float = in_range(0.9, 1e-3)
+    momentum: float = in_range(0.5, 0, 0.999)
+    step_floor: float = in_range(0.1, 0)
+    curvature: float = in_range(0.00375, 1e-9)
 
     def __post_init__(self) -> None:
-        check_ranges(self, centre_share=(1e-4, 0.9), moment_share=(1e-4, 0.999))
-        check_ranges(self, ridge=(0, inf), step_clip=(1e-3, 1.5), step_size=(0, inf))
-        check_ranges(self, step_floor=(0, inf), curvature=(1e-9, inf))
-        check_ranges(self, momentum=(0, 0.999), logit_noise=(1e-3, inf))
+        super().__post_init__()
         if self.features not in (AUTO, *feature_names()):
             refuse_unknown_map(self.features, "method", AUTO)
-        check_ranges(self, covariance_share=(1e-4, 0.9))
-        check_choices(self, second_moments=(YES, NO, AUTO), whitening=(YES, NO, AUTO))
-        self.check_aggregation()
-        self.check_images()
-        asked = self.images_each > 0 and self.pictures != NO
-        covariances = self.covariance_share if self.whitening == YES else 0.0
-        self._shares(self.pixel_share if asked else 0.0, covariances)
+        pictures = self.images_each > 0 and self.pictures != NO
+        self._shares(pictures, self.whitening == YES)
 
     def map_of(self, spec: DatasetSpec) -> FeatureMap:
         """Returns φ for a data set's images."""
@@ -165,8 +156,13 @@ class PlansStatistics(DistributedNoise, MakesImages):
         """
         return whitens(self.whitening, self.map_of(spec), spec.image_shape)
 
-    def _shares(self, pictures: float, covariances: float) -> Shares:
-        return Shares(self.centre_share, pictures, covariances, self.moment_share)
+    def _shares(self, pictures: bool, covariances: bool) -> Shares:
+        return Shares(
+            self.centre_share,
+            pictures * self.pixel_share,
+            covariances * self.covariance_share,
+            self.moment_share,
+        )
 
     def has_second(self, privacy: PrivacySettings | None) -> bool:
         """Returns whether second moments are released, from public settings only."""
@@ -185,14 +181,14 @@ class PlansStatistics(DistributedNoise, MakesImages):
             SettingError: the shares leave no budget for steps.
         """
         spec = context.spec
-        share = self.covariance_share if self.has_covariances(privacy, spec) else 0.0
+        covariances = self.has_covariances(privacy, spec)
         return Releases(
             self.map_of(spec),
             spec.image_shape,
             spec.classes,
             context.rounds,
             self.has_second(privacy),
-            self._shares(self.picture_share(spec), share),
+            self._shares(self.releases_pictures(spec), covariances),
             self.step_clip,
         )
 
@@ -200,7 +196,7 @@ class PlansStatistics(DistributedNoise, MakesImages):
         return public_facts(
             self.map_of(spec),
             spec.image_shape,
-            pictures=self.picture_share(spec) > 0,
+            pictures=self.releases_pictures(spec),
             whitening=self.whitens(spec),
         )
 
@@ -228,9 +224,9 @@ class PlansStatistics(DistributedNoise, MakesImages):
     def pace(self, context: RoundContext) -> Pace:
         """Returns rate and momentum of steps without second moments, from public numbers only."""
         records = context.nominal_size * context.clients
-        each = self.pooled_deviation(MOMENTS, context.clients, context) * self.step_clip / records
+        deviation = self.pooled_deviation(MOMENTS, context.clients, context)
         return pace(
-            each / math.sqrt(context.rounds),
+            deviation * self.step_clip / records / math.sqrt(context.rounds),
             context.rounds,
             self.logit_noise,
             self.step_size / self.curvature,
@@ -239,11 +235,12 @@ class PlansStatistics(DistributedNoise, MakesImages):
 
     def upload_rules(self, phase: str, client: int, context: RoundContext) -> dict[str, Rule]:
         widths = self.releases(context.privacy, context).widths()
-        far = LARGEST * max(1.0, *context.noise.values(), 1.0)
-        return {
-            field: Array((widths[plan],), self.sum_dtype(plan, context), least=-far, most=far)
-            for field, plan in self.sum_releases(phase, context).items()
-        }
+        bound = LARGEST * max(1.0, *context.noise.values(), 1.0)
+        rules: dict[str, Rule] = {}
+        for field, plan in self.sum_releases(phase, context).items():
+            dtype = self.sum_dtype(plan, context)
+            rules[field] = Array((widths[plan],), dtype, least=-bound, most=bound)
+        return rules
 
     def sum_releases(self, phase: str, context: RoundContext) -> Mapping[str, str]:
         if context.round > 1:
@@ -259,7 +256,9 @@ class PlansStatistics(DistributedNoise, MakesImages):
             check_differentiable(model)
 
     def first_request(self, state: FedStatsState, context: RoundContext) -> ModelParameters | None:
-        return ModelParameters(state.parameters, 1.0) if context.round == 1 else None
+        if context.round > 1:
+            return None
+        return ModelParameters(state.parameters, 1.0)
 
     def broadcast(self, state: FedStatsState, context: RoundContext) -> ModelParameters:
         return ModelParameters(state.parameters, 1.0)

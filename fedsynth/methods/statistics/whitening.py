@@ -96,8 +96,10 @@ def white_signal(blocks: Sequence[tuple[int, int]]) -> float:
     >>> round(white_signal([(1, 1)]), 3)
     1.0
     """
-    each = ((1 - CELLS_PART) / channels + CELLS_PART / cells for channels, cells in blocks)
-    return math.sqrt(sum(each)) / len(blocks)
+    square = 0.0
+    for channels, cells in blocks:
+        square += (1 - CELLS_PART) / channels + CELLS_PART / cells
+    return math.sqrt(square) / len(blocks)
 
 
 def released_roots(
@@ -116,19 +118,20 @@ def released_roots(
     noise = pool.deviation / pool.records
     sums = pool.sums.double() / pool.records
     mean = (centre_d.double() / bound)[None]
-    spread = (centre_deviation / bound) ** 2
-    found: list[Tensor] = []
+    centre_variance = (centre_deviation / bound) ** 2
+    roots: list[Tensor] = []
     start = 0
     for m in matrices_of(mean, features.blocks):
-        sides = ((m[0], 1 - CELLS_PART), (m[0].T, CELLS_PART))
-        for side, part in sides:
-            size, other = side.shape
+        for side, part in ((m[0], 1 - CELLS_PART), (m[0].T, CELLS_PART)):
+            size, summands = side.shape
             width = size * (size + 1) // 2
             second = smat(sums[start : start + width], size) / math.sqrt(part)
-            own = spread * other * torch.eye(size, dtype=second.dtype, device=second.device)
-            found.append(_root(second - side @ side.T + own, noise / math.sqrt(part)).float())
+            identity = torch.eye(size, dtype=second.dtype, device=second.device)
+            # the noise of the mean adds its variance to each diagonal entry of side·sideᵀ
+            covariance = second - side @ side.T + centre_variance * summands * identity
+            roots.append(_root(covariance, noise / math.sqrt(part)).float())
             start += width
-    return dict(zip(root_names(features.blocks), found, strict=True))
+    return dict(zip(root_names(features.blocks), roots, strict=True))
 
 
 def _root(covariance: Tensor, noise: float) -> Tensor:
@@ -142,14 +145,14 @@ def _root(covariance: Tensor, noise: float) -> Tensor:
     """
     values, vectors = torch.linalg.eigh(covariance)
     mean = float(values.clamp_min(0).mean())
-    least = max(FLOOR * mean, noise * math.sqrt(2 * len(values)))
-    if least <= 0:  # all features are identical
+    floor = max(FLOOR * mean, noise * math.sqrt(2 * len(values)))
+    if floor <= 0:  # all features are identical
         return torch.eye(len(values), dtype=values.dtype, device=values.device)
-    factors = (values.clamp_min(least) / least) ** (-POWER / 2)
-    before = float(values.sum())
-    after = float((values * factors**2).sum())
-    if before > 0 and after > 0:  # noise makes eigenvalues of either sign, and the ratio uncertain
-        most = max(1.0, float(values.max()) / least) ** POWER
-        factors = factors * math.sqrt(min(max(1.0, before / after), most))
+    factors = (values.clamp_min(floor) / floor) ** (-POWER / 2)
+    trace = float(values.sum())
+    new_trace = float((values * factors**2).sum())
+    if trace > 0 and new_trace > 0:  # noise makes eigenvalues of either sign, the ratio uncertain
+        highest = max(1.0, float(values.max()) / floor) ** POWER
+        factors = factors * math.sqrt(min(max(1.0, trace / new_trace), highest))
     root: Tensor = (vectors * factors) @ vectors.T
     return root
