@@ -118,7 +118,7 @@ def train(
 
 
 @app.command()
-@takes_settings("data", "partition", "run.seed", "method.ipc")
+@takes_settings("data", "partition", "run.seed")
 def partition(
     chosen: Sections,
     download: given.Download = False,
@@ -131,9 +131,7 @@ def partition(
     from fedsynth.data.partition import count_matrix
     from fedsynth.data.partition import partition as divide
     from fedsynth.data.picture import partition_png, partition_table
-    from fedsynth.evaluation.volume import condensation_floats
     from fedsynth.federation.run_data import data_of_run
-    from fedsynth.methods.feddm import FedDM
 
     run_data = data_of_run(resolve(merged({}, chosen)), None, None, note, download=download)
     settings = run_data.settings
@@ -143,14 +141,7 @@ def partition(
         labels, settings.resolved_partition, data.spec.classes, *data.origins()
     )
     counts = count_matrix(labels, parts, data.spec.classes)
-    feddm = settings.method
     print(partition_table(counts))
-    if isinstance(feddm, FedDM):
-        floats = condensation_floats(counts, feddm.ipc, data.spec.image_shape, feddm.min_examples)
-        print(
-            f"\nFedDM with ipc {feddm.ipc} and min_examples {feddm.min_examples} uploads "
-            f"{floats:,} floats a round"
-        )
     if picture is not None:
         partition_png(counts, picture, data.spec.class_names)
 

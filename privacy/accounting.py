@@ -102,45 +102,41 @@ class Merged:
 
 @dataclass(frozen=True)
 class Totals:
-    """The figures of some releases on which their ε depends: the number of steps for each (σ, q).
+    """The figures of some releases on which their ε depends.
 
     Attributes:
-        steps: (σ, q, number of steps), ascending.
-        unbounded: whether a release has no finite ε.
+        steps: the number of steps for each (σ, q), as (σ, q, number), ascending; σ = 0 stands for
+            releases without a finite ε.
     """
 
     steps: tuple[tuple[float, float, int], ...] = ()
-    unbounded: bool = False
 
     @classmethod
-    def of(cls, rows: Iterable[tuple[float, float, int]], unbounded: bool) -> Totals:
+    def of(cls, rows: Iterable[tuple[float, float, int]]) -> Totals:
         """Returns the totals of rows (σ, q, steps), of which several may have the same σ and q."""
-        steps: Counter[tuple[float, float]] = Counter()
-        for σ, q, number in rows:
-            steps[σ, q] += number
-        return cls(tuple((*key, steps[key]) for key in sorted(steps)), unbounded)
+        counts: Counter[tuple[float, float]] = Counter()
+        for σ, q, steps in rows:
+            counts[σ, q] += steps
+        return cls(tuple((*key, counts[key]) for key in sorted(+counts)))
 
     def __add__(self, other: Totals) -> Totals:
         """Returns the totals of both together."""
-        return Totals.of((*self.steps, *other.steps), self.unbounded or other.unbounded)
+        return Totals.of(self.steps + other.steps)
 
     def times(self, number: int) -> Totals:
         """Returns the totals of `number` rounds that each have these releases."""
-        if number == 0:
-            return Totals()
-        return Totals(tuple((σ, q, number * count) for σ, q, count in self.steps), self.unbounded)
+        return Totals.of((σ, q, number * steps) for σ, q, steps in self.steps)
 
 
 def totals(releases: Iterable[Release]) -> Totals:
     """Returns the steps of the releases for each (σ, q)."""
     rows = []
-    unbounded = False
-    for r in releases:
-        if r.unaccounted is not None or r.noise_multiplier == 0:
-            unbounded = True
-        else:
-            rows.append((float(r.noise_multiplier), float(r.sample_rate), r.steps))
-    return Totals.of(rows, unbounded)
+    for release in releases:
+        σ = float(release.noise_multiplier)
+        if release.unaccounted is not None:
+            σ = 0.0
+        rows.append((σ, float(release.sample_rate), release.steps))
+    return Totals.of(rows)
 
 
 def merge(releases: Sequence[Release] | Totals, adjacency: str) -> Merged | None:
@@ -148,17 +144,12 @@ def merge(releases: Sequence[Release] | Totals, adjacency: str) -> Merged | None
     check_adjacency(adjacency)
     if not isinstance(releases, Totals):
         releases = totals(releases)
-    if releases.unbounded:
+    if releases.steps and releases.steps[0][0] == 0:
         return None
     influence = 1 + (adjacency == "replace-one")
-    full = []
-    sampled = []
-    for σ, q, steps in releases.steps:
-        if q == 1:
-            full.append(math.sqrt(steps) / σ)
-        else:
-            sampled.append((σ, q, steps))
-    return Merged(influence * math.hypot(*sorted(full)), tuple(sampled), influence)
+    full = sorted(math.sqrt(steps) / σ for σ, q, steps in releases.steps if q == 1)
+    sampled = tuple(row for row in releases.steps if row[1] < 1)
+    return Merged(influence * math.hypot(*full), sampled, influence)
 
 
 @lru_cache(maxsize=64)
