@@ -24,13 +24,9 @@ deploy_app = Application(
 )
 RUN = ("run.method", "run.rounds", "run.seed", "data.dataset", "partition.clients")
 """The settings with an option; `--set` sets the others."""
-Spec = Annotated[
-    Path | None,
-    path_option("A TOML file with the public specification of your data. Default: the data set's."),
-]
-Insecure = Annotated[
-    bool, typer.Option("--insecure", help="Without TLS: for trials on one machine only.")
-]
+OptionalPath = Path | None
+Spec = Annotated[OptionalPath, path_option("TOML file: the public specification of your data.")]
+Insecure = Annotated[bool, typer.Option("--insecure", help="Without TLS: only for local trials.")]
 NewFolder = Annotated[Path, path_argument("The folder to create.")]
 
 
@@ -45,10 +41,7 @@ def init(
     proposal = _proposal(chosen, config, spec)
     options = {"output": str(Path("runs").absolute()), "home": str(Path("homes").absolute())}
     write_app(folder, proposal, options)
-    print(
-        f"{folder} is a Flower app of the run with agreement {proposal.agreement}; see "
-        "docs/deployment.md for the next steps"
-    )
+    print(f"{folder} is a Flower app; the run's agreement is {proposal.agreement}")
 
 
 @deploy_app.command("keys")
@@ -56,47 +49,27 @@ def keys(
     folder: NewFolder,
     clients: Annotated[int, typer.Option(help="The number of clients.")],
     host: Annotated[
-        list[str] | None,
-        typer.Option(help="The server's name or address that clients connect to; may be repeated."),
+        list[str] | None, typer.Option(help="A name or address of the server. Repeatable.")
     ] = None,
-    days: Annotated[int, typer.Option(help="Validity of the certificates in days.")] = 365,
 ) -> None:
     """Make a CA, the server's certificate, and a key for each client."""
     from fedsynth.deployment.flower.keys import make_keys
 
-    make_keys(folder, clients, tuple(host or ()), days)
-    print(
-        f"{folder}: keep server.crt, server.key and all client-*.pub on the server; send "
-        "each client ca.crt and only its own client-NNN"
-    )
+    make_keys(folder, clients, host or ())
+    print(f"{folder}: server.crt, server.key and client-*.pub belong to the server")
+    print("each client gets ca.crt and only its own client-NNN")
 
 
 @takes_settings(*RUN)
 def server(
     chosen: Sections,
     spec: Spec = None,
-    keys: Annotated[
-        Path | None,
-        path_option(
-            "Folder with server.crt, server.key, ca.crt, client-NNN.pub (fedsynth deploy keys)."
-        ),
-    ] = None,
+    keys: Annotated[OptionalPath, path_option("The folder of `fedsynth deploy keys`.")] = None,
     insecure: Insecure = False,
-    host: Annotated[
-        str, typer.Option(help="127.0.0.1, or 0.0.0.0 for nodes on other machines.")
-    ] = ("127.0.0.1"),
-    port: Annotated[
-        int, typer.Option(min=1, max=65535, help="The port that nodes connect to.")
-    ] = 9092,
-    join_seconds: Annotated[
-        float, typer.Option(help="Seconds within which clients must join.")
-    ] = 600.0,
-    answer_seconds: Annotated[
-        float,
-        typer.Option(
-            help="Seconds within which a client must finish a step; a slower client drops out."
-        ),
-    ] = 3600.0,
+    host: Annotated[str, typer.Option(help="0.0.0.0 for nodes elsewhere.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535, help="The port for nodes.")] = 9092,
+    join_seconds: Annotated[float, typer.Option(help="How long clients may join.")] = 600.0,
+    answer_seconds: Annotated[float, typer.Option(help="How long a step may take.")] = 3600.0,
     config: given.Config = None,
     output: given.Output = Path("runs"),
     resume: given.Resume = None,
@@ -105,8 +78,8 @@ def server(
     from fedsynth.deployment.flower.processes import require_flower
 
     require_flower()
-    from fedsynth.deployment.carrier import Timeouts
-    from fedsynth.deployment.flower.serving import Link, superlink
+    from fedsynth.deployment.connection import Timeouts
+    from fedsynth.deployment.flower.serving import SuperLinkSettings, superlink
 
     if resume is not None:
         if config is not None or any(chosen.values()):
@@ -115,14 +88,12 @@ def server(
     proposal = _proposal(chosen, config, spec)
     if keys is None and not insecure:
         raise OptionError("--keys is required (or --insecure for a trial on this machine only)")
-    link = Link(port, keys, proposal.settings.partition.clients, host)
+    settings = SuperLinkSettings(port, keys, proposal.settings.partition.clients, host)
     timeouts = Timeouts(join_seconds, answer_seconds)
     print(f"the run's agreement is {proposal.agreement}", flush=True)
-    with ended_by_signals(), superlink(link, output) as started:
+    with ended_by_signals(), superlink(settings, output) as started:
         print(f"nodes connect to port {port}", flush=True)
-        folder = started.run(
-            proposal, output, timeouts, resume, lambda line: print(line, flush=True)
-        )
+        folder = started.run(proposal, output, timeouts, resume, _say)
     print(f"run folder: {folder}")
 
 
@@ -132,49 +103,28 @@ def client(
         int,
         typer.Option("--number", min=0, max=MOST_CLIENTS - 1, help="This client's index, from 0."),
     ],
-    ledger: Annotated[
-        Path,
-        path_option("Folder of your ledgers. Use the same folder for all runs on your records."),
-    ],
-    data: Annotated[
-        Path | None, path_option("Your images, with one folder per class: DIR/CLASS/*.png.")
-    ] = None,
+    ledger: Annotated[Path, path_option("Your folder of ledgers, the same for all runs.")],
+    data: Annotated[OptionalPath, path_option("Your images: DIR/CLASS/*.png.")] = None,
     trial: Annotated[
-        bool,
-        typer.Option("--trial", help="Instead of --data: use your part of the published data set."),
+        bool, typer.Option("--trial", help="Instead of --data: a part of the published data set.")
     ] = False,
-    data_root: Annotated[
-        Path | None, path_option("The folder of data sets for --trial (default: $FEDSYNTH_DATA).")
-    ] = None,
-    ca: Annotated[Path | None, path_option("The CA's certificate, PEM.")] = None,
-    key: Annotated[Path | None, path_option("Your node's private key.")] = None,
+    ca: Annotated[OptionalPath, path_option("The CA's certificate, PEM.")] = None,
+    key: Annotated[OptionalPath, path_option("Your node's private key.")] = None,
     insecure: Insecure = False,
-    policy: Annotated[
-        Path | None,
-        path_option("Your consent policy: the runs that you allow (docs/deployment.md)."),
-    ] = None,
+    policy: Annotated[OptionalPath, path_option("Your policy: the runs that you allow.")] = None,
     approve: Annotated[
         list[str] | None,
-        typer.Option(
-            help="An agreement that you allow, as printed by the node; any: all of "
-            "them. Repeatable."
-        ),
+        typer.Option(help="An agreement that you allow, or any: all of them. Repeatable."),
     ] = None,
     identity: Annotated[
-        Path | None,
-        path_option("Your long-lived private key for secure aggregation, Ed25519 in PEM."),
+        OptionalPath, path_option("Your Ed25519 key for secure aggregation, PEM.")
     ] = None,
     identities: Annotated[
-        Path | None,
-        path_option("With --identity: a folder of all clients' public keys, client-NNN.pem."),
+        OptionalPath, path_option("The folder of all clients' public keys, client-NNN.pem.")
     ] = None,
-    name: Annotated[str, typer.Option(help="The name of your ledger; default: client-NNN.")] = "",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     once: Annotated[bool, typer.Option("--once", help="Exit after one run.")] = False,
-    wait: Annotated[
-        float,
-        typer.Option(help="Exit after this many seconds without a connection to the server."),
-    ] = 600.0,
+    wait: Annotated[float, typer.Option(help="Exit after this time without a server, s.")] = 600.0,
 ) -> None:
     """Take part in a federation with your own records, your own ledger, and by your own rules.
 
@@ -184,28 +134,24 @@ def client(
     from fedsynth.deployment.flower.processes import require_flower
 
     require_flower()
-    from fedsynth.deployment.flower.joining import Door, join
+    from fedsynth.deployment.flower.joining import ServerConnection, join
     from fedsynth.deployment.node import Node
-    from fedsynth.deployment.record_source import ClassFolders, PartOf, Source
+    from fedsynth.deployment.record_source import ClassFolders, DatasetPart
     from fedsynth.deployment.secure_aggregation.client import read_identities
-    from fedsynth.privacy.ledger.folder import check_names
 
     if (data is None) != trial:
-        raise OptionError(
-            "--data (your records) or --trial (your part of a published data set) is required"
-        )
+        raise OptionError("--data or --trial is required, and not both")
     if ca is None and not insecure:
         raise OptionError("--ca is required (or --insecure for a trial on this machine only)")
     if (identity is None) != (identities is None):
         raise OptionError("--identity and --identities must be used together")
-    check_names([name or f"client-{number:03d}"], 1)
-    source: Source = PartOf(data_root) if data is None else ClassFolders(data)
-    door = Door(server, ca, key)
-    node = Node(number, ledger, source, _owner(policy, approve), name, device, _say)
+    source = DatasetPart() if data is None else ClassFolders(data)
+    connection = ServerConnection(server, ca, key)
+    node = Node(number, ledger, source, _owner(policy, approve), device, _say)
     if identity is not None and identities is not None:
         node.identities = read_identities(identity, identities)
     with ended_by_signals():
-        join(node, door, once=once, wait=wait)
+        join(node, connection, once=once, wait=wait)
 
 
 def _say(text: str) -> None:
@@ -215,18 +161,16 @@ def _say(text: str) -> None:
 def _owner(policy: Path | None, approve: list[str] | None) -> Owner:
     from fedsynth.deployment.policy import Owner, Policy
 
-    if policy is None and not approve:
-        print(
-            "note: neither --policy nor --approve is set: runs are printed and declined",
-            file=sys.stderr,
-        )
-    read = None if policy is None else Policy.read(policy)
-    return Owner(read, frozenset(approve or ()))
+    approved = frozenset(approve or ())
+    if policy is not None:
+        return Owner(Policy.read(policy), approved)
+    if not approved:
+        print("note: without --policy and --approve, all runs are declined", file=sys.stderr)
+    return Owner(None, approved)
 
 
 def _proposal(chosen: Sections, config: Path | None, spec: Path | None) -> Proposal:
     """Returns the run of the options, --set and --config."""
-    from fedsynth.deployment.proposal import own_proposal
+    from fedsynth.deployment.proposal import new_proposal
 
-    sections = merged(read_config(config), chosen)
-    return own_proposal(sections, spec)
+    return new_proposal(merged(read_config(config), chosen), spec)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fedsynth.deployment.frames import parse_history
+from fedsynth.deployment.frames import history_to_json, parse_history
 from fedsynth.errors import CheckpointError, MessageError, OutputError
 from fedsynth.privacy.files import load_json, write_whole
 from fedsynth.privacy.ledger.history import History
@@ -30,37 +30,35 @@ class JoinedClient:
         size: n_k; None with differential privacy.
         history: its last stated ledger; None: it has none.
         unstated: (round, exchange) of each step that was requested since that statement.
-        node: the carrier's number of its node; None: it has not joined this process.
-        facts: its facts for the round's metrics; None: it has stated none.
+        node: the transport's number of its node; None: it has not joined this process.
     """
 
     size: int | None
     history: History | None
     unstated: list[tuple[int, str]] = field(default_factory=list)
     node: int | None = None
-    facts: Any = None
 
-    def state(self, history: History | None) -> None:
+    def update(self, history: History | None) -> None:
         """Accepts a new statement of its ledger, which may only add rows to the previous one.
 
         Raises:
             MessageError: it does not continue the ledger that the client stated before.
         """
-        before = self.history
-        if before is not None and (history is None or not _continues(before, history)):
+        previous = self.history
+        if previous is not None and (history is None or not _continues(previous, history)):
             raise MessageError(
-                f"its ledger does not continue the {len(before.releases)} rows that it stated "
+                f"its ledger does not continue the {len(previous.releases)} rows that it stated "
                 "before: another client has this number or key, or the ledger was replaced"
             )
         self.history = history
         self.unstated = []
 
 
-def _continues(before: History, after: History) -> bool:
-    rows = len(before.releases)
-    if after.client != before.client or after.releases[:rows] != before.releases:
+def _continues(previous: History, history: History) -> bool:
+    rows = len(previous.releases)
+    if history.client != previous.client or history.releases[:rows] != previous.releases:
         return False
-    return len(after.releases) > rows or before.chain in (None, after.chain)
+    return len(history.releases) > rows or previous.chain in (None, history.chain)
 
 
 def read_clients(file: Path) -> dict[int, JoinedClient]:
@@ -71,20 +69,18 @@ def read_clients(file: Path) -> dict[int, JoinedClient]:
     """
     if not file.exists():
         return {}
+    clients: dict[int, JoinedClient] = {}
     try:
         stated = load_json(file)
         if stated["sha256"] != _digest(stated["clients"]):
             raise ValueError("its hash differs")
-        return {
-            int(number): JoinedClient(
-                one["size"],
-                parse_history(one["history"]),
-                [(int(asked), str(phase)) for asked, phase in one["unstated"]],
-            )
-            for number, one in stated["clients"].items()
-        }
+        for number, facts in stated["clients"].items():
+            unstated = [(int(requested), str(phase)) for requested, phase in facts["unstated"]]
+            history = parse_history(facts["history"])
+            clients[int(number)] = JoinedClient(facts["size"], history, unstated)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, MessageError) as error:
         raise CheckpointError(f"{file} is damaged: {error!r:.120}") from None
+    return clients
 
 
 def write_clients(file: Path, clients: Mapping[int, JoinedClient]) -> None:
@@ -93,14 +89,10 @@ def write_clients(file: Path, clients: Mapping[int, JoinedClient]) -> None:
     Raises:
         OutputError: it cannot be written.
     """
-    stated = {
-        str(number): {
-            "size": one.size,
-            "history": None if one.history is None else one.history.to_json(),
-            "unstated": one.unstated,
-        }
-        for number, one in sorted(clients.items())
-    }
+    stated: dict[str, Any] = {}
+    for number, client in sorted(clients.items()):
+        facts = {"size": client.size, "unstated": client.unstated}
+        stated[str(number)] = {**facts, "history": history_to_json(client.history)}
     content = json.dumps({"clients": stated, "sha256": _digest(stated)}).encode()
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

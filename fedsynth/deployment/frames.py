@@ -1,19 +1,18 @@
 """Frames: the wire format between a server and a data owner's node, and the facts in them.
 
-A frame is a JSON header (its length first, 8 bytes little-endian) and, for requests, replies and
-models, one packed message (`fedsynth.core.messages`). Received frames are untrusted: nothing in
+A frame is a JSON header (its length first, 8 bytes little-endian) and, for requests and
+replies, one packed message (`fedsynth.core.messages`). Received frames are untrusted: nothing in
 them is executed. A server asks, and a node answers each frame with one:
 
-    join      {proposal, after}         answer {size, history}, or refusal {reason, kind}
+    join      {proposal, last_round}      answer {size, history}, or refusal {reason, kind}
     refused   {reason}                  answer {}
-    keys, shares, step, unmask          answer, or refusal; a step's comes with {facts, history}
+    keys, shares, step, unmask          answer, or refusal; a step's comes with {history}
               {round, participants, phase, sizes, noise_multiplier}; of a sum {sum}, too
-    evaluate  {round, …}                answer {size, tested, right}
     end       {rounds, sizes, noise_multiplier}     answer {history}
 
 Every question has a {number}, and every answer this number and its {client}. An "error" has a
 {text}. Each message to a node takes seconds, regardless of its size: so a question of a round
-brings the run's terms, and the answer to a step what the round's metrics and the report need.
+brings the run's terms, and the answer to a step the ledger that the report needs.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from fedsynth.privacy.ledger.history import History
 LONGEST_HEADER = 64 * 2**20
 """Largest header in bytes; a header may hold a ledger's history."""
 ANSWER, REFUSAL, ERROR = "answer", "refusal", "error"
-JOIN, REFUSED, END, EVALUATE = "join", "refused", "end", "evaluate"
+JOIN, REFUSED, END = "join", "refused", "end"
 KEYS, SHARES, STEP, UNMASK = "keys", "shares", "step", "unmask"
 EXCHANGE = (KEYS, SHARES, STEP, UNMASK)
 """The questions of an exchange; without a secure sum only the step."""
@@ -99,15 +98,15 @@ class Facts(BaseModel):
             return cls.model_validate(frame.facts)
         except ValidationError as error:
             first = error.errors(include_url=False, include_input=False)[0]
-            where = ".".join(map(str, first["loc"]))
-            raise MessageError(f"{where:.80} of {frame.kind!r:.40}: {first['msg']:.200}") from None
+            name = ".".join(map(str, first["loc"]))
+            raise MessageError(f"{name:.80} of {frame.kind!r:.40}: {first['msg']:.200}") from None
 
 
 class JoinFacts(Facts):
     """A server's proposal, and the last completed round of a run that is resumed."""
 
     proposal: Any = None
-    after: Count = 0
+    last_round: Count = 0
 
 
 class TermsFacts(Facts):
@@ -129,24 +128,24 @@ class EndFacts(TermsFacts):
 
 
 class RoundFacts(TermsFacts):
-    """The facts of a question in a round.
+    """The facts of a question in an exchange of a round.
 
     Args:
         round: its number.
         participants: the clients that take part.
-        phase: the exchange; None: the question is of no exchange.
+        phase: the exchange.
         sum: the server's name of a secure sum; None: there is none.
         sealed: of a step in a sum, the other clients' shares.
     """
 
     round: Count
     participants: Annotated[list[Count], Field(min_length=1)]
-    phase: Literal["first", "main"] | None = None
+    phase: Literal["first", "main"]
     sum: str | None = None
     sealed: str = ""
 
 
-class Joining(Facts):
+class JoinAnswer(Facts):
     """A client's answer to the request to join."""
 
     client: Count
@@ -154,18 +153,9 @@ class Joining(Facts):
     history: Any = None
 
 
-class Correct(Facts):
-    """The number of correct predictions of one model."""
-
-    model: Count
-
-
-class Accuracy(Facts):
-    """A client's answer to a model that it tests; see `ClientEvaluation`."""
-
-    size: Count
-    tested: Count
-    right: Correct
+def history_to_json(history: History | None) -> dict[str, Any] | None:
+    """Returns the statement of a client's ledger; None: it has none."""
+    return None if history is None else history.to_json()
 
 
 def parse_history(stated: Any) -> History | None:

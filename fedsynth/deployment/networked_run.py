@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
-
-from torch import Tensor
 
 from fedsynth.config.checks import check_quorum
 from fedsynth.config.settings import RunSettings
@@ -24,10 +22,10 @@ from fedsynth.core.messages import Message
 from fedsynth.data.images import ImageData
 from fedsynth.data.load import load_dataset
 from fedsynth.data.registry import is_published
-from fedsynth.deployment.carrier import Post
 from fedsynth.deployment.client_records import FILE, write_clients
+from fedsynth.deployment.connection import Connection
 from fedsynth.deployment.node_exchange import NodeExchange
-from fedsynth.deployment.proposal import Proposal, new_run, refuse
+from fedsynth.deployment.proposal import Proposal, check_executable, new_run
 from fedsynth.errors import CheckpointError, DataFilesMissingError
 from fedsynth.federation.context import public_context, resolve_device, with_proxy
 from fedsynth.federation.observer import Observer
@@ -39,7 +37,6 @@ from fedsynth.federation.server import Server
 from fedsynth.privacy.errors import LedgerError
 from fedsynth.privacy.files import load_json, write_whole
 from fedsynth.privacy.ledger.history import History
-from fedsynth.privacy.releases import Release
 from fedsynth.privacy.report.figures import Event, Start
 from fedsynth.results import privacy_summary
 from fedsynth.results.checkpoint import Checkpoint, CheckpointFolder
@@ -50,63 +47,40 @@ from fedsynth.synthesizer.condensation.sets import synthetic_sets
 from fedsynth.toml_file import to_toml
 
 
-@dataclass(frozen=True)
-class Served:
-    """The result of a networked run.
-
-    Args:
-        folder: the run's.
-        metrics: a row for each round.
-        parameters: the final model's.
-        report: the server's privacy report, over released values; None without privacy.
-        histories: the clients' final ledgers, as they state them.
-        deviations: the deviations from the plan.
-    """
-
-    folder: Path
-    metrics: list[dict[str, Any]]
-    parameters: Mapping[str, Tensor]
-    report: dict[str, object] | None
-    histories: list[History]
-    deviations: tuple[str, ...] = ()
-
-
-def serve(
-    proposal: Proposal,
-    post: Post,
-    output: Path,
-    *,
-    observer: Observer | None = None,
-    resume: Path | None = None,
-) -> Served:
-    """Runs a federation over nodes.
+class NetworkedRun:
+    """A run of a federation over nodes.
 
     Args:
         proposal: the run; its name is replaced by a new one, or that of the resumed run.
-        post: to the nodes.
+        connection: to the nodes.
         output: the parent folder of run folders.
         observer: receives the progress.
-        resume: the folder of a run of the same settings that did not finish.
+        resume: the folder of a run of the same settings that did not finish; None: a new run.
+
+    Attributes:
+        record: the run's metrics and deviations.
+        histories: the clients' final ledgers, as they state them; from `run` on.
+        report: the server's privacy report, over released values; None without privacy.
 
     Raises:
         FedsynthError, PrivacyError: as `fedsynth.simulate`.
         TooFewClientsError: too few nodes have joined.
     """
-    return _Run(proposal, post, output, observer or Observer(), resume).run()
-
-
-class _Run:
-    """One run over nodes, from checked settings."""
 
     def __init__(
-        self, proposal: Proposal, post: Post, output: Path, observer: Observer, resume: Path | None
+        self,
+        proposal: Proposal,
+        connection: Connection,
+        output: Path,
+        observer: Observer | None = None,
+        resume: Path | None = None,
     ) -> None:
         settings = proposal.settings
         self.settings = settings
         self.method = settings.method
-        self.observer = observer
+        self.observer = observer or Observer()
         context = public_context(settings, proposal.spec, resolve_device(settings.device))
-        refuse(proposal, context)
+        check_executable(proposal, context)
         if self.method.requires_secure_sum:
             check_quorum(settings)
         self.method.check_model(context.architecture)
@@ -116,114 +90,109 @@ class _Run:
         self.folder = _folder(proposal, output, resume)
         run = _run_name(self.folder, proposal)
         self.checkpoints = CheckpointFolder(self.folder.path / "checkpoint", run)
-        checkpoint = None if resume is None else self.checkpoints.read(self.method)
         self.file = self.checkpoints.path / FILE
-        began = self.folder.has_begun
-        lost = checkpoint is None and self.folder.has_rounds
-        if lost or (began and not self.file.exists()):
+        checkpoint = None if resume is None else self.checkpoints.read(self.method)
+        names: list[str] = []
+        planned = None
+        if self.folder.has_begun:
+            start = private_start(self.folder.path)
+            names = list(start.ledgers)
+            planned = partial(_initial_plan, start, settings, context)
+        rounds_missing = checkpoint is None and self.folder.has_rounds
+        if rounds_missing or (self.folder.has_begun and not self.file.exists()):
             raise CheckpointError(f"the checkpoint of the run in {self.folder.path} is missing")
-        start = private_start(self.folder.path) if began else None
+        rows = () if checkpoint is None else checkpoint.rows
         self.exchange = NodeExchange(
             replace(proposal, run=run),
-            post,
+            connection,
             context.device,
             self.file,
-            after=0 if checkpoint is None else checkpoint.round,
-            names=() if start is None else list(start.ledgers),
-            note=observer.note,
+            last_round=len(rows),
+            names=names,
+            note=self.observer.note,
         )
-        planned = None if start is None else partial(_plan_when_it_began, start, settings, context)
         self.agreed = negotiate_terms(settings, context, self.exchange, planned)
         self.context = self.agreed.context
         self.participation = settings.schedule(self.agreed.terms.sizes)
-        local = settings.partition.local_test > 0 and settings.privacy is None
-        on_device = None if test is None else test.to(context.device)
         self.server = Server.begun(self.method, self.context)
         self.uploads: dict[int, Message] = {}
+        images = None if test is None else test.to(context.device)
         self.record = RunRecord(
             settings,
             self.agreed.plan,
             self.folder,
-            observer,
-            Measure(self.method, self.exchange, on_device, False, local),
+            self.observer,
+            Measure(self.method, self.exchange, images, hidden=False, local=False),
             NO_TEST if test is None else PUBLIC,
             simulated=False,
             warnings=warnings,
         )
-        self.record.events += [
-            Event(kind="absent", client=str(k), why=why)
-            for k, why in self.exchange.never_joined.items()
-        ]
-        self._begin(checkpoint, resumed=resume is not None)
-
-    def _begin(self, checkpoint: Checkpoint | None, *, resumed: bool) -> None:
-        """Writes a private run's initial state, and restores the checkpoint."""
-        plan = self.agreed.plan
-        if plan is not None:
-            warnings = [f"warning: {line}" for line in self.record.warnings]
-            for line in [*privacy_summary.headline(plan, simulated=False), *warnings]:
-                self.observer.note(line)
-            self.record.begin(plan.histories)
+        for number, reason in self.exchange.never_joined.items():
+            self.record.events.append(Event(kind="absent", client=str(number), why=reason))
+        self._begin()
         if checkpoint is not None:
             device = self.context.device
             self.server.state = checkpoint.state.to(device)
             self.uploads = {k: upload.to(device) for k, upload in checkpoint.uploads.items()}
-        if resumed:
-            self.record.go_on(self.folder, [] if checkpoint is None else checkpoint.rows)
+        if resume is not None:
+            self.record.go_on(self.folder, rows)
 
-    def run(self) -> Served:
-        """Runs all remaining rounds, and returns the result."""
+    def _begin(self) -> None:
+        """Announces a private run, and writes its initial state."""
+        plan = self.agreed.plan
+        if plan is None:
+            return
+        warnings = [f"warning: {line}" for line in self.record.warnings]
+        for line in [*privacy_summary.headline(plan, simulated=False), *warnings]:
+            self.observer.note(line)
+        self.record.begin(plan.histories)
+
+    def run(self) -> Path:
+        """Runs all remaining rounds, and returns the run's folder."""
         try:
             for number in range(len(self.record.rows) + 1, self.settings.rounds + 1):
                 started = time.perf_counter()
-                context = self._context_of(number)
+                context = self._round_context(number)
                 played = run_round(self.server, self.exchange, context, self.settings.quorum)
                 if played.refusal is not None:
                     self.observer.note(self.record.ended_early(played.refusal))
                     break
-                self._keep(context, played, started)
+                self._store(context, played, started)
             return self._finish()
         finally:
             self.folder.release()
 
-    def _context_of(self, number: int) -> RoundContext:
+    def _round_context(self, number: int) -> RoundContext:
         """Returns the context of the server's steps in this round."""
-        taking = self.participation.in_round(number)
-        return replace(self.context, round=number, participants=taking)
+        participants = self.participation.in_round(number)
+        return replace(self.context, round=number, participants=participants)
 
-    def _keep(self, context: RoundContext, played: RoundResult, started: float) -> None:
+    def _store(self, context: RoundContext, played: RoundResult, started: float) -> None:
         """Records the round's metrics, and writes the checkpoint."""
         if played.no_quorum is None:
             self.uploads = dict(played.uploads)
         state = self.server.state
         row = self.record.row(state, context, played, started)
-        kept = Checkpoint(tuple(self.record.rows), state, {}, synthetic_sets(self.uploads))
-        write_clients(
-            self.file, self.exchange.clients
-        )  # first: the checkpoint must not be ahead of it
-        self.checkpoints.write(kept, frozenset())
+        checkpoint = Checkpoint(tuple(self.record.rows), state, {}, synthetic_sets(self.uploads))
+        # the clients first: the checkpoint must not be ahead of them
+        write_clients(self.file, self.exchange.clients)
+        self.checkpoints.write(checkpoint, frozenset())
         self.record.tell(row)
 
-    def _finish(self) -> Served:
+    def _finish(self) -> Path:
         completed = len(self.record.rows)
         self.exchange.end(completed)
         if completed:
-            self.server.end(self._context_of(completed))
-        histories = self._charged()
-        ended = self.record.end(self.server, self.context, self.uploads, histories)
+            self.server.end(self._round_context(completed))
+        self.histories = self._charged_histories()
+        ended = self.record.end(self.server, self.context, self.uploads, self.histories)
+        self.report = ended.report
         folder = self.folder.path / "checkpoint"  # the run folder has another name now
         (folder / FILE).unlink(missing_ok=True)
         CheckpointFolder(folder, "").discard()
-        return Served(
-            self.folder.path,
-            self.record.rows,
-            self.server.final_parameters(),
-            ended.report,
-            histories,
-            self.record.deviations,
-        )
+        return self.folder.path
 
-    def _charged(self) -> list[History]:
+    def _charged_histories(self) -> list[History]:
         """Returns the clients' ledgers, with rows added for steps whose charge was never stated.
 
         A client that was asked for a step and never answered again may have been charged for it,
@@ -233,26 +202,22 @@ class _Run:
         if plan is None:
             return self.exchange.histories()
         histories: list[History] = []
-        for client, record in sorted(self.exchange.clients.items()):
-            assumed: list[Release] = []
-            for number, phase in record.unstated:
-                context = self._context_of(number)
-                plans = plan.client_plans(client, context)
-                rows = plan.client_rows(client, context)
-                assumed += [
-                    row
-                    for release_plan, row in zip(plans, rows, strict=True)
-                    if release_plan.phase == phase
-                ]
-            history = record.history
+        for number, client in sorted(self.exchange.clients.items()):
+            history = client.history
             if history is None:
                 continue
-            if assumed:
-                rounds = sorted({number for number, _ in record.unstated})
-                event = Event(kind="unstated", client=str(client), rounds=rounds)
+            assumed = list(history.releases)
+            for round_number, phase in client.unstated:
+                context = self._round_context(round_number)
+                plans = plan.client_plans(number, context)
+                rows = plan.client_rows(number, context)
+                pairs = zip(plans, rows, strict=True)
+                assumed += [row for release, row in pairs if release.phase == phase]
+            if len(assumed) > len(history.releases):
+                rounds = sorted({round_number for round_number, _ in client.unstated})
+                event = Event(kind="unstated", client=str(number), rounds=rounds)
                 self.record.events.append(event)
-                rows_with = (*history.releases, *assumed)
-                history = replace(history, releases=rows_with, chain=None)
+                history = replace(history, releases=tuple(assumed), chain=None)
             histories.append(history)
         return histories
 
@@ -261,13 +226,10 @@ def _test_set(proposal: Proposal) -> ImageData | None:
     """Returns the public test images of a published data set; None: the server does not have
     them.
     """
-    if not is_published(proposal.spec):
-        return None
-    try:
-        _, test = load_dataset(proposal.settings.dataset, proposal.settings.data_root)
-    except DataFilesMissingError:
-        return None
-    return test
+    if is_published(proposal.spec):
+        with suppress(DataFilesMissingError):
+            return load_dataset(proposal.settings.dataset, proposal.settings.data_root)[1]
+    return None
 
 
 def _folder(proposal: Proposal, output: Path, resume: Path | None) -> RunFolder:
@@ -298,7 +260,7 @@ def _run_name(folder: RunFolder, proposal: Proposal) -> str:
     return name
 
 
-def _plan_when_it_began(
+def _initial_plan(
     start: Start,
     settings: RunSettings,
     context: RoundContext,
@@ -309,12 +271,12 @@ def _plan_when_it_began(
     Raises:
         LedgerError: a ledger has lost rows.
     """
-    before: list[History] = []
-    for one in histories:
-        rows = start.ledgers[one.client].rows
-        if len(one.releases) < rows:
-            raise LedgerError(f"{one.client}: its ledger has lost earlier rows")
-        before.append(replace(one, releases=one.releases[:rows]))
+    initial: list[History] = []
+    for history in histories:
+        rows = start.ledgers[history.client].rows
+        if len(history.releases) < rows:
+            raise LedgerError(f"{history.client}: its ledger has lost earlier rows")
+        initial.append(replace(history, releases=history.releases[:rows]))
     plan = PrivacyPlan.checked(settings, context)
     privacy = replace(plan.privacy, noise_multiplier=start.noise_multiplier)
-    return replace(plan, privacy=privacy, histories=tuple(before))
+    return replace(plan, privacy=privacy, histories=tuple(initial))

@@ -17,34 +17,24 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from fedsynth.data.images import ImageData
-from fedsynth.deployment.frames import (
-    ANSWER,
-    END,
-    ERROR,
-    JOIN,
-    REFUSAL,
-    REFUSED,
-    EndFacts,
-    Frame,
-    JoinFacts,
-)
-from fedsynth.deployment.owner_report import request_words, write_owner_report
+from fedsynth.deployment import frames
+from fedsynth.deployment.frames import EndFacts, Frame, JoinFacts
+from fedsynth.deployment.owner_report import describe_request, write_owner_report
 from fedsynth.deployment.policy import ANY, Owner
-from fedsynth.deployment.proposal import Proposal, refuse
+from fedsynth.deployment.proposal import RUN_NAME, Proposal, check_executable
 from fedsynth.deployment.record_source import Source
 from fedsynth.deployment.secure_aggregation.client import Identities
-from fedsynth.deployment.session import STATE, Session, State, read_state
-from fedsynth.errors import CheckpointError, FedsynthError, MessageError, SettingError
+from fedsynth.deployment.session import Session, State, read_state
+from fedsynth.errors import FedsynthError, MessageError, SettingError
 from fedsynth.federation.context import public_context, resolve_device
 from fedsynth.federation.position_leak_check import check_private_steps
 from fedsynth.federation.protocol import REQUEST
 from fedsynth.federation.run_data import Clients
 from fedsynth.privacy.errors import PrivacyError, RequestRefusedError
 from fedsynth.privacy.files import open_regular
-from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.ledger.folder import LedgerFolder
 from fedsynth.privacy.randomness import SecretGenerator
+from fedsynth.privacy.releases import Release
 
 RUNS = "runs"
 LOCK = ".answering"
@@ -53,7 +43,7 @@ CANNOT = "this client cannot take part; its owner is notified of the reason"
 on an owner's files, records or machine."""
 
 
-class OwnRecordsError(FedsynthError):
+class RecordsError(FedsynthError):
     """The owner's records, or their ledger, cannot be used for a run."""
 
 
@@ -66,7 +56,6 @@ class Node:
         home: the owner's folder of ledgers, shared by all runs; it also holds the node's runs.
         source: the source of its records.
         owner: decides on proposals.
-        name: the client's name in its ledger and reports; "": derived from its index.
         device: as in a run's settings.
         say: receives messages for the owner.
         secret: makes the generator of a run's noise, for the owner's own tests: a report over
@@ -77,6 +66,7 @@ class Node:
         ended: the number of runs that have ended.
 
     Attributes:
+        name: the client's name in its ledger and reports.
         refused: the reason why a run's server rejected this client; "": none has.
 
     Raises:
@@ -87,7 +77,6 @@ class Node:
     home: Path
     source: Source
     owner: Owner
-    name: str = ""
     device: str = "auto"
     say: Callable[[str], None] = print
     secret: Callable[[], SecretGenerator] | None = None
@@ -97,7 +86,7 @@ class Node:
     _sessions: dict[str, Session] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.name = self.name or f"client-{self.number:03d}"
+        self.name = f"client-{self.number:03d}"
         if self.home.is_dir():
             LedgerFolder(self.home).check_whole()
 
@@ -109,7 +98,7 @@ class Node:
             sent: the frame.
         """
         number = None
-        with self._alone():
+        with self._locked():
             try:
                 frame = Frame.from_bytes(sent)
                 number = frame.facts.get("number")
@@ -120,12 +109,12 @@ class Node:
                 # the error: a server could otherwise probe classes and sizes until it knew the
                 # owner's images.
                 public = type(error) in (MessageError, RequestRefusedError)
-                answer = Frame(ERROR, {"text": str(error) if public else CANNOT})
-        named = {"client": self.number, "number": number if type(number) is int else None}
-        return replace(answer, facts={**answer.facts, **named}).to_bytes()
+                answer = Frame(frames.ERROR, {"text": str(error) if public else CANNOT})
+        stated = {"client": self.number, "number": number if type(number) is int else None}
+        return replace(answer, facts={**answer.facts, **stated}).to_bytes()
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
+    def _locked(self) -> Iterator[None]:
         """Locks the owner's folder, so that one process at a time answers and sees the state that
         the last one left: a question that may be answered once is answered once by all of them
         together.
@@ -138,66 +127,70 @@ class Node:
             yield
 
     def _answer(self, run: str, frame: Frame) -> Frame:
-        if frame.kind == JOIN:
+        if frame.kind == frames.JOIN:
             return self._join(run, JoinFacts.of(frame))
         session = self._session(run)
-        if frame.kind == REFUSED:
+        if frame.kind == frames.REFUSED:
             self.refused = f"{frame.facts.get('reason')!s:.500}"
-            return Frame(ANSWER, {})
-        if frame.kind == END:
+            return Frame(frames.ANSWER, {})
+        if frame.kind == frames.END:
             return self._end(session, EndFacts.of(frame))
         return session.answer(frame)
 
-    def _join(self, run: str, asked: JoinFacts) -> Frame:
+    def _join(self, run: str, request: JoinFacts) -> Frame:
         """Joins a run if the owner allows it, for the first time or after its server was
         restarted.
         """
-        proposal = Proposal.from_json(asked.proposal)
+        proposal = Proposal.from_json(request.proposal)
         if proposal.run != run:
-            raise MessageError(
-                f"the proposal belongs to run {proposal.run}, but the message to {run:.16}"
-            )
-        if self.number >= proposal.settings.partition.clients:
-            raise MessageError(
-                f"the run has {proposal.settings.partition.clients} clients, but this client "
-                f"has number {self.number}"
-            )
+            raise MessageError(f"the proposal belongs to another run, {proposal.run}")
+        clients = proposal.settings.partition.clients
+        if self.number >= clients:
+            raise MessageError(f"the run of {clients} clients has no client {self.number}")
         state = read_state(self.folder(run))
-        if state is not None and _accepted(state).agreement != proposal.agreement:
+        if state is not None and state.proposal.agreement != proposal.agreement:
             raise MessageError("the run was approved with other settings")
         objections = self._objections(proposal)
         warnings: list[str] = []
         if state is None and not objections:
             try:
-                warnings = self._tried(proposal)
+                warnings = self._trial_warnings(proposal)
             except SettingError as error:  # of public settings and code, so the server may know
                 objections.append(str(error))
+        declines = f"declines: {'; '.join(objections)}"
         if state is None or objections:
-            self._show(proposal, objections)
+            decision = declines if objections else "joins"
+            lines = describe_request(proposal, self.number, self._rows_before())
+            self.say("\n".join([*lines, f"  {decision}"]))
         if objections:
-            return Frame(REFUSAL, {"reason": f"declines: {'; '.join(objections)}", "kind": REQUEST})
-        session = self._new(proposal, state)
+            return Frame(frames.REFUSAL, {"reason": declines, "kind": REQUEST})
+        session = self._open(proposal, state)
         if state is None:
             session.state.warnings = warnings
             for line in warnings:
                 self.say(f"  warning: {line}")
-        joined = session.join(asked.after)
+        answer = session.join(request.last_round)
         self._sessions[run] = session
-        return joined
+        return answer
 
     def _objections(self, proposal: Proposal) -> list[str]:
         """Returns why the client does not take part, by public values and by what the owner has
         written; empty: it does.
         """
         policy = self.owner.policy
-        return [
-            *_unexecuted(proposal),
-            *self.owner.objections(proposal, identified=self.identities is not None),
-            *self.source.objections(proposal, policy is not None and policy.says_images),
-            *self._used_up(proposal),
-        ]
+        identified = policy is not None and policy.describes_images
+        objections: list[str] = []
+        try:
+            context = public_context(proposal.settings, proposal.spec, torch.device("cpu"))
+            check_executable(proposal, context)
+        except (FedsynthError, PrivacyError) as error:
+            objections.append(str(error))
+        objections += self.owner.objections(proposal, identified=self.identities is not None)
+        objections += self.source.objections(proposal, identified)
+        objections += self._approval_used(proposal)
+        return objections
 
-    def _tried(self, proposal: Proposal) -> list[str]:
+    def _trial_warnings(self, proposal: Proposal) -> list[str]:
         """Returns the warnings of a trial of the client's step on public images, on its device.
 
         Raises:
@@ -207,7 +200,7 @@ class Node:
         context = public_context(run, proposal.spec, resolve_device(self.device))
         return check_private_steps(run, context, self.number)
 
-    def _used_up(self, proposal: Proposal) -> list[str]:
+    def _approval_used(self, proposal: Proposal) -> list[str]:
         """Returns an objection if a manual approval was already used: it is valid for one run
         unless an ε bounds their number.
         """
@@ -218,28 +211,23 @@ class Node:
             return []
         if proposal.agreement not in self.owner.approved or ANY in self.owner.approved:
             return []
-        for folder in sorted((self.home / RUNS).glob("*")):
-            state = read_state(folder) if folder.name != proposal.run else None
-            used = state is not None and bool(state.answered)
-            if state and used and _accepted(state).agreement == proposal.agreement:
+        for folder in sorted(self.folder("").glob("*")):
+            if folder.name == proposal.run:
+                continue
+            state = read_state(folder)
+            if state and state.attempts and state.proposal.agreement == proposal.agreement:
                 return [
                     f"it approved only run {folder.name}, and without a bound on ε each run "
                     "needs a separate approval"
                 ]
         return []
 
-    def _show(self, proposal: Proposal, objections: list[str]) -> None:
-        """Shows the owner the proposal and the decision before the client joins."""
-        ledger = self._ledgers_rows()
-        lines = request_words(proposal, self.number, ledger)
-        decision = f"declined: {'; '.join(objections)}" if objections else "joins"
-        self.say("\n".join([*lines, f"  {decision}"]))
-
-    def _ledgers_rows(self) -> Ledger | None:
-        """Returns the current ledger, or None if there is none; creates nothing."""
+    def _rows_before(self) -> tuple[Release, ...]:
+        """Returns the rows of the current ledger, if there is one; creates nothing."""
         if not self.home.is_dir():
-            return None
-        return LedgerFolder(self.home).ledgers().get(self.name)
+            return ()
+        ledger = LedgerFolder(self.home).ledgers().get(self.name)
+        return ledger.releases if ledger else ()
 
     def folder(self, run: str) -> Path:
         """Returns the folder of a run; its name is not checked here."""
@@ -253,66 +241,39 @@ class Node:
         """
         if run in self._sessions and self._sessions[run].current:
             return self._sessions[run]
-        known = {path.name for path in (self.home / RUNS).glob("*")}
-        state = read_state(self.folder(run)) if run in known else None
+        state = None
+        if RUN_NAME.fullmatch(run):
+            state = read_state(self.folder(run))
         if state is None:
             raise MessageError("this client has not joined the run")
-        session = self._new(_accepted(state), state)
+        session = self._open(state.proposal, state)
         session.resume()
         self._sessions[run] = session
         return session
 
-    def _new(self, proposal: Proposal, state: State | None) -> Session:
-        """Reads the owner's records for a run.
+    def _open(self, proposal: Proposal, state: State | None) -> Session:
+        """Reads the owner's records for a run, and opens the persistent ledger of these records.
 
         Raises:
-            OwnRecordsError: any error in them; only the owner sees the cause.
+            RecordsError: any error in them; only the owner sees the cause.
         """
         try:
             data = self.source.read(proposal, self.number)
-            return Session(self, proposal, data, self._ledger(proposal, data), state)
+            client = Clients(data, [np.arange(len(data))], (self.name,))
+            [ledger] = LedgerFolder(self.home).open(
+                (self.name,), client.digests, self.source.identifier(proposal)
+            )
+            return Session(self, proposal, data, ledger, state)
         except Exception as error:
-            raise OwnRecordsError(f"its records: {error}") from None
+            raise RecordsError(f"its records: {error}") from None
 
-    def _ledger(self, proposal: Proposal, data: ImageData) -> Ledger:
-        """Opens the persistent ledger of these records.
-
-        Raises:
-            LedgerError: it is for other records.
-        """
-        client = Clients(data, [np.arange(len(data))], (self.name,))
-        folder = LedgerFolder(self.home)
-        return folder.open((self.name,), client.digests, self.source.identifier(proposal))[0]
-
-    def _end(self, session: Session, asked: EndFacts) -> Frame:
+    def _end(self, session: Session, request: EndFacts) -> Frame:
         """Ends the run and writes its owner's report."""
-        session.take(asked.terms)
-        stated = session.statement()
+        session.accept(request.terms)
+        statement = session.statement()
         folder = session.folder
-        written = write_owner_report(session, asked.rounds, folder)
-        self.say(f"run {folder.name} has ended after {asked.rounds} rounds: {written}")
+        result = write_owner_report(session, request.rounds, folder)
+        self.say(f"run {folder.name} has ended after {request.rounds} rounds: {result}")
         del self._sessions[folder.name]
         self.ended += 1
-        return Frame(ANSWER, stated)
-
-
-def _accepted(state: State) -> Proposal:
-    """Returns the proposal that the owner has accepted.
-
-    Raises:
-        CheckpointError: it is damaged.
-    """
-    try:
-        return Proposal.from_json(state.proposal)
-    except MessageError as error:
-        raise CheckpointError(f"{STATE} is damaged: {error}") from None
-
-
-def _unexecuted(proposal: Proposal) -> list[str]:
-    """Returns why no client can take part, whatever the owner allows; uses only public values."""
-    try:
-        context = public_context(proposal.settings, proposal.spec, torch.device("cpu"))
-        refuse(proposal, context)
-    except (FedsynthError, PrivacyError) as error:
-        return [str(error)]
-    return []
+        return Frame(frames.ANSWER, statement)

@@ -5,6 +5,7 @@ the run, a privacy report over its own ledger, with the files that `fedsynth pri
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,8 +19,9 @@ from fedsynth.federation.privacy_plan import PrivacyPlan
 from fedsynth.federation.run_data import NO_TEST
 from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.files import write_whole
-from fedsynth.privacy.ledger import Ledger, read_ledger
+from fedsynth.privacy.ledger import read_ledger
 from fedsynth.privacy.ledger.history import History
+from fedsynth.privacy.releases import Release
 from fedsynth.privacy.report.build import build_report, write_report
 from fedsynth.privacy.report.figures import RunStart
 from fedsynth.privacy.report.formatting import format_epsilon
@@ -34,13 +36,13 @@ if TYPE_CHECKING:
     from fedsynth.deployment.session import Session
 
 
-def request_words(proposal: Proposal, number: int, ledger: Ledger | None) -> list[str]:
+def describe_request(proposal: Proposal, number: int, rows: tuple[Release, ...] = ()) -> list[str]:
     """Returns the lines that describe a proposal to the owner.
 
     Args:
         proposal: the server's.
         number: the client's index.
-        ledger: the current one; None: there is none yet.
+        rows: those of the current ledger.
     """
     run = proposal.settings
     method = run.method
@@ -50,23 +52,19 @@ def request_words(proposal: Proposal, number: int, ledger: Ledger | None) -> lis
         f"  agreement {proposal.agreement}, which its owner can use to approve exactly these "
         "settings",
     ]
-    uploads = (
-        [method.upload] if method.first_upload is None else [method.first_upload, method.upload]
-    )
-    for upload in uploads:
-        declared = privacy_of_fields(upload)
-        named = ", ".join(
-            name if run.privacy is None else f"{name} ({kind})"
-            for name, (kind, _) in declared.items()
-        )
-        masking = (
-            ", masked, so that the server receives only sums" if method.requires_secure_sum else ""
-        )
-        lines.append(f"  it sends in each round{masking}: {named}")
-    return lines + _cost(proposal, ledger)
+    masking = ""
+    if method.requires_secure_sum:
+        masking = ", masked, so that the server receives only sums"
+    for upload in (method.first_upload, method.upload):
+        if upload is None:
+            continue
+        labels = {name: f" ({kind})" for name, (kind, _) in privacy_of_fields(upload).items()}
+        fields = [f"{name}{label}" if run.privacy else name for name, label in labels.items()]
+        lines.append(f"  it sends in each round{masking}: {', '.join(fields)}")
+    return lines + _cost(proposal, rows)
 
 
-def _cost(proposal: Proposal, ledger: Ledger | None) -> list[str]:
+def _cost(proposal: Proposal, rows: tuple[Release, ...]) -> list[str]:
     """Returns the cost by the client's own ledger; the server sends σ when all have joined."""
     run = proposal.settings
     if run.privacy is None:
@@ -74,8 +72,7 @@ def _cost(proposal: Proposal, ledger: Ledger | None) -> list[str]:
             "  no differential privacy: its uploads are not protected, and no later run on "
             "these records can state an ε"
         ]
-    releases = ledger.releases if ledger is not None else ()
-    history = History("this client", releases)
+    history = History("this client", rows)
     try:
         context = public_context(run, proposal.spec, torch.device("cpu"))
         plan = PrivacyPlan.make(run, context, [history] * run.partition.clients)
@@ -104,7 +101,10 @@ def write_owner_report(session: Session, rounds: int, folder: Path) -> str:
     if budget is None:
         return "the run had no differential privacy, which the ledger records"
     plan = budget.plan
-    initial = _as_it_was(session.history, budget.ledger.path)
+    initial = session.history
+    if budget.ledger.path is not None:  # with its chain hash at that time
+        chain = read_ledger(budget.ledger.path).chains[len(initial.releases)]
+        initial = replace(initial, chain=chain)
     began = RunStart.today(folder.name)
     start = privacy_summary.start(
         plan, (initial,), NO_TEST, began, session.state.warnings, simulated=False
@@ -123,11 +123,3 @@ def write_owner_report(session: Session, rounds: int, folder: Path) -> str:
         f"this client's ledger has spent ε = {format_epsilon(plan.epsilon([current]))} at δ "
         f"= {plan.privacy.delta:g}; the report is in {folder}"
     )
-
-
-def _as_it_was(history: History, ledger: Path | None) -> History:
-    """Returns the ledger as it was when the client joined, with its chain hash at that time."""
-    if ledger is None:
-        return history
-    chain = read_ledger(ledger).chains[len(history.releases)]
-    return History(history.client, history.releases, chain)

@@ -25,24 +25,29 @@ part of the noise.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import ConfigDict, Field, ValidationError, model_validator
+from pydantic.dataclasses import dataclass as checked_dataclass
 
 from fedsynth.deployment.proposal import Proposal
 from fedsynth.errors import SettingError
 from fedsynth.privacy.files import load_toml
 from fedsynth.privacy.guard import Cap
 from fedsynth.privacy.mechanism_facts import mechanism_facts
-from fedsynth.validation import check_number
+from fedsynth.validation import LARGEST
 
 ANY = "any"
 """Approves every proposal."""
+Names = Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
+Values = Annotated[tuple[bool | int | float | str, ...], Field(strict=False, min_length=1)]
+Positive = Annotated[int, Field(gt=0, le=LARGEST)]
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
 class Policy:
     """An owner's policy.
 
@@ -59,39 +64,28 @@ class Policy:
         width: of the images, in pixels; None: not stated.
         channels: 1 or 3; None: not stated.
         settings: by "section.key" the allowed values of a setting: a list of values, or two
-            numbers, the least and the most.
+            numbers, the minimum and the maximum.
 
     >>> Policy(methods=("feddm",), epsilon=8.0, delta=1e-5).open
     False
     """
 
-    methods: tuple[str, ...] | None = None
-    epsilon: float | None = None
-    delta: float | None = None
-    rounds: int | None = None
+    methods: Names | None = None
+    epsilon: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    delta: Annotated[float, Field(gt=0, lt=1)] | None = None
+    rounds: Positive | None = None
     open: bool = False
-    classes: tuple[str, ...] | None = None
-    height: int | None = None
-    width: int | None = None
-    channels: int | None = None
-    settings: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    classes: Names | None = None
+    height: Positive | None = None
+    width: Positive | None = None
+    channels: Positive | None = None
+    settings: Mapping[str, Values] = Field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        integers = ("rounds", "height", "width", "channels")
-        for name in ("epsilon", "delta", *integers):
-            value = getattr(self, name)
-            if value is not None:
-                check_number("policy", name, value, 0, math.inf, integer=name in integers)
-            if value == 0:
-                raise SettingError("policy", name, "must be above 0")
+    @model_validator(mode="after")
+    def _delta_of_epsilon(self) -> Policy:
         if self.epsilon is not None and self.delta is None:
-            raise SettingError(
-                "policy", "delta", "must be set together with epsilon, which holds at this δ"
-            )
-        if self.delta is not None and self.delta >= 1:
-            raise SettingError("policy", "delta", f"must be below 1, got {self.delta!r:.80}")
-        if type(self.open) is not bool:
-            raise SettingError("policy", "open", f"must be true or false, got {self.open!r:.80}")
+            raise ValueError("epsilon needs delta: the budget holds at this δ")
+        return self
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> Policy:
@@ -100,22 +94,13 @@ class Policy:
         Raises:
             SettingError: an unknown name, or a value of another type: a typo must not allow more.
         """
-        names = {item.name for item in fields(cls)}
-        for name in mapping:
-            if name not in names:
-                raise SettingError("policy", name, f"is unknown; use {', '.join(names)}")
-        values = dict(mapping)
-        for name in {"methods", "classes"} & set(values):
-            values[name] = _list(name, values[name])
-            if not all(isinstance(item, str) for item in values[name]):
-                raise SettingError(
-                    "policy", name, f"must be a list of names, got {mapping[name]!r:.80}"
-                )
-        settings = values.get("settings", {})
-        if not isinstance(settings, Mapping):
-            raise SettingError("policy", "settings", "must be a table of settings")
-        values["settings"] = {name: _list(name, allowed) for name, allowed in settings.items()}
-        return cls(**values)
+        try:
+            return cls(**mapping)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            name = ".".join(map(str, first["loc"]))
+            reason = f"is not valid: {first['msg']:.200}"
+            raise SettingError("policy", f"{name:.80}", reason) from None
 
     @classmethod
     def read(cls, path: Path) -> Policy:
@@ -131,24 +116,9 @@ class Policy:
         return cls.from_mapping(table)
 
     @property
-    def says_images(self) -> bool:
+    def describes_images(self) -> bool:
         """Returns whether the policy states everything that determines if images fit a run."""
         return None not in (self.classes, self.height, self.width, self.channels)
-
-    def _other_images(self, proposal: Proposal) -> list[str]:
-        spec = proposal.spec
-        proposed = {
-            "classes": spec.class_names,
-            "height": spec.height,
-            "width": spec.width,
-            "channels": spec.channels,
-        }
-        allowed = {name: getattr(self, name) for name in proposed}
-        return [
-            f"{name} = {value!r:.80} differs from the owner's value"
-            for name, value in proposed.items()
-            if allowed[name] is not None and allowed[name] != value
-        ]
 
     def objections(self, proposal: Proposal, *, identified: bool = False) -> list[str]:
         """Returns why the owner does not take part; empty: the owner does.
@@ -160,54 +130,64 @@ class Policy:
             identified: the other owners' keys are known, so that a server cannot invent clients.
         """
         run = proposal.settings
-        privacy = run.privacy
-        problems = self._other_images(proposal)
+        objections = self._image_objections(proposal)
         if self.methods is not None and run.method.name not in self.methods:
-            problems.append(f"method {run.method.name} is not allowed ({', '.join(self.methods)})")
+            allowed = ", ".join(self.methods)
+            objections.append(f"method {run.method.name} is not allowed ({allowed})")
         if self.rounds is not None and run.rounds > self.rounds:
-            problems.append(f"{run.rounds} rounds are above the {self.rounds} allowed")
-        if privacy is None:
-            if not self.open:
-                problems.append("runs without differential privacy are not allowed")
-        else:
-            if self.delta is not None and privacy.delta > self.delta:
-                problems.append(f"δ = {privacy.delta:g} is above the {self.delta:g} allowed")
-            mechanism = privacy.mechanism or next(iter(run.method.dp_mechanisms), "")
-            if not self.open and mechanism and not mechanism_facts(mechanism).guaranteed:
-                problems.append(f"mechanism {mechanism} has no guarantee")
-            shares = run.method.noise_shares(run.partition.clients)
-            if shares > 1 and not identified and "method.aggregation" not in self.settings:
-                problems.append(
-                    f"each client adds only its share of the noise of {shares} clients, and "
-                    "a server that invents clients could see an upload with only that "
-                    "noise: verify the other owners' keys, or allow it "
-                    '("method.aggregation" = ["secure"])'
-                )
+            objections.append(f"{run.rounds} rounds are above the {self.rounds} allowed")
+        objections += self._privacy_objections(proposal, identified)
         sections = run.to_mapping()
-        for name, allowed in self.settings.items():
+        for name, values in self.settings.items():
             section, _, key = name.partition(".")
             value = sections.get(section, {}).get(key)
-            if not _allows(allowed, value):
-                problems.append(f"{name} = {value!r:.80} is not allowed")
-        return problems
+            if not _allows(values, value):
+                objections.append(f"{name} = {value!r:.80} is not allowed")
+        return objections
 
+    def _image_objections(self, proposal: Proposal) -> list[str]:
+        spec = proposal.spec
+        pairs = {
+            "classes": (self.classes, spec.class_names),
+            "height": (self.height, spec.height),
+            "width": (self.width, spec.width),
+            "channels": (self.channels, spec.channels),
+        }
+        return [
+            f"{name} = {proposed!r:.80} differs from the owner's value"
+            for name, (stated, proposed) in pairs.items()
+            if stated not in (None, proposed)
+        ]
 
-def _list(name: str, value: Any) -> tuple[Any, ...]:
-    plain = (str, int, float, bool)
-    if not isinstance(value, list) or not value or not all(type(item) in plain for item in value):
-        raise SettingError("policy", name, f"must be a list of allowed values, got {value!r:.80}")
-    return tuple(value)
+    def _privacy_objections(self, proposal: Proposal, identified: bool) -> list[str]:
+        method = proposal.settings.method
+        privacy = proposal.settings.privacy
+        if privacy is None:
+            if self.open:
+                return []
+            return ["runs without differential privacy are not allowed"]
+        objections = []
+        if self.delta is not None and privacy.delta > self.delta:
+            objections.append(f"δ = {privacy.delta:g} is above the {self.delta:g} allowed")
+        mechanism = privacy.mechanism or next(iter(method.dp_mechanisms), "")
+        if not self.open and mechanism and not mechanism_facts(mechanism).guaranteed:
+            objections.append(f"mechanism {mechanism} has no guarantee")
+        shares = method.noise_shares(proposal.settings.partition.clients)
+        if shares > 1 and not identified and "method.aggregation" not in self.settings:
+            objections.append(
+                f"each client adds only its share of the noise of {shares} clients, and "
+                "a server that invents clients could see an upload with only that "
+                "noise: verify the other owners' keys, or allow it "
+                '("method.aggregation" = ["secure"])'
+            )
+        return objections
 
 
 def _allows(allowed: tuple[Any, ...], value: Any) -> bool:
     """Returns whether a setting's value is in a list, or between two numbers."""
-    if len(allowed) == 2 and all(_is_number(item) for item in allowed):
-        return _is_number(value) and allowed[0] <= value <= allowed[1]
+    if [type(item) in (int, float) for item in allowed] == [True, True]:
+        return type(value) in (int, float) and allowed[0] <= value <= allowed[1]
     return any(type(item) is type(value) and item == value for item in allowed)
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float)
 
 
 @dataclass(frozen=True)

@@ -27,19 +27,18 @@ from fedsynth.data.registry import (
     dataset_spec,
     spec_from_json,
 )
-from fedsynth.deployment.secure_aggregation.primitives import require_cryptography
 from fedsynth.errors import FedsynthError, MessageError, SettingError
 from fedsynth.federation.privacy_plan import PrivacyPlan
 from fedsynth.federation.protocol import agreement
 from fedsynth.privacy.files import load_toml
 
-OWN = {
+LOCAL_SETTINGS = {
     "run": ("device", "memory_gb", "threads", "compile"),
     "data": ("data_root",),
     "privacy": ("ledger",),
 }
 """Settings of where a party computes and what it stores: each party has its own values."""
-_NAME = re.compile(r"[0-9a-f]{16}")
+RUN_NAME = re.compile(r"[0-9a-f]{16}")
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ class Proposal:
 
     Args:
         run: the run's name, which a restarted server keeps: 16 hexadecimal digits.
-        settings: without the settings in `OWN`.
+        settings: without the settings in `LOCAL_SETTINGS`.
         spec: the data set's specification, public.
     """
 
@@ -78,24 +77,20 @@ class Proposal:
             MessageError: it is not a valid proposal.
         """
         try:
-            run = stated["run"]
-            if not isinstance(run, str) or not _NAME.fullmatch(run):
-                raise MessageError(
-                    f"the name of a run must have 16 hexadecimal digits, got {run!r:.80}"
-                )
+            run = str(stated["run"])
             spec = spec_from_json(stated["spec"])
             sections = shared_sections(stated["settings"])
-            settings = resolve(sections, own_data=own_name(spec))
+            settings = resolve(sections, own_data=_custom_name(spec))
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise MessageError(f"the proposal of a run is damaged: {error!r:.120}") from None
-        except MessageError:
-            raise
         except FedsynthError as error:
             raise MessageError(f"the proposal of a run has invalid settings: {error}") from None
+        if not RUN_NAME.fullmatch(run):
+            raise MessageError(f"a run's name has 16 hexadecimal digits, got {run!r:.80}")
         return cls(run, settings, spec)
 
 
-def own_proposal(sections: Mapping[str, Mapping[str, Any]], spec: Path | None = None) -> Proposal:
+def new_proposal(sections: Mapping[str, Mapping[str, Any]], spec: Path | None = None) -> Proposal:
     """Returns the proposal of a server for a new run with these settings.
 
     Args:
@@ -112,16 +107,15 @@ def own_proposal(sections: Mapping[str, Mapping[str, Any]], spec: Path | None = 
         try:
             dataset = spec_from_json(load_toml(spec))
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise SettingError(
-                None, str(spec), f"is not a valid specification: {one_line(error)}"
-            ) from None
-    settings = resolve(sections, own_data=own_name(dataset))
+            reason = f"is not a valid specification: {one_line(error)}"
+            raise SettingError(None, str(spec), reason) from None
+    settings = resolve(sections, own_data=_custom_name(dataset))
     if settings.method.requires_secure_sum:
         check_quorum(settings)
     return Proposal(new_run(), settings, dataset)
 
 
-def refuse(proposal: Proposal, context: RoundContext) -> None:
+def check_executable(proposal: Proposal, context: RoundContext) -> None:
     """Refuses a run that no client may take part in, by public values.
 
     Args:
@@ -133,13 +127,14 @@ def refuse(proposal: Proposal, context: RoundContext) -> None:
             noise needs a sum that is not made.
     """
     run = proposal.settings
-    if run.method.requires_secure_sum:
-        require_cryptography()
-    if run.privacy is not None:
-        check_method(run.method)
-        plan = PrivacyPlan.checked(run, context)
-        if not run.method.requires_secure_sum:
-            check_own_noise(plan.plans)
+    if run.privacy is None:
+        if run.partition.local_test:
+            raise SettingError("partition", "local_test", "must be 0 in a deployment")
+        return
+    check_method(run.method)
+    plan = PrivacyPlan.checked(run, context)
+    if not run.method.requires_secure_sum:
+        check_own_noise(plan.plans)
 
 
 def new_run() -> str:
@@ -147,20 +142,21 @@ def new_run() -> str:
     return secrets.token_hex(8)
 
 
-def own_name(spec: DatasetSpec) -> str | None:
+def _custom_name(spec: DatasetSpec) -> str | None:
     """Returns the name of a data set that is not in the package; None: it is in the package."""
-    is_builtin = DATASETS.get(spec.name) == spec or spec.name.startswith("synthetic(")
-    return None if is_builtin else spec.name
+    if DATASETS.get(spec.name) == spec or spec.name.startswith("synthetic("):
+        return None
+    return spec.name
 
 
 def shared_sections(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Returns sections of settings without the settings in `OWN`.
+    """Returns sections of settings without the settings in `LOCAL_SETTINGS`.
 
     >>> shared_sections({"run": {"rounds": 2, "device": "cuda"}, "privacy": {"ledger": "/x"}})
     {'run': {'rounds': 2}}
     """
-    shared = {
-        name: {key: value for key, value in values.items() if key not in OWN.get(name, ())}
-        for name, values in sections.items()
-    }
-    return {name: values for name, values in shared.items() if values}
+    shared = {}
+    for section, values in sections.items():
+        local = LOCAL_SETTINGS.get(section, ())
+        shared[section] = {key: value for key, value in values.items() if key not in local}
+    return {section: values for section, values in shared.items() if values}

@@ -4,44 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
-from fedsynth.data.declaration import Declaration, read_declaration
+from fedsynth.data.declaration import read_declaration
 from fedsynth.data.folder_files import DECLARATION
 from fedsynth.data.images import ImageData
 from fedsynth.data.load import load_dataset
 from fedsynth.data.load_folder import read_as, read_records
 from fedsynth.data.partition import partition
 from fedsynth.data.partition_settings import GIVEN
-from fedsynth.data.registry import DatasetSpec
 from fedsynth.deployment.proposal import Proposal
 from fedsynth.errors import DataError
 from fedsynth.federation.run_data import data_set_id
 from fedsynth.privacy.releases import USER
-
-
-class Source(Protocol):
-    """The source of a node's records."""
-
-    def read(self, proposal: Proposal, number: int) -> ImageData:
-        """Returns the records of the client with this index, in a run.
-
-        Raises:
-            DataError: they do not exist, or do not fit the run's specification.
-        """
-
-    def objections(self, proposal: Proposal, identified: bool) -> list[str]:
-        """Returns why these records may not be read for a run, whatever they are; empty: they may.
-
-        Args:
-            proposal: the server's.
-            identified: whether the owner's policy states which images fit.
-        """
-
-    def identifier(self, proposal: Proposal) -> str:
-        """Returns the name of the records for their ledger, the same in all runs on them."""
 
 
 @dataclass(frozen=True)
@@ -60,13 +36,20 @@ class ClassFolders:
         """Returns an objection unless the owner has stated the classes and image size. A server
         that could choose them freely would learn from the clients that join which folders and
         images exist.
+
+        Args:
+            proposal: the server's.
+            identified: whether the owner's policy states which images fit.
         """
-        declared: Declaration | None = None
-        if (self.folder / DECLARATION).is_file():
-            declared = read_declaration(self.folder / DECLARATION)
-        if declared is not None and declared.signed_by:
-            same = _images(declared.spec) == _images(proposal.spec)
-            return [] if same else ["classes or image size differ from its owner's declaration"]
+        file = self.folder / DECLARATION
+        if file.is_file():
+            declared = read_declaration(file)
+            if declared.signed_by:
+                spec = declared.spec
+                stated = (spec.class_names, spec.image_shape)
+                if stated == (proposal.spec.class_names, proposal.spec.image_shape):
+                    return []
+                return ["classes or image size differ from its owner's declaration"]
         if proposal.settings.privacy is None or identified:
             return []
         return [
@@ -75,6 +58,11 @@ class ClassFolders:
         ]
 
     def read(self, proposal: Proposal, number: int) -> ImageData:
+        """Returns the records of the client with this index, in a run.
+
+        Raises:
+            DataError: they do not exist, or do not fit the run's specification.
+        """
         privacy = proposal.settings.privacy
         if privacy is None:
             return read_as(self.folder, proposal.spec, print)
@@ -82,33 +70,25 @@ class ClassFolders:
         return read_records(self.folder, proposal.spec, print, by_user=by_user)
 
     def identifier(self, proposal: Proposal) -> str:
+        """Returns the name of the records for their ledger, the same in all runs on them."""
         return f"{proposal.spec.name}-{GIVEN}"
 
 
-@dataclass(frozen=True)
-class PartOf:
-    """A part of a published data set, partitioned as in a simulation: for trials.
-
-    Args:
-        data_root: the folder of data sets; None: FEDSYNTH_DATA.
-    """
-
-    data_root: Path | None = None
+class DatasetPart:
+    """A part of a published data set, partitioned as in a simulation: for trials."""
 
     def objections(self, proposal: Proposal, identified: bool) -> list[str]:
         """Returns no objection, because the data set is published."""
         return []
 
     def read(self, proposal: Proposal, number: int) -> ImageData:
-        settings = replace(proposal.settings, data_root=self.data_root)
-        train, _ = load_dataset(settings.dataset, settings.data_root)
-        _check_same(train.spec, proposal.spec)
-        parts = partition(
-            train.labels.cpu().numpy(),
-            settings.resolved_partition,
-            train.spec.classes,
-            *train.origins(),
-        )
+        settings = proposal.settings
+        train, _ = load_dataset(settings.dataset, None)
+        spec = train.spec
+        if spec != proposal.spec:
+            raise DataError(f"the server has another specification of {spec.name}")
+        labels = train.labels.cpu().numpy()
+        parts = partition(labels, settings.resolved_partition, spec.classes, *train.origins())
         data = replace(train, may_be_empty=True)
         return data.subset(np.asarray(parts[number], np.int64))
 
@@ -116,11 +96,5 @@ class PartOf:
         return data_set_id(proposal.settings)
 
 
-def _images(spec: DatasetSpec) -> tuple[object, ...]:
-    """Returns the facts that determine whether images can be read for a specification."""
-    return (spec.class_names, *spec.image_shape)
-
-
-def _check_same(local: DatasetSpec, proposed: DatasetSpec) -> None:
-    if local != proposed:
-        raise DataError(f"the server has another specification of {local.name} than this package")
+Source = ClassFolders | DatasetPart
+"""The source of a node's records."""

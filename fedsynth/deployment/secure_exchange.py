@@ -22,23 +22,24 @@ from typing import Any, TypeVar
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message
 from fedsynth.core.method import Method
-from fedsynth.deployment.frames import KEYS, SHARES, STEP, UNMASK, Frame
-from fedsynth.deployment.secure_aggregation.messages import Keys, Masked, Parcel, Sealed, Shares
+from fedsynth.deployment import frames
+from fedsynth.deployment.frames import Frame
+from fedsynth.deployment.secure_aggregation.messages import Keys, Masked, Sealed, Shares
 from fedsynth.deployment.secure_aggregation.primitives import SecureSumError
 from fedsynth.deployment.secure_aggregation.quantization import (
     NAME_DIGITS,
     MaskedUpload,
-    sum_form,
     sum_terms,
+    upload_layout,
 )
 from fedsynth.deployment.secure_aggregation.server import SumServer
 from fedsynth.federation.protocol import SecureSum
 
 PARCEL_BYTES = 4096
 """The size of a small parcel, and of each client's part in one that grows with their number."""
-P = TypeVar("P", bound=Parcel)
+P = TypeVar("P", Keys, Sealed, Masked, Shares)
 
-Ask = Callable[[Mapping[int, Frame], int], Mapping[int, bytes]]
+Ask = Callable[[Mapping[int, Frame], int], Mapping[int, Frame]]
 """(each client's question, the size limit of an answer) -> the answers received."""
 
 
@@ -51,7 +52,7 @@ class SecureStep:
         phase: the exchange.
         context: the round's.
         facts: those of a question in this exchange.
-        agreed: the hash of the run's settings.
+        agreement: the hash of the run's settings.
         ask: asks clients.
 
     Attributes:
@@ -63,15 +64,15 @@ class SecureStep:
     phase: str
     context: RoundContext
     facts: Mapping[str, Any]
-    agreed: str
+    agreement: str
     ask: Ask
     rejected: dict[int, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         name = secrets.token_hex(NAME_DIGITS // 2)
         self.facts = {**self.facts, "sum": name}
-        self._form = sum_form(self.method, self.phase, self.context)
-        terms = sum_terms(self.method, self.phase, self.context, name, self.agreed)
+        self._layout = upload_layout(self.method, self.phase, self.context)
+        terms = sum_terms(self.method, self.phase, self.context, name, self.agreement)
         self.server = SumServer(terms)
 
     def run(self, clients: Sequence[int], request: Message) -> SecureSum | None:
@@ -82,44 +83,43 @@ class SecureStep:
             clients: the clients that are asked.
             request: the server's message.
         """
+        total = None
         try:
             total = self._run(clients, request)
         except SecureSumError as error:
             # the faulty client is unknown, or the sum lacks clients; either way there is no sum
-            total = None
-            self.rejected |= (
-                dict.fromkeys(clients, f"the sum was not computed: {error}") | self.rejected
-            )
-        faults = self.server.rejected.items()
-        self.rejected |= {self.context.active[place]: why for place, why in faults}
+            for client in clients:
+                self.rejected.setdefault(client, f"the sum was not computed: {error}")
+        for position, reason in self.server.rejected.items():
+            self.rejected[self.context.active[position]] = reason
         return total
 
     def _run(self, clients: Sequence[int], request: Message) -> SecureSum:
         active = self.context.active
         long = PARCEL_BYTES * (1 + len(active))
-        asked = [active.index(client) for client in clients]
-        keys = self._answers(KEYS, dict.fromkeys(asked, b""), Keys, PARCEL_BYTES)
+        positions = [active.index(client) for client in clients]
+        keys = self._answers(frames.KEYS, dict.fromkeys(positions, b""), Keys, PARCEL_BYTES)
         roster = self.server.roster(keys)
         questions = dict.fromkeys(roster.keys, roster.to_bytes())
-        sealed = self._answers(SHARES, questions, Sealed, long)
-        passed = self.server.passed_on(sealed)
-        questions = dict.fromkeys(passed, request.to_bytes())
-        limit = 8 * self._form.length + PARCEL_BYTES
-        masked = self._answers(STEP, questions, Masked, limit, passed)
+        sealed = self._answers(frames.SHARES, questions, Sealed, long)
+        relayed = self.server.relay(sealed)
+        questions = dict.fromkeys(relayed, request.to_bytes())
+        limit = 8 * self._layout.length + PARCEL_BYTES
+        masked = self._answers(frames.STEP, questions, Masked, limit, relayed)
         present = self.server.present(masked)
         questions = dict.fromkeys(present.clients, present.to_bytes())
-        words = self.server.sum(self._answers(UNMASK, questions, Shares, long))
-        there = tuple(active[place] for place in present.clients)
-        total = self._form.decode(words, len(there), self.context.device)
-        return SecureSum(total, there, MaskedUpload(self._form.length))
+        encoded = self.server.sum(self._answers(frames.UNMASK, questions, Shares, long))
+        counted = tuple(active[position] for position in present.clients)
+        total = self._layout.decode(encoded, len(counted), self.context.device)
+        return SecureSum(total, counted, MaskedUpload(self._layout.length))
 
     def _answers(
         self,
         kind: str,
         payloads: Mapping[int, bytes],
         expected: type[P],
-        longest: int,
-        passed: Mapping[int, Sealed] | None = None,
+        max_bytes: int,
+        relayed: Mapping[int, Sealed] | None = None,
     ) -> dict[int, P]:
         """Asks clients a question, and returns the received answers; both by position.
 
@@ -127,18 +127,20 @@ class SecureStep:
             kind: of the question.
             payloads: of each client's question.
             expected: the type of the answers.
-            longest: the size limit of an answer.
-            passed: the others' shares for each client, if the question brings them.
+            max_bytes: the size limit of an answer.
+            relayed: the others' shares for each client, if the question brings them.
         """
         active = self.context.active
         questions = {}
-        for place, payload in payloads.items():
-            brought = {} if passed is None else {"sealed": passed[place].to_bytes().decode()}
-            questions[active[place]] = Frame(kind, {**self.facts, **brought}, payload)
-        found: dict[int, P] = {}
-        for client, answer in self.ask(questions, longest).items():
+        for position, payload in payloads.items():
+            facts = dict(self.facts)
+            if relayed is not None:
+                facts["sealed"] = relayed[position].to_bytes().decode()
+            questions[active[position]] = Frame(kind, facts, payload)
+        answers: dict[int, P] = {}
+        for client, answer in self.ask(questions, max_bytes).items():
             try:
-                found[active.index(client)] = expected.from_bytes(answer)
+                answers[active.index(client)] = expected.from_bytes(answer.payload)
             except SecureSumError as error:
                 self.rejected[client] = str(error)
-        return found
+        return answers

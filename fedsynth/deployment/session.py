@@ -1,9 +1,9 @@
 """A client of one run at a data owner's node: it answers the server's questions
 (`fedsynth.deployment.frames`), and its state is in files.
 
-Whatever a question says, the client uses its own settings, and charges its own ledger first. Its
+Whatever a question states, the client uses its own settings, and charges its own ledger first. Its
 files never leave the machine, and persist across processes. The client memory of the last rounds is
-kept, so that a server that resumes from its checkpoint finds the memory of that round.
+stored, so that a server that resumes from its checkpoint finds the memory of that round.
 
     HOME/runs/RUN/session.json           the proposal, σ, and the completed steps
     HOME/runs/RUN/memory-ROUND           the client's memory after that round
@@ -20,39 +20,36 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, PlainSerializer, PlainValidator
 
 from fedsynth.core.context import RoundContext, Silent
 from fedsynth.core.messages import Message
 from fedsynth.core.method import Memory
 from fedsynth.data.images import ImageData
-from fedsynth.deployment.frames import (
-    ANSWER,
-    EVALUATE,
-    EXCHANGE,
-    KEYS,
-    REFUSAL,
-    SHARES,
-    STEP,
-    UNMASK,
-    Frame,
-    RoundFacts,
-)
+from fedsynth.deployment import frames
+from fedsynth.deployment.frames import Frame, RoundFacts, history_to_json
 from fedsynth.deployment.proposal import Proposal
 from fedsynth.deployment.secure_aggregation.client import Identities, SumClient, SumTerms
-from fedsynth.deployment.secure_aggregation.messages import Present, Roster, Sealed, SumState
+from fedsynth.deployment.secure_aggregation.messages import (
+    Masked,
+    Parcel,
+    Present,
+    Roster,
+    Sealed,
+    SumState,
+)
 from fedsynth.deployment.secure_aggregation.primitives import SecureSumError
-from fedsynth.deployment.secure_aggregation.quantization import sum_form, sum_terms
+from fedsynth.deployment.secure_aggregation.quantization import sum_terms, upload_layout
 from fedsynth.errors import CheckpointError, MessageError
 from fedsynth.federation.client_group import step_alone
 from fedsynth.federation.client_runtime import ClientData, ClientRuntime, ResumeState
 from fedsynth.federation.context import public_context, resolve_device, with_proxy
-from fedsynth.federation.protocol import Models, Refusal, RunTerms, agreement, declared
+from fedsynth.federation.protocol import Refusal, RunTerms, agreement, declared
 from fedsynth.federation.run_data import divided
 from fedsynth.privacy.errors import RequestRefusedError
 from fedsynth.privacy.files import MAX_TENSORS_BYTES, read_regular, read_text, write_whole
@@ -65,14 +62,20 @@ if TYPE_CHECKING:
 
 STATE = "session.json"
 SUM_FILE = "sum.json"
-MOST_ANSWERS = 3
+MAX_ATTEMPTS = 3
 """How often an exchange of a private run is answered, over all joins: a server that was killed
 resumes from its checkpoint and repeats a round. Each answer is charged; without a cap, only one is
 given."""
-KEPT_ROUNDS = 3
-"""The number of rounds whose files are kept: a resumed server lacks at most the last one."""
+STORED_ROUNDS = 3
+"""The number of rounds whose files are stored: a resumed server lacks at most the last one."""
 HASH_BYTES = 32
-_OF_ROUND = re.compile(r"(?:memory|first|answer)-([0-9]+)(?:-[a-z-]+)?")
+_ROUND_FILE = re.compile(r"(?:memory|first|answer)-([0-9]+)(?:-[a-z-]+)?")
+
+
+def _stored_proposal(stated: Any) -> Proposal:
+    if isinstance(stated, Proposal):
+        return stated
+    return Proposal.from_json(stated)
 
 
 class State(BaseModel):
@@ -80,11 +83,11 @@ class State(BaseModel):
 
     Args:
         proposal: the proposal that the owner has accepted.
-        held: the number of rows in the ledger when the client first joined the run.
+        initial_rows: the number of rows in the ledger when the client first joined the run.
         warnings: of the trial of the client's step when it joined.
         sigma: σ, which is calibrated once for a run; None: not received yet.
-        answered: how often each step was taken, over all joins, by "ROUND-EXCHANGE".
-        done: (round, exchange) of each step since the client joined.
+        attempts: how often each step was taken, over all joins, by "ROUND-frames.EXCHANGE".
+        steps: (round, exchange) of each step since the client joined.
         memory: the round whose memory it has; 0: none.
         recorded: see `ResumeState`.
         pending: the round of `ResumeState.pending`.
@@ -92,12 +95,14 @@ class State(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    proposal: dict[str, Any]
-    held: int
+    proposal: Annotated[
+        Proposal, PlainValidator(_stored_proposal), PlainSerializer(Proposal.to_json)
+    ]
+    initial_rows: int
     warnings: list[str] = []
     sigma: float | None = None
-    answered: dict[str, int] = {}
-    done: set[tuple[int, str]] = set()
+    attempts: dict[str, int] = {}
+    steps: set[tuple[int, str]] = set()
     memory: int = 0
     recorded: int = 0
     pending: int | None = None
@@ -120,7 +125,7 @@ def damage_is_named(folder: Path) -> Iterator[None]:
     """Converts errors from reading a damaged folder to CheckpointError."""
     try:
         yield
-    except (OSError, ValueError, ValidationError, MessageError) as error:
+    except (OSError, ValueError, MessageError) as error:
         raise CheckpointError(f"{folder} is damaged: {error!r:.120}") from None
 
 
@@ -154,29 +159,29 @@ class Session:
             context,
             ClientData(data.to(device), training, held_out),
             ledger,
-            secret=None if node.secret is None else node.secret(),
+            secret=node.secret() if node.secret else None,
             cap=node.owner.cap,
             remote=True,
         )
         self._node = node
         self.folder = node.folder(proposal.run)
-        self._agreed = agreement(settings)
+        self._agreement = agreement(settings)
         self._schedule = settings.schedule()
         self._terms: RunTerms | None = None
         self._stamp = _stamp(self.folder)
         history = ledger.history()
-        self.state = state or State(proposal=proposal.to_json(), held=len(history.releases))
-        self.history = replace(history, releases=history.releases[: self.state.held])
+        self.state = state or State(proposal=proposal, initial_rows=len(history.releases))
+        self.history = replace(history, releases=history.releases[: self.state.initial_rows])
         privacy = settings.privacy  # without it, a second sum of the same uploads reveals one
         capped = privacy is not None and (node.owner.cap is not None or privacy.epsilon is not None)
-        self._most = MOST_ANSWERS if capped else 1
+        self._max_attempts = MAX_ATTEMPTS if capped else 1
 
     @property
     def current(self) -> bool:
         """Returns whether no other process has answered for this client since this one did."""
         return self._stamp == _stamp(self.folder)
 
-    def join(self, after: int) -> Frame:
+    def join(self, last_round: int) -> Frame:
         """Begins after a round: 0, or the one after which a restarted server resumes.
 
         The client continues with the memory of its last round until then. That may be an earlier
@@ -188,24 +193,22 @@ class Session:
         Raises:
             MessageError: the memory of its last round until then was pruned.
         """
-        memories = {n for name, n in self._files().items() if name == f"memory-{n}"}
-        last = max((number for number in memories if number <= after), default=0)
-        if after and not last and len(memories) >= KEPT_ROUNDS:
-            raise MessageError(
-                f"this client keeps its memories of rounds {sorted(memories)}, and the server "
-                f"resumes after round {after}"
-            )
+        files = self._files()
+        memories = {n for name, n in files.items() if name == f"memory-{n}"}
+        last = max((number for number in memories if number <= last_round), default=0)
+        if last_round and not last and len(memories) >= STORED_ROUNDS:
+            raise MessageError(f"this client no longer stores its memory of round {last_round}")
         for number in memories:
             # rounds that the server repeats, unless their answers are stored, too
-            if number > after and not self._answer_file(number, MAIN, STEP).is_file():
-                (self.folder / f"memory-{number}").unlink(missing_ok=True)
-        fresh = {"done": set(), "recorded": 0, "pending": None, "memory": last}
-        self.state = self.state.model_copy(update=fresh)
+            if number > last_round and f"answer-{number}-{MAIN}-{frames.STEP}" not in files:
+                (self.folder / f"memory-{number}").unlink()
+        reset = {"steps": set(), "recorded": 0, "pending": None, "memory": last}
+        self.state = self.state.model_copy(update=reset)
         if last:
             self.runtime.memory = self._read(f"memory-{last}")
-        self.keep()
+        self.store()
         joined = self.runtime.join()
-        return Frame(ANSWER, {"size": joined.size, **self.statement()})
+        return Frame(frames.ANSWER, {"size": joined.size, **self.statement()})
 
     def resume(self) -> None:
         """Restores the state that another process has left.
@@ -216,7 +219,7 @@ class Session:
         state = self.state
         with damage_is_named(self.folder):
             if state.sigma is not None:
-                self.take(RunTerms(noise_multiplier=state.sigma))
+                self.accept(RunTerms(noise_multiplier=state.sigma))
             pending = None
             if state.pending is not None:
                 pending = (state.pending, self._read(f"first-{state.pending}"))
@@ -226,10 +229,9 @@ class Session:
 
     def statement(self) -> dict[str, Any]:
         """Returns the fact that states the client's ledger."""
-        history = self.runtime.history()
-        return {"history": None if history is None else history.to_json()}
+        return {"history": history_to_json(self.runtime.history())}
 
-    def take(self, terms: RunTerms) -> None:
+    def accept(self, terms: RunTerms) -> None:
         """Accepts the terms, which are the same in all questions of a run.
 
         Each charge uses the σ that noise is drawn with, so the ledger would be right with another
@@ -260,124 +262,104 @@ class Session:
             OutputError: the state cannot be written.
             Exception: of any kind, whose text may depend on records.
         """
-        asked = RoundFacts.of(frame)
-        self.take(asked.terms)
-        context = self._context(asked)
-        if frame.kind == EVALUATE:
-            return self._evaluate(frame, context)
-        if frame.kind not in EXCHANGE or asked.phase is None:
-            raise MessageError(f"no client answers {frame.kind!r:.40} in {asked.phase}")
-        file = self._answer_file(context.round, asked.phase, frame.kind)
-        answer = _stored(file, frame)
+        if frame.kind not in frames.EXCHANGE:
+            raise MessageError(f"no client answers {frame.kind!r:.40}")
+        question = RoundFacts.of(frame)
+        context = self._context(question)
+        phase = question.phase
+        file = self.folder / f"answer-{context.round}-{phase}-{frame.kind}"
+        answer = _stored_answer(file, frame)
         try:
             if answer is None:
-                answer = self._new_answer(frame, asked.phase, asked, context)
-                if answer.kind == ANSWER:
+                answer = self._new_answer(frame, question, context)
+                if answer.kind == frames.ANSWER:
                     sent = answer.to_bytes()
                     self._write(file.name, _digest(frame) + hashlib.sha256(sent).digest() + sent)
-            elif frame.kind == STEP:
-                self._restore(asked.phase, context)
+            elif frame.kind == frames.STEP:
+                self._restore(phase, context)
         finally:
-            self.keep()
-        if frame.kind != STEP or (answer.kind == ANSWER and asked.phase == FIRST):
+            self.store()
+        if frame.kind != frames.STEP or (answer.kind == frames.ANSWER and phase == FIRST):
             return answer
-        facts = {**answer.facts, **self.statement()}
-        if answer.kind == ANSWER:
-            facts["facts"] = dict(self.runtime.facts(context))
-        return replace(answer, facts=facts)
+        return replace(answer, facts={**answer.facts, **self.statement()})
 
-    def _context(self, asked: RoundFacts) -> RoundContext:
-        """Returns the context of the round that a question is of."""
+    def _context(self, question: RoundFacts) -> RoundContext:
+        """Accepts the terms of a question, and returns the context of its round."""
+        self.accept(question.terms)
         runtime = self.runtime
         clients = runtime.context.clients
         rounds = runtime.settings.rounds
-        some = tuple(asked.participants)
-        if list(some) != sorted(set(some)) or some[-1] >= clients:
-            raise MessageError(
-                f"the participants must be indices of the {clients} clients, in ascending order"
-            )
-        if not 1 <= asked.round <= rounds:
-            raise RequestRefusedError(f"the run has {rounds} rounds, not {asked.round!s:.20}")
+        participants = tuple(question.participants)
+        if list(participants) != sorted(set(participants)) or participants[-1] >= clients:
+            raise MessageError(f"participants must be ascending and below {clients}")
+        if not 1 <= question.round <= rounds:
+            raise RequestRefusedError(f"the run has {rounds} rounds, not {question.round!s:.20}")
         # a sum's smallest number of clients follows from the participants, with privacy and without
         fixed = runtime.private or runtime.sends_sums
-        if fixed and some != self._schedule.in_round(asked.round):
-            raise RequestRefusedError(
-                f"others take part in round {asked.round} by the run's settings"
-            )
-        teller = Teller(self._node.say)
-        return replace(runtime.context, reporter=teller, round=asked.round, participants=some)
-
-    def _evaluate(self, frame: Frame, context: RoundContext) -> Frame:
-        if self.runtime.private:
-            raise RequestRefusedError("accuracies on a client's own records are not protected")
-        model = Models.from_bytes(frame.payload).to(context.device)
-        found = self.runtime.evaluate({"model": model.parameters}, context)
-        self.keep()
-        return Frame(ANSWER, asdict(found))
+        if fixed and participants != self._schedule.in_round(question.round):
+            raise RequestRefusedError(f"other clients take part in round {question.round}")
+        context = replace(runtime.context, reporter=OwnerReporter(self._node.say))
+        return replace(context, round=question.round, participants=participants)
 
     # ----------------------------------------------------------------------------- an exchange
 
-    def _new_answer(
-        self, frame: Frame, phase: str, asked: RoundFacts, context: RoundContext
-    ) -> Frame:
+    def _new_answer(self, frame: Frame, question: RoundFacts, context: RoundContext) -> Frame:
         """Returns the answer to a question that was not asked before."""
-        begun = any(number == context.round for number, _ in self.state.done)
-        if frame.kind in (KEYS, STEP) and not begun:
+        begun = any(number == context.round for number, _ in self.state.steps)
+        if frame.kind in (frames.KEYS, frames.STEP) and not begun:
             refusal = self.runtime.prepare(context)
             if refusal is not None:
                 return _refused(refusal)
-        if frame.kind == STEP:
-            return self._step(frame, phase, asked, context)
-        terms = self._sum_terms(phase, asked, context)
-        if frame.kind == KEYS:  # discards an unfinished sum and its secrets
-            client = SumClient(self._place(context), terms, self._identities(context))
-            payload = client.keys().to_bytes()
+        if frame.kind == frames.STEP:
+            return self._step(frame, question, context)
+        terms = self._sum_terms(question, context)
+        if frame.kind == frames.KEYS:  # discards an unfinished sum and its secrets
+            client = SumClient(self._position(context), terms, self._identities(context))
+            keys = client.keys()
             self._write(SUM_FILE, client.state.to_bytes())
-            return _answered(payload)
-        with self._sum(terms, context) as client:
-            if frame.kind == SHARES:
-                payload = client.share(Roster.from_bytes(frame.payload)).to_bytes()
-            else:
-                payload = client.unmask(Present.from_bytes(frame.payload)).to_bytes()
-        if frame.kind == UNMASK:
-            for name in (SUM_FILE, f"{SUM_FILE}.partial"):
-                (self.folder / name).unlink(missing_ok=True)
-        return _answered(payload)
+            return _answered(keys)
+        with self._open_sum(terms, context) as client:
+            if frame.kind == frames.SHARES:
+                return _answered(client.share(Roster.from_bytes(frame.payload)))
+            shares = client.unmask(Present.from_bytes(frame.payload))
+        (self.folder / SUM_FILE).unlink()
+        return _answered(shares)
 
-    def _step(self, frame: Frame, phase: str, asked: RoundFacts, context: RoundContext) -> Frame:
+    def _step(self, frame: Frame, question: RoundFacts, context: RoundContext) -> Frame:
         """Returns the client's upload, masked in a sum, or its refusal."""
         method = self.runtime.method
-        if self.runtime.sends_sums and asked.sum is None:
+        phase = question.phase
+        if self.runtime.sends_sums and question.sum is None:
             raise RequestRefusedError("this client's uploads are seen only in sums")
         message = declared(method, phase, "downlink").from_bytes(frame.payload)
-        self._place(context)
-        exchange = (context.round, phase)
-        times = self.state.answered.get(f"{context.round}-{phase}", 0)
-        once = self.runtime.private or asked.sum is not None
-        if once and (exchange in self.state.done or times >= self._most):
+        self._position(context)
+        step = (context.round, phase)
+        key = f"{context.round}-{phase}"
+        attempts = self.state.attempts.get(key, 0)
+        limited = self.runtime.private or question.sum is not None
+        if limited and (step in self.state.steps or attempts >= self._max_attempts):
             raise RequestRefusedError(f"round {context.round} was answered before")
 
-        def step() -> Message | Refusal:
-            self.state.done.add(exchange)
-            self.state.answered[f"{context.round}-{phase}"] = times + 1
-            reply = step_alone(self.runtime, phase, message.to(context.device), context)
-            if not isinstance(reply, Refusal):
-                self._keep_memory(phase, context)
-            return reply
+        def reply() -> Message | Refusal:
+            self.state.steps.add(step)
+            self.state.attempts[key] = attempts + 1
+            upload = step_alone(self.runtime, phase, message.to(context.device), context)
+            if not isinstance(upload, Refusal):
+                self._store_memory(phase, context)
+            return upload
 
-        if asked.sum is None:
-            reply = step()
-            return _refused(reply) if isinstance(reply, Refusal) else _answered(reply.to_bytes())
-        form = sum_form(method, phase, context)
-        with self._sum(self._sum_terms(phase, asked, context), context) as client:
+        if question.sum is None:
+            upload = reply()
+            return _refused(upload) if isinstance(upload, Refusal) else _answered(upload)
+        with self._open_sum(self._sum_terms(question, context), context) as client:
             # first: the step is not charged if the others' shares are too few
-            client.receive(Sealed.from_bytes(asked.sealed.encode()))
-            reply = step()
-            if isinstance(reply, Refusal):
-                return _refused(reply)
-            return _answered(client.masked(form.encode(reply)).to_bytes())
+            client.receive(Sealed.from_bytes(question.sealed.encode()))
+            upload = reply()
+            if isinstance(upload, Refusal):
+                return _refused(upload)
+            return _answered(client.mask(upload_layout(method, phase, context).encode(upload)))
 
-    def _place(self, context: RoundContext) -> int:
+    def _position(self, context: RoundContext) -> int:
         """Returns the client's position among those of the round."""
         if self.runtime.number not in context.active:
             raise RequestRefusedError("this client does not take part in the round")
@@ -385,20 +367,22 @@ class Session:
 
     def _identities(self, context: RoundContext) -> Identities | None:
         """Returns the identities of the round's clients, by their positions among them."""
-        known = self._node.identities
-        if known is None:
+        identities = self._node.identities
+        if identities is None:
             return None
-        places = enumerate(context.active)
-        return Identities(known.own, {p: known.others[k] for p, k in places if k in known.others})
+        keys = identities.public_keys
+        active = enumerate(context.active)
+        return replace(identities, public_keys={p: keys[k] for p, k in active if k in keys})
 
-    def _sum_terms(self, phase: str, asked: RoundFacts, context: RoundContext) -> SumTerms:
+    def _sum_terms(self, question: RoundFacts, context: RoundContext) -> SumTerms:
         method = self.runtime.method
         if not method.requires_secure_sum:
             raise MessageError(f"{method.name} does not use secure aggregation")
-        return sum_terms(method, phase, context, asked.sum or "", self._agreed)
+        name = question.sum or ""
+        return sum_terms(method, question.phase, context, name, self._agreement)
 
     @contextmanager
-    def _sum(self, terms: SumTerms, context: RoundContext) -> Iterator[SumClient]:
+    def _open_sum(self, terms: SumTerms, context: RoundContext) -> Iterator[SumClient]:
         """Opens the sum under way, and stores its state afterwards: no answer leaves before, so
         that no two uploads leave under the same masks.
 
@@ -409,7 +393,7 @@ class Session:
         if not file.is_file():
             raise SecureSumError("this client does not take part in such a sum")
         state = SumState.from_bytes(read_regular(file))
-        client = SumClient(self._place(context), terms, self._identities(context), state)
+        client = SumClient(self._position(context), terms, self._identities(context), state)
         try:
             yield client
         finally:
@@ -417,18 +401,15 @@ class Session:
 
     # ------------------------------------------------------------------------------- its files
 
-    def _answer_file(self, number: int, phase: str, kind: str) -> Path:
-        return self.folder / f"answer-{number}-{phase}-{kind}"
-
     def _restore(self, phase: str, context: RoundContext) -> None:
-        """Puts the client where its stored step has left it."""
+        """Restores the client's state after its stored step."""
         name = _memory_file(phase, context)
         memory = self._read(name) if (self.folder / name).is_file() else {}
         self.runtime.store_memory(phase, memory, context)
-        self._keep_memory(phase, context)
-        self.state.done.add((context.round, phase))
+        self._store_memory(phase, context)
+        self.state.steps.add((context.round, phase))
 
-    def _keep_memory(self, phase: str, context: RoundContext) -> None:
+    def _store_memory(self, phase: str, context: RoundContext) -> None:
         """Stores the memory that a step has left."""
         memory = self.runtime.load_memory(MAIN, context)
         if memory or phase == FIRST:
@@ -436,7 +417,7 @@ class Session:
         if memory and phase == MAIN:
             self.state.memory = context.round
 
-    def keep(self) -> None:
+    def store(self) -> None:
         """Writes the client's state, and removes the files of all but the last rounds; an answer
         leaves the node only afterwards.
 
@@ -445,19 +426,19 @@ class Session:
         """
         resume_state = self.runtime.resume_state
         self.state.recorded = resume_state.recorded
-        self.state.pending = None if resume_state.pending is None else resume_state.pending[0]
+        self.state.pending = resume_state.pending[0] if resume_state.pending else None
         self._write(STATE, self.state.model_dump_json().encode())
         self._stamp = _stamp(self.folder)
         files = self._files()
-        old = set(sorted(set(files.values()))[:-KEPT_ROUNDS])
+        stored = sorted(set(files.values()))[-STORED_ROUNDS:]
         for name, number in files.items():
-            if number in old:
+            if number not in stored:
                 (self.folder / name).unlink(missing_ok=True)
 
     def _files(self) -> dict[str, int]:
         """Returns the names of the files of rounds, with their rounds."""
-        names = [path.name for path in self.folder.glob("*")]
-        return {name: int(found[1]) for name in names if (found := _OF_ROUND.fullmatch(name))}
+        matches = (_ROUND_FILE.fullmatch(path.name) for path in self.folder.glob("*"))
+        return {match[0]: int(match[1]) for match in matches if match}
 
     def _write(self, name: str, content: bytes) -> None:
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -465,12 +446,11 @@ class Session:
 
     def _read(self, name: str) -> Memory:
         """Returns a stored memory, on the client's device."""
-        device = self.runtime.context.device
-        kept = ClientMemory.from_bytes(read_regular(self.folder / name, MAX_TENSORS_BYTES)).memory
-        return {key: tensor.to(device) for key, tensor in kept.items()}
+        stored = ClientMemory.from_bytes(read_regular(self.folder / name, MAX_TENSORS_BYTES))
+        return stored.to(self.runtime.context.device).memory
 
 
-class Teller(Silent):
+class OwnerReporter(Silent):
     """Reports what happens in a step to the owner.
 
     Args:
@@ -491,12 +471,12 @@ def _memory_file(phase: str, context: RoundContext) -> str:
 
 def _digest(question: Frame) -> bytes:
     """Returns a hash of the whole question except its number."""
-    facts = {name: value for name, value in question.facts.items() if name != "number"}
+    facts = {**question.facts, "number": None}
     text = json.dumps([question.kind, facts], sort_keys=True)
     return hashlib.sha256(text.encode() + b"\0" + question.payload).digest()
 
 
-def _stored(file: Path, question: Frame) -> Frame | None:
+def _stored_answer(file: Path, question: Frame) -> Frame | None:
     """Returns the stored answer to exactly this question; None: it was not asked before.
 
     Raises:
@@ -514,18 +494,18 @@ def _stored(file: Path, question: Frame) -> Frame | None:
         return Frame.from_bytes(sent)
 
 
-def _answered(payload: bytes) -> Frame:
-    return Frame(ANSWER, {}, payload)
+def _answered(message: Message | Parcel | Masked) -> Frame:
+    return Frame(frames.ANSWER, {}, message.to_bytes())
 
 
 def _refused(refusal: Refusal) -> Frame:
-    return Frame(REFUSAL, {"reason": refusal.reason, "kind": refusal.kind})
+    return Frame(frames.REFUSAL, {"reason": refusal.reason, "kind": refusal.kind})
 
 
 def _stamp(folder: Path) -> tuple[int, int, int] | None:
     """Returns a stamp that changes with each write of the state; None: it was not written yet."""
     try:
-        found = (folder / STATE).stat()
+        status = (folder / STATE).stat()
     except FileNotFoundError:
         return None
-    return found.st_ino, found.st_mtime_ns, found.st_ctime_ns
+    return status.st_ino, status.st_mtime_ns, status.st_ctime_ns

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from fedsynth.deployment.carrier import Post, Timeouts
+from fedsynth import resolve, simulate
+from fedsynth.deployment.connection import Connection, Timeouts
 from fedsynth.deployment.frames import Frame
-from fedsynth.deployment.networked_run import Served, serve
+from fedsynth.deployment.networked_run import NetworkedRun
 from fedsynth.deployment.node import Node
 from fedsynth.deployment.policy import ANY, Owner, Policy
-from fedsynth.deployment.proposal import Proposal, own_proposal
-from fedsynth.deployment.record_source import PartOf
+from fedsynth.deployment.proposal import Proposal, new_proposal
+from fedsynth.deployment.record_source import DatasetPart
+from fedsynth.privacy import randomness
 from fedsynth.privacy.ledger import read_ledger
+from tests.simulation.test_unchanged import RepeatableNoise
 from tests.small import small_settings
 
 CLIENTS = 3
@@ -77,19 +82,60 @@ class Place:
     def node(self, number: int, policy: Policy | None = None, **more: Any) -> Node:
         owner = Owner(policy) if policy is not None else Owner(approved=frozenset({ANY}))
         home = self.folder / f"owner-{number}"
-        return Node(number, home, PartOf(), owner, device="cpu", say=self.said.append, **more)
+        return Node(number, home, DatasetPart(), owner, device="cpu", say=self.said.append, **more)
 
     def hand(self, *nodes: Node) -> Hand:
         return Hand({100 + node.number: node for node in nodes or map(self.node, range(CLIENTS))})
 
     def serve(
         self, given: Any, hand: Hand | None = None, *, join: float = 0.2, **more: Any
-    ) -> Served:
-        post = Post(hand or self.hand(), Timeouts(join=join, answer=60, look=0.05))
-        return serve(own_proposal(given), post, self.folder / "runs", **more)
+    ) -> NetworkedRun:
+        post = Connection(hand or self.hand(), Timeouts(join=join, answer=60, poll=0.05))
+        run = NetworkedRun(new_proposal(given), post, self.folder / "runs", **more)
+        run.run()
+        return run
 
     def ledger(self, number: int) -> tuple[Any, ...]:
         return read_ledger(self.folder / f"owner-{number}" / f"client-{number:03d}.jsonl").releases
+
+
+def injected(number: int) -> Callable[[], randomness.SecretGenerator]:
+    """The noise that `simulated` gives the client with this number."""
+    noise: Any = RepeatableNoise(number)
+    return lambda: randomness.SecretGenerator(test_only=noise)
+
+
+@dataclass
+class FreshProcesses(Hand):
+    """Each message finds another process of its node."""
+
+    place: Any = None
+
+    def nodes(self) -> Sequence[int]:
+        return range(100, 100 + CLIENTS)
+
+    def ask(self, messages: Mapping[int, bytes], seconds: float) -> dict[int, bytes | str]:
+        self.nodes_ = dict(enumerate(map(self.place.node, range(CLIENTS)), 100))
+        return super().ask(messages, seconds)
+
+
+def simulated(given: Any, monkeypatch: pytest.MonkeyPatch, output: Path | None = None) -> Any:
+    """The same run in one process, with noise that can be repeated."""
+    made = itertools.count()
+    clients = given["partition"]["clients"]
+    with monkeypatch.context() as patch:
+        fresh = lambda: RepeatableNoise(next(made) % clients)  # noqa: E731
+        patch.setattr(randomness, "_fresh_generator", fresh)
+        return simulate(resolve(given), output=output, quiet=True)
+
+
+def close(served: NetworkedRun, together: Any) -> None:
+    """The models are the same, but for rounding: to 1e-5 of a tensor's largest number. (Open
+    sums are rounded to 2^-32, which a ridge regression on few examples makes 2e-5 of a weight.)"""
+    final = served.server.final_parameters()
+    for name, value in together.model.state_dict().items():
+        scale = max(1.0, float(value.abs().max())) if value.is_floating_point() else 1.0
+        torch.testing.assert_close(final[name], value, rtol=0, atol=1e-5 * scale, msg=name)
 
 
 def ask(node: Node, run: str, kind: str, payload: bytes = b"", **facts: Any) -> Frame:
@@ -98,9 +144,9 @@ def ask(node: Node, run: str, kind: str, payload: bytes = b"", **facts: Any) -> 
     return Frame.from_bytes(node.answer(run, sent))
 
 
-def joined(node: Node, proposal: Proposal, after: int = 0) -> Frame:
+def joined(node: Node, proposal: Proposal, last_round: int = 0) -> Frame:
     """What a node answers to a server that proposes this."""
-    return ask(node, proposal.run, "join", proposal=proposal.to_json(), after=after)
+    return ask(node, proposal.run, "join", proposal=proposal.to_json(), last_round=last_round)
 
 
 def killed(

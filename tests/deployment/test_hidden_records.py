@@ -18,9 +18,9 @@ from fedsynth.data.images import ImageData
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.deployment import networked_run as served
 from fedsynth.deployment import node
-from fedsynth.deployment.carrier import Post, Timeouts
+from fedsynth.deployment.connection import Connection, Timeouts
 from fedsynth.deployment.frames import Frame
-from fedsynth.deployment.networked_run import serve
+from fedsynth.deployment.networked_run import NetworkedRun
 from fedsynth.deployment.node import Node
 from fedsynth.deployment.policy import Owner, Policy
 from fedsynth.deployment.proposal import Proposal
@@ -28,8 +28,7 @@ from fedsynth.deployment.record_source import ClassFolders, Source
 from fedsynth.features.feature_map import FeatureMap
 from fedsynth.features.registry import register_features
 from fedsynth.models.registry import register_model
-from tests.deployment.place import Hand
-from tests.deployment.test_secure_runs import injected
+from tests.deployment.place import Hand, injected
 
 SPEC = DatasetSpec(
     "scans", 1, 8, 8, 3, 60, 1, (0.5,), (0.25,), ("a", "b", "c"), "our clinic", groups=30
@@ -160,8 +159,8 @@ def answers(folder: Path, given: Any, records: Source) -> tuple[list[Any], list[
         home = folder / str(k)
         nodes[100 + k] = Node(k, home, own, owner, device="cpu", say=say, secret=injected(k))
     proposal = Proposal(RUN, resolve(given, own_data="scans"), SPEC)
-    post = Post(Hand(nodes, look), Timeouts(join=0.2, answer=60, look=0.05))
-    serve(proposal, post, folder / "runs")
+    post = Connection(Hand(nodes, look), Timeouts(join=0.2, answer=60, poll=0.05))
+    NetworkedRun(proposal, post, folder / "runs").run()
     return seen, payloads, "\n".join(told)
 
 

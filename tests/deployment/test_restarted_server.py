@@ -7,7 +7,7 @@ import json
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ import torch
 
 from fedsynth import Observer, resolve, simulate
 from fedsynth.deployment.frames import Frame
-from fedsynth.deployment.networked_run import Served
+from fedsynth.deployment.networked_run import NetworkedRun
 from fedsynth.deployment.node import Node
 from fedsynth.deployment.policy import Policy
 from fedsynth.errors import CheckpointError
@@ -34,9 +34,8 @@ class Notes(Observer):
         self.said.append(text)
 
 
-def covers_everybody(place: Place, served: Served, ever: Sequence[int]) -> None:
+def covers_everybody(place: Place, served: NetworkedRun, ever: Sequence[int]) -> None:
     """The report has a row for each one in the ledgers, and its ε never falls."""
-    assert served.report is not None
     heads: Any = served.report["ledger_heads"]
     assert sorted(heads) == [f"client-{k:03d}" for k in ever]
     spent = max(epsilon(place.ledger(k), 1e-5) for k in ever)
@@ -44,34 +43,32 @@ def covers_everybody(place: Place, served: Served, ever: Sequence[int]) -> None:
     assert guarantee["epsilon"] >= spent * (1 - 1e-9)
     for k in ever:
         assert heads[f"client-{k:03d}"]["rows"] >= len(place.ledger(k))
-    stated = [row["epsilon"] for row in served.metrics]
+    stated = [row["epsilon"] for row in served.record.rows]
     assert stated == sorted(stated)
-    assert verify_run(served.folder).problems == []
+    assert verify_run(served.folder.path).problems == []
 
 
-# (steps that the killed server asks for; whether the client's answer to the last one arrives)
-@pytest.mark.parametrize("steps", [CLIENTS + 1, 2 * CLIENTS])
-def test_a_client_that_does_not_join_again_stays_in_the_report(place: Place, steps: int) -> None:
+@pytest.mark.parametrize(
+    ("count", "kind"), [(CLIENTS + 1, "step"), (2 * CLIENTS, "step"), (1, "end")]
+)
+def test_a_client_that_does_not_join_again_stays_in_the_report(
+    place: Place, count: int, kind: str
+) -> None:
     """Killed in round 2, before and after the last client took its step: it may be charged more
-    than its last statement says, and the report counts it."""
-    given = sections("feddm", privacy=PRIVATE, run={"rounds": 4})
-    hand = place.hand()
-    folder = killed(place, given, hand, steps)
+    than its last statement says, and the report counts it. Killed after all rounds, the server
+    repeats no request."""
+    given = sections("feddm", privacy=PRIVATE, run={"rounds": 3})
+    folder = killed(place, given, place.hand(), count, kind=kind)
     served = place.serve(given, place.hand(*map(place.node, range(LAST))), resume=folder)
     covers_everybody(place, served, range(CLIENTS))
-    assert all("has not joined" in row["lost"][str(LAST)] for row in served.metrics[1:])
-    assert any(f"client {LAST} has not stated its ledger" in one for one in served.deviations)
-    assert not any("did not take part" in one for one in served.deviations)
-    assert not (served.folder / "checkpoint").exists()
-
-
-def test_a_server_killed_before_its_results_repeats_no_request(place: Place) -> None:
-    """All rounds are in its checkpoint, and so is what the clients stated in them."""
-    given = sections("feddm", privacy=PRIVATE)
-    folder = killed(place, given, place.hand(), 1, kind="end")
-    served = place.serve(given, place.hand(*map(place.node, range(LAST))), resume=folder)
-    covers_everybody(place, served, range(CLIENTS))
-    assert served.deviations == ()
+    assert not (served.folder.path / "checkpoint").exists()
+    deviations = served.record.deviations
+    if kind == "end":
+        assert deviations == ()
+        return
+    assert all("has not joined" in row["lost"][str(LAST)] for row in served.record.rows[1:])
+    assert any(f"client {LAST} has not stated its ledger" in text for text in deviations)
+    assert not any("did not take part" in text for text in deviations)
 
 
 def test_a_client_that_is_away_for_one_restart_is_taken_by_its_word_again(place: Place) -> None:
@@ -81,7 +78,7 @@ def test_a_client_that_is_away_for_one_restart_is_taken_by_its_word_again(place:
     killed(place, given, place.hand(*map(place.node, range(LAST))), LAST + 1, folder)
     served = place.serve(given, place.hand(*hand.nodes_.values()), resume=folder)
     covers_everybody(place, served, range(CLIENTS))
-    assert not any("has not stated" in one for one in served.deviations)
+    assert not any("has not stated" in one for one in served.record.deviations)
     for number in range(CLIENTS):  # their own reports count the run's rows as the run's
         [own] = (place.folder / f"owner-{number}").glob("runs/*/privacy_report.json")
         head = json.loads(own.read_text())["ledger_heads"][f"client-{number:03d}"]
@@ -89,32 +86,29 @@ def test_a_client_that_is_away_for_one_restart_is_taken_by_its_word_again(place:
         assert verify_run(own.parent).problems == []
 
 
+def silent(node: int, asked: Frame, answer: bytes, rounds: Sequence[int]) -> bytes | None:
+    """The last client does not answer in these rounds, and not at the end."""
+    gone = asked.facts.get("round") in rounds or asked.kind == "end"
+    return None if node == 100 + LAST and gone else answer
+
+
 def test_a_client_that_falls_silent_is_counted_as_charged(place: Place) -> None:
     """Without any restart: its answer to the last round is lost, and it never answers again."""
     hand = place.hand()
-    hand.change = lambda node, asked, answer: (
-        None
-        if node == 100 + LAST and (asked.facts.get("round") == 2 or asked.kind == "end")
-        else answer
-    )
+    hand.change = partial(silent, rounds=[2])
     served = place.serve(sections("feddm", privacy=PRIVATE), hand)
     covers_everybody(place, served, range(CLIENTS))
-    assert any("in round 2: counted as charged" in one for one in served.deviations)
+    assert any("in round 2: counted as charged" in text for text in served.record.deviations)
 
 
 def test_a_client_that_declines_a_round_is_not_counted_as_charged(place: Place) -> None:
     """Its policy's budget is spent before the step, and then it is gone."""
-    hand = place.hand(
-        place.node(0), place.node(1), place.node(LAST, Policy(epsilon=1.5, delta=1e-5))
-    )
-    hand.change = lambda node, asked, answer: (
-        None if node == 100 + LAST and asked.kind == "end" else answer
-    )
+    capped = place.node(LAST, Policy(epsilon=1.5, delta=1e-5))
+    hand = place.hand(place.node(0), place.node(1), capped)
+    hand.change = partial(silent, rounds=[])
     served = place.serve(sections("feddm", privacy=PRIVATE), hand)
-    assert served.report is not None
     heads: Any = served.report["ledger_heads"]
-    head = heads[f"client-{LAST:03d}"]
-    assert head["rows"] == len(place.ledger(LAST))
+    assert heads[f"client-{LAST:03d}"]["rows"] == len(place.ledger(LAST))
     covers_everybody(place, served, range(CLIENTS))
 
 
@@ -123,13 +117,13 @@ def test_a_report_that_drops_such_a_client_is_noticed(place: Place) -> None:
     given = sections("feddm", privacy=PRIVATE, run={"rounds": 3})
     folder = killed(place, given, place.hand(), 2 * CLIENTS)
     served = place.serve(given, place.hand(*map(place.node, range(LAST))), resume=folder)
-    file = served.folder / "privacy_report.json"
+    file = served.folder.path / "privacy_report.json"
     report = json.loads(file.read_text())
     *events, unstated = report["events"]
     assert (unstated["kind"], unstated["rounds"]) == ("unstated", [2])
     for other in ({"rounds": [1]}, {"client": "7"}):
         file.write_text(json.dumps({**report, "events": [*events, {**unstated, **other}]}))
-        assert verify_run(served.folder).problems
+        assert verify_run(served.folder.path).problems
 
 
 @pytest.mark.parametrize("size", [True, False])
@@ -160,21 +154,14 @@ def test_a_client_that_missed_the_last_rounds_comes_back(place: Place) -> None:
     has."""
     given = sections("scaffold", run={"rounds": 4})
     hand = place.hand()
-    hand.change = lambda node, asked, answer: (
-        None if node == 102 and asked.facts.get("round") == 2 else answer
-    )
-    missed = {"hand": hand, "steps": 2 * CLIENTS + 1}
+    hand.change = partial(silent, rounds=[2])
     # the step was taken and its answer lost; without it the client has no memory of round 2
-    [home] = [place.folder / f"owner-{LAST}"]
-    folder = killed(place, given, **missed)
-    for file in home.glob("runs/*/*-2*"):
+    folder = killed(place, given, hand, 2 * CLIENTS + 1)
+    for file in (place.folder / f"owner-{LAST}").glob("runs/*/*-2*"):
         file.unlink()
-    notes = Notes()
-    served = place.serve(
-        given, place.hand(*map(place.node, range(CLIENTS))), resume=folder, observer=notes
-    )
-    assert "lost" in served.metrics[1]
-    assert not any("lost" in row for row in served.metrics[2:]), notes.said
+    served = place.serve(given, place.hand(*map(place.node, range(CLIENTS))), resume=folder)
+    assert "lost" in served.record.rows[1]
+    assert not any("lost" in row for row in served.record.rows[2:])
 
 
 @pytest.mark.parametrize("share", [1.0, 0.34])
@@ -185,21 +172,15 @@ def test_a_resumed_run_equals_an_uninterrupted_run(place: Place, share: float) -
     hand = place.hand()
     folder = killed(place, given, hand, 5)
     served = place.serve(given, place.hand(*map(place.node, range(CLIENTS))), resume=folder)
-    assert not any("lost" in row for row in served.metrics)
-    assert any("resumed after" in one for one in served.deviations)
+    assert not any("lost" in row for row in served.record.rows)
+    assert any("resumed after" in one for one in served.record.deviations)
     for name, value in together.model.state_dict().items():
-        torch.testing.assert_close(served.parameters[name], value, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            served.server.final_parameters()[name], value, rtol=1e-5, atol=1e-6
+        )
 
 
 # ------------------------------------------------------------------------- two clients, one key
-
-
-def other_home(place: Place, how: str) -> Path:
-    """The home of a second process with the key of client 0."""
-    home = place.folder / f"second-{how}"
-    if how == "copy of an earlier time":
-        shutil.copytree(place.folder / "earlier", home)
-    return home
 
 
 @pytest.mark.parametrize("how", ["fresh", "copy of an earlier time"])
@@ -217,9 +198,8 @@ def test_a_second_client_with_a_key_does_not_take_the_firsts_place(place: Place,
     hand.change = copies
     folder = killed(place, given, hand, 2 * CLIENTS + 1)
     first = hand.nodes_[100]
-    second = Node(
-        0, other_home(place, how), first.source, first.owner, device="cpu", say=place.said.append
-    )
+    home = place.folder / ("earlier" if how == "copy of an earlier time" else "fresh")
+    second = Node(0, home, first.source, first.owner, device="cpu", say=place.said.append)
 
     class Taken(Hand):
         """Where one is connected, the other one is not."""
@@ -234,7 +214,7 @@ def test_a_second_client_with_a_key_does_not_take_the_firsts_place(place: Place,
     served = place.serve(given, again, resume=folder, join=60)
     assert "does not continue the" in second.refused
     assert not first.refused
-    assert not any("lost" in row for row in served.metrics)
+    assert not any("lost" in row for row in served.record.rows)
     covers_everybody(place, served, range(CLIENTS))
     heads: Any = served.report["ledger_heads"] if served.report else {}
     assert heads["client-000"]["rows"] == len(place.ledger(0))
@@ -253,7 +233,7 @@ def test_a_ledger_replaced_within_a_run_is_rejected(place: Place) -> None:
 
     hand.change = replaced
     served = place.serve(sections("feddm", privacy=PRIVATE), hand)
-    assert served.metrics[1]["lost"].keys() == {"0"}
+    assert served.record.rows[1]["lost"].keys() == {"0"}
     heads: Any = served.report["ledger_heads"] if served.report else {}
     assert heads["client-000"]["rows"] == heads["client-001"]["rows"]
 
@@ -262,7 +242,7 @@ def test_a_ledger_replaced_within_a_run_is_rejected(place: Place) -> None:
     ("change", "why"),
     [
         (lambda node: setattr(node, "name", "client-001"), "belongs to another client"),
-        (lambda node: setattr(node, "number", 7), "has 3 clients, but this client has number 7"),
+        (lambda node: setattr(node, "number", 7), "the run of 3 clients has no client 7"),
     ],
 )
 def test_a_refused_client_receives_the_reason(
@@ -273,7 +253,7 @@ def test_a_refused_client_receives_the_reason(
     hand = Hand(dict(enumerate(nodes, 100)))
     notes = Notes()
     served = place.serve(sections("feddm", privacy=PRIVATE), hand, observer=notes)
-    assert "lost" in served.metrics[0]
+    assert "lost" in served.record.rows[0]
     assert why in "\n".join([*notes.said, *place.said])
 
 

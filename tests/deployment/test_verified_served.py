@@ -125,15 +125,6 @@ def fewer_rounds(report: Any) -> None:
     computed(report)
 
 
-def config(was: str, becomes: str) -> Tamper:
-    def tamper(folder: Path) -> None:
-        text = (folder / "config.toml").read_text()
-        assert was in text
-        (folder / "config.toml").write_text(text.replace(was, becomes))
-
-    return tamper
-
-
 def line(number: int, edit: Callable[[Any], Any]) -> Tamper:
     def tamper(folder: Path) -> None:
         lines = (folder / "metrics.jsonl").read_text().splitlines()
@@ -147,26 +138,18 @@ def line(number: int, edit: Callable[[Any], Any]) -> Tamper:
 
 REPORT = "privacy_report.json"
 OF_BOTH: dict[str, Tamper] = {
-    "a smaller epsilon": change(REPORT, put("guarantee/epsilon", 0.5)),
     "a row less": change(REPORT, fewer_rounds),
-    "another client": change(REPORT, put("ledger_heads/stranger", {"rows": 0, "chain": None, "rows_before": 0})),
     "another trust model": change(REPORT, put("min_clients", 2)),
-    "no mention of who sees the time": change(REPORT, put("scope", [])),
     "an event of nobody's": change(REPORT, put("events", [Event(kind="absent", client="1", why="ill").to_json()])),
     "another sigma at the start": change("privacy_start.json", put("noise_multiplier", 9.0)),
-    "another sigma of the run": config("noise_multiplier = 5.0", "noise_multiplier = 9.0"),
-    "another delta": config("delta = 1e-05", "delta = 1e-06"),
     "no page": lambda folder: (folder / "privacy_report.html").unlink(),
 }  # fmt: skip
 OF_SERVERS: dict[str, Tamper] = {
-    "epsilon of the summary": change("summary.json", put("differential_privacy/epsilon", 0.5)),
     "epsilon of a round": line(1, put("epsilon", 99.0)),
-    "a count": line(0, put("class_counts", [1])),
     "nobody lost": line(1, lambda row: row.pop("lost")),
     "a stranger lost": line(1, put("lost", {"7": "away"})),
     "a round less": lambda folder: line(0, put("round", 2))(folder),
     "a simulation's": change("privacy_start.json", put("simulated", True)),
-    "another model": lambda folder: (folder / "model.safetensors").write_bytes(b"x"),
 }  # fmt: skip
 OF_OWNERS: dict[str, Tamper] = {
     "another client's number": change("owner.json", put("client", 7)),
@@ -182,7 +165,7 @@ def test_what_was_tampered_with_in_a_servers_folder_is_noticed(folder: Path, nam
     assert verify_run(servers(folder)).problems
 
 
-@pytest.mark.parametrize("name", ["a row less", "another delta", "no page", *OF_OWNERS])
+@pytest.mark.parametrize("name", ["a row less", "no page", *OF_OWNERS])
 def test_what_was_tampered_with_in_an_owners_folder_is_noticed(folder: Path, name: str) -> None:
     {**OF_BOTH, **OF_OWNERS}[name](owners(folder))
     assert verify_run(owners(folder)).problems

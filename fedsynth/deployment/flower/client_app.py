@@ -28,7 +28,7 @@ from flwr.clientapp import ClientApp
 from fedsynth.deployment.flower.records import from_record, reply
 from fedsynth.deployment.node import Node
 from fedsynth.deployment.policy import ANY, Owner, Policy
-from fedsynth.deployment.record_source import ClassFolders, PartOf, Source
+from fedsynth.deployment.record_source import ClassFolders, DatasetPart, Source
 from fedsynth.errors import MessageError
 
 app = ClientApp()
@@ -37,31 +37,30 @@ app = ClientApp()
 @app.query()  # type: ignore[untyped-decorator]  # Flower is not type-checked
 def answer(message: Message, context: Context) -> Message:
     """Returns the answer to a server's message."""
-    run, sent = from_record(message.content)
+    run, frame = from_record(message.content)
     node = node_of(context.node_config, str(context.run_config.get("home", "")))
-    return reply(run, node.answer(run, sent), message)
+    return reply(run, node.answer(run, frame), message)
 
 
-def node_of(settings: Mapping[str, Any], homes: str = "") -> Node:
+def node_of(config: Mapping[str, Any], homes: str = "") -> Node:
     """Returns the node of a configuration.
 
     Args:
-        settings: as in this module's docstring.
-        homes: for trials, the folder in which each client has its home, if `settings` has none.
+        config: as in this module's docstring.
+        homes: for trials, the folder in which each client has its home, if `config` has none.
 
     Raises:
         MessageError: an owner's data or policy without a home: a server, which sets `homes`, would
             choose the ledger.
     """
-    if "home" not in settings and {"data", "policy"} & set(settings):
-        raise MessageError(
-            "a node with separate data or a separate policy needs a separate home folder"
-        )
-    number = int(settings["partition-id"])
-    default_home = Path(homes or "homes") / f"client-{number:03d}"
-    home = Path(str(settings["home"])) if "home" in settings else default_home
-    source: Source = ClassFolders(Path(str(settings["data"]))) if "data" in settings else PartOf()
+    if "home" not in config and {"data", "policy"} & set(config):
+        raise MessageError("a node with its own data or policy needs its own home folder")
+    number = int(config["partition-id"])
+    home = Path(str(config.get("home", Path(homes or "homes") / f"client-{number:03d}")))
+    source: Source = DatasetPart()
     owner = Owner(approved=frozenset({ANY}))
-    if "policy" in settings:
-        owner = Owner(Policy.read(Path(str(settings["policy"]))))
+    if "data" in config:
+        source = ClassFolders(Path(str(config["data"])))
+    if "policy" in config:
+        owner = Owner(Policy.read(Path(str(config["policy"]))))
     return Node(number, home, source, owner)

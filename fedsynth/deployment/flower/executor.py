@@ -16,8 +16,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import closing, suppress
 
 import httpx
 from flwr.app import Message
@@ -31,7 +30,7 @@ from flwr.supercore.interceptors import (
     RuntimeVersionHttpInterceptor,
     SuperExecAuthHttpInterceptor,
 )
-from flwr.supercore.retry import make_simple_http_retry_invoker
+from flwr.supercore.retry import RetryInvoker, make_simple_http_retry_invoker
 from flwr.supercore.run import RunNotRunningException
 from flwr.supercore.runtime import RuntimeHttpClient
 from flwr.supernode.runtime.run_clientapp import pull_task_input, push_message, push_task_output
@@ -40,93 +39,81 @@ from fedsynth.deployment.flower.records import from_record, reply
 from fedsynth.errors import MessageError
 
 ACQUIRE = "/flwr.proto.Runtime/AcquireTask"
-GONE_SECONDS = 30.0
+RETRY_SECONDS = 30.0
 """How long a SuperNode that does not answer is retried."""
-LOOK = 0.2
+POLL_SECONDS = 0.2
 """Seconds between two polls for a task."""
 
 Answer = Callable[[str, bytes], bytes]
-"""(run, frames) -> the answers' frames, as `Node.answer`."""
+"""(run, frame) -> the answer's frame, as `Node.answer`."""
 
 
-@dataclass(frozen=True)
-class Executor:
-    """Takes a SuperNode's tasks.
+def serve_tasks(
+    address: str, secret: bytes, answer: Answer, is_running: Callable[[], bool]
+) -> None:
+    """Answers a SuperNode's messages, one at a time.
 
     Args:
         address: of the SuperNode's Runtime API, HOST:PORT on this machine.
         secret: shared with the SuperNode: no other process on this machine takes its tasks.
         answer: the node's.
+        is_running: called between messages; False ends the loop.
     """
+    authentication = SuperExecAuthHttpInterceptor(
+        master_secret=secret, protected_methods=frozenset({ACQUIRE})
+    )
+    request = AcquireTaskRequest(supported_task_types=[TaskType.CLIENT_APP])
+    with closing(_client(address, "SuperExec", authentication, None)) as client:
+        while is_running():
+            token = ""
+            with suppress(httpx.HTTPError):  # the SuperNode is starting or ending
+                token = client.AcquireTask(request).token
+            if token:
+                _execute(address, token, answer)
+            else:
+                time.sleep(POLL_SECONDS)
 
-    address: str
-    secret: bytes
-    answer: Answer
 
-    def serve(self, going: Callable[[], bool]) -> None:
-        """Answers messages, one at a time.
+def _client(
+    address: str, component: str, authentication: object, retry: RetryInvoker | None
+) -> RuntimeHttpClient:
+    return RuntimeHttpClient.from_server_address(
+        server_address=address,
+        insecure=True,  # the connection stays on this machine
+        root_certificates=None,
+        interceptors=[RuntimeVersionHttpInterceptor(component_name=component), authentication],
+        retry_invoker=retry,
+    )
 
-        Args:
-            going: called between messages; False ends the loop.
-        """
-        signed = SuperExecAuthHttpInterceptor(
-            master_secret=self.secret, protected_methods=frozenset({ACQUIRE})
-        )
-        version = RuntimeVersionHttpInterceptor(component_name="SuperExec")
-        client = self._client(version, signed, persistent=False)
-        request = AcquireTaskRequest(supported_task_types=[TaskType.CLIENT_APP])
-        try:
-            while going():
-                token = ""
-                with suppress(httpx.HTTPError):  # the SuperNode is starting or ending
-                    token = client.AcquireTask(request).token
-                if token:
-                    self._take(token)
-                else:
-                    time.sleep(LOOK)
-        finally:
-            client.close()
 
-    def _client(self, *interceptors: object, persistent: bool = True) -> RuntimeHttpClient:
-        invoker = make_simple_http_retry_invoker()
-        invoker.max_time = GONE_SECONDS
-        return RuntimeHttpClient.from_server_address(
-            server_address=self.address,
-            insecure=True,  # it never leaves the machine
-            root_certificates=None,
-            interceptors=list(interceptors),
-            retry_invoker=invoker if persistent else None,
-        )
+def _execute(address: str, token: str, answer: Answer) -> None:
+    """Answers one message. A SuperNode waits for an answer to each, so there is always one.
 
-    def _take(self, token: str) -> None:
-        """Answers one message. A SuperNode waits for an answer to each, so there is always one.
+    If the SuperNode has ended meanwhile, the node keeps its answer for the server.
+    """
+    retry = make_simple_http_retry_invoker()
+    retry.max_time = RETRY_SECONDS
+    client = _client(address, "flwr-clientapp", RuntimeTokenHttpInterceptor(token), retry)
+    heartbeat = HeartbeatSender(make_task_heartbeat_fn_http(client))
+    heartbeat.start()
+    try:
+        message, context, _, _ = pull_task_input(client)
+        push_message(client, _reply(message, answer), context)
+        push_task_output(client, context, SubStatus.COMPLETED, details="")
+    except (httpx.HTTPError, RunNotRunningException) as error:
+        print(f"an answer was rejected: {error!r:.200}", file=sys.stderr, flush=True)
+    finally:
+        if heartbeat.is_running:
+            heartbeat.stop()
+        client.close()
 
-        If the SuperNode has ended meanwhile, the node keeps its answer for the server.
-        """
-        version = RuntimeVersionHttpInterceptor(component_name="flwr-clientapp")
-        client = self._client(version, RuntimeTokenHttpInterceptor(token))
-        beat = HeartbeatSender(make_task_heartbeat_fn_http(client))
-        try:
-            beat.start()
-            message, context, _, _ = pull_task_input(client)
-            answered = self._answered(message)
-            push_message(client, answered, context)
-            push_task_output(
-                client=client, context=context, sub_status=SubStatus.COMPLETED, details=""
-            )
-        except (httpx.HTTPError, RunNotRunningException) as error:
-            print(f"an answer was rejected: {error!r:.200}", file=sys.stderr, flush=True)
-        finally:
-            if beat.is_running:
-                beat.stop()
-            client.close()
 
-    def _answered(self, message: Message) -> Message:
-        """Returns the answer to a message, or an error for a foreign one."""
-        try:
-            if message.has_error():
-                raise MessageError("an error is not a request")
-            run, sent = from_record(message.content)
-        except MessageError as error:
-            return Message(Error(ErrorCode.UNKNOWN, str(error)), reply_to=message)
-        return reply(run, self.answer(run, sent), message)
+def _reply(message: Message, answer: Answer) -> Message:
+    """Returns the answer to a message, or an error for a foreign one."""
+    try:
+        if message.has_error():
+            raise MessageError("an error is not a request")
+        run, frame = from_record(message.content)
+    except MessageError as error:
+        return Message(Error(ErrorCode.UNKNOWN, str(error)), reply_to=message)
+    return reply(run, answer(run, frame), message)

@@ -6,12 +6,11 @@ import secrets
 import socket
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from fedsynth.deployment.flower.processes import (
-    HERE,
+    LOCALHOST,
     FlowerError,
     free_port,
     listening,
@@ -19,17 +18,19 @@ from fedsynth.deployment.flower.processes import (
 )
 from fedsynth.deployment.node import Node
 from fedsynth.errors import SettingError
-from fedsynth.privacy.files import last_line, open_regular
+from fedsynth.privacy.files import last_line
 from fedsynth.validation import MAX_SECONDS, check_number
 
 LOG = "supernode.log"
-"""The SuperNode's log, in the owner's folder of ledgers."""
-WAIT = 600.0
+"""The log of the last SuperNode, in the owner's folder of ledgers."""
+WAIT_SECONDS = 600.0
 """Seconds without a connection after which a client gives up."""
-AGAIN = 3.0
+RETRY_SECONDS = 3.0
 """Seconds between two attempts to connect."""
 LOST_SECONDS = 10
 """Seconds after which a SuperNode without its server ends."""
+LINGER_SECONDS = 6.0
+"""Seconds for sending the last answer."""
 REASONS = {
     "[code: 2004]": "a client with this key is connected to the server: an earlier process of "
     "this client, which the server drops after a minute, or another client with "
@@ -40,38 +41,34 @@ REASONS = {
     "restarted, or was given other keys",
 }
 """What a SuperNode logs before it ends -> its meaning."""
-LINGER = 6.0
-"""Seconds for sending the last answer, after the only run."""
 
 
 @dataclass(frozen=True)
-class Door:
+class ServerConnection:
     """The connection of a node to its server.
 
     Args:
         server: the SuperLink's HOST:PORT.
-        authority: the CA certificate that signed the server's, PEM; None: no TLS, which is allowed
-            only for a server on this machine.
+        ca: the CA certificate that signed the server's, PEM; None: no TLS, which is allowed only
+            for a server on this machine.
         key: the node's own private key; the server knows its public one.
+
+    Raises:
+        SettingError: an invalid address, TLS is missing, or a file is.
     """
 
     server: str
-    authority: Path | None
+    ca: Path | None
     key: Path | None = None
 
     def __post_init__(self) -> None:
         host, _, port = self.server.rpartition(":")
         if not host or not port.isdigit():
             raise SettingError(None, "server", f"must be HOST:PORT, got {self.server!r:.80}")
-        if self.authority is None and host not in (HERE, "localhost", "[::1]"):
-            raise SettingError(
-                None,
-                "TLS",
-                f"is required for a server on another machine ({host}): set its CA's certificate",
-            )
-        if self.authority is None and self.key is not None:
-            raise SettingError(None, "key", "of a node needs TLS: set the CA's certificate")
-        for path in (self.authority, self.key):
+        if self.ca is None and (host not in (LOCALHOST, "localhost", "[::1]") or self.key):
+            reason = "is required for a key, and for another machine: set the CA's certificate"
+            raise SettingError(None, "TLS", reason)
+        for path in (self.ca, self.key):
             if path is not None and not path.is_file():
                 raise SettingError(None, str(path), "is not a file")
 
@@ -88,21 +85,16 @@ class Door:
     def arguments(self) -> list[str]:
         """Arguments of the SuperNode's command."""
         options = ["--superlink", self.server, "--max-wait-time", str(LOST_SECONDS)]
-        if self.authority is None:
+        if self.ca is None:
             return [*options, "--insecure"]
-        options += ["--root-certificates", str(self.authority)]
+        options += ["--root-certificates", str(self.ca)]
         if self.key is not None:
             options += ["--auth-supernode-private-key", str(self.key)]
         return options
 
 
 def join(
-    node: Node,
-    door: Door,
-    going: Callable[[], bool] = lambda: True,
-    *,
-    once: bool = False,
-    wait: float = WAIT,
+    node: Node, connection: ServerConnection, *, once: bool = False, wait: float = WAIT_SECONDS
 ) -> None:
     """Connects a node, and answers messages until it has to end.
 
@@ -110,8 +102,7 @@ def join(
 
     Args:
         node: the data owner's.
-        door: to its server.
-        going: called between messages; False ends the loop.
+        connection: to its server.
         once: whether to end after the first completed run.
         wait: the seconds without a connection to the server after which it gives up.
 
@@ -122,89 +113,62 @@ def join(
     """
     check_number(None, "wait", wait, 0, MAX_SECONDS)
     require_flower()
-    reason = ""
-    ends = time.monotonic() + wait
-    with tempfile.TemporaryDirectory(prefix="fedsynth-client-") as folder:
-        while going():
-            error = door.unreachable()
-            if not error:
-                connection = _Connection(node, door, Path(folder))
-                error = connection.serve(going, once=once)
-                if node.refused:
-                    raise FlowerError(f"the server refuses this client: {node.refused}")
-                if not error:
-                    return
-                if connection.was_made:
-                    ends = time.monotonic() + wait
-                    reason = ""
-            if time.monotonic() >= ends:
-                raise FlowerError(f"no connection to {door.server} for {wait:g} s: {error}")
-            if error != reason:
-                node.say(f"{error}; trying again for {wait:g} s")
-                reason = error
-            time.sleep(min(AGAIN, wait))
+    printed = ""
+    deadline = time.monotonic() + wait
+    while True:
+        reason = connection.unreachable()
+        if not reason:
+            reason, was_connected = run_supernode(node, connection, once=once)
+            if node.refused:
+                raise FlowerError(f"the server refuses this client: {node.refused}")
+            if not reason:
+                return
+            if was_connected:
+                deadline = time.monotonic() + wait
+                printed = ""
+        if time.monotonic() >= deadline:
+            raise FlowerError(f"no connection to {connection.server} for {wait:g} s: {reason}")
+        if reason != printed:
+            node.say(f"{reason}; trying again for {wait:g} s")
+            printed = reason
+        time.sleep(min(RETRY_SECONDS, wait))
 
 
-class _Connection:
-    """One SuperNode, until it ends, and the answers to its messages.
+def run_supernode(node: Node, connection: ServerConnection, *, once: bool) -> tuple[str, bool]:
+    """Answers messages until the SuperNode or the node's work ends.
 
-    Args:
-        node: the data owner's.
-        door: to its server.
-        home: FLWR_HOME.
-
-    Attributes:
-        was_made: whether the server accepted the SuperNode.
+    Returns:
+        The reason why the SuperNode has ended ("": the node's work has), and whether the server
+        has accepted it.
     """
+    from fedsynth.deployment.flower.executor import serve_tasks
 
-    def __init__(self, node: Node, door: Door, home: Path) -> None:
-        self._node = node
-        self._door = door
-        self._home = home
-        self.was_made = False
-
-    def serve(self, going: Callable[[], bool], *, once: bool) -> str:
-        """Answers messages until the SuperNode or the node's work ends.
-
-        Returns:
-            The reason why the SuperNode has ended; "": the node's work has.
-        """
-        from fedsynth.deployment.flower.executor import Executor
-
-        node = self._node
-        secret = secrets.token_bytes(32)
-        shared = self._home / "secret"
-        shared.touch(0o600)
-        shared.write_bytes(secret)
-        port = free_port()
-        node.home.mkdir(parents=True, exist_ok=True)
-        log = node.home / LOG
-        offset = log.stat().st_size if log.exists() else 0
+    secret = secrets.token_bytes(32)
+    port = free_port()
+    node.home.mkdir(parents=True, exist_ok=True)
+    log = node.home / LOG
+    log.unlink(missing_ok=True)
+    with tempfile.TemporaryDirectory(prefix="fedsynth-client-") as folder:
+        secret_file = Path(folder) / "secret"
+        secret_file.write_bytes(secret)  # the folder is readable only by its owner
         arguments = [
-            *self._door.arguments,
-            *("--isolation", "process", "--superexec-auth-secret-file", str(shared)),
-            *("--host", HERE, "--port", str(port)),
+            *connection.arguments,
+            *("--isolation", "process", "--superexec-auth-secret-file", str(secret_file)),
+            *("--host", LOCALHOST, "--port", str(port)),
         ]
-        with listening("supernode", arguments, port, self._home, log) as process:
+        with listening("supernode", arguments, port, Path(folder), log) as process:
 
-            def alive() -> bool:
-                over = node.refused or (once and node.ended)
-                return going() and not over and process.poll() is None
+            def is_running() -> bool:
+                finished = node.refused or (once and node.ended)
+                return not finished and process.poll() is None
 
-            Executor(f"{HERE}:{port}", secret, node.answer).serve(alive)
-            ended = process.poll() is not None
-            if not ended and (node.refused or node.ended):
-                time.sleep(LINGER)
-        with open_regular(log) as file:
-            file.seek(offset)
-            output = file.readall().decode(errors="replace")
-        self.was_made = "SuperNode ID" in output
-        return _reason(output, log) if ended else ""
-
-
-def _reason(output: str, log: Path) -> str:
-    """Returns why a SuperNode has ended, from its log."""
-    for mark, reason in REASONS.items():
-        if mark in output:
-            return reason
-    return f"the SuperNode has ended: {last_line(log)}"
+            serve_tasks(f"{LOCALHOST}:{port}", secret, node.answer, is_running)
+            finished = process.poll() is None
+            if finished:
+                time.sleep(LINGER_SECONDS)
+    if finished:
+        return "", True
+    output = log.read_text(errors="replace")
+    reasons = [reason for mark, reason in REASONS.items() if mark in output]
+    reasons.append(f"the SuperNode has ended: {last_line(log)}")
+    return reasons[0], "SuperNode ID" in output

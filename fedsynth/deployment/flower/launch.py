@@ -25,7 +25,7 @@ from fedsynth.deployment.flower.processes import GRACE_SECONDS
 
 FOR_NODES = ("/v1/fleet/",)
 """Paths of the Fleet API."""
-REFUSALS = {403: b"for this machine alone\n", 401: b"no node with a known key\n"}
+REFUSALS = {403: b"only for this machine\n", 401: b"no node with a known key\n"}
 
 Scope = MutableMapping[str, Any]
 App = Callable[[Scope, Any, Any], Awaitable[None]]
@@ -45,25 +45,26 @@ class Gate:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
-        status = 200 if scope["type"] != "http" else await _status(scope)
-        if status == 200:
+        status = await self._refusal(scope)
+        if status is None:
             await self._app(scope, receive, send)
             return
         closing = [(b"connection", b"close")]
         await send({"type": "http.response.start", "status": status, "headers": closing})
         await send({"type": "http.response.body", "body": REFUSALS[status]})
 
+    async def _refusal(self, scope: Scope) -> int | None:
+        """Returns the status that refuses a request; None: it is accepted."""
+        if scope["type"] != "http":
+            return None
+        if not allowed(scope["path"], scope.get("client")):
+            return 403
+        if scope["path"].startswith(FOR_NODES) and scope["app"].state.enable_supernode_auth:
+            from starlette.concurrency import run_in_threadpool
 
-async def _status(scope: Scope) -> int:
-    """Returns 200 for an accepted request, otherwise the status of its refusal."""
-    if not allowed(scope["path"], scope.get("client")):
-        return 403
-    if scope["path"].startswith(FOR_NODES) and scope["app"].state.enable_supernode_auth:
-        from starlette.concurrency import run_in_threadpool
-
-        if not await run_in_threadpool(_is_known_node, scope):
-            return 401
-    return 200
+            if not await run_in_threadpool(_is_known_node, scope):
+                return 401
+        return None
 
 
 def _is_known_node(scope: Scope) -> bool:
@@ -100,10 +101,8 @@ def allowed(path: str, client: tuple[str, int] | None) -> bool:
     """
     if path.startswith(FOR_NODES) and ".." not in path:
         return True
-    if client is None:
-        return False
     try:
-        return ipaddress.ip_address(client[0]).is_loopback
+        return client is not None and ipaddress.ip_address(client[0]).is_loopback
     except ValueError:
         return False
 
@@ -127,13 +126,13 @@ def supernode() -> None:
     os._exit(1)  # a thread of Flower's keeps the process alive
 
 
-def end_with_parent(seconds: float = 0.5) -> None:
+def end_with_parent() -> None:
     """Ends this process when its parent process has ended, also after a SIGKILL."""
     parent = os.getppid()
 
     def watch() -> None:
         while os.getppid() == parent:
-            time.sleep(seconds)
+            time.sleep(0.5)
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(GRACE_SECONDS)
         os._exit(1)
@@ -141,12 +140,7 @@ def end_with_parent(seconds: float = 0.5) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def main() -> None:
-    """Runs the program that the first argument names."""
-    end_with_parent()
-    name = sys.argv.pop(1)
-    {"superlink": superlink, "supernode": supernode}[name]()
-
-
 if __name__ == "__main__":
-    main()
+    end_with_parent()
+    program = sys.argv.pop(1)
+    {"superlink": superlink, "supernode": supernode}[program]()

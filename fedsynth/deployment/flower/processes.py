@@ -20,7 +20,7 @@ from typing import Any
 from fedsynth.errors import FedsynthError
 from fedsynth.privacy.files import last_line, open_regular
 
-HERE = "127.0.0.1"
+LOCALHOST = "127.0.0.1"
 QUIET: Mapping[str, str] = {
     "FLWR_TELEMETRY_ENABLED": "0",
     "FLWR_DISABLE_UPDATE_CHECK": "1",
@@ -53,23 +53,30 @@ def environment(home: Path) -> dict[str, str]:
     return {**os.environ, **QUIET, "FLWR_HOME": str(home), "PATH": path}
 
 
-def command(name: str) -> str:
-    """Returns the path of one of Flower's commands, of the same environment as this process.
+def start(module: str, arguments: Sequence[str], home: Path, output: Any) -> subprocess.Popen[str]:
+    """Starts a Python module as a Flower process, in a process group of its own.
 
-    Raises:
-        FlowerError: it is missing.
+    Args:
+        module: its name.
+        arguments: its options.
+        home: FLWR_HOME.
+        output: receives its output and errors, as `subprocess.Popen(stdout=...)`.
     """
-    require_flower()
-    path = Path(sys.executable).parent / name
-    if not path.exists():
-        raise FlowerError(f"{path} is missing: pip install 'fedsynth[flower]'")
-    return str(path)
+    return subprocess.Popen(
+        [sys.executable, "-m", module, *arguments],
+        env=environment(home),
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
 
 
 @contextmanager
 def listening(
     name: str, arguments: Sequence[str], port: int, home: Path, log: Path
-) -> Iterator[subprocess.Popen[bytes]]:
+) -> Iterator[subprocess.Popen[str]]:
     """Runs a listening SuperLink or SuperNode for the duration of the block.
 
     Args:
@@ -82,16 +89,8 @@ def listening(
     Raises:
         FlowerError: it ended early, or does not listen in time; with the log's last line.
     """
-    module = [sys.executable, "-m", "fedsynth.deployment.flower.launch", name]
     with open_regular(log, writing=True, create=True) as file:
-        process = subprocess.Popen(
-            [*module, *arguments],
-            env=environment(home),
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        process = start("fedsynth.deployment.flower.launch", [name, *arguments], home, file)
         try:
             _wait_for_port(name, port, process, log)
             yield process
@@ -99,30 +98,29 @@ def listening(
             stop(process)
 
 
-def stop(process: subprocess.Popen[Any], grace: float = GRACE_SECONDS) -> None:
+def stop(process: subprocess.Popen[str]) -> None:
     """Ends a process and its children: first with SIGTERM, then with SIGKILL."""
-    for sent, seconds in ((signal.SIGTERM, grace), (signal.SIGKILL, grace)):
-        if process.poll() is None:
-            process.send_signal(sent)
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(seconds)
-    with suppress(ProcessLookupError, PermissionError):  # its group, if any process of it is left
+    process.terminate()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(GRACE_SECONDS)
+    with suppress(ProcessLookupError, PermissionError):  # no process of its group is left
         os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
-def _wait_for_port(name: str, port: int, process: subprocess.Popen[bytes], log: Path) -> None:
-    ends = time.monotonic() + START_SECONDS
-    while time.monotonic() < ends:
+def _wait_for_port(name: str, port: int, process: subprocess.Popen[str], log: Path) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline:
         if process.poll() is not None:
             raise FlowerError(f"the {name} has ended: {last_line(log)} ({log})")
-        with suppress(OSError), socket.create_connection((HERE, port), timeout=1):
+        with suppress(OSError), socket.create_connection((LOCALHOST, port), timeout=1):
             return
         time.sleep(0.1)
-    raise FlowerError(f"the {name} does not listen on {HERE}:{port} after {START_SECONDS:g} s")
+    raise FlowerError(f"the {name} does not listen on {LOCALHOST}:{port} after {START_SECONDS:g} s")
 
 
 def free_port() -> int:
     """Returns a port of this machine on which no process listens now."""
     with socket.socket() as probe:
-        probe.bind((HERE, 0))
+        probe.bind((LOCALHOST, 0))
         return int(probe.getsockname()[1])

@@ -2,13 +2,7 @@
 
 It is not a Strategy: Flower's strategies average arrays, and here the method computes the next
 state from its clients' uploads. Flower starts it in a separate process on the SuperLink's machine,
-with a run's settings in its configuration:
-
-    proposal    the run's, as JSON
-    output      the parent folder of run folders
-    resume      the folder of the run to resume; ""
-    numbers     which client each node is, as JSON {"node": client}; "{}": each node states it
-    join, answer    how many seconds the server waits
+with a run's settings in its configuration (`fedsynth.deployment.flower.serving.DEFAULTS`).
 """
 
 from __future__ import annotations
@@ -22,32 +16,29 @@ from typing import Any
 from flwr.app import Context, Message
 from flwr.serverapp import Grid, ServerApp
 
-from fedsynth.deployment.carrier import Post, Timeouts
+from fedsynth.deployment.connection import Connection, Timeouts
 from fedsynth.deployment.flower.records import from_record, request
-from fedsynth.deployment.networked_run import Served, serve
+from fedsynth.deployment.networked_run import NetworkedRun
 from fedsynth.deployment.proposal import Proposal
 from fedsynth.errors import FedsynthError, MessageError
 from fedsynth.federation.observer import Observer
+from fedsynth.privacy.errors import PrivacyError
 
-LOOK = 0.3
+POLL_SECONDS = 0.3
 """Seconds between two polls for answers."""
-DONE = "done.json"
-"""In the output folder: the run folder's path, for the process that started it; or the error."""
 
 app = ServerApp()
 
 
-class OverGrid:
+class GridTransport:
     """Transports messages over Flower's Grid.
 
     Args:
         grid: Flower's.
-        look: seconds between two polls for answers.
     """
 
-    def __init__(self, grid: Grid, look: float = LOOK) -> None:
+    def __init__(self, grid: Grid) -> None:
         self._grid = grid
-        self._look = look
         self.run = ""
 
     def nodes(self) -> Sequence[int]:
@@ -58,23 +49,23 @@ class OverGrid:
         """Sends all messages, and returns the answers that arrive in time; later ones are
         dropped.
         """
-        ends = time.monotonic() + seconds
-        sent = {
-            node: request(self.run, content, node, max(1.0, seconds))
-            for node, content in messages.items()
-        }
-        named = list(self._grid.push_messages(sent.values()))
-        waiting = {name: node for name, node in zip(named, sent, strict=True) if name}
-        answers: dict[int, bytes | str] = dict.fromkeys(
-            set(sent) - set(waiting.values()), "is gone"
-        )
-        while waiting and time.monotonic() < ends:
+        deadline = time.monotonic() + seconds
+        ttl = max(1.0, seconds)
+        requests = [request(self.run, frame, node, ttl) for node, frame in messages.items()]
+        waiting: dict[str, int] = {}
+        answers: dict[int, bytes | str] = {}
+        for node, message_id in zip(messages, self._grid.push_messages(requests), strict=True):
+            if message_id:
+                waiting[message_id] = node
+            else:
+                answers[node] = "is gone"
+        while waiting and time.monotonic() < deadline:
             for message in self._grid.pull_messages(list(waiting)):
-                node = waiting.pop(message.metadata.reply_to_message_id, None)
-                if node is not None:
-                    answers[node] = self._answer(message)
+                sender = waiting.pop(message.metadata.reply_to_message_id, None)
+                if sender is not None:
+                    answers[sender] = self._answer(message)
             if waiting:
-                time.sleep(self._look)
+                time.sleep(POLL_SECONDS)
         return answers
 
     def _answer(self, message: Message) -> bytes | str:
@@ -82,13 +73,15 @@ class OverGrid:
         if message.has_error():
             return f"does not answer: {message.error.reason!s:.200}"
         try:
-            run, sent = from_record(message.content)
+            run, frame = from_record(message.content)
         except MessageError as error:
             return str(error)
-        return sent if run == self.run else f"answers for run {run!r:.40}"
+        if run != self.run:
+            return f"answers for run {run!r:.40}"
+        return frame
 
 
-class Said(Observer):
+class LogObserver(Observer):
     """Prints a run's messages, which Flower stores in its log."""
 
     def note(self, text: str) -> None:
@@ -100,38 +93,28 @@ class Said(Observer):
 
 @app.main()  # type: ignore[untyped-decorator]  # Flower is not type-checked
 def main(grid: Grid, context: Context) -> None:
-    """Runs the configured run, and writes where its folder is."""
-    config = context.run_config
-    output = Path(str(config["output"]))
+    """Runs the configured run, and writes where its folder is, or why there is none."""
+    result = str(context.run_config["result"])
+    outcome: dict[str, str] = {}
     try:
-        served = played(grid, config)
-    except FedsynthError as error:
-        _leave(output, str(config["token"]), {"error": str(error)})
+        outcome["folder"] = str(configured_run(grid, context.run_config).run())
+    except (FedsynthError, PrivacyError) as error:
+        outcome["error"] = str(error)
         raise
-    _leave(output, str(config["token"]), {"folder": str(served.folder)})
+    finally:
+        if result:
+            Path(result).write_text(json.dumps(outcome), encoding="utf-8")
 
 
-def played(grid: Grid, config: Mapping[str, Any]) -> Served:
-    """Runs the run of a configuration.
-
-    Args:
-        grid: Flower's.
-        config: see this module's docstring.
-    """
-    proposal = Proposal.from_json(json.loads(str(config["proposal"])))
-    numbers = {int(node): int(k) for node, k in json.loads(str(config["numbers"])).items()}
+def configured_run(grid: Grid, config: Mapping[str, Any]) -> NetworkedRun:
+    """Returns the run of a configuration."""
+    nodes = json.loads(str(config["clients"]))
+    clients = {int(node): int(client) for node, client in nodes.items()}
     timeouts = Timeouts(join=float(config["join"]), answer=float(config["answer"]))
-    resume = str(config["resume"])
-    return serve(
-        proposal,
-        Post(OverGrid(grid), timeouts, numbers),
+    return NetworkedRun(
+        Proposal.from_json(json.loads(str(config["proposal"]))),
+        Connection(GridTransport(grid), timeouts, clients),
         Path(str(config["output"])),
-        observer=Said(),
-        resume=Path(resume) if resume else None,
+        LogObserver(),
+        Path(str(config["resume"])) if config["resume"] else None,
     )
-
-
-def _leave(output: Path, token: str, facts: Mapping[str, str]) -> None:
-    """Writes how the run ended, for the process that started it; `token` identifies the start."""
-    output.mkdir(parents=True, exist_ok=True)
-    (output / f".{token}-{DONE}").write_text(json.dumps(dict(facts)), encoding="utf-8")

@@ -8,7 +8,6 @@ node does not need it (`fedsynth client` answers with the installed package).
 from __future__ import annotations
 
 import json
-import secrets
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -17,37 +16,42 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fedsynth.deployment.carrier import Timeouts
-from fedsynth.deployment.flower.processes import (
-    HERE,
-    FlowerError,
-    command,
-    environment,
-    listening,
-    stop,
-)
+from fedsynth.deployment.connection import Timeouts
+from fedsynth.deployment.flower.processes import LOCALHOST, FlowerError, listening, start, stop
 from fedsynth.deployment.proposal import Proposal
 from fedsynth.errors import OutputError, SettingError
-from fedsynth.privacy.files import last_line, load_json
+from fedsynth.privacy.files import load_json
 from fedsynth.toml_file import to_toml
 from fedsynth.version import __version__
 
-PACKAGE = "fedsynth_run"
-APPS = ("server", "client")
 DEFAULTS: Mapping[str, Any] = {
-    "output": "runs",
-    "resume": "",
-    "numbers": "{}",
-    "token": "run",
-    "join": 600.0,
+    "output": "runs",  # the parent folder of run folders
+    "resume": "",  # the folder of the run to resume
+    "clients": "{}",  # which client each node is, as JSON; "{}": each node states it
+    "result": "",  # the file that receives the run folder's path, or the error
+    "join": 600.0,  # how many seconds the server waits
     "answer": 3600.0,
-    "home": "",
+    "home": "",  # the parent folder of the clients' homes, in a trial on one machine
 }
-"""A run's configuration except its proposal; read by `server_app` and `client_app`."""
+"""A run's configuration, in addition to its proposal; read by `server_app` and `client_app`."""
+APPS = "fedsynth.deployment.flower"
+COMMANDS = "flwr.cli.app"
+"""The module of Flower's command `flwr`."""
+SUPERLINK = "local"
+"""The SuperLink's name in the configuration of `flwr`."""
+LOG = "superlink.log"
+"""The SuperLink's output, next to the run folders."""
+HOSTS = (LOCALHOST, "0.0.0.0")
+TLS_FILES = {
+    "--ssl-certfile": "server.crt",
+    "--ssl-keyfile": "server.key",
+    "--ssl-ca-certfile": "ca.crt",
+}
+"""Options of `flower-superlink`, with the file in the folder of keys."""
 
 
 def write_app(folder: Path, proposal: Proposal, options: Mapping[str, Any]) -> None:
-    """Writes the folder.
+    """Writes the folder of a Flower app.
 
     Args:
         folder: created if it is missing.
@@ -57,51 +61,35 @@ def write_app(folder: Path, proposal: Proposal, options: Mapping[str, Any]) -> N
     Raises:
         OutputError: it cannot be written.
     """
-    package = folder / PACKAGE
+    project: dict[str, dict[str, Any]] = {
+        "project": {
+            "name": "fedsynth-run",
+            "version": "1.0.0",
+            "description": f"A run of fedsynth {__version__}",
+            "license": "Apache-2.0",
+            "dependencies": [f"fedsynth[flower]=={__version__}"],
+        },
+        "tool.flwr.app": {"publisher": "fedsynth"},
+        "tool.flwr.app.components": {
+            "serverapp": f"{APPS}.server_app:app",
+            "clientapp": f"{APPS}.client_app:app",
+        },
+        "tool.flwr.app.config": {
+            "proposal": json.dumps(proposal.to_json()),
+            **DEFAULTS,
+            **options,
+        },
+    }
     try:
-        package.mkdir(parents=True, exist_ok=True)
-        (folder / "pyproject.toml").write_text(_project(proposal, options), encoding="utf-8")
-        (package / "__init__.py").write_text('"""A run of fedsynth."""\n', encoding="utf-8")
-        for name in APPS:
-            module = f"fedsynth.deployment.flower.{name}_app"
-            text = f'from {module} import app\n\n__all__ = ["app"]\n'  # Flower imports a name
-            (package / f"{name}.py").write_text(text, encoding="utf-8")
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "pyproject.toml").write_text(to_toml(project), encoding="utf-8")
     except OSError as error:
         raise OutputError(f"cannot write {folder}: {error.strerror or error}") from None
 
 
-def _project(proposal: Proposal, options: Mapping[str, Any]) -> str:
-    return to_toml(
-        {
-            "build-system": {"requires": ["hatchling"], "build-backend": "hatchling.build"},
-            "project": {
-                "name": PACKAGE.replace("_", "-"),
-                "version": "1.0.0",
-                "description": f"A run of fedsynth {__version__}",
-                "license": "Apache-2.0",
-                "dependencies": [f"fedsynth[flower]=={__version__}"],
-            },
-            "tool.hatch.build.targets.wheel": {"packages": [PACKAGE]},
-            "tool.flwr.app": {"publisher": "fedsynth"},
-            "tool.flwr.app.components": {f"{name}app": f"{PACKAGE}.{name}:app" for name in APPS},
-            "tool.flwr.app.config": {
-                "proposal": json.dumps(proposal.to_json()),
-                **DEFAULTS,
-                **options,
-            },
-        }
-    )
-
-
-HOSTS = (HERE, "0.0.0.0")
-CONNECTION = "here"
-LOG = "superlink.log"
-"""The SuperLink's output, next to the run folders."""
-
-
 @dataclass(frozen=True)
-class Link:
-    """A SuperLink as `fedsynth server` starts it.
+class SuperLinkSettings:
+    """The settings of the SuperLink that `fedsynth server` starts.
 
     Args:
         port: the port that it listens on.
@@ -118,30 +106,18 @@ class Link:
     port: int
     keys: Path | None
     clients: int
-    host: str = HERE
+    host: str = LOCALHOST
 
     def __post_init__(self) -> None:
         if self.host not in HOSTS:
             raise SettingError(None, "host", f"must be {' or '.join(HOSTS)}, got {self.host!r}")
-        if self.keys is None and self.host != HERE:
-            raise SettingError(
-                None, "keys", "are required for nodes on other machines, which connect over TLS"
-            )
-        for path in [*self._tls.values(), *self.public_keys]:
-            if not path.is_file():
-                raise SettingError(
-                    None,
-                    str(path),
-                    "is missing: TLS needs the server's certificate, key and CA, and each client "
-                    "a key",
-                )
-
-    @property
-    def _tls(self) -> dict[str, Path]:
         if self.keys is None:
-            return {}
-        files = {"cert": "server.crt", "key": "server.key", "ca-cert": "ca.crt"}
-        return {option: self.keys / name for option, name in files.items()}
+            if self.host != LOCALHOST:
+                raise SettingError(None, "keys", "are required for nodes on other machines")
+            return
+        for path in [*map(self.keys.joinpath, TLS_FILES.values()), *self.public_keys]:
+            if not path.is_file():
+                raise SettingError(None, str(path), "is missing: see `fedsynth deploy keys`")
 
     @property
     def public_keys(self) -> list[Path]:
@@ -157,56 +133,34 @@ class Link:
         options.append("--disable-runtime-dependency-installation")
         if self.keys is None:
             return [*options, "--insecure"]
-        for option, path in self._tls.items():
-            options += [f"--ssl-{option}file", str(path)]
+        for option, name in TLS_FILES.items():
+            options += [option, str(self.keys / name)]
         return [*options, "--enable-supernode-auth"]
 
-    def connection(self) -> str:
-        """Returns the configuration of Flower's commands, as TOML."""
-        connection: dict[str, Any] = {"address": f"{HERE}:{self.port}"}
+    @property
+    def flwr_config(self) -> str:
+        """The configuration of Flower's commands, as TOML."""
+        connection: dict[str, Any] = {"address": f"{LOCALHOST}:{self.port}"}
         if self.keys is None:
             connection["insecure"] = True
         else:
             connection["root-certificates"] = str((self.keys / "ca.crt").absolute())
-        return to_toml(
-            {"superlink": {"default": CONNECTION}, f"superlink.{CONNECTION}": connection}
-        )
+        return to_toml({"superlink": {"default": SUPERLINK}, f"superlink.{SUPERLINK}": connection})
 
 
 @dataclass
-class Started:
+class SuperLink:
     """A SuperLink that listens.
 
     Args:
-        link: its settings.
+        settings: its settings.
         home: its FLWR_HOME.
-        numbers: node -> client, by the given keys.
+        clients: node -> client, by the given keys.
     """
 
-    link: Link
+    settings: SuperLinkSettings
     home: Path
-    numbers: dict[int, int] = field(default_factory=dict)
-
-    def flwr(self, *arguments: str) -> str:
-        """Returns the output of one of Flower's commands.
-
-        Raises:
-            FlowerError: it fails.
-        """
-        process = subprocess.run(
-            [command("flwr"), *arguments],
-            env=environment(self.home),
-            cwd=self.home,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-        if process.returncode:
-            output = " ".join(f"{process.stdout} {process.stderr}".split())
-            raise FlowerError(f"flwr {arguments[0]} fails: {output[-300:]}")
-        return process.stdout
+    clients: dict[int, int] = field(default_factory=dict)
 
     def register(self) -> None:
         """Registers the nodes' keys: no other node can connect.
@@ -214,14 +168,15 @@ class Started:
         Raises:
             FlowerError: a file has no key.
         """
-        for number, key in enumerate(self.link.public_keys):
-            output = self.flwr(
-                "supernode", "register", str(key.absolute()), CONNECTION, "--format", "json"
-            )
+        for number, key in enumerate(self.settings.public_keys):
+            register = ["supernode", "register", str(key.absolute()), SUPERLINK, "--format", "json"]
+            with start(COMMANDS, register, self.home, subprocess.PIPE) as process:
+                output, _ = process.communicate()
             try:
-                self.numbers[int(json.loads(output)["node-id"])] = number
+                answer = json.loads(output[output.index("{") :])
+                self.clients[int(answer["node-id"])] = number
             except (ValueError, KeyError, TypeError):
-                raise FlowerError(f"{key} is not registered: {output:.300}") from None
+                raise FlowerError(f"{key} is not registered: {output[-300:]}") from None
 
     def run(
         self,
@@ -237,71 +192,54 @@ class Started:
             The run's folder.
 
         Raises:
-            FlowerError: it has failed.
+            FlowerError: it did not finish.
+            OutputError: it has failed.
         """
-        token = secrets.token_hex(8)
-        app = self.home / f"app-{token}"
+        app = Path(tempfile.mkdtemp(prefix="app-", dir=self.home))
+        result = app / "result.json"
         options = {
             "output": str(output.absolute()),
-            "resume": "" if resume is None else str(resume.absolute()),
-            "numbers": json.dumps(self.numbers),
-            "token": token,
+            "resume": str(resume.absolute()) if resume else "",
+            "clients": json.dumps(self.clients),
+            "result": str(result),
             "join": timeouts.join,
             "answer": timeouts.answer,
         }
         write_app(app, proposal, options)
-        arguments = [command("flwr"), "run", str(app), CONNECTION, "--stream"]
-        process = subprocess.Popen(
-            arguments,
-            env=environment(self.home),
-            cwd=self.home,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
+        arguments = ["run", str(app), SUPERLINK, "--stream"]
+        process = start(COMMANDS, arguments, self.home, subprocess.PIPE)
         try:
             for line in process.stdout or ():
                 say(line.rstrip())
-            process.wait()
         finally:
             stop(process)
-        return _ended(output, token)
+        try:
+            outcome = load_json(result)
+        except (OSError, ValueError):
+            outcome = {}
+        if "error" in outcome:
+            raise OutputError(f"the run has failed: {outcome['error']}")
+        if "folder" not in outcome:
+            raise FlowerError("the run did not finish: see the server's messages above")
+        return Path(outcome["folder"])
 
 
 @contextmanager
-def superlink(link: Link, logs: Path) -> Iterator[Started]:
+def superlink(settings: SuperLinkSettings, logs: Path) -> Iterator[SuperLink]:
     """Runs a SuperLink, with its nodes' keys registered, for the duration of the block.
 
     Args:
-        link: its settings.
+        settings: the SuperLink's.
         logs: the folder of its log.
 
     Raises:
         FlowerError: it does not start.
     """
+    logs.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="fedsynth-server-") as folder:
         home = Path(folder)
-        (home / "config.toml").write_text(link.connection(), encoding="utf-8")
-        logs.mkdir(parents=True, exist_ok=True)
-        log = logs / LOG
-        with listening("superlink", link.arguments, link.port, home, log) as process:
-            started = Started(link, home)
+        (home / "config.toml").write_text(settings.flwr_config, encoding="utf-8")
+        with listening("superlink", settings.arguments, settings.port, home, logs / LOG):
+            started = SuperLink(settings, home)
             started.register()
-            if process.poll() is not None:
-                raise FlowerError(f"the superlink has ended: {last_line(log)}")
             yield started
-
-
-def _ended(output: Path, token: str) -> Path:
-    """Returns the run folder that the ServerApp has written for the process that started it."""
-    file = output / f".{token}-done.json"
-    try:
-        facts = load_json(file)
-        file.unlink()
-    except (OSError, ValueError):
-        raise FlowerError("the run did not finish: see the server's messages above") from None
-    if "error" in facts:
-        raise OutputError(f"the run has failed: {facts['error']}")
-    return Path(facts["folder"])

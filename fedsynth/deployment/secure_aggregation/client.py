@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import re
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
+
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from fedsynth.deployment.secure_aggregation import primitives
 from fedsynth.deployment.secure_aggregation.messages import (
@@ -23,19 +25,12 @@ from fedsynth.deployment.secure_aggregation.messages import (
 from fedsynth.deployment.secure_aggregation.primitives import (
     KEY_BYTES,
     SHARE_BYTES,
+    IntVector,
     SecureSumError,
-    Words,
-    require_cryptography,
     split,
 )
 from fedsynth.errors import SettingError
 from fedsynth.privacy.signing import read_private_key, read_public_key
-
-if TYPE_CHECKING:
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import (
-        Ed25519PrivateKey,
-        Ed25519PublicKey,
-    )
 
 
 @dataclass(frozen=True)
@@ -44,51 +39,22 @@ class SumTerms:
 
     Args:
         name: of this sum only.
-        threshold: the number of clients that is needed, and is enough, to remove masks. It is above
-            half of clients and colluders: a server that claims to some that a client is lost, and
-            to others that it is present, then lacks shares of one kind.
+        threshold: the smallest number of clients in a sum, and the number that is enough to remove
+            masks. It is above half of the clients: a server that claims to some that a client is
+            lost, and to others that it is present, then lacks shares of one kind. Where each client
+            adds the noise of 1 of H, it is above H (`fedsynth.config.checks.fewest`).
         clients: the number of clients; their indices start at 0.
         length: of vectors.
-        honest: H, the least number of honest clients' vectors in a sum: where each adds the noise
-            of 1 of H, a sum of fewer has less noise than the guarantee needs.
-        colluders: the number of clients that may collude with the server, besides the honest ones.
     """
 
     name: bytes
     threshold: int
     clients: int
     length: int
-    honest: int = 1
-    colluders: int = 0
 
     def __post_init__(self) -> None:
-        if self.honest < 1 or self.colluders < 0 or self.honest + self.colluders > self.clients:
-            raise SecureSumError(
-                f"{self.honest} honest clients and {self.colluders} colluders are not "
-                f"possible among {self.clients} clients"
-            )
-        if not (self.clients + self.colluders) // 2 < self.threshold <= self.clients:
-            raise SecureSumError(
-                f"the threshold must be above half of the {self.clients} clients and "
-                f"{self.colluders} colluders, and at most all clients, got {self.threshold}"
-            )
-        if self.length < 1 or not self.name:
-            raise SecureSumError("a sum needs a name and vectors of at least one coordinate")
-
-    @property
-    def least(self) -> int:
-        """The smallest number of clients in a sum: the threshold, or H and the colluders."""
-        return max(self.threshold, self.honest + self.colluders)
-
-
-def usual_threshold(clients: int) -> int:
-    """Returns two thirds of the clients, plus one: enough even if a third of them collude with a
-    malicious server (Bonawitz et al., Sec. 6.2).
-
-    >>> [usual_threshold(n) for n in (2, 3, 5, 10)]
-    [2, 3, 4, 7]
-    """
-    return min(clients, 2 * clients // 3 + 1)
+        if not self.clients // 2 < self.threshold <= self.clients:
+            raise SecureSumError("the threshold must be above half of the clients")
 
 
 @dataclass(frozen=True)
@@ -97,17 +63,17 @@ class Identities:
     own.
 
     Args:
-        own: this client's.
-        others: every client's public key, by index; exchanged in advance, and not by the server.
+        private_key: this client's.
+        public_keys: every client's, by index; exchanged in advance, and not by the server.
     """
 
-    own: Ed25519PrivateKey
-    others: Mapping[int, Ed25519PublicKey]
+    private_key: Ed25519PrivateKey
+    public_keys: Mapping[int, Ed25519PublicKey]
 
 
 class SumClient:
     """One client of one sum. Its answers are requested in this order, each once: `keys`, `share`,
-    `mask` (or `receive` and `masked`), `unmask`. It can resume in another process (`state`).
+    `receive`, `mask`, `unmask`. It can resume in another process (`state`).
 
     Args:
         number: the client's index.
@@ -126,13 +92,13 @@ class SumClient:
         identities: Identities | None = None,
         state: SumState | None = None,
     ) -> None:
-        require_cryptography()
         self.number = number
         self.terms = terms
         self._identities = identities
         if state is None:
-            mask_key, channel_key, seed = (secrets.token_bytes(KEY_BYTES) for _ in range(3))
-            state = SumState(number, repr(terms), mask_key, channel_key, seed, 0, {}, {})
+            names = ("mask_key", "channel_key", "seed")
+            fresh: dict[str, Any] = {name: secrets.token_bytes(KEY_BYTES) for name in names}
+            state = SumState(number=number, terms=repr(terms), **fresh)
         if (state.number, state.terms) != (number, repr(terms)):
             raise SecureSumError(f"client {number} takes part in another sum")
         self.state = state
@@ -148,16 +114,15 @@ class SumClient:
     def keys(self) -> Keys:
         """Returns its public keys."""
         self._next(0)
-        found = Keys(
-            self.number,
-            primitives.public(self._mask_key),
-            primitives.public(self._channel_key),
-            hashlib.sha256(self.state.seed).digest(),
+        keys = Keys(
+            client=self.number,
+            mask=primitives.public(self._mask_key),
+            channel=primitives.public(self._channel_key),
+            commitment=hashlib.sha256(self.state.seed).digest(),
         )
-        if self._identities is None:
-            return found
-        signature = self._identities.own.sign(found.signed(self.terms.name))
-        return Keys(found.client, found.mask, found.channel, found.commitment, signature)
+        if self._identities is not None:
+            keys.signature = self._identities.private_key.sign(keys.signed(self.terms.name))
+        return keys
 
     def share(self, roster: Roster) -> Sealed:
         """Returns shares of its secrets for each other client, which the server cannot read.
@@ -169,35 +134,37 @@ class SumClient:
         self._check(roster)
         self.state.keys = dict(sorted(roster.keys.items()))
         holders = list(self.state.keys)
-        of_key = split(self.state.mask_key, holders, self.terms.threshold)
-        of_seed = split(self.state.seed, holders, self.terms.threshold)
-        self.state.shares[self.number] = of_key[self.number] + of_seed[self.number]
+        key_shares = split(self.state.mask_key, holders, self.terms.threshold)
+        seed_shares = split(self.state.seed, holders, self.terms.threshold)
         sealed = {}
         for k in holders:
-            if k != self.number:
+            shares = key_shares[k] + seed_shares[k]
+            if k == self.number:
+                self.state.shares[k] = shares
+            else:
                 key, about = self._channel(k, self.number, k)
-                sealed[k] = primitives.seal(key, of_key[k] + of_seed[k], about)
-        return Sealed(sealed)
+                sealed[k] = primitives.seal(key, shares, about)
+        return Sealed(of=sealed)
 
     def _check(self, roster: Roster) -> None:
         keys = roster.keys
-        if len(keys) < self.terms.least or max(keys) >= self.terms.clients:
-            raise SecureSumError(
-                f"{len(keys)} clients are too few for a sum, which needs {self.terms.least}"
-            )
-        own = keys.get(self.number)
-        if own is None or own.mask != primitives.public(self._mask_key):
+        if len(keys) < self.terms.threshold or max(keys) >= self.terms.clients:
+            raise SecureSumError(f"{len(keys)} clients are too few for a sum")
+        if self.number not in keys or keys[self.number].mask != primitives.public(self._mask_key):
             raise SecureSumError("the server has other keys of this client")
-        public = [one for keys_of in keys.values() for one in (keys_of.mask, keys_of.channel)]
-        if len(set(public)) < len(public) or any(k != one.client for k, one in keys.items()):
+        public: set[bytes] = set()
+        for k, keys_of in keys.items():
+            if k != keys_of.client:
+                raise SecureSumError(f"the keys of client {k} belong to client {keys_of.client}")
+            public |= {keys_of.mask, keys_of.channel}
+        if len(public) < 2 * len(keys):
             raise SecureSumError("two clients have the same key")
         if self._identities is None:
             return
-        from cryptography.exceptions import InvalidSignature
-
-        for k, one in keys.items():
+        for k, keys_of in keys.items():
             try:
-                self._identities.others[k].verify(one.signature, one.signed(self.terms.name))
+                signed = keys_of.signed(self.terms.name)
+                self._identities.public_keys[k].verify(keys_of.signature, signed)
             except (InvalidSignature, KeyError):
                 raise SecureSumError(f"client {k} has not signed its keys") from None
 
@@ -210,11 +177,6 @@ class SumClient:
             self._channel_key, self.state.keys[other].channel, primitives.CHANNEL, about
         )
         return key, about
-
-    def mask(self, vector: Words, received: Sealed) -> Masked:
-        """Calls `receive` and `masked`: returns its vector under all masks."""
-        self.receive(received)
-        return self.masked(vector)
 
     def receive(self, received: Sealed) -> None:
         """Stores the others' shares: a client that sends none is lost before any mask is made.
@@ -229,17 +191,15 @@ class SumClient:
         senders = sorted(received.of)
         if self.number in senders or not set(senders) <= set(self.state.keys):
             raise SecureSumError("shares of clients that have no keys")
-        if len(senders) + 1 < self.terms.least:
-            raise SecureSumError(
-                f"{len(senders) + 1} clients are left, but {self.terms.least} are required"
-            )
+        if len(senders) + 1 < self.terms.threshold:
+            raise SecureSumError(f"{len(senders) + 1} clients are too few for a sum")
         for k in senders:
             key, about = self._channel(k, k, self.number)
             self.state.shares[k] = primitives.unseal(key, received.of[k], about)
             if len(self.state.shares[k]) != 2 * SHARE_BYTES:
                 raise SecureSumError(f"client {k} has sent data that are not shares")
 
-    def masked(self, vector: Words) -> Masked:
+    def mask(self, vector: IntVector) -> Masked:
         """Returns its vector under all masks.
 
         Args:
@@ -249,19 +209,16 @@ class SumClient:
             SecureSumError: a wrong length.
         """
         self._next(3)
-        if vector.shape != (self.terms.length,):
-            raise SecureSumError(f"a vector has {self.terms.length} numbers, not {vector.shape}")
-        words = vector + primitives.mask(
-            primitives.derived(self.state.seed, primitives.OWN, self.terms.name), self.terms.length
-        )
+        length = self.terms.length
+        if vector.shape != (length,):
+            raise SecureSumError(f"a vector has {length} numbers, not {vector.shape}")
+        self_mask = primitives.derived(self.state.seed, primitives.SELF_MASK, self.terms.name)
+        masked = vector + primitives.mask(self_mask, length)
         for k in sorted(set(self.state.shares) - {self.number}):
-            other = self.state.keys[k].mask
-            pair = (self.number, k)
-            stream = primitives.pair_mask(
-                self._mask_key, other, self.terms.name, pair, self.terms.length
+            masked = masked + primitives.signed_mask(
+                self._mask_key, self.state.keys[k].mask, self.terms.name, (self.number, k), length
             )
-            words = words + stream if self.number < k else words - stream
-        return Masked(words)
+        return Masked(masked)
 
     def unmask(self, present: Present) -> Shares:
         """Returns one share for each client: of its own mask if it is present, otherwise of its
@@ -271,34 +228,35 @@ class SumClient:
             SecureSumError: too few are present, or some that never took part: the masks stay.
         """
         self._next(4)
-        there = set(present.clients)
-        if len(there) < self.terms.least or not there <= set(self.state.shares):
-            raise SecureSumError(
-                f"{len(there)} clients are present, but {self.terms.least} are required"
-            )
-        if self.number not in there:
+        clients = set(present.clients)
+        if len(clients) < self.terms.threshold or not clients <= set(self.state.shares):
+            raise SecureSumError(f"{len(clients)} clients are too few for a sum")
+        if self.number not in clients:
             raise SecureSumError("the server claims that this client's vector is missing")
-        own = {k: one[SHARE_BYTES:] for k, one in self.state.shares.items() if k in there}
-        keys = {k: one[:SHARE_BYTES] for k, one in self.state.shares.items() if k not in there}
-        return Shares(own, keys)
+        shares = self.state.shares
+        return Shares(
+            seeds={k: share[SHARE_BYTES:] for k, share in shares.items() if k in clients},
+            keys={k: share[:SHARE_BYTES] for k, share in shares.items() if k not in clients},
+        )
 
 
-_NAME = re.compile(r"client-([0-9]{3,9})\.pem")
-
-
-def read_identities(own: Path, others: Path) -> Identities:
+def read_identities(private_key: Path, folder: Path) -> Identities:
     """Returns a client's own key, and all clients' public ones.
 
     Args:
-        own: an Ed25519 private key, PEM.
-        others: a folder of client-NNN.pem, Ed25519 public keys; the client's own may be among them.
+        private_key: an Ed25519 private key, PEM.
+        folder: client-NNN.pem, Ed25519 public keys; the client's own may be among them.
 
     Raises:
-        SettingError: the folder has no such file.
+        SettingError: the folder has no such file, or one of another name.
         SigningError: a file is not such a key, or `cryptography` is not installed.
     """
-    found = [match for path in sorted(others.glob("*")) if (match := _NAME.fullmatch(path.name))]
-    if not found:
-        raise SettingError(None, str(others), "has no client-NNN.pem, the other clients' keys")
-    public = {int(match[1]): read_public_key(others / match[0]) for match in found}
-    return Identities(read_private_key(own), public)
+    public_keys: dict[int, Ed25519PublicKey] = {}
+    for path in folder.glob("client-*.pem"):
+        number = path.stem.removeprefix("client-")
+        if not number.isdecimal():
+            raise SettingError(None, str(path), "must be client-NNN.pem, with the client's number")
+        public_keys[int(number)] = read_public_key(path)
+    if not public_keys:
+        raise SettingError(None, str(folder), "has no client-NNN.pem, the other clients' keys")
+    return Identities(read_private_key(private_key), public_keys)

@@ -1,35 +1,31 @@
 """The messages of a secure sum, and a client's state between them: JSON with bytes in hexadecimal,
-and words. All received bytes are untrusted.
+and vectors. All received bytes are untrusted.
 """
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Annotated, Any, Self
+from typing import Annotated, Self
 
 import numpy as np
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
-from pydantic.dataclasses import dataclass
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from fedsynth.deployment.secure_aggregation.primitives import KEY_BYTES, SecureSumError, Words
+from fedsynth.deployment.secure_aggregation.primitives import KEY_BYTES, IntVector, SecureSumError
 
 Index = Annotated[int, Field(ge=0, lt=10**9)]
 Key = Annotated[bytes, Field(min_length=KEY_BYTES, max_length=KEY_BYTES)]
-CHECKED = ConfigDict(strict=True, extra="forbid", ser_json_bytes="hex", val_json_bytes="hex")
+Secret = Annotated[Key, Field(repr=False)]
 
 
-@cache
-def _schema(kind: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)
+class Parcel(BaseModel):
+    """A message that checks its fields."""
 
-
-class Parcel:
-    """A message; its subclasses are dataclasses that check their fields."""
+    model_config = ConfigDict(
+        strict=True, extra="forbid", ser_json_bytes="hex", val_json_bytes="hex"
+    )
 
     def to_bytes(self) -> bytes:
         """Returns its bytes."""
-        kind: Any = type(self)
-        return _schema(kind).dump_json(self)
+        return self.model_dump_json().encode()
 
     @classmethod
     def from_bytes(cls, sent: bytes) -> Self:
@@ -39,15 +35,12 @@ class Parcel:
             SecureSumError: it is another kind of message, or damaged.
         """
         try:
-            kind: Any = cls
-            read: Self = _schema(kind).validate_json(sent)
+            return cls.model_validate_json(sent)
         except ValidationError as error:
             first = error.errors(include_url=False, include_input=False)[0]["msg"]
             raise SecureSumError(f"no {cls.__name__} of a secure sum: {first:.120}") from None
-        return read
 
 
-@dataclass(frozen=True, config=CHECKED)
 class Keys(Parcel):
     """A client's public keys for one sum.
 
@@ -72,7 +65,6 @@ class Keys(Parcel):
         )
 
 
-@dataclass(frozen=True, config=CHECKED)
 class Roster(Parcel):
     """All clients' keys, from the server.
 
@@ -83,7 +75,6 @@ class Roster(Parcel):
     keys: dict[Index, Keys]
 
 
-@dataclass(frozen=True, config=CHECKED)
 class Sealed(Parcel):
     """Sealed bytes by client: for each receiver, or from each sender.
 
@@ -94,7 +85,6 @@ class Sealed(Parcel):
     of: dict[Index, bytes]
 
 
-@dataclass(frozen=True, config=CHECKED)
 class Present(Parcel):
     """The clients whose masked vectors the server has; it asks for shares to remove the masks.
 
@@ -105,20 +95,18 @@ class Present(Parcel):
     clients: tuple[Index, ...]
 
 
-@dataclass(frozen=True, config=CHECKED)
 class Shares(Parcel):
     """A client's shares that remove masks: one for each other client, and never two.
 
     Args:
-        own: of own masks' seeds, of present clients.
+        seeds: of own masks' seeds, of present clients.
         keys: of mask keys, of lost clients.
     """
 
-    own: dict[Index, bytes]
+    seeds: dict[Index, bytes]
     keys: dict[Index, bytes]
 
 
-@dataclass(config=CHECKED, repr=False)
 class SumState(Parcel):
     """A client's state in one sum, with its secrets: for a file that only the client reads.
 
@@ -135,30 +123,36 @@ class SumState(Parcel):
 
     number: Index
     terms: str
-    mask_key: Key
-    channel_key: Key
-    seed: Key
-    step: int
-    keys: dict[Index, Keys]
-    shares: dict[Index, bytes]
+    mask_key: Secret
+    channel_key: Secret
+    seed: Secret
+    step: int = 0
+    keys: dict[Index, Keys] = {}
+    shares: dict[Index, bytes] = Field(default={}, repr=False)
 
 
-class Masked(Parcel):
+class Masked:
     """A client's masked vector.
 
     Args:
-        words: uint64 [n].
+        vector: uint64 [n].
     """
 
-    def __init__(self, words: Words) -> None:
-        self.words = words
+    def __init__(self, vector: IntVector) -> None:
+        self.vector = vector
 
     def to_bytes(self) -> bytes:
-        return self.words.astype("<u8").tobytes()
+        """Returns its bytes."""
+        return self.vector.astype("<u8").tobytes()
 
     @classmethod
     def from_bytes(cls, sent: bytes) -> Self:
+        """Returns the vector in received bytes.
+
+        Raises:
+            SecureSumError: its last number is cut off.
+        """
         try:
             return cls(np.frombuffer(sent, "<u8").astype(np.uint64))
         except ValueError:
-            raise SecureSumError("no Masked of a secure sum: its words are cut off") from None
+            raise SecureSumError("no Masked of a secure sum: its numbers are cut off") from None

@@ -16,40 +16,25 @@ import math
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from cryptography.hazmat.primitives.ciphers import Cipher
+from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
+from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from fedsynth.errors import FedsynthError, SettingError
-
-if TYPE_CHECKING:
-    from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 
 class SecureSumError(FedsynthError):
     """A party's message is not what the protocol asks for, or too few parties are left."""
 
 
-class MissingLibraryError(FedsynthError):
-    """The `secure` extra is not installed."""
-
-
-def require_cryptography() -> None:
-    """Raises an error that names the missing extra, if `cryptography` is not installed.
-
-    Raises:
-        MissingLibraryError: it is not.
-    """
-    try:
-        import cryptography  # noqa: F401
-    except ImportError:
-        raise MissingLibraryError(
-            "secure sums need the cryptography package: pip install 'fedsynth[secure]'"
-        ) from None
-
-
-Words = npt.NDArray[np.uint64]
+IntVector = npt.NDArray[np.uint64]
 Reals = npt.NDArray[np.float64]
 BITS = 64
 
@@ -68,8 +53,8 @@ class FixedPoint:
             private: an error would reveal about one vector what only the sum may reveal.
 
     >>> form = FixedPoint(bound=4.0, clients=3)
-    >>> words = form.encode(np.array([1.5, -0.25])) + form.encode(np.array([1.0, -3.0]))
-    >>> form.decode(words).tolist()
+    >>> vector = form.encode(np.array([1.5, -0.25])) + form.encode(np.array([1.0, -3.0]))
+    >>> form.decode(vector).tolist()
     [2.5, -3.25]
     """
 
@@ -80,18 +65,12 @@ class FixedPoint:
 
     def __post_init__(self) -> None:
         if not 0 < self.bound < math.inf or self.clients < 1 or abs(self.fraction) > 1000:
-            raise SettingError(
-                None, "bound, clients, fraction", "must be above 0, and within ±1000 bits"
-            )
+            raise SettingError(None, "bound, clients, fraction", "are out of range")
         if self.clients * (self.bound * 2.0**self.fraction + 1) >= 2.0 ** (BITS - 1):
-            raise SettingError(
-                None,
-                "bound",
-                f"of {self.bound:g} with {self.clients} clients and {self.fraction} bits "
-                f"overflows {BITS} bits: use fewer fractional bits",
-            )
+            reason = f"of {self.bound:g} overflows {BITS} bits: use fewer fractional bits"
+            raise SettingError(None, "bound", reason)
 
-    def encode(self, vector: npt.ArrayLike) -> Words:
+    def encode(self, vector: npt.ArrayLike) -> IntVector:
         """Returns a vector as uint64 [n].
 
         Raises:
@@ -110,7 +89,7 @@ class FixedPoint:
             steps += np.where(steps < -(2.0 ** (BITS - 1)), 2.0**BITS, 0.0)
         return steps.astype(np.int64).view(np.uint64)
 
-    def decode(self, encoded: Words) -> Reals:
+    def decode(self, encoded: IntVector) -> Reals:
         """Returns the sum of at most `clients` encoded vectors, float64 [n]."""
         return encoded.view(np.int64).astype(np.float64) / 2.0**self.fraction
 
@@ -131,15 +110,17 @@ def split(secret: bytes, holders: list[int], threshold: int) -> dict[int, bytes]
     Raises:
         SecureSumError: invalid arguments.
     """
-    if len(secret) != SECRET_BYTES or not 1 <= threshold <= len(set(holders)) == len(holders):
-        raise SecureSumError(
-            "a secret must have 32 bytes and at least as many holders as its threshold"
-        )
-    if min(holders) < 0:
-        raise SecureSumError("a holder's number must be at least 0")
-    coefficients = [int.from_bytes(secret, "big")]
-    coefficients += [secrets.randbelow(PRIME) for _ in range(threshold - 1)]
-    return {k: _value(coefficients, k + 1).to_bytes(SHARE_BYTES, "big") for k in holders}
+    if len(secret) != SECRET_BYTES or not 1 <= threshold <= len(set(holders)) or min(holders) < 0:
+        raise SecureSumError("a secret has 32 bytes and as many holders as its threshold, or more")
+    coefficients = [secrets.randbelow(PRIME) for _ in range(threshold - 1)]
+    coefficients.append(int.from_bytes(secret, "big"))
+    shares: dict[int, bytes] = {}
+    for holder in holders:
+        value = 0
+        for coefficient in coefficients:  # Horner's scheme
+            value = (value * (holder + 1) + coefficient) % PRIME
+        shares[holder] = value.to_bytes(SHARE_BYTES, "big")
+    return shares
 
 
 def combine(shares: Mapping[int, bytes], threshold: int) -> bytes:
@@ -166,22 +147,14 @@ def combine(shares: Mapping[int, bytes], threshold: int) -> bytes:
     return secret.to_bytes(SECRET_BYTES, "big")
 
 
-def _value(coefficients: list[int], x: int) -> int:
-    """Returns the polynomial's value (Horner)."""
-    value = 0
-    for coefficient in reversed(coefficients):
-        value = (value * x + coefficient) % PRIME
-    return value
-
-
 KEY_BYTES = 32
 _ZERO = bytes(16)
-MASK, CHANNEL, OWN = b"mask", b"channel", b"own mask"
+MASK, CHANNEL, SELF_MASK = b"mask", b"channel", b"own mask"
+"""Purposes of derived keys."""
 
 
 def key_of(secret: bytes) -> X25519PrivateKey:
     """Returns the key with these 32 bytes."""
-    from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
     return X25519PrivateKey.from_private_bytes(secret)
 
@@ -203,7 +176,6 @@ def common(key: X25519PrivateKey, other: bytes, purpose: bytes, about: bytes) ->
     Raises:
         SecureSumError: the other's key is invalid.
     """
-    from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PublicKey
 
     try:
         secret = key.exchange(X25519PublicKey.from_public_bytes(other))
@@ -214,17 +186,13 @@ def common(key: X25519PrivateKey, other: bytes, purpose: bytes, about: bytes) ->
 
 def derived(secret: bytes, purpose: bytes, about: bytes) -> bytes:
     """Returns a key for one purpose (HKDF-SHA256)."""
-    from cryptography.hazmat.primitives.hashes import SHA256
-    from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
     info = b"fedsynth secure sum " + purpose + b" " + about
     return HKDF(SHA256(), KEY_BYTES, None, info).derive(secret)
 
 
-def mask(key: bytes, length: int) -> Words:
+def mask(key: bytes, length: int) -> IntVector:
     """Returns ChaCha20's key stream of a key that is used for nothing else, uint64 [length]."""
-    from cryptography.hazmat.primitives.ciphers import Cipher
-    from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
 
     stream = Cipher(ChaCha20(key, _ZERO), mode=None).encryptor().update(bytes(8 * length))
     return np.frombuffer(stream, "<u8").astype(np.uint64)
@@ -239,7 +207,6 @@ def seal(key: bytes, content: bytes, about: bytes) -> bytes:
         content: the plaintext.
         about: the context that it is bound to.
     """
-    from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 
     return ChaCha20Poly1305(key).encrypt(_ZERO[:12], content, about)
 
@@ -250,8 +217,6 @@ def unseal(key: bytes, sealed: bytes, about: bytes) -> bytes:
     Raises:
         SecureSumError: it was changed on the way, or is for others.
     """
-    from cryptography.exceptions import InvalidTag
-    from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 
     try:
         return ChaCha20Poly1305(key).decrypt(_ZERO[:12], sealed, about)
@@ -259,17 +224,21 @@ def unseal(key: bytes, sealed: bytes, about: bytes) -> bytes:
         raise SecureSumError("shares were changed in transit, or belong to other clients") from None
 
 
-def pair_mask(
+def signed_mask(
     key: X25519PrivateKey, other: bytes, sum_name: bytes, pair: tuple[int, int], length: int
-) -> Words:
-    """Returns the mask that two clients share in one sum, the same on both sides, uint64 [length].
+) -> IntVector:
+    """Returns what the first client of a pair adds to its vector for the second one, uint64
+    [length]: their common mask, negative if its index is the larger one.
 
     Args:
         key: the private key of one of them.
         other: the other's public key.
         sum_name: the sum's.
         pair: their indices.
-        length: the number of words.
+        length: of vectors.
     """
     about = hashlib.sha256(b"%s %d %d" % (sum_name, min(pair), max(pair))).digest()
-    return mask(common(key, other, MASK, about), length)
+    stream = mask(common(key, other, MASK, about), length)
+    if pair[0] > pair[1]:
+        stream = np.negative(stream)  # modulo 2^64
+    return stream

@@ -23,7 +23,7 @@ from fedsynth.core.messages import Message, public
 from fedsynth.core.method import Method
 from fedsynth.core.uploads import Array
 from fedsynth.deployment.secure_aggregation.client import SumTerms
-from fedsynth.deployment.secure_aggregation.primitives import FixedPoint, SecureSumError, Words
+from fedsynth.deployment.secure_aggregation.primitives import FixedPoint, IntVector, SecureSumError
 from fedsynth.federation.protocol import declared
 from fedsynth.privacy.grid import finest
 
@@ -31,94 +31,73 @@ NAME_DIGITS = 32
 
 
 @dataclass(frozen=True)
-class Part:
-    """One field of an upload.
+class UploadLayout:
+    """The encoding of an upload as integers modulo 2^64, and of their sums as a message.
 
     Args:
-        name: of the field.
-        shape: of its tensor.
-        form: the fixed-point form of its numbers.
+        kind: the message's type.
+        fields: name -> shape of the tensor, and the fixed-point form of its numbers.
     """
 
-    name: str
-    shape: tuple[int, ...]
-    form: FixedPoint
+    kind: type[Message]
+    fields: dict[str, tuple[tuple[int, ...], FixedPoint]]
 
     @property
     def length(self) -> int:
         """The number of coordinates."""
-        return math.prod(self.shape)
+        return sum(math.prod(shape) for shape, _ in self.fields.values())
 
-
-@dataclass(frozen=True)
-class SumForm:
-    """The encoding of an upload as words modulo 2^64, and of their sums as a message.
-
-    Args:
-        kind: the message's type.
-        parts: its fields.
-    """
-
-    kind: type[Message]
-    parts: tuple[Part, ...]
-
-    @property
-    def length(self) -> int:
-        """The number of words of a vector."""
-        return sum(part.length for part in self.parts)
-
-    def encode(self, message: Message) -> Words:
-        """Returns an upload's words, uint64 [length].
+    def encode(self, message: Message) -> IntVector:
+        """Returns an upload as a vector, uint64 [length].
 
         Raises:
             SecureSumError: a value is out of its range.
         """
-        parts = [
-            part.form.encode(getattr(message, part.name).detach().cpu().double().numpy().ravel())
-            for part in self.parts
-        ]
-        return np.concatenate(parts)
+        vectors = []
+        for name, (_, form) in self.fields.items():
+            values = getattr(message, name).detach().cpu().double()
+            vectors.append(form.encode(values.numpy().ravel()))
+        return np.concatenate(vectors)
 
-    def decode(self, encoded: Words, clients: int, device: torch.device) -> Message:
+    def decode(self, encoded: IntVector, clients: int, device: torch.device) -> Message:
         """Returns the message whose fields are the sums, float64.
 
         Args:
-            encoded: the sum of the clients' words.
+            encoded: the sum of the clients' vectors.
             clients: the number of clients.
             device: the message's device.
 
         Raises:
             SecureSumError: the sum is out of the range for this number of clients.
         """
-        fields: dict[str, Any] = {}
+        tensors: dict[str, Any] = {}
         start = 0
-        for part in self.parts:
-            sums = part.form.decode(encoded[start : start + part.length])
-            if not bool((np.abs(sums) <= clients * part.form.bound).all()):
-                raise SecureSumError(
-                    f"the sum of {part.name} is out of the range that its clients may send"
-                )
-            fields[part.name] = torch.from_numpy(sums).view(part.shape).to(device)
-            start += part.length
-        return self.kind(**fields)
+        for name, (shape, form) in self.fields.items():
+            end = start + math.prod(shape)
+            sums = form.decode(encoded[start:end])
+            if not bool((np.abs(sums) <= clients * form.bound).all()):
+                raise SecureSumError(f"the sum of {name} is out of its clients' range")
+            tensors[name] = torch.from_numpy(sums).view(shape).to(device)
+            start = end
+        return self.kind(**tensors)
 
 
 @dataclass(frozen=True)
 class MaskedUpload(Message):
     """The length of a masked vector, which the server keeps for the volume of a round."""
 
-    words: int = public("the settings determine the size of an upload")
+    length: int = public("the settings determine the size of an upload")
 
     @property
     def nbytes(self) -> int:
-        return 8 * self.words
+        return 8 * self.length
 
     @property
     def floats(self) -> int:
-        return self.words
+        return self.length
 
 
-def sum_form(method: Method, phase: str, context: RoundContext) -> SumForm:
+def upload_layout(method: Method, phase: str, context: RoundContext) -> UploadLayout:
     """Returns the form of an exchange's uploads; all of it is public.
 
     Args:
@@ -130,18 +109,17 @@ def sum_form(method: Method, phase: str, context: RoundContext) -> SumForm:
         SecureSumError: a field is not a tensor of a known size.
     """
     rules = method.upload_rules(phase, 0, context)
-    parts = []
+    fields = {}
     for name, plan in method.sum_releases(phase, context).items():
         rule = rules.get(name)
         if not isinstance(rule, Array) or None in rule.shape:
             raise SecureSumError(f"{name} has no known size, so it cannot be summed securely")
         largest = max(abs(rule.least), abs(rule.most))
-        grid = context.grids.get(plan)
-        private = grid is not None
-        grid = grid or finest(largest, context.clients)
+        private = plan in context.grids
+        grid = context.grids[plan] if private else finest(largest, context.clients)
         form = FixedPoint(grid.bound, context.clients, grid.bits, wraps=private)
-        parts.append(Part(name, tuple(size or 0 for size in rule.shape), form))
-    return SumForm(declared(method, phase, "upload"), tuple(parts))
+        fields[name] = (tuple(size or 0 for size in rule.shape), form)
+    return UploadLayout(declared(method, phase, "upload"), fields)
 
 
 def sum_terms(
@@ -169,6 +147,5 @@ def sum_terms(
         hashlib.sha256(about.encode()).digest(),
         threshold=fewest(method, taking, context.clients, private=private),
         clients=taking,
-        length=sum_form(method, phase, context).length,
-        honest=method.noise_shares(context.clients),
+        length=upload_layout(method, phase, context).length,
     )

@@ -21,10 +21,9 @@ from fedsynth.deployment.secure_aggregation.messages import (
     Shares,
 )
 from fedsynth.deployment.secure_aggregation.primitives import (
+    IntVector,
     SecureSumError,
-    Words,
     combine,
-    require_cryptography,
 )
 
 T = TypeVar("T")
@@ -43,32 +42,29 @@ class SumServer:
     """
 
     def __init__(self, terms: SumTerms) -> None:
-        require_cryptography()
         self.terms = terms
         self._keys: dict[int, Keys] = {}
         self._sealed: dict[int, Sealed] = {}
-        self.masked: dict[int, Words] = {}
+        self.masked: dict[int, IntVector] = {}
         self.rejected: dict[int, str] = {}
 
     def _usable(
-        self, sent: Mapping[int, T], right: Callable[[int, T], bool], what: str
+        self, received: Mapping[int, T], is_valid: Callable[[int, T], bool], name: str
     ) -> dict[int, T]:
         """Returns the usable messages, in the order of the clients.
 
         Raises:
             SecureSumError: too few.
         """
-        usable = {k: one for k, one in sorted(sent.items()) if right(k, one)}
-        self.rejected |= dict.fromkeys(sent.keys() - usable.keys(), f"sends no usable {what}")
-        self._enough(len(usable), what, self.terms.least)
+        usable: dict[int, T] = {}
+        for client, message in sorted(received.items()):
+            if is_valid(client, message):
+                usable[client] = message
+            else:
+                self.rejected[client] = f"sends no usable {name}"
+        if len(usable) < self.terms.threshold:
+            raise SecureSumError(f"{len(usable)} clients are too few: no usable {name} of others")
         return usable
-
-    def _enough(self, clients: int, what: str, needed: int) -> None:
-        if clients < needed:
-            raise SecureSumError(
-                f"{clients} clients have sent {what}, but {needed} are required: the sum was "
-                "not computed, and the server has learned nothing"
-            )
 
     def roster(self, keys: Mapping[int, Keys]) -> Roster:
         """Returns all keys, for all clients; a client that claims to be another one is lost.
@@ -76,23 +72,27 @@ class SumServer:
         Raises:
             SecureSumError: too few.
         """
-        self._keys = self._usable(keys, lambda k, one: one.client == k, "keys")
-        return Roster(self._keys)
+        self._keys = self._usable(keys, lambda k, message: message.client == k, "keys")
+        return Roster(keys=self._keys)
 
-    def passed_on(self, sealed: Mapping[int, Sealed]) -> dict[int, Sealed]:
+    def relay(self, sealed: Mapping[int, Sealed]) -> dict[int, Sealed]:
         """Returns the message to each client: the shares that the others have made for it. A client
         that has no share for another is lost: masks would not cancel.
 
         Raises:
             SecureSumError: too few have made shares.
         """
-        self._sealed = self._usable(
-            sealed,
-            lambda k, one: k in self._keys and one.of.keys() == self._keys.keys() - {k},
-            "shares",
-        )
-        senders = self._sealed.items()
-        return {k: Sealed({j: one.of[k] for j, one in senders if j != k}) for k in self._sealed}
+        members = self._keys.keys()
+
+        def is_complete(client: int, message: Sealed) -> bool:
+            return client in members and message.of.keys() == members - {client}
+
+        self._sealed = self._usable(sealed, is_complete, "shares")
+        relayed: dict[int, Sealed] = {}
+        for client in self._sealed:
+            senders = self._sealed.keys() - {client}
+            relayed[client] = Sealed(of={k: self._sealed[k].of[client] for k in senders})
+        return relayed
 
     def present(self, masked: Mapping[int, Masked]) -> Present:
         """Returns the clients whose vectors are present, for all of them; one with a vector of
@@ -102,36 +102,41 @@ class SumServer:
             SecureSumError: too few vectors.
         """
         shape = (self.terms.length,)
-        usable = self._usable(
-            masked, lambda k, one: k in self._sealed and one.words.shape == shape, "vector"
-        )
-        self.masked = {k: one.words for k, one in usable.items()}
-        return Present(tuple(self.masked))
 
-    def sum(self, shares: Mapping[int, Shares]) -> Words:
+        def is_valid(client: int, message: Masked) -> bool:
+            return client in self._sealed and message.vector.shape == shape
+
+        usable = self._usable(masked, is_valid, "vector")
+        self.masked = {client: message.vector for client, message in usable.items()}
+        return Present(clients=tuple(self.masked))
+
+    def sum(self, shares: Mapping[int, Shares]) -> IntVector:
         """Returns the sum of the vectors of the present clients, uint64 [n].
 
         Raises:
             SecureSumError: too few or wrong shares: there is no sum.
         """
-        answers = {k: one for k, one in shares.items() if k in self.masked}
-        threshold = self.terms.threshold
-        self._enough(len(answers), "shares of masks", threshold)
+        answers = self._usable(shares, lambda k, _: k in self.masked, "shares of masks")
         total = np.zeros(self.terms.length, np.uint64)
-        name = self.terms.name
-        for k, words in self.masked.items():
-            parts = {j: one.own[k] for j, one in answers.items() if k in one.own}
-            seed = combine(parts, threshold)
-            if hashlib.sha256(seed).digest() != self._keys[k].commitment:
-                raise SecureSumError(f"the shares of client {k}'s own mask were changed")
-            own = primitives.derived(seed, primitives.OWN, name)
-            total = total + words - primitives.mask(own, self.terms.length)
-        for k in self._sealed.keys() - self.masked.keys():
-            parts = {j: one.keys[k] for j, one in answers.items() if k in one.keys}
-            key = primitives.key_of(combine(parts, threshold))
-            if primitives.public(key) != self._keys[k].mask:
-                raise SecureSumError(f"the shares of client {k}'s mask key were changed")
-            for j in self.masked:
-                stream = primitives.pair_mask(key, self._keys[j].mask, name, (k, j), len(total))
-                total = total + stream if k < j else total - stream
+        for client, vector in self.masked.items():
+            seed = self._secret(client, {k: message.seeds for k, message in answers.items()})
+            if hashlib.sha256(seed).digest() != self._keys[client].commitment:
+                raise SecureSumError(f"the shares of client {client}'s own mask were changed")
+            self_mask = primitives.derived(seed, primitives.SELF_MASK, self.terms.name)
+            total = total + vector - primitives.mask(self_mask, self.terms.length)
+        for client in self._sealed.keys() - self.masked.keys():
+            secret = self._secret(client, {k: message.keys for k, message in answers.items()})
+            key = primitives.key_of(secret)
+            if primitives.public(key) != self._keys[client].mask:
+                raise SecureSumError(f"the shares of client {client}'s mask key were changed")
+            for other in self.masked:
+                # the mask that the other one has added
+                total = total - primitives.signed_mask(
+                    key, self._keys[other].mask, self.terms.name, (other, client), len(total)
+                )
         return total
+
+    def _secret(self, client: int, shares: Mapping[int, Mapping[int, bytes]]) -> bytes:
+        """Returns a client's secret from the others' shares, {holder: {client: share}}."""
+        of_client = {holder: of[client] for holder, of in shares.items() if client in of}
+        return combine(of_client, self.terms.threshold)

@@ -21,9 +21,7 @@ import pytest
 import torch
 
 import fedsynth
-from fedsynth import resolve
-from fedsynth.deployment.proposal import Proposal, own_proposal
-from tests.small import small_settings
+from fedsynth.deployment.proposal import Proposal, new_proposal
 
 HERE = Path(__file__).parent
 CLIENTS = 3
@@ -35,23 +33,6 @@ epsilon = 2.6
 delta = 1e-5
 open = true
 """
-
-
-def sections(name: str, **more: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Two rounds of a method on the digits, with a subset and small steps."""
-    return {
-        "run": {
-            "method": name,
-            "rounds": 2,
-            "device": "cpu",
-            "evaluate_every": 2,
-            **more.pop("run", {}),
-        },
-        "partition": {"clients": CLIENTS, "subset": 0.2, "alpha": 1.0},
-        "model": {"width": 4, "depth": 2, "norm": "instance"},
-        "method": {**small_settings(name), **more.pop("method", {})},
-        **{key: dict(values) for key, values in more.items()},
-    }
 
 
 def eventually(said: Callable[[], Any], what: str, seconds: float = 120.0) -> Any:
@@ -78,16 +59,11 @@ class Run:
     lines: list[str] = field(default_factory=list)
     folder: Path | None = None
     error: Exception | None = None
-    thread: threading.Thread | None = None
 
     def ended(self, seconds: float = 180.0) -> Path:
         """Its folder, when it has ended."""
-        assert self.thread is not None
-        self.thread.join(seconds)
-        said = "\n".join(self.lines[-40:])
-        assert not self.thread.is_alive(), f"the run has not ended:\n{said}"
-        assert self.error is None, f"{self.error}:\n{said}"
-        assert self.folder is not None
+        eventually(lambda: self.folder or self.error, "\n".join(self.lines[-40:]), seconds)
+        assert self.folder is not None, (self.error, self.lines[-40:])
         return self.folder
 
     def under_way(self) -> Path | None:
@@ -106,16 +82,14 @@ class Federation:
 
     Args:
         folder: for all that they leave.
-        script: what every client's process runs; None: `fedsynth client`.
     """
 
-    def __init__(self, folder: Path, script: Path | None = None) -> None:
+    def __init__(self, folder: Path) -> None:
         from fedsynth.deployment.flower.keys import make_keys
         from fedsynth.deployment.flower.processes import free_port
-        from fedsynth.deployment.flower.serving import Link, superlink
+        from fedsynth.deployment.flower.serving import SuperLinkSettings, superlink
 
         self.folder = folder
-        self.script = script
         self.keys = folder / "keys"
         self.watch = folder / "watch.log"
         self.clients: dict[int, subprocess.Popen[bytes]] = {}
@@ -128,7 +102,7 @@ class Federation:
         make_keys(self.keys, CLIENTS)
         make_keys(folder / "strangers", 1)
         self.port = free_port()
-        link = Link(self.port, self.keys, CLIENTS)
+        link = SuperLinkSettings(self.port, self.keys, CLIENTS)
         self.started = self._stack.enter_context(superlink(link, folder))
         (folder / "policy.toml").write_text(POLICY)
         for number in range(CLIENTS):
@@ -160,12 +134,6 @@ class Federation:
     def start_client(self, number: int) -> None:
         """Starts a data owner's process."""
         arguments = self.client_arguments(number)
-        if self.script is not None:
-            self.home(number).mkdir(exist_ok=True)
-            authority = str(self.keys / "ca.crt")
-            key = str(self.keys / f"client-{number:03d}")
-            where = [f"127.0.0.1:{self.port}", str(number), str(self.home(number))]
-            arguments = [sys.executable, str(self.script), *where, authority, key]
         with (self.folder / f"owner-{number}.log").open("ab") as log:
             self.clients[number] = subprocess.Popen(
                 arguments, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
@@ -173,22 +141,9 @@ class Federation:
 
     def kill_client(self, number: int) -> None:
         """As a machine that loses its power: the node's processes are gone at once."""
-        process = self.clients.pop(number)
-        children = self.children(process.pid)
-        for pid in (process.pid, *children):
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        process = self.clients.pop(number)  # its SuperNode ends with it
+        process.kill()
         process.wait(20)
-
-    def children(self, pid: int) -> list[int]:
-        """The processes that one of ours has started."""
-        found = []
-        for status in Path("/proc").glob("[0-9]*/stat"):
-            with suppress(OSError, ValueError):
-                fields = status.read_text().rpartition(")")[2].split()
-                if int(fields[1]) == pid:
-                    found.append(int(status.parent.name))
-        return found
 
     def run(
         self,
@@ -197,11 +152,11 @@ class Federation:
         resume: Path | None = None,
     ) -> Run:
         """Starts a run."""
-        from fedsynth.deployment.carrier import Timeouts
+        from fedsynth.deployment.connection import Timeouts
 
         output = self.folder / f"runs-{time.monotonic_ns()}" if resume is None else resume.parent
         run = Run(output)
-        proposal: Proposal = own_proposal(given)
+        proposal: Proposal = new_proposal(given)
 
         def work() -> None:
             try:
@@ -210,15 +165,14 @@ class Federation:
             except Exception as error:
                 run.error = error
 
-        run.thread = threading.Thread(target=work, daemon=True)
-        run.thread.start()
+        threading.Thread(target=work, daemon=True).start()
         return run
 
     def rounds(self, number: int) -> int:
         """The last round that a client has taken a step of, in the run that it joined last."""
         files = list(self.home(number).glob("runs/*/session.json"))
         newest = max(files, key=lambda file: file.parent.stat().st_ctime_ns)
-        return max((one[0] for one in json.loads(newest.read_text())["done"]), default=0)
+        return max((one[0] for one in json.loads(newest.read_text())["steps"]), default=0)
 
     def server_process(self) -> int | None:
         """The ServerApp's process of the run that was started last."""
@@ -267,8 +221,3 @@ def report_of(folder: Path) -> dict[str, Any]:
     """The privacy report in a folder."""
     found: dict[str, Any] = json.loads((folder / "privacy_report.json").read_text())
     return found
-
-
-def settings_of(given: Mapping[str, Mapping[str, Any]]) -> Any:
-    """The settings of the same run in one process."""
-    return resolve(given)

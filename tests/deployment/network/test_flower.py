@@ -21,7 +21,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fedsynth import simulate
+from fedsynth import resolve, simulate
 from fedsynth.privacy.ledger import read_ledger
 from fedsynth.results.verification import verify_run
 from tests.deployment.network.conftest import (
@@ -31,9 +31,8 @@ from tests.deployment.network.conftest import (
     Run,
     eventually,
     report_of,
-    sections,
-    settings_of,
 )
+from tests.deployment.place import sections
 
 pytestmark = pytest.mark.network
 PRIVATE = {"noise_multiplier": 5.0}
@@ -51,7 +50,7 @@ def ledger(federation: Federation, number: int) -> tuple[Any, ...]:
 
 def same_model(folder: Path, given: Any) -> None:
     """The run's model is that of the same run in one process."""
-    together = simulate(settings_of(given))
+    together = simulate(resolve(given))
     found = load_file(folder / "model.safetensors")
     for name, value in together.model.state_dict().items():
         torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-5, msg=name)
@@ -61,7 +60,7 @@ def test_a_private_run_charges_each_owners_ledger_as_a_simulation(federation: Fe
     """And each owner has a report of its own, the server one of what it was sent."""
     given = sections("feddm", privacy=PRIVATE)
     folder = federation.run(given).ended()
-    alone = simulate(settings_of(given))
+    alone = simulate(resolve(given))
     rows = rows_of(folder)
     assert [row["round"] for row in rows] == [1, 2]
     assert rows[-1]["epsilon"] == pytest.approx(alone.metrics[-1]["epsilon"], rel=1e-12)
@@ -101,8 +100,7 @@ def test_open_runs_end_with_the_model_of_one_process(federation: Federation) -> 
     for method in ("feddm", "fedaf", "fedstats"):
         given = sections(method)
         if method == "fedstats":  # of which the server sees sums alone
-            settings = {"second_moments": "no", "aggregation": "secure"}
-            given = sections(method, method=settings)
+            given["method"] |= {"second_moments": "no", "aggregation": "secure"}
         runs[method] = (given, federation.run(given))
     for given, run in runs.values():
         folder = run.ended()
@@ -115,7 +113,7 @@ def test_who_declines_takes_no_part(federation: Federation) -> None:
     folder = federation.run(sections("fedavg", run={"quorum": 0.3})).ended()
     for row in rows_of(folder):
         assert "method fedavg is not allowed" in row["lost"][str(BOUNDED)]
-    assert "declined: method fedavg is not allowed" in federation.log(BOUNDED)
+    assert "declines: method fedavg is not allowed" in federation.log(BOUNDED)
 
 
 def test_a_server_resumes_from_its_checkpoint(federation: Federation) -> None:
@@ -175,8 +173,9 @@ def test_a_node_killed_in_a_sum_drops_out_and_the_others_continue(
 ) -> None:
     """One client is held up while another is killed: the sum of that round, and all later ones, are
     those of who is there. (Of three, one may look: so that another may be lost, each adds all.)"""
-    method = {"aggregation": "secure", "honest": 1, "second_moments": "no"}
-    run = federation.run(sections("fedstats", method=method, run={"rounds": 4}), answer=20.0)
+    given = sections("fedstats", run={"rounds": 4})
+    given["method"] |= {"aggregation": "secure", "honest": 1, "second_moments": "no"}
+    run = federation.run(given, answer=20.0)
     eventually(lambda: run.rows() >= 1, "a first round")
     held_up = federation.clients[1]
     held_up.send_signal(signal.SIGSTOP)

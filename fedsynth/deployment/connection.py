@@ -1,4 +1,4 @@
-"""Transports a server's messages to nodes, and sets how long the server waits."""
+"""A server's connection to nodes: the transport of its messages, and how long it waits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Protocol
 from fedsynth.validation import MAX_SECONDS, check_number
 
 
-class Carrier(Protocol):
+class Transport(Protocol):
     """Carries messages to nodes and back. It identifies nodes by its own numbers.
 
     Attributes:
@@ -33,7 +33,7 @@ class Timeouts:
     Args:
         join: until all clients have joined.
         answer: until a message is answered, including the client's step.
-        look: between two polls for connected nodes.
+        poll: between two polls for connected nodes.
 
     Raises:
         SettingError: a number that is negative, not finite or more than three years.
@@ -41,7 +41,7 @@ class Timeouts:
 
     join: float = 600.0
     answer: float = 3600.0
-    look: float = 1.0
+    poll: float = 1.0
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -49,16 +49,16 @@ class Timeouts:
 
 
 @dataclass(frozen=True)
-class Post:
+class Connection:
     """The server's connection to nodes.
 
     Args:
-        carrier: transports messages to the nodes.
+        transport: carries messages to the nodes.
         timeouts: how long the server waits for them.
-        numbers: node -> client, by the keys that nodes authenticate with; empty: each node states
-            its client's number.
+        clients: node -> client, by the keys that nodes authenticate with; empty: each node states
+            its client.
     """
 
-    carrier: Carrier
+    transport: Transport
     timeouts: Timeouts = field(default_factory=Timeouts)
-    numbers: Mapping[int, int] = field(default_factory=dict)
+    clients: Mapping[int, int] = field(default_factory=dict)
