@@ -308,20 +308,16 @@ class Clients:
         """
         return LedgerFolder(folder).open(self.names, self.digests, data_set_id(run))
 
-    def fresh_ledgers(self, folder: Path | None, run: RunSettings) -> list[Ledger]:
-        """Returns empty ledgers, in memory or in a run folder. They are public, so they have no
-        fingerprints of records.
-        """
-        return new_ledgers(self.fresh_names, folder, run)
-
     @property
-    def fresh_names(self) -> tuple[str, ...]:
-        """The names of fresh ledgers."""
+    def ledger_names(self) -> tuple[str, ...]:
+        """The names of new ledgers."""
         return self.names or default_names(len(self.parts))
 
 
 def new_ledgers(names: Sequence[str], folder: Path | None, run: RunSettings) -> list[Ledger]:
-    """Returns a ledger for each name, in memory or, if `folder` is given, in its files."""
+    """Returns a ledger for each name, in memory or, if `folder` is given, in its files. The ledgers
+    of a run folder are public, so they have no fingerprints of records.
+    """
     dataset = data_set_id(run)
     ledgers = []
     for name in names:

@@ -112,7 +112,8 @@ def distil_files(
     require_finite(network)
     if evaluate:
         test = load_dataset(dataset, data_root)[1].to(torch_device)
-        for name, model in zip([*files, "student"], [*networks, network], strict=True):
+        names = [*map(str, files), "student"]
+        for name, model in zip(names, [*networks, network], strict=True):
             yield f"{name}: test accuracy {100 * accuracy(model, test):.2f} %"
     try:
         output.parent.mkdir(parents=True, exist_ok=True)

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,7 +36,7 @@ from fedsynth.federation.position_leak_check import check_private_steps
 from fedsynth.federation.privacy_plan import PrivacyPlan
 from fedsynth.federation.protocol import Refusal
 from fedsynth.federation.round_loop import RoundResult, negotiate_terms, run_round
-from fedsynth.federation.run_data import PRIVATE, Clients, divided
+from fedsynth.federation.run_data import PRIVATE, Clients, divided, new_ledgers
 from fedsynth.federation.server import Server
 from fedsynth.methods import is_own_method
 from fedsynth.models.registry import is_own_model
@@ -155,6 +156,7 @@ class Simulation:
         settings = self.settings
         training, held_out = divided(settings, parts, train)
         ledgers: Sequence[Ledger | None] = [None] * len(parts)
+        names = clients.ledger_names
         folder = settings.ledger
         if settings.privacy is not None:
             folder = settings.privacy.ledger_folder
@@ -162,10 +164,10 @@ class Simulation:
             ledgers = clients.kept_ledgers(folder, settings)
         elif resumed is not None and self._private:
             if resumed.has_begun:
-                resumed.require_ledgers(clients.fresh_names)
-            ledgers = clients.fresh_ledgers(resumed.path / "ledger", settings)
+                resumed.require_ledgers(names)
+            ledgers = new_ledgers(names, resumed.path / "ledger", settings)
         elif self._private:
-            ledgers = clients.fresh_ledgers(None, settings)
+            ledgers = new_ledgers(names, None, settings)
         runtimes = []
         for number, ledger in enumerate(ledgers):
             data = ClientData(train, training[number], held_out[number])
@@ -261,7 +263,7 @@ class Simulation:
 
     def _restore(self, folder: RunFolder, checkpoint: Checkpoint | None) -> None:
         """Restores the state of the server and the clients from the checkpoint."""
-        rows = []
+        rows: Sequence[dict[str, Any]] = ()
         if checkpoint is not None:
             rows = checkpoint.rows
             device = self.context.device
@@ -308,7 +310,7 @@ class Simulation:
         folder.write_config(to_toml(self.settings.to_mapping()))
         folder.write_sources([code.text_file for code in own_sources(self.settings).values()])
         if self._private and self.plan.privacy.ledger_folder is None:
-            ledgers = clients.fresh_ledgers(folder.path / "ledger", self.settings)
+            ledgers = new_ledgers(clients.ledger_names, folder.path / "ledger", self.settings)
             for client, ledger in zip(self.exchange.clients, ledgers, strict=True):
                 client.move_ledger(ledger)
         self.checkpoints.begin(folder)

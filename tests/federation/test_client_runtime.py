@@ -241,7 +241,9 @@ def test_a_mechanism_belongs_to_its_client_and_is_not_copied() -> None:
     group = view(clients, MAIN, ctx)
     assert isinstance(group, PrivateClientView)
     other = group.select(1).series(COUNTS)
-    with pytest.raises(UnplannedReleaseError, match="client 1 does not match the records of client 0"):
+    with pytest.raises(
+        UnplannedReleaseError, match="client 1 does not match the records of client 0"
+    ):
         group.select(0).class_sums(other, lambda x, segment: x.new_ones(len(x), 1))
     for copied in (copy.copy, copy.deepcopy, pickle.dumps):
         with pytest.raises(TypeError, match="must not be"):

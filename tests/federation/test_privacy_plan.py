@@ -13,9 +13,7 @@ import torch
 
 from fedsynth.config.resolve import resolve
 from fedsynth.config.settings import RunSettings
-from fedsynth.core.client import PrivateClientView
 from fedsynth.core.context import RoundContext
-from fedsynth.core.method import Memory, Request, Results
 from fedsynth.data.registry import dataset_spec
 from fedsynth.federation.client_budget import ClientBudget
 from fedsynth.federation.context import public_context
@@ -244,40 +242,6 @@ def test_a_mechanism_without_guarantee_is_recorded_and_gives_no_series() -> None
 
 
 # ------------------------------------------------------------------- methods that would spend more
-
-
-@dataclass(frozen=True)
-class Asking(FedAvg):
-    """Asks for series before it trains."""
-
-    name: ClassVar[str] = "asking"
-    names: str = "model"
-
-    def client_step(
-        self,
-        message: Request,
-        clients: Any,
-        memories: list[Memory],
-        context: RoundContext,
-    ) -> Results:
-        if isinstance(clients, PrivateClientView):
-            for name in self.names.split(","):
-                clients.series(name)
-        return super().client_step(message, clients, memories, context)
-
-
-@pytest.mark.parametrize(
-    ("names", "message"),
-    [
-        ("images", "no release 'images' is planned .*'model'"),
-        ("model", "'model' was already taken"),
-    ],
-)
-def test_a_step_that_wants_more_than_its_plan_fails_with_its_name(names: str, message: str) -> None:
-    """Catches: a step that charges itself for a release beyond the plan's ε."""
-    run = replace(settings("fedavg"), method=Asking(local_epochs=1, batch=64, names=names))
-    with pytest.raises(UnplannedReleaseError, match=message):
-        simulate(run)
 
 
 @pytest.mark.parametrize("name", ["fedaf", "fedfm", "fedfm-lite", "feddm", "fedavg"])

@@ -24,7 +24,6 @@ from fedsynth.privacy.errors import (
     PrivacySettingError,
     UnaccountedReleaseError,
 )
-from fedsynth.privacy.ledger import read_ledger
 from fedsynth.privacy.ledger.folder import LedgerFolder
 from fedsynth.privacy.settings import NO_LEDGER, PrivacySettings
 from fedsynth.results.verification import verify_run
@@ -115,16 +114,6 @@ def test_nearly_the_words_are_no_folder(words: str) -> None:
 
 
 # ---------------------------------------------------------- a ledger knows its data
-def test_another_order_of_the_clients_is_refused(tmp_path: Path) -> None:
-    """Catches: [A, B] then [B, A] gave A twice the budget, in two ledgers."""
-    settings = tiny(privacy=private(ledger=str(tmp_path)), partition={"clients": 2, "seed": 0})
-    simulate(settings, data=(scans(), None), parts=PARTS)
-    with pytest.raises(LedgerError, match=r"stays with it|differ from those"):
-        simulate(settings, data=(scans(), None), parts=PARTS[::-1])
-    rows = [len(read_ledger(path).releases) for path in tmp_path.glob("*.jsonl")]
-    assert rows == [1, 1]
-
-
 def test_names_are_the_clients_and_no_other_data_are_charged_to_them(tmp_path: Path) -> None:
     settings, names = tiny(privacy=private(ledger=tmp_path / "ledgers")), ["north", "St.Mary"]
     first: Any = simulate(settings, data=(scans(), None), parts=PARTS, names=names).privacy

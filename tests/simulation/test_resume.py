@@ -340,7 +340,9 @@ def test_rows_of_a_repeated_round_need_a_resumption(tmp_path: Path) -> None:
     (folder / RESUMED).unlink()
     assert any("is not charged" in problem for problem in verify_run(folder).problems)
     (folder / RESUMED).write_text(stated.replace("[0]", "[0, 1]"))
-    assert any("has a resumption that the ledger lacks" in one for one in verify_run(folder).problems)
+    assert any(
+        "has a resumption that the ledger lacks" in one for one in verify_run(folder).problems
+    )
 
 
 def test_a_cap_holds_over_resumptions(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from fedsynth.data.images import ImageData, from_arrays
 from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import DataError, PartitionError
 from fedsynth.federation.run_data import divided
-from fedsynth.privacy.errors import LedgerError, PrivacySettingError
+from fedsynth.privacy.errors import PrivacySettingError
 from fedsynth.privacy.mechanisms import GaussianSums, Released
 from fedsynth.privacy.releases import USER
 from fedsynth.results.verification import verify_run
@@ -134,13 +134,6 @@ def test_what_users_need() -> None:
             data=(data, test),
             parts=[np.arange(95), np.arange(95, 200), np.arange(200, 300)],
         )
-
-
-def test_a_permanent_ledger_protects_one_unit(tmp_path: Path) -> None:
-    run(ledger=tmp_path / "ledgers")
-    with pytest.raises(LedgerError, match="protect a user"):
-        run(ledger=tmp_path / "ledgers", unit="record", nominal_size=100)
-    run(ledger=tmp_path / "ledgers")
 
 
 def test_users_can_be_audited() -> None:
