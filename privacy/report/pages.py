@@ -42,7 +42,7 @@ RENDERERS = ("jinja2", "markdown-it-py")
 """The packages, other than fedsynth, whose versions determine how a page looks."""
 FILES = {
     "model.safetensors": "the trained model",
-    "synthetic.safetensors": "the synthetic examples sent last",
+    "synthetic.safetensors": "the synthetic examples of the last round",
     "artefacts.json": "the server's measurements of the uploads",
     "metrics.jsonl": "metrics of each round",
     "config.toml": "the settings",

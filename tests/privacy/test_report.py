@@ -107,7 +107,7 @@ def no_epsilon(report: Report) -> None:
         ({}, [row(), row(1, unaccounted="real images")], "real images"),
         ({}, [row(0, sigma=0.0)], "without noise"),
         ({"scope": [UNACCOUNTED]}, [row()], "sent as it is"),
-        ({"test_only_randomness": True}, [row()], "A test supplied noise"),
+        ({"test_only_randomness": True}, [row()], "A test supplied the noise"),
     ],
 )
 def test_without_a_guarantee_no_epsilon_is_stated(

@@ -60,7 +60,7 @@ def test_the_first_page_states_run_date_purpose_and_data() -> None:
         "| responsible | Klinikum Mitte |",
         "scans: the operator's own",
         "| sites | 2: Mitte (client-000), Nord (client-001) |",
-        "a federation by method feddm",
+        "a federation with method feddm",
         f"| model.safetensors | the trained model | `{'ab' * 32}` |",
     ):
         assert words in text, words
@@ -68,7 +68,7 @@ def test_the_first_page_states_run_date_purpose_and_data() -> None:
     assert "| responsible | not stated |" in bare
     assert "lists no files" in bare
     one = render_markdown(made(clients=1, run=RunFacts(sites={"client-000": "Mitte, Nord"})))
-    assert "a computation of one data owner by method feddm" in one
+    assert "a computation of one data owner with method feddm" in one
     assert "| sites | Mitte, Nord (client-000) |" in one
     assert "a federation" not in one
 
@@ -80,7 +80,7 @@ def test_with_persons_as_units_nothing_is_said_of_examples_that_is_meant_of_pers
     text = render_markdown(report)
     for words in (
         "for one patient of one client",
-        "wrongly accuses 1 of 100 patients",
+        "If it is wrong for 1 of 100 patients that were not used",
         "residual of each example; averaged over each patient's examples, and the average is",
         "- examples of a patient: at most 4, by a public choice",
         "ε is that of the worst client, for one patient held",
@@ -156,7 +156,7 @@ def test_shared_noise_is_stated_with_every_guarantee() -> None:
     assert "computed sums of at least 6 clients" in masked
     alone = render_markdown(made(own))
     assert "secure aggregation: none\n" in alone
-    assert "An attacker who sees everything that was released" in alone
+    assert "The attacker sees everything that was released" in alone
     assert "1/√" not in alone
 
 
