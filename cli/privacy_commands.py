@@ -27,10 +27,8 @@ NAMES = {f"privacy.{key}": f"--{key.replace('_', '-')}" for key in KEYS["privacy
 }
 """The names of `plan`'s options."""
 SIGNAL = (
-    "S/N: signal-to-noise ratio of the sum over all clients, if the examples of each class "
-    "were equal and\n"
-    "all classes orthogonal (for covariances: if features were white; docs/fedstats.md). "
-    "Real data have less"
+    "S/N: signal-to-noise ratio of the sum over all clients in the best case (docs/fedstats.md);\n"
+    "real data have less"
 )
 
 privacy_app = Application(
@@ -136,10 +134,8 @@ def carry_over(
     from fedsynth.privacy.ledger.folder import LedgerFolder
 
     rows = LedgerFolder(folder).carry_over(client)
-    print(
-        f"the next run may use other records of {client}; the entries of its ledger ({rows}) "
-        "count for all of them"
-    )
+    entries = f"the entries of its ledger ({rows}) count for all of them"
+    print(f"the next run may use other records of {client}; {entries}")
 
 
 @privacy_app.command()

@@ -44,9 +44,8 @@ class MechanismFacts:
 PAPER = MechanismFacts(
     name="paper",
     reasons=(
-        "FedDM's Algorithm 1 clips the gradient of a batch, not of an example. Clipping a "
-        "mean bounds its norm, not the influence of one example, so the sensitivity is up "
-        "to 2·clip and not clip/|B|, and the effective noise multiplier is σ/(2|B|)",
+        "FedDM's Algorithm 1 clips the gradient of a batch, not of an example: the sensitivity is "
+        "up to 2·clip instead of clip/|B|, and the effective noise multiplier is σ/(2|B|)",
         "the synthetic images start from real images, which is an unaccounted release",
         "only the classes that a client has are sent, which reveals these classes",
         "batches have a fixed size, a fraction of the private n_c, and are not Poisson "
@@ -54,10 +53,7 @@ PAPER = MechanismFacts(
     ),
     unaccounted="FedDM's Algorithm 1 as printed",
     accesses=(
-        (
-            "real images as the start of the synthetic ones",
-            "released as they are, before any step",
-        ),
+        ("real images as the start of the synthetic ones", "released as they are"),
         ("which classes a client has", "only those are sent"),
     ),
     randomness="noise from the operating system's entropy; batches from the run's seed",

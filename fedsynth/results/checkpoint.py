@@ -182,10 +182,7 @@ class CheckpointFolder:
         if pointer.pop("sha256") != _hash_of(pointer):
             raise self._damaged(f"{POINTER} was changed after it was written")
         if pointer["identity"] != self.identity:
-            raise CheckpointError(
-                f"the checkpoint in {self.path} belongs to other settings or other data than "
-                "this run"
-            )
+            raise CheckpointError(f"the checkpoint in {self.path} has other settings or other data")
         numbers = [row["round"] for row in pointer["rows"]]
         if not numbers or numbers != list(range(1, len(numbers) + 1)):
             raise self._damaged("its rows are not of rounds 1, 2, …")
@@ -239,9 +236,8 @@ class CheckpointFolder:
             yield
         except OSError as error:
             raise OutputError(
-                f"cannot write a checkpoint into {self.path}: {error.strerror or error}; an "
-                "earlier checkpoint, if any, is intact: correct this problem, then resume "
-                "the run"
+                f"cannot write a checkpoint into {self.path}: {error.strerror or error}; correct "
+                "this, then resume the run from its earlier checkpoint"
             ) from None
 
     def _damaged(self, why: str) -> CheckpointError:

@@ -122,9 +122,7 @@ def check_facts(facts: Mapping[str, Any], declared: Declared | None) -> Mapping[
         if key in ROW:
             raise UnaccountedReleaseError(f"the metric {key!r} of a method is reserved")
         if declared is not None and key not in declared:
-            raise UnaccountedReleaseError(
-                f"the metric {key!r} of a method is not declared in `Method.metric_privacy`"
-            )
+            raise UnaccountedReleaseError(f"the metric {key!r} is not in `Method.metric_privacy`")
     return facts
 
 
@@ -172,15 +170,12 @@ def disclosed(values: Mapping[str, Any], declared: Declared | None) -> Disclosed
     hidden: dict[str, Any] = {}
     for key, value in values.items():
         if key not in declared:
-            raise UnaccountedReleaseError(
-                f"{key!r} is in a private run's metrics without a declaration in `metric_privacy`"
-            )
+            raise UnaccountedReleaseError(f"the metric {key!r} is not in `Method.metric_privacy`")
         if not declared[key].may_be_shown:
             hidden[key] = value
         elif not declared[key].fits(value):
-            raise UnaccountedReleaseError(
-                f"{key!r} in a private run's metrics has another shape than `metric_privacy` states"
-            )
+            reason = "has another shape than `Method.metric_privacy` declares"
+            raise UnaccountedReleaseError(f"the metric {key!r} {reason}")
         else:
             public[key] = value
     if MODELS in public:

@@ -42,10 +42,7 @@ def headline(plan: PrivacyPlan, *, simulated: bool = True) -> list[str]:
     if reasons:
         reason = f"a ledger in {plan.privacy.ledger} contains {reasons[0]}"
         noise = f"mechanism {chief.mechanism} adds noise (σ = {plan.sigma:.4g})"
-        return [
-            f"no differential privacy guarantee: {reason}",
-            f"  {noise}; no ε can be stated",
-        ]
+        return [f"no differential privacy guarantee: {reason}", f"  {noise}; no ε can be stated"]
     planned = plan.planned_epsilon()
     sampling = "all records at each step"
     if chief.sample_rate < 1:

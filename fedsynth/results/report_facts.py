@@ -34,10 +34,7 @@ from fedsynth.privacy.report.pages import FILES, renderer_versions
 from fedsynth.results.privacy_summary import pluralize, schedule
 from fedsynth.version import __version__
 
-FOUR_SUMS = (
-    "; each value is the sum of four Gaussians, halved: a mitigation of one floating-point attack, "
-    "not a proof"
-)
+FOUR_SUMS = "; each value is half the sum of four Gaussians, against one floating-point attack"
 
 
 def report_facts(
@@ -183,9 +180,8 @@ def public_items(plan: PrivacyPlan, *, simulated: bool = True) -> dict[str, str]
             f"each client fails with probability {run.client_failures:g} in a round, drawn from "
             "the run's seed; its computation is charged even if its upload did not arrive"
         )
-    items["what the server does"] = (
-        "it computes only with the uploads and public values; this post-processing costs no privacy"
-    )
+    server = "it computes only with the uploads and public values; this costs no privacy"
+    items["what the server does"] = server
     if proxy := run.method.public_images():
         items["proxy images"] = f"the training images of {proxy}, declared public"
     if not plan.facts.guaranteed:
@@ -198,8 +194,7 @@ def public_items(plan: PrivacyPlan, *, simulated: bool = True) -> dict[str, str]
         source = "from the declared size of the data set and the settings of the partition"
     items["sample rate q"] = f"{plan.chief.sample_rate:.6g}, from public sizes"
     items[f"nominal {unit}s of a client"] = (
-        f"{plan.nominal_size:g} ({source}); divisors use it or released counts, never the true "
-        "number"
+        f"{plan.nominal_size:g} ({source}); the true number is never used as a divisor"
     )
     for name, (kind, reason) in privacy_of_fields(run.method.upload).items():
         if kind == "public":
@@ -242,10 +237,7 @@ TIMING = (
     "the response time of a client, and whether it responds",
     "visible to anyone who transports the messages; outside the guarantee",
 )
-IN_SIMULATION = (
-    "folder simulation_only, and the error message of an impossible partition; outside the "
-    "guarantee"
-)
+IN_SIMULATION = "folder simulation_only, and some error messages; outside the guarantee"
 """The note on accesses that only a simulation has."""
 
 

@@ -54,16 +54,12 @@ class RunCheckpoints:
         """
         config = read_sections(run.path / "config.toml")
         if without_place(config) != without_place(self._settings.to_mapping()):
-            raise CheckpointError(
-                f"the run in {run.path} has other settings: its config.toml differs"
-            )
+            raise CheckpointError(f"the run in {run.path} has other settings in its config.toml")
         self._folder = CheckpointFolder(run.checkpoints, self._identity())
         checkpoint = self._folder.read(self._settings.method)
         if checkpoint is None and run.has_rounds:
-            raise CheckpointError(
-                f"the run in {run.path} has finished rounds, but its checkpoint is missing: "
-                "it would start again and charge them again"
-            )
+            reason = "resuming it would charge its rounds again"
+            raise CheckpointError(f"in {run.path}, the run's checkpoint is missing: {reason}")
         return checkpoint
 
     def give_memories(self, clients: Sequence[ClientRuntime], device: torch.device) -> None:

@@ -400,6 +400,5 @@ def _writing(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
-        raise OutputError(
-            f"cannot write the run folder {path}: {getattr(error, 'strerror', None) or error}"
-        ) from None
+        reason = getattr(error, "strerror", None) or error
+        raise OutputError(f"cannot write the run folder {path}: {reason}") from None

@@ -120,10 +120,8 @@ def _verified(
 ) -> Verification:
     missing = [name for name in REQUIRED if not (folder / name).is_file()]
     if PRIVATE_START in missing and (folder / SUMS).is_file():
-        raise PrivacyError(
-            f"{folder} was exported without the run's settings and ledgers: verify the report in "
-            f"the run folder; check the exported files with `sha256sum -c {SUMS}`"
-        )
+        advice = f"check its files with `sha256sum -c {SUMS}`, and the report in the run folder"
+        raise PrivacyError(f"{folder} was exported without settings and ledgers: {advice}")
     page_differences, notes = page_problems(report, folder)
     problems = [f"{name} is missing" for name in missing] + page_differences
     if CONFIG not in missing and PRIVATE_START not in missing:
@@ -138,9 +136,7 @@ def _verified(
             problems.append(str(error))
     version = report["provenance"].get("fedsynth", "an unknown version")
     if problems and version != __version__:
-        problems.append(
-            f"(made by fedsynth {version}; this is {__version__}, so results may differ)"
-        )
+        problems.append(f"(made by fedsynth {version}, so the results of {__version__} may differ)")
     return Verification(problems, [*notes, TAKEN_AS_STATED])
 
 
@@ -185,9 +181,7 @@ def _ledger_note(run: PrivateRun) -> str:
     """Returns why no ledger file was compared."""
     if run.networked:
         return "no ledger file was compared: each data owner has its own, and can verify its report"
-    return (
-        "no ledger file was compared: they are in another folder (compare them with --ledger DIR)"
-    )
+    return "no ledger file was compared, as they are in another folder (name it with --ledger DIR)"
 
 
 def _ended_early(charges: Charges) -> bool:
@@ -211,10 +205,7 @@ def _events(charges: Charges, report: Mapping[str, Any]) -> list[Event]:
         if _ended_early(charges):
             ended = Event(kind="ended", rounds_done=charges.rounds_done)
             events.append(_with_reason(ended, stated))
-        for event in stated:  # a client that stated no ledger: it counts as charged
-            if event == Event(kind="unstated", client=event.client, rounds=event.rounds):
-                events.append(event)
-        return events
+        return events + [event for event in stated if _may_be_silent(event, charges)]
     refusal = charges.refusal()
     if refusal is None or not _ended_early(charges):
         return run.resumptions
@@ -225,6 +216,21 @@ def _events(charges: Charges, report: Mapping[str, Any]) -> list[Event]:
         if later and event.client in run.start.ledgers and None not in figures.values():
             refusal = refusal.model_copy(update=figures)
     return [*run.resumptions, refusal]
+
+
+def _may_be_silent(event: Event, charges: Charges) -> bool:
+    """Returns whether a client may have made no statement in the rounds that an event names,
+    because it was lost in them or they were cut off.
+    """
+    if event != Event(kind="unstated", client=event.client, rounds=event.rounds):
+        return False
+    if event.client is None or not event.rounds or event.client in map(str, charges.absent):
+        return False
+    for number in event.rounds:
+        cut_off = number - 1 in charges.run.resumed or number == charges.rounds_done + 1
+        if not cut_off and event.client not in charges.row(number).get(LOST, {}):
+            return False
+    return True
 
 
 def _with_reason(expected: Event, stated: Sequence[Event]) -> Event:
@@ -527,9 +533,7 @@ def unfinished_report(
         run = private_run.read_run(folder, method)
         files, _ = private_run.ledger_files(folder, run, ledger)
         if files is None:
-            raise PrivacyError(
-                "the ledgers have moved: set their folder with --ledger (ledger=DIR)"
-            )
+            raise PrivacyError("the ledgers have moved: name their folder with --ledger DIR")
         histories = [read_ledger(files / f"{name}.jsonl").history() for name in run.start.ledgers]
         plan = private_run.rebuild_plan(
             run, {history.client: history.releases for history in histories}

@@ -197,14 +197,8 @@ class Event(Part):
         """
         if spent is None:
             return cls(kind="ended", rounds_done=rounds_done, why=reason)
-        client, epsilon, epsilon_next = spent
-        return cls(
-            kind="ended",
-            rounds_done=rounds_done,
-            client=client,
-            epsilon=epsilon,
-            epsilon_next=epsilon_next,
-        )
+        figures = dict(zip(("client", "epsilon", "epsilon_next"), spent, strict=True))
+        return cls(kind="ended", rounds_done=rounds_done, **figures)
 
 
 class RunFacts(Part):

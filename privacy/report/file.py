@@ -16,14 +16,8 @@ from fedsynth.privacy.report.figures import SCHEMA_VERSION, LedgerStart, Part, s
 
 P = TypeVar("P", bound=Part)
 HOSTILE = (
-    KeyError,
-    TypeError,
-    AttributeError,
-    ValueError,
-    IndexError,
-    ArithmeticError,
-    RecursionError,
-    MemoryError,
+    *(LookupError, TypeError, AttributeError, ValueError),
+    *(ArithmeticError, RecursionError, MemoryError),
 )
 """The exceptions that unforeseen values may raise in code that expects valid ones."""
 
@@ -38,10 +32,7 @@ def read_report(path: Path) -> dict[str, Any]:
     report = read_json(file, "privacy report")
     version = report.get("schema_version")
     if version != SCHEMA_VERSION or type(version) is not int:
-        raise PrivacyError(
-            f"{file} has report schema {short_repr(version)}, but this version of fedsynth "
-            f"reads {SCHEMA_VERSION}"
-        )
+        raise PrivacyError(f"{file} has report schema {short_repr(version)}, not {SCHEMA_VERSION}")
     return report
 
 
@@ -153,10 +144,8 @@ def read_ledger_rows(report: Mapping[str, Any], files: Path | None, *, exact: bo
     if files is None:
         for client, head in heads.items():
             if len(rows[client]) != head["rows"]:
-                problems.append(
-                    f"{client}: the report has {len(rows[client])} rows, but its ledger head "
-                    f"states {head['rows']}"
-                )
+                other = f"its ledger head states {head['rows']}"
+                problems.append(f"{client}: the report has {len(rows[client])} rows, but {other}")
         return LedgerRows(rows, problems=problems)
     ledgers, damaged = _read_ledgers(files)
     if exact or not heads.keys() <= ledgers.keys():
@@ -169,15 +158,11 @@ def read_ledger_rows(report: Mapping[str, Any], files: Path | None, *, exact: bo
             count, count_in_file = heads[client]["rows"], len(ledger.releases)
             rows[client] = ledger.releases if exact else ledger.releases[:count]
             if count > count_in_file or (exact and count < count_in_file):
-                problems.append(
-                    f"{client}: the ledger file has {count_in_file} rows, but the report states "
-                    f"{count}"
-                )
+                other = f"the report states {count}"
+                problems.append(f"{client}: the ledger file has {count_in_file} rows, but {other}")
             elif ledger.chains[count] != heads[client]["chain"]:
-                problems.append(
-                    f"{client}: the chain hash of the ledger file's first {count} rows differs "
-                    "from the report's: the rows differ"
-                )
+                rows_in_file = f"the ledger file's first {count} rows"
+                problems.append(f"{client}: {rows_in_file} differ from the report's chain hash")
         elif exact:
             problems.append(f"{files} has a ledger of {client}, which the report lacks")
     note = f"the report's rows were compared with the ledger files in {files}"

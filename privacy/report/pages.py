@@ -143,7 +143,7 @@ def _sound() -> Iterator[None]:
         yield
     except (*HOSTILE, TemplateError) as error:
         raise PrivacyError(
-            f"the report is damaged and cannot be rendered ({error!r:.200})"
+            f"the report is damaged: it cannot be rendered ({error!r:.200})"
         ) from None
 
 

@@ -109,9 +109,7 @@ def page_problems(report: Mapping[str, Any], folder: Path) -> tuple[list[str], l
     for name, installed in renderer_versions().items():
         version = report["provenance"].get(name)
         if version != installed:
-            return [], [
-                f"{NAME}.md and .html were not compared: they were rendered by {name} {version}"
-            ]
+            return [], [f"{NAME}.md and .html were not compared: they are of {name} {version}"]
     problems = []
     for ending, render in (("md", render_markdown), ("html", render_html)):
         file = folder / f"{NAME}.{ending}"

@@ -392,7 +392,7 @@ TAMPERINGS: list[tuple[Tamper, str]] = [
     (put("provenance/seal", "1.0"), "provenance.seal is '1.0'"),
     (put("provenance/torch", "audited by X"), "provenance.torch is wrong"),
     (put("ledger_heads/client-000/rows", 1), "the report states 1"),
-    (put("ledger_heads/client-000/chain", None), "the chain hash"),
+    (put("ledger_heads/client-000/chain", None), "chain hash"),
     (put("scope/0/seal", "x"), "scope.0.seal is not a key"),
     (drop("own_code"), "own_code is missing"),
     (text("privacy_report.md", "ε = ", "ε = 0."), ".md differs"),
@@ -563,7 +563,7 @@ def test_pages_of_other_renderers_are_not_compared_and_that_is_said(folder: Path
     text("privacy_report.md", "ε = ", "ε is ")(folder)
     result = verify_run(folder)
     assert result.problems == []
-    assert "were not compared: they were rendered by jinja2 2.0" in " ".join(result.notes)
+    assert "were not compared: they are of jinja2 2.0" in " ".join(result.notes)
 
 
 def test_a_run_without_a_guarantee_cannot_be_turned_into_a_formal_one(
