@@ -18,12 +18,7 @@ import torch
 from torch import Tensor
 
 from fedsynth.features.feature_map import FeatureMap, Shape
-from fedsynth.features.public_statistics import (
-    Whitening,
-    constants,
-    map_of_vectors,
-    public_vectors,
-)
+from fedsynth.features.public_statistics import Whitening, constants, map_of_vectors, public_vectors
 from fedsynth.features.random_process import CELLS, random_process
 from fedsynth.features.scattering import FLOOR, scattering_features, sizes
 

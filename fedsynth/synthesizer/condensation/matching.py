@@ -230,9 +230,7 @@ def segment_means_vjp(
 
 
 def pull_back(
-    features: FeatureMap,
-    synthetic_SICHW: Tensor,
-    cotangents: Callable[[Tensor, Tensor], Tensor],
+    features: FeatureMap, synthetic_SICHW: Tensor, cotangents: Callable[[Tensor, Tensor], Tensor]
 ) -> Tensor:
     """Returns J_cᵀ v_c for every segment, [S, ipc, C, H, W].
 
@@ -284,10 +282,7 @@ def segment_sums(values_ND: Tensor, segment_N: Tensor, segments: int) -> Tensor:
 
 
 def matching_gradient(
-    features: FeatureMap,
-    synthetic_SICHW: Tensor,
-    target_SD: Tensor,
-    weight_S: Tensor | None = None,
+    features: FeatureMap, synthetic_SICHW: Tensor, target_SD: Tensor, weight_S: Tensor | None = None
 ) -> Tensor:
     """Returns ∇_S Σ_c ‖target_c − mean_{S_c} u_w‖² (FedDM, Eq. 9), [S, ipc, C, H, W].
 
