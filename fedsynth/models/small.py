@@ -14,7 +14,6 @@ import math
 import torch
 from torch import Tensor, nn
 
-from fedsynth.errors import SettingError
 from fedsynth.features.row_products import LANES, filled_up
 from fedsynth.models.convnet import make_norm
 from fedsynth.models.embedding_network import EmbeddingNetwork, require_size
@@ -35,7 +34,9 @@ def aligned(pixels: int) -> int:
 def flat(x_NCHW: Tensor) -> Tensor:
     """Returns the pixels, padded with zeros to the width of `aligned`."""
     x = x_NCHW.flatten(1)
-    return filled_up(x) if aligned(x.shape[1]) != x.shape[1] else x
+    if x.shape[1] % 4 == 0:
+        return x
+    return filled_up(x)
 
 
 class Linear(EmbeddingNetwork):
@@ -86,7 +87,8 @@ class LeNet5(EmbeddingNetwork):
         channels, height, width = image_shape
         require_size("lenet5", image_shape, 16)
         padding = 2 if (height, width) == (28, 28) else 0
-        rows, columns = (((side + 2 * padding - 4) // 2 - 4) // 2 for side in (height, width))
+        rows = ((height + 2 * padding - 4) // 2 - 4) // 2
+        columns = ((width + 2 * padding - 4) // 2 - 4) // 2
         self.conv1 = nn.Conv2d(channels, 6, 5, padding=padding)
         self.conv2 = nn.Conv2d(6, 16, 5)
         self.pool1 = nn.MaxPool2d(2)
@@ -129,13 +131,7 @@ class Cnn(EmbeddingNetwork):
     ) -> None:
         super().__init__()
         inside, height, width = image_shape
-        if min(height, width) >> len(channels) < 1:
-            raise SettingError(
-                "model",
-                "name",
-                f"needs larger images: its {len(channels)} blocks each halve the "
-                f"{height}×{width} image",
-            )
+        require_size(f"cnn of {len(channels)} blocks", image_shape, 2 ** len(channels))
         layers: list[nn.Module] = []
         for outside in channels:
             layers += [

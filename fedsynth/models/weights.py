@@ -18,7 +18,7 @@ def restore(network: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """
     for name, current in network.state_dict().items():
         value = weights.get(name, current)
-        if _kind(value) != _kind(current):
+        if (value.is_floating_point(), value.is_complex()) != (current.is_floating_point(), False):
             raise ValueError(
                 f"{name} has values of type {value.dtype}, but should have {current.dtype}"
             )
@@ -37,7 +37,3 @@ def require_finite(network: nn.Module) -> None:
             raise OutputError(
                 f"the network's training has diverged: {name} has values that are not finite"
             )
-
-
-def _kind(values: Tensor) -> tuple[bool, bool]:
-    return values.is_floating_point(), values.is_complex()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import InitVar, dataclass
 from functools import lru_cache
 
 import torch
@@ -28,6 +29,7 @@ def modulation(means_MC: Tensor) -> Tensor:
     return weight * len(weight) / weight.sum()
 
 
+@dataclass(eq=False)
 class Augmentation:
     """The augmentation layer of one stage, and the statistics that it accumulates.
 
@@ -42,21 +44,16 @@ class Augmentation:
         statistics: the accumulated mean and standard deviation; empty before the first batch.
     """
 
-    def __init__(
-        self,
-        probability: float,
-        coin: torch.Generator,
-        noise: torch.Generator,
-        gamma_mean: Tensor | None = None,
-        gamma_std: Tensor | None = None,
-        mean: Tensor | None = None,
-        std: Tensor | None = None,
-    ) -> None:
-        self._probability = probability
-        self._coin = coin
-        self._noise = noise
-        self._gammas = gamma_mean, gamma_std
-        self.statistics = []
+    probability: float
+    coin: torch.Generator
+    noise: torch.Generator
+    gamma_mean: Tensor | None = None
+    gamma_std: Tensor | None = None
+    mean: InitVar[Tensor | None] = None
+    std: InitVar[Tensor | None] = None
+
+    def __post_init__(self, mean: Tensor | None, std: Tensor | None) -> None:
+        self.statistics: list[tuple[Tensor, Tensor]] = []
         if mean is not None and std is not None:
             self.statistics.append((mean, std))
 
@@ -68,10 +65,9 @@ class Augmentation:
             batch_mean = _moved(running_mean, batch_mean)
             batch_std = _moved(running_std, batch_std)
         self.statistics[:] = [(batch_mean, batch_std)]
-        if float(torch.rand((), generator=self._coin)) >= self._probability:
+        if float(torch.rand((), generator=self.coin)) >= self.probability:
             return x_NCHW
-        gamma_mean, gamma_std = self._gammas
-        new_mean, new_std = self._drawn(mean, gamma_mean), self._drawn(std, gamma_std)
+        new_mean, new_std = self._drawn(mean, self.gamma_mean), self._drawn(std, self.gamma_std)
         plain = (x_NCHW - mean[..., None, None]) / std[..., None, None]
         return plain * new_std[..., None, None] + new_mean[..., None, None]
 
@@ -80,7 +76,7 @@ class Augmentation:
         if gamma_C is not None:
             factor = gamma_C + 1
         deviation = (factor * (value_NC.var(dim=0, correction=0) + EPS)).sqrt()
-        drawn = torch.randn(value_NC.shape, generator=self._noise, device=value_NC.device)
+        drawn = torch.randn(value_NC.shape, generator=self.noise, device=value_NC.device)
         return value_NC + drawn * deviation
 
 

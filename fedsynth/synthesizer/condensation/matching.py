@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -318,6 +319,7 @@ class Matcher:
         raise NotImplementedError  # abstract
 
 
+@dataclass(eq=False)
 class ExactMatcher(Matcher):
     """∇_S L with real means from minibatches, without differential privacy.
 
@@ -326,40 +328,37 @@ class ExactMatcher(Matcher):
         columns: match only this many leading coordinates of u. None: all.
     """
 
-    def __init__(
-        self, clients: ExactClientView, batches: BatchIndices, columns: int | None = None
-    ) -> None:
-        self._clients = clients
-        self._batches = batches
-        self._columns = columns
+    clients: ExactClientView
+    batches: BatchIndices
+    columns: int | None = None
 
     def real_means(self, step: int, features: FeatureMap) -> Tensor:
         """Returns mean_{B_c} u_w of this step's batch for every segment, [S, D], without graph."""
         sums = torch.zeros(())
         for rows, segments, u in self._pieces(step, features):
             if not sums.dim():  # the first piece shows the width of u_w
-                sums = u.new_zeros(len(self._batches.sizes), u.shape[1])
-            number = self._batches.segment[rows] - segments.start
+                sums = u.new_zeros(len(self.batches.sizes), u.shape[1])
+            number = self.batches.segment[rows] - segments.start
             sums[segments] += segment_sums(u, number, segments.stop - segments.start)
-        return sums / self._batches.divisors.to(sums.dtype)
+        return sums / self.batches.divisors.to(sums.dtype)
 
     def real_rows(self, step: int, features: FeatureMap) -> tuple[Tensor, Tensor, Tensor]:
         """Returns u_w of every image of this step's batch [N, D], without graph; its segment [N],
         ascending; and the number of images of each segment [S], on the CPU."""
         rows = [u for _, _, u in self._pieces(step, features)]
-        return torch.cat(rows), self._batches.segment, self._batches.sizes
+        return torch.cat(rows), self.batches.segment, self.batches.sizes
 
     def _pieces(self, step: int, features: FeatureMap) -> Iterator[tuple[slice, slice, Tensor]]:
         """Yields the step's batch in pieces that fit into memory: rows, their segments and their
         u_w."""
-        indices = self._batches.at(step)
+        indices = self.batches.at(step)
         size = len(indices) if features.mixes else chunk(indices.device)
-        for rows, segments in self._batches.pieces(size):
-            images = self._clients.images(indices[rows])
-            yield rows, segments, features.real(images, self._batches.segment[rows])
+        for rows, segments in self.batches.pieces(size):
+            images = self.clients.images(indices[rows])
+            yield rows, segments, features.real(images, self.batches.segment[rows])
 
     def gradient(self, step: int, features: FeatureMap, synthetic: Tensor) -> Tensor:
-        real = self.real_means(step, features)[:, : self._columns]
+        real = self.real_means(step, features)[:, : self.columns]
         return matching_gradient(features, synthetic, real)
 
 

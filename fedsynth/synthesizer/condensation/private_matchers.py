@@ -17,6 +17,7 @@ count of one class, which it changes by 1. The M + 1 releases compose adaptively
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -57,6 +58,7 @@ PASSES, PULLED = 4, 8
 with at most PULLED times the images of a forward pass."""
 
 
+@dataclass(eq=False)
 class ResidualMatcher(Matcher):
     """Mechanism `residual`: noise on the sum of clipped residuals in feature space, then one
     backward pass as post-processing.
@@ -73,26 +75,19 @@ class ResidualMatcher(Matcher):
         columns: release and match only this many leading coordinates of u; None: all.
     """
 
-    def __init__(
-        self,
-        clients: PrivateSums,
-        series: Sequence[GaussianSums],
-        divisor: float,
-        columns: int | None = None,
-    ) -> None:
-        self._clients = clients
-        self._series = series
-        self._divisor = divisor
-        self._columns = columns
+    clients: PrivateSums
+    series: Sequence[GaussianSums]
+    divisor: float
+    columns: int | None = None
 
     def gradient(self, step: int, features: FeatureMap, synthetic: Tensor) -> Tensor:
-        fixed = frozen_means(features, synthetic)[:, : self._columns]
+        fixed = frozen_means(features, synthetic)[:, : self.columns]
 
         def residuals(x_NCHW: Tensor, segment_N: Tensor) -> Tensor:
             segment_N = segment_N.to(x_NCHW.device, non_blocking=True)
-            return fixed[segment_N] - features.real(x_NCHW, segment_N)[:, : self._columns]
+            return fixed[segment_N] - features.real(x_NCHW, segment_N)[:, : self.columns]
 
-        noisy = self._clients.class_sums(self._series, residuals) / self._divisor
+        noisy = self.clients.class_sums(self.series, residuals) / self.divisor
         return pull_back(
             features,
             synthetic,
@@ -102,6 +97,7 @@ class ResidualMatcher(Matcher):
         )
 
 
+@dataclass(eq=False)
 class GradientMatcher(Matcher):
     """Mechanism `gradient`: FedDM's Eq. 15 (App. B) with per-example clipping, sum, noise and a
     public divisor.
@@ -111,12 +107,9 @@ class GradientMatcher(Matcher):
     all examples of its class, and many vectors are pulled back at a time.
     """
 
-    def __init__(
-        self, clients: PrivateSums, series: Sequence[GaussianSums], divisor: float
-    ) -> None:
-        self._clients = clients
-        self._series = series
-        self._divisor = divisor
+    clients: PrivateSums
+    series: Sequence[GaussianSums]
+    divisor: float
 
     def gradient(self, step: int, features: FeatureMap, synthetic: Tensor) -> Tensor:
         def rows(x_NCHW: Tensor, segment_N: Tensor) -> Tensor:
@@ -124,7 +117,7 @@ class GradientMatcher(Matcher):
 
         # Each call repeats the forward pass of the synthetic images; a discarded image is cheap in
         # comparison.
-        noisy = self._clients.class_sums(self._series, rows, start_over_row=64.0) / self._divisor
+        noisy = self.clients.class_sums(self.series, rows, start_over_row=64.0) / self.divisor
         return noisy.view_as(synthetic)
 
 
