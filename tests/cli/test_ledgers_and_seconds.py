@@ -62,7 +62,7 @@ def test_a_ledger_folder_without_a_name_is_refused(
     for given in ("", " "):
         run = train(f"fedavg {options} --dp-ledger", given)
         assert (run.code, run.stderr.count("error:")) == (2, 1)
-        assert "a variable that is not set?" in run.stderr
+        assert "ledger must be a folder" in run.stderr
         assert list(tmp_path.iterdir()) == []
 
 

@@ -122,7 +122,7 @@ def test_a_difference_of_one_bit_in_one_position_is_seen(
 
     def moved(*args: Any) -> Any:
         found = original(*args)
-        rows = found if kind == "rows" else found.left
+        rows = found if kind == "rows" else found.column
         rows[5] = torch.nextafter(rows[5], torch.full_like(rows[5], 9.0))
         return found
 

@@ -230,7 +230,7 @@ def of_features() -> dict[str, Callable[[Tensor], Tensor]]:
 
     def step(x: Tensor) -> Tensor:
         z = embedded(on(x), torch.zeros(on.dimension), on.radius)
-        return step_rows(z, labels(x), weight, 0.7).left
+        return step_rows(z, labels(x), weight, 0.7).column
 
     return {
         "map": feature_map(MAPS[0], MNIST.image_shape),

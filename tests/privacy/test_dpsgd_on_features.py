@@ -135,14 +135,14 @@ def test_an_image_more_moves_the_step_by_at_most_the_clip(
 def test_without_the_clip_the_bound_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
     def unclipped(left: Tensor, right: Tensor, clip: float) -> Outer:
         made = clipped_product(left, right, 1e6)
-        return Unclipped(made.left, made.right, clip)
+        return Unclipped(made.column, made.row, clip)
 
     class Unclipped(Outer):
         def part(self, taken: slice | Tensor) -> Outer:
-            return Unclipped(self.left[taken], self.right[taken], self.clip)
+            return Unclipped(self.column[taken], self.row[taken], self.bound)
 
         def sums(self, shares_N: Tensor | None = None) -> Tensor:
-            return (self.left.T @ self.right).flatten()
+            return (self.column.T @ self.row).flatten()
 
     assert 0.04 < move("linear", 0.05, 1, 3, 1.0, "pixels") < 0.0502
     monkeypatch.setattr(dpsgd, "clipped_product", unclipped)

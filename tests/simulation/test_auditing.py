@@ -242,7 +242,7 @@ def test_products_enter_a_watched_sum_as_they_enter_any_other(
     """Catches: an audit that writes products out and clips them itself, so that products without a
     clip look sound."""
     if not clips:
-        monkeypatch.setattr(Outer, "_clipped", lambda self: (self.left, self.right))
+        monkeypatch.setattr(Outer, "_clipped", lambda self: (self.column, self.row))
     left = 100 * torch.eye(3, dtype=torch.float64)[:2]
     right = torch.ones(2, 2).double()
     products = Outer(left, right, 1.0)
