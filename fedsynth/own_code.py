@@ -44,11 +44,6 @@ class OwnCode:
         """`FILE:NAME@HASH`, as in config.toml."""
         return f"{self.file}:{self.name}@{self.sha256[:HASH_DIGITS]}"
 
-    @property
-    def text_file(self) -> tuple[str, str]:
-        """The file's name and text, as the run folder keeps it."""
-        return self.file, self.text
-
 
 def names_a_file(setting: str) -> bool:
     """Returns whether this is `FILE.py:NAME`, and not a registered name.

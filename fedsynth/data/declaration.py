@@ -19,7 +19,7 @@ from fedsynth.data.files import first_fault, one_line
 from fedsynth.data.folder_files import FolderFiles
 from fedsynth.data.images import ImageData
 from fedsynth.data.record_table import same_name
-from fedsynth.data.registry import DatasetSpec
+from fedsynth.data.registry import DatasetSpec, custom_spec
 from fedsynth.errors import DataError, DataFilesCorruptError, FedsynthError
 from fedsynth.privacy.files import expand_home
 from fedsynth.toml_file import read_sections
@@ -123,18 +123,14 @@ def read_declaration(path: Path) -> Declaration:
     try:
         declared = _File.model_validate(read_sections(path))
         images = declared.images
-        spec = DatasetSpec(
-            name=images.name,
-            channels=images.channels,
-            height=images.height,
-            width=images.width,
-            classes=len(images.class_names),
-            train_size=declared.sizes.images,
-            test_size=1,
+        spec = custom_spec(
+            images.name,
+            (images.channels, images.height, images.width),
+            images.class_names,
             mean=tuple(images.mean),
             std=tuple(images.std),
-            class_names=tuple(images.class_names),
             source=images.source,
+            train_size=declared.sizes.images,
             groups=declared.sizes.users,
         )
     except ValidationError as error:
@@ -185,26 +181,22 @@ def require_declared(files: FolderFiles, declaration: Declaration) -> None:
     Raises:
         DataError: one is not declared, or a declared one has no image.
     """
-    _require_same_names(files.class_names, declaration.spec.class_names, "class", declaration)
-    if declaration.sites:
-        _require_same_names(files.site_names, declaration.sites, "site", declaration)
-
-
-def _require_same_names(
-    names: tuple[str, ...], declared: tuple[str, ...], kind: str, declaration: Declaration
-) -> None:
-    undeclared = sorted(set(names).difference(declared))
-    if undeclared:
-        raise DataError(
-            f"there is a {kind} {one_line(undeclared[0])!r} that {declaration.path} does not "
-            f"declare; declared: {one_line(', '.join(declared))}"
-        )
-    missing = sorted(set(declared).difference(names))
-    if missing:
-        raise DataError(
-            f"there is no image of the {kind} {one_line(missing[0])!r}, which {declaration.path} "
-            "declares"
-        )
+    for kind, names, declared in (
+        ("class", files.class_names, declaration.spec.class_names),
+        ("site", files.site_names, declaration.sites or files.site_names),
+    ):
+        undeclared = sorted(set(names).difference(declared))
+        if undeclared:
+            raise DataError(
+                f"there is a {kind} {one_line(undeclared[0])!r} that {declaration.path} does not "
+                f"declare; declared: {one_line(', '.join(declared))}"
+            )
+        missing = sorted(set(declared).difference(names))
+        if missing:
+            raise DataError(
+                f"there is no image of the {kind} {one_line(missing[0])!r}, which "
+                f"{declaration.path} declares"
+            )
 
 
 def require_declared_counts(train: ImageData, declaration: Declaration) -> None:
@@ -219,15 +211,15 @@ def require_declared_counts(train: ImageData, declaration: Declaration) -> None:
             f"there are more images than sizes.most_images in {declaration.path}: correct "
             "the bound, and sign again"
         )
-    _require_count("images", len(train), declaration.spec.train_size, declaration.path)
+    users = declaration.spec.groups
     if train.groups is not None:
         users = len(train.groups.unique())
-        _require_count("users", users, declaration.spec.groups, declaration.path)
-
-
-def _require_count(key: str, count: int, declared: int, path: Path) -> None:
-    if count * MAX_RATIO < declared:
-        raise DataError(
-            f"there are {count} {key}, but {path} declares {declared} in sizes.{key}: add the "
-            "missing ones, or correct the number and sign again"
-        )
+    for key, count, declared in (
+        ("images", len(train), declaration.spec.train_size),
+        ("users", users, declaration.spec.groups),
+    ):
+        if count * MAX_RATIO < declared:
+            raise DataError(
+                f"there are {count} {key}, but {declaration.path} declares {declared} in "
+                f"sizes.{key}: add the missing ones, or correct the number and sign again"
+            )

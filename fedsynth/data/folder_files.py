@@ -69,7 +69,7 @@ class FolderFiles:
         labels: the class name of each image.
         sites: the site name of each image; empty strings if the folder has no sites.
         users: the user name of each image; empty strings if unknown.
-        others: the other contents of the folder; a run refuses them unless a setting skips them.
+        excluded: the other contents of the folder; a run refuses them unless a setting skips them.
         ignored: contents that are always skipped: hidden files, empty folders of classes that other
             sites have, and images that the manifest does not list.
     """
@@ -79,7 +79,7 @@ class FolderFiles:
     labels: Names
     sites: Names
     users: Names
-    others: tuple[Entry, ...] = ()
+    excluded: tuple[Entry, ...] = ()
     ignored: tuple[Entry, ...] = ()
 
     @property
@@ -138,7 +138,7 @@ def find_declared_files(folder: Path, classes: Collection[str], *, by_user: bool
     """Finds the images of declared classes for a private run; ignores sites, and may find none.
 
     Whether a file is included depends only on that file, and no file causes an error for the
-    others. Skipped files are counted in `others`.
+    others. Skipped files are counted in `excluded`.
 
     Args:
         folder: see `find_files`.
@@ -157,7 +157,7 @@ def find_declared_files(folder: Path, classes: Collection[str], *, by_user: bool
     if by_user and not files.users.any() and users_file.exists():
         users = read_users(users_file)
         files = replace(files, users=_names(users.get(same_name(p), "") for p in files.paths))
-    skipped = list(files.others)
+    skipped = list(files.excluded)
     included = np.ones(len(files.paths), bool)
     for row, (path, label, user) in enumerate(
         zip(files.paths, files.labels, files.users, strict=True)
@@ -171,7 +171,7 @@ def find_declared_files(folder: Path, classes: Collection[str], *, by_user: bool
         included[row] = False
     if not by_user:
         files = replace(files, users=_names(("",) * len(files.paths)))
-    return replace(files.select(included), others=tuple(skipped))
+    return replace(files.select(included), excluded=tuple(skipped))
 
 
 def manifest_of(folder: Path) -> Path:
@@ -276,15 +276,15 @@ def _labelled_files(root: Path, entries: Iterable[Entry]) -> FolderFiles:
     """Returns the images, labelled by their folders' names, and the other entries."""
     paths = []
     labels = []
-    others = []
+    excluded = []
     for entry in entries:
         if entry.kind == IMAGE and len(entry.path.parts) > 1:
             paths.append(entry.path.as_posix())
             labels.append(same_name(entry.path.parent.name))
         else:
-            others.append(entry)
+            excluded.append(entry)
     unknown = _names(("",) * len(paths))
-    return FolderFiles(root, _names(paths), _names(labels), unknown, unknown, tuple(others))
+    return FolderFiles(root, _names(paths), _names(labels), unknown, unknown, tuple(excluded))
 
 
 def _files_in_folders(root: Path, ledger: Path) -> FolderFiles:
@@ -300,14 +300,16 @@ def _files_in_folders(root: Path, ledger: Path) -> FolderFiles:
         users = _names(users_of_images(root / USERS_FILE, list(files.paths)))
     classes = set(files.labels)
     ignored = []
-    others = []
-    for entry in files.others:
+    excluded = []
+    for entry in files.excluded:
         empty_class = entry.kind == EMPTY and same_name(entry.path.name) in classes
         if entry.kind == HIDDEN or empty_class:
             ignored.append(entry)
         else:
-            others.append(entry)
-    return replace(files, sites=sites, users=users, others=tuple(others), ignored=tuple(ignored))
+            excluded.append(entry)
+    return replace(
+        files, sites=sites, users=users, excluded=tuple(excluded), ignored=tuple(ignored)
+    )
 
 
 def _refuse_splits(root: Path, sites: Collection[str]) -> None:

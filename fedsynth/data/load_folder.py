@@ -27,7 +27,7 @@ from fedsynth.data.folder_files import FolderFiles, counted, find_declared_files
 from fedsynth.data.folder_settings import FolderSettings, default_name
 from fedsynth.data.image_files import read_headers, read_pixels
 from fedsynth.data.images import ImageData
-from fedsynth.data.registry import DatasetSpec
+from fedsynth.data.registry import DatasetSpec, custom_spec
 from fedsynth.errors import DataError, DataFilesCorruptError, SettingError
 
 MAX_NAMED_FILES = 5
@@ -161,19 +161,19 @@ def read_folder(
         require_declared(files, declaration)  # now without the skipped files
         require_declared_counts(train, declaration)
     test = None
-    others = files.others
+    excluded = files.excluded
     if test_files is not None:
         test, _, skipped_tests = _read(
             test_files, train.spec, note, skip_corrupt=settings.skip_corrupt
         )
         test = replace(test, groups=None)
         skipped += skipped_tests
-        others += test_files.others
+        excluded += test_files.excluded
     left_out = []
     if skipped:
         left_out.append(f"{len(skipped)} images that cannot be read")
-    if others:
-        left_out.append(counted(others))
+    if excluded:
+        left_out.append(counted(excluded))
     sites, names = _by_site(files, declaration)
     return FolderData(train, test, kind, sites, names, skipped, ", ".join(left_out), declaration)
 
@@ -189,10 +189,10 @@ def _find(
     files = find_files(folder, getattr(declaration, "ledger", None))
     if files.ignored:
         note(f"skipped in {one_line(folder)}: {counted(files.ignored)}")
-    if files.others:
+    if files.excluded:
         problem = (
             f"{one_line(folder)} contains files that cannot be read as images: "
-            f"{counted(files.others)}"
+            f"{counted(files.excluded)}"
         )
         if not skip_other:
             raise DataError(
@@ -269,19 +269,14 @@ def _derived_spec(settings: FolderSettings, files: FolderFiles, name: str) -> Da
             )
         size = size or (heights[0], widths[0])
         channels = channels or (1 if all(are_grey) else 3)
-    height, width = size
-    return DatasetSpec(
-        name=name,
-        channels=channels,
-        height=height,
-        width=width,
-        classes=len(files.class_names),
-        train_size=len(files.paths),
-        test_size=1,
+    return custom_spec(
+        name,
+        (channels, *size),
+        files.class_names,
         mean=(MEAN,) * channels,
         std=(STD,) * channels,
-        class_names=files.class_names,
         source="images in a folder",
+        train_size=len(files.paths),
     )
 
 
@@ -381,8 +376,8 @@ def read_records(folder: Path, spec: DatasetSpec, note: Note, *, by_user: bool) 
         DataFilesCorruptError: a list or a folder cannot be read.
     """
     files = find_declared_files(folder, spec.class_names, by_user=by_user)
-    if files.others:
-        note(f"skipped in {one_line(folder)}: {counted(files.others)}")
+    if files.excluded:
+        note(f"skipped in {one_line(folder)}: {counted(files.excluded)}")
     data, _, _ = _read(files, spec, note, skip_corrupt=True, may_be_empty=True)
     if not len(data):
         note(f"{one_line(folder)} has no image of the run's classes: this client adds only noise")

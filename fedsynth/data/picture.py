@@ -133,10 +133,10 @@ def _heat_map(
     if not with_texts:
         columns = _numbers(C)
         width = height = max(4, min(16, 1000 // max(R, C)))
-    left = math.ceil(_widest(rows)) + 2 * MARGIN
+    label_width = math.ceil(_widest(rows)) + 2 * MARGIN
     top = 64
     size = (
-        max(left + C * width, math.ceil(_FONT.getlength(title))) + 2 * MARGIN,
+        max(label_width + C * width, math.ceil(_FONT.getlength(title))) + 2 * MARGIN,
         top + R * height + MARGIN,
     )
     picture = Image.new("RGB", size, "white")
@@ -144,7 +144,7 @@ def _heat_map(
     draw.text((MARGIN, 8), title, "black", _FONT)
     colours = np.rint(WHITE + shares_RC[..., None] * np.subtract(DARK_BLUE, WHITE)).astype(int)
     for r, c in np.ndindex(R, C):
-        x, y = left + c * width, top + r * height
+        x, y = label_width + c * width, top + r * height
         draw.rectangle(
             (x, y, x + width - 1, y + height - 1),
             tuple(colours[r, c]),
@@ -153,11 +153,13 @@ def _heat_map(
         )
         if with_texts:
             ink = ("black", "white")[int(shares_RC[r, c] > 0.55)]
-            draw.text((x + width / 2, y + height / 2), texts_RC[r, c], ink, _FONT, anchor="mm")
+            draw.text((x + width / 2, y + height / 2), str(texts_RC[r, c]), ink, _FONT, anchor="mm")
     for r in range(0, R, math.ceil(18 / height)):
-        draw.text((left - 8, top + (r + 0.5) * height), rows[r], "black", _FONT, anchor="rm")
+        draw.text((label_width - 8, top + (r + 0.5) * height), rows[r], "black", _FONT, anchor="rm")
     for c in range(0, C, math.ceil(_widest(columns) / width)):
-        draw.text((left + (c + 0.5) * width, top - 8), columns[c], "black", _FONT, anchor="ms")
+        draw.text(
+            (label_width + (c + 0.5) * width, top - 8), columns[c], "black", _FONT, anchor="ms"
+        )
     _save(picture, path)
 
 
@@ -204,13 +206,13 @@ def image_grid_png(
     picture = Image.fromarray(grid.permute(1, 2, 0).numpy())
     if row_names:
         names = list(map(_shortened, row_names))
-        left = math.ceil(_widest(names)) + 2 * MARGIN
-        labelled = Image.new("RGB", (left + picture.width, picture.height), "white")
-        labelled.paste(picture, (left, 0))
+        label_width = math.ceil(_widest(names)) + 2 * MARGIN
+        labelled = Image.new("RGB", (label_width + picture.width, picture.height), "white")
+        labelled.paste(picture, (label_width, 0))
         draw = ImageDraw.Draw(labelled)
         for row, name in enumerate(names):
             middle = (row + 0.5) * (height * scale + 1)
-            draw.text((left - MARGIN, middle), name, "black", _FONT, anchor="rm")
+            draw.text((label_width - MARGIN, middle), name, "black", _FONT, anchor="rm")
         picture = labelled
     _save(picture, path)
 

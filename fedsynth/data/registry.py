@@ -12,7 +12,7 @@ import functools
 import math
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from importlib.resources import files
 from types import MappingProxyType
@@ -105,6 +105,16 @@ class DatasetSpec:
 _TUPLES = ("mean", "std", "class_names", "domains")
 
 
+def custom_spec(
+    name: str, image_shape: tuple[int, int, int], class_names: Iterable[str], **facts: Any
+) -> DatasetSpec:
+    """Returns the specification of images that are no published data set, with other `facts`."""
+    channels, height, width = image_shape
+    names = tuple(class_names)
+    sizes = {"classes": len(names), "train_size": 1, "test_size": 1}
+    return DatasetSpec(name, channels, height, width, class_names=names, **{**sizes, **facts})
+
+
 def as_spec(images: DatasetSpec | tuple[int, int, int]) -> DatasetSpec:
     """Returns a specification unchanged, and for a shape (C, H, W) that of images whose network
     inputs are pixels in [0, 1].
@@ -114,20 +124,8 @@ def as_spec(images: DatasetSpec | tuple[int, int, int]) -> DatasetSpec:
     """
     if isinstance(images, DatasetSpec):
         return images
-    channels, height, width = images
-    return DatasetSpec(
-        name="images",
-        channels=channels,
-        height=height,
-        width=width,
-        classes=1,
-        train_size=1,
-        test_size=1,
-        mean=(0.0,) * channels,
-        std=(1.0,) * channels,
-        class_names=("0",),
-        source="tensors",
-    )
+    C = images[0]
+    return custom_spec("images", images, "0", mean=(0.0,) * C, std=(1.0,) * C, source="tensors")
 
 
 def spec_from_json(stated: Mapping[str, Any]) -> DatasetSpec:

@@ -30,7 +30,7 @@ from fedsynth.data.files import (
     save_tensors,
 )
 from fedsynth.data.images import pixel_constants
-from fedsynth.data.registry import DatasetSpec
+from fedsynth.data.registry import DatasetSpec, custom_spec
 from fedsynth.errors import DataFilesCorruptError, DataFilesMissingError, FedsynthError
 from fedsynth.privacy.files import expand_home, file_hash, plain_files, read_text
 from fedsynth.privacy.report.formatting import format_epsilon
@@ -192,18 +192,14 @@ def shared_set(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Sh
         if images.dim() != 4 or not images.numel():
             raise ValueError("it has no images [N, C, H, W]")
         count, channels, height, width = images.shape
-        spec = DatasetSpec(
-            name=facts.data_set,
-            channels=channels,
-            height=height,
-            width=width,
-            classes=len(facts.class_names),
-            train_size=count,
-            test_size=1,
+        spec = custom_spec(
+            facts.data_set,
+            (channels, height, width),
+            facts.class_names,
             mean=tuple(facts.mean),
             std=tuple(facts.std),
-            class_names=tuple(facts.class_names),
             source=f"synthetic, made by {facts.made_by}",
+            train_size=count,
         )
     except ValidationError as error:
         raise ValueError(f"its metadata are invalid: {first_fault(error)}") from None

@@ -26,14 +26,11 @@ deviation within a device is 60^−0.6 = 0.086.
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
-from fedsynth.data.arrays import IntArray
+from fedsynth.data.arrays import Bytes, Floats, IntArray
 from fedsynth.data.registry import DatasetSpec, synthetic_parameters
 from fedsynth.data.splits import Split
 from fedsynth.seeding import numpy_generator
-
-Floats = npt.NDArray[np.float64]
 
 DEVICES = 30
 FEATURES = 60
@@ -54,20 +51,26 @@ def make_synthetic(spec: DatasetSpec) -> tuple[Split, Split]:
     if parameters is None:
         raise ValueError(f"{spec.name} is not of the form synthetic(α,β)")
     alpha, beta = parameters
-    rows: tuple[list[Split], list[Split]] = ([], [])
-    for device, n in enumerate(device_sizes()):
-        x, W, b = draw_device(alpha, beta, device, int(n))
-        images = to_levels(x, spec)
-        labels = (from_levels(images, spec) @ W + b).argmax(axis=1)
+    images = []
+    labels = []
+    groups = []
+    is_train = []
+    for device, n in enumerate(device_sizes().tolist()):
+        x, W, b = draw_device(alpha, beta, device, n)
+        levels = to_levels(x, spec)
+        images.append(levels)
+        labels.append((from_levels(levels, spec) @ W + b).argmax(axis=1))
+        groups.append(np.full(n, device))
         # a device's examples are independent, so a split by order is a random split
-        trains = np.arange(n) < n * 9 // 10
-        for split, mask in zip(rows, (trains, ~trains), strict=True):
-            groups = np.full(int(mask.sum()), device)
-            split.append(
-                Split(images[mask].reshape(-1, *spec.image_shape), labels[mask], groups=groups)
-            )
-    train, test = (_joined(split) for split in rows)
-    return train, test
+        is_train.append(np.arange(n) < n * 9 // 10)
+    pixels = np.concatenate(images).reshape(-1, *spec.image_shape)
+    y = np.concatenate(labels).astype(np.int64)
+    devices = np.concatenate(groups)
+    train = np.concatenate(is_train)
+    return (
+        Split(pixels[train], y[train], groups=devices[train]),
+        Split(pixels[~train], y[~train], groups=devices[~train]),
+    )
 
 
 def device_sizes() -> IntArray:
@@ -93,21 +96,11 @@ def draw_device(
     return v + DEVIATIONS * rng.standard_normal((n, FEATURES)), W, b
 
 
-def to_levels(x: Floats, spec: DatasetSpec) -> npt.NDArray[np.uint8]:
+def to_levels(x: Floats, spec: DatasetSpec) -> Bytes:
     """Rounds numbers to the nearest of the 256 levels, uint8."""
     return np.rint(255 * (x * spec.std[0] + spec.mean[0])).clip(0, 255).astype(np.uint8)
 
 
-def from_levels(levels: npt.NDArray[np.uint8], spec: DatasetSpec) -> Floats:
+def from_levels(levels: Bytes, spec: DatasetSpec) -> Floats:
     """Normalises levels as `normalise` does, in double precision."""
     return (levels / 255 - spec.mean[0]) / spec.std[0]
-
-
-def _joined(splits: list[Split]) -> Split:
-    images = np.concatenate([s.images for s in splits])
-    labels = np.concatenate([s.labels for s in splits])
-    return Split(
-        images,
-        labels.astype(np.int64),
-        groups=np.concatenate([s.groups for s in splits if s.groups is not None]),
-    )

@@ -28,7 +28,7 @@ import fcntl
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
@@ -51,6 +51,7 @@ from fedsynth.data.picture import (
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.data.shared_set import BYTES, NORMALISED, TENSORS, write_set
 from fedsynth.errors import OutputError
+from fedsynth.own_code import OwnCode
 from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.files import open_regular, plain_files, sync_folder, write_whole
 from fedsynth.privacy.report.figures import Resumptions, Start
@@ -198,12 +199,12 @@ class RunFolder:
     def write_config(self, toml: str) -> None:
         self._replace(CONFIG, toml)
 
-    def write_sources(self, files: Sequence[tuple[str, str]]) -> None:
+    def write_sources(self, files: Iterable[OwnCode]) -> None:
         """Writes the texts of custom code files, by name, as they were executed."""
-        for name, text in files:
+        for file in files:
             with _writing(self.path):
                 (self.path / "sources").mkdir(exist_ok=True)
-            self._replace(f"sources/{name}", text)
+            self._replace(f"sources/{file.file}", file.text)
 
     def write_private_start(self, start: Start) -> None:
         text = json.dumps(start.to_json(), indent=1, ensure_ascii=False, allow_nan=False)

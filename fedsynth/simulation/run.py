@@ -308,7 +308,7 @@ class Simulation:
         name = f"{self.method.name}-{self.context.spec.name}"
         folder = RunFolder(output, name)
         folder.write_config(to_toml(self.settings.to_mapping()))
-        folder.write_sources([code.text_file for code in own_sources(self.settings).values()])
+        folder.write_sources(own_sources(self.settings).values())
         if self._private and self.plan.privacy.ledger_folder is None:
             ledgers = new_ledgers(clients.ledger_names, folder.path / "ledger", self.settings)
             for client, ledger in zip(self.exchange.clients, ledgers, strict=True):
