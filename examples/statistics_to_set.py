@@ -46,6 +46,7 @@ def main(folder: Path, epsilon: float = 30.0) -> tuple[float, float]:
     run = simulate(settings, output=folder / "runs", quiet=True)
     share = export_run(str(run.folder), folder / "share", with_model=True)
     synthetic = load_synthetic(share)
+    assert synthetic.soft_labels is not None  # FedStats labels its images
     model = network()
     train_student(model, synthetic.normalised(), synthetic.soft_labels, teacher=load_model(share))
     test = load_dataset("digits")[1]
