@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from fedsynth.simulation.audit.auditing import AuditResult
 
 
-SHOWN = 40  # the limit of printed mismatches
+MAX_PRINTED = 40
+"""Number of mismatches that are printed."""
 
 Run = Annotated[Path, path_argument("A run folder, or its privacy_report.json.", metavar="RUN")]
 LedgerFolder = Annotated[
@@ -120,10 +121,10 @@ def verify(
     result = verify_run(run, ledger=ledger)
     problems, note = _signature(run if run.is_dir() else run.parent, key)
     problems = [*result.problems, *problems]
-    for problem in problems[:SHOWN]:
+    for problem in problems[:MAX_PRINTED]:
         print(f"mismatch: {printable(problem)}")
-    if len(problems) > SHOWN:
-        print(f"and {len(problems) - SHOWN} mismatches more")
+    if len(problems) > MAX_PRINTED:
+        print(f"{len(problems)} mismatches in total")
     if problems:
         raise typer.Exit(1)
     print(
@@ -246,8 +247,7 @@ def audit(
     """
     chosen = {name: values for name, values in with_own_code(chosen).items() if values}
     numbers = {"canaries": canaries, "canaries_as": canaries_as, "confidence": confidence}
-    if guesses is not None:
-        numbers["guesses"] = guesses
+    numbers["guesses"] = guesses
     if run is None:
         result, command = _audit_options(config, chosen, numbers)
     else:
@@ -286,7 +286,11 @@ def _audit_folder(
         raise OptionError("--run audits the run's config.toml: leave out --config")
     sections = read_config(run / "config.toml")
     settings = resolve(sections)
-    _same(settings, resolve(merged(sections, {"run": {}, **chosen})), run)
+    if resolve(merged(sections, {"run": {}, **chosen})) != settings:
+        raise OptionError(
+            f"the run in {run} has other settings, and --run audits the run's settings: leave out "
+            "the options that change them, or --run"
+        )
     result = _audited(settings_of_run(run, settings), numbers, f"settings of {run}")
     options = {
         "--run": run.resolve().name,
@@ -298,23 +302,6 @@ def _audit_folder(
     command = shlex.join(["fedsynth", "privacy", "audit", *arguments])
     write_audit(run, settings, result.entry(command))
     return result, command
-
-
-def _same(settings: RunSettings, audited: RunSettings, run: Path) -> None:
-    """Refuses options that differ from the run's config."""
-    ours = audited.to_mapping()
-    theirs = settings.to_mapping()
-    differ = [
-        f"{section}.{key}"
-        for section in {**ours, **theirs}
-        for key in {**ours.get(section, {}), **theirs.get(section, {})}
-        if ours.get(section, {}).get(key) != theirs.get(section, {}).get(key)
-    ]
-    if differ:
-        raise OptionError(
-            f"the run in {run} has other settings ({', '.join(differ)}), and --run audits "
-            "the run's settings: leave out these options, or --run"
-        )
 
 
 def _audited(settings: RunSettings, numbers: dict[str, Any], first: str) -> AuditResult:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Sequence
@@ -55,23 +54,14 @@ def reproduce(
         bool, typer.Option("--list", help="List all tables, or the settings and cells of one.")
     ] = False,
     dataset: Annotated[str | None, typer.Option(help="Only cells of this data set.")] = None,
-    partition: Annotated[
-        str | None, typer.Option(help="Only this partition, as named in the table.")
-    ] = None,
     alpha: Annotated[
         float | None, typer.Option(help="Only Dirichlet partitions with this α.")
-    ] = None,
-    clients: Annotated[
-        int | None, typer.Option(help="Only cells with this number of clients.")
-    ] = None,
-    rounds: Annotated[
-        int | None, typer.Option(help="Only cells with this number of rounds.")
     ] = None,
     method: Annotated[
         str | None,
         typer.Option(help="Only this method, as named in the table or in this package."),
     ] = None,
-    note: Annotated[str | None, typer.Option(help='Only cells with these words ("ipc 5").')] = None,
+    cell: Annotated[str, typer.Option(help="Only cells with this text, as --list prints it.")] = "",
     seeds: Annotated[
         int, typer.Option(min=1, max=10_000, help="Runs of each cell: seeds 0, 1, ….")
     ] = 1,
@@ -94,7 +84,6 @@ def reproduce(
         typer.Option("--set", help="Override a setting of the preset; rows record it. Repeatable."),
     ] = None,
     download: given.Download = False,
-    as_json: given.AsJson = False,
 ) -> None:
     """Run cells of a published table and compare the numbers.
 
@@ -109,10 +98,13 @@ def reproduce(
         _list_tables()
         return
     from fedsynth.reproduction.preset_files import preset as preset_of
+    from fedsynth.reproduction.presets import cell_words
 
     table = preset_of(preset)
-    filters = {"dataset": dataset, "partition": partition, "alpha": alpha, "clients": clients}
-    cells = table.select(**filters, rounds=rounds, method=method, note=note)
+    selected = table.select(dataset=dataset, alpha=alpha, method=method)
+    cells = [entry for entry in selected if cell in cell_words(entry, table)]
+    if not cells:
+        raise OptionError(f"{preset} has no such cell with {cell!r}; --list prints them")
     if listed:
         _list_cells(table, cells)
         return
@@ -127,7 +119,6 @@ def reproduce(
         changes={section: values for section, values in overrides.items() if values},
         speed={"run": chosen["run"], "data": chosen["data"]},
         download=download,
-        as_json=as_json,
     )
 
 
@@ -142,7 +133,6 @@ def _run(
     changes: Sections,
     speed: Sections,
     download: bool,
-    as_json: bool,
 ) -> None:
     from fedsynth.cli.progress import make_observer
     from fedsynth.reproduction.comparison import lines
@@ -164,16 +154,7 @@ def _run(
         outcomes = list(runner.run(jobs))
     compared = lines(table, cells, seeds, rows.all(), scale=scale, changes=changes)
     unfinished = [o for o in outcomes if o.status not in ("finished", "existing")]
-    if as_json:
-        document = {
-            "preset": table.name,
-            "scaled": scale,
-            "cells": [line.to_json() for line in compared],
-            "unfinished": {outcome.job.name: outcome.words for outcome in unfinished},
-        }
-        print(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False))
-    else:
-        _print_comparison(table, compared, scale)
+    _print_comparison(table, compared, scale)
     if unfinished:
         say(f"{len(unfinished)} of {len(outcomes)} runs are unfinished; repeat the command")
     errors = [outcome.error for outcome in outcomes if outcome.error is not None]
@@ -195,7 +176,7 @@ def _print_comparison(table: Preset, lines: Sequence[Line], scale: float | None)
                 line.cell + line.reduced_precision,
                 line.number.label,
                 format_number(line.number.value, line.number.std),
-                format_number(line.mean, line.std),
+                format_number(*line.spread),
                 str(len(line.values)),
                 line.verdict,
                 f"{line.hours:.2f}",

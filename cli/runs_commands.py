@@ -7,15 +7,12 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
 from fedsynth.cli.application import OptionError, ended_by_signals, note, say, write_text
 from fedsynth.cli.options import path_argument, path_option
-
-if TYPE_CHECKING:
-    from fedsynth.results.finished import Run
 
 
 def runs(
@@ -50,7 +47,10 @@ def runs(
     loaded = [Run(folder, read_summary(folder), read_settings(folder)) for folder in finished]
     differences = differing(loaded)
     if as_json:
-        rows = list(map(_as_json, loaded, differences))
+        rows = [
+            {"run": run.name, "settings": settings, **run.summary}
+            for run, settings in zip(loaded, differences, strict=True)
+        ]
         print(json.dumps(rows, indent=2, ensure_ascii=False, default=str))
         return
     table = overview(loaded)
@@ -58,19 +58,6 @@ def runs(
     for run, row, settings in zip(loaded, table[1:], differences, strict=True):
         row += [run.name, ", ".join(f"{key}={value}" for key, value in settings.items())]
     print(aligned(table), end="")
-
-
-def _as_json(run: Run, settings: dict[str, Any]) -> dict[str, Any]:
-    """Returns a run's results, and those of its settings that differ."""
-    summary = run.summary
-    metrics = {name: summary.get(name) for name in ("method", "dataset", "rounds", "test_accuracy")}
-    metrics |= summary.get("local") or {}
-    if summary.get("generator"):
-        metrics["generator"] = summary["generator"]
-    if private := summary.get("differential_privacy"):
-        metrics["epsilon"] = private.get("epsilon")
-    sent = {name: summary.get(name) for name in ("upload_bytes", "seconds")}
-    return {"run": run.name, "settings": settings, **metrics, **sent}
 
 
 Runs = Annotated[

@@ -4,7 +4,6 @@ release, and a network trained on it.
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -178,10 +177,6 @@ def export(
     print(f"to share: {folder}")
 
 
-TENTHS = 10
-MEASURED_STEPS = 10
-
-
 @takes_settings(
     "model.name", "model.width", "model.depth", "model.norm", "data.test_folder",
     "data.skip_corrupt", "data.skip_other", "data.data_root", "run.seed", "run.device",
@@ -236,41 +231,35 @@ def student(
     spec = load_synthetic(share).spec
     require_place(output)
     data, run = chosen["data"], chosen["run"]
-    root = data.get("data_root")
     test = real_images(
         spec,
         folder=data.get("test_folder"),
         skip_corrupt=data.get("skip_corrupt", False),
         skip_other=data.get("skip_other", False),
         dataset=dataset,
-        data_root=None if root is None else Path(root),
+        data_root=data.get("data_root"),
         download=download,
         note=say,
     )
     with_own_code({"model": {"features": features}})
     network = network_for(spec, **with_own_code({"model": chosen["model"]})["model"])
-    given_numbers = {"steps": steps, "views": copies, "seed": run.get("seed")}
-    numbers: dict[str, Any] = {
-        name: value for name, value in given_numbers.items() if value is not None
-    }
-    settings = StudentSettings(flip=flip, **numbers)
-    place = teacher if teacher in ("auto", "none") else expand_home(teacher)
+    numbers: dict[str, Any] = {"steps": steps, "views": copies, "seed": run.get("seed")}
+    changes = {name: value for name, value in numbers.items() if value is not None}
+    settings = StudentSettings(flip=flip, **changes)
     result = student_of_set(
         share,
         network,
         settings,
         labels=labels,
-        teacher=place,
+        teacher=expand_home(teacher),
         device=run.get("device", "auto"),
-        report=_Progress(),
+        report=_print_progress,
     )
     result.save(output)
-    copies_of = f", and {settings.views} augmented copies of each" if settings.views else ""
-    labelled = " that a model labelled" if result.taught and settings.views else ""
-    print(
-        f"trained on: {len(result.synthetic.labels)} images, {result.labels} "
-        f"labels{copies_of}{labelled}"
-    )
+    print(f"trained on: {len(result.synthetic.labels)} images, {result.labels} labels")
+    if settings.views:
+        labels_from = "a model's" if result.taught else "their image's"
+        print(f"augmented copies: {settings.views} of each image, with {labels_from} labels")
     print(f"guarantee: {_guarantee(result)}")
     if test is not None:
         right = 100 * result.accuracy_on(test)
@@ -286,30 +275,15 @@ def _guarantee(result: Student) -> str:
     if result.synthetic.epsilon is None:
         return "none: the synthetic set has none"
     epsilon = f"ε = {format_epsilon(result.synthetic.epsilon)} at δ = {result.synthetic.delta:g}"
+    if not result.guaranteed:
+        return f"unknown: the set has {epsilon}, but the training used more than the set"
     model = result.architecture.custom_parts.get("model")
-    if result.guaranteed and model is None:
+    if model is None:
         return f"{epsilon}, the set's"
-    if result.guaranteed:
-        return f"{epsilon}, the same as the set's, if nothing in {model} comes from private data"
-    return f"unknown: the set has {epsilon}, but the training used more than the set"
+    return f"{epsilon}, the same as the set's, if nothing in {model} comes from private data"
 
 
-class _Progress:
-    """Prints to stderr the estimated duration, from the first steps, then each tenth of the
-    training.
-    """
-
-    def __init__(self) -> None:
-        self._began = 0.0
-
-    def __call__(self, done: int, total: int) -> None:
-        time_now = time.monotonic()
-        if done == 1:  # the first step is slower, and is not measured
-            self._began = time_now
-        if done == MEASURED_STEPS < total:
-            from fedsynth.simulation.stderr_observer import duration
-
-            seconds = (time_now - self._began) / (MEASURED_STEPS - 1) * total
-            say(f"{total} steps take about {duration(max(1.0, seconds))}")
-        if done * TENTHS // total > (done - 1) * TENTHS // total:
-            say(f"step {done} of {total}")
+def _print_progress(step: int, total: int) -> None:
+    """Prints each tenth of the training to stderr."""
+    if 10 * step // total > 10 * (step - 1) // total:
+        say(f"step {step} of {total}")

@@ -77,7 +77,7 @@ def _compared(where: str, *names: str) -> Axis:
             cell = next(c for c in one.cells if cell_words(c, one) == line.cell)
             labels = getattr(cell, where), f"{cell.method}{_changed(line)}{line.reduced_precision}"
             texts = found.setdefault(labels, {"hours": f"{line.hours:.2f}"})
-            here = f"{format_number(line.mean, line.std)}{MARKS.get(line.verdict, '')}"
+            here = f"{format_number(*line.spread)}{MARKS.get(line.verdict, '')}"
             texts[f"{line.number.label} here"] = here
             texts[line.number.label] = format_number(line.number.value, line.number.std)
     order = list(dict.fromkeys(place for place, _ in found))

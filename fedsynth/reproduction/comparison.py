@@ -10,7 +10,6 @@ verdict.
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +18,7 @@ from fedsynth.reproduction.measures import measured
 from fedsynth.reproduction.presets import Cell, Changes, Number, Preset, cell_words, dataset_of
 from fedsynth.reproduction.rows import run_hash
 from fedsynth.reproduction.runs import Job, jobs_of
+from fedsynth.results.finished import Spread
 
 WITHIN, ABOVE, BELOW, NONE = "within", "above", "below", "no verdict"
 FACTOR = 2.0
@@ -48,14 +48,9 @@ class Line:
     changes: Changes
 
     @property
-    def mean(self) -> float | None:
-        """The mean over seeds; None without any."""
-        return statistics.mean(self.values.values()) if self.values else None
-
-    @property
-    def std(self) -> float | None:
-        """The sample standard deviation over seeds; None: fewer than two."""
-        return statistics.stdev(self.values.values()) if len(self.values) > 1 else None
+    def spread(self) -> Spread:
+        """Mean and standard deviation over seeds."""
+        return Spread.of(list(self.values.values()))
 
     @property
     def hours(self) -> float:
@@ -87,25 +82,6 @@ class Line:
             return f"changed: {NONE}"
         return verdict(self.number.value, self.number.std, list(self.values.values()))
 
-    def to_json(self) -> dict[str, Any]:
-        """Returns plain values."""
-        return {
-            "preset": self.preset,
-            "cell": self.cell,
-            "metric": self.number.label,
-            "scaled": self.scale,
-            "changes": {section: dict(values) for section, values in self.changes.items()},
-            "published": self.number.value,
-            "published_std": self.number.std,
-            "reproduced": self.mean,
-            "reproduced_std": self.std,
-            "values": list(self.values.values()),
-            "seeds": list(self.values),
-            "verdict": self.verdict,
-            "hours": round(self.hours, 3),
-            "commits": self.commits,
-        }
-
 
 def verdict(published: float | None, published_std: float | None, values: Sequence[float]) -> str:
     """Returns `WITHIN`, `ABOVE`, `BELOW` or `NONE`, by the rule of the module.
@@ -117,15 +93,13 @@ def verdict(published: float | None, published_std: float | None, values: Sequen
     >>> verdict(70.0, None, [71.0])  # one seed, and no published deviation
     'no verdict'
     """
-    stds = [] if published_std is None else [published_std]
-    if len(values) > 1:
-        stds.append(statistics.stdev(values))
-    if published is None or not values or not stds:
+    mean, std = Spread.of(values)
+    stds = [value for value in (published_std, std) if value is not None]
+    if published is None or mean is None or not stds:
         return NONE
-    difference = statistics.mean(values) - published
-    if abs(difference) <= FACTOR * math.hypot(stds[0], stds[-1]):
+    if abs(mean - published) <= FACTOR * math.hypot(stds[0], stds[-1]):
         return WITHIN
-    return ABOVE if difference > 0 else BELOW
+    return ABOVE if mean > published else BELOW
 
 
 def lines(

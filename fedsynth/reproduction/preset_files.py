@@ -186,5 +186,5 @@ def _cells_without_number(name: str, entries: list[Mapping[str, Any]]) -> Iterat
         columns = _when(name, {key: value for key, value in entry.items() if key != "metrics"})
         numbers = tuple(Number(metric, "", None, None) for metric in entry["metrics"])
         for values in itertools.product(*columns.values()):
-            words = {**dict.fromkeys(COLUMNS, ""), **dict(zip(columns, values, strict=True))}
-            yield Cell(name, **words, numbers=numbers)
+            texts = {**dict.fromkeys(COLUMNS, ""), **dict(zip(columns, values, strict=True))}
+            yield Cell(name, **texts, numbers=numbers)

@@ -108,12 +108,7 @@ class Cell:
 
     def fits(self, when: When) -> bool:
         """Returns True if each column of `when` has one of the given values in this cell."""
-        for column, values in when.items():
-            word = getattr(self, column)
-            plain = word.partition(":")[0] if column == "dataset" else word
-            if word not in values and plain not in values:
-                return False
-        return True
+        return all(getattr(self, column) in values for column, values in when.items())
 
 
 @dataclass(frozen=True)
@@ -264,10 +259,12 @@ def partition_of(word: str) -> dict[str, Any]:
 def sections_of_words(cell: Cell) -> Sections:
     """Returns the settings that a cell's columns give in every table."""
     sections: Sections = {
-        "run": {"method": cell.method} if cell.method in METHODS else {},
+        "run": {},
         "data": {"dataset": dataset_of(cell.dataset)},
         "partition": partition_of(cell.partition),
     }
+    if cell.method in METHODS:
+        sections["run"]["method"] = cell.method
     if cell.rounds:
         sections["run"]["rounds"] = int(cell.rounds)
     if cell.clients:

@@ -25,7 +25,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -148,15 +148,15 @@ def scaled(settings: RunSettings, scale: float | None) -> dict[str, dict[str, An
     def part(number: int, minimum: int) -> int:
         return min(number, max(minimum, round(scale * number)))
 
-    partition, method = settings.partition, settings.method
+    partition = settings.partition
     size = dataset_spec(settings.dataset).train_size
     minimum = min(1.0, EXAMPLES * partition.clients / size)
     lengths = {}
-    for setting in fields(method):
-        value = getattr(method, setting.name)
-        length = setting.name.rpartition("_")[2] in LENGTHS
-        if type(value) is int and (length or setting.name in ("min_examples", "start_round")):
-            lengths[setting.name] = part(value, 2 if length else 1)
+    for name, value in settings.method.to_dict().items():
+        if type(value) is int and name.endswith(LENGTHS):
+            lengths[name] = part(value, 2)
+        elif type(value) is int and name in ("min_examples", "start_round"):
+            lengths[name] = part(value, 1)
     return {
         "run": {"rounds": part(settings.rounds, 1)},
         "partition": {
@@ -257,7 +257,7 @@ class Outcome:
     error: FedsynthError | None = None
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         """Status and details, in one line."""
         return f"{self.status}: {self.text}" if self.text else self.status
 
@@ -296,7 +296,7 @@ class Runner:
                 outcome = self._run_unless_existing(job)
             except FedsynthError as error:
                 outcome = Outcome(job, "failed", str(error), error)
-            self._report(f"{job.name}: {outcome.words}")
+            self._report(f"{job.name}: {outcome.description}")
             yield outcome
 
     def _run_unless_existing(self, job: Job) -> Outcome:

@@ -6,12 +6,13 @@ The content of a run folder is untrusted input, so its types are checked.
 
 from __future__ import annotations
 
+import statistics
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -118,6 +119,29 @@ class Run:
     def private(self) -> bool:
         """True if the run had differential privacy."""
         return "differential_privacy" in self.summary
+
+
+class Spread(NamedTuple):
+    """Mean and sample standard deviation over seeds; None without any, and for fewer than two."""
+
+    mean: float | None
+    std: float | None
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        """Returns the spread of these values."""
+        if len(values) > 1:
+            return cls(statistics.fmean(values), statistics.stdev(values))
+        return cls(*values or [None], None)
+
+    def format(self, scale: float, digits: int) -> str:
+        """Returns "mean ± std"."""
+        if self.mean is None:
+            return NONE
+        text = f"{scale * self.mean:.{digits}f}"
+        if self.std is not None:
+            text += f" ± {scale * self.std:.{digits}f}"
+        return text
 
 
 def run_folders(folder: Path) -> list[Path]:
@@ -236,11 +260,11 @@ def labels(runs: Sequence[Run]) -> list[str]:
     mixed = len({run.private for run in runs}) > 1
     names = []
     for run, settings in zip(runs, differing(runs), strict=True):
-        words = [run.method]
+        parts = [run.method]
         if mixed and run.private:
-            words.append("private")
-        words += [f"{key}={value}" for key, value in settings.items()]
-        text = printable(" ".join(words))
+            parts.append("private")
+        parts += [f"{key}={value}" for key, value in settings.items()]
+        text = printable(" ".join(parts))
         names.append(textwrap.shorten(text, MAX_LABEL, placeholder=" …"))
     counts = Counter(names)
     return [

@@ -164,16 +164,18 @@ class CsvLogger(Logger):
     def _open(self, name: str, settings: Mapping[str, Any]) -> Path:
         file = self.base / "csv" / f"{name}.csv"
         file.parent.mkdir(parents=True, exist_ok=True)
-        self._rows: dict[int, Mapping[str, Any]] = {}
+        self._rows: dict[int, dict[str, Any]] = {}
         if file.exists():  # of a run that is resumed
             lines = csv.DictReader(StringIO(read_text(file)))
             self._rows = {int(line["round"]): line for line in lines}
         return file
 
     def _write(self, values: Numbers, round: int) -> None:
-        earlier = {number: row for number, row in self._rows.items() if number < round}
-        texts = {key: f"{value:.10g}" for key, value in values.items()}
-        self._rows = {**earlier, round: {"round": round, **texts}}
+        for number in [number for number in self._rows if number >= round]:
+            del self._rows[number]  # of rounds that are repeated after a resumption
+        self._rows[round] = {"round": round}
+        for key, value in values.items():
+            self._rows[round][key] = f"{value:.10g}"
         columns = dict.fromkeys(key for row in self._rows.values() for key in row)
         text = StringIO()
         writer = csv.DictWriter(text, list(columns), restval="", lineterminator="\n")

@@ -82,8 +82,8 @@ class Measure:
         last: Mapping[str, Any] = metrics[-1]
         if not {self.accuracy_name, PRIVATE_TEST} & last.keys():
             last = self.row(state, context, figures)
-        accuracy = last.get(PRIVATE_TEST, last).get(self.accuracy_name)
-        return None if accuracy is None else float(accuracy)
+        accuracy: float | None = last.get(PRIVATE_TEST, last).get(self.accuracy_name)
+        return accuracy
 
     def _rows(
         self,
@@ -129,8 +129,8 @@ class Measure:
         """
         right = correct(context.load(parameters), test)
         row: dict[str, Any] = {self.accuracy_name: int(right.sum()) / len(right)}
-        domains = {} if self.method.personal else accuracy_by_domain(right, test)
-        if domains:
+        domains = accuracy_by_domain(right, test)
+        if domains and not self.method.personal:
             row["domain_accuracy"] = domains
             row["domain_average"] = sum(domains.values()) / len(domains)
         return row

@@ -33,7 +33,6 @@ from fedsynth.results.finished import (
     NONE,
     Run,
     RunFolderError,
-    is_share,
     labels,
     overview,
     percent,
@@ -91,17 +90,9 @@ def runs_page(runs: Sequence[Run], *, simulation_only: bool = False) -> str:
 
 
 def curves_page(lines: Sequence[Line], metric: str, axis: str) -> str:
-    """Returns a page with one plot of curves, and their last values as a table."""
-    name, label = words_of(metric), AXES[axis].label
-    title = f"{name} by {label}"
-    head = ("run", label, name)
-    show = percent if is_share(metric) else "{:.6g}".format
-    rows = []
-    for line in lines:
-        x, y = line.points[-1]
-        rows.append([line.name, f"{x:.6g}", show(y)])
-    plot = _plot(curves_svg(lines, metric, axis), title)
-    return _page(title, {"": [plot, _table("last values", head, rows)]})
+    """Returns a page with one plot of curves."""
+    title = f"{words_of(metric)} by {AXES[axis].label}"
+    return _page(title, {"": [_plot(curves_svg(lines, metric, axis), title)]})
 
 
 def _page(title: str, sections: Mapping[str, Sequence[Part]], *, warn: bool = False) -> str:
@@ -219,18 +210,6 @@ def _generators(runs: Sequence[Run], names: Sequence[str], simulation_only: bool
     requested class."""
     for key in ("agreement", "class_entropy_share", "student"):
         yield from _curve(runs, names, f"generator.{key}", "rounds")
-    for run, name in zip(runs, names, strict=True):
-        for key in _artefacts(run.folder):
-            title = f"{name}: {key.replace('_', ' ')} (classes are rows, clients columns)"
-            image = _image(run.folder / f"{key}.png", title, title)
-            if image is not None:
-                yield image
-
-
-def _artefacts(folder: Path) -> list[str]:
-    with suppress(OSError, *HOSTILE):
-        return [key for key in load_json(folder / "artefacts.json") if key.isidentifier()]
-    return []
 
 
 def _privacy(runs: Sequence[Run], names: Sequence[str], simulation_only: bool) -> Iterator[Part]:

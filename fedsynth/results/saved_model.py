@@ -71,11 +71,6 @@ class Architecture:
     model: ModelSettings
     run: RunSettings | None = None
 
-    @classmethod
-    def of_run(cls, spec: DatasetSpec, run: RunSettings) -> Architecture:
-        """Returns the architecture of a run's model."""
-        return cls(spec, run.model, run)
-
     @property
     def teaches(self) -> bool:
         """Returns whether the model learned from more than synthetic images, and so can label
@@ -154,7 +149,7 @@ class Architecture:
         if "run" in sections:
             settings = _network_sections(sections)
             run = resolve(settings, own_method=method, own_data=spec.name)
-            architecture = cls.of_run(spec, run)
+            architecture = cls(spec, run.model, run)
         else:
             architecture = cls(spec, ModelSettings(**sections["model"]))
         count = architecture.count() or 0
@@ -369,7 +364,7 @@ def _architecture(
 ) -> Architecture:
     if (folder / PRIVATE_START).exists():
         start = read_start(folder, method)
-        return Architecture.of_run(spec or start.spec, start.settings)
+        return Architecture(spec or start.spec, start.settings.model, start.settings)
     sections = read_sections(folder / CONFIG)
     custom = None if spec is None else spec.name
     settings = resolve(sections, own_method=method, own_data=custom)
@@ -378,4 +373,4 @@ def _architecture(
             f"the run in {folder} used your images, whose specification it does not contain: "
             "pass spec= of the same images (`load_folder(…).train.spec`)"
         )
-    return Architecture.of_run(spec or dataset_spec(settings.dataset), settings)
+    return Architecture(spec or dataset_spec(settings.dataset), settings.model, settings)

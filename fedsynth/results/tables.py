@@ -5,11 +5,18 @@ from __future__ import annotations
 
 import csv
 import io
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from fedsynth.results.finished import NONE, aligned, is_share, read_summary, value_at, words_of
+from fedsynth.results.finished import (
+    NONE,
+    Spread,
+    aligned,
+    is_share,
+    read_summary,
+    value_at,
+    words_of,
+)
 from fedsynth.results.sweep import finished
 from fedsynth.results.sweep_file import SEED, Sweep
 
@@ -34,22 +41,6 @@ COLUMNS = {
 """The columns of every sweep, after its metrics."""
 
 
-class Spread(NamedTuple):
-    """Mean and sample standard deviation over seeds; None without any, and for fewer than two."""
-
-    mean: float | None
-    std: float | None
-
-    def format(self, scale: float, digits: int) -> str:
-        """Returns "mean ± std"."""
-        if self.mean is None:
-            return NONE
-        mean = f"{scale * self.mean:.{digits}f}"
-        if self.std is None:
-            return mean
-        return f"{mean} ± {scale * self.std:.{digits}f}"
-
-
 class SweepRow(NamedTuple):
     """A table row: the axes' values, how many of the planned seeds have finished, and the
     results."""
@@ -66,12 +57,14 @@ def sweep_rows(sweep: Sweep) -> list[SweepRow]:
     for cell in sweep.cells:
         values = tuple((name, value) for name, value in cell.values.items() if name != SEED)
         folder = finished(sweep, cell)
-        summary = None if folder is None else read_summary(folder)
-        groups.setdefault(values, []).append(summary)
+        groups.setdefault(values, []).append(folder and read_summary(folder))
     rows = []
     for values, summaries in groups.items():
-        complete = [summary for summary in summaries if summary is not None]
-        results = {name: _spread(complete, column.path) for name, column in _columns(sweep).items()}
+        complete = list(filter(None, summaries))
+        results = {}
+        for name, column in _columns(sweep).items():
+            numbers = [value_at(summary, column.path) for summary in complete]
+            results[name] = Spread.of([number for number in numbers if number is not None])
         rows.append(SweepRow(dict(values), len(complete), len(summaries), results))
     return rows
 
@@ -83,14 +76,6 @@ def _columns(sweep: Sweep) -> dict[str, Column]:
         if is_share(metric):
             columns[metric] = Column(metric, f"{words_of(metric)} (%)", 100.0, 2)
     return {**columns, **COLUMNS}
-
-
-def _spread(summaries: Sequence[Mapping[str, Any]], path: str) -> Spread:
-    found = (value_at(summary, path) for summary in summaries)
-    values = [value for value in found if value is not None]
-    if len(values) > 1:
-        return Spread(statistics.fmean(values), statistics.stdev(values))
-    return Spread(values[0] if values else None, None)
 
 
 def render(sweep: Sweep, rows: Sequence[SweepRow], form: str) -> str:

@@ -72,10 +72,10 @@ def test_only_the_runs_own_settings_go_into_its_report(fedsynth: Run, tmp_path: 
     folder = fedsynth(f"train {FEDDM} --output {tmp_path / 'out'}").folder
     audit = f"privacy audit --run {folder}"
     before = (folder / "privacy_report.json").read_bytes()
-    for option, name in (("--dp-clip 2", "privacy.clip"), ("--rounds 2", "run.rounds")):
+    for option in ("--dp-clip 2", "--rounds 2"):
         told = fedsynth(f"{audit} {option}")
         assert told.code == 2
-        assert f"other settings ({name})" in told.stderr
+        assert "has other settings" in told.stderr
     told = fedsynth(f"{audit} --config other.toml")
     assert "leave out --config" in told.stderr
     config = folder / "config.toml"

@@ -63,7 +63,7 @@ def test_reports_are_shown_and_verified(
     file.write_text(json.dumps(report))
     flood = fedsynth(f"privacy verify {folder}")
     assert (flood.code, len(flood.stdout.splitlines())) == (1, 41)
-    assert "mismatches more" in flood.stdout
+    assert "mismatches in total" in flood.stdout
     file.write_text('{"schema_version": 4, "unit": {}}')
     damaged = fedsynth(f"privacy report {folder}")
     assert (damaged.code, damaged.stderr.count("\n")) == (2, 1)

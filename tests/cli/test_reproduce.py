@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 from fedsynth.cli.application import OptionError
 from fedsynth.cli.reproduce_command import seconds_of
 
-CELL = ("fedprox:synthetic", "--dataset", "synthetic(0,0)", "--note", "90 %", "--method", "fedprox")
+CELL = ("fedprox:synthetic", "--dataset", "synthetic(0,0)", "--cell", "90 %", "--method", "fedprox")
 TINY = ("--scale", "0.01")
 
 
@@ -37,14 +36,11 @@ def test_a_cell_runs_and_is_compared_with_the_published_value(
     assert first.stderr.startswith("SCALED to 0.01: ")
     assert "not a result of the published setting" in first.stdout
     assert "scaled: no verdict" in first.stdout
-    again = fedsynth("reproduce", *CELL, *TINY, *output, "--json")
+    again = fedsynth("reproduce", *CELL, *TINY, *output)
     assert "existing" in again.stderr
-    found = json.loads(again.stdout)
-    assert (found["scaled"], found["unfinished"]) == (0.01, {})
-    (cell,) = found["cells"]
-    assert (cell["scaled"], cell["seeds"], cell["published"]) == (0.01, [0], None)
-    whole = fedsynth("reproduce", *CELL, *output, "--time-budget", "0", "--json")
-    assert json.loads(whole.stdout)["cells"][0]["verdict"] == "not run"  # a scaled row is none
+    assert "unfinished" not in again.stderr
+    whole = fedsynth("reproduce", *CELL, *output, "--time-budget", "0")
+    assert "not run" in whole.stdout  # a scaled row is none
     assert "not begun" in whole.stderr
 
 

@@ -29,13 +29,16 @@ def test_runs_are_compared(train: Call, fedsynth: Call) -> None:
     for row, summary in zip(rows, summaries, strict=True):
         assert row["test_accuracy"] == summary["test_accuracy"]
         assert row["upload_bytes"] == summary["upload_bytes"]
-    assert rows[1]["amp"] == summaries[1]["local"]["amp"]
-    assert rows[2]["epsilon"] == summaries[2]["differential_privacy"]["epsilon"]
-    assert "epsilon" not in rows[0]
+    assert rows[1]["local"]["amp"] == summaries[1]["local"]["amp"]
+    assert (
+        rows[2]["differential_privacy"]["epsilon"]
+        == summaries[2]["differential_privacy"]["epsilon"]
+    )
+    assert "differential_privacy" not in rows[0]
     lines = fedsynth(f"runs {output}").stdout.splitlines()
     assert lines[0].split()[:5] == ["method", "accuracy", "AMP", "WLP", "ε"]
     assert [line.split()[0] for line in lines[1:]] == ["fedprox", "fedprox", "fedavg"]
-    assert f"{100 * rows[1]['amp']:.2f} %" in lines[2]
+    assert f"{100 * rows[1]['local']['amp']:.2f} %" in lines[2]
     assert lines[2].endswith("mu=0.5")
     one = json.loads(fedsynth(f"runs {output / rows[0]['run']} --json").stdout)
     assert [(row["run"], row["settings"]) for row in one] == [(rows[0]["run"], {})]
