@@ -120,12 +120,14 @@ class ProtoDM(FedDM):
     def loss(self, uploads: Mapping[int, SetWithPrototypes]) -> Objective:
         """Returns the server's loss: the cross-entropy and the pull towards the prototypes."""
         present = [u.present for u in uploads.values()]
-        targets, known = average_over_holders([u.prototypes for u in uploads.values()], present)
+        targets, has_target = average_over_holders(
+            [u.prototypes for u in uploads.values()], present
+        )
 
         def of_batch(network: Any, images: Tensor, labels: Tensor) -> Tensor:
             h = network.embed(images)
-            apart = (h - targets[labels]).square().mean(dim=1)
-            pull = torch.where(known[labels], apart, 0.0).mean()
+            distance = (h - targets[labels]).square().mean(dim=1)
+            pull = torch.where(has_target[labels], distance, 0.0).mean()
             return cross_entropy(network.classifier(h), labels) + self.alignment * pull
 
         return of_batch
@@ -142,5 +144,7 @@ if __name__ == "__main__":
     for privacy in (None, PrivacySettings(epsilon=8.0)):
         result = main(privacy)
         print(f"test accuracy {100 * result.accuracy:.1f} %")
-        for row in result.privacy["ledger"] if privacy else []:
+        if privacy is None:
+            continue
+        for row in result.privacy["ledger"]:
             print(f"  {row['quantity']}: {row['steps']} a round, clip {row['sensitivity']:.3g}")

@@ -1,18 +1,17 @@
 """A custom method, outside the package: FedAvg with Adam on the server (FedAdam, Reddi et al. 2021,
 arXiv 2003.00295).
 
-A method is a frozen dataclass: settings, which `__post_init__` checks, and steps that are pure
-functions of their arguments. A method that trains locally inherits `TrainsLocally` and overrides
-what differs: here `combine`, the server's step; `task` would change the clients' loss. The server
-keeps its state between rounds in a custom class, `AdamState`. Differential privacy needs nothing
-more: the clients then train with DP-SGD, and the server computes with their releases.
+A method is a frozen dataclass: settings with their ranges, and steps that are pure functions of
+their arguments. A method that trains locally inherits `TrainsLocally` and overrides what differs:
+here `combine`, the server's step; `task` would change the clients' loss. The server keeps its state
+between rounds in a custom class, `AdamState`. Differential privacy needs nothing more: the clients
+then train with DP-SGD, and the server computes with their releases.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from math import inf
 from typing import Any, ClassVar
 
 import torch
@@ -31,7 +30,7 @@ from fedsynth import (
 )
 from fedsynth.core.method import Method
 from fedsynth.methods.shared.aggregation import AveragingState, average
-from fedsynth.validation import check_ranges
+from fedsynth.validation import in_range
 
 
 @dataclass(frozen=True)
@@ -59,29 +58,25 @@ class FedAdam(TrainsLocally):
     one_pass: ClassVar[bool] = True  # clients' training is plain SGD
     state: ClassVar[type[ServerState]] = AdamState
 
-    server_lr: float = 0.03
-    beta1: float = 0.9
-    beta2: float = 0.99
-    adaptivity: float = 1e-3
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_ranges(self, server_lr=(0, inf), beta1=(0, 1), beta2=(0, 1), adaptivity=(1e-12, inf))
+    server_lr: float = in_range(0.03, 0)
+    beta1: float = in_range(0.9, 0, 1)
+    beta2: float = in_range(0.99, 0, 1)
+    adaptivity: float = in_range(1e-3, 1e-12)
 
     def combine(
         self, state: AdamState, uploads: Mapping[int, ModelParameters], context: RoundContext
     ) -> AdamState:
-        made = average(uploads)
+        parameters = average(uploads)
         m: dict[str, Tensor] = {}
         v: dict[str, Tensor] = {}
         for name, _ in context.architecture.named_parameters():
             old = state.parameters[name]
-            change = made[name] - old
+            change = parameters[name] - old
             zero = torch.zeros_like(old)
             m[name] = self.beta1 * state.m.get(name, zero) + (1 - self.beta1) * change
             v[name] = self.beta2 * state.v.get(name, zero) + (1 - self.beta2) * change.square()
-            made[name] = old + self.server_lr * m[name] / (v[name].sqrt() + self.adaptivity)
-        return replace(state, parameters=made, m=m, v=v)
+            parameters[name] = old + self.server_lr * m[name] / (v[name].sqrt() + self.adaptivity)
+        return replace(state, parameters=parameters, m=m, v=v)
 
 
 def main(rounds: int = 10) -> dict[str, float]:

@@ -97,7 +97,7 @@ class _ClientView:
             setattr(single, name, getattr(self, name)[position : position + 1])
         return single
 
-    def split(self) -> list[Self]:
+    def split(self) -> list[Any]:
         """Returns a group of each client only (`select`)."""
         return [self.select(position) for position in range(len(self.ids))]
 
@@ -181,9 +181,9 @@ class ExactClientView(_ClientView):
         sums = []
         for part in self._parts:
             look_up = feature_table(self.data, features, part, embedding)
-            first, *others = part.split(FEATURE_PASS)  # of a client without examples, one empty
+            first, *later = part.split(FEATURE_PASS)  # of a client without examples, one empty
             total = rows(look_up(first), self.data.labels[first]).sums()
-            for records in others:
+            for records in later:
                 total = total + rows(look_up(records), self.data.labels[records]).sums()
             sums.append(total)
         return torch.stack(sums)

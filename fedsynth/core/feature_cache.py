@@ -19,14 +19,14 @@ from fedsynth.features.feature_map import FeatureMap
 from fedsynth.models.feature_linear import Embedding
 from fedsynth.privacy.passes import Note, padded, values_of_each
 
-MOST_BYTES = 3 * 2**30
+MAX_BYTES = 3 * 2**30
 """Largest cache of one data set's φ, and again of its z; larger ones are recomputed each time."""
 PASS = 64
 """Fixed number of images mapped at a time, so that the choice of kernels does not depend on the
 number of records (`fedsynth.privacy.passes`)."""
 EMBEDDING_PASS = 512
 """Fixed number of vectors embedded at a time, for the same reason."""
-AT_ONCE = 16 * EMBEDDING_PASS
+BLOCK = 16 * EMBEDDING_PASS
 """Vectors computed before they are cached: a bound on memory besides the cache's."""
 
 
@@ -39,29 +39,39 @@ class _Table:
 
     def __init__(self, data: ImageData, features: FeatureMap) -> None:
         self.vectors = torch.zeros(len(data), features.dimension, device=data.images.device)
-        self.there = torch.zeros(len(data), dtype=torch.bool)
+        self.computed = torch.zeros(len(data), dtype=torch.bool)
 
-    def look(self, records: Tensor, make: Look) -> Look:
+    def look(self, records: Tensor, compute: Look) -> Look:
         """Returns a function that looks up vectors of the positions `records` (on the CPU);
         computes the missing ones first."""
-        missing = records[~self.there[records]]
-        for chunk in missing.split(AT_ONCE) if len(missing) else ():
-            vectors = make(chunk)
-            self.vectors[chunk.to(vectors.device, non_blocking=True)] = vectors
-        self.there[missing] = True
+        missing = records[~self.computed[records]]
+        if len(missing):
+            for chunk in missing.split(BLOCK):
+                vectors = compute(chunk)
+                self.vectors[chunk.to(vectors.device, non_blocking=True)] = vectors
+            self.computed[missing] = True
         return self.vectors.__getitem__
 
 
-class _Kept:
+class _MapCache:
     """The cache of one data set and one map: φ, and z of the last requested embedding."""
 
-    def __init__(self, features: _Table) -> None:
-        self.features = features
+    def __init__(self, data: ImageData, features: FeatureMap) -> None:
+        self.features = _Table(data, features)
         self.embedded: tuple[Embedding, _Table] | None = None
 
 
-_KEPT: WeakKeyDictionary[ImageData, WeakKeyDictionary[FeatureMap, _Kept]] = WeakKeyDictionary()
+_CACHES: WeakKeyDictionary[ImageData, WeakKeyDictionary[FeatureMap, _MapCache]] = (
+    WeakKeyDictionary()
+)
 """Keyed by the map object: two maps can share a name, a dimension and all constants."""
+
+
+def _cache_of(data: ImageData, features: FeatureMap) -> _MapCache:
+    caches = _CACHES.setdefault(data, WeakKeyDictionary())
+    if features not in caches:
+        caches[features] = _MapCache(data, features)
+    return caches[features]
 
 
 def feature_table(
@@ -86,29 +96,27 @@ def feature_table(
     Returns:
         A function of positions, to φ or z.
     """
-    if 4 * len(data) * features.dimension > MOST_BYTES:
-        return lambda chunk: _turned(_made(data, features, chunk, note), embedding)
-    maps = _KEPT.setdefault(data, WeakKeyDictionary())
-    cached = maps.get(features)
-    if cached is None:
-        cached = maps[features] = _Kept(_Table(data, features))
-    phi = cached.features
 
-    def make(missing: Tensor) -> Tensor:
-        return _made(data, features, missing, note)
+    def compute(records: Tensor) -> Tensor:
+        return _features(data, features, records, note)
+
+    if 4 * len(data) * features.dimension > MAX_BYTES:
+        if embedding is None:
+            return compute
+        return lambda records: _embedded(compute(records), embedding)
+    cache = _cache_of(data, features)
+    cpu_records = records.cpu()
+    if embedding is None:
+        return cache.features.look(cpu_records, compute)
 
     def embed(missing: Tensor) -> Tensor:
         indices = missing.to(data.images.device, non_blocking=True)
-        return _turned(phi.look(missing, make)(indices), embedding)
+        return _embedded(cache.features.look(missing, compute)(indices), embedding)
 
-    cpu_records = records.cpu()
-    if embedding is None:
-        return phi.look(cpu_records, make)
-    last = cached.embedded
-    if last is None or not last[0].same(embedding):
-        cached.embedded = last = None  # frees the previous one first
-        last = cached.embedded = (copy.deepcopy(embedding), _Table(data, features))
-    return last[1].look(cpu_records, embed)
+    if cache.embedded is None or not cache.embedded[0].same(embedding):
+        cache.embedded = None  # frees the previous one first
+        cache.embedded = copy.deepcopy(embedding), _Table(data, features)
+    return cache.embedded[1].look(cpu_records, embed)
 
 
 def keep_features(data: ImageData, features: FeatureMap, vectors_Nd: Tensor) -> None:
@@ -119,13 +127,12 @@ def keep_features(data: ImageData, features: FeatureMap, vectors_Nd: Tensor) -> 
         features: the map that computed the vectors.
         vectors_Nd: float32, on the data's device, in the data's order.
     """
-    table = _Table.__new__(_Table)
+    table = _cache_of(data, features).features
     table.vectors = vectors_Nd
-    table.there = torch.ones(len(data), dtype=torch.bool)
-    _KEPT.setdefault(data, WeakKeyDictionary())[features] = _Kept(table)
+    table.computed[:] = True
 
 
-def _made(data: ImageData, features: FeatureMap, records: Tensor, note: Note | None) -> Tensor:
+def _features(data: ImageData, features: FeatureMap, records: Tensor, note: Note | None) -> Tensor:
     parts = [torch.zeros(0, features.dimension, device=data.images.device)]
     with torch.no_grad():
         for chunk in records.to(data.images.device, non_blocking=True).split(PASS):
@@ -137,10 +144,8 @@ def _made(data: ImageData, features: FeatureMap, records: Tensor, note: Note | N
     return torch.cat(parts)
 
 
-def _turned(features_Nd: Tensor, embedding: Embedding | None) -> Tensor:
-    """Returns z of these features; without an embedding, the features."""
-    if embedding is None:
-        return features_Nd
+def _embedded(features_Nd: Tensor, embedding: Embedding) -> Tensor:
+    """Returns z of these features."""
     parts = [features_Nd[:0]]
     for chunk in features_Nd.split(EMBEDDING_PASS):
         parts.append(embedding(padded(chunk, EMBEDDING_PASS))[: len(chunk)])

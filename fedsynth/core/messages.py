@@ -79,10 +79,7 @@ class Packed:
     @property
     def nbytes(self) -> int:
         """Size in bytes of the tensors as sent, plus 8 for each plain number."""
-        tensors = sum(t.numel() * t.element_size() for _, t in self.arrays())
-        return tensors + 8 * sum(
-            isinstance(getattr(self, f.name), int | float) for f in fields(self)
-        )
+        return sum(t.nbytes for _, t in self.numbers())
 
     @property
     def floats(self) -> int:
@@ -143,12 +140,11 @@ class Packed:
         values: dict[str, Any] = {}
         forms = _forms(cls)
         for f in fields(cls):
-            optional = f.default is None
-            if optional and f.name in none:
+            if f.default is None and f.name in none:
                 none.remove(f.name)
                 values[f.name] = None
                 continue
-            value = _taken(f"{cls.__name__}.{f.name}", f.name, numbers, keys, tensors)
+            value = _pop_field(f"{cls.__name__}.{f.name}", f.name, numbers, keys, tensors)
             if not isinstance(value, forms[f.name]):
                 kind_name = type(value).__name__
                 raise MessageError(f"{cls.__name__}.{f.name} cannot be a {kind_name}")
@@ -233,7 +229,7 @@ def _is_union(hint: Any) -> bool:
     return get_origin(hint) in (Union, UnionType)
 
 
-def _taken(
+def _pop_field(
     what: str, name: str, numbers: dict[str, Any], keys: dict[str, Any], tensors: dict[str, Tensor]
 ) -> Any:
     """Removes a field's value from the sent parts and returns it."""

@@ -12,7 +12,7 @@ import math
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from fedsynth.errors import UploadRejectedError
 LARGEST = 1e6
 """Largest magnitude of trained values and of sums over a client's examples. A learning network's
 weights are below 1e3; with 1e6 no float32 sum or square over clients overflows."""
-WHOLE = 2.0**53
+LARGEST_COUNT = 2.0**53
 """Largest counter: float64 represents all integers up to it exactly."""
 HEADER_BYTES = 64 * 2**10
 NAME_BYTES = 512
@@ -49,11 +49,11 @@ class Number:
     """A plain number.
 
     Args:
-        least, most: bounds of its closed range.
+        low, high: bounds of its closed range.
     """
 
-    least: float = 0.0
-    most: float = LARGEST
+    low: float = 0.0
+    high: float = LARGEST
     nbytes: int = 8
 
     def check(self, name: str, value: Any) -> None:
@@ -61,10 +61,9 @@ class Number:
             raise UploadRejectedError(name, f"must be a number, got {type(value).__name__}")
         if not abs(value) <= sys.float_info.max:  # an int may exceed every float
             raise UploadRejectedError(name, "is not finite", diverged=True)
-        if not self.least <= value <= self.most:
-            raise UploadRejectedError(
-                name, f"is {value:.6g}, but must be in [{self.least:g}, {self.most:g}]"
-            )
+        if not self.low <= value <= self.high:
+            reason = f"is {value:.6g}, but must be in [{self.low:g}, {self.high:g}]"
+            raise UploadRejectedError(name, reason)
 
 
 @dataclass(frozen=True)
@@ -74,15 +73,15 @@ class Array:
     Args:
         shape: its sizes; if the first is None, it is at most `rows`.
         dtype: its type.
-        least, most: bounds of the closed range of its values.
+        low, high: bounds of the closed range of its values.
         rows: see `shape`.
         sums_to_one: whether rows are probabilities, up to rounding.
     """
 
     shape: tuple[int | None, ...]
     dtype: torch.dtype = torch.float32
-    least: float = -LARGEST
-    most: float = LARGEST
+    low: float = -LARGEST
+    high: float = LARGEST
     rows: int = 0
     sums_to_one: bool = False
 
@@ -91,12 +90,14 @@ class Array:
         """Returns the rule for a trained tensor of this shape and type; integers are counters."""
         if tensor.is_floating_point():
             return cls(tuple(tensor.shape), tensor.dtype)
-        return cls(tuple(tensor.shape), tensor.dtype, least=0, most=WHOLE)
+        return cls(tuple(tensor.shape), tensor.dtype, low=0, high=LARGEST_COUNT)
 
     @property
     def nbytes(self) -> int:
-        sizes = [self.rows if size is None else size for size in self.shape]
-        return math.prod(sizes) * self.dtype.itemsize
+        sizes = list(self.shape)
+        if None in sizes:
+            sizes[0] = self.rows
+        return math.prod(sizes) * self.dtype.itemsize  # type: ignore[arg-type]
 
     def check(self, name: str, value: Any) -> None:
         if not isinstance(value, Tensor):
@@ -111,19 +112,18 @@ class Array:
             )
         if value.dtype == torch.bool or not value.numel():
             return
-        check_values(name, value, self.least, self.most)
+        check_values(name, value, self.low, self.high)
         if self.sums_to_one:
-            off = float((value.double().sum(dim=-1) - 1).abs().max())
-            if off > TOLERANCE:
-                raise UploadRejectedError(name, f"has rows whose sums differ from 1 by {off:.3g}")
+            error = float((value.double().sum(dim=-1) - 1).abs().max())
+            if error > TOLERANCE:
+                raise UploadRejectedError(name, f"has rows whose sums differ from 1 by {error:.3g}")
 
     def _fits(self, value: Tensor) -> bool:
         sizes = tuple(value.shape)
-        if len(sizes) != len(self.shape):
-            return False
-        if self.shape and self.shape[0] is None:
-            return sizes[0] <= self.rows and sizes[1:] == self.shape[1:]
-        return sizes == self.shape
+        if self.shape[:1] != (None,):
+            return sizes == self.shape
+        same_rows = len(sizes) == len(self.shape) and sizes[1:] == self.shape[1:]
+        return same_rows and sizes[0] <= self.rows
 
     def _sizes(self) -> str:
         sizes = [f"at most {self.rows}" if size is None else str(size) for size in self.shape]
@@ -164,8 +164,8 @@ class Named:
         extra = sorted(map(str, value.keys() - self.arrays.keys()))
         if extra:
             raise UploadRejectedError(name, f"has {extra[0]!r:.80}, which was not requested")
-        missing = [] if self.partial else sorted(self.arrays.keys() - value.keys())
-        if missing:
+        missing = sorted(self.arrays.keys() - value.keys())
+        if missing and not self.partial:
             raise UploadRejectedError(name, f"lacks {missing[0]!r:.80}")
         for key, tensor in value.items():
             self.arrays[key].check(f"{name}.{key}", tensor)
@@ -182,13 +182,11 @@ class Free:
             for key, item in value.items():
                 self.check(f"{name}.{key}", item)
         elif isinstance(value, Tensor):
-            size = value.numel() * value.element_size()
             if not _plain(value):
                 raise UploadRejectedError(name, "has no plain memory")
-            if size > self.nbytes:
-                raise UploadRejectedError(
-                    name, f"has {size} bytes, above the limit of {self.nbytes}"
-                )
+            if value.nbytes > self.nbytes:
+                reason = f"has {value.nbytes} bytes, above the limit of {self.nbytes}"
+                raise UploadRejectedError(name, reason)
             if value.dtype != torch.bool and value.numel():
                 check_values(name, value, -math.inf, math.inf)
         elif value is not None:
@@ -200,16 +198,15 @@ def most_examples(client: int, context: RoundContext) -> float:
     when it joined; 1 with differential privacy, where all clients have equal weight."""
     if context.privacy is not None:
         return 1.0
-    return WHOLE if context.sizes is None else float(context.sizes[client])
+    if context.sizes is None:
+        return LARGEST_COUNT
+    return float(context.sizes[client])
 
 
 def model_rules(client: int, context: RoundContext) -> dict[str, Rule]:
     """Returns the rules of `ModelParameters`: this client's architecture, and a weight."""
     state = context.architecture_of(client).state_dict()
-    return {
-        "parameters": Named.like(state),
-        "weight": Number(0.0, most_examples(client, context)),
-    }
+    return {"parameters": Named.like(state), "weight": Number(0.0, most_examples(client, context))}
 
 
 def check_values(name: str, value: Tensor, minimum: float, maximum: float) -> None:
@@ -220,16 +217,13 @@ def check_values(name: str, value: Tensor, minimum: float, maximum: float) -> No
     """
     if value.is_complex():
         raise UploadRejectedError(name, "is complex")
-    low, high = (float(end) for end in torch.aminmax(value.detach()))
-    if not (math.isfinite(low) and math.isfinite(high)):
-        raise UploadRejectedError(name, "is not finite", diverged=True)
-    if low < minimum or high > maximum:
-        worst = low if low < minimum else high
-        raise UploadRejectedError(
-            name,
-            f"holds {worst:.6g}, but must be in [{minimum:g}, {maximum:g}]",
-            diverged=value.is_floating_point(),
-        )
+    for bound in torch.aminmax(value.detach()):
+        extreme = float(bound)
+        if not math.isfinite(extreme):
+            raise UploadRejectedError(name, "is not finite", diverged=True)
+        if not minimum <= extreme <= maximum:
+            reason = f"holds {extreme:.6g}, but must be in [{minimum:g}, {maximum:g}]"
+            raise UploadRejectedError(name, reason, diverged=value.is_floating_point())
 
 
 def check_fields(upload: Message, rules: Mapping[str, Rule]) -> None:
@@ -266,42 +260,28 @@ def overlap(
         other_tensors: named tensors that one of the two must come from; None: both come from
             `tensors`.
     """
-    groups = (tensors,) if other_tensors is None else (tensors, other_tensors)
-    spans = sorted(
-        (_span(tensor), number, name)
-        for number, group in enumerate(groups)
-        for name, tensor in group
-        if tensor.numel()
-    )
-    furthest: dict[int, tuple[_Span, str]] = {}  # the furthest-reaching span of each group so far
-    for span, number, name in spans:
-        previous = furthest.get(number if other_tensors is None else 1 - number)
-        if (
-            previous is not None
-            and span.device == previous[0].device
-            and span.start < previous[0].end
-        ):
-            pair = (name, previous[1]) if number == 0 else (previous[1], name)
-            return pair
-        current = furthest.get(number)
-        if current is None or (span.device, span.end) > (current[0].device, current[0].end):
-            furthest[number] = (span, name)
+    spans = [(*_span(tensor), 0, name) for name, tensor in tensors if tensor.numel()]
+    if other_tensors is not None:
+        spans += [(*_span(tensor), 1, name) for name, tensor in other_tensors if tensor.numel()]
+    spans.sort()
+    for i, (device, _, end, group, name) in enumerate(spans):
+        for j in range(i + 1, len(spans)):
+            other_device, start, _, other_group, other_name = spans[j]
+            if device != other_device or start >= end:
+                break
+            if other_tensors is None or group < other_group:
+                return name, other_name
+            if group > other_group:
+                return other_name, name
     return None
 
 
-class _Span(NamedTuple):
-    """A tensor's memory, from its first byte to the byte after its last."""
-
-    device: str
-    start: int
-    end: int
-
-
-def _span(tensor: Tensor) -> _Span:
+def _span(tensor: Tensor) -> tuple[str, int, int]:
+    """Returns a tensor's device, and its memory from the first byte to the byte after the last."""
     sizes = zip(tensor.shape, tensor.stride(), strict=True)
     reach = sum((size - 1) * step for size, step in sizes)
     start = tensor.data_ptr()
-    return _Span(str(tensor.device), start, start + (reach + 1) * tensor.element_size())
+    return str(tensor.device), start, start + (reach + 1) * tensor.element_size()
 
 
 def _plain(tensor: Tensor) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fedsynth._lazy_import import exported_names
 from fedsynth.errors import SettingError, unknown_name
@@ -39,7 +39,7 @@ METHODS: Mapping[str, str] = MappingProxyType(
 """The module and class of each method, by its name."""
 
 
-_OWN: dict[str, tuple[type[Method], OwnCode | None]] = {}
+_CUSTOM: dict[str, tuple[type[Method], OwnCode | None]] = {}
 """Methods from outside the package, by name: their classes, and the files that they come from."""
 
 
@@ -80,13 +80,13 @@ def register_method(method: type[Method], source: OwnCode | None = None) -> str:
             "method",
             f"must have a `name` that differs from all built-in methods, got {name!r}",
         )
-    _OWN[name] = (method, source)
+    _CUSTOM[name] = (method, source)
     return name
 
 
 def own_source(name: str) -> OwnCode | None:
     """Returns the file that the method of this name was loaded from, if any."""
-    return _OWN[name][1] if name in _OWN else None
+    return _CUSTOM[name][1] if name in _CUSTOM else None
 
 
 def is_own_method(method: Method) -> bool:
@@ -101,10 +101,9 @@ def method_class(name: str) -> type[Method]:
         UnknownNameError: no such method; lists close matches.
     """
     name = name.lower()
-    if name in _OWN:
-        return _OWN[name][0]
+    if name in _CUSTOM:
+        return _CUSTOM[name][0]
     if name not in METHODS:
-        raise unknown_name("method", name, {**METHODS, **_OWN}, "run", "method")
+        raise unknown_name("method", name, {**METHODS, **_CUSTOM}, "run", "method")
     module, _, attribute = METHODS[name].partition(":")
-    found: Any = getattr(import_module(module), attribute)
-    return found
+    return getattr(import_module(module), attribute)

@@ -270,7 +270,7 @@ def resampled(
             with forked_rng(context.seed, "model re-sampling", context.round, number):
                 for layer in scratch.modules():
                     if hasattr(layer, "reset_parameters"):
-                        layer.reset_parameters()
+                        layer.reset_parameters()  # type: ignore[operator]
             fresh = flatten(scratch).to(center.device, non_blocking=True)
             torch.lerp(fresh, center, gamma, out=network.flat)
         yield network.module

@@ -42,11 +42,7 @@ from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.seeding import torch_generator
 from fedsynth.synthesizer.condensation.augmentation import AUGMENTATIONS, augmentations
 from fedsynth.synthesizer.condensation.distributions import DistributionMatcher
-from fedsynth.synthesizer.condensation.matching import (
-    ExactMatcher,
-    Matcher,
-    NetworkMeansMatcher,
-)
+from fedsynth.synthesizer.condensation.matching import ExactMatcher, Matcher, NetworkMeansMatcher
 from fedsynth.synthesizer.condensation.private_matchers import PaperMatcher
 from fedsynth.synthesizer.condensation.sets import (
     BatchIndices,

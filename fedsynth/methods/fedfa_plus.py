@@ -205,11 +205,11 @@ class FedFAPlus(TrainsLocally):
         widths = channels(network, self._stages(context), context.spec.image_shape)
         for stage, width in widths.items():
             rules[f"mean.{stage}"] = Array((width,))
-            rules[f"std.{stage}"] = Array((width,), least=0.0)
+            rules[f"std.{stage}"] = Array((width,), low=0.0)
         if self.parts != "augmentation":
             features: int = network.classifier.in_features  # type: ignore[assignment,union-attr]
             shape = (features, self.bins)
-            rules[HISTOGRAM] = Array(shape, least=0.0, most=1.0 + 1e-5, sums_to_one=True)
+            rules[HISTOGRAM] = Array(shape, low=0.0, high=1.0 + 1e-5, sums_to_one=True)
         return rules
 
     def combine(

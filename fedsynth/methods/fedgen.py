@@ -156,7 +156,7 @@ class FedGen(TrainsLocally):
     def upload_rules(self, phase: str, client: int, context: RoundContext) -> dict[str, Rule]:
         lowest = float(context.privacy is not None)  # with differential privacy all are 1
         highest = most_examples(client, context)
-        counts = Array((context.spec.classes,), least=lowest, most=highest)
+        counts = Array((context.spec.classes,), low=lowest, high=highest)
         return {**super().upload_rules(phase, client, context), "counts": counts}
 
     def check_upload(
@@ -229,10 +229,7 @@ class FedGen(TrainsLocally):
         return ModelAndCounts(upload.parameters, upload.weight, counts)
 
     def combine(
-        self,
-        state: GeneratorState,
-        uploads: Mapping[int, ModelAndCounts],
-        context: RoundContext,
+        self, state: GeneratorState, uploads: Mapping[int, ModelAndCounts], context: RoundContext
     ) -> GeneratorState:
         learner, seen = self._train_generator(state, list(uploads.values()), context)
         return replace(state, parameters=average(uploads), learner=learner, seen_classes=seen)

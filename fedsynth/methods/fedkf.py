@@ -30,12 +30,7 @@ from torch import Tensor, nn
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters, public
 from fedsynth.core.method import Memory, Presets
-from fedsynth.evaluation.generated import (
-    GENERATOR,
-    GeneratorFacts,
-    describe,
-    generator_tally,
-)
+from fedsynth.evaluation.generated import GENERATOR, GeneratorFacts, describe, generator_tally
 from fedsynth.evaluation.generated import average as average_facts
 from fedsynth.methods.shared.aggregation import AveragingState, average, update_cache
 from fedsynth.methods.shared.client_training import LocalObjective, plain_upload
@@ -188,12 +183,7 @@ class KnowledgeFusion:
     """
 
     def __init__(
-        self,
-        method: FedKF,
-        client: int,
-        message: TwoModels,
-        memory: Memory,
-        context: RoundContext,
+        self, method: FedKF, client: int, message: TwoModels, memory: Memory, context: RoundContext
     ) -> None:
         seed, device = context.seed, context.device
         self._method = method

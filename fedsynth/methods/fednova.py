@@ -67,7 +67,7 @@ class FedNova(TrainsLocally):
 
     def upload_rules(self, phase: str, client: int, context: RoundContext) -> dict[str, Rule]:
         largest = update_norm(self.most_steps(client, context), self.momentum) * (1 + 1e-9)
-        return {**super().upload_rules(phase, client, context), "norm": Number(most=largest)}
+        return {**super().upload_rules(phase, client, context), "norm": Number(high=largest)}
 
     def check_upload(
         self, phase: str, upload: NormalisedModel, client: int, context: RoundContext

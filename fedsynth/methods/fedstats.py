@@ -163,12 +163,7 @@ class FedStats(PlansStatistics):
         return [(StatisticSums(client_sums.clone()), memory) for client_sums, memory in results]
 
     def from_sum(
-        self,
-        phase: str,
-        state: FedStatsState,
-        total: Any,
-        clients: int,
-        context: RoundContext,
+        self, phase: str, state: FedStatsState, total: Any, clients: int, context: RoundContext
     ) -> FedStatsState:
         """Returns the state with the centre; after the closed form, in round 1; or after a step."""
         if not self.has_enough_noise(clients, context):

@@ -73,7 +73,7 @@ class Real(TrainsInBall):
     ) -> None:
         check_set(upload, self.ipc)
 
-    def client_step(
+    def client_step(  # type: ignore[override]
         self,
         message: ModelParameters,
         clients: ExactClientView,

@@ -42,12 +42,12 @@ def by_hand(images: ImageData, embedding: Embedding) -> np.ndarray:
     return found
 
 
-@pytest.mark.parametrize("most", [feature_cache.MOST_BYTES, 1])
+@pytest.mark.parametrize("most", [feature_cache.MAX_BYTES, 1])
 def test_z_is_that_of_the_embedding_that_was_asked_for(
     most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Catches: z of another centre, another T, or features in z's place."""
-    monkeypatch.setattr(feature_cache, "MOST_BYTES", most)
+    monkeypatch.setattr(feature_cache, "MAX_BYTES", most)
     images = data()
     records = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
     for seed in (0, 1, 0):

@@ -127,12 +127,12 @@ def sums_rules(
         dtype: of sums and noisy counts.
     """
     bound = LARGEST * max(1.0, context.noise.get(plan, 0.0), context.noise.get(COUNTS, 0.0))
-    sums = Array(shape, dtype, least=-bound, most=bound)
+    sums = Array(shape, dtype, low=-bound, high=bound)
     classes = (context.spec.classes,)
     if context.privacy is not None:
         return {"sums": sums, "counts": replace(sums, shape=classes)}
     largest = min(bound, most_examples(client, context))
-    return {"sums": sums, "counts": Array(classes, least=0.0, most=largest)}
+    return {"sums": sums, "counts": Array(classes, low=0.0, high=largest)}
 
 
 def class_sums(
@@ -156,15 +156,15 @@ def class_sums(
         return ClassSums(noisy, counts[:, 0], series[0].deviation)
     classes = context.spec.classes
     sums = torch.zeros(classes, width, device=context.device)
-    counts = torch.zeros(classes, device=context.device)
+    counts_C = torch.zeros(classes, device=context.device)
     examples = client.examples(0)
     with torch.no_grad():
         for indices in examples.split(chunk(examples.device)):
             if len(indices):
                 members = F.one_hot(client.labels(indices), classes).to(sums.dtype)
                 sums = sums + members.T @ vectors(client.images(indices))
-                counts = counts + members.sum(dim=0)
-    return ClassSums(sums, counts, 0.0)
+                counts_C = counts_C + members.sum(dim=0)
+    return ClassSums(sums, counts_C, 0.0)
 
 
 def class_means(

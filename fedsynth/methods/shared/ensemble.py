@@ -89,10 +89,7 @@ class EnsembleDistillation(TrainsLocally):
         raise NotImplementedError  # abstract
 
     def server_step(
-        self,
-        state: EnsembleState,
-        uploads: Mapping[int, ModelParameters],
-        context: RoundContext,
+        self, state: EnsembleState, uploads: Mapping[int, ModelParameters], context: RoundContext
     ) -> EnsembleState:
         models = [
             context.load(u.parameters, client).requires_grad_(False).eval()

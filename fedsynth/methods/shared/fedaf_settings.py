@@ -162,7 +162,7 @@ class FedAFSettings(CondensingMethod):
         }
         if phase == FIRST:
             return rules
-        soft = Array((rows, classes), least=0.0, most=1.0, sums_to_one=True)
+        soft = Array((rows, classes), low=0.0, high=1.0, sums_to_one=True)
         return {**set_rules(context.spec, self.ipc, torch.uint8), **rules, "soft": soft}
 
     def release_plans(

@@ -166,13 +166,13 @@ class TrainsLocally(Method):
                 models, clients, objectives, settings, context, together=together
             )
         results: Results = []
-        for k, client in enumerate(clients.split()):
+        for k, view in enumerate(clients.split()):
             if self.drop_stragglers and clients.ids[k] in straggler_epochs:
                 upload, _ = objectives[k].make_upload(models[k], replace(trained[k], weight=0.0))
                 memory = memories[k]  # as if the client had not taken part
             else:
                 upload, memory = objectives[k].make_upload(models[k], trained[k])
-            results.append((self.finalize_upload(upload, client, message, context), memory))
+            results.append((self.finalize_upload(upload, view, message, context), memory))
         return results
 
     def client_bytes(self, context: RoundContext) -> int | None:
@@ -269,13 +269,13 @@ class TrainsLocally(Method):
         self, plans: tuple[PrivatePlan, ...], client: int, context: RoundContext
     ) -> tuple[PrivatePlan, ...]:
         """Returns the plans with a straggler's fewer steps and the client's own model dimension."""
-        model, *others = plans
+        model, *further = plans
         dimension = parameter_count(context.architecture_of(client))
         steps = model.steps
         epochs = self.straggler_epochs(context).get(client)
         if epochs is not None:
             steps = math.ceil(epochs / model.sample_rate)
-        return replace(model, steps=steps, dimension=dimension), *others
+        return replace(model, steps=steps, dimension=dimension), *further
 
     def _sgd(self, epochs: int, context: RoundContext) -> SgdSettings:
         """Returns SGD settings for `epochs` passes, or for the steps common to all clients."""

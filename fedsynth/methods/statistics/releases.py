@@ -43,22 +43,14 @@ class Shares:
     moments: float
 
     def __post_init__(self) -> None:
-        shares = {
-            "centre_share": self.centre,
-            "pixel_share": self.pictures,
-            "covariance_share": self.covariances,
-            "moment_share": self.moments,
-        }
-        taken = sum(shares.values())
-        if taken >= 1:
-            names = ", ".join(name for name, share in shares.items() if share)
-            largest = max(shares, key=lambda name: shares[name])
+        total = self.centre + self.pictures + self.covariances + self.moments
+        if total >= 1:
             raise SettingError(
                 "method",
-                largest,
-                f"must leave a part of the budget for the steps: {names} together use "
-                f"{taken:g} of it",
-                value=shares[largest],
+                "moment_share",
+                "must leave a part of the budget for the steps: centre_share, pixel_share, "
+                f"covariance_share and moment_share together use {total:g} of it",
+                value=self.moments,
             )
 
     def of_moments_and_step(self, rounds: int, *, second: bool) -> tuple[float, float]:
@@ -100,11 +92,12 @@ class Releases:
         """Returns the coordinates of each release by its plan's name; 0 if it is not made."""
         d = self.features.dimension
         pictures = pixel_width(low_pass(self.image_shape).dimension, self.classes)
+        second = d * (d + 1) // 2
         return {
             CENTRE: d,
-            PIXELS: pictures if self.shares.pictures else 0,
-            COVARIANCES: grams_width(self.features.blocks) if self.shares.covariances else 0,
-            MOMENTS: d * self.classes + (d * (d + 1) // 2 if self.second else 0),
+            PIXELS: pictures * bool(self.shares.pictures),
+            COVARIANCES: grams_width(self.features.blocks) * bool(self.shares.covariances),
+            MOMENTS: d * self.classes + second * self.second,
             STEP: d * self.classes,
         }
 
@@ -119,15 +112,17 @@ class Releases:
         widths = self.widths()
         of_moments, of_step = self.shares.of_moments_and_step(self.rounds, second=self.second)
         make = partial(PrivatePlan, mechanism="statistics", sample_rate=1.0, steps=1)
-        turned = "T" if self.shares.covariances else ""
-        by = "; T is made of the released covariances" if self.shares.covariances else ""
+        products = "products of features with labels"
+        if self.second:
+            products += ", and second moments of features"
+        z = "z = (φ(x) − m)/R of each example; the joint vector of its products has norm at most 1"
+        if self.shares.covariances:
+            z = z.replace("= (", "= T(") + "; T is made of the released covariances"
         plans = [
             make(
                 name=MOMENTS,
-                quantity="products of features with labels"
-                + (", and second moments of features" if self.second else ""),
-                clipped=f"z = {turned}(φ(x) − m)/R of each example; the joint vector of its products "
-                f"has norm at most 1{by}",
+                quantity=products,
+                clipped=z,
                 clip=1.0,
                 dimension=widths[MOMENTS],
                 noise_ratio=of_moments**-0.5,
@@ -183,10 +178,11 @@ def public_facts(
             "in a private run by noisy covariances of the features' channels and cells, released "
             "in round 1"
         )
-    chosen = "" if is_own_features(features.name) else "; which map was chosen on public benchmarks"
     facts["feature map"] = (
-        f"{features.name}, {features.dimension} coordinates: fixed before data are read{chosen}"
+        f"{features.name}, {features.dimension} coordinates: fixed before data are read"
     )
+    if not is_own_features(features.name):
+        facts["feature map"] += "; which map was chosen on public benchmarks"
     facts["constants of the features"] = (
         f"norm bound {features.norm_bound:.6g}, radius R {features.radius:.6g}: {features.source}"
     )

@@ -239,7 +239,7 @@ class PlansStatistics(DistributedNoise, MakesImages):
         rules: dict[str, Rule] = {}
         for field, plan in self.sum_releases(phase, context).items():
             dtype = self.sum_dtype(plan, context)
-            rules[field] = Array((widths[plan],), dtype, least=-bound, most=bound)
+            rules[field] = Array((widths[plan],), dtype, low=-bound, high=bound)
         return rules
 
     def sum_releases(self, phase: str, context: RoundContext) -> Mapping[str, str]:
