@@ -84,7 +84,7 @@ def test_a_sign_of_life_goes_by_steps_where_seconds_would_tell(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     observer = StderrObserver(resolve({"privacy": {"noise_multiplier": 3.0}}), "")
-    observer._last -= 3600
+    observer._printed -= 3600
     for total in (LONG_PHASE - 1, LONG_PHASE):
         for done in range(1, total + 1):
             observer.step(1, "condense", done, total)
@@ -93,7 +93,7 @@ def test_a_sign_of_life_goes_by_steps_where_seconds_would_tell(
         f"round 1/3 condense {n * LONG_PHASE // 10}/{LONG_PHASE}" for n in range(1, 11)
     ]
     plain = StderrObserver(resolve({}), "")
-    plain._last -= 3600
+    plain._printed -= 3600
     for done in (1, 2):
         plain.step(1, "condense", done, 10)
     assert capsys.readouterr().err.splitlines() == ["round 1/3 condense 1/10"]
@@ -125,9 +125,6 @@ def test_repair(fedsynth: Call, tmp_path: Path) -> None:
     path = tmp_path / "client-000.jsonl"
     Ledger("client-000", path).charge(Release(1, "images", "m", "c", 3.0, 1.0, 1.0, "full", 1, 1))
     whole = path.read_bytes()
-    again = fedsynth(f"privacy repair {path}")
-    assert (again.code, path.read_bytes()) == (0, whole)
-    assert "nothing was changed" in again.stdout
     path.write_bytes(whole + b'{"round": 2, "qua')
     done = fedsynth(f"privacy repair {path}")
     assert done.code == 0

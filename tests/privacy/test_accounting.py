@@ -289,15 +289,6 @@ def test_import_is_light() -> None:
     assert run.stdout.strip() == "[]"
 
 
-def test_rdp_leaves_the_logger_as_it_was() -> None:
-    import logging
-
-    before = logging.getLogger("absl").level
-    epsilon_rdp([row(1.0, 0.512, 10)], DELTA)
-    assert logging.getLogger("absl").level == before
-    assert accounting.SMALLEST_DELTA == 1e-10
-
-
 def test_replace_one_without_sampling_doubles_mu_and_zero_out_changes_nothing() -> None:
     rows = [row(4.0, 1.0, 3), row(7.0, 1.0, 2)]
     halved = [replace(r, noise_multiplier=r.noise_multiplier / 2) for r in rows]

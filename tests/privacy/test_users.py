@@ -16,7 +16,6 @@ from torch import Tensor
 from fedsynth.core.charging import charge_for
 from fedsynth.core.client import PrivateClientView
 from fedsynth.methods import method_class
-from fedsynth.privacy import mechanisms
 from fedsynth.privacy.errors import LedgerError, PrivacyError
 from fedsynth.privacy.guard import Guard
 from fedsynth.privacy.ledger import Ledger
@@ -115,15 +114,6 @@ def test_rows_that_cancel_leave_no_residue_that_goes_by_other_users() -> None:
     more = torch.cat([torch.zeros(1, dtype=torch.int64), users])
     moved = summed(torch.cat([torch.zeros(1, WIDTH), rows]), groups, more, 2) - without
     assert float(moved.norm()) < 1e-6 * CLIP
-
-
-def test_clipping_records_or_groups_apart_is_caught() -> None:
-    """Three records in three classes: clipped apart they would move the sums by √3 or 3 times as
-    much as together."""
-    rows, users = 100 * torch.ones(3, WIDTH), torch.zeros(3, dtype=torch.int64)
-    assert float(summed(rows, torch.arange(3), users).norm()) == pytest.approx(CLIP)
-    apart = mechanisms.clipped_sums(rows, torch.arange(3), GROUPS, CLIP)
-    assert float(apart.norm()) == pytest.approx(CLIP * 3**0.5)
 
 
 def test_a_users_records_are_sampled_together_and_users_independently() -> None:
