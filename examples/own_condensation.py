@@ -39,7 +39,7 @@ from fedsynth import (
 from fedsynth.core.client import ClientGroup
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import released
-from fedsynth.core.method import Memory, PrivatePlan, Results
+from fedsynth.core.method import Memory, ReleasePlan, Results
 from fedsynth.core.state import ServerState
 from fedsynth.methods.shared.class_sums import class_means, sums_plans
 from fedsynth.methods.shared.private_condensation import feature_width
@@ -80,7 +80,7 @@ class ProtoDM(FedDM):
 
     def release_plans(
         self, privacy: PrivacySettings, context: RoundContext
-    ) -> tuple[PrivatePlan, ...]:
+    ) -> tuple[ReleasePlan, ...]:
         images = super().release_plans(privacy, context)
         return *images, *sums_plans(
             "prototypes",

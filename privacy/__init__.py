@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from fedsynth.privacy.ledger import Ledger as Ledger
     from fedsynth.privacy.ledger import read_ledger as read_ledger
     from fedsynth.privacy.owner import DataOwner as DataOwner
-    from fedsynth.privacy.plans import PrivatePlan as PrivatePlan
+    from fedsynth.privacy.plans import ReleasePlan as ReleasePlan
     from fedsynth.privacy.releases import Release as Release
     from fedsynth.privacy.settings import PrivacySettings as PrivacySettings
 else:

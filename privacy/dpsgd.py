@@ -5,7 +5,7 @@ Opacus' own optimiser and loader are not used, for four reasons: its loader take
 and the divisor from len(dataset), both private; its noise comes from torch's generator; a
 non-finite gradient of one example would poison the batch's sum; and it clips in float32. Only its
 `GradSampleModule` is used, for the per-example gradients of any architecture; the sum goes through
-`GaussianSums` like every other private statistic.
+`GaussianSumMechanism` like every other private statistic.
 
 Adjacency: add/remove one example. Sampling: Poisson at the public rate q, one mask per step.
 Composition: the ledger row holds all steps of the round.
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from fedsynth.privacy.errors import ForbiddenLayerError, PrivacyError
-from fedsynth.privacy.mechanisms import GaussianSums
+from fedsynth.privacy.mechanisms import GaussianSumMechanism
 from fedsynth.privacy.passes import Note, padded, pass_length, values_of_each
 from fedsynth.privacy.products import clipped_product
 from fedsynth.privacy.units import Units
@@ -148,7 +148,7 @@ def dp_sgd(
     model: nn.Module,
     images: Callable[[Tensor], Tensor],
     labels_N: Tensor,
-    series: GaussianSums,
+    series: GaussianSumMechanism,
     steps: int,
     settings: DpSgdSettings,
     penalty: Penalty | None = None,

@@ -25,14 +25,14 @@ it."""
 
 
 @dataclass(frozen=True)
-class Cap:
+class EpsilonCap:
     """A data owner's cap: the largest ε at this δ, independent of a run's δ."""
 
     epsilon: float
     delta: float
 
 
-class Guard:
+class BudgetEnforcer:
     """Refuses a release in advance if ε at `delta` would exceed `cap` (None: no cap), or if ε at
     the owner's δ would exceed the owner's cap.
 
@@ -50,13 +50,13 @@ class Guard:
         cap: float | None,
         adjacency: str = ADD_REMOVE,
         unit: str = RECORD,
-        owner: Cap | None = None,
+        owner: EpsilonCap | None = None,
     ) -> None:
         check_delta(delta, None)
         check_adjacency(adjacency)
         self._caps = []
         if cap is not None:
-            self._caps.append(Cap(cap, delta))
+            self._caps.append(EpsilonCap(cap, delta))
         if owner is not None:
             self._caps.append(owner)
         for limit in self._caps:
@@ -72,13 +72,13 @@ class Guard:
     def check(self, planned: Sequence[Release]) -> None:
         """Raises BudgetExceededError if the ledger's rows and `planned` together exceed the cap.
         Charges nothing."""
-        self.refuse_beyond(self.ledger.releases, planned)
+        self.check_budget(self.ledger.releases, planned)
 
     def charge(self, release: Release) -> None:
         """Checks and charges a release in one step (under one lock if the ledger is a file)."""
-        self.ledger.charge(replace(release, unit=self.unit), self.refuse_beyond)
+        self.ledger.charge(replace(release, unit=self.unit), self.check_budget)
 
-    def refuse_beyond(self, rows: Sequence[Release], planned: Sequence[Release]) -> None:
+    def check_budget(self, rows: Sequence[Release], planned: Sequence[Release]) -> None:
         """Does the same as `check`, with `rows` instead of the ledger's rows."""
         self.check_unit(rows)
         for cap in self._caps:

@@ -1,6 +1,6 @@
 """The guarantee of each mechanism, or the reasons why it has none; defined only here.
 
-Every private step releases through `GaussianSums`, whose theorem gives the guarantee for any
+Every private step releases through `GaussianSumMechanism`, whose theorem gives the guarantee for any
 per-example vector. A mechanism that is not listed here (such as a custom method's) therefore has a
 guarantee; one without a guarantee must be listed, with the reasons.
 """

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.grid import Grid
-from fedsynth.privacy.guard import Guard
+from fedsynth.privacy.guard import BudgetEnforcer
 from fedsynth.privacy.randomness import SecretGenerator, this_process
 from fedsynth.privacy.releases import USER, Release
 
@@ -62,7 +62,7 @@ def clipped_sums(rows_ND: Tensor, groups_N: Tensor, groups: int, clip: float) ->
     """Returns the sums of clipped rows by group, [groups, D], float64: the statistic before noise,
     of sensitivity `clip` under add/remove.
 
-    Private: only `GaussianSums` and tests may call this.
+    Private: only `GaussianSumMechanism` and tests may call this.
     """
     sums = rows_ND.new_zeros(groups, rows_ND.shape[1], dtype=torch.float64)
     at_once = _rows_at_once(rows_ND, rows_ND.shape[1])
@@ -133,7 +133,7 @@ class UserSums:
         self._open = None
 
 
-class GaussianSums:
+class GaussianSumMechanism:
     """A charged series of noisy clipped sums on one client's data set.
 
     Each step calls `sample` (draws the records), `add` (any number of times, as a batch may come in
@@ -161,7 +161,7 @@ class GaussianSums:
     """
 
     def __init__(
-        self, release: Release, groups: int, guard: Guard, secret: SecretGenerator
+        self, release: Release, groups: int, guard: BudgetEnforcer, secret: SecretGenerator
     ) -> None:
         if release.dimension % groups:
             raise PrivacyError(

@@ -34,12 +34,12 @@ from fedsynth.privacy.dpsgd import (
     dp_sgd,
 )
 from fedsynth.privacy.errors import BudgetExceededError, PrivacyError, UnplannedReleaseError
-from fedsynth.privacy.guard import NOTHING_LEFT, Guard
+from fedsynth.privacy.guard import NOTHING_LEFT, BudgetEnforcer
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.ledger.folder import DIGEST_BYTES, Digests, LedgerFolder
-from fedsynth.privacy.mechanisms import GaussianSums, Released
+from fedsynth.privacy.mechanisms import GaussianSumMechanism, Released
 from fedsynth.privacy.passes import padded, pass_length, values_of_each
-from fedsynth.privacy.plans import MAIN, PrivatePlan, authorise
+from fedsynth.privacy.plans import MAIN, ReleasePlan, charge_round
 from fedsynth.privacy.randomness import DESCRIPTION, SecretGenerator
 from fedsynth.privacy.releases import RECORD, USER, require
 from fedsynth.privacy.units import Units
@@ -117,8 +117,8 @@ class DataOwner:
         self._units = Units(len(x), None if users is None else users.cpu())
         self._ledger = Ledger(name) if ledger is None else self._open(Path(ledger))
         self._x.clamp_(*bounds)  # after the ledger has identified the records
-        self._charged: list[GaussianSums] = []
-        self._guard = Guard(self._ledger, delta, epsilon, unit=self.unit)
+        self._charged: list[GaussianSumMechanism] = []
+        self._guard = BudgetEnforcer(self._ledger, delta, epsilon, unit=self.unit)
         self._secret = SecretGenerator()
 
     def _open(self, folder: Path) -> Ledger:
@@ -137,7 +137,7 @@ class DataOwner:
         """Returns ε of all releases in the ledger, at `delta`."""
         return epsilon(self._ledger.releases, self.delta)
 
-    def charge(self, plan: PrivatePlan, total_epsilon: float | None = None) -> GaussianSums:
+    def charge(self, plan: ReleasePlan, total_epsilon: float | None = None) -> GaussianSumMechanism:
         """Charges the ledger for a series of noisy sums, with as little noise as the budget allows.
 
         Args:
@@ -164,14 +164,14 @@ class DataOwner:
         sigma = calibrate_noise_multiplier(
             target, self.delta, lambda sigma: [*rows, plan.release(number, sigma, unit=self.unit)]
         )
-        allowance = authorise([plan], number, sigma, self._guard, self._secret)
+        allowance = charge_round([plan], number, sigma, self._guard, self._secret)
         series = allowance.take(plan.name)
         self._charged.append(series)
         return series
 
     def class_sums(
         self,
-        series: Sequence[GaussianSums],
+        series: Sequence[GaussianSumMechanism],
         values: Callable[[Tensor, Tensor], Tensor],
         *,
         start_over_row: float = 4.0,
@@ -228,7 +228,7 @@ class DataOwner:
             [classes, D]
         """
         self.check_independent(values)
-        plan = PrivatePlan(
+        plan = ReleasePlan(
             name="mean",
             quantity=quantity,
             mechanism="gaussian",
@@ -309,7 +309,7 @@ class DataOwner:
             return (loss or cross_entropies)(model, x, labels)
 
         self.check_independent(losses)
-        plan = PrivatePlan(
+        plan = ReleasePlan(
             name="model",
             quantity="model",
             mechanism="dp-sgd",

@@ -1,7 +1,7 @@
 """The planned releases of a method in a round, and the charged series that its steps receive.
 
 A method names its plans once (`Method.release_plans`), before any data are read. A client's ledger
-is charged for all plans of an exchange; only then is there an `Allowance`, from which a step takes
+is charged for all plans of an exchange; only then is there an `ReleaseBudget`, from which a step takes
 each series once, by its plan's name. An allowance holds neither ledger nor guard, so a step cannot
 charge a release outside the plan.
 """
@@ -15,22 +15,22 @@ from typing import Generic, TypeVar
 
 from fedsynth.privacy.errors import UnplannedReleaseError
 from fedsynth.privacy.grid import Addends, Grid, grid_of
-from fedsynth.privacy.guard import Guard
-from fedsynth.privacy.mechanisms import GaussianSums
+from fedsynth.privacy.guard import BudgetEnforcer
+from fedsynth.privacy.mechanisms import GaussianSumMechanism
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import FULL, POISSON, RECORD, Release, require
 
 S = TypeVar("S")
-MakeSeries = Callable[[Release, int, Guard, SecretGenerator], GaussianSums]
+MakeSeries = Callable[[Release, int, BudgetEnforcer, SecretGenerator], GaussianSumMechanism]
 """(release, groups, a client's guard, its secret generator) -> a charged series, like
-`GaussianSums`."""
+`GaussianSumMechanism`."""
 FIRST, MAIN = "first", "main"
 PHASES = (FIRST, MAIN)
 """The exchanges of a round; some methods have one before the main one."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrivatePlan:
+class ReleasePlan:
     """One planned kind of release in a round: a series of noisy sums.
 
     Args:
@@ -43,7 +43,7 @@ class PrivatePlan:
         steps: releases in a round.
         dimension: coordinates of one release.
         groups: number of sums into which the coordinates divide: one per class, or one.
-        noise_ratio: the release's noise multiplier over the run's σ.
+        relative_noise_multiplier: the release's noise multiplier over the run's σ.
         phase: the exchange in which it is made, "main" or "first".
         shares: H of secure aggregation: the charged noise is that of H clients together, each of
             which adds noise of 1/√H of its standard deviation; 1: every client adds all of it.
@@ -66,7 +66,7 @@ class PrivatePlan:
     steps: int
     dimension: int
     groups: int = 1
-    noise_ratio: float = 1.0
+    relative_noise_multiplier: float = 1.0
     phase: str = MAIN
     shares: int = 1
     addends: Addends | None = None
@@ -95,7 +95,7 @@ class PrivatePlan:
         """
         if self.signal is None:
             return None
-        noise = noise_multiplier * self.noise_ratio
+        noise = noise_multiplier * self.relative_noise_multiplier
         return self.signal * records / (noise * math.sqrt(clients / self.shares * self.dimension))
 
     def grid(self, noise_multiplier: float) -> Grid | None:
@@ -110,7 +110,7 @@ class PrivatePlan:
         """
         if self.addends is None:
             return None
-        charged = noise_multiplier * self.noise_ratio * self.clip
+        charged = noise_multiplier * self.relative_noise_multiplier * self.clip
         return grid_of(self.clip, charged / math.sqrt(self.shares), self.shares, self.addends)
 
     def release(
@@ -134,7 +134,7 @@ class PrivatePlan:
             quantity=self.quantity,
             mechanism=self.mechanism,
             clipped=self.clipped,
-            noise_multiplier=noise_multiplier * self.noise_ratio,
+            noise_multiplier=noise_multiplier * self.relative_noise_multiplier,
             sensitivity=self.clip,
             sample_rate=self.sample_rate,
             sampler=POISSON if self.sample_rate < 1 else FULL,
@@ -146,7 +146,7 @@ class PrivatePlan:
         )
 
 
-def check_plans(plans: Sequence[PrivatePlan]) -> None:
+def check_plans(plans: Sequence[ReleasePlan]) -> None:
     """Refuses plans that steps cannot ask for by name.
 
     Raises:
@@ -175,7 +175,7 @@ class UnaccountedNoise:
         return self.release.noise_multiplier * self.release.sensitivity
 
 
-class Allowance(Generic[S]):
+class ReleaseBudget(Generic[S]):
     """One client's charged series, for one exchange of one round.
 
     Args:
@@ -183,15 +183,15 @@ class Allowance(Generic[S]):
         granted: the exchange's plans, each with its charged series.
     """
 
-    def __init__(self, phase: str, granted: Sequence[tuple[PrivatePlan, S]]) -> None:
+    def __init__(self, phase: str, granted: Sequence[tuple[ReleasePlan, S]]) -> None:
         self._phase = phase
-        self._plans: dict[str, PrivatePlan] = {}
+        self._plans: dict[str, ReleasePlan] = {}
         self._unused: dict[str, S] = {}
         for plan, series in granted:
             self._plans[plan.name] = plan
             self._unused[plan.name] = series
 
-    def plan(self, name: str) -> PrivatePlan:
+    def plan(self, name: str) -> ReleasePlan:
         """Returns the plan with this name that this client was charged for.
 
         Raises:
@@ -205,7 +205,7 @@ class Allowance(Generic[S]):
         return self._plans[name]
 
     @property
-    def untouched(self) -> bool:
+    def unused(self) -> bool:
         """True if no series was taken. Then no noise was drawn, and a failed attempt may be
         repeated on the same charge."""
         return len(self._unused) == len(self._plans)
@@ -228,13 +228,13 @@ class Allowance(Generic[S]):
         return self._unused.pop(name)
 
 
-class GroupAllowance(Generic[S]):
+class GroupReleaseBudget(Generic[S]):
     """The allowances of a group of clients, in the group's order."""
 
-    def __init__(self, allowances: Sequence[Allowance[S]]) -> None:
+    def __init__(self, allowances: Sequence[ReleaseBudget[S]]) -> None:
         self._allowances = tuple(allowances)
 
-    def plan(self, name: str) -> PrivatePlan:
+    def plan(self, name: str) -> ReleasePlan:
         """Returns the plan with this name, if all clients of the group have the same.
 
         Raises:
@@ -258,25 +258,25 @@ class GroupAllowance(Generic[S]):
             allowance.check(name)
         return [allowance.take(name) for allowance in self._allowances]
 
-    def of_client(self, position: int) -> GroupAllowance[S]:
+    def of_client(self, position: int) -> GroupReleaseBudget[S]:
         """Returns one client's group allowance; a series taken from either is taken from both."""
-        return GroupAllowance(self._allowances[position : position + 1])
+        return GroupReleaseBudget(self._allowances[position : position + 1])
 
     def _refuse_empty(self, name: str) -> None:
         if not self._allowances:
             raise UnplannedReleaseError(f"release {name!r}: there are no clients with a charge")
 
 
-def authorise(
-    plans: Sequence[PrivatePlan],
+def charge_round(
+    plans: Sequence[ReleasePlan],
     round: int,
     noise_multiplier: float,
-    guard: Guard,
+    guard: BudgetEnforcer,
     secret: SecretGenerator,
     *,
     phase: str = MAIN,
-    make_series: MakeSeries = GaussianSums,
-) -> Allowance[GaussianSums]:
+    make_series: MakeSeries = GaussianSumMechanism,
+) -> ReleaseBudget[GaussianSumMechanism]:
     """Charges a client for everything that an exchange releases, before any noise can be drawn.
 
     Args:
@@ -291,7 +291,7 @@ def authorise(
     Raises:
         BudgetExceededError: the cap would be exceeded; earlier charges remain.
     """
-    granted: list[tuple[PrivatePlan, GaussianSums]] = []
+    granted: list[tuple[ReleasePlan, GaussianSumMechanism]] = []
     for plan in plans:
         if plan.phase == phase:
             grid = plan.grid(noise_multiplier)  # may refuse, before the charge
@@ -300,4 +300,4 @@ def authorise(
             series.shares = plan.shares
             series.grid = grid
             granted.append((plan, series))
-    return Allowance(phase, granted)
+    return ReleaseBudget(phase, granted)

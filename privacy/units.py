@@ -3,7 +3,7 @@
 A unit is what adjacency adds or removes, so units are also sampled and clipped. If records are the
 units, this needs no extra work. If users are the units, each step Poisson-samples users. A sampled
 user contributes the *mean* of their records' vectors in each group, clipped over all groups
-together (`GaussianSums.add`). A user's influence is then at most the clip, however many records and
+together (`GaussianSumMechanism.add`). A user's influence is then at most the clip, however many records and
 classes they have. The mean is used instead of the sum so that public constants keep their meaning:
 a divisor counts users, and a clip that suits one record's vector also suits the mean.
 
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedsynth.privacy.mechanisms import GaussianSums
+from fedsynth.privacy.mechanisms import GaussianSumMechanism
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Units:
         """Returns the number of units, which is private."""
         return self._count
 
-    def sample(self, series: GaussianSums) -> Sample:
+    def sample(self, series: GaussianSumMechanism) -> Sample:
         """Starts a step of `series` and returns all records of the units in its Poisson sample."""
         chosen = series.sample(len(self))
         if self._order is None:

@@ -17,7 +17,7 @@ from fedsynth.core.method import Method
 from fedsynth.data.images import ImageData, from_arrays
 from fedsynth.data.registry import dataset_spec
 from fedsynth.models.registry import ModelSettings, build_model
-from fedsynth.privacy.guard import Guard
+from fedsynth.privacy.guard import BudgetEnforcer
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.plans import MAIN
 from fedsynth.privacy.randomness import SecretGenerator
@@ -70,7 +70,9 @@ def charged(
     """Private clients with these parts of the data, one with all of them if there are none."""
     parts = [torch.arange(len(data.labels))] if parts is None else parts
     ids = range(len(parts))
-    guards = [Guard(ledger, 1e-5, None) for ledger in ledgers or [Ledger(str(k)) for k in ids]]
+    guards = [
+        BudgetEnforcer(ledger, 1e-5, None) for ledger in ledgers or [Ledger(str(k)) for k in ids]
+    ]
     allowances = charge_for(method, ctx, ids, guards, [SecretGenerator() for _ in ids], phase)
     return PrivateClientView(ids, data, parts, allowances)
 

@@ -18,7 +18,7 @@ from fedsynth.data.registry import DatasetSpec
 from fedsynth.methods.feddm import FedDM
 from fedsynth.models.convnet import ConvNet
 from fedsynth.models.registry import ModelSettings, build_model
-from fedsynth.privacy.guard import Guard
+from fedsynth.privacy.guard import BudgetEnforcer
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.settings import PrivacySettings
@@ -97,7 +97,7 @@ class Case:
         privacy = PrivacySettings(noise_multiplier=1.0, mechanism=mechanism)
         context = replace(self.context, privacy=privacy, precision=precision)
         ids = range(len(self.parts))
-        guards = [Guard(Ledger(str(k)), 1e-5, None) for k in ids]
+        guards = [BudgetEnforcer(Ledger(str(k)), 1e-5, None) for k in ids]
         charged = charge_for(self.method, context, ids, guards, [SecretGenerator() for _ in ids])
         self._step(PrivateClientView(ids, self.data, self.parts, charged), context)
 

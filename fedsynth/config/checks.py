@@ -17,7 +17,7 @@ from fedsynth.errors import SettingError, unknown_value
 from fedsynth.models.registry import is_own_model
 from fedsynth.privacy.dpsgd import check_example_gradients
 from fedsynth.privacy.errors import PrivacySettingError, UnaccountedReleaseError
-from fedsynth.privacy.plans import PrivatePlan
+from fedsynth.privacy.plans import ReleasePlan
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.seeding import torch_generator
 
@@ -49,7 +49,7 @@ def most_records(spec: DatasetSpec, privacy: PrivacySettings) -> int:
     return limit
 
 
-def check_own_noise(plans: Sequence[PrivatePlan]) -> None:
+def check_own_noise(plans: Sequence[ReleasePlan]) -> None:
     """Refuses shared noise over machines for a method without secure sums: the server sees each
     upload, which has only a share of the noise.
 
@@ -84,7 +84,7 @@ def check_method(method: Method) -> None:
         raise UnaccountedReleaseError(f"{method.name} cannot run with differential privacy: {why}")
 
 
-def check_participation(settings: RunSettings, plans: Sequence[PrivatePlan]) -> None:
+def check_participation(settings: RunSettings, plans: Sequence[ReleasePlan]) -> None:
     """Refuses partial participation for a method whose rounds release different things, and if
     every round would lack a part of the shared noise because of absent clients.
     """
@@ -107,7 +107,7 @@ def check_participation(settings: RunSettings, plans: Sequence[PrivatePlan]) -> 
 
 
 def check_custom_model(
-    settings: RunSettings, context: RoundContext, plans: Sequence[PrivatePlan]
+    settings: RunSettings, context: RoundContext, plans: Sequence[ReleasePlan]
 ) -> None:
     """Refuses a custom model that DP-SGD cannot train."""
     if not (settings.method.model_sees_data and is_own_model(settings.model)):

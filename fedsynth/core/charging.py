@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from fedsynth.core.context import RoundContext
 from fedsynth.core.method import Method
 from fedsynth.errors import SettingError
-from fedsynth.privacy.guard import Guard
+from fedsynth.privacy.guard import BudgetEnforcer
 from fedsynth.privacy.mechanism_facts import mechanism_facts
-from fedsynth.privacy.mechanisms import GaussianSums
-from fedsynth.privacy.plans import MAIN, Allowance, authorise
+from fedsynth.privacy.mechanisms import GaussianSumMechanism
+from fedsynth.privacy.plans import MAIN, ReleaseBudget, charge_round
 from fedsynth.privacy.randomness import SecretGenerator
 
 
@@ -22,10 +22,10 @@ def charge_for(
     method: Method,
     context: RoundContext,
     clients: Sequence[int],
-    guards: Sequence[Guard],
+    guards: Sequence[BudgetEnforcer],
     secrets: Sequence[SecretGenerator],
     phase: str = MAIN,
-) -> list[Allowance[GaussianSums]]:
+) -> list[ReleaseBudget[GaussianSumMechanism]]:
     """Charges each client for what one exchange of the method releases.
 
     Args:
@@ -48,7 +48,7 @@ def charge_for(
         raise SettingError("privacy", "mechanism", "has no guarantee: no mechanism can be charged")
     sigma = privacy.noise_multiplier
     return [
-        authorise(
+        charge_round(
             method.client_plans(plans, client, context),
             context.round,
             sigma,

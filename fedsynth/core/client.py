@@ -23,9 +23,9 @@ from fedsynth.models.feature_linear import Embedding
 from fedsynth.models.on_features import OnFeatures
 from fedsynth.privacy.dpsgd import BeforeStep, DpSgdSettings, ExampleLoss, Penalty, dp_sgd
 from fedsynth.privacy.errors import UnplannedReleaseError
-from fedsynth.privacy.mechanisms import GaussianSums, Released
+from fedsynth.privacy.mechanisms import GaussianSumMechanism, Released
 from fedsynth.privacy.passes import Note, padded, pass_length, values_of_each
-from fedsynth.privacy.plans import Allowance, GroupAllowance, PrivatePlan, UnaccountedNoise
+from fedsynth.privacy.plans import GroupReleaseBudget, ReleaseBudget, ReleasePlan, UnaccountedNoise
 from fedsynth.privacy.products import Products
 from fedsynth.privacy.units import Units
 
@@ -86,7 +86,7 @@ class _ClientView:
 
     _per_client: ClassVar[tuple[str, ...]]
     ids: tuple[int, ...]
-    _allowance: GroupAllowance[Any]
+    _allowance: GroupReleaseBudget[Any]
 
     def select(self, position: int) -> Self:
         """Returns a group of this client only; it shares the client's series, each of which can be
@@ -120,7 +120,7 @@ class ExactClientView(_ClientView):
         ids: Sequence[int],
         data: ImageData,
         parts: Sequence[Tensor],
-        allowances: Sequence[Allowance[UnaccountedNoise]] = (),
+        allowances: Sequence[ReleaseBudget[UnaccountedNoise]] = (),
         *,
         network: nn.Module | None = None,
     ) -> None:
@@ -129,7 +129,7 @@ class ExactClientView(_ClientView):
         self.spec = data.spec
         self._parts = [part.to(data.labels.device) for part in parts]
         self._labels = [data.labels[part].cpu() for part in self._parts]
-        self._allowance = GroupAllowance(allowances)
+        self._allowance = GroupReleaseBudget(allowances)
         self._inputs = _inputs(network, data, self._parts)
 
     def noise(self, name: str) -> list[UnaccountedNoise]:
@@ -222,7 +222,7 @@ class PrivateClientView(_ClientView):
         ids: Sequence[int],
         data: ImageData,
         parts: Sequence[Tensor],
-        allowances: Sequence[Allowance[GaussianSums]],
+        allowances: Sequence[ReleaseBudget[GaussianSumMechanism]],
         *,
         nominal_size: float | None = None,
         users: Tensor | None = None,
@@ -233,7 +233,7 @@ class PrivateClientView(_ClientView):
         self.spec = data.spec
         self._note = functools.cache(note)  # each line once: a step has many passes
         self._data = data
-        self._allowance = GroupAllowance(allowances)
+        self._allowance = GroupReleaseBudget(allowances)
         self._nominal_size = nominal_size
         self._parts = [part.to(data.labels.device) for part in parts]
         self._records = [part.cpu() for part in parts]
@@ -249,7 +249,7 @@ class PrivateClientView(_ClientView):
         shape = len(self.ids), self.spec.classes
         return ClientClassPairs(*torch.ones(shape).nonzero(as_tuple=True))
 
-    def plan(self, name: str) -> PrivatePlan:
+    def plan(self, name: str) -> ReleasePlan:
         """Returns the plan that the clients were charged for under this name: clip, rate, steps, ….
 
         Raises:
@@ -257,18 +257,18 @@ class PrivateClientView(_ClientView):
         """
         return self._allowance.plan(name)
 
-    def series(self, name: str) -> list[GaussianSums]:
+    def series(self, name: str) -> list[GaussianSumMechanism]:
         """Returns each client's charged series for the plan with this name.
 
         Raises:
             UnplannedReleaseError: no such plan in this exchange, or its series was already taken.
         """
-        mechanisms: list[GaussianSums] = self._allowance.take(name)
+        mechanisms: list[GaussianSumMechanism] = self._allowance.take(name)
         for client, mechanism in zip(self.ids, mechanisms, strict=True):
             mechanism.owner = client
         return mechanisms
 
-    def _check_owners(self, series: Sequence[GaussianSums]) -> None:
+    def _check_owners(self, series: Sequence[GaussianSumMechanism]) -> None:
         """Checks that each client's records go only into that client's series.
 
         Raises:
@@ -283,7 +283,7 @@ class PrivateClientView(_ClientView):
 
     def class_sums(
         self,
-        series: Sequence[GaussianSums],
+        series: Sequence[GaussianSumMechanism],
         rows: Callable[[Tensor, Tensor], Tensor],
         *,
         start_over_row: float = 4.0,
@@ -333,7 +333,7 @@ class PrivateClientView(_ClientView):
 
     def feature_sums(
         self,
-        series: Sequence[GaussianSums],
+        series: Sequence[GaussianSumMechanism],
         features: FeatureMap,
         rows: FeatureRows,
         embedding: Embedding | None = None,
@@ -372,7 +372,7 @@ class PrivateClientView(_ClientView):
             released.append(mechanism.release().to(device))
         return Released(torch.cat(released))
 
-    def _expected(self, series: Sequence[GaussianSums]) -> float | None:
+    def _expected(self, series: Sequence[GaussianSumMechanism]) -> float | None:
         """Returns the public expected number of records in a step, over all clients of the
         group."""
         if self._nominal_size is None:
@@ -390,7 +390,7 @@ class PrivateClientView(_ClientView):
 
     def fit(
         self,
-        series: Sequence[GaussianSums],
+        series: Sequence[GaussianSumMechanism],
         model: nn.Module,
         steps: int,
         settings: DpSgdSettings,

@@ -31,7 +31,7 @@ from fedsynth.core.optional_hooks import Upload as Upload
 from fedsynth.core.state import ServerState
 from fedsynth.core.uploads import Rule, model_rules
 from fedsynth.privacy.plans import FIRST
-from fedsynth.privacy.plans import PrivatePlan as PrivatePlan  # part of this interface
+from fedsynth.privacy.plans import ReleasePlan as ReleasePlan  # part of this interface
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.validation import check_fields, from_mapping
 
@@ -200,7 +200,7 @@ class Method(OptionalHooks):
 
     def release_plans(
         self, privacy: PrivacySettings, context: RoundContext
-    ) -> tuple[PrivatePlan, ...]:
+    ) -> tuple[ReleasePlan, ...]:
         """Returns the plans of a round's releases of each client under `privacy`, the main release
         first; called before any data are read.
 

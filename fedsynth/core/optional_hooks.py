@@ -15,7 +15,7 @@ from fedsynth.core.state import ServerState
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.models.registry import ModelSettings, build_network
 from fedsynth.privacy.disclosure import Disclosure
-from fedsynth.privacy.plans import PrivatePlan
+from fedsynth.privacy.plans import ReleasePlan
 
 Memory = Mapping[str, torch.Tensor]
 """What a client keeps between rounds; it never leaves the client."""
@@ -110,7 +110,7 @@ class ReleaseSchedule:
 
     same_releases_every_round: ClassVar[bool] = True
 
-    def round_plans(self, plans: tuple[PrivatePlan, ...], round: int) -> tuple[PrivatePlan, ...]:
+    def round_plans(self, plans: tuple[ReleasePlan, ...], round: int) -> tuple[ReleasePlan, ...]:
         """Returns the plans of `plans` that this round (1, 2, …) releases, in their order.
 
         All of them, unless `same_releases_every_round` is False. The result is public, and fixed
@@ -119,8 +119,8 @@ class ReleaseSchedule:
         return plans
 
     def client_plans(
-        self, plans: tuple[PrivatePlan, ...], client: int, context: RoundContext
-    ) -> tuple[PrivatePlan, ...]:
+        self, plans: tuple[ReleasePlan, ...], client: int, context: RoundContext
+    ) -> tuple[ReleasePlan, ...]:
         """Returns this client's plans in this round, where public values make them differ from the
         round's `plans`.
 

@@ -36,7 +36,7 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 from fedsynth.deployment.proposal import Proposal
 from fedsynth.errors import SettingError
 from fedsynth.privacy.files import load_toml
-from fedsynth.privacy.guard import Cap
+from fedsynth.privacy.guard import EpsilonCap
 from fedsynth.privacy.mechanism_facts import mechanism_facts
 from fedsynth.validation import LARGEST
 
@@ -203,11 +203,11 @@ class Owner:
     approved: frozenset[str] = frozenset()
 
     @property
-    def cap(self) -> Cap | None:
+    def cap(self) -> EpsilonCap | None:
         """The budget of all runs together, in addition to each run's own cap."""
         if self.policy is None or self.policy.epsilon is None or self.policy.delta is None:
             return None
-        return Cap(self.policy.epsilon, self.policy.delta)
+        return EpsilonCap(self.policy.epsilon, self.policy.delta)
 
     def objections(self, proposal: Proposal, *, identified: bool = False) -> list[str]:
         """Returns why the owner does not take part; empty: the owner does."""

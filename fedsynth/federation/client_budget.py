@@ -10,11 +10,11 @@ from typing import Any
 
 from fedsynth.core.context import RoundContext
 from fedsynth.federation.privacy_plan import PrivacyPlan
-from fedsynth.privacy.guard import Cap
+from fedsynth.privacy.guard import EpsilonCap
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.ledger.history import History
-from fedsynth.privacy.mechanisms import GaussianSums
-from fedsynth.privacy.plans import Allowance, MakeSeries, UnaccountedNoise, authorise
+from fedsynth.privacy.mechanisms import GaussianSumMechanism
+from fedsynth.privacy.plans import MakeSeries, ReleaseBudget, UnaccountedNoise, charge_round
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import Release
 
@@ -43,12 +43,12 @@ class ClientBudget:
         ledger: Ledger,
         plan: PrivacyPlan,
         secret: SecretGenerator | None = None,
-        cap: Cap | None = None,
+        cap: EpsilonCap | None = None,
     ) -> None:
         self.client = client
         self.ledger = ledger
         self.secret = secret or SecretGenerator(four_sums=plan.privacy.four_sums)
-        self.make_series: MakeSeries = GaussianSums
+        self.make_series: MakeSeries = GaussianSumMechanism
         self.plan = plan
         self._guard = plan.guard(ledger, cap)
 
@@ -73,7 +73,7 @@ class ClientBudget:
             self._guard.check(self.plan.planned([number]))
         self.ledger.check_writable()
 
-    def charge(self, context: RoundContext, phase: str) -> Allowance[Any]:
+    def charge(self, context: RoundContext, phase: str) -> ReleaseBudget[Any]:
         """Charges the ledger for all that this client releases in one exchange of a round.
 
         A mechanism without a guarantee is recorded as such: from then on the ledger's ε is
@@ -85,7 +85,7 @@ class ClientBudget:
         """
         plans = self.plan.client_plans(self.client, context)
         if self.guaranteed:
-            return authorise(
+            return charge_round(
                 plans,
                 context.round,
                 self.plan.sigma,
@@ -100,7 +100,7 @@ class ClientBudget:
             if plan.phase == phase:
                 self.ledger.charge(row)
                 granted.append((plan, UnaccountedNoise(row, self.secret)))
-        return Allowance(phase, granted)
+        return ReleaseBudget(phase, granted)
 
 
 def record_open_round(ledger: Ledger, method: str, number: int) -> None:

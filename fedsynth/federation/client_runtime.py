@@ -22,10 +22,10 @@ from fedsynth.federation.client_budget import ClientBudget, record_open_round
 from fedsynth.federation.privacy_plan import PrivacyPlan
 from fedsynth.federation.protocol import ClientEvaluation, ClientInfo, Refusal, RunTerms
 from fedsynth.privacy.errors import BudgetExceededError, LedgerError, RequestRefusedError
-from fedsynth.privacy.guard import Cap
+from fedsynth.privacy.guard import EpsilonCap
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.ledger.history import History
-from fedsynth.privacy.plans import FIRST, Allowance
+from fedsynth.privacy.plans import FIRST, ReleaseBudget
 from fedsynth.privacy.randomness import SecretGenerator
 
 
@@ -105,7 +105,7 @@ class ClientRuntime:
         ledger: Ledger | None = None,
         *,
         secret: SecretGenerator | None = None,
-        cap: Cap | None = None,
+        cap: EpsilonCap | None = None,
         remote: bool = False,
     ) -> None:
         self.number = number
@@ -122,7 +122,7 @@ class ClientRuntime:
         self._remote = remote
         self._has_terms = False
         self._pending: tuple[int, Memory] | None = None
-        self._granted: tuple[int, str, Allowance[Any]] | None = None
+        self._granted: tuple[int, str, ReleaseBudget[Any]] | None = None
         self._recorded = 0
 
     @property
@@ -261,7 +261,7 @@ class ClientRuntime:
         record_open_round(self.ledger, self.method.name, context.round)
         self._recorded = context.round
 
-    def charge(self, phase: str, context: RoundContext) -> Allowance[Any]:
+    def charge(self, phase: str, context: RoundContext) -> ReleaseBudget[Any]:
         """Charges this exchange and returns the allowance. Another attempt at a step that has drawn
         nothing is not charged again.
 
@@ -288,7 +288,7 @@ class ClientRuntime:
         if self._granted is None:
             return False
         number, charged_phase, allowance = self._granted
-        return (number, charged_phase) == (context.round, phase) and allowance.untouched
+        return (number, charged_phase) == (context.round, phase) and allowance.unused
 
     def load_memory(self, phase: str, context: RoundContext) -> Memory:
         """Returns its memory in this exchange: that of the round's first exchange, if there was

@@ -39,7 +39,7 @@ class MechanismCosts:
         target: the budget that was asked for, if one was.
         rows: each thing that a client releases in a round, by `quantity`, with its own σ, clip, q
             and number; where the method names a public case, also the pooled sum's
-            `signal_to_noise` (`PrivatePlan.signal_to_noise`).
+            `signal_to_noise` (`ReleasePlan.signal_to_noise`).
     """
 
     mechanism: str
@@ -59,7 +59,7 @@ def costs_of(plan: PrivacyPlan, target: float | None) -> MechanismCosts:
     for release in plan.plans:
         row: dict[str, Any] = {
             "quantity": release.quantity,
-            "noise_multiplier": plan.sigma * release.noise_ratio,
+            "noise_multiplier": plan.sigma * release.relative_noise_multiplier,
             "clip": release.clip,
             "sample_rate": release.sample_rate,
             "releases": release.steps,

@@ -33,11 +33,11 @@ from fedsynth.privacy.errors import (
     UnplannedReleaseError,
 )
 from fedsynth.privacy.grid import Grid
-from fedsynth.privacy.guard import NOTHING_LEFT, Cap, Guard
+from fedsynth.privacy.guard import NOTHING_LEFT, BudgetEnforcer, EpsilonCap
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.ledger.history import History
 from fedsynth.privacy.mechanism_facts import MechanismFacts, mechanism_facts
-from fedsynth.privacy.plans import PrivatePlan, check_plans
+from fedsynth.privacy.plans import ReleasePlan, check_plans
 from fedsynth.privacy.releases import Release, check_delta
 from fedsynth.privacy.report.build import reasons_in_ledgers
 from fedsynth.privacy.settings import PrivacySettings
@@ -61,7 +61,7 @@ class PrivacyPlan:
     spec: DatasetSpec
     nominal_size: float
     privacy: PrivacySettings
-    plans: tuple[PrivatePlan, ...]
+    plans: tuple[ReleasePlan, ...]
     max_records: int
     histories: tuple[History, ...] = ()
 
@@ -127,7 +127,7 @@ class PrivacyPlan:
     # -------------------------------------------------------------------------- what is released
 
     @property
-    def chief(self) -> PrivatePlan:
+    def chief(self) -> ReleasePlan:
         """The round's most important release, which headlines report."""
         return self.plans[0]
 
@@ -149,9 +149,9 @@ class PrivacyPlan:
             )
         return self.privacy.noise_multiplier
 
-    def signal_to_noise(self, release: PrivatePlan) -> float | None:
+    def signal_to_noise(self, release: ReleasePlan) -> float | None:
         """Returns the signal-to-noise ratio of the sum over all clients
-        (`PrivatePlan.signal_to_noise`), or None if no signal is named.
+        (`ReleasePlan.signal_to_noise`), or None if no signal is named.
         """
         clients = self.run.partition.clients
         return release.signal_to_noise(self.sigma, clients * self.nominal_size, clients)
@@ -168,7 +168,7 @@ class PrivacyPlan:
             return self.run.rounds * self.releases
         return sum(row.steps for row in self.planned())
 
-    def round_plans(self, number: int) -> tuple[PrivatePlan, ...]:
+    def round_plans(self, number: int) -> tuple[ReleasePlan, ...]:
         """Returns the releases of the round with this number.
 
         Raises:
@@ -239,7 +239,7 @@ class PrivacyPlan:
             return totals(self.planned([1], sigma)).times(rounds)
         return totals(self.planned(range(1, rounds + 1), sigma))
 
-    def client_plans(self, client: int, context: RoundContext) -> tuple[PrivatePlan, ...]:
+    def client_plans(self, client: int, context: RoundContext) -> tuple[ReleasePlan, ...]:
         """Returns the releases of one client in the context's round: the plans, with the method's
         exceptions for that client.
 
@@ -274,7 +274,7 @@ class PrivacyPlan:
         plans = self.client_plans(client, context)
         return [self._row(plan, context.round, self.sigma) for plan in plans]
 
-    def _row(self, plan: PrivatePlan, number: int, sigma: float) -> Release:
+    def _row(self, plan: ReleasePlan, number: int, sigma: float) -> Release:
         return plan.release(
             number, sigma, unit=self.privacy.unit, unaccounted=self.facts.unaccounted
         )
@@ -323,7 +323,7 @@ class PrivacyPlan:
         """Returns the number of the run's rounds in which the busiest client takes part."""
         return max(rounds[-1] for _, rounds in self._attendance)
 
-    def guard(self, ledger: Ledger, cap: Cap | None = None) -> Guard:
+    def guard(self, ledger: Ledger, cap: EpsilonCap | None = None) -> BudgetEnforcer:
         """Returns a guard that refuses any release that would make this ledger exceed the plan's
         cap.
 
@@ -332,7 +332,7 @@ class PrivacyPlan:
             cap: the owner's cap, independent of the run; None: only the run's cap.
         """
         privacy = self.privacy
-        return Guard(
+        return BudgetEnforcer(
             ledger, privacy.delta, privacy.epsilon, privacy.adjacency, privacy.unit, owner=cap
         )
 
@@ -357,7 +357,7 @@ class PrivacyPlan:
         planned = self.planned([number])
         for client in self.participation.in_round(number):
             history = histories[client]
-            self.guard(Ledger(history.client)).refuse_beyond(history.releases, planned)
+            self.guard(Ledger(history.client)).check_budget(history.releases, planned)
 
     @cached_property
     def _attendance(self) -> list[tuple[Totals, list[int]]]:

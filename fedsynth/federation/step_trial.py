@@ -32,10 +32,10 @@ from fedsynth.privacy.batch_independence import (
     rounding,
 )
 from fedsynth.privacy.errors import PrivacyError
-from fedsynth.privacy.guard import Guard
+from fedsynth.privacy.guard import BudgetEnforcer
 from fedsynth.privacy.ledger import Ledger
-from fedsynth.privacy.mechanisms import GaussianSums, Released
-from fedsynth.privacy.plans import FIRST, PHASES, PrivatePlan, authorise
+from fedsynth.privacy.mechanisms import GaussianSumMechanism, Released
+from fedsynth.privacy.plans import FIRST, PHASES, ReleasePlan, charge_round
 from fedsynth.privacy.products import Products
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import USER, Release
@@ -170,11 +170,13 @@ class StepTrial:
             message = server.request(phase, context)
             if message is None:
                 continue
-            allowance = authorise(
+            allowance = charge_round(
                 self._plans,
                 context.round,
                 self._sigma,
-                Guard(Ledger("public images"), self._privacy.delta, None, unit=self._privacy.unit),
+                BudgetEnforcer(
+                    Ledger("public images"), self._privacy.delta, None, unit=self._privacy.unit
+                ),
                 SecretGenerator(test_only=numpy_generator(0, "no noise of a trial")),
                 phase=phase,
                 make_series=partial(TriedSums, self),
@@ -256,16 +258,21 @@ class StepTrial:
         return Released(self._released.setdefault(key, Released(sums)).clone())
 
 
-class TriedSums(GaussianSums):
+class TriedSums(GaussianSumMechanism):
     """A series that passes its rows to a trial, samples all records, and adds no noise.
 
     Args:
         trial: the trial.
-        release, groups, guard, secret: see `GaussianSums`; the guard's ledger is no client's.
+        release, groups, guard, secret: see `GaussianSumMechanism`; the guard's ledger is no client's.
     """
 
     def __init__(
-        self, trial: StepTrial, release: Release, groups: int, guard: Guard, secret: SecretGenerator
+        self,
+        trial: StepTrial,
+        release: Release,
+        groups: int,
+        guard: BudgetEnforcer,
+        secret: SecretGenerator,
     ) -> None:
         super().__init__(release, groups, guard, secret)
         self._trial = trial
@@ -285,12 +292,12 @@ class TriedSums(GaussianSums):
         return torch.arange(units)
 
     def add(self, rows_ND: Tensor, groups_N: Tensor, sample: Sample | None = None) -> None:
-        """Compares the rows, and adds them as `GaussianSums` does."""
+        """Compares the rows, and adds them as `GaussianSumMechanism` does."""
         self._trial.compare(self._key, self._records(len(rows_ND), sample), rows_ND)
         super().add(rows_ND, groups_N, sample)
 
     def add_products(self, products: Products, sample: Sample | None = None) -> None:
-        """Compares the factors, and adds the products as `GaussianSums` does."""
+        """Compares the factors, and adds the products as `GaussianSumMechanism` does."""
         factors = []
         for field in fields(products):  # type: ignore[arg-type]
             factor = getattr(products, field.name)
@@ -319,7 +326,7 @@ class TriedSums(GaussianSums):
         return self._trial.released(key, sums)
 
 
-def records_of_step(plans: Sequence[PrivatePlan], context: RoundContext) -> int:
+def records_of_step(plans: Sequence[ReleasePlan], context: RoundContext) -> int:
     """Returns the number of records to try user code with: about as many as a step has, limited by
     the length of a pass (`fedsynth.privacy.passes`) and memory.
     """

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from fedsynth.core.client import ClientClassPairs, ClientGroup, PrivateClientView
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import ModelParameters
-from fedsynth.core.method import Memory, Presets, PrivatePlan, Results
+from fedsynth.core.method import Memory, Presets, ReleasePlan, Results
 from fedsynth.core.state import ServerState
 from fedsynth.errors import SettingError
 from fedsynth.methods.shared.condensing import CondensingMethod, TrainsInBall
@@ -224,7 +224,7 @@ class FedDM(CondensingMethod, TrainsInBall):
 
     def release_plans(
         self, privacy: PrivacySettings, context: RoundContext
-    ) -> tuple[PrivatePlan, ...]:
+    ) -> tuple[ReleasePlan, ...]:
         """Returns the plans of T releases a round; for `features`, of M and of the counts.
 
         M is at most the number of steps.

@@ -34,7 +34,7 @@ from fedsynth.methods.shared.class_sums import COUNTS, ClassSums, class_sums, su
 from fedsynth.methods.shared.client_training import LocalObjective
 from fedsynth.methods.shared.local import TrainsLocally
 from fedsynth.models.on_features import check_learned_embedding
-from fedsynth.privacy.plans import FIRST, MAIN, PrivatePlan
+from fedsynth.privacy.plans import FIRST, MAIN, ReleasePlan
 from fedsynth.privacy.requests import check_tensor
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.validation import check_embedding, in_range, one_of
@@ -238,7 +238,7 @@ class FedFM(TrainsLocally):
 
     def release_plans(
         self, privacy: PrivacySettings, context: RoundContext
-    ) -> tuple[PrivatePlan, ...]:
+    ) -> tuple[ReleasePlan, ...]:
         """Returns the plans of DP-SGD, of the sums of features, and of the counts."""
         if self.start_round > 1 or self.weight == 0:
             raise SettingError(

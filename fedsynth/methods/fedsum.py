@@ -41,7 +41,7 @@ from fedsynth.methods.shared.fedsum_settings import (
     SumsRequest,
 )
 from fedsynth.methods.shared.private_condensation import IMAGES
-from fedsynth.privacy.mechanisms import GaussianSums
+from fedsynth.privacy.mechanisms import GaussianSumMechanism
 from fedsynth.seeding import torch_generator
 from fedsynth.synthesizer.condensation.augmentation import augmentations
 from fedsynth.synthesizer.condensation.matching import (
@@ -215,7 +215,7 @@ class FedSum(SumsFeatures):
 
 
 def centred_sums(
-    clients: ClientGroup, charged: Sequence[GaussianSums], u: NetworkFeatures, s_CD: Tensor
+    clients: ClientGroup, charged: Sequence[GaussianSumMechanism], u: NetworkFeatures, s_CD: Tensor
 ) -> Tensor:
     """Returns Σ_{x ∈ c} u(x) − s_c of each client, [K, C, D].
 

@@ -25,7 +25,7 @@ from fedsynth.models.registry import feature_facts, has_given_weights
 from fedsynth.privacy import disclosure
 from fedsynth.privacy.files import file_hash
 from fedsynth.privacy.ledger.history import History
-from fedsynth.privacy.plans import PrivatePlan
+from fedsynth.privacy.plans import ReleasePlan
 from fedsynth.privacy.randomness import DESCRIPTION
 from fedsynth.privacy.releases import USER
 from fedsynth.privacy.report import figures
@@ -287,7 +287,7 @@ def accesses(plan: PrivacyPlan, test: str, *, simulated: bool = True) -> list[Ac
     ]
 
 
-def _schedule_of(plan: PrivacyPlan, release: PrivatePlan) -> str:
+def _schedule_of(plan: PrivacyPlan, release: ReleasePlan) -> str:
     """Returns the number of releases of a quantity by a client, in words."""
     if plan.run.method.same_releases_every_round:
         return f"{pluralize(release.steps, 'release')} a round"

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from fedsynth.errors import DataError, DivergedError
 from fedsynth.models.embedding_network import EmbeddingNetwork
 from fedsynth.models.frozen import VectorJacobian
-from fedsynth.privacy.mechanisms import GaussianSums
+from fedsynth.privacy.mechanisms import GaussianSumMechanism
 from fedsynth.privacy.owner import DataOwner
 from fedsynth.privacy.passes import padded, power_of_two
-from fedsynth.privacy.plans import PrivatePlan
+from fedsynth.privacy.plans import ReleasePlan
 from fedsynth.seeding import forked_rng, torch_generator
 from fedsynth.synthesizer.condensation.matching import FeatureMap, NetworkFeatures
 from fedsynth.synthesizer.condensation.private_matchers import GradientMatcher, ResidualMatcher
@@ -243,7 +243,7 @@ class _PrivateMatching:
         self.bounds = self.owner.bounds
         self._divisor = self.sample_rate * self.owner.nominal_size / self.classes
         self._per_class = 0
-        self._series: list[GaussianSums] = []
+        self._series: list[GaussianSumMechanism] = []
 
     def start(self, per_class: int, seed: int) -> Tensor:
         """Returns random records within the owner's bounds, which contain nothing private."""
@@ -260,7 +260,7 @@ class _PrivateMatching:
         """
         features = self._features(0)
         self.owner.check_independent(lambda x: features.real(x, _segment(x)))
-        plan = PrivatePlan(
+        plan = ReleasePlan(
             name="images",
             quantity="synthetic records",
             mechanism=self.mechanism,

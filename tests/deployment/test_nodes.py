@@ -43,7 +43,7 @@ from fedsynth.privacy.errors import (
     PrivacySettingError,
     RequestRefusedError,
 )
-from fedsynth.privacy.guard import Guard
+from fedsynth.privacy.guard import BudgetEnforcer
 from fedsynth.privacy.ledger import Ledger, read_ledger
 from fedsynth.privacy.releases import Release
 from fedsynth.results.checkpoint import ClientMemory
@@ -285,7 +285,7 @@ def test_an_owners_cap_is_at_the_owners_delta() -> None:
     for factor, refused in ((0.95, True), (1.05, False)):
         cap = Owner(Policy(epsilon=factor * at_owners, delta=1e-5)).cap
         for servers in (1e-2, 1e-9):
-            guard = Guard(Ledger("c"), servers, None, owner=cap)
+            guard = BudgetEnforcer(Ledger("c"), servers, None, owner=cap)
             if refused:
                 with pytest.raises(BudgetExceededError, match="δ = 1e-05"):
                     guard.check([row])

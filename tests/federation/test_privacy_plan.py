@@ -29,7 +29,7 @@ from fedsynth.privacy.errors import (
 )
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.ledger.history import History
-from fedsynth.privacy.plans import FIRST, MAIN, Allowance, PrivatePlan, UnaccountedNoise
+from fedsynth.privacy.plans import FIRST, MAIN, ReleaseBudget, ReleasePlan, UnaccountedNoise
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import USER, Release
 from fedsynth.results.privacy_summary import headline
@@ -152,13 +152,13 @@ class Generous(FedAvg):
     wrong: str = "steps"
 
     def client_plans(
-        self, plans: tuple[PrivatePlan, ...], client: int, context: RoundContext
-    ) -> tuple[PrivatePlan, ...]:
+        self, plans: tuple[ReleasePlan, ...], client: int, context: RoundContext
+    ) -> tuple[ReleasePlan, ...]:
         (plan,) = plans
         wrong = {
             "steps": (replace(plan, steps=plan.steps + 1),),
             "clip": (replace(plan, clip=2 * plan.clip),),
-            "ratio": (replace(plan, noise_ratio=0.5),),
+            "ratio": (replace(plan, relative_noise_multiplier=0.5),),
             "rate": (replace(plan, sample_rate=plan.sample_rate / 2),),
             "name": (replace(plan, name="another"),),
             "phase": (replace(plan, phase=FIRST),),
@@ -248,14 +248,14 @@ def test_a_mechanism_without_guarantee_is_recorded_and_gives_no_series() -> None
 def test_a_step_takes_every_series_that_is_charged_for_it(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given: list[Allowance[Any]] = []
-    init = Allowance.__init__
+    given: list[ReleaseBudget[Any]] = []
+    init = ReleaseBudget.__init__
 
-    def spy(self: Allowance[Any], *args: Any) -> None:
+    def spy(self: ReleaseBudget[Any], *args: Any) -> None:
         init(self, *args)
         given.append(self)
 
-    monkeypatch.setattr(Allowance, "__init__", spy)
+    monkeypatch.setattr(ReleaseBudget, "__init__", spy)
     monkeypatch.setattr(simulated_run, "check_private_steps", lambda *args: [])  # charges nothing
     own = {"knowledge_from": "first-phase"} if name == "fedaf" else {}
     privacy = {"mechanism": "features"} if name == "feddm" else {}

@@ -18,7 +18,7 @@ from fedsynth.errors import SettingError
 from fedsynth.methods import METHODS, method_class
 from fedsynth.methods.shared.condensing import CondensingMethod
 from fedsynth.privacy.ledger import Ledger
-from fedsynth.privacy.mechanisms import GaussianSums
+from fedsynth.privacy.mechanisms import GaussianSumMechanism
 from fedsynth.privacy.settings import PrivacySettings
 from tests.digits import SPEC, charged, context, digits, sent
 
@@ -91,8 +91,10 @@ def test_the_servers_loss_is_the_cross_entropy_and_the_prototypes_pull() -> None
 def test_what_it_charges_is_what_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two steps of images, one sum of embeddings, one of counts; charged before they are drawn."""
     released: list[int] = []
-    original = GaussianSums.release
-    monkeypatch.setattr(GaussianSums, "release", lambda self: released.append(1) or original(self))
+    original = GaussianSumMechanism.release
+    monkeypatch.setattr(
+        GaussianSumMechanism, "release", lambda self: released.append(1) or original(self)
+    )
     ledger = Ledger("0")
     method = OWN["ProtoDM"].from_mapping(TINY)
     ctx = where(PrivacySettings(noise_multiplier=2.0))

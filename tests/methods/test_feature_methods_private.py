@@ -25,10 +25,10 @@ from fedsynth.methods.fedfm import COUNT_DEVIATIONS, AnchorState, FeatureSums, F
 from fedsynth.methods.fedgen import DECAY, FedGen, ModelAndCounts
 from fedsynth.methods.shared.class_sums import COUNTS, class_sums, sums_plans
 from fedsynth.models.registry import ModelSettings, build_model
-from fedsynth.privacy.guard import Guard
+from fedsynth.privacy.guard import BudgetEnforcer
 from fedsynth.privacy.ledger import Ledger
-from fedsynth.privacy.mechanisms import GaussianSums
-from fedsynth.privacy.plans import MAIN, PHASES, Allowance, authorise
+from fedsynth.privacy.mechanisms import GaussianSumMechanism
+from fedsynth.privacy.plans import MAIN, PHASES, ReleaseBudget, charge_round
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.simulation.simulate import simulate
@@ -59,14 +59,14 @@ def context(
     return RoundContext(number, 0, CPU, SPEC, NET, 24.0, settings, **federation)
 
 
-def group(charged: Sequence[Allowance[GaussianSums]]) -> PrivateClientView:
+def group(charged: Sequence[ReleaseBudget[GaussianSumMechanism]]) -> PrivateClientView:
     return PrivateClientView([0], data(), [torch.arange(24)], charged)
 
 
 def private(
     method: Method, ctx: RoundContext, ledger: Ledger | None = None, phase: str = MAIN
 ) -> PrivateClientView:
-    guard = Guard(ledger or Ledger("0"), 1e-5, None)
+    guard = BudgetEnforcer(ledger or Ledger("0"), 1e-5, None)
     return group(charge_for(method, ctx, [0], [guard], [SecretGenerator()], phase))
 
 
@@ -82,8 +82,8 @@ def test_without_noise_private_sums_are_the_exact_ones_and_rows_are_clipped() ->
         plans = sums_plans(
             "sums", "features", "each", clip=clip, width=width, classes=10, noise=2.0, phase=MAIN
         )
-        guard = Guard(Ledger("0"), 1e-5, None)
-        clients = group([authorise(plans, 1, 1e-12, guard, SecretGenerator())])
+        guard = BudgetEnforcer(Ledger("0"), 1e-5, None)
+        clients = group([charge_round(plans, 1, 1e-12, guard, SecretGenerator())])
         found = class_sums(clients, NET.embed, width, "sums", context(1e-12))
         rows = each * (clip / each.norm(dim=1, keepdim=True)).clamp_max(1)
         exact = torch.stack([rows[torch.tensor(c == LABELS)].sum(0) for c in range(10)])

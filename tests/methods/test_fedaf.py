@@ -21,7 +21,7 @@ from fedsynth.methods.fedaf import CondensedSet, FedAF, KnowledgeState, resample
 from fedsynth.models.flat import flatten
 from fedsynth.privacy.errors import ForbiddenLayerError
 from fedsynth.privacy.ledger import Ledger
-from fedsynth.privacy.mechanisms import GaussianSums
+from fedsynth.privacy.mechanisms import GaussianSumMechanism
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.seeding import torch_generator
 from fedsynth.simulation.simulate import simulate
@@ -149,8 +149,10 @@ def plain_rounds(method: FedAF, count: int) -> tuple[Tensor, list[Tensor]]:
 def releases(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Grows by one with each release."""
     released: list[int] = []
-    original = GaussianSums.release
-    monkeypatch.setattr(GaussianSums, "release", lambda self: released.append(1) or original(self))
+    original = GaussianSumMechanism.release
+    monkeypatch.setattr(
+        GaussianSumMechanism, "release", lambda self: released.append(1) or original(self)
+    )
     return released
 
 

@@ -28,9 +28,9 @@ from fedsynth.methods.statistics.releases import CENTRE, MOMENTS, STEP
 from fedsynth.methods.statistics.whitening import COVARIANCES
 from fedsynth.models.feature_linear import FeatureLinear
 from fedsynth.privacy.accounting import epsilon
-from fedsynth.privacy.guard import Guard
+from fedsynth.privacy.guard import BudgetEnforcer
 from fedsynth.privacy.ledger import Ledger
-from fedsynth.privacy.plans import FIRST, MAIN, PrivatePlan
+from fedsynth.privacy.plans import FIRST, MAIN, ReleasePlan
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import Release
 from tests.digits import SPEC, digits
@@ -88,7 +88,7 @@ def sums(
     return step(method, clients, number, phase, field)
 
 
-def plan_of(method: FedStats, number: int, name: str, **other: Any) -> PrivatePlan:
+def plan_of(method: FedStats, number: int, name: str, **other: Any) -> ReleasePlan:
     privacy = PrivacySettings(noise_multiplier=1.0)
     plans = method.release_plans(privacy, context(number, method=method, **other))
     return next(plan for plan in plans if plan.name == name)
@@ -145,7 +145,7 @@ def release(
 ) -> tuple[Tensor, Ledger]:
     """What one private client sends, and what it is charged."""
     ledger = Ledger("c")
-    charged = charge_for(method, ctx, [0], [Guard(ledger, 1e-5, None)], [drawn], phase)
+    charged = charge_for(method, ctx, [0], [BudgetEnforcer(ledger, 1e-5, None)], [drawn], phase)
     clients = PrivateClientView([0], digits(LABELS), [part], charged, nominal_size=20.0)
     return step(method, clients, number, phase, field, ctx)[0], ledger
 
@@ -172,7 +172,9 @@ def test_a_client_without_records_sends_noise_like_everybody(
     drawn = SecretGenerator(test_only=np.random.default_rng(0))
     ctx = context(number, 3.0, method, clients=5)
     found, _ = release(method, number, phase, field, torch.arange(0), drawn, ctx)
-    expected = 3.0 * plan.noise_ratio * plan.clip / (2 if aggregation == "secure" else 1)
+    expected = (
+        3.0 * plan.relative_noise_multiplier * plan.clip / (2 if aggregation == "secure" else 1)
+    )
     assert float(found.std()) == pytest.approx(expected, rel=0.2)
 
 
@@ -262,7 +264,7 @@ def test_releases_of_a_run_take_the_whole_budget(method: FedStats, rounds: int) 
     """Shares of μ² are 1/ratio²; without second moments, moments have what a step has."""
     privacy = PrivacySettings(noise_multiplier=1.0)
     plans = method.release_plans(privacy, context(1, method=method, rounds=rounds))
-    shares = {plan.name: plan.noise_ratio**-2 for plan in plans}
+    shares = {plan.name: plan.relative_noise_multiplier**-2 for plan in plans}
     step = shares.get(STEP, 0.0)
     assert sum(shares.values()) + max(0, rounds - 2) * step == pytest.approx(1.0)
     assert (STEP in shares) == (rounds > 1)

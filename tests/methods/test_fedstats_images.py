@@ -28,7 +28,7 @@ from fedsynth.methods.statistics.class_moments import target_norm
 from fedsynth.methods.statistics.settings import FedStatsState, StatisticSums
 from fedsynth.models.feature_linear import FeatureLinear
 from fedsynth.models.registry import build_model
-from fedsynth.privacy.plans import PrivatePlan
+from fedsynth.privacy.plans import ReleasePlan
 from fedsynth.results.verification import verify_run
 from fedsynth.synthesizer.condensation.student import StudentSettings, train_student
 from tests.digits import SPEC
@@ -185,9 +185,9 @@ def test_signal_to_noise_is_that_of_a_simulation(second: str, aggregation: str) 
     }
     draws = np.random.default_rng(0)
     for name, rows in cases.items():
-        plan: PrivatePlan = plans[name]
+        plan: ReleasePlan = plans[name]
         signal = np.linalg.norm(20 * rows.sum(axis=0))  # 200 examples
-        each = 3.0 * plan.noise_ratio * plan.clip / plan.shares**0.5
+        each = 3.0 * plan.relative_noise_multiplier * plan.clip / plan.shares**0.5
         noise = draws.normal(0, each, (50, 4, rows.shape[1])).sum(axis=1)
         expected = signal / np.sqrt(np.square(noise).sum(axis=1).mean())
         assert plan.signal_to_noise(3.0, 200, 4) == pytest.approx(expected, rel=0.03)

@@ -150,7 +150,7 @@ def test_the_pace_is_of_the_noise_that_a_sum_has(aggregation: str) -> None:
     method = FedStats(features="pixels", second_moments="no", aggregation=aggregation)
     privacy = PrivacySettings(noise_multiplier=5.0)
     plans = method.release_plans(privacy, context(rounds=12, clients=4))
-    noise = {one.name: 5.0 * one.noise_ratio * one.clip for one in plans}
+    noise = {one.name: 5.0 * one.relative_noise_multiplier * one.clip for one in plans}
     how = method.pace(context(rounds=12, clients=4, sigma=5.0, noise=noise))
     shares = 3 if aggregation == "secure" else 1
     deviation = noise["step"] * math.sqrt(4 / shares) / (4 * 20.0)

@@ -31,10 +31,10 @@ from fedsynth.methods.shared.private_condensation import IMAGES
 from fedsynth.models.registry import ModelSettings, build_model
 from fedsynth.privacy.accounting import epsilon
 from fedsynth.privacy.errors import ForbiddenLayerError, RequestRefusedError
-from fedsynth.privacy.guard import Guard
+from fedsynth.privacy.guard import BudgetEnforcer
 from fedsynth.privacy.ledger import Ledger
-from fedsynth.privacy.mechanisms import GaussianSums
-from fedsynth.privacy.plans import authorise
+from fedsynth.privacy.mechanisms import GaussianSumMechanism
+from fedsynth.privacy.plans import charge_round
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import Release
 from fedsynth.privacy.settings import PrivacySettings
@@ -161,13 +161,13 @@ def test_a_round_is_charged_m_sums_and_the_counts_and_releases_just_those(
     method, sigma, ledger = FedSum(**TINY, count_noise=2.0), 3.0, Ledger("0")
     ctx = context(PrivacySettings(noise_multiplier=sigma))
     released: list[float] = []
-    original = GaussianSums.release
+    original = GaussianSumMechanism.release
 
-    def spy(self: GaussianSums) -> Any:
+    def spy(self: GaussianSumMechanism) -> Any:
         released.append(self.deviation)
         return original(self)
 
-    monkeypatch.setattr(GaussianSums, "release", spy)
+    monkeypatch.setattr(GaussianSumMechanism, "release", spy)
     sent(method, ctx, charged(method, ctx, data(), ledgers=[ledger]))
     rows = {row.quantity: row for row in ledger.releases}
     sums, counts = rows["class sums of features"], rows["class counts"]
@@ -184,7 +184,7 @@ def released_sums(images: ImageData, records: int, extra: list[int], clip: float
     network's sums [classes, D], and the counts [classes]."""
     sums: list[Tensor] = []
 
-    class Spy(GaussianSums):
+    class Spy(GaussianSumMechanism):
         def release(self) -> Any:
             assert self._sums is not None
             sums.append(self._sums.clone())
@@ -194,7 +194,7 @@ def released_sums(images: ImageData, records: int, extra: list[int], clip: float
     ctx = context(PrivacySettings(noise_multiplier=1e-9, clip=clip))
     part = torch.tensor([*range(records), *extra], dtype=torch.int64)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fedsynth.core.charging.authorise", partial(authorise, make_series=Spy))
+        patch.setattr("fedsynth.core.charging.charge_round", partial(charge_round, make_series=Spy))
         sent(method, ctx, charged(method, ctx, images, [part]))
     return sums
 
@@ -246,7 +246,7 @@ def test_securely_aggregated_noise_is_that_of_h_clients() -> None:
         assert [plan.shares for plan in plans] == [shares, shares]
         rows = [plan.release(1, sigma) for plan in plans]
         assert epsilon(rows, 1e-5) == epsilon(plain, 1e-5)
-        guard = Guard(Ledger("0"), 1e-5, None)
+        guard = BudgetEnforcer(Ledger("0"), 1e-5, None)
         (allowance,) = charge_for(method, ctx, [0], [guard], [SecretGenerator()])
         expected = sigma * plans[0].clip / sqrt(shares)
         assert allowance.take(IMAGES).deviation == pytest.approx(expected)

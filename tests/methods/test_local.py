@@ -36,7 +36,7 @@ from fedsynth.methods.shared.local import TrainsLocally
 from fedsynth.methods.solo import Solo
 from fedsynth.models.convnet import ConvNet
 from fedsynth.models.small import Linear
-from fedsynth.privacy.guard import Guard
+from fedsynth.privacy.guard import BudgetEnforcer
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.settings import PrivacySettings
@@ -93,7 +93,9 @@ def vectors(sent: list[Any]) -> list[Tensor]:
 def private(
     method: Any, ctx: RoundContext, ids: Sequence[int], ledgers: Sequence[Ledger] | None = None
 ) -> PrivateClientView:
-    guards = [Guard(ledger, 1e-5, None) for ledger in ledgers or [Ledger(str(k)) for k in ids]]
+    guards = [
+        BudgetEnforcer(ledger, 1e-5, None) for ledger in ledgers or [Ledger(str(k)) for k in ids]
+    ]
     charged = charge_for(method, ctx, ids, guards, [SecretGenerator() for _ in ids])
     return PrivateClientView(ids, data(), [PARTS[k] for k in ids], charged)
 

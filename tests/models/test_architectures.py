@@ -23,9 +23,9 @@ from fedsynth.models.registry import (
 )
 from fedsynth.privacy.dpsgd import DpSgdSettings, check_model, dp_sgd
 from fedsynth.privacy.errors import ForbiddenLayerError
-from fedsynth.privacy.guard import Guard
+from fedsynth.privacy.guard import BudgetEnforcer
 from fedsynth.privacy.ledger import Ledger
-from fedsynth.privacy.mechanisms import GaussianSums
+from fedsynth.privacy.mechanisms import GaussianSumMechanism
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import Release
 from fedsynth.training.optimisers import MomentumSgd
@@ -150,7 +150,9 @@ def test_every_architecture_takes_a_private_step(name: str) -> None:
     assert name != "resnet8" or all(m.num_groups == m.num_channels for m in groups)
     before = flatten(model)
     release = Release(1, "m", "dp-sgd", "g", 1e-9, 1.0, 1.0, "full", 1, len(before))
-    series = GaussianSums(release, 1, Guard(Ledger("0"), 1e-5, None), SecretGenerator())
+    series = GaussianSumMechanism(
+        release, 1, BudgetEnforcer(Ledger("0"), 1e-5, None), SecretGenerator()
+    )
     x = drawn(3, 1, side, side)
     dp_sgd(model, lambda i: x[i], torch.arange(3), series, 1, DpSgdSettings(MomentumSgd(0.1), 3.0))
     # three clipped gradients of norm 1, over 3, times the rate

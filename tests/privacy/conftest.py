@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedsynth.privacy.mechanisms import GaussianSums, Released
+from fedsynth.privacy.mechanisms import GaussianSumMechanism, Released
 
 
 @pytest.fixture
@@ -14,7 +14,7 @@ def unnoised(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, float]]:
     """Collects each release's sums without noise, and its clip; what is released is zero."""
     sums: list[tuple[Tensor, float]] = []
 
-    def zeros(self: GaussianSums) -> Released:
+    def zeros(self: GaussianSumMechanism) -> Released:
         assert self._sums is not None
         self._users.close(self._sums)
         sums.append((self._sums.clone().cpu(), self.sensitivity))
@@ -23,5 +23,5 @@ def unnoised(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, float]]:
         self.steps_left -= 1
         return Released(made)
 
-    monkeypatch.setattr(GaussianSums, "release", zeros)
+    monkeypatch.setattr(GaussianSumMechanism, "release", zeros)
     return sums

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from fedsynth.privacy.audit import epsilon_lower_bound
-from fedsynth.privacy.guard import Guard
+from fedsynth.privacy.guard import BudgetEnforcer
 from fedsynth.privacy.ledger import Ledger
-from fedsynth.privacy.mechanisms import GaussianSums
+from fedsynth.privacy.mechanisms import GaussianSumMechanism
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import RECORD, Release
 from fedsynth.privacy.report.figures import ReportFacts
@@ -30,16 +30,18 @@ def release(**values: Any) -> Release:
     return Release(sampler="full" if fields["sample_rate"] == 1 else "poisson", **fields)
 
 
-def guard(ledger: Ledger | None = None, unit: str = RECORD) -> Guard:
+def guard(ledger: Ledger | None = None, unit: str = RECORD) -> BudgetEnforcer:
     """Returns a guard without a cap."""
-    return Guard(ledger or Ledger("c"), 1e-5, None, unit=unit)
+    return BudgetEnforcer(ledger or Ledger("c"), 1e-5, None, unit=unit)
 
 
 def series(
     groups: int = 1, secret: SecretGenerator | None = None, unit: str = RECORD, **values: Any
-) -> GaussianSums:
+) -> GaussianSumMechanism:
     """Returns a charged series of `release(**values)`."""
-    return GaussianSums(release(**values), groups, guard(unit=unit), secret or SecretGenerator())
+    return GaussianSumMechanism(
+        release(**values), groups, guard(unit=unit), secret or SecretGenerator()
+    )
 
 
 def facts(**values: Any) -> ReportFacts:

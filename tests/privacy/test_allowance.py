@@ -20,24 +20,24 @@ from fedsynth.privacy.errors import (
     PrivacySettingError,
     UnplannedReleaseError,
 )
-from fedsynth.privacy.guard import Guard
+from fedsynth.privacy.guard import BudgetEnforcer
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.ledger.history import History
-from fedsynth.privacy.mechanisms import GaussianSums
+from fedsynth.privacy.mechanisms import GaussianSumMechanism
 from fedsynth.privacy.plans import (
     FIRST,
     MAIN,
-    Allowance,
-    PrivatePlan,
+    ReleaseBudget,
+    ReleasePlan,
     UnaccountedNoise,
-    authorise,
+    charge_round,
     check_plans,
 )
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import USER
 
 SPEC = dataset_spec("digits")
-IMAGES = PrivatePlan(
+IMAGES = ReleasePlan(
     name="images",
     quantity="synthetic images",
     mechanism="residual",
@@ -49,22 +49,30 @@ IMAGES = PrivatePlan(
     groups=10,
 )
 COUNTS = replace(
-    IMAGES, name="counts", quantity="class counts", clip=1.0, steps=1, dimension=10, noise_ratio=4.0
+    IMAGES,
+    name="counts",
+    quantity="class counts",
+    clip=1.0,
+    steps=1,
+    dimension=10,
+    relative_noise_multiplier=4.0,
 )
 LOGITS = replace(COUNTS, name="logits", quantity="sums of logits", phase=FIRST)
 PLANS = (IMAGES, COUNTS, LOGITS)
 
 
 def charged(
-    ledger: Ledger, phase: str = MAIN, plans: tuple[PrivatePlan, ...] = PLANS, cap: float = 1e6
-) -> Allowance[GaussianSums]:
-    return authorise(plans, 4, 3.0, Guard(ledger, 1e-5, cap), SecretGenerator(), phase=phase)
+    ledger: Ledger, phase: str = MAIN, plans: tuple[ReleasePlan, ...] = PLANS, cap: float = 1e6
+) -> ReleaseBudget[GaussianSumMechanism]:
+    return charge_round(
+        plans, 4, 3.0, BudgetEnforcer(ledger, 1e-5, cap), SecretGenerator(), phase=phase
+    )
 
 
 DATA = from_arrays(np.zeros((20, 1, 8, 8), np.uint8), np.arange(20) % 10, SPEC)
 
 
-def group(*allowances: Allowance[GaussianSums]) -> PrivateClientView:
+def group(*allowances: ReleaseBudget[GaussianSumMechanism]) -> PrivateClientView:
     parts = list(torch.arange(20).tensor_split(len(allowances)))
     return PrivateClientView(range(len(allowances)), DATA, parts, allowances)
 
@@ -131,7 +139,7 @@ def test_a_group_that_was_charged_for_nothing_has_nothing() -> None:
 
 def test_noise_that_nothing_accounts_for_is_handed_out_likewise() -> None:
     row = IMAGES.release(1, 3.0, unaccounted="as printed")
-    given = Allowance(MAIN, [(IMAGES, UnaccountedNoise(row, SecretGenerator()))])
+    given = ReleaseBudget(MAIN, [(IMAGES, UnaccountedNoise(row, SecretGenerator()))])
     clients = ExactClientView([0], DATA, [torch.arange(20)], [given])
     assert clients.noise("images")[0].deviation == 6.0
     with pytest.raises(UnplannedReleaseError, match="was already taken"):
@@ -156,10 +164,10 @@ def reachable(found: Any, kinds: tuple[type, ...]) -> list[Any]:
 def test_no_ledger_and_no_guard_can_be_reached_from_what_a_step_gets() -> None:
     """A release outside the plan cannot be charged."""
     ledger = Ledger("a")
-    guard = Guard(ledger, 1e-5, None)
-    clients = group(authorise(PLANS, 4, 3.0, guard, SecretGenerator()))
-    assert reachable(clients, (Ledger, Guard)) == []
-    assert reachable([clients, guard], (Ledger, Guard)) == [guard, ledger]
+    guard = BudgetEnforcer(ledger, 1e-5, None)
+    clients = group(charge_round(PLANS, 4, 3.0, guard, SecretGenerator()))
+    assert reachable(clients, (Ledger, BudgetEnforcer)) == []
+    assert reachable([clients, guard], (Ledger, BudgetEnforcer)) == [guard, ledger]
 
 
 def test_allowances_cannot_be_copied() -> None:
@@ -201,7 +209,7 @@ def test_a_rounds_plans_have_names_of_their_own() -> None:
 def test_signal_over_noise_is_that_of_draws() -> None:
     """Eight clients, each with a quarter of the charged variance."""
     plan = replace(COUNTS, groups=1, dimension=6, shares=4, signal=0.5)
-    each = 1.5 * plan.noise_ratio * plan.clip / plan.shares**0.5
+    each = 1.5 * plan.relative_noise_multiplier * plan.clip / plan.shares**0.5
     draws = np.random.default_rng(0).normal(0, each, (4000, 8, 6)).sum(axis=1)
     noise = np.sqrt(np.square(draws).sum(axis=1).mean())
     found = plan.signal_to_noise(1.5, 100, 8)

@@ -22,7 +22,7 @@ from fedsynth.features import FeatureMap, feature_map, register_features
 from fedsynth.methods.fedavg import FedAvg
 from fedsynth.models.registry import ModelSettings, build_network
 from fedsynth.privacy import dpsgd
-from fedsynth.privacy.mechanisms import GaussianSums
+from fedsynth.privacy.mechanisms import GaussianSumMechanism
 from fedsynth.privacy.products import Outer, clipped_product
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.settings import PrivacySettings
@@ -167,13 +167,13 @@ def test_samples_are_poisson_and_reach_the_step(monkeypatch: pytest.MonkeyPatch)
     data = from_arrays(images(200), np.arange(200) % 10, SPEC)
     context = setting("pixels", 10.0, rate=0.5)
     taken: list[int] = []
-    add = GaussianSums.add_products
+    add = GaussianSumMechanism.add_products
 
-    def spy(self: GaussianSums, products: Any, sample: Any = None) -> None:
+    def spy(self: GaussianSumMechanism, products: Any, sample: Any = None) -> None:
         taken.append(len(products))
         add(self, products, sample)
 
-    monkeypatch.setattr(GaussianSums, "add_products", spy)
+    monkeypatch.setattr(GaussianSumMechanism, "add_products", spy)
     sizes = []
     for _ in range(6):
         taken.clear()

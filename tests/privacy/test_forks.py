@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fedsynth.privacy.errors import LedgerError, PrivacyError
-from fedsynth.privacy.mechanisms import GaussianSums
+from fedsynth.privacy.mechanisms import GaussianSumMechanism
 from fedsynth.privacy.randomness import SecretGenerator
 from tests.privacy.support import guard, release, series
 
@@ -76,7 +76,7 @@ def test_a_ledger_in_memory_is_not_charged_by_a_fork() -> None:
 
     def refused() -> bytes:
         with pytest.raises(LedgerError, match="memory of another process"):
-            GaussianSums(row, 3, charged, SecretGenerator())
+            GaussianSumMechanism(row, 3, charged, SecretGenerator())
         return b"refused"
 
     assert in_a_fork(refused) == b"refused"

@@ -17,14 +17,14 @@ from scipy.stats import norm
 from fedsynth.deployment.secure_aggregation.primitives import FixedPoint
 from fedsynth.privacy.errors import PrivacySettingError
 from fedsynth.privacy.grid import FINE, TAIL, Addends, Grid, grid_of
-from fedsynth.privacy.mechanisms import GaussianSums, on_grid
-from fedsynth.privacy.plans import PrivatePlan
+from fedsynth.privacy.mechanisms import GaussianSumMechanism, on_grid
+from fedsynth.privacy.plans import ReleasePlan
 from fedsynth.privacy.randomness import SecretGenerator
 from tests.privacy.support import guard
 
 REACH = 60
 """Grid steps to either side that have all of the probability."""
-PLAN = PrivatePlan(
+PLAN = ReleasePlan(
     name="sums",
     quantity="sums",
     mechanism="statistics",
@@ -110,8 +110,8 @@ def test_the_coarsest_grid_that_is_fine_enough_is_taken() -> None:
     assert 200 < taken < 400
 
 
-def released(plan: PrivatePlan, secret: SecretGenerator, rows: torch.Tensor) -> torch.Tensor:
-    series = GaussianSums(plan.release(1, 1.5), plan.groups, guard(), secret)
+def released(plan: ReleasePlan, secret: SecretGenerator, rows: torch.Tensor) -> torch.Tensor:
+    series = GaussianSumMechanism(plan.release(1, 1.5), plan.groups, guard(), secret)
     series.shares = plan.shares
     series.grid = plan.grid(1.5)
     series.sample(len(rows))
@@ -147,7 +147,7 @@ HUGE = replace(PLAN, clip=1e12, dimension=200_000, groups=1, shares=2, addends=A
 
 @pytest.mark.parametrize("records", [0, 3999])
 @pytest.mark.parametrize("plan", [HUGE, replace(HUGE, clip=1.0)], ids=["huge clip", "clip 1"])
-def test_parts_have_as_many_even_as_odd_steps(plan: PrivatePlan, records: int) -> None:
+def test_parts_have_as_many_even_as_odd_steps(plan: ReleasePlan, records: int) -> None:
     """However large they are: ties to even numbers of steps would tell the size of a part."""
     grid = plan.grid(3.0)
     assert grid is not None

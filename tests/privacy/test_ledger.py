@@ -18,7 +18,7 @@ import pytest
 
 from fedsynth.privacy.accounting import epsilon
 from fedsynth.privacy.errors import BudgetExceededError, LedgerError, PrivacySettingError
-from fedsynth.privacy.guard import Guard
+from fedsynth.privacy.guard import BudgetEnforcer
 from fedsynth.privacy.ledger import Ledger, read_ledger
 from fedsynth.privacy.ledger.lines import encode, repair_ledger
 from fedsynth.privacy.releases import Release
@@ -206,7 +206,7 @@ def test_threads_lose_no_charge_of_a_ledger_in_memory() -> None:
 def test_guard_refuses_before_the_cap() -> None:
     ledger = Ledger("alice")
     three, four = (epsilon([row(n) for n in range(rounds)], DELTA) for rounds in (3, 4))
-    guard = Guard(ledger, DELTA, three * 1.0001)
+    guard = BudgetEnforcer(ledger, DELTA, three * 1.0001)
     with pytest.raises(BudgetExceededError):
         guard.check([row(number) for number in range(4)])  # a whole plan
     for number in range(3):
@@ -224,13 +224,13 @@ def test_guard_refuses_before_the_cap() -> None:
 def test_guard_refuses_what_no_mechanism_protects() -> None:
     leak = release(unaccounted="batch clipping")
     with pytest.raises(BudgetExceededError, match="would be ∞"):
-        Guard(Ledger("alice"), DELTA, 100.0).charge(leak)
-    Guard(Ledger("alice"), DELTA, None).charge(leak)  # recorded, and ε is infinite
+        BudgetEnforcer(Ledger("alice"), DELTA, 100.0).charge(leak)
+    BudgetEnforcer(Ledger("alice"), DELTA, None).charge(leak)  # recorded, and ε is infinite
 
 
 def test_two_guards_on_one_file_share_the_budget(path: Path) -> None:
     cap = epsilon([row()], DELTA) * 1.01
-    guards = [Guard(Ledger("alice", path), DELTA, cap) for _ in range(2)]
+    guards = [BudgetEnforcer(Ledger("alice", path), DELTA, cap) for _ in range(2)]
     guards[0].charge(row())
     with pytest.raises(BudgetExceededError):
         guards[1].charge(row())
@@ -239,9 +239,9 @@ def test_two_guards_on_one_file_share_the_budget(path: Path) -> None:
 @pytest.mark.parametrize("cap", [0.0, -1.0, float("nan"), float("inf")])
 def test_guard_needs_a_real_cap_and_delta(cap: float) -> None:
     with pytest.raises(PrivacySettingError, match="cap"):
-        Guard(Ledger("alice"), DELTA, cap)
+        BudgetEnforcer(Ledger("alice"), DELTA, cap)
     with pytest.raises(PrivacySettingError, match="delta"):
-        Guard(Ledger("alice"), cap, 1.0)
+        BudgetEnforcer(Ledger("alice"), cap, 1.0)
 
 
 def test_a_short_write_is_taken_back(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,9 +18,9 @@ from torch import Tensor
 from fedsynth.core.client import PrivateClientView
 from fedsynth.data.images import normalise
 from fedsynth.privacy.errors import BudgetExceededError, PrivacyError
-from fedsynth.privacy.guard import Guard
+from fedsynth.privacy.guard import BudgetEnforcer
 from fedsynth.privacy.ledger import Ledger
-from fedsynth.privacy.mechanisms import GaussianSums, clip_rows, clipped_sums
+from fedsynth.privacy.mechanisms import GaussianSumMechanism, clip_rows, clipped_sums
 from fedsynth.privacy.randomness import SecretGenerator
 from tests.digits import digits
 from tests.privacy.support import guard, release, series
@@ -89,7 +89,7 @@ def test_every_release_draws_fresh_noise() -> None:
 
 def test_a_series_gives_exactly_the_charged_number_of_releases() -> None:
     ledger = Ledger("c")
-    s = GaussianSums(release(steps=2), 3, guard(ledger), SecretGenerator())
+    s = GaussianSumMechanism(release(steps=2), 3, guard(ledger), SecretGenerator())
     assert [row.steps for row in ledger.releases] == [2]  # charged before anything was drawn
     for _ in range(2):
         s.sample(5)
@@ -114,7 +114,9 @@ def test_a_cap_refuses_before_charging_and_drawing() -> None:
     secret = SecretGenerator(test_only=np.random.default_rng(0))
     state = np.random.default_rng(0).random()
     with pytest.raises(BudgetExceededError):
-        GaussianSums(release(noise_multiplier=0.5), 3, Guard(ledger, 1e-5, 1.0), secret)
+        GaussianSumMechanism(
+            release(noise_multiplier=0.5), 3, BudgetEnforcer(ledger, 1e-5, 1.0), secret
+        )
     assert ledger.releases == ()
     assert secret._generator.random() == state
 
@@ -184,7 +186,7 @@ def test_widths_must_be_those_that_were_charged() -> None:
         s.add(torch.ones(2, 4), torch.zeros(2, dtype=torch.int64))
     ledger = Ledger("c")
     with pytest.raises(PrivacyError, match="equal width"):
-        GaussianSums(release(dimension=19), 10, guard(ledger), SecretGenerator())
+        GaussianSumMechanism(release(dimension=19), 10, guard(ledger), SecretGenerator())
     assert ledger.releases == ()
 
 

@@ -18,7 +18,7 @@ from fedsynth.privacy import (
     BudgetExceededError,
     DataOwner,
     PrivacyError,
-    PrivatePlan,
+    ReleasePlan,
     read_ledger,
 )
 from fedsynth.privacy.errors import LedgerError, PrivacySettingError
@@ -171,7 +171,7 @@ def test_rows_of_equal_plans_differ_in_the_round_only() -> None:
 
 
 def test_a_series_counts_only_for_its_owner_and_with_its_own_noise() -> None:
-    plan = PrivatePlan(
+    plan = ReleasePlan(
         name="sums",
         quantity="sums",
         mechanism="gaussian",

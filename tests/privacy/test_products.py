@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedsynth.privacy.errors import PrivacyError
-from fedsynth.privacy.mechanisms import GaussianSums
+from fedsynth.privacy.mechanisms import GaussianSumMechanism
 from fedsynth.privacy.products import Grams, Moments, Outer, Products, Rows, grams_width, smat, svec
 from fedsynth.privacy.releases import USER
 from fedsynth.privacy.units import Sample
@@ -156,7 +156,9 @@ def test_moments_by_numpy() -> None:
     np.testing.assert_allclose(crossed, e.T @ clipped, atol=1e-5)
 
 
-def charged(width: int, clip: float = 1.0, groups: int = 1, unit: str = "record") -> GaussianSums:
+def charged(
+    width: int, clip: float = 1.0, groups: int = 1, unit: str = "record"
+) -> GaussianSumMechanism:
     """Returns a series with next to no noise."""
     values = {"noise_multiplier": 1e-9, "sensitivity": clip, "dimension": groups * width}
     return series(groups, unit=unit, **values)

@@ -12,7 +12,7 @@ from fedsynth.config.resolve import resolve
 from fedsynth.methods.fedaf import FedAF
 from fedsynth.methods.fedprox import FedProx
 from fedsynth.privacy.errors import RequestRefusedError
-from fedsynth.privacy.mechanisms import GaussianSums
+from fedsynth.privacy.mechanisms import GaussianSumMechanism
 from fedsynth.privacy.requests import check_numbers
 from fedsynth.simulation.simulate import simulate
 
@@ -32,14 +32,14 @@ def test_the_norm_is_of_all_tensors_together() -> None:
 
 def test_a_run_refuses_before_anything_is_charged(monkeypatch: pytest.MonkeyPatch) -> None:
     charged = []
-    init = GaussianSums.__init__
+    init = GaussianSumMechanism.__init__
 
-    def counted(self: GaussianSums, *args: Any) -> None:
-        if type(self) is GaussianSums:  # a trial on public images has a subclass of its own
+    def counted(self: GaussianSumMechanism, *args: Any) -> None:
+        if type(self) is GaussianSumMechanism:  # a trial on public images has a subclass of its own
             charged.append(1)
         init(self, *args)
 
-    monkeypatch.setattr(GaussianSums, "__init__", counted)
+    monkeypatch.setattr(GaussianSumMechanism, "__init__", counted)
     sections = {
         "run": {"method": "fedavg", "rounds": 1},
         "method": {"local_steps": 1},

@@ -23,7 +23,7 @@ from fedsynth.federation.client_budget import ClientBudget
 from fedsynth.methods.fedavg import FedAvg
 from fedsynth.methods.feddm import FedDM
 from fedsynth.privacy.errors import UnaccountedReleaseError
-from fedsynth.privacy.mechanisms import GaussianSums
+from fedsynth.privacy.mechanisms import GaussianSumMechanism
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.simulation.simulate import simulate
@@ -77,7 +77,7 @@ def test_adding_an_example_moves_the_released_sums_by_at_most_the_clip(
     data = digits([*(np.arange(12) % 10), label], extra)
     sums: list[Tensor] = []
 
-    class Spy(GaussianSums):
+    class Spy(GaussianSumMechanism):
         def release(self) -> Any:
             assert self._sums is not None
             sums.append(self._sums.clone())
@@ -124,13 +124,13 @@ def test_the_schedule_comes_from_the_specification_and_not_from_the_data(
 def test_executed_releases_are_those_that_were_charged(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches: an empty client skipped, a step more or less than accounted."""
     released: list[float] = []
-    original = GaussianSums.release
+    original = GaussianSumMechanism.release
 
-    def spy(self: GaussianSums) -> Any:
+    def spy(self: GaussianSumMechanism) -> Any:
         released.append(1)
         return original(self)
 
-    monkeypatch.setattr(GaussianSums, "release", spy)
+    monkeypatch.setattr(GaussianSumMechanism, "release", spy)
     for method, steps, privacy in (
         ("feddm", 2, {}),
         ("feddm", 2 + 1, {"mechanism": "features"}),  # two networks, and the counts

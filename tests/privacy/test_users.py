@@ -17,9 +17,9 @@ from fedsynth.core.charging import charge_for
 from fedsynth.core.client import PrivateClientView
 from fedsynth.methods import method_class
 from fedsynth.privacy.errors import LedgerError, PrivacyError
-from fedsynth.privacy.guard import Guard
+from fedsynth.privacy.guard import BudgetEnforcer
 from fedsynth.privacy.ledger import Ledger
-from fedsynth.privacy.mechanisms import GaussianSums
+from fedsynth.privacy.mechanisms import GaussianSumMechanism
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import USER, Release
 from fedsynth.privacy.settings import PrivacySettings
@@ -30,7 +30,7 @@ from tests.privacy.support import guard, release, series
 CLIP, GROUPS, WIDTH = 2.0, 3, 4
 
 
-def users_series(rate: float = 1.0) -> GaussianSums:
+def users_series(rate: float = 1.0) -> GaussianSumMechanism:
     return series(GROUPS, unit=USER, sample_rate=rate)
 
 
@@ -190,11 +190,11 @@ def test_a_user_moves_every_sum_of_every_method_by_at_most_the_clip(
 
 def test_a_ledger_holds_one_unit() -> None:
     ledger = Ledger("c")
-    Guard(ledger, 1e-5, None, unit=USER).charge(release())
+    BudgetEnforcer(ledger, 1e-5, None, unit=USER).charge(release())
     assert ledger.releases[0].unit == USER
     with pytest.raises(LedgerError, match=r"privacy\.unit=user"):
-        Guard(ledger, 1e-5, None)
-    later = Guard(Ledger("d"), 1e-5, 10.0)
+        BudgetEnforcer(ledger, 1e-5, None)
+    later = BudgetEnforcer(Ledger("d"), 1e-5, 10.0)
     later.ledger.charge(
         Release.from_json({**release().to_json(), "unit": USER})
     )  # by another process

@@ -19,9 +19,9 @@ from fedsynth.config.settings import RunSettings
 from fedsynth.errors import FedsynthError
 from fedsynth.federation.costs import plan_of
 from fedsynth.privacy.errors import PrivacyError
-from fedsynth.privacy.guard import Guard
+from fedsynth.privacy.guard import BudgetEnforcer
 from fedsynth.privacy.ledger import Ledger
-from fedsynth.privacy.mechanisms import GaussianSums, clip_rows
+from fedsynth.privacy.mechanisms import GaussianSumMechanism, clip_rows
 from fedsynth.privacy.products import Outer
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import Release
@@ -190,8 +190,10 @@ def the_same_noise_in_every_round(patch: pytest.MonkeyPatch) -> None:
 
 
 def one_release_of_each_series_charged(patch: pytest.MonkeyPatch) -> None:
-    original = Guard.charge
-    patch.setattr(Guard, "charge", lambda self, release: original(self, replace(release, steps=1)))
+    original = BudgetEnforcer.charge
+    patch.setattr(
+        BudgetEnforcer, "charge", lambda self, release: original(self, replace(release, steps=1))
+    )
 
 
 Twin = Callable[[pytest.MonkeyPatch], None]
@@ -252,10 +254,12 @@ def test_products_enter_a_watched_sum_as_they_enter_any_other(
         None,
         Canaries(kind, torch.tensor([0]), torch.tensor([True]), 1, torch.Generator()),
     ):
-        guard = Guard(Ledger("c"), 1e-5, None)
-        made = GaussianSums(row, 1, guard, SecretGenerator())
+        guard = BudgetEnforcer(Ledger("c"), 1e-5, None)
+        made = GaussianSumMechanism(row, 1, guard, SecretGenerator())
         if canaries is not None:
-            made = canaries.series(row, 1, Guard(Ledger("d"), 1e-5, None), SecretGenerator())
+            made = canaries.series(
+                row, 1, BudgetEnforcer(Ledger("d"), 1e-5, None), SecretGenerator()
+            )
         made.sample(2)
         made.add_products(products)
         released.append(made.release()[0].double())

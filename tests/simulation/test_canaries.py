@@ -11,7 +11,7 @@ from scipy.stats import norm
 from torch import Tensor
 
 from fedsynth.privacy.errors import PrivacyError
-from fedsynth.privacy.guard import Guard
+from fedsynth.privacy.guard import BudgetEnforcer
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import Release
@@ -36,7 +36,7 @@ def pushed(
     sampler = "full" if rate == 1 else "poisson"
     row = Release(1, "x", "m", "x", 1e-9, 2.0, rate, sampler, 1, 10 * width)
     secret = SecretGenerator(test_only=np.random.default_rng(0))
-    series = some.series(row, 10, Guard(Ledger("0"), 1e-5, None), secret)
+    series = some.series(row, 10, BudgetEnforcer(Ledger("0"), 1e-5, None), secret)
     records = some.rest + len(some.among_records())
     labels = torch.cat([torch.arange(some.rest) % 10, some.labels[some.among_records()]])
     sampled = series.sample(records)
@@ -94,7 +94,7 @@ def test_a_record_that_never_comes_to_the_sum_is_an_error() -> None:
     """Catches: a capped batch, which the accounting does not know."""
     some = canaries("vectors")
     row = Release(1, "x", "m", "x", 1.0, 2.0, 1.0, "full", 1, 50)
-    series = some.series(row, 10, Guard(Ledger("0"), 1e-5, None), SecretGenerator())
+    series = some.series(row, 10, BudgetEnforcer(Ledger("0"), 1e-5, None), SecretGenerator())
     series.sample(37)
     series.add(torch.ones(36, 5), torch.zeros(36, dtype=torch.int64))
     with pytest.raises(PrivacyError, match="only 36 of 37 sampled records"):

@@ -18,7 +18,7 @@ from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import DataError, PartitionError
 from fedsynth.federation.run_data import divided
 from fedsynth.privacy.errors import PrivacySettingError
-from fedsynth.privacy.mechanisms import GaussianSums, Released
+from fedsynth.privacy.mechanisms import GaussianSumMechanism, Released
 from fedsynth.privacy.releases import USER
 from fedsynth.results.verification import verify_run
 from fedsynth.simulation.audit.auditing import audit_run
@@ -80,14 +80,14 @@ def test_one_more_user_moves_sums_by_at_most_the_clip(
     zero."""
     sums: list[tuple[Tensor, float]] = []
 
-    def release(self: GaussianSums) -> Released:
+    def release(self: GaussianSumMechanism) -> Released:
         assert self._sums is not None
         self._users.close(self._sums)
         sums.append((self._sums.clone(), self._release.sensitivity))
         self._sums, self.steps_left = None, self.steps_left - 1
         return Released(torch.zeros(self._groups, self._width))
 
-    monkeypatch.setattr(GaussianSums, "release", release)
+    monkeypatch.setattr(GaussianSumMechanism, "release", release)
     bound = {} if user_records is None else {"user_records": user_records}
     given = settings(**bound, sample_rate=1.0, clip=0.05).to_mapping()
     given["partition"]["local_test"] = local_test

@@ -19,9 +19,9 @@ from fedsynth.data.images import ImageData
 from fedsynth.methods.feddm import FedDM
 from fedsynth.models.flat import flatten
 from fedsynth.privacy.accounting import epsilon
-from fedsynth.privacy.guard import Guard
+from fedsynth.privacy.guard import BudgetEnforcer
 from fedsynth.privacy.ledger import Ledger
-from fedsynth.privacy.mechanisms import GaussianSums
+from fedsynth.privacy.mechanisms import GaussianSumMechanism
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import Release
 from fedsynth.privacy.settings import PrivacySettings
@@ -51,11 +51,11 @@ def matcher(
     networks: int,
     sigma: float,
     clip: float,
-    series: type = GaussianSums,
+    series: type = GaussianSumMechanism,
 ) -> FeatureSumMatcher:
     sums = Release(1, "sums", "features", "x", sigma, clip, 1.0, "full", networks, 10 * WIDTH)
     counts = Release(1, "counts", "features", "1", sigma, 1.0, 1.0, "full", 1, 10)
-    guards = [Guard(Ledger(str(k)), 1e-5, None) for k in clients.ids]
+    guards = [BudgetEnforcer(Ledger(str(k)), 1e-5, None) for k in clients.ids]
     of_sums, of_counts = (
         [series(row, 10, guard, SecretGenerator()) for guard in guards] for row in (sums, counts)
     )
@@ -117,7 +117,7 @@ def test_an_example_moves_sums_by_at_most_the_clip_and_counts_by_one(
     images = digits([*(np.arange(12) % 10), label], HOSTILE[extra])
     clip, sums = 0.05, list[Tensor]()
 
-    class Spy(GaussianSums):
+    class Spy(GaussianSumMechanism):
         def release(self) -> Any:
             assert self._sums is not None
             sums.append(self._sums.clone())

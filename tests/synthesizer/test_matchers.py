@@ -17,9 +17,9 @@ from fedsynth.core.client import ExactClientView, PrivateClientView
 from fedsynth.data.images import ImageData
 from fedsynth.models import frozen
 from fedsynth.models.convnet import ConvNet
-from fedsynth.privacy.guard import Guard
+from fedsynth.privacy.guard import BudgetEnforcer
 from fedsynth.privacy.ledger import Ledger
-from fedsynth.privacy.mechanisms import GaussianSums
+from fedsynth.privacy.mechanisms import GaussianSumMechanism
 from fedsynth.privacy.plans import UnaccountedNoise
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import Release
@@ -96,11 +96,11 @@ def segment_means(values_ND: Tensor, segment_N: Tensor, segments: int) -> Tensor
 
 def noisy_series(
     clients: int, sigma: float, clip: float, width: int, rate: float = 1.0
-) -> list[GaussianSums]:
+) -> list[GaussianSumMechanism]:
     sampling = "poisson" if rate < 1 else "full"
     row = Release(1, "images", "test", "x", sigma, clip, rate, sampling, 50, CLASSES * width)
-    guards = [Guard(Ledger(str(k)), 1e-5, None) for k in range(clients)]
-    return [GaussianSums(row, CLASSES, guard, SecretGenerator()) for guard in guards]
+    guards = [BudgetEnforcer(Ledger(str(k)), 1e-5, None) for k in range(clients)]
+    return [GaussianSumMechanism(row, CLASSES, guard, SecretGenerator()) for guard in guards]
 
 
 def private(

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from fedsynth.models.flat import flatten
 from fedsynth.privacy.dpsgd import DpSgdSettings, Optimiser, dp_sgd
-from fedsynth.privacy.guard import Guard
+from fedsynth.privacy.guard import BudgetEnforcer
 from fedsynth.privacy.ledger import Ledger
-from fedsynth.privacy.mechanisms import GaussianSums
+from fedsynth.privacy.mechanisms import GaussianSumMechanism
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import Release
 from fedsynth.training.many_clients import Learner, train_together
@@ -161,7 +161,9 @@ def test_training_with_dp_sgd(rule: Optimiser) -> None:
     model = network()
     size = flatten(model).numel()
     row = Release(1, "u", "dp-sgd", "g", 1e-12, 1e6, 1.0, "full", 3, size)
-    series = GaussianSums(row, 1, Guard(Ledger("0"), 1e-5, None), SecretGenerator())
+    series = GaussianSumMechanism(
+        row, 1, BudgetEnforcer(Ledger("0"), 1e-5, None), SecretGenerator()
+    )
     dp_sgd(model, lambda i: IMAGES[i], LABELS, series, 3, DpSgdSettings(rule, 24.0))
     expected = numpy_training(rule, [np.arange(24)] * 3)
     np.testing.assert_allclose(flatten(model).numpy(), expected, rtol=1e-4, atol=1e-5)

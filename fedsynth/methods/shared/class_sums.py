@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from fedsynth.core.client import ClientGroup, PrivateClientView, chunk
 from fedsynth.core.context import RoundContext
 from fedsynth.core.uploads import LARGEST, Array, Rule, most_examples
-from fedsynth.privacy.plans import PrivatePlan
+from fedsynth.privacy.plans import ReleasePlan
 
 COUNTS = "class counts"
 """The name of the counts' plan."""
@@ -65,7 +65,7 @@ def sums_plans(
     classes: int,
     noise: float,
     phase: str,
-) -> tuple[PrivatePlan, PrivatePlan]:
+) -> tuple[ReleasePlan, ReleasePlan]:
     """Returns the plans of the sums and of the counts, without sampling.
 
     Args:
@@ -78,7 +78,7 @@ def sums_plans(
         noise: noise multiplier of sums and counts over the run's σ.
         phase: the exchange that they are released in.
     """
-    sums = PrivatePlan(
+    sums = ReleasePlan(
         name=name,
         quantity=f"class sums of {quantity}",
         mechanism="sums",
@@ -88,13 +88,13 @@ def sums_plans(
         steps=1,
         dimension=classes * width,
         groups=classes,
-        noise_ratio=noise,
+        relative_noise_multiplier=noise,
         phase=phase,
     )
     return sums, counts_plan(sums, noise)
 
 
-def counts_plan(sums: PrivatePlan, noise: float) -> PrivatePlan:
+def counts_plan(sums: ReleasePlan, noise: float) -> ReleasePlan:
     """Returns the plan of the class counts that belong to class sums: one release, in which each
     example counts 1."""
     return replace(
@@ -105,7 +105,7 @@ def counts_plan(sums: PrivatePlan, noise: float) -> PrivatePlan:
         clip=1.0,
         steps=1,
         dimension=sums.groups,
-        noise_ratio=noise,
+        relative_noise_multiplier=noise,
     )
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from fedsynth.core.client import ClientClassPairs, ClientGroup, ExactClientView, PrivateClientView
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters
-from fedsynth.core.method import Method, Presets, PrivatePlan, State, Upload
+from fedsynth.core.method import Method, Presets, ReleasePlan, State, Upload
 from fedsynth.core.uploads import Rule
 from fedsynth.methods.shared.private_condensation import image_plan
 from fedsynth.models.batch_norm import has_batch_norm
@@ -151,7 +151,7 @@ class CondensingMethod(TrainsOnUnion):
 
     def release_plans(
         self, privacy: PrivacySettings, context: RoundContext
-    ) -> tuple[PrivatePlan, ...]:
+    ) -> tuple[ReleasePlan, ...]:
         """Returns the images' releases; a method with more releases appends them."""
         self.check_private(context)
         plan = image_plan(

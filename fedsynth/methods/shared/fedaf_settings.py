@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters, released
-from fedsynth.core.method import Presets, PrivatePlan
+from fedsynth.core.method import Presets, ReleasePlan
 from fedsynth.core.state import ServerState
 from fedsynth.core.uploads import Array, Rule
 from fedsynth.methods.shared.class_sums import sums_plans
@@ -167,7 +167,7 @@ class FedAFSettings(CondensingMethod):
 
     def release_plans(
         self, privacy: PrivacySettings, context: RoundContext
-    ) -> tuple[PrivatePlan, ...]:
+    ) -> tuple[ReleasePlan, ...]:
         """Returns the plans of the images' T releases, of the sums of logits, and of the counts."""
         images = super().release_plans(privacy, context)
         return *images, *sums_plans(

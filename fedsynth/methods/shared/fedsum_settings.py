@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters, public, released
-from fedsynth.core.method import Presets, PrivatePlan
+from fedsynth.core.method import Presets, ReleasePlan
 from fedsynth.core.state import ServerState
 from fedsynth.core.uploads import Rule
 from fedsynth.methods.shared.class_sums import COUNTS, sums_rules
@@ -127,7 +127,7 @@ class SumsFeatures(TrainsInBall, DistributedNoise):
 
     def release_plans(
         self, privacy: PrivacySettings, context: RoundContext
-    ) -> tuple[PrivatePlan, ...]:
+    ) -> tuple[ReleasePlan, ...]:
         """Returns the plans of M releases a round, and of one of the counts."""
         refuse_batch_norm(context.architecture)
         plans = feature_plans(

@@ -39,7 +39,7 @@ from fedsynth.models.on_features import input_size
 from fedsynth.models.registry import parameter_count
 from fedsynth.privacy.disclosure import COUNT, Disclosure, public
 from fedsynth.privacy.dpsgd import check_model
-from fedsynth.privacy.plans import PrivatePlan
+from fedsynth.privacy.plans import ReleasePlan
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.seeding import numpy_generator
 from fedsynth.training.many_clients import learner_bytes, worth_batching
@@ -249,11 +249,11 @@ class TrainsLocally(Method):
 
     def release_plans(
         self, privacy: PrivacySettings, context: RoundContext
-    ) -> tuple[PrivatePlan, ...]:
+    ) -> tuple[ReleasePlan, ...]:
         for architecture in (context.architecture, *(context.client_architectures or ())):
             check_model(architecture)
         rate = privacy.sample_rate or min(1.0, self.batch / context.nominal_size)
-        plan = PrivatePlan(
+        plan = ReleasePlan(
             name=MODEL,
             quantity="model update",
             mechanism="dp-sgd",
@@ -266,8 +266,8 @@ class TrainsLocally(Method):
         return (plan,)
 
     def client_plans(
-        self, plans: tuple[PrivatePlan, ...], client: int, context: RoundContext
-    ) -> tuple[PrivatePlan, ...]:
+        self, plans: tuple[ReleasePlan, ...], client: int, context: RoundContext
+    ) -> tuple[ReleasePlan, ...]:
         """Returns the plans with a straggler's fewer steps and the client's own model dimension."""
         model, *further = plans
         dimension = parameter_count(context.architecture_of(client))

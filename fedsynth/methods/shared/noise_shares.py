@@ -26,7 +26,7 @@ from fedsynth.core.method import Method, State, Upload
 from fedsynth.core.state import ServerState
 from fedsynth.errors import SettingError
 from fedsynth.privacy.grid import Addends
-from fedsynth.privacy.plans import FIRST, MAIN, PrivatePlan
+from fedsynth.privacy.plans import FIRST, MAIN, ReleasePlan
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.validation import in_range, one_of
 
@@ -91,8 +91,8 @@ class DistributedNoise(Method):
         return self.honest or max(1, clients - 1)
 
     def sum_over_clients(
-        self, plans: tuple[PrivatePlan, ...], privacy: PrivacySettings, context: RoundContext
-    ) -> tuple[PrivatePlan, ...]:
+        self, plans: tuple[ReleasePlan, ...], privacy: PrivacySettings, context: RoundContext
+    ) -> tuple[ReleasePlan, ...]:
         """Returns the plans with H and the bounds of the addends, as their releases are summed."""
         if not self.requires_secure_sum:
             return plans

@@ -15,7 +15,7 @@ from fedsynth.core.client import PrivateClientView
 from fedsynth.core.context import RoundContext
 from fedsynth.errors import SettingError
 from fedsynth.methods.shared.class_sums import COUNTS, counts_plan
-from fedsynth.privacy.plans import PrivatePlan
+from fedsynth.privacy.plans import ReleasePlan
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.synthesizer.condensation.matching import Matcher
 from fedsynth.synthesizer.condensation.private_matchers import (
@@ -53,7 +53,7 @@ def image_plan(
     steps: int,
     batch: int,
     logits: bool,
-) -> PrivatePlan:
+) -> ReleasePlan:
     """Returns the plan of T releases a round, each of which moves the synthetic images by a step.
 
     Args:
@@ -82,7 +82,7 @@ def image_plan(
         clip, clipped = 5.0, "gradient of each class's batch, not of an example"  # the paper's
     else:
         raise _unsupported(mechanism, "release_plans")
-    return PrivatePlan(
+    return ReleasePlan(
         name=IMAGES,
         quantity="synthetic images",
         mechanism=mechanism,
@@ -97,7 +97,7 @@ def image_plan(
 
 def feature_plans(
     privacy: PrivacySettings, context: RoundContext, *, networks: int, count_noise: float
-) -> tuple[PrivatePlan, PrivatePlan]:
+) -> tuple[ReleasePlan, ReleasePlan]:
     """Returns the plans of mechanism `features`: M releases of class sums a round, one of counts.
 
     Args:
@@ -106,7 +106,7 @@ def feature_plans(
     """
     width = feature_width(context, logits=True)
     classes = context.spec.classes
-    sums = PrivatePlan(
+    sums = ReleasePlan(
         name=IMAGES,
         quantity="class sums of features",
         mechanism="features",

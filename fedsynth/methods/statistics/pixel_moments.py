@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from fedsynth.features.feature_map import Shape
 from fedsynth.features.low_pass import CONSTANT, cells_of, low_pass
 from fedsynth.methods.shared.noise_shares import Pool
-from fedsynth.privacy.plans import FIRST, PrivatePlan
+from fedsynth.privacy.plans import FIRST, ReleasePlan
 from fedsynth.privacy.products import Moments, smat
 
 PIXELS = "pixels"
@@ -36,8 +36,8 @@ def pixel_rows(u_ND: Tensor, labels_N: Tensor, classes: int) -> Moments:
 
 
 def pixel_plan(
-    make: Callable[..., PrivatePlan], share: float, shape: Shape, classes: int
-) -> PrivatePlan:
+    make: Callable[..., ReleasePlan], share: float, shape: Shape, classes: int
+) -> ReleasePlan:
     """Returns the plan of the release, in the first exchange of its round.
 
     Args:
@@ -53,7 +53,7 @@ def pixel_plan(
         "constant; the joint vector of its products has norm at most 1",
         clip=1.0,
         dimension=pixel_width(low_pass(shape).dimension, classes),
-        noise_ratio=share**-0.5,
+        relative_noise_multiplier=share**-0.5,
         phase=FIRST,
         signal=classes**-0.5,
     )

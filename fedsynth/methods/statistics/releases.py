@@ -15,7 +15,7 @@ from fedsynth.features.low_pass import low_pass
 from fedsynth.features.registry import is_own_features
 from fedsynth.methods.statistics.pixel_moments import PIXELS, pixel_plan, pixel_width
 from fedsynth.methods.statistics.whitening import COVARIANCES, covariance_plan
-from fedsynth.privacy.plans import FIRST, PrivatePlan
+from fedsynth.privacy.plans import FIRST, ReleasePlan
 from fedsynth.privacy.products import grams_width
 
 CENTRE, MOMENTS, STEP = "centre", "moments", "step"
@@ -101,7 +101,7 @@ class Releases:
             STEP: d * self.classes,
         }
 
-    def plans(self) -> tuple[PrivatePlan, ...]:
+    def plans(self) -> tuple[ReleasePlan, ...]:
         """Returns the plans of round 1 (moments, centre and optional releases), and of later steps.
 
         Signals assume C equally frequent classes, with identical examples in a class and orthogonal
@@ -111,7 +111,7 @@ class Releases:
         """
         widths = self.widths()
         of_moments, of_step = self.shares.of_moments_and_step(self.rounds, second=self.second)
-        make = partial(PrivatePlan, mechanism="statistics", sample_rate=1.0, steps=1)
+        make = partial(ReleasePlan, mechanism="statistics", sample_rate=1.0, steps=1)
         products = "products of features with labels"
         if self.second:
             products += ", and second moments of features"
@@ -125,7 +125,7 @@ class Releases:
                 clipped=z,
                 clip=1.0,
                 dimension=widths[MOMENTS],
-                noise_ratio=of_moments**-0.5,
+                relative_noise_multiplier=of_moments**-0.5,
                 signal=self.classes**-0.5,
             ),
             make(
@@ -134,7 +134,7 @@ class Releases:
                 clipped="φ(x) of each example",
                 clip=self.features.norm_bound,
                 dimension=widths[CENTRE],
-                noise_ratio=self.shares.centre**-0.5,
+                relative_noise_multiplier=self.shares.centre**-0.5,
                 phase=FIRST,
                 signal=1.0,
             ),
@@ -151,7 +151,7 @@ class Releases:
                     clipped="p − y of each example, and z",
                     clip=self.step_clip,
                     dimension=widths[STEP],
-                    noise_ratio=of_step**-0.5,
+                    relative_noise_multiplier=of_step**-0.5,
                     signal=self.classes**-0.5,
                 )
             )

@@ -34,7 +34,7 @@ from fedsynth.methods.statistics.releases import (
 from fedsynth.methods.statistics.whitening import AUTO, COVARIANCES, NO, YES, whitens
 from fedsynth.models.feature_linear import FeatureLinear
 from fedsynth.models.registry import ModelSettings
-from fedsynth.privacy.plans import FIRST, PrivatePlan
+from fedsynth.privacy.plans import FIRST, ReleasePlan
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.validation import in_range, one_of
 
@@ -202,7 +202,7 @@ class PlansStatistics(DistributedNoise, MakesImages):
 
     def release_plans(
         self, privacy: PrivacySettings, context: RoundContext
-    ) -> tuple[PrivatePlan, ...]:
+    ) -> tuple[ReleasePlan, ...]:
         """Returns the plans of `Releases.plans`.
 
         Raises:
@@ -218,7 +218,7 @@ class PlansStatistics(DistributedNoise, MakesImages):
                 )
         return self.sum_over_clients(self.releases(privacy, context).plans(), privacy, context)
 
-    def round_plans(self, plans: tuple[PrivatePlan, ...], round: int) -> tuple[PrivatePlan, ...]:
+    def round_plans(self, plans: tuple[ReleasePlan, ...], round: int) -> tuple[ReleasePlan, ...]:
         return tuple(plan for plan in plans if (plan.name in FIRST_ROUND) == (round == 1))
 
     def pace(self, context: RoundContext) -> Pace:

@@ -23,7 +23,7 @@ from fedsynth.features.feature_map import FeatureMap, Shape
 from fedsynth.features.random_process import MIN_SIDE
 from fedsynth.methods.shared.noise_shares import Pool
 from fedsynth.models.feature_linear import root_names
-from fedsynth.privacy.plans import FIRST, PrivatePlan
+from fedsynth.privacy.plans import FIRST, ReleasePlan
 from fedsynth.privacy.products import Grams, grams_width, matrices_of, smat
 
 YES, NO, AUTO = "yes", "no", "auto"
@@ -67,8 +67,8 @@ def covariance_rows(features_Nd: Tensor, features: FeatureMap) -> Grams:
 
 
 def covariance_plan(
-    make: Callable[..., PrivatePlan], share: float, features: FeatureMap
-) -> PrivatePlan:
+    make: Callable[..., ReleasePlan], share: float, features: FeatureMap
+) -> ReleasePlan:
     """Returns the plan of the release, in the first exchange of its round.
 
     Args:
@@ -83,7 +83,7 @@ def covariance_plan(
         "of its channels and of its cells has norm at most 1",
         clip=1.0,
         dimension=grams_width(features.blocks),
-        noise_ratio=share**-0.5,
+        relative_noise_multiplier=share**-0.5,
         phase=FIRST,
         signal=white_signal(features.blocks),
     )

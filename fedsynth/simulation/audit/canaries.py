@@ -1,6 +1,6 @@
 """Canaries: records that are in one client's data by a fair coin, and what releases say of each.
 
-The client's series of releases are real (`GaussianSums`: ledger, masks, clip, sum, noise);
+The client's series of releases are real (`GaussianSumMechanism`: ledger, masks, clip, sum, noise);
 `AuditedSums` adds an auditor who watches them. It is the adversary of the definition of
 differential privacy: it knows all settings and networks, all other records and their masks, and
 what a canary would contribute; it does not know the canaries' coins and masks, and the noise.
@@ -29,8 +29,8 @@ import torch
 from torch import Tensor
 
 from fedsynth.privacy.errors import PrivacyError, PrivacySettingError
-from fedsynth.privacy.guard import Guard
-from fedsynth.privacy.mechanisms import GaussianSums, Released
+from fedsynth.privacy.guard import BudgetEnforcer
+from fedsynth.privacy.mechanisms import GaussianSumMechanism, Released
 from fedsynth.privacy.products import Products
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import Release
@@ -175,8 +175,8 @@ class Canaries:
         return self._directions[count, width]
 
     def series(
-        self, release: Release, groups: int, guard: Guard, secret: SecretGenerator
-    ) -> GaussianSums:
+        self, release: Release, groups: int, guard: BudgetEnforcer, secret: SecretGenerator
+    ) -> GaussianSumMechanism:
         """Returns a charged series of the client, watched by the auditor.
 
         Raises:
@@ -200,7 +200,7 @@ def _select(sample: Sample | None, mask: Tensor) -> Sample | None:
     return None if sample is None else sample.select(mask.cpu())
 
 
-class AuditedSums(GaussianSums):
+class AuditedSums(GaussianSumMechanism):
     """A client's charged series with canaries among its records, and an auditor of its releases.
 
     It relies on vectors coming to `add` in the order in which `sample` gave the records out, and
@@ -211,7 +211,7 @@ class AuditedSums(GaussianSums):
         self,
         release: Release,
         groups: int,
-        guard: Guard,
+        guard: BudgetEnforcer,
         secret: SecretGenerator,
         canaries: Canaries,
     ) -> None:
@@ -245,7 +245,7 @@ class AuditedSums(GaussianSums):
         return False
 
     def sample(self, records: int) -> Tensor:
-        """Samples records like `GaussianSums`, together with the canaries."""
+        """Samples records like `GaussianSumMechanism`, together with the canaries."""
         if records != len(self._records):
             raise PrivacyError(
                 f"an audit of {len(self._records)} records was asked to sample {records}"
@@ -257,13 +257,13 @@ class AuditedSums(GaussianSums):
         return positions
 
     def add(self, rows_ND: Tensor, groups_N: Tensor, sample: Sample | None = None) -> None:
-        """Adds vectors like `GaussianSums`. If users are the units, each has one record here, so
+        """Adds vectors like `GaussianSumMechanism`. If users are the units, each has one record here, so
         that clipping users and clipping records is the same."""
         rows, _, included = self._look(rows_ND.detach(), groups_N)
         super().add(rows[included], groups_N[included], _select(sample, included))
 
     def add_products(self, products: Products, sample: Sample | None = None) -> None:
-        """Adds products like `GaussianSums`.
+        """Adds products like `GaussianSumMechanism`.
 
         Records and image canaries are added as products, so that the audit detects a missing clip
         there; they are expanded only for the auditor. Vector canaries have no factors and are
@@ -294,7 +294,7 @@ class AuditedSums(GaussianSums):
         return rows, canary, self._is_summed[chunk].to(rows_ND.device)
 
     def release(self) -> Released:
-        """Releases the sums like `GaussianSums`, then scores every canary.
+        """Releases the sums like `GaussianSumMechanism`, then scores every canary.
 
         Raises:
             PrivacyError: not all sampled records came to the sum.

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from fedsynth.core.client import ClientClassPairs
-from fedsynth.privacy.mechanisms import GaussianSums, Released
+from fedsynth.privacy.mechanisms import GaussianSumMechanism, Released
 from fedsynth.privacy.passes import padded, power_of_two
 from fedsynth.privacy.plans import UnaccountedNoise
 from fedsynth.synthesizer.condensation.matching import (
@@ -44,7 +44,7 @@ class PrivateSums(Protocol):
 
     def class_sums(
         self,
-        series: Sequence[GaussianSums],
+        series: Sequence[GaussianSumMechanism],
         rows: Callable[[Tensor, Tensor], Tensor],
         /,
         *,
@@ -76,7 +76,7 @@ class ResidualMatcher(Matcher):
     """
 
     clients: PrivateSums
-    series: Sequence[GaussianSums]
+    series: Sequence[GaussianSumMechanism]
     divisor: float
     columns: int | None = None
 
@@ -108,7 +108,7 @@ class GradientMatcher(Matcher):
     """
 
     clients: PrivateSums
-    series: Sequence[GaussianSums]
+    series: Sequence[GaussianSumMechanism]
     divisor: float
 
     def gradient(self, step: int, features: FeatureMap, synthetic: Tensor) -> Tensor:
@@ -178,8 +178,8 @@ class FeatureSumMatcher(Matcher):
     def __init__(
         self,
         clients: PrivateSums,
-        series: Sequence[GaussianSums],
-        count_series: Sequence[GaussianSums],
+        series: Sequence[GaussianSumMechanism],
+        count_series: Sequence[GaussianSumMechanism],
         networks: int,
         floor: float,
     ) -> None:
