@@ -58,7 +58,10 @@ class OnFeatures(EmbeddingNetwork):
 
     def embed(self, x: Tensor) -> Tensor:
         """Returns z or the hidden layer's output, [N, embedding_size]."""
-        z = x if x.dim() == 2 else self.vectors(self.feature_map(self._pixels(x)))
+        z = x
+        if x.dim() == 4:
+            mean, std = pixel_constants(self.spec, x.device)
+            z = self.vectors(self.feature_map(x * std + mean))
         if self.linear:
             return z
         return torch.relu(self.hidden(filled_up(math.sqrt(z.shape[1]) * z)))
@@ -73,10 +76,6 @@ class OnFeatures(EmbeddingNetwork):
         z = self.embed(x)
         p = row_product(z, self.classifier.weight).softmax(dim=1)
         return p - nn.functional.one_hot(labels_N, p.shape[1]), z
-
-    def _pixels(self, x_NCHW: Tensor) -> Tensor:
-        mean, std = pixel_constants(self.spec, x_NCHW.device)
-        return x_NCHW * std + mean
 
 
 def input_size(network: nn.Module, spec: DatasetSpec) -> int:

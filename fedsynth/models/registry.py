@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, NoReturn
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -123,8 +123,10 @@ class ModelSettings:
     def __post_init__(self) -> None:
         if not self.name:
             object.__setattr__(self, "name", "linear" if self.features else "convnet")
+        if is_label(self.name) and self.name not in _MODELS:
+            raise unloaded_file("model", "name", self.name, _MODELS, "fedsynth.register_model")
         if self.name not in _MODELS:
-            _refuse_unknown(self.name)
+            raise unknown_name("model", self.name, _MODELS, "model", "name")
         norms = _MODELS[self.name].norms
         if not self.norm:
             object.__setattr__(self, "norm", norms[0])
@@ -160,13 +162,6 @@ class ModelSettings:
 def model_names() -> tuple[str, ...]:
     """Returns the names that `ModelSettings.name` can have, without custom architectures."""
     return tuple(name for name, architecture in _MODELS.items() if not architecture.custom)
-
-
-def _refuse_unknown(name: str) -> NoReturn:
-    """Raises the error for an unknown architecture, or for a file that must be named again."""
-    if not is_label(name):
-        raise unknown_name("model", name, _MODELS, "model", "name")
-    raise unloaded_file("model", "name", name, _MODELS, "fedsynth.register_model")
 
 
 def register_model(

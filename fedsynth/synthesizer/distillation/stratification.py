@@ -57,53 +57,42 @@ def pair_losses(
             take several times as long as a loop.)
         loop: (name, steps, what changes) -> 0, 1, …: `RoundContext.server_loop`, for checkpoints.
     """
-    at_once = max(1, PAIRS // spec.classes)
-    losses_TCM = torch.zeros(steps, spec.classes, len(models), device=device)
+    classes = spec.classes
+    if batched is None:
+        batched = device.type == "cuda"
+    at_once = max(1, PAIRS // classes)
+    losses_TCM = torch.zeros(steps, classes, len(models), device=device)
+    y = torch.arange(classes, device=device).repeat_interleave(batch)
+    mean, std = pixel_constants(spec, device)
     groups = ceil(len(models) / at_once)
     for group in loop("stratification", groups, {"losses": losses_TCM}):
         members = slice(at_once * group, at_once * (group + 1))
+        m = len(models[members])
         generator = make_generator(spec, seed, latent=latent, width=width, running=False)
+        stacked = _repeated(generator.to(device), m * classes)
+        adam = torch.optim.Adam(list(stacked.values()), learning_rate)
         draws = torch_generator(seed, "stratification noise", device=device)
         z = torch.randn(batch, latent, generator=draws, device=device)
-        losses_TCM[:, :, members] = _losses_of_group(
-            models[members], generator.to(device), z, spec, steps, learning_rate, batched
-        )
+        for step in range(steps):
+            with torch.enable_grad():
+                pixels = _pixels(generator, stacked, z, batched)
+                images = ((pixels - mean) / std).reshape(m, classes * batch, *spec.image_shape)
+                losses = []
+                for model, x in zip(models[members], images, strict=True):
+                    losses_N = F.cross_entropy(model(x), y, reduction="none")
+                    losses.append(losses_N.view(classes, -1).mean(dim=1))
+                losses_CM = torch.stack(losses, dim=1)
+                descend(losses_CM.sum(), adam)
+            losses_TCM[step, :, members] = losses_CM.detach()
     return losses_TCM
 
 
-def _losses_of_group(
-    models: Sequence[nn.Module],
-    generator: Generator,
-    z: Tensor,
-    spec: DatasetSpec,
-    steps: int,
-    learning_rate: float,
-    batched: bool | None,
-) -> Tensor:
-    """Returns the losses of some models, all with generators that begin as `generator`."""
-    classes = spec.classes
-    m = len(models)
+def _repeated(generator: Generator, count: int) -> dict[str, Tensor]:
+    """Returns the parameters of `count` generators that begin alike, each [count, …]."""
     stacked = {}
     for name, p in generator.named_parameters():
-        stacked[name] = p.detach()[None].repeat(m * classes, *[1] * p.dim()).requires_grad_()
-    adam = torch.optim.Adam(list(stacked.values()), learning_rate)
-    y = torch.arange(classes, device=z.device).repeat_interleave(len(z))
-    mean, std = pixel_constants(spec, z.device)
-    if batched is None:
-        batched = z.is_cuda
-    series = []
-    for _ in range(steps):
-        with torch.enable_grad():
-            pixels = _pixels(generator, stacked, z, batched)
-            images = ((pixels - mean) / std).reshape(m, classes * len(z), *spec.image_shape)
-            losses = []
-            for model, x in zip(models, images, strict=True):
-                losses_N = F.cross_entropy(model(x), y, reduction="none")
-                losses.append(losses_N.view(classes, -1).mean(dim=1))
-            losses_CM = torch.stack(losses, dim=1)
-            descend(losses_CM.sum(), adam)
-        series.append(losses_CM.detach())
-    return torch.stack(series)
+        stacked[name] = p.detach()[None].repeat(count, *[1] * p.dim()).requires_grad_()
+    return stacked
 
 
 def _pixels(generator: Generator, stacked: dict[str, Tensor], z: Tensor, batched: bool) -> Tensor:
