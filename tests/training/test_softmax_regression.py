@@ -73,8 +73,8 @@ def test_training_is_the_same_with_and_without_it(
             for one in made:
                 train_on(
                     one.model,
-                    lambda rows, one=one: x[one.where[rows]],  # type: ignore[misc]
-                    y[one.where],
+                    lambda rows, one=one: x[one.examples[rows]],  # type: ignore[misc]
+                    y[one.examples],
                     one.settings,
                     one.generator,
                     penalty=one.penalty,
