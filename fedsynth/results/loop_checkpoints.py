@@ -134,9 +134,9 @@ class LoopCheckpoints:
             for path, state in states.items():
                 write_whole(path, _with_hash(state, self._folder.identity))
         self._finished = {}
-        now = time.monotonic()
-        pause = min(WRITE_COST_RATIO * (now - began), MAX_PAUSE_RATIO * self._seconds)
-        self._next_write = now + max(self._seconds, pause)
+        written = time.monotonic()
+        pause = min(WRITE_COST_RATIO * (written - began), MAX_PAUSE_RATIO * self._seconds)
+        self._next_write = written + max(self._seconds, pause)
 
 
 class TrainingCache:

@@ -192,13 +192,13 @@ def ledger_files(folder: Path, run: PrivateRun, ledger: Path | None) -> tuple[Pa
     if run.networked:  # its clients keep their ledgers
         return ledger, False
     local = folder / "ledger"
-    kept = run.privacy.ledger_folder
-    files = ledger or kept or local
+    configured = run.privacy.ledger_folder
+    files = ledger or configured or local
     if ledger is None and local.is_dir():
         files = local
     if files.is_dir():
-        return files, kept is None or files.resolve() == local.resolve()
-    if ledger is None and kept is not None:
+        return files, configured is None or files.resolve() == local.resolve()
+    if ledger is None and configured is not None:
         return None, False
     raise PrivacyError(f"the ledger folder {files} does not exist")
 
@@ -388,7 +388,7 @@ class Charges:
             if client not in self.ledger_rows.ledgers:
                 continue
             ledger = self.ledger_rows.ledgers[client]
-            noted = Counter(after for rows, after in ledger.resumptions if rows >= start.rows)
+            noted = Counter(number for rows, number in ledger.resumptions if rows >= start.rows)
             if Counter(self.run.resumed) - noted:
                 problems.append(f"{client}: {RESUMED} has a resumption that the ledger lacks")
             if only_this_run and ledger.dataset != data_set_id(self.run.settings):

@@ -7,7 +7,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -190,11 +189,12 @@ class RunRecord:
     @property
     def deviations(self) -> tuple[str, ...]:
         """The deviations from the plan, in words."""
-        cap = self.settings.privacy and self.settings.privacy.epsilon
-        sentence = partial(
-            event_text, planned_rounds=self.settings.rounds, cap=cap, simulated=self.simulated
-        )
-        return tuple(map(sentence, self.events))
+        cap = None
+        if self.settings.privacy is not None:
+            cap = self.settings.privacy.epsilon
+        rounds = self.settings.rounds
+        sentences = [event_text(e, rounds, cap, simulated=self.simulated) for e in self.events]
+        return tuple(sentences)
 
     def figures(self, name: str, make: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
         """Computes figures about the run, with None in place of non-finite numbers.

@@ -12,7 +12,6 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -36,7 +35,7 @@ from fedsynth.privacy.releases import Release
 from fedsynth.privacy.report.build import NAME, build_report
 from fedsynth.privacy.report.figures import Event, Owner, schema_problems
 from fedsynth.privacy.report.file import (
-    HOSTILE,
+    damage_as_error,
     read_json,
     read_ledger_rows,
     read_part,
@@ -102,17 +101,8 @@ def verify_run(
     problems = schema_problems(report)
     if problems:
         return Verification(problems)
-    with _damage_as_error(folder):
+    with damage_as_error(f"the run in {folder} is damaged"):
         return _verified(folder, report, ledger, method)
-
-
-@contextmanager
-def _damage_as_error(folder: Path) -> Iterator[None]:
-    """Converts the exceptions that a run's damaged files may raise into PrivacyError."""
-    try:
-        yield
-    except (*HOSTILE, RuntimeError) as error:  # torch's complaints are RuntimeErrors
-        raise PrivacyError(f"the run in {folder} is damaged: {short_repr(error)}") from None
 
 
 def _verified(
@@ -210,10 +200,10 @@ def _events(charges: Charges, report: Mapping[str, Any]) -> list[Event]:
     if refusal is None or not _ended_early(charges):
         return run.resumptions
     charged = chain.from_iterable(charges.charged.values())
-    later = charges.foreign or any(row.round > charges.rounds_done for row in charged)
+    charged_since = charges.foreign or any(row.round > charges.rounds_done for row in charged)
     for event in stated[-1:]:
         figures = {name: getattr(event, name) for name in ("client", "epsilon", "epsilon_next")}
-        if later and event.client in run.start.ledgers and None not in figures.values():
+        if charged_since and event.client in run.start.ledgers and None not in figures.values():
             refusal = refusal.model_copy(update=figures)
     return [*run.resumptions, refusal]
 
@@ -529,7 +519,7 @@ def unfinished_report(
     if not (folder / PRIVATE_START).exists():
         reason = "the run had no differential privacy, or ended before its first release"
         raise PrivacyError(f"{folder} has no {PRIVATE_START} to build a report from: {reason}")
-    with _damage_as_error(folder):
+    with damage_as_error(f"the run in {folder} is damaged"):
         run = private_run.read_run(folder, method)
         files, _ = private_run.ledger_files(folder, run, ledger)
         if files is None:

@@ -32,6 +32,8 @@ NAME = "privacy_report"
 Rows = Sequence[Release]
 CURVE_DELTAS = (1e-3, 1e-4, 1e-5, 1e-6, 1e-7, 1e-8, 1e-9)
 GROUPS = (2, 5)
+EMPTY_LEDGER = LedgerStart(rows=0, chain=None)
+EMPTY_LEDGER = LedgerStart(rows=0, chain=None)
 
 
 def build_report(
@@ -71,8 +73,8 @@ def build_report(
     shares = facts.shares
     for history in histories:
         count = len(history.releases)
-        before = initial[history.client].rows if history.client in initial else 0
-        heads[history.client] = LedgerHead(rows=count, chain=history.chain, rows_before=before)
+        start = initial.get(history.client, EMPTY_LEDGER).rows
+        heads[history.client] = LedgerHead(rows=count, chain=history.chain, rows_before=start)
         for row in history.releases:
             shares = max(shares, row.shares)
     stated = {name: getattr(facts, name) for name in ReportFacts.model_fields}

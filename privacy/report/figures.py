@@ -198,7 +198,7 @@ class Event(Part):
         if spent is None:
             return cls(kind="ended", rounds_done=rounds_done, why=reason)
         figures = dict(zip(("client", "epsilon", "epsilon_next"), spent, strict=True))
-        return cls(kind="ended", rounds_done=rounds_done, **figures)
+        return cls(kind="ended", rounds_done=rounds_done).model_copy(update=figures)
 
 
 class RunFacts(Part):

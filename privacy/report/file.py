@@ -3,10 +3,13 @@ is about. All of them are untrusted input."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
+
+from jinja2 import TemplateError
 
 from fedsynth.privacy.errors import LedgerError, PrivacyError, short_repr
 from fedsynth.privacy.files import decode_json, read_text
@@ -48,6 +51,20 @@ def sound_report(path: Path) -> dict[str, Any]:
     if problems:
         raise PrivacyError(f"the report at {path} is damaged: {'; '.join(problems)}")
     return report
+
+
+@contextmanager
+def damage_as_error(message: str) -> Iterator[None]:
+    """Converts the exceptions that the code for sound files raises on damaged ones into
+    PrivacyError.
+
+    Args:
+        message: the beginning of the error's message.
+    """
+    try:
+        yield
+    except (*HOSTILE, TemplateError, RuntimeError) as error:  # torch raises RuntimeErrors
+        raise PrivacyError(f"{message}: {short_repr(error)}") from None
 
 
 def read_json(file: Path, what: str) -> dict[str, Any]:
@@ -112,16 +129,13 @@ class LedgerRows:
     problems: list[str] = field(default_factory=list)
     note: str = ""
 
-    def chains(self, client: str) -> Sequence[str]:
-        """Returns the chain hashes of the header and rows of a client's file; empty without a
-        file."""
-        return self.ledgers[client].chains if client in self.ledgers else ()
-
     def begins_with(self, client: str, start: LedgerStart) -> bool:
         """Returns whether a client's file, if any, has the chain hash that `start` states for its
         first rows."""
-        hashes = self.chains(client)
-        return start.rows >= len(hashes) or hashes[start.rows] == start.chain
+        if client not in self.ledgers:
+            return True
+        chains = self.ledgers[client].chains
+        return start.rows >= len(chains) or chains[start.rows] == start.chain
 
 
 def read_ledger_rows(report: Mapping[str, Any], files: Path | None, *, exact: bool) -> LedgerRows:

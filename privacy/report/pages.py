@@ -10,22 +10,20 @@ from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from html import escape
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined, TemplateError
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markdown_it import MarkdownIt
 from markdown_it.renderer import RendererHTML
 from markdown_it.token import Token
 
 from fedsynth.privacy.audit import CAVEAT, down
-from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.report.figures import Event, Report
-from fedsynth.privacy.report.file import HOSTILE
+from fedsynth.privacy.report.file import damage_as_error
 from fedsynth.privacy.report.formatting import (
     BANDS,
     as_markdown,
@@ -69,6 +67,7 @@ _TEMPLATES.filters |= {
     "percent": format_percent,
     "rounds": format_rounds,
 }
+UNRENDERABLE = "the report is damaged and cannot be rendered"
 STYLE: str = _TEMPLATES.get_template("style.css.j2").render()
 
 
@@ -114,7 +113,7 @@ def render_markdown(report: Mapping[str, Any]) -> str:
     Raises:
         PrivacyError: it is damaged.
     """
-    with _sound():
+    with damage_as_error(UNRENDERABLE):
         complete = Report.model_validate(report).to_json()
         text = _TEMPLATES.get_template("report.md.j2").render(r=as_markdown(complete))
     text = re.sub(r"[ 	]+$", "", text, flags=re.MULTILINE)
@@ -129,22 +128,11 @@ def render_html(report: Mapping[str, Any]) -> str:
     """
     parser = MarkdownIt("commonmark", {"html": False}, renderer_cls=_PageRenderer).enable("table")
     markdown = render_markdown(report)
-    with _sound():
+    with damage_as_error(UNRENDERABLE):
         plots = _plots(report["guarantee"])
     title = printable(f"Privacy report: {report['run']['id'] or report['method']}")
     body = parser.render(markdown, {"plots": plots})
     return _TEMPLATES.get_template("page.html.j2").render(title=title, body=body)
-
-
-@contextmanager
-def _sound() -> Iterator[None]:
-    """Converts the exceptions that a damaged report may raise into PrivacyError."""
-    try:
-        yield
-    except (*HOSTILE, TemplateError) as error:
-        raise PrivacyError(
-            f"the report is damaged: it cannot be rendered ({error!r:.200})"
-        ) from None
 
 
 class _PageRenderer(RendererHTML):
