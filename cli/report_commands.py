@@ -8,6 +8,7 @@ import json
 import shlex
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -189,10 +190,7 @@ def signer(key: Path | None, private: bool) -> Callable[[Path], None]:
 
 
 AUDIT = "Audit"
-
-
-def _audit(*names: str, help: str) -> Any:
-    return typer.Option(*names, help=help, rich_help_panel=AUDIT)
+_audit_option = partial(typer.Option, rich_help_panel=AUDIT)
 
 
 @takes_settings(
@@ -203,27 +201,21 @@ def audit(
     chosen: Sections,
     canaries: Annotated[
         int,
-        _audit(
-            help="The number of artificial records; each is included in one client's "
-            "data with probability 1/2."
-        ),
+        _audit_option(help="Number of artificial records, each included with probability 1/2."),
     ] = 1000,
     canaries_as: Annotated[
         str,
-        _audit(
+        _audit_option(
             help="vectors (separate directions, inserted just before clipping; gives the higher "
             "bound) or images (random pixels that pass through augmentation and network)."
         ),
     ] = "vectors",
     guesses: Annotated[
         int | None,
-        _audit(
-            help="The number of guesses, even and chosen before the run; default: two fifths "
-            "of the canaries."
-        ),
+        _audit_option(help="Number of guesses, even; default: two fifths of the canaries."),
     ] = None,
     confidence: Annotated[
-        float, _audit(help="Confidence of this audit that the bound is not above the true ε.")
+        float, _audit_option(help="Confidence that the bound is not above the true ε.")
     ] = 0.999,
     run: Annotated[
         Path | None,
@@ -246,8 +238,8 @@ def audit(
     `fedsynth privacy audit --run runs/… --canaries 1000`.
     """
     chosen = {name: values for name, values in with_own_code(chosen).items() if values}
-    numbers = {"canaries": canaries, "canaries_as": canaries_as, "confidence": confidence}
-    numbers["guesses"] = guesses
+    numbers: dict[str, Any] = {"canaries": canaries, "canaries_as": canaries_as}
+    numbers |= {"guesses": guesses, "confidence": confidence}
     if run is None:
         result, command = _audit_options(config, chosen, numbers)
     else:
@@ -261,16 +253,15 @@ def _audit_options(
     """Returns the audit of the given options, and the command line of this call."""
     from fedsynth.config.resolve import resolve
 
-    chosen = {"run": {}, "data": {}, **chosen}
-    sections = merged(read_config(config), chosen, say)
+    sections = merged(read_config(config), {"run": {}, "data": {}, **chosen}, say)
     settings = resolve(sections)
     if settings.privacy is None:
         raise OptionError(
             "an audit tests a claim of differential privacy: set --dp-sigma, --dp-epsilon, "
             "or --run FOLDER of a private run"
         )
-    first = from_preset(sections)
-    return _audited(settings, numbers, first), shlex.join(["fedsynth", *sys.argv[1:]])
+    result = _audited(settings, numbers, from_preset(sections))
+    return result, shlex.join(["fedsynth", *sys.argv[1:]])
 
 
 def _audit_folder(
@@ -292,14 +283,11 @@ def _audit_folder(
             "the options that change them, or --run"
         )
     result = _audited(settings_of_run(run, settings), numbers, f"settings of {run}")
-    options = {
-        "--run": run.resolve().name,
-        "--canaries": result.canaries,
-        "--guesses": result.guesses,
-    }
-    options |= {"--canaries-as": numbers["canaries_as"], "--confidence": result.confidence}
-    arguments = [str(word) for option in options.items() for word in option]
-    command = shlex.join(["fedsynth", "privacy", "audit", *arguments])
+    command = (
+        f"fedsynth privacy audit --run {shlex.quote(run.resolve().name)} --canaries "
+        f"{result.canaries} --guesses {result.guesses} --canaries-as {numbers['canaries_as']} "
+        f"--confidence {result.confidence}"
+    )
     write_audit(run, settings, result.entry(command))
     return result, command
 

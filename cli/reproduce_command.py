@@ -97,8 +97,12 @@ def reproduce(
             raise OptionError("name a table, such as feddm:table2; --list prints all tables")
         _list_tables()
         return
+    from fedsynth.cli.progress import make_observer
+    from fedsynth.reproduction.comparison import lines
     from fedsynth.reproduction.preset_files import preset as preset_of
     from fedsynth.reproduction.presets import cell_words
+    from fedsynth.reproduction.rows import Rows
+    from fedsynth.reproduction.runs import Clock, Runner, jobs_of
 
     table = preset_of(preset)
     selected = table.select(dataset=dataset, alpha=alpha, method=method)
@@ -109,54 +113,27 @@ def reproduce(
         _list_cells(table, cells)
         return
     overrides = set_options(settings or [])
-    _run(
-        table,
-        cells,
-        range(seeds),
-        output=output,
-        budget=seconds_of(time_budget),
-        scale=scale,
-        changes={section: values for section, values in overrides.items() if values},
-        speed={"run": chosen["run"], "data": chosen["data"]},
-        download=download,
-    )
-
-
-def _run(
-    table: Preset,
-    cells: Sequence[Cell],
-    seeds: Sequence[int],
-    *,
-    output: Path,
-    budget: float,
-    scale: float | None,
-    changes: Sections,
-    speed: Sections,
-    download: bool,
-) -> None:
-    from fedsynth.cli.progress import make_observer
-    from fedsynth.reproduction.comparison import lines
-    from fedsynth.reproduction.rows import Rows
-    from fedsynth.reproduction.runs import Clock, Runner, jobs_of
-
-    for cell in cells:
-        if reason := table.refusal(cell):
-            say(f"{table.name} {cell.method} on {cell.dataset}: not runnable: {reason}")
-    jobs = jobs_of(table, cells, seeds, scale=scale, changes=changes, speed=speed)
+    changes = {section: values for section, values in overrides.items() if values}
+    speed = {"run": chosen["run"], "data": chosen["data"]}
+    for entry in cells:
+        if reason := table.refusal(entry):
+            say(f"{preset} {entry.method} on {entry.dataset}: not runnable: {reason}")
+    jobs = jobs_of(table, cells, range(seeds), scale=scale, changes=changes, speed=speed)
     if not jobs:
-        raise OptionError(f"{table.name}: none of these cells is runnable")
+        raise OptionError(f"{preset}: none of these cells is runnable")
     if scale is not None:
         say(SCALED.format(scale=scale))
     keep_large_allocations()
     rows = Rows(output, scale)
-    runner = Runner(rows, Clock(budget), report=say, watch=make_observer, download=download)
+    clock = Clock(seconds_of(time_budget))
+    runner = Runner(rows, clock, report=say, watch=make_observer, download=download)
     with ended_by_signals():
         outcomes = list(runner.run(jobs))
-    compared = lines(table, cells, seeds, rows.all(), scale=scale, changes=changes)
-    unfinished = [o for o in outcomes if o.status not in ("finished", "existing")]
+    compared = lines(table, cells, range(seeds), rows.all(), scale, changes)
+    unfinished = sum(outcome.status not in ("finished", "existing") for outcome in outcomes)
     _print_comparison(table, compared, scale)
     if unfinished:
-        say(f"{len(unfinished)} of {len(outcomes)} runs are unfinished; repeat the command")
+        say(f"{unfinished} of {len(outcomes)} runs are unfinished; repeat the command")
     errors = [outcome.error for outcome in outcomes if outcome.error is not None]
     if errors and len(errors) == len(outcomes):
         raise errors[0]

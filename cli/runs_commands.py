@@ -33,18 +33,9 @@ def runs(
     Example: `for mu in 0.01 0.1 1; do fedsynth train --method fedprox --set mu=$mu; done; fedsynth
     runs`.
     """
-    from fedsynth.results.finished import (
-        Run,
-        aligned,
-        differing,
-        finished_runs,
-        overview,
-        read_settings,
-        read_summary,
-    )
+    from fedsynth.results.finished import Run, aligned, differing, finished_runs, overview
 
-    finished = finished_runs(folders or [Path("runs")])
-    loaded = [Run(folder, read_summary(folder), read_settings(folder)) for folder in finished]
+    loaded = list(map(Run.read, finished_runs(folders or [Path("runs")])))
     differences = differing(loaded)
     if as_json:
         rows = [

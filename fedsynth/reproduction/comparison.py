@@ -107,7 +107,6 @@ def lines(
     cells: Iterable[Cell],
     seeds: Sequence[int],
     rows: Mapping[str, Row],
-    *,
     scale: float | None = None,
     changes: Changes | None = None,
 ) -> list[Line]:

@@ -132,7 +132,7 @@ class Spread(NamedTuple):
         """Returns the spread of these values."""
         if len(values) > 1:
             return cls(statistics.fmean(values), statistics.stdev(values))
-        return cls(*values or [None], None)
+        return cls(values[0] if values else None, None)
 
     def format(self, scale: float, digits: int) -> str:
         """Returns "mean ± std"."""

@@ -175,17 +175,14 @@ def _images(runs: Sequence[Run], names: Sequence[str], simulation_only: bool) ->
     for run, name in zip(runs, names, strict=True):
         paths = sorted((run.folder / ROUNDS).glob("round-*.png")) or [run.folder / "synthetic.png"]
         positions = np.linspace(0, len(paths) - 1, min(MAX_ROUNDS, len(paths))).round()
-        images = [_round_image(paths[int(position)], name) for position in positions]
-        if images := list(filter(None, images)):
+        images = []
+        for path in (paths[int(position)] for position in positions):
+            caption = re.sub("round-0*", "round ", path.stem)
+            alt = f"{name}: synthetic images of {caption}, a row for each class"
+            images += filter(None, [_image(path, alt, caption)])
+        if images:
             yield {"kind": "heading", "text": name}
             yield {"kind": "images", "images": images}
-
-
-def _round_image(path: Path, name: str) -> Part | None:
-    number = path.stem.removeprefix("round-").lstrip("0")
-    caption = f"round {number}" if number.isdigit() else "the last round"
-    alt = f"{name}: synthetic images sent in {caption}, a row for each class"
-    return _image(path, alt, caption)
 
 
 def _fairness(runs: Sequence[Run], names: Sequence[str], simulation_only: bool) -> Iterator[Part]:
@@ -194,10 +191,9 @@ def _fairness(runs: Sequence[Run], names: Sequence[str], simulation_only: bool) 
         yield from _curve(runs, names, f"local.{key}", "rounds")
     rows = []
     for run, name in zip(runs, names, strict=True):
-        local = run.rows[-1].get("local") if run.rows else None
-        values = local.get("client_accuracy") if isinstance(local, Mapping) else None
-        if isinstance(values, list):
-            rows.append([name, *(percent(value_at({"a": value}, "a")) for value in values)])
+        with suppress(*HOSTILE):  # the values are untrusted
+            values = run.rows[-1]["local"]["client_accuracy"]
+            rows.append([name, *(percent(value and float(value)) for value in values)])
     if rows:
         columns = list(itertools.zip_longest(*rows, fillvalue=NONE))
         head = ["accuracy at", *(f"client {number}" for number in range(len(columns) - 1))]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from fedsynth.results.finished import (
@@ -53,19 +54,18 @@ class SweepRow(NamedTuple):
 
 def sweep_rows(sweep: Sweep) -> list[SweepRow]:
     """Returns a row for each point of the grid, over all its seeds."""
-    groups: dict[tuple[tuple[str, Any], ...], list[Mapping[str, Any] | None]] = {}
+    groups: dict[tuple[tuple[str, Any], ...], list[Path | None]] = {}
     for cell in sweep.cells:
         values = tuple((name, value) for name, value in cell.values.items() if name != SEED)
-        folder = finished(sweep, cell)
-        groups.setdefault(values, []).append(folder and read_summary(folder))
+        groups.setdefault(values, []).append(finished(sweep, cell))
     rows = []
-    for values, summaries in groups.items():
-        complete = list(filter(None, summaries))
+    for values, folders in groups.items():
+        summaries = [read_summary(folder) for folder in folders if folder is not None]
         results = {}
         for name, column in _columns(sweep).items():
-            numbers = [value_at(summary, column.path) for summary in complete]
+            numbers = [value_at(summary, column.path) for summary in summaries]
             results[name] = Spread.of([number for number in numbers if number is not None])
-        rows.append(SweepRow(dict(values), len(complete), len(summaries), results))
+        rows.append(SweepRow(dict(values), len(summaries), len(folders), results))
     return rows
 
 
