@@ -2,8 +2,8 @@
 
 A manifest is a CSV file (`fedsynth.data.record_table`) with the columns `path` and `label`, and
 optionally `site` (the hospital, the client) and `user` (the patient). Without a manifest, a file
-users.csv may give each image's user. Every file that is not read is counted, so that nothing is
-ignored silently.
+users.csv may give each image's user. Every file in it that is not read is counted, so that
+nothing is ignored silently.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedsynth.data.files import one_line
-from fedsynth.data.image_files import EXTENSIONS, images_in
+from fedsynth.data.image_files import EXTENSIONS
 from fedsynth.data.record_table import (
     USERS_FILE,
     read_table,
@@ -39,7 +39,6 @@ HIDDEN = "hidden"
 BROKEN_LINK = "broken links"
 EMPTY = "empty folders"
 NO_EXTENSION = "no extension"
-NOT_LISTED = "images that are not listed"
 NOT_DECLARED = "images of no declared class"
 NO_USER = "images of no known user"
 _LAYOUT = "expected SITE/CLASS/files, CLASS/files, or a manifest.csv (path,label,site,user)"
@@ -70,8 +69,8 @@ class FolderFiles:
         sites: the site name of each image; empty strings if the folder has no sites.
         users: the user name of each image; empty strings if unknown.
         excluded: the other contents of the folder; a run refuses them unless a setting skips them.
-        ignored: contents that are always skipped: hidden files, empty folders of classes that other
-            sites have, and images that the manifest does not list.
+        ignored: contents that are always skipped: hidden files, and empty folders of classes that other
+            sites have.
     """
 
     root: Path
@@ -354,14 +353,7 @@ def _files_in_manifest(file: Path) -> FolderFiles:
         rows[path] = (row["label"], row.get("site", ""), row.get("user", ""))
     paths = sorted(rows)
     facts = np.array(list(map(rows.__getitem__, paths)), dtype=object).reshape(-1, 3)
-    labels, sites, users = facts.T
-    unlisted = []
-    for folder in sorted(set(map(os.path.dirname, paths))):
-        for image in images_in(root / folder):
-            entry = Entry(NOT_LISTED, PurePosixPath(folder, image.name))
-            if str(entry.path) not in rows:
-                unlisted.append(entry)
-    return FolderFiles(root, _names(paths), labels, sites, users, ignored=tuple(unlisted))
+    return FolderFiles(root, _names(paths), *facts.T)
 
 
 def _path_on_disk(root: Path, path: str) -> str:

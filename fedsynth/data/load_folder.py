@@ -30,8 +30,6 @@ from fedsynth.data.images import ImageData
 from fedsynth.data.registry import DatasetSpec, custom_spec
 from fedsynth.errors import DataError, DataFilesCorruptError, SettingError
 
-MAX_NAMED_FILES = 5
-"""The maximum number of files that an error message names."""
 Note = Callable[[str], None]
 
 
@@ -324,12 +322,10 @@ def _check_faults(files: FolderFiles, faults: dict[int, str], *, skip_corrupt: b
     """Raises an error for unreadable files, unless they may be skipped and others are readable."""
     if not faults or (skip_corrupt and len(faults) < len(files.paths)):
         return
-    descriptions = _descriptions(files, faults)
-    more = " …" * (len(descriptions) > MAX_NAMED_FILES)
     raise DataFilesCorruptError(
-        f"{len(faults)} of {len(files.paths)} files in {files.root} cannot be read: "
-        f"{'; '.join(descriptions[:MAX_NAMED_FILES])}{more}; repair or remove them, or skip them "
-        "with --skip-corrupt (data.skip_corrupt=True)"
+        f"{len(faults)} of {len(files.paths)} files in {files.root} cannot be read, such as "
+        f"{'; '.join(_descriptions(files, faults)[:5])}; repair or remove them, or skip them with "
+        "--skip-corrupt (data.skip_corrupt=True)"
     )
 
 

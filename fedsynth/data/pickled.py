@@ -25,10 +25,6 @@ from fedsynth.data.files import one_line
 MAX_INSTRUCTIONS = 2**20  # CIFAR-100's training file has 400,000
 
 
-class PickleRefusedError(ValueError):
-    """The error of an unsupported pickle; `str(error)` gives the reason."""
-
-
 class PickledArray:
     """A byte array in a pickle, which is created before it is filled.
 
@@ -50,19 +46,19 @@ def read_pickle(content: bytes) -> object:
     Strings of Python 2 become str, with a character for each byte (latin-1).
 
     Raises:
-        PickleRefusedError: the pickle has an instruction or a name that such files do not need.
-        ValueError, TypeError: an instruction is truncated or malformed.
+        ValueError, TypeError: the pickle has an instruction or a name that such files do not need,
+            or an instruction is truncated or malformed.
     """
     file = io.BytesIO(content)
     machine = _Machine()
     for number, (instruction, argument, _) in enumerate(pickletools.genops(file)):
         if number >= MAX_INSTRUCTIONS:
-            raise PickleRefusedError(f"it has more than {MAX_INSTRUCTIONS:,} instructions")
+            raise ValueError(f"it has more than {MAX_INSTRUCTIONS:,} instructions")
         machine.step(instruction.name, argument)
     if file.tell() != len(content):
-        raise PickleRefusedError(f"it has {len(content) - file.tell()} bytes after its end")
+        raise ValueError(f"it has {len(content) - file.tell()} bytes after its end")
     if len(machine.stack) != 1 or machine.marks:
-        raise PickleRefusedError("it does not end with one value")
+        raise ValueError("it does not end with one value")
     return machine.stack[0]
 
 
@@ -86,20 +82,23 @@ class _Machine:
             self.marks.append(len(self.stack))
         elif name in ("BINPUT", "LONG_BINPUT", "MEMOIZE"):
             (value,) = self.take(1)
-            self.memo[len(self.memo) if name == "MEMOIZE" else argument] = value
+            position = argument
+            if name == "MEMOIZE":
+                position = len(self.memo)
+            self.memo[position] = value
             self.stack.append(value)
         elif name in ("BINGET", "LONG_BINGET"):
             if argument not in self.memo:
-                raise PickleRefusedError("it reads an entry that it did not store")
+                raise ValueError("it reads an entry that it did not store")
             self.stack.append(self.memo[argument])
         elif name not in ("PROTO", "FRAME", "STOP"):
-            raise PickleRefusedError(f"it has the instruction {name}, which image files do not use")
+            raise ValueError(f"it has the instruction {name}, which image files do not use")
 
     def take(self, count: int) -> list[Any]:
         """Pops the last `count` values from the stack."""
         start = len(self.stack) - count
-        if start < (self.marks[-1] if self.marks else 0):
-            raise PickleRefusedError("it takes more values than exist")
+        if start < (self.marks or [0])[-1]:
+            raise ValueError("it takes more values than exist")
         values = self.stack[start:]
         del self.stack[start:]
         return values
@@ -107,7 +106,7 @@ class _Machine:
     def since_mark(self) -> list[Any]:
         """Pops the last mark and the values after it from the stack."""
         if not self.marks:
-            raise PickleRefusedError("it needs a mark that does not exist")
+            raise ValueError("it needs a mark that does not exist")
         values = self.stack[self.marks.pop() :]
         del self.stack[len(self.stack) - len(values) :]
         return values
@@ -115,7 +114,7 @@ class _Machine:
     def extended(self, items: list[Any]) -> list[Any]:
         (target,) = self.take(1)
         if type(target) is not list:
-            raise PickleRefusedError("it appends to a value that is not a list")
+            raise ValueError("it appends to a value that is not a list")
         target += items
         return target
 
@@ -123,10 +122,8 @@ class _Machine:
         (target,) = self.take(1)
         keys = items[::2]
         # Only these key types: hashing nested tuples recurses, and hashes of integers can collide.
-        if type(target) is not dict or not all(isinstance(key, str | bytes) for key in keys):
-            raise PickleRefusedError(
-                "it sets items of a value that is not a dict with names as keys"
-            )
+        if type(target) is not dict or not {str, bytes}.issuperset(map(type, keys)):
+            raise ValueError("it sets items of a value that is not a dict with names as keys")
         target.update(zip(keys, items[1::2], strict=True))
         return target
 
@@ -135,13 +132,13 @@ def _named(module: object, attribute: object) -> Callable[..., object]:
     function = _FUNCTIONS.get(f"{module} {attribute}")
     if function is None:
         name = one_line(f"{module}.{attribute}", 80)
-        raise PickleRefusedError(f"it asks for {name}, which image files do not use")
+        raise ValueError(f"it asks for {name}, which image files do not use")
     return function
 
 
 def _call(function: object, arguments: object) -> object:
     if function not in _FUNCTIONS.values() or type(arguments) is not tuple:
-        raise PickleRefusedError("it calls a value that is not a function")
+        raise ValueError("it calls a value that is not a function")
     return function(*arguments)  # type: ignore[operator]
 
 
@@ -150,11 +147,11 @@ def _build(target: object, state: object) -> object:
     if isinstance(target, _Uint8):
         return target
     if not isinstance(target, PickledArray) or target.value is not None:
-        raise PickleRefusedError("it sets the state of a value that has none")
+        raise ValueError("it sets the state of a value that has none")
     if type(state) is not tuple or len(state) != 5:
-        raise PickleRefusedError("it has an array without its five parts")
+        raise ValueError("it has an array without its five parts")
     _, shape, kind, by_columns, content = state
-    target.value = _numbers(content, kind, shape, "F" if by_columns else "C")
+    target.value = _numbers(content, kind, shape, ("C", "F")[bool(by_columns)])
     return target
 
 
@@ -162,13 +159,13 @@ def _numbers(content: object, kind: object, shape: Any, order: Any) -> npt.NDArr
     if isinstance(content, str):  # Python 2's strings are bytes
         content = content.encode("latin1")
     if not isinstance(content, bytes | bytearray) or not isinstance(kind, _Uint8):
-        raise PickleRefusedError("it has an array that does not consist of bytes")
+        raise ValueError("it has an array that does not consist of bytes")
     return np.frombuffer(content, np.uint8).reshape(shape, order=order)
 
 
 def _dtype(code: object, *_: object) -> _Uint8:
     if code not in ("u1", b"u1"):
-        raise PickleRefusedError(f"it has an array of type {one_line(code, 20)}, not of bytes")
+        raise ValueError(f"it has an array of type {one_line(code, 20)}, not of bytes")
     return _Uint8()
 
 
@@ -181,7 +178,7 @@ def _from_buffer(content: object, kind: object, shape: object, order: object) ->
 def _encode(text: str, encoding: str) -> bytes:
     """Returns bytes, which protocols before 3 store as encoded text."""
     if encoding != "latin1":
-        raise PickleRefusedError("it encodes text in a way that is not used for bytes")
+        raise ValueError("it encodes text in a way that is not used for bytes")
     return text.encode("latin1")
 
 

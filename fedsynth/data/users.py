@@ -111,12 +111,11 @@ def hold_out(
         by_user: keep all records of a user (`data.groups`) in one split, chosen by a hash of all of
             them: for user-level protection.
     """
-    positions = [np.asarray(part, np.int64) for part in parts]
     key = hashlib.blake2b(f"local test split {seed}".encode(), digest_size=32).digest()
-    digests = user_digests if by_user else record_digests
+    digests = {True: user_digests, False: record_digests}[by_user]
     training = []
     testing = []
-    for part in positions:
+    for part in parts:
         drawn = digests(data, part, key, 8).view("<u8")[:, 0] / 2.0**64
         training.append(np.sort(part[drawn >= share]))
         testing.append(np.sort(part[drawn < share]))

@@ -99,7 +99,7 @@ def test_damaged_files_are_named_and_skipped_on_request(tmp_path: Path) -> None:
     (tmp_path / "south" / "ill" / "00.png").write_bytes(b"not at all")
     with pytest.raises(
         DataFilesCorruptError,
-        match=r"2 of 24 files .* cannot be read: north/well/03.png .*; south/ill/00.png \(it is not "
+        match=r"2 of 24 files .* cannot be read, such as north/well/03.png .*; south/ill/00.png \(it is not "
         r"a JPEG.*data.skip_corrupt=True",
     ):
         load_folder(tmp_path, image_size=16)

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from fedsynth.data.pickled import MAX_INSTRUCTIONS, PickledArray, PickleRefusedError, read_pickle
+from fedsynth.data.pickled import MAX_INSTRUCTIONS, PickledArray, read_pickle
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (5, 7), dtype=np.uint8)
 BATCH = {
@@ -46,7 +46,7 @@ def test_arrays_keep_shape_and_bytes(protocol: int, array: npt.NDArray[np.uint8]
 @pytest.mark.parametrize("protocol", [2, 5])
 @pytest.mark.parametrize("kind", ["O", "M8[s]", "u1,f4", "c16", "S3", "V4", "i1", ">f4", "?"])
 def test_arrays_of_other_types_are_refused(protocol: int, kind: str) -> None:
-    with pytest.raises(PickleRefusedError, match="it has an array of"):
+    with pytest.raises(ValueError, match="it has an array of"):
         read_pickle(pickle.dumps(np.zeros(2, kind), protocol))
 
 
