@@ -14,7 +14,7 @@ from fedsynth.config.settings import RUN_KINDS, SECTIONS, RunSettings
 from fedsynth.core.method import Method
 from fedsynth.data.files import expanded
 from fedsynth.data.folder_settings import FolderSettings, default_name
-from fedsynth.data.partition_settings import GIVEN, PartitionSettings
+from fedsynth.data.partition_settings import EXPLICIT, PartitionSettings
 from fedsynth.data.registry import DEFAULT_DATASET, dataset_spec, is_known
 from fedsynth.errors import SettingError, UnknownNameError, unknown_name
 from fedsynth.methods import DEFAULT_METHOD, method_class, own_source
@@ -107,7 +107,7 @@ def resolve(
     run = {**preset.get("run", {}), **run}
     partition = over_preset("partition")
     if folder is not None:
-        partition.setdefault("kind", GIVEN)
+        partition.setdefault("kind", EXPLICIT)
     privacy = dict(sections.get("privacy", {}))
     # With only a ledger in the section, the ledger is that of a run without privacy.
     ledger: Any = None

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from fedsynth.data.arrays import IntArray
 from fedsynth.data.label_skew import COUNTS, dirichlet
-from fedsynth.data.partition_settings import DOMAIN, GIVEN, NATURAL, PartitionSettings
+from fedsynth.data.partition_settings import DOMAIN, EXPLICIT, NATURAL, PartitionSettings
 from fedsynth.errors import DataError, PartitionError
 from fedsynth.seeding import numpy_generator
 
@@ -52,7 +52,7 @@ def partition(
     if len(y) and not 0 <= y.min() <= y.max() < classes:
         raise DataError(f"labels must be in [0, {classes}), got [{y.min()}, {y.max()}]")
     y = y.astype(np.int64)
-    if settings.kind == GIVEN:
+    if settings.kind == EXPLICIT:
         raise PartitionError(
             "the partition 'given' needs the clients' indices: pass them to simulate(parts=...)"
         )

@@ -9,7 +9,7 @@ from typing import ClassVar
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import SettingError, unknown_value
 
-GIVEN = "given"  # the kind of a partition that the caller passes to `simulate`
+EXPLICIT = "given"  # the kind of a partition that the caller passes to `simulate`
 DOMAIN, NATURAL = "domain", "natural"
 BY_LABELS = (
     "iid",
@@ -91,7 +91,7 @@ class PartitionSettings:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        if self.kind not in (*BY_LABELS, DOMAIN, NATURAL, GIVEN):
+        if self.kind not in (*BY_LABELS, DOMAIN, NATURAL, EXPLICIT):
             raise unknown_value("partition", "kind", self.kind, (*BY_LABELS, DOMAIN, NATURAL))
         if not (math.isfinite(self.alpha) and self.alpha > 0):
             raise SettingError("partition", "alpha", f"must be a positive number, got {self.alpha}")

@@ -13,7 +13,7 @@ from fedsynth.data.images import ImageData
 from fedsynth.data.load import load_dataset
 from fedsynth.data.load_folder import read_as, read_records
 from fedsynth.data.partition import partition
-from fedsynth.data.partition_settings import GIVEN
+from fedsynth.data.partition_settings import EXPLICIT
 from fedsynth.deployment.proposal import Proposal
 from fedsynth.errors import DataError
 from fedsynth.federation.run_data import data_set_id
@@ -71,7 +71,7 @@ class ClassFolders:
 
     def identifier(self, proposal: Proposal) -> str:
         """Returns the name of the records for their ledger, the same in all runs on them."""
-        return f"{proposal.spec.name}-{GIVEN}"
+        return f"{proposal.spec.name}-{EXPLICIT}"
 
 
 class DatasetPart:

@@ -13,7 +13,7 @@ import torch
 from fedsynth.config.resolve import resolve
 from fedsynth.config.settings import RunSettings
 from fedsynth.data.load_folder import site_names
-from fedsynth.data.partition_settings import GIVEN
+from fedsynth.data.partition_settings import EXPLICIT
 from fedsynth.errors import SettingError
 from fedsynth.federation.context import public_context
 from fedsynth.federation.privacy_plan import PrivacyPlan
@@ -94,7 +94,7 @@ def plan_of(settings: RunSettings) -> PrivacyPlan:
     if settings.folder is not None:
         declaration = declared(settings)
         settings = with_declared(settings, declaration)
-        if settings.partition.kind == GIVEN:
+        if settings.partition.kind == EXPLICIT:
             names = site_names(declaration.sites)
     context = public_context(settings, specification(settings), torch.device("cpu"))
     settings.method.check_model(context.architecture)

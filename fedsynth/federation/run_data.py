@@ -22,7 +22,7 @@ from fedsynth.data.images import ImageData
 from fedsynth.data.leaf import LEAF_READERS
 from fedsynth.data.load import load_dataset
 from fedsynth.data.load_folder import FolderData, read_folder
-from fedsynth.data.partition_settings import GIVEN
+from fedsynth.data.partition_settings import EXPLICIT
 from fedsynth.data.registry import DatasetSpec, dataset_spec, is_published
 from fedsynth.data.users import bounded, hold_out
 from fedsynth.errors import DataError, DataFilesMissingError, PartitionError, SettingError
@@ -168,7 +168,7 @@ def data_of_run(
         declaration = settings.folder.declared()
         data = read_folder(settings.folder, note, settings.dataset, declaration=declaration)
     elif isinstance(data, FolderData) and data.sites:
-        settings = replace(settings, partition=replace(settings.partition, kind=GIVEN))
+        settings = replace(settings, partition=replace(settings.partition, kind=EXPLICIT))
     if isinstance(data, FolderData):
         run_data = _of_folder(settings, data, test or data.test_kind)
     else:
@@ -192,7 +192,7 @@ def _of_folder(settings: RunSettings, data: FolderData, test_kind: str) -> RunDa
     if settings.privacy is not None:
         settings = with_declared(settings, _required(data.declaration, settings))
     run_data = RunData(settings, data.train, data.test, test_kind, left_out=data.left_out)
-    if settings.partition.kind != GIVEN:
+    if settings.partition.kind != EXPLICIT:
         return run_data
     if data.sites is None:
         raise PartitionError(
@@ -253,7 +253,7 @@ def _required(declaration: Declaration | None, settings: RunSettings) -> Declara
 def with_declared(settings: RunSettings, declaration: Declaration) -> RunSettings:
     """Returns the settings, with the declaration's values for those that are not set."""
     settings = replace(settings, dataset=declaration.spec.name)
-    if settings.partition.kind == GIVEN:
+    if settings.partition.kind == EXPLICIT:
         clients = max(1, len(declaration.sites))
         settings = replace(settings, partition=replace(settings.partition, clients=clients))
     privacy = settings.privacy
@@ -273,7 +273,7 @@ def with_declared(settings: RunSettings, declaration: Declaration) -> RunSetting
     report = settings.report
     if not report.person:
         report = replace(report, person=printable(declaration.person))
-    if not report.sites and settings.partition.kind != GIVEN and settings.partition.clients == 1:
+    if not report.sites and settings.partition.kind != EXPLICIT and settings.partition.clients == 1:
         names = [printable(site).replace(",", " ") for site in declaration.sites]
         report = replace(report, sites=", ".join(names))  # a single owner has the data of all sites
     return replace(settings, privacy=privacy, report=report)
@@ -353,8 +353,8 @@ def data_set_id(run: RunSettings) -> str:
     by their records.
     """
     kind = run.partition.kind
-    if kind == GIVEN:
-        return f"{run.dataset}-{GIVEN}"
+    if kind == EXPLICIT:
+        return f"{run.dataset}-{EXPLICIT}"
     parts = {}
     for name, value in asdict(run.resolved_partition).items():
         of_other_kind = name.startswith(("missing", "dominant")) and not name.startswith(kind)

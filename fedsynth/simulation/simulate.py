@@ -15,7 +15,7 @@ from fedsynth.data.arrays import IntArray
 from fedsynth.data.images import ImageData, require_all_classes
 from fedsynth.data.load_folder import FolderData
 from fedsynth.data.partition import check_parts, partition
-from fedsynth.data.partition_settings import GIVEN
+from fedsynth.data.partition_settings import EXPLICIT
 from fedsynth.data.users import check_one_client_each
 from fedsynth.federation.context import cpu_threads, resolve_device
 from fedsynth.federation.observer import Observer
@@ -112,7 +112,7 @@ def simulate(
         check_parts(parts, len(train))
         settings = replace(
             settings,
-            partition=replace(settings.partition, kind=GIVEN, clients=len(parts), subset=1.0),
+            partition=replace(settings.partition, kind=EXPLICIT, clients=len(parts), subset=1.0),
         )
     settings.report.check_clients(len(parts))
     if settings.privacy is None:
