@@ -20,7 +20,7 @@ from rich.progress import (
 from rich.table import Table
 
 from fedsynth.config.settings import RunSettings
-from fedsynth.evaluation.generated import GENERATOR, in_words
+from fedsynth.evaluation.generated import GENERATOR, format_facts
 from fedsynth.privacy.errors import BudgetExceededError
 from fedsynth.privacy.report.pages import summary_rows
 from fedsynth.results.result import RunResult
@@ -95,7 +95,7 @@ def print_summary(result: RunResult) -> None:
     if "test_data" in summary:
         table.add_row("test data", NO_ACCURACY[summary["test_data"]])
     if GENERATOR in summary:
-        table.add_row("generated", in_words(summary[GENERATOR]))
+        table.add_row("generated", format_facts(summary[GENERATOR]))
     table.add_row("rounds", str(summary["rounds"]))
     table.add_row(
         "uploaded",

@@ -18,7 +18,7 @@ import sys
 from fedsynth import DataFreeDistiller, ModelSettings, load_dataset
 from fedsynth.data.images import normalise
 from fedsynth.evaluation.accuracy import accuracy
-from fedsynth.evaluation.generated import in_words
+from fedsynth.evaluation.generated import format_facts
 from fedsynth.models.registry import build_model
 from fedsynth.seeding import torch_generator
 from fedsynth.training.optimisers import MomentumSgd
@@ -60,7 +60,7 @@ def main(
     distiller = DataFreeDistiller(teacher, spec, steps=steps, **values)  # type: ignore[arg-type]
     generator = distiller.fit(student, report)
     print(f"student {100 * accuracy(student, test):.2f} %, without any image")
-    print(f"generated: {in_words(distiller.facts(generator))}")
+    print(f"generated: {format_facts(distiller.facts(generator))}")
     return accuracy(teacher, test), accuracy(student, test)
 
 

@@ -121,14 +121,14 @@ def average(described: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: sum(metrics[name] for metrics in described) / len(described) for name in names}
 
 
-def in_words(facts: Mapping[str, float]) -> str:
-    """Returns the facts as text: "class entropy 0.95 of log C, 10 classes, 83.0 % as asked"."""
+def format_facts(facts: Mapping[str, float]) -> str:
+    """Returns the facts as text: "class entropy 0.95 of log C, 10 classes, 83.0 % as requested"."""
     parts = [
         f"class entropy {facts['class_entropy_share']:.2f} of log C",
         f"{facts['classes']:.3g} classes",
     ]
     if "agreement" in facts:
-        parts.append(f"{100 * facts['agreement']:.1f} % as asked")
+        parts.append(f"{100 * facts['agreement']:.1f} % as requested")
     if "student" in facts:
         parts.append(f"the student agrees on {100 * facts['student']:.1f} %")
     return ", ".join(parts)

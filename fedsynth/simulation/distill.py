@@ -17,7 +17,7 @@ from fedsynth.data.load import load_dataset
 from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import DataFilesCorruptError, DataFilesMissingError, OutputError, SettingError
 from fedsynth.evaluation.accuracy import accuracy
-from fedsynth.evaluation.generated import GENERATOR, in_words
+from fedsynth.evaluation.generated import GENERATOR, format_facts
 from fedsynth.federation.context import resolve_device
 from fedsynth.methods import method_class
 from fedsynth.methods.shared.ensemble import DataFreeEnsembleDistillation, EnsembleState
@@ -107,7 +107,7 @@ def distil_files(
     yield from notes.lines
     facts = distillation.facts(state, context)
     if GENERATOR in facts:
-        yield f"generated: {in_words(facts[GENERATOR])}"
+        yield f"generated: {format_facts(facts[GENERATOR])}"
     network.load_state_dict(dict(state.parameters))
     require_finite(network)
     if evaluate:

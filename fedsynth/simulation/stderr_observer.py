@@ -10,7 +10,7 @@ from datetime import timedelta
 from typing import Any
 
 from fedsynth.config.settings import RunSettings
-from fedsynth.evaluation.generated import GENERATOR, in_words
+from fedsynth.evaluation.generated import GENERATOR, format_facts
 from fedsynth.federation.observer import Observer
 from fedsynth.privacy.report.formatting import format_epsilon
 from fedsynth.results.disclosed import lost_in_words
@@ -66,7 +66,7 @@ def round_line(row: Mapping[str, Any], settings: RunSettings) -> str:
     if "epsilon" in row:
         parts.append(f"ε {format_epsilon(row['epsilon'])}")
     if GENERATOR in row:
-        parts.append(f"generated: {in_words(row[GENERATOR])}")
+        parts.append(f"generated: {format_facts(row[GENERATOR])}")
     parts.append(f"uploads {row['upload_bytes'] / 1e6:.2f} MB")
     parts += lost_in_words(row)
     if "seconds" in row:

@@ -91,7 +91,7 @@ def test_with_privacy_the_clients_are_charged_and_the_server_is_not() -> None:
     shares = {"agreement", "student", "class_entropy_share"}
     assert set(said) == {*shares, "class_entropy", "classes"}
     assert all(0 <= said[share] <= 1 for share in shares)
-    assert f"{100 * said['agreement']:.1f} % as asked" in round_line(row, settings)
+    assert f"{100 * said['agreement']:.1f} % as requested" in round_line(row, settings)
     assert result.summary[GENERATOR] == said
 
 
