@@ -55,7 +55,7 @@ from fedsynth.synthesizer.condensation.knowledge import (
     soft_labels,
     unit_directions,
 )
-from fedsynth.synthesizer.condensation.matching import ExactMatcher, Matcher
+from fedsynth.synthesizer.condensation.matching import ExactMatcher, MatchingObjective
 from fedsynth.synthesizer.condensation.sets import (
     BatchIndices,
     SyntheticSet,
@@ -175,7 +175,7 @@ class FedAF(FedAFSettings):
 
     def _matcher(
         self, clients: ClientGroup, pairs: ClientClassPairs, context: RoundContext
-    ) -> Matcher:
+    ) -> MatchingObjective:
         """Returns what computes ∇_S L_DM (Eq. 4): of embeddings, without logits."""
         width = feature_width(context, logits=False)
         if isinstance(clients, PrivateClientView):

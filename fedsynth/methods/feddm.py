@@ -42,7 +42,11 @@ from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.seeding import torch_generator
 from fedsynth.synthesizer.condensation.augmentation import AUGMENTATIONS, augmentations
 from fedsynth.synthesizer.condensation.distributions import DistributionMatcher
-from fedsynth.synthesizer.condensation.matching import ExactMatcher, Matcher, NetworkMeansMatcher
+from fedsynth.synthesizer.condensation.matching import (
+    ExactMatcher,
+    MatchingObjective,
+    NetworkMeansMatcher,
+)
 from fedsynth.synthesizer.condensation.private_matchers import PaperMatcher
 from fedsynth.synthesizer.condensation.sets import (
     BatchIndices,
@@ -174,7 +178,7 @@ class FedDM(CondensingMethod, TrainsInBall):
 
     def _matcher(
         self, clients: ClientGroup, pairs: ClientClassPairs, context: RoundContext
-    ) -> Matcher:
+    ) -> MatchingObjective:
         """Returns what computes Σ_c ∇_S L_c in a step (lines 13 to 17)."""
         if isinstance(clients, PrivateClientView):  # clip, sum and noise, with a guarantee
             return private_matching(clients, context, min_examples=self.min_examples)

@@ -26,7 +26,7 @@ from fedsynth.privacy.releases import Release
 from fedsynth.synthesizer.condensation.augmentation import SiameseAugmentation
 from fedsynth.synthesizer.condensation.matching import (
     ExactMatcher,
-    Matcher,
+    MatchingObjective,
     NetworkFeatures,
     matching_gradient,
     pull_back,
@@ -105,7 +105,7 @@ def noisy_series(
 
 def private(
     mechanism: type, sigma: float, clip: float, width: int, divisor: float, rate: float = 1.0
-) -> Matcher:
+) -> MatchingObjective:
     group = PrivateClientView([0], data(), [torch.arange(N)], [])
     series = noisy_series(1, sigma, clip, width, rate)
     return mechanism(group, series, divisor)  # type: ignore[no-any-return]

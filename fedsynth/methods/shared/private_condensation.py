@@ -17,7 +17,7 @@ from fedsynth.errors import SettingError
 from fedsynth.methods.shared.class_sums import COUNTS, counts_plan
 from fedsynth.privacy.plans import ReleasePlan
 from fedsynth.privacy.settings import PrivacySettings
-from fedsynth.synthesizer.condensation.matching import Matcher
+from fedsynth.synthesizer.condensation.matching import MatchingObjective
 from fedsynth.synthesizer.condensation.private_matchers import (
     FeatureSumMatcher,
     GradientMatcher,
@@ -127,7 +127,7 @@ def private_matching(
     *,
     columns: int | None = None,
     min_examples: float,
-) -> Matcher:
+) -> MatchingObjective:
     """Returns the matcher on the releases that the group was charged for.
 
     Args:

@@ -17,7 +17,12 @@ import torch
 from torch import Tensor
 
 from fedsynth.errors import SettingError
-from fedsynth.synthesizer.condensation.matching import ExactMatcher, FeatureMap, Matcher, passes
+from fedsynth.synthesizer.condensation.matching import (
+    ExactMatcher,
+    FeatureMap,
+    MatchingObjective,
+    passes,
+)
 
 SCALE = 4.0  # in units of √D: several times the spread of instance-normalised features
 MATCHINGS = ("mean", "gaussian", "energy", "sinkhorn")
@@ -35,7 +40,7 @@ def refuse_private(matching: str) -> None:
         )
 
 
-class DistributionMatcher(Matcher):
+class DistributionMatcher(MatchingObjective):
     """∇_S Σ_c divergence(u(B_c), u(S_c)), without differential privacy.
 
     Args:

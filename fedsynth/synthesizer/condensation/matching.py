@@ -11,7 +11,7 @@ Real images are embedded without graph; the network's weights are frozen; a vect
 (`fedsynth.models.frozen`, or autograd for other networks) pulls gradients back to the synthetic
 images.
 
-A `Matcher` maps (step, features, synthetic) to ∇_S L, or to a private estimate of it
+A `MatchingObjective` maps (step, features, synthetic) to ∇_S L, or to a private estimate of it
 (`private_matchers`).
 """
 
@@ -303,7 +303,7 @@ def matching_gradient(
     return pull_back(features, synthetic_SICHW, cotangents)
 
 
-class Matcher:
+class MatchingObjective:
     """Base class of what computes a condensation step's gradient.
 
     Attributes:
@@ -320,7 +320,7 @@ class Matcher:
 
 
 @dataclass(eq=False)
-class ExactMatcher(Matcher):
+class ExactMatcher(MatchingObjective):
     """∇_S L with real means from minibatches, without differential privacy.
 
     Args:
@@ -362,7 +362,7 @@ class ExactMatcher(Matcher):
         return matching_gradient(features, synthetic, real)
 
 
-class NetworkMeansMatcher(Matcher):
+class NetworkMeansMatcher(MatchingObjective):
     """∇_S L with class means over all of a client's data, without differential privacy: FedDM's Eq.
     9 over M networks that are used in turn, and no minibatch noise.
 

@@ -30,7 +30,7 @@ from fedsynth.privacy.plans import UnaccountedNoise
 from fedsynth.synthesizer.condensation.matching import (
     ExactMatcher,
     FeatureMap,
-    Matcher,
+    MatchingObjective,
     frozen_means,
     matching_gradient,
     pull_back,
@@ -59,7 +59,7 @@ with at most PULLED times the images of a forward pass."""
 
 
 @dataclass(eq=False)
-class ResidualMatcher(Matcher):
+class ResidualMatcher(MatchingObjective):
     """Mechanism `residual`: noise on the sum of clipped residuals in feature space, then one
     backward pass as post-processing.
 
@@ -98,7 +98,7 @@ class ResidualMatcher(Matcher):
 
 
 @dataclass(eq=False)
-class GradientMatcher(Matcher):
+class GradientMatcher(MatchingObjective):
     """Mechanism `gradient`: FedDM's Eq. 15 (App. B) with per-example clipping, sum, noise and a
     public divisor.
 
@@ -160,7 +160,7 @@ def vectors_at_once(features: FeatureMap, synthetic_SICHW: Tensor, expected: flo
     return min(power_of_two(images / synthetic_SICHW.shape[1]), power_of_two(expected / PASSES))
 
 
-class FeatureSumMatcher(Matcher):
+class FeatureSumMatcher(MatchingObjective):
     """Mechanism `features`: each of the first M steps releases one network's sums, and step t uses
     those of network t mod M.
 
@@ -211,7 +211,7 @@ class FeatureSumMatcher(Matcher):
         return centre + self._clients.class_sums(self._series, rows) / self._divisors
 
 
-class PaperMatcher(Matcher):
+class PaperMatcher(MatchingObjective):
     """Mechanism `paper`: lines 15 to 17 of FedDM's Algorithm 1 as printed. NOT differentially
     private; for comparison only.
 
