@@ -46,10 +46,8 @@ class JoinedClient:
         """
         previous = self.history
         if previous is not None and (history is None or not _continues(previous, history)):
-            raise MessageError(
-                f"its ledger does not continue the {len(previous.releases)} rows that it stated "
-                "before: another client has this number or key, or the ledger was replaced"
-            )
+            rows = len(previous.releases)
+            raise MessageError(f"its ledger does not continue the {rows} rows that it had stated")
         self.history = history
         self.unstated = []
 

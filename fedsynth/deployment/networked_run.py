@@ -1,6 +1,6 @@
 """A networked run over data owners' nodes: the rounds, their checkpoint, and the run's outputs.
 
-It does what `simulated_run` does, without what only a simulation may show: the server sees no
+It does what `fedsynth.simulation.run` does, without what only a simulation may show: the server sees no
 partition, no record, and no client's test split. The server's checkpoint holds its own state and
 its metrics; the clients' state stays with them.
 """

@@ -78,12 +78,10 @@ class NodeExchange:
         note: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._settings = proposal.settings
-        self._method = proposal.settings.method
         self._proposal = proposal
         self._transport = connection.transport
         self._transport.run = proposal.run
-        self._timeouts = connection.timeouts
-        self._client_of_node = connection.clients
+        self._connection = connection
         self._device = device
         self._file = file
         self._last_round = last_round
@@ -108,7 +106,7 @@ class NodeExchange:
             OutputError: the clients' file cannot be written.
         """
         invited: set[int] = set()
-        deadline = time.monotonic() + self._timeouts.join
+        deadline = time.monotonic() + self._connection.timeouts.join
         while len(self._present) + len(self.absent) < len(self._numbers):
             seconds = deadline - time.monotonic()
             if seconds <= 0:
@@ -120,7 +118,7 @@ class NodeExchange:
             if new:
                 self._invite(sorted(new), seconds)
             else:
-                time.sleep(min(self._timeouts.poll, seconds))
+                time.sleep(min(self._connection.timeouts.poll, seconds))
         present = self._present
         for number in self._numbers:
             if number not in present:
@@ -171,7 +169,8 @@ class NodeExchange:
         number = stated.client
         if number not in self._numbers:
             raise MessageError(f"there is no client {number!s:.20} in this run")
-        if self._client_of_node and self._client_of_node.get(node) != number:
+        client_of_node = self._connection.clients
+        if client_of_node and client_of_node.get(node) != number:
             raise MessageError(f"claims to be client {number}, but its key is another client's")
         if number in self._present:
             raise MessageError(f"claims to be client {number}, which another node is")
@@ -235,7 +234,7 @@ class NodeExchange:
         request as invalid, it is the server's error.
         """
         self._refusals = []
-        collect = self._sum if self._method.requires_secure_sum else self._uploads
+        collect = self._sum if self._settings.method.requires_secure_sum else self._uploads
         replies = collect(phase, message, context, clients)
         if replies.messages or replies.rejected or replies.total is not None:
             return replies
@@ -251,9 +250,10 @@ class NodeExchange:
     def _uploads(
         self, phase: str, message: Message, context: RoundContext, clients: Sequence[int]
     ) -> Replies:
+        method = self._settings.method
         frame = Frame(frames.STEP, {**self._facts(context), "phase": phase}, message.to_bytes())
-        expected = declared(self._method, phase, "upload")
-        rules = [self._method.upload_rules(phase, client, context) for client in clients]
+        expected = declared(method, phase, "upload")
+        rules = [method.upload_rules(phase, client, context) for client in clients]
         max_bytes = max(most_bytes(expected, fields) for fields in rules)
         messages: dict[int, Message] = {}
         rejected: dict[int, str] = {}
@@ -271,7 +271,7 @@ class NodeExchange:
         """Returns the sum of the uploads; the server sees none of them."""
         facts = {**self._facts(context), "phase": phase}
         agreed = agreement(self._settings)
-        exchange = SecureStep(self._method, phase, context, facts, agreed, self._ask)
+        exchange = SecureStep(self._settings.method, phase, context, facts, agreed, self._ask)
         total = exchange.run(clients, message)
         counted = () if total is None else total.clients
         lost: dict[int, str] = {}
@@ -331,7 +331,7 @@ class NodeExchange:
                 client.unstated.append((facts["round"], facts["phase"]))
         if any(frame.kind == frames.STEP for frame in questions.values()):
             write_clients(self._file, self.clients)
-        received = self._transport.ask(messages, self._timeouts.answer)
+        received = self._transport.ask(messages, self._connection.timeouts.answer)
         answers: dict[int, Frame] = {}
         limit = frames.LONGEST_HEADER + MAX_FACTS_BYTES + max_bytes
         for number, node in nodes.items():

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from fedsynth.config.checks import check_method, check_own_noise, check_quorum
+from fedsynth.config.checks import check_own_noise, check_quorum
 from fedsynth.config.resolve import resolve
 from fedsynth.config.settings import RunSettings
 from fedsynth.core.context import RoundContext
@@ -131,7 +131,6 @@ def check_executable(proposal: Proposal, context: RoundContext) -> None:
         if run.partition.local_test:
             raise SettingError("partition", "local_test", "must be 0 in a deployment")
         return
-    check_method(run.method)
     plan = PrivacyPlan.checked(run, context)
     if not run.method.requires_secure_sum:
         check_own_noise(plan.plans)

@@ -249,6 +249,10 @@ class InTheOpen(FedSum):
     def requires_secure_sum(self) -> bool:
         return False
 
+    def release_plans(self, privacy: Any, context: Any) -> Any:
+        plans = super().release_plans(privacy, context)
+        return [replace(plan, shares=2) for plan in plans]
+
 
 def test_noise_that_needs_a_sum_is_refused_where_none_is_made(place: Place) -> None:
     """An upload would have σ/√H of noise, by an H that the server derives of its own number of

@@ -3,9 +3,7 @@ what was tampered with is noticed."""
 
 from __future__ import annotations
 
-import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +16,10 @@ from fedsynth.deployment.policy import Policy
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.releases import Release
 from fedsynth.privacy.report.figures import Event
-from fedsynth.privacy.report.pages import render_html, render_markdown
 from fedsynth.results.verification import verify_run
 from tests.deployment.place import CLIENTS, Place, killed, sections
 from tests.deployment.test_secure_runs import sections as secure_sections
-from tests.results.test_tampering import computed
+from tests.results.test_tampering import Tamper, changed, delete, edit, put, row
 
 PRIVATE = {"noise_multiplier": 5.0}
 CAPPED = {"noise_multiplier": 5.0, "epsilon": 1.5}
@@ -88,75 +85,34 @@ def test_other_runs_verify(tmp_path: Path, kind: str) -> None:
         assert verify_run(owners(tmp_path, number)).problems == []
 
 
-Tamper = Callable[[Path], None]
-
-
-def change(name: str, edit: Callable[[Any], Any]) -> Tamper:
-    """A change of a JSON file; of a report with its pages made anew."""
-
-    def tamper(folder: Path) -> None:
-        file = folder / name
-        content = json.loads(file.read_text())
-        content = edit(content) or content
-        file.write_text(json.dumps(content, ensure_ascii=False) + "\n")
-        if name == "privacy_report.json":
-            (folder / "privacy_report.md").write_text(render_markdown(content))
-            (folder / "privacy_report.html").write_text(render_html(content))
-
-    return tamper
-
-
-def put(path: str, value: Any) -> Callable[[Any], Any]:
-    def edit(content: Any) -> None:
-        *way, last = path.split("/")
-        for name in way:
-            content = content[name]
-        content[last] = value
-
-    return edit
-
-
 def fewer_rounds(report: Any) -> None:
-    """A round less of the first client, and all figures of the report by it."""
-    for row in report["ledger"]:
-        row["rounds"] = row["rounds"][:-1] or row["rounds"]
+    """A round less of the first client."""
+    for release in report["ledger"]:
+        release["rounds"] = release["rounds"][:-1] or release["rounds"]
     for head in report["ledger_heads"].values():
         head["rows"] //= 2
-    computed(report)
 
 
-def line(number: int, edit: Callable[[Any], Any]) -> Tamper:
-    def tamper(folder: Path) -> None:
-        lines = (folder / "metrics.jsonl").read_text().splitlines()
-        row = json.loads(lines[number])
-        edit(row)
-        lines[number] = json.dumps(row)
-        (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-
-    return tamper
-
-
-REPORT = "privacy_report.json"
 OF_BOTH: dict[str, Tamper] = {
-    "a row less": change(REPORT, fewer_rounds),
-    "another trust model": change(REPORT, put("min_clients", 2)),
-    "an event of nobody's": change(REPORT, put("events", [Event(kind="absent", client="1", why="ill").to_json()])),
-    "another sigma at the start": change("privacy_start.json", put("noise_multiplier", 9.0)),
-    "no page": lambda folder: (folder / "privacy_report.html").unlink(),
-}  # fmt: skip
+    "a row less": edit(fewer_rounds),
+    "another trust model": put("min_clients", 2),
+    "an event of nobody's": put("events", [Event(kind="absent", client="1", why="ill").to_json()]),
+    "another sigma at the start": changed("privacy_start.json", "noise_multiplier", 9.0),
+    "no page": delete("privacy_report.html"),
+}
 OF_SERVERS: dict[str, Tamper] = {
-    "epsilon of a round": line(1, put("epsilon", 99.0)),
-    "nobody lost": line(1, lambda row: row.pop("lost")),
-    "a stranger lost": line(1, put("lost", {"7": "away"})),
-    "a round less": lambda folder: line(0, put("round", 2))(folder),
-    "a simulation's": change("privacy_start.json", put("simulated", True)),
-}  # fmt: skip
+    "epsilon of a round": row(2, "epsilon", 99.0),
+    "nobody lost": row(2, "lost", {}),
+    "a stranger lost": row(2, "lost", {"7": "away"}),
+    "a round less": row(1, "round", 2),
+    "a simulation's": changed("privacy_start.json", "simulated", True),
+}
 OF_OWNERS: dict[str, Tamper] = {
-    "another client's number": change("owner.json", put("client", 7)),
-    "more rounds": change("owner.json", put("rounds", 9)),
-    "fewer rounds": change("owner.json", put("rounds", 1)),
-    "rows that were there before": change("privacy_start.json", put("ledgers/client-000/rows", 1)),
-}  # fmt: skip
+    "another client's number": changed("owner.json", "client", 7),
+    "more rounds": changed("owner.json", "rounds", 9),
+    "fewer rounds": changed("owner.json", "rounds", 1),
+    "rows that were there before": changed("privacy_start.json", "ledgers/client-000/rows", 1),
+}
 
 
 @pytest.mark.parametrize("name", [*OF_BOTH, *OF_SERVERS])

@@ -35,7 +35,6 @@ from fedsynth.deployment.policy import ANY, Owner
 from fedsynth.deployment.proposal import Proposal
 from fedsynth.errors import CheckpointError
 from fedsynth.federation.context import public_context
-from fedsynth.federation.protocol import Models
 from fedsynth.privacy.ledger import Ledger, read_ledger
 from fedsynth.privacy.ledger.lines import repair_ledger
 from fedsynth.privacy.releases import SAMPLERS, UNITS, Release
@@ -671,7 +670,7 @@ def proposed(private: bool) -> tuple[Proposal, Few]:
     settings = resolve(
         {
             "run": {"method": "fedavg", "rounds": 3, "device": "cpu"},
-            "partition": {"clients": 1, "local_test": 0.0 if private else 0.2},
+            "partition": {"clients": 1},
             "model": {"name": "linear"},
             "method": {"local_steps": 1},
             **more,
@@ -693,9 +692,8 @@ def conversation(proposal: Proposal) -> list[Frame]:
     private = settings.privacy is not None
     terms = {"sizes": None, "noise_multiplier": 3.0 if private else None}
     asked = [
-        ("join", {"proposal": proposal.to_json(), "after": 0}, b""),
+        ("join", {"proposal": proposal.to_json(), "last_round": 0}, b""),
         ("step", {**ROUND, **terms, "phase": "main"}, sent),
-        *([] if private else [("evaluate", {**ROUND, **terms}, Models(model).to_bytes())]),
         ("step", {**ROUND, **terms, "phase": "main", "round": 2}, sent),
     ]
     return [
