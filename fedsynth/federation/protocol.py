@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fedsynth.config.settings import RunSettings
 from fedsynth.core.context import RoundContext
-from fedsynth.core.messages import Message, Packed
+from fedsynth.core.messages import Message
 from fedsynth.core.method import Method
 from fedsynth.errors import MessageError
 from fedsynth.privacy.ledger.history import History
@@ -184,13 +184,6 @@ class Exchange(Protocol):
 Side = Literal["downlink", "upload"]
 MAX_FACTS_BYTES = 2**20
 """Size limit of the header of an answer to a step, whose values are few and small."""
-
-
-@dataclass(frozen=True)
-class Models(Packed):
-    """One model to be tested: its parameters and buffers by name."""
-
-    parameters: Mapping[str, Tensor]
 
 
 def agreement(settings: RunSettings) -> str:

@@ -114,7 +114,7 @@ def upload_layout(method: Method, phase: str, context: RoundContext) -> UploadLa
         rule = rules.get(name)
         if not isinstance(rule, Array) or None in rule.shape:
             raise SecureSumError(f"{name} has no known size, so it cannot be summed securely")
-        largest = max(abs(rule.least), abs(rule.most))
+        largest = max(abs(rule.low), abs(rule.high))
         private = plan in context.grids
         grid = context.grids[plan] if private else finest(largest, context.clients)
         form = FixedPoint(grid.bound, context.clients, grid.bits, wraps=private)
