@@ -21,7 +21,6 @@ from fedsynth.models.flat import flatten
 from fedsynth.synthesizer.condensation.matching import (
     ExactMatcher,
     NetworkFeatures,
-    pull_back,
 )
 from fedsynth.synthesizer.condensation.sets import BatchIndices
 from tests.digits import digits
@@ -107,15 +106,6 @@ def test_real_and_synthetic_images_never_share_statistics() -> None:
         ).square().sum()
         expected.append(torch.autograd.grad(loss, leaf)[0])
     torch.testing.assert_close(actual, torch.cat(expected), atol=1e-5, rtol=1e-4)
-
-
-def test_by_class_each_segment_has_its_own() -> None:
-    net, S = batch_norm_network(), torch.randn(3, IPC, 1, 8, 8)
-    together = pull_back(features(net, [0, 1, 2]), S, lambda means, numbers: means)
-    alone = [
-        pull_back(features(net, [0]), S[c : c + 1], lambda means, numbers: means) for c in range(3)
-    ]
-    torch.testing.assert_close(together, torch.cat(alone), atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])

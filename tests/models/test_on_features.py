@@ -16,7 +16,7 @@ from fedsynth.core.client import ExactClientView
 from fedsynth.core.feature_cache import feature_table
 from fedsynth.data.images import ImageData, normalise
 from fedsynth.data.load import load_dataset
-from fedsynth.errors import FedsynthError, SettingError, UnknownNameError
+from fedsynth.errors import SettingError, UnknownNameError
 from fedsynth.evaluation.accuracy import correct
 from fedsynth.features import FeatureMap, feature_map, register_features
 from fedsynth.features.registry import Builder
@@ -197,13 +197,3 @@ def test_settings_of_features() -> None:
         ModelSettings("mlp", features="pixels", projection=8)
     run = RunSettings(FedAvg(), model=ModelSettings("mlp", features="pixels"))
     assert resolve(run.to_mapping()) == run
-
-
-def test_an_own_map_that_looks_at_the_batch_is_refused_by_the_name_of_the_setting() -> None:
-    def build(shape: tuple[int, int, int]) -> FeatureMap:
-        return replace(PIXELS, name="own-mixed", function=lambda x: (x - x.mean(0)).flatten(1))
-
-    register_features("own-mixed", build)
-    run = {"run": {"method": "fedavg", "rounds": 1}, "model": {"features": "own-mixed"}}
-    with pytest.raises(FedsynthError, match=r"model\.features.*mixes the examples of a batch"):
-        simulate(resolve(run))

@@ -96,7 +96,7 @@ def test_the_gradient_descends_the_oracle(matching: str, oracle: Any, device: to
     schedule that starts from the spread of all segments together."""
     S, net = start(device), network().to(device).double()
     gradient = DistributionMatcher(exact(device), matching, 0.5).gradient(0, seen(device), S)
-    clients = ExactClientView([0, 1], exact(device)._clients.data, PARTS)
+    clients = ExactClientView([0, 1], exact(device).clients.data, PARTS)
     segments = clients.segments(1)
 
     def cloud(images: Tensor) -> Array:
