@@ -17,7 +17,7 @@ RUN python -m build --wheel --no-isolation --outdir /wheels
 
 FROM python:${PYTHON}-slim
 ARG VARIANT=cpu
-ARG EXTRAS=plots,sign,flower,secure
+ARG EXTRAS=plots,sign,flower
 # PyTorch's own index has builds without CUDA, of a tenth of the size; the usual one has those with it.
 ARG CPU_INDEX=https://download.pytorch.org/whl/cpu
 COPY --from=wheel /wheels /wheels
