@@ -225,18 +225,12 @@ class FedAF(FedAFSettings):
             loss = knowledge_matching(T, R, usable, self.temperature, self.matching_reduction)
             return self.global_weight * loss
 
-        def matching_of(network: nn.Module, images: Tensor, labels_N: Tensor) -> Tensor:
-            network.train(self.matching_norm == "batch")
-            logits = logits_of(network, images)
-            network.train()
-            return matching(logits, labels_N)
+        def union_matching(network: nn.Module, images: Tensor, labels_N: Tensor) -> Tensor:
+            return matching(logits_of(network, images), labels_N)
 
         def minibatch_loss(network: nn.Module, images: Tensor, labels_N: Tensor) -> Tensor:
             logits = logits_of(network, images)
-            loss = F.cross_entropy(logits, labels_N)
-            if self.matching_norm == "running":
-                return loss + matching_of(network, images, labels_N)
-            return loss + matching(logits, labels_N)
+            return F.cross_entropy(logits, labels_N) + matching(logits, labels_N)
 
         sgd = self.union_sgd()
         if self.global_weight == 0:
@@ -244,8 +238,7 @@ class FedAF(FedAFSettings):
         elif self.server_matching == "minibatch":
             train_on_union(w, uploads, sgd, context, minibatch_loss)
         else:
-            once = self.server_matching == "epoch"
-            train_on_union(w, uploads, sgd, context, on_all=matching_of, once_an_epoch=once)
+            train_on_union(w, uploads, sgd, context, on_all=union_matching)
 
 
 def resampled(

@@ -139,16 +139,6 @@ CASES: dict[str, Sections] = {
     "fedaf, first phase": case("fedaf", method={"knowledge_from": "first-phase"}),
     "fedaf, first phase, private": private("fedaf", method={"knowledge_from": "first-phase"}),
     "fedaf, batch norm": case("fedaf", model=BATCH_NORM),
-    "fedaf, batch norm, running": case(
-        "fedaf",
-        model=BATCH_NORM,
-        method={
-            "matching_norm": "running",
-            "batch_norm": "class",
-            "knowledge_from": "first-phase",
-            "server_matching": "epoch",
-        },
-    ),
     "fedaf, some clients": case("fedaf", run={**SOME, "rounds": 3}),
     "fedaf, users": private("fedaf", privacy={**USERS, "user_records": 4}),
     "fedsum, some clients": case("fedsum", run={**SOME, "rounds": 3}),

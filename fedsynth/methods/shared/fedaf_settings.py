@@ -97,11 +97,8 @@ class FedAFSettings(CondensingMethod):
         distance: of Eq. 10, see `collaborative_distance`; "point", as u and v are one vector each.
         directions: of distance "rows".
         server_matching: the t_c of Eq. 13 over the "minibatch"'s images of the class, or over the
-            "union" of all sets, which is literal and costs a pass over S in every step, or the
-            union only in the first step of each "epoch".
+            "union" of all sets, which is literal and costs a pass over S in every step.
         matching_reduction: "mean" or "sum" of Eq. 15 over classes, see `knowledge_matching`.
-        matching_norm: batch norm in the pass that t_c comes from: by the "batch", as in training,
-            or by the "running" statistics, as in the pass that R came from.
         temperature: τ of the soft labels; the paper gives none: 1 is plain softmax. In short runs
             with λ_glob = 2 larger ones do less harm (docs/results.md).
         knowledge_from: when V is made: averaged from the "previous-round"'s uploads, or in a
@@ -142,9 +139,8 @@ class FedAFSettings(CondensingMethod):
     global_weight: float = in_range(1e-2, 0)
     distance: str = one_of(*DISTANCES)
     directions: int = in_range(50, 1)
-    server_matching: str = one_of("minibatch", "union", "epoch")
+    server_matching: str = one_of("minibatch", "union")
     matching_reduction: str = one_of(*REDUCTIONS)
-    matching_norm: str = one_of("batch", "running")
 
     def check_request(self, message: ModelParameters, context: RoundContext) -> None:
         if isinstance(message, GlobalLogits):  # not the plain model of the first exchange

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +18,7 @@ from fedsynth.data.images import normalise
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import SettingError, UploadRejectedError
 from fedsynth.seeding import torch_generator
-from fedsynth.training.sgd import Objective, SgdSettings, batches_of, train_on
+from fedsynth.training.sgd import Objective, SgdSettings, train_on
 
 MAX_IPC = 100_000
 """Upper bound of the images per class that a client is asked for: more than any data set here
@@ -226,15 +225,13 @@ def train_on_union(
     context: RoundContext,
     objective: Objective | None = None,
     on_all: Objective | None = None,
-    once_an_epoch: bool = False,
 ) -> None:
     """Trains `model` in place on all uploaded images together (FedDM's server, Eq. 10).
 
     Args:
         objective: (the network in training, a minibatch's images, labels) -> its loss, instead of
             the cross-entropy.
-        on_all: the same for the whole union, added to the loss of each step or, with
-            `once_an_epoch`, of every epoch's first step.
+        on_all: the same for the whole union, added to the loss of each step.
     """
     sets = list(uploads.values())
     if not any(len(u.labels) for u in sets):
@@ -250,16 +247,7 @@ def train_on_union(
         )
     images = torch.cat([u.normalised(context.spec) for u in sets])
     labels = torch.cat([u.labels for u in sets])
-    period = 1
-    if once_an_epoch:
-        period = batches_of(len(labels), settings.batch)
-    steps = count()
-
-    def penalty(network: nn.Module) -> Tensor:
-        if on_all is None or next(steps) % period:
-            return images.new_zeros(())
-        return on_all(network, images, labels)
-
+    penalty = on_all and (lambda network: on_all(network, images, labels))
     train_on(
         model,
         images.__getitem__,
@@ -267,7 +255,7 @@ def train_on_union(
         settings,
         torch_generator(context.seed, "server training", context.round),
         lambda completed, total: context.report("server", completed, total),
-        penalty=penalty if on_all is not None else None,
+        penalty=penalty,
         objective=objective,
         precision=context.precision,
     )
