@@ -5,7 +5,7 @@ K-means").
     python benchmarks/random_process.py
 
 Everything is drawn from one seed; no data set is read. It takes half a minute, and writes the file
-beside `fedsynth/features/random_process.py`. What the dictionary adds was measured by
+next to `fedsynth/features/random_process.py`. What the dictionary adds was measured by
 `git show 04719c52:benchmarks/random_process_prior.py`.
 """
 
@@ -27,7 +27,7 @@ SIDE = 32
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a dictionary is learned; the defaults made the one that the package ships.
+    """Settings of a dictionary; the defaults made the one that the package ships.
 
     Args:
         seed: of images, patches and start.
@@ -98,8 +98,8 @@ def spherical_kmeans(points_NP: Tensor, start_KP: Tensor, rounds: int) -> Tensor
 
 def main() -> None:
     torch.set_num_threads(1)
-    made = learn_dictionary(Recipe())
-    save_file({"mean": made.mean, "atoms": made.atoms.contiguous()}, WEIGHTS)
+    dictionary = learn_dictionary(Recipe())
+    save_file({"mean": dictionary.mean, "atoms": dictionary.atoms.contiguous()}, WEIGHTS)
 
 
 if __name__ == "__main__":

@@ -60,8 +60,8 @@ def show(rows: dict[str, Row]) -> None:
             values.setdefault(re.sub(r",? seed=\d+.*", "", key), []).append(100 * row["accuracy"])
     for name, numbers in values.items():
         deviation = statistics.stdev(numbers) if len(numbers) > 1 else 0.0
-        each = ", ".join(f"{number:.2f}" for number in numbers)
-        print(f"{name:40} {statistics.mean(numbers):6.2f} ± {deviation:.2f}   {each}")
+        texts = ", ".join(f"{number:.2f}" for number in numbers)
+        print(f"{name:40} {statistics.mean(numbers):6.2f} ± {deviation:.2f}   {texts}")
 
 
 def main() -> None:
@@ -78,7 +78,7 @@ def main() -> None:
     same = {"device": options.device, "quick": options.quick, "cache": options.cache}
     for cell in grid.cells(axes, **same):
         grid.make(cell, rows, getattr(options, "repeats", 1))
-    show(rows.shown)
+    show(rows.finished_rows)
 
 
 if __name__ == "__main__":

@@ -84,10 +84,8 @@ def describe(
     print(f"{description.table}\n(the table is exact and private: it is not written to any file)\n")
     print(
         f"written: {path}\n"
-        "Check each line: all of it is public. Then fill in [signed_off]; `fedsynth "
-        f"synthesize --data {folder} --dp-epsilon 8` (images of one owner) or `fedsynth "
-        f"train --data {folder} --dp-epsilon 8 --rounds 2 --set iterations=20` (one client "
-        "per site) uses it."
+        "Check each line: all of it is public. Then fill in [signed_off], and use it with "
+        f"`fedsynth synthesize --data {folder} --dp-epsilon 8`."
     )
 
 

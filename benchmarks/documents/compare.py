@@ -14,12 +14,12 @@ SEEDS = range(5)
 def _methods() -> Axis:
     """The methods with a global model that have finished rows, the best first."""
     of = [name for name in names("compare") if name not in PERSONAL]
-    made = {name: list(by_seed("compare", name, SEEDS).values()) for name in of}
-    there = sorted(
-        filter(made.get, of),
+    rows_by_method = {name: list(by_seed("compare", name, SEEDS).values()) for name in of}
+    ranked = sorted(
+        filter(rows_by_method.get, of),
         key=lambda name: -statistics.mean(percents("compare", name, SEEDS)),
     )
-    return [(name, {"name": name, "records": made[name]}) for name in there]
+    return [(name, {"name": name, "records": rows_by_method[name]}) for name in ranked]
 
 
 def _ahead(cell: Cell) -> str:

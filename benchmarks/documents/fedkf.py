@@ -38,8 +38,8 @@ def _gaps_without_data() -> list[str]:
         gaps = []
         for rate in GENERATOR_RATES:
             key = f"scale: {scale}, rate = {rate} seed="
-            made = [row for row in rows if row["key"].startswith(key)]
-            gaps.append(statistics.mean(100 * (row["teacher"] - row["accuracy"]) for row in made))
+            runs = [row for row in rows if row["key"].startswith(key)]
+            gaps.append(statistics.mean(100 * (row["teacher"] - row["accuracy"]) for row in runs))
         bounds += [f"{min(gaps):.1f}", f"{max(gaps):.1f}"]
     return bounds
 

@@ -13,7 +13,10 @@ DATASETS = {
     "cifar10": "CIFAR-10",
 }
 ROWS = axis("dataset", DATASETS)
-BUDGETS = {**{one: f"ε = {one}" for one in ("0.5", "1", "3", "10")}, "inf": "no privacy"}
+BUDGETS = {
+    **{epsilon: f"ε = {epsilon}" for epsilon in ("0.5", "1", "3", "10")},
+    "inf": "no privacy",
+}
 CELLS: Fields = {
     "file": "fedstats_table",
     "key": "{dataset} eps={epsilon} {noise} alpha={alpha} K={clients}",

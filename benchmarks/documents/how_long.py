@@ -1,4 +1,4 @@
-"""How long runs take: docs/how-long.md and docs/own-data.md."""
+"""Durations of runs: docs/how-long.md and docs/own-data.md."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ def _own_images() -> Axis:
 
 
 def _federations() -> Axis:
-    made: list[tuple[tuple[str, ...], dict[str, object]]] = []
+    entries: list[tuple[tuple[str, ...], dict[str, object]]] = []
     for method, place, file, prefix in FEDERATIONS:
         rows = [row for key, row in by_key(file).items() if key.startswith(prefix)]
-        made.append(((method, place, "5"), {"records": rows}))
+        entries.append(((method, place, "5"), {"records": rows}))
     for clients, active in ((10, "10"), (1000, "10"), (1000, "all")):
         row = case("load", f"digits, {clients} clients, {active} a round")
         label = ("FedAvg", f"digits, {clients:,} clients, {active} a round", str(row["rounds"]))
-        made.append((label, {"records": [row], **figure("seconds", ".1f", unit=" s")}))
-    return made
+        entries.append((label, {"records": [row], **figure("seconds", ".1f", unit=" s")}))
+    return entries
 
 
 def _mean_duration(cell: Cell) -> str:

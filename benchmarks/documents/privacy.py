@@ -66,15 +66,15 @@ def _residual_over_features() -> list[str]:
 
 def _audits() -> list[str]:
     """The smallest and the largest mean lower bound at ε = 3, with vectors and with images."""
-    found = []
+    texts = []
     for kind in ("vectors", "images"):
         bounds: dict[str, list[float]] = {}
         for row in lines("audit_table"):
             if row["key"].endswith(f", {kind}, ε = 3"):
                 bounds.setdefault(row["key"], []).append(row["epsilon_lower_bound"])
         means = [statistics.mean(values) for values in bounds.values()]
-        found += [number(min(means), ".2f"), number(max(means), ".2f")]
-    return found
+        texts += [number(min(means), ".2f"), number(max(means), ".2f")]
+    return texts
 
 
 SENTENCES = [

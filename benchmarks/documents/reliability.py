@@ -64,12 +64,12 @@ TABLES = {
 
 
 def _costs(alpha: str) -> list[str]:
-    """Points that each rule loses to the average, where nobody lies."""
+    """Points that each rule loses to the average, without an attack."""
     plain, *ruled = (
         statistics.mean(percents("robust_table", f"{rule}, none, alpha={alpha}", range(3)))
         for rule in ("none", "median", "trimmed", "clip")
     )
-    return [number(plain - own, ".1f") for own in ruled]
+    return [number(plain - mean, ".1f") for mean in ruled]
 
 
 SENTENCES = [

@@ -32,20 +32,22 @@ def _rows() -> dict[str, dict[str, Any]]:
 
 def _finished() -> list[tuple[Preset, Line]]:
     """A line for each published number, and each curve, of finished runs; runs with changed
-    settings are apart."""
+    settings have separate lines."""
     rows = _rows()
     changes = {json.dumps(row["changes"], sort_keys=True) for row in rows.values()}
     datasets = {dataset_of(row["cell"]["dataset"]) for row in rows.values()}
     seeds = sorted({row["seed"] for row in rows.values()})
-    found = []
+    entries = []
     for name in preset_names():
-        one = preset(name)
-        cells = [cell for cell in one.cells if dataset_of(cell.dataset) in datasets]
+        table = preset(name)
+        cells = [cell for cell in table.cells if dataset_of(cell.dataset) in datasets]
         for change in sorted(changes):
             changed = json.loads(change)
-            made = lines(one, _may_have(cells, changed, rows), seeds, rows, changes=changed)
-            found += [(one, line) for line in made if line.runs]
-    return found
+            table_lines = lines(
+                table, _may_have(cells, changed, rows), seeds, rows, changes=changed
+            )
+            entries += [(table, line) for line in table_lines if line.runs]
+    return entries
 
 
 def _may_have(
@@ -60,41 +62,40 @@ def _may_have(
 
 def _changed(line: Line) -> str:
     """Returns the settings that differ from the preset's, in parentheses."""
-    words = changed_settings(line.changes)
-    return f" (`{words}`)" if words else ""
+    settings = changed_settings(line.changes)
+    return f" (`{settings}`)" if settings else ""
 
 
-def _compared(where: str, *names: str) -> Axis:
+def _compared(column: str, *names: str) -> Axis:
     """Published and reproduced numbers of some presets, with a row for each cell.
 
     Args:
-        where: the column of the cells that, with the method, tells them apart.
+        column: the column of the cells that, with the method, tells them apart.
         names: of the presets.
     """
-    found: dict[tuple[str, str], dict[str, str]] = {}
-    for one, line in _finished():
-        if one.name in names and line.number.value is not None:
-            cell = next(c for c in one.cells if cell_words(c, one) == line.cell)
-            labels = getattr(cell, where), f"{cell.method}{_changed(line)}{line.reduced_precision}"
-            texts = found.setdefault(labels, {"hours": f"{line.hours:.2f}"})
-            here = f"{format_number(*line.spread)}{MARKS.get(line.verdict, '')}"
-            texts[f"{line.number.label} here"] = here
+    entries: dict[tuple[str, str], dict[str, str]] = {}
+    for table, line in _finished():
+        if table.name in names and line.number.value is not None:
+            cell = next(c for c in table.cells if cell_words(c, table) == line.cell)
+            labels = getattr(cell, column), f"{cell.method}{_changed(line)}{line.reduced_precision}"
+            texts = entries.setdefault(labels, {"hours": f"{line.hours:.2f}"})
+            reproduced = f"{format_number(*line.spread)}{MARKS.get(line.verdict, '')}"
+            texts[f"{line.number.label} here"] = reproduced
             texts[line.number.label] = format_number(line.number.value, line.number.std)
-    order = list(dict.fromkeys(place for place, _ in found))
-    grouped = sorted(found.items(), key=lambda entry: order.index(entry[0][0]))
+    order = list(dict.fromkeys(place for place, _ in entries))
+    grouped = sorted(entries.items(), key=lambda entry: order.index(entry[0][0]))
     return [(labels, {"records": [texts]}) for labels, texts in grouped]
 
 
 def _curves() -> Axis:
     """FedProx's data sets and shares of stragglers; the paper prints no numbers."""
-    found: dict[tuple[str, str], dict[str, list[Row]]] = {}
+    entries: dict[tuple[str, str], dict[str, list[Row]]] = {}
     rows = [row for row in _rows().values() if row["preset"] == CURVES and not row["changes"]]
     for cell in preset(CURVES).cells:
         runs: list[Row] = [row for row in rows if row["cell"] == cell.columns()]
-        found.setdefault((cell.dataset, cell.note.removesuffix(" stragglers")), {})[cell.method] = (
-            runs
-        )
-    return [(labels, {"runs": runs}) for labels, runs in found.items()]
+        labels = (cell.dataset, cell.note.removesuffix(" stragglers"))
+        entries.setdefault(labels, {})[cell.method] = runs
+    return [(labels, {"runs": runs}) for labels, runs in entries.items()]
 
 
 def _end(cell: pivot.Cell) -> str:
@@ -134,15 +135,15 @@ TABLES = {
 
 def _first_rounds() -> list[str]:
     """Test accuracy of FedDM's two rounds at full size, in %."""
-    whole = (row for row in _rows().values() if row["preset"] == "feddm:table2")
-    (row,) = (row for row in whole if row["rounds"] == 2)
+    full_runs = (row for row in _rows().values() if row["preset"] == "feddm:table2")
+    (row,) = (row for row in full_runs if row["rounds"] == 2)
     return [f"{100 * value:.2f}" for value in row["curve"]["test_accuracy"]]
 
 
 def _fifty_networks() -> list[str]:
-    """By data set: how far apart the means of M = 50 and of the literal loop are, the standard
+    """By data set: the difference of the means of M = 50 and of the literal loop, the standard
     error of that as if seeds were not paired, and in how many pairs M = 50 is behind."""
-    found = []
+    entries = []
     for dataset in ("mnist", "fashion-mnist"):
         few, literal = (
             percents("networks_per_round", f"{dataset} M={m}", NETWORK_SEEDS) for m in (50, 0)
@@ -151,9 +152,9 @@ def _fifty_networks() -> list[str]:
             raise RowsError("results/networks_per_round.jsonl lacks seeds of M = 50 or M = 0")
         error = math.sqrt((statistics.variance(few) + statistics.variance(literal)) / len(few))
         difference = statistics.mean(few) - statistics.mean(literal)
-        behind = sum(one < other for one, other in zip(few, literal, strict=True))
-        found += [number(difference, "+.2f"), f"{error:.2f}", str(behind)]
-    return found
+        behind = sum(a < b for a, b in zip(few, literal, strict=True))
+        entries += [number(difference, "+.2f"), f"{error:.2f}", str(behind)]
+    return entries
 
 
 def _networks_time() -> list[str]:

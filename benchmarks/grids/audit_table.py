@@ -1,4 +1,4 @@
-"""What a canary audit shows of an honest run: the bound beside ε for each mechanism, on the digits.
+"""Canary audits of correct runs: the lower bound and ε for each mechanism, on the digits.
 
 Each audit is what `fedsynth privacy audit --method METHOD --dp-epsilon ε` makes (for FedFM with
 `--set weight=0.5`), with its own coins, masks and noise, which are secret: the bounds differ from
@@ -32,12 +32,12 @@ def audit(cell: Cell) -> Row:
     run = {**sections["run"], "device": cell.device, **rounds}
     privacy = {**sections.get("privacy", {}), "epsilon": cell.epsilon}
     started = time.perf_counter()
-    found = audit_run(
+    result = audit_run(
         resolve({**sections, "run": run, "privacy": privacy}),
         canaries=100 if cell.quick else 1000,
         canaries_as=cell.kind,
     )
-    figures = asdict(found)
+    figures = asdict(result)
     del figures["method"], figures["mechanism"]
     return {**figures, "seconds": round(time.perf_counter() - started, 1)}
 

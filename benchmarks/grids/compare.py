@@ -51,12 +51,18 @@ def settings_for(name: str, seed: int, rate: float | None, cell: Cell) -> RunSet
         values = {**values, **{key: few for key, few in FEW.items() if key in values}}
     rounds = 1 if cell.quick or name in SINGLE_ROUND else 5
     run = {"method": method, "rounds": rounds, "seed": seed, "device": cell.device}
-    own = {"local_test": 0.2} if name in PERSONAL else {}
+    local_test = {"local_test": 0.2} if name in PERSONAL else {}
     return resolve(
         {
             "run": {**run, "evaluate_every": 5},
             "data": {"dataset": "fashion-mnist"},
-            "partition": {"kind": "dirichlet", "alpha": 0.1, "clients": 10, "subset": 0.1, **own},
+            "partition": {
+                "kind": "dirichlet",
+                "alpha": 0.1,
+                "clients": 10,
+                "subset": 0.1,
+                **local_test,
+            },
             "model": {"width": 8, "norm": "batch" if name == "fedbn" else "instance"},
             "method": values,
         }
@@ -85,15 +91,15 @@ def best_rate(cell: Cell, rows: Rows) -> float | None:
             if step not in tried:
                 settings = settings_for(chosen, 0, LADDER[step], cell)
                 tried[step] = rows.run(f"rate {chosen} {LADDER[step]:g}", settings, tuning)
-        found = best(tried)
-        if found is None:
+        best_index = best(tried)
+        if best_index is None:
             return None
-        if found == first > 0:
+        if best_index == first > 0:
             first -= 1
-        elif found == last < len(LADDER) - 1:
+        elif best_index == last < len(LADDER) - 1:
             last += 1
         else:
-            return LADDER[found]
+            return LADDER[best_index]
 
 
 GRID = Grid(
@@ -101,6 +107,6 @@ GRID = Grid(
     key="{method} seed={seed}",
     settings=lambda cell: settings_for(cell.method, cell.seed, cell.chosen, cell),
     choose=best_rate,
-    wanted=lambda cell: cell.seed < 3 or cell.method in SINGLE_ROUND,
+    include=lambda cell: cell.seed < 3 or cell.method in SINGLE_ROUND,
     threads=1,
 )

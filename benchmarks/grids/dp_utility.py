@@ -1,4 +1,4 @@
-"""What accuracy an honest ε buys: FedDM's three mechanisms and DP-FedAvg on MNIST and
+"""Accuracy by ε: FedDM's three mechanisms and DP-FedAvg on MNIST and
 Fashion-MNIST, 10 clients, Dir(0.5), δ = 1e-5.
 
 All have the same rounds and the same model, at a size that two CPU cores can do. For each method,
@@ -26,14 +26,14 @@ BUDGETS = {
 
 def chosen(cell: Cell, rows: Rows) -> tuple[float, float] | None:
     """Returns the best clip and rate of a mechanism."""
-    how = {"seed": TUNING_SEED, "device": cell.device, "quick": cell.quick}
+    options = {"seed": TUNING_SEED, "device": cell.device, "quick": cell.quick}
     tried = {}
     for clip, rate in product(CLIPS, RATES):
-        settings = settings_for(TUNE_ON, cell.mechanism, BUDGETS["ε = 3"], clip, rate, **how)
+        settings = settings_for(TUNE_ON, cell.mechanism, BUDGETS["ε = 3"], clip, rate, **options)
         name = f"{TUNE_ON} tune {cell.mechanism} clip={clip} rate={rate}"
         tried[clip, rate] = rows.run(name, settings, partial(tuning_data, TUNE_ON))
-    found: tuple[float, float] | None = best(tried)
-    return found
+    choice: tuple[float, float] | None = best(tried)
+    return choice
 
 
 GRID = Grid(
@@ -54,5 +54,5 @@ GRID = Grid(
         quick=cell.quick,
     ),
     choose=chosen,
-    wanted=lambda cell: cell.budget != "noiseless" or cell.mechanism == "features",
+    include=lambda cell: cell.budget != "noiseless" or cell.mechanism == "features",
 )

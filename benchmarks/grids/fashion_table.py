@@ -23,12 +23,12 @@ def chosen(cell: Cell, rows: Rows) -> dict[str, Any] | None:
     """Returns FedAvg's best rate; the other methods are not tuned."""
     if cell.method != "fedavg":
         return {}
-    found = {}
+    rows_by_rate = {}
     for lr in RATES:
         settings = settings_for("fedavg", TUNING_SEED, cell, lr=lr)
         data = partial(tuning_data, "fashion-mnist")
-        found[lr] = rows.run(f"tune fedavg lr={lr}", settings, data)
-    rate = best(found)
+        rows_by_rate[lr] = rows.run(f"tune fedavg lr={lr}", settings, data)
+    rate = best(rows_by_rate)
     return None if rate is None else {"lr": rate}
 
 

@@ -31,21 +31,21 @@ def work(cell: Cell) -> Row:
     train, test, features = prepared(cell.dataset, cell.cache)
     with tempfile.TemporaryDirectory() as place:
         result = simulate(cell.settings, data=(train, None), output=place, quiet=True)
-        found = load_file(Path(str(result.folder)) / "synthetic.safetensors")
+        synthetic = load_file(Path(str(result.folder)) / "synthetic.safetensors")
     row: Row = {"accuracy": classifier_accuracy(result.model, features, test)}
     students = {
-        "hard": (found["labels"], None, UNTAUGHT),
-        "stored": (found["soft_labels"], None, UNTAUGHT),
-        "taught": (found["soft_labels"], result.model, TAUGHT),
+        "hard": (synthetic["labels"], None, UNTAUGHT),
+        "stored": (synthetic["soft_labels"], None, UNTAUGHT),
+        "taught": (synthetic["soft_labels"], result.model, TAUGHT),
     }
     spec = train.spec
-    for name, (labels, teacher, how) in students.items():
+    for name, (labels, teacher, student_settings) in students.items():
         network = build_model(ModelSettings(width=32), spec.image_shape, spec.classes, 0)
-        how = replace(how, steps=20) if cell.quick else how
-        train_student(network, found["images"], labels, how, teacher=teacher)
+        student_settings = replace(student_settings, steps=20) if cell.quick else student_settings
+        train_student(network, synthetic["images"], labels, student_settings, teacher=teacher)
         row[f"student_{name}"] = accuracy(network, test)
-    seconds = sum(one["seconds"] for one in result.metrics)
-    return {**row, "images": len(found["labels"]), "seconds": round(seconds, 3)}
+    seconds = sum(metrics["seconds"] for metrics in result.metrics)
+    return {**row, "images": len(synthetic["labels"]), "seconds": round(seconds, 3)}
 
 
 GRID = Grid(

@@ -3,7 +3,7 @@
 Data sets MNIST, Fashion-MNIST, EMNIST letters and CIFAR-10; ε 0.5, 1, 3, 10 and none; Dir(0.01),
 Dir(0.5), Dir(100); every client's own noise, and aggregated noise; ten clients, at ε = 1 also 3 and
 50; 32 rounds; δ = 1e-5 (EMNIST letters 5e-6). Settings are the method's defaults, found on held-out
-training images (docs/fedstats.md says with which exception). Features are made once (`--cache`), so
+training images (docs/fedstats.md has the exception). Features are made once (`--cache`), so
 seconds are those of all else.
 """
 
@@ -14,7 +14,7 @@ from library.fedstats import DATASETS, KEY, classifier_accuracy, prepared, setti
 from library.grid import Cell, Grid, Row
 
 
-def wanted(cell: Cell) -> bool:
+def include(cell: Cell) -> bool:
     """Leaves out other numbers of clients but at ε = 1, own noise and Dir(0.5)."""
     if cell.clients != 10:
         return bool((cell.epsilon, cell.noise, cell.alpha) == ("1", "own", 0.5))
@@ -44,5 +44,5 @@ GRID = Grid(
     key=KEY,
     settings=settings_for,
     work=work,
-    wanted=wanted,
+    include=include,
 )

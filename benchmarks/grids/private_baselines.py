@@ -40,7 +40,7 @@ NAMES = {  # ε and α of a row
 
 
 class Candidate(NamedTuple):
-    """How DP-FedAvg trains a linear model on features: a pass over the data a round."""
+    """Settings with which DP-FedAvg trains a linear model on features: a pass over the data a round."""
 
     rate: float
     """Of Poisson sampling, q: 1 is one step a round on all records, without momentum; below, 1/q
@@ -51,7 +51,7 @@ class Candidate(NamedTuple):
 
     @property
     def name(self) -> str:
-        """As in the rows."""
+        """The name in the rows."""
         return f"q={self.rate:g} rounds={self.rounds} clip={self.clip:g} lr={self.lr:g}"
 
 
@@ -68,20 +68,25 @@ def candidates() -> Iterator[Candidate]:
 
 
 def linear(
-    dataset: str, one: Candidate, seed: int, cell: Cell, epsilon: float = 1.0, alpha: float = 0.5
+    dataset: str,
+    candidate: Candidate,
+    seed: int,
+    cell: Cell,
+    epsilon: float = 1.0,
+    alpha: float = 0.5,
 ) -> RunSettings:
     """Returns the settings of DP-FedAvg with a linear model on features."""
-    steps = round(1 / one.rate)
+    steps = round(1 / candidate.rate)
     return RunSettings(
-        FedAvg(local_steps=steps, lr=one.lr, momentum=0.0 if steps == 1 else 0.9),
+        FedAvg(local_steps=steps, lr=candidate.lr, momentum=0.0 if steps == 1 else 0.9),
         dataset=dataset,
-        rounds=2 if cell.quick else one.rounds,
+        rounds=2 if cell.quick else candidate.rounds,
         seed=seed,
         device=cell.device,
-        evaluate_every=one.rounds,
+        evaluate_every=candidate.rounds,
         partition=PartitionSettings("dirichlet-plain", clients=10, alpha=alpha),
         model=ModelSettings(features=FEATURES),
-        privacy=PrivacySettings(epsilon=epsilon, clip=one.clip, sample_rate=one.rate),
+        privacy=PrivacySettings(epsilon=epsilon, clip=candidate.clip, sample_rate=candidate.rate),
     )
 
 
@@ -91,11 +96,11 @@ def network(cell: Cell) -> RunSettings:
     rows = by_key("dp_utility")
     clip, rate = max(
         product(private.CLIPS, private.RATES),
-        key=lambda one: rows[f"{TUNE_ON} tune dp-sgd clip={one[0]} rate={one[1]}"]["accuracy"],
+        key=lambda pair: rows[f"{TUNE_ON} tune dp-sgd clip={pair[0]} rate={pair[1]}"]["accuracy"],
     )
-    how = {"seed": cell.seed, "device": cell.device, "quick": cell.quick}
-    made = private.settings_for(cell.dataset, "dp-sgd", {"epsilon": 1.0}, clip, rate, **how)
-    return replace(made, partition=replace(made.partition, alpha=NAMES[cell.name][1]))
+    options = {"seed": cell.seed, "device": cell.device, "quick": cell.quick}
+    run = private.settings_for(cell.dataset, "dp-sgd", {"epsilon": 1.0}, clip, rate, **options)
+    return replace(run, partition=replace(run.partition, alpha=NAMES[cell.name][1]))
 
 
 def settings(cell: Cell) -> RunSettings:
@@ -110,11 +115,11 @@ def held_out(folder: Path) -> Data:
     """Returns the images that settings are chosen on, with features."""
     train, _ = load_dataset(TUNE_ON)
     features = feature_map(FEATURES, train.spec.image_shape)
-    found = vectors(folder, "train", train, features)
-    rest, held = (train.subset(where) for where in split(len(train)))
-    for part, where in zip((rest, held), split(len(train)), strict=True):
-        keep_features(part, features, found[where])
-    return rest, held
+    vectors_Nd = vectors(folder, "train", train, features)
+    rest, validation = (train.subset(indices) for indices in split(len(train)))
+    for part, indices in zip((rest, validation), split(len(train)), strict=True):
+        keep_features(part, features, vectors_Nd[indices])
+    return rest, validation
 
 
 @cache
@@ -131,11 +136,13 @@ def chosen(cell: Cell, rows: Rows) -> Candidate | None:
     """Returns the best candidate."""
     data = partial(held_out, cell.cache)
     tried = {
-        one: rows.run(f"tune {one.name}", linear(TUNE_ON, one, TUNING_SEED, cell), data)
-        for one in candidates()
+        candidate: rows.run(
+            f"tune {candidate.name}", linear(TUNE_ON, candidate, TUNING_SEED, cell), data
+        )
+        for candidate in candidates()
     }
-    found: Candidate | None = best(tried)
-    return found
+    choice: Candidate | None = best(tried)
+    return choice
 
 
 def work(cell: Cell) -> Row:
@@ -149,5 +156,5 @@ GRID = Grid(
     settings=settings,
     work=work,
     choose=chosen,
-    wanted=lambda cell: cell.seed < 3 or cell.name in ("linear alpha=0.5", "linear alpha=0.01"),
+    include=lambda cell: cell.seed < 3 or cell.name in ("linear alpha=0.5", "linear alpha=0.01"),
 )

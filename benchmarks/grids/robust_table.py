@@ -1,5 +1,5 @@
-"""What robust aggregation preserves of FedAvg's accuracy where two of ten clients lie, and what it
-costs where nobody does.
+"""Robust aggregation: FedAvg's accuracy if two of ten clients are malicious, and the cost if none
+is.
 
 The embedded digits, ten clients by Dirichlet(α), ten rounds of five local epochs, the preset's
 network; plain averaging and each rule (`run.robust`; `trimmed` leaves out a fifth at each end).
@@ -30,7 +30,7 @@ from fedsynth.methods.shared.robust import RULES
 from library.grid import Cell, Grid
 
 LIARS = (0, 1)  # of ten clients
-FAR = 5.0
+SIGN_SCALE = 5.0
 SCALE = 100.0
 
 
@@ -60,7 +60,10 @@ class LiedTo(FedAvg):
     def _lie(self, upload: Any, message: ModelParameters) -> Any:
         sent = dict(upload.parameters)
         if self.attack == "sign":
-            sent = {n: message.parameters[n] * (1 + FAR) - value * FAR for n, value in sent.items()}
+            sent = {
+                n: message.parameters[n] * (1 + SIGN_SCALE) - value * SIGN_SCALE
+                for n, value in sent.items()
+            }
         elif self.attack == "scale":
             sent = {name: value * SCALE for name, value in sent.items()}
         elif self.attack == "nan":

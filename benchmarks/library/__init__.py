@@ -1,4 +1,4 @@
-"""What the benchmarks share: rows of results, timing, options, and settings of several tables.
+"""Shared parts of the benchmarks: rows of results, timing, options, and settings of several tables.
 
 Scripts import this and not each other.
 """

@@ -89,8 +89,11 @@ class Case:
         ids = range(len(self.parts))
         at_once = max(1, context.memory_bytes // 2 // (self.method.client_bytes(context) or 1))
         for first in ids[::at_once]:
-            mine = ids[first : first + at_once]
-            self._step(ExactClientView(mine, self.data, [self.parts[k] for k in mine]), context)
+            clients = ids[first : first + at_once]
+            self._step(
+                ExactClientView(clients, self.data, [self.parts[k] for k in clients]),
+                context,
+            )
 
     def private(self, mechanism: str, precision: torch.dtype = torch.float32) -> None:
         """Runs the private step of the same expected batch."""

@@ -24,7 +24,7 @@ SERVER: Values = {
     "generator_lr": 0.01,
     "start": "average",
 }
-OWN: dict[str, Values] = {  # beside the family's
+METHOD_SETTINGS: dict[str, Values] = {  # in addition to the family's
     "fedkf": {"generator_width": 8, "generator_batch": 32},
     "fedaf": {  # from single images, as few steps need, and as FedDM starts
         "server_lr": 0.01,
@@ -56,13 +56,13 @@ def family(method: type[Method]) -> Values:
         return LOCAL
     if not method.learns_from_images:
         return {}
-    known = {f.name for f in fields(method)}
-    taken = CONDENSE if "iterations" in known else IMAGES
-    return {key: value for key, value in taken.items() if key in known}
+    names = {f.name for f in fields(method)}
+    settings = CONDENSE if "iterations" in names else IMAGES
+    return {key: value for key, value in settings.items() if key in names}
 
 
 def _settings(method: str, changes: Values) -> tuple[str, Values]:
-    return method, {**family(method_class(method)), **OWN.get(method, {}), **changes}
+    return method, {**family(method_class(method)), **METHOD_SETTINGS.get(method, {}), **changes}
 
 
 METHODS: dict[str, tuple[str, Values]] = {

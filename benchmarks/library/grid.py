@@ -24,7 +24,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Grid:
-    """What the rows of a results file are made of.
+    """The runs that make the rows of a results file.
 
     Args:
         axes: what varies, the last axis fastest; each is an option of the command line.
@@ -33,7 +33,7 @@ class Grid:
         work: returns a row's measurements; None: simulates the settings.
         choose: returns what is tuned beforehand, from rows that it asks for; None leaves the cell
             to another call.
-        wanted: leaves out cells of the product.
+        include: returns False for cells of the product that are left out.
         repeats: rows of one key.
         threads: of the processor, where seconds are measured; None: as many as there are.
     """
@@ -43,15 +43,15 @@ class Grid:
     settings: Callable[[Cell], RunSettings] | None = None
     work: Callable[[Cell], Row] | None = None
     choose: Callable[[Cell, Rows], Any] | None = None
-    wanted: Callable[[Cell], bool] = bool
+    include: Callable[[Cell], bool] = bool
     repeats: int = 1
     threads: int | None = None
 
     def cells(self, axes: Mapping[str, Sequence[Any]], **same: Any) -> Iterator[Cell]:
-        """Yields the cells of the product of axes that are wanted."""
+        """Yields the cells of the product of axes that are included."""
         for values in product(*axes.values()):
             cell = Cell(**dict(zip(axes, values, strict=True)), **same)
-            if self.wanted(cell):
+            if self.include(cell):
                 yield cell
 
     def make(self, cell: Cell, rows: Rows, repeats: int = 1) -> Row | None:
@@ -82,7 +82,7 @@ class Rows:
         self._only = only
         self._end = time.monotonic() + budget
         self._machine = machine()
-        self.shown: dict[str, Row] = {}
+        self.finished_rows: dict[str, Row] = {}
 
     def get(
         self,
@@ -103,14 +103,14 @@ class Rows:
             The row; None if `only` or the budget leaves it to another call.
         """
         key = name if settings is None else f"{name} {fingerprint(settings)}"
-        made = [row for row in read(self.path) if row["key"] == key]
-        while len(made) < repeats and self._only in key and time.monotonic() < self._end:
-            made.append({"key": key, **work(), **self._machine})
-            append(self.path, made[-1])
-        if len(made) < repeats:
+        rows = [row for row in read(self.path) if row["key"] == key]
+        while len(rows) < repeats and self._only in key and time.monotonic() < self._end:
+            rows.append({"key": key, **work(), **self._machine})
+            append(self.path, rows[-1])
+        if len(rows) < repeats:
             return None
-        self.shown[key] = made[-1]
-        return made[-1]
+        self.finished_rows[key] = rows[-1]
+        return rows[-1]
 
     def run(
         self, name: str, settings: RunSettings, data: Callable[[], Data] | None = None
@@ -131,5 +131,7 @@ class Rows:
 
 def best(rows: Mapping[Any, Row | None]) -> Any:
     """Returns the key of the most accurate row; None if a row is missing."""
-    found = {key: row["accuracy"] for key, row in rows.items() if row is not None}
-    return max(found, key=lambda key: found[key]) if len(found) == len(rows) else None
+    accuracies = {key: row["accuracy"] for key, row in rows.items() if row is not None}
+    return (
+        max(accuracies, key=lambda key: accuracies[key]) if len(accuracies) == len(rows) else None
+    )

@@ -31,13 +31,17 @@ def vectors(folder: Path, split: str, data: ImageData, features: FeatureMap) -> 
     path = folder / f"{data.spec.name}-{split}-{features.name}.npy"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        made = np.empty((len(data), features.dimension), np.float16)
+        vectors_16_bit = np.empty((len(data), features.dimension), np.float16)
         with torch.no_grad():
             for start in range(0, len(data), AT_ONCE):
-                made[start : start + AT_ONCE] = features(data.images[start : start + AT_ONCE]).cpu()
-        np.save(path, made)
+                vectors_16_bit[start : start + AT_ONCE] = features(
+                    data.images[start : start + AT_ONCE]
+                ).cpu()
+        np.save(path, vectors_16_bit)
     raw = np.load(path, mmap_mode="r")
-    found = torch.empty(raw.shape)
+    vectors_Nd = torch.empty(raw.shape)
     for start in range(0, len(raw), 4096):
-        found[start : start + 4096] = torch.from_numpy(raw[start : start + 4096].astype(np.float32))
-    return found
+        vectors_Nd[start : start + 4096] = torch.from_numpy(
+            raw[start : start + 4096].astype(np.float32)
+        )
+    return vectors_Nd

@@ -86,7 +86,7 @@ class Cell:
 
     @property
     def expected(self) -> int:
-        """How many seeds a complete cell has."""
+        """The number of seeds of a complete cell."""
         return int(self.get("expected", len(self.get("seeds") or self.records)))
 
     @property

@@ -37,8 +37,8 @@ def split(count: int) -> tuple[Any, Any]:
 def tuning_data(name: str) -> Data:
     """Returns the training images of a data set, split as `split` does."""
     train, _ = dataset(name)
-    rest, held = split(len(train))
-    return train.subset(rest), train.subset(held)
+    rest, validation = split(len(train))
+    return train.subset(rest), train.subset(validation)
 
 
 def one_run(settings: RunSettings, data: Data) -> dict[str, Any]:
@@ -54,8 +54,10 @@ def one_run(settings: RunSettings, data: Data) -> dict[str, Any]:
     if "local" in last:
         row["local"] = {k: v for k, v in last["local"].items() if k != "client_accuracy"}
     row["bytes"] = result.summary["upload_bytes"]
-    row["curve"] = [one["test_accuracy"] for one in result.metrics if "test_accuracy" in one]
+    row["curve"] = [
+        metrics["test_accuracy"] for metrics in result.metrics if "test_accuracy" in metrics
+    ]
     row["floats"] = result.summary["upload_floats_per_round"]
-    row["round_seconds"] = [one["seconds"] for one in result.metrics]
+    row["round_seconds"] = [metrics["seconds"] for metrics in result.metrics]
     row["seconds"] = round(sum(row["round_seconds"]), 3)
     return row

@@ -172,12 +172,9 @@ def _fedavg_jobs(
 
 def format_number(mean: float | None, std: float | None) -> str:
     """Returns a number with its deviation, with as many decimals as suit its size."""
-    if mean is None:
-        return "–"
     digits = 4
-    if abs(mean) >= 1000:
+    if abs(mean or 0) >= 1000:
         digits = 0
-    elif abs(mean) >= 1:
+    elif abs(mean or 0) >= 1:
         digits = 2
-    deviation = "" if std is None else f" ± {std:,.{digits}f}"
-    return f"{mean:,.{digits}f}{deviation}"
+    return Spread(mean, std).format(1.0, digits)

@@ -138,9 +138,9 @@ class Spread(NamedTuple):
         """Returns "mean ± std"."""
         if self.mean is None:
             return NONE
-        text = f"{scale * self.mean:.{digits}f}"
+        text = f"{scale * self.mean:,.{digits}f}"
         if self.std is not None:
-            text += f" ± {scale * self.std:.{digits}f}"
+            text += f" ± {scale * self.std:,.{digits}f}"
         return text
 
 

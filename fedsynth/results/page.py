@@ -175,7 +175,7 @@ def _images(runs: Sequence[Run], names: Sequence[str], simulation_only: bool) ->
     for run, name in zip(runs, names, strict=True):
         paths = sorted((run.folder / ROUNDS).glob("round-*.png")) or [run.folder / "synthetic.png"]
         positions = np.linspace(0, len(paths) - 1, min(MAX_ROUNDS, len(paths))).round()
-        images = []
+        images: list[Part] = []
         for path in (paths[int(position)] for position in positions):
             caption = re.sub("round-0*", "round ", path.stem)
             alt = f"{name}: synthetic images of {caption}, a row for each class"

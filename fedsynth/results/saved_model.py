@@ -236,11 +236,11 @@ def read_model(file: Path, method: type[Method] | None = None) -> nn.Module:
     except UNUSABLE as error:
         raise OutputError(f"{file} cannot be used: {one_line(error, MAX_REASON)}") from None
     if not same:
-        names = " and ".join(architecture.custom_parts.values())
+        parts = " and ".join(architecture.custom_parts.values()) or "a part of it"
         raise OutputError(
             f"{file} cannot be used: with these weights the network returns other outputs "
-            "for public images than when the file was written, so a part of it must have other "
-            f"built-in weights on this machine{f' ({names})' if names else ''}"
+            f"for public images than when the file was written: {parts} must have other built-in "
+            "weights on this machine"
         )
     return network.eval()
 
