@@ -106,13 +106,3 @@ class FeatureMap:
     def __deepcopy__(self, memo: dict[int, Any]) -> FeatureMap:
         """Returns itself: a map is immutable, and vectors are cached by map object."""
         return self
-
-    def facts(self) -> dict[str, Any]:
-        """Returns the map's public facts for a report."""
-        return {
-            "features": self.name,
-            "dimension": self.dimension,
-            "norm_bound": self.norm_bound,
-            "radius": self.radius,
-            "constants": self.source,
-        }

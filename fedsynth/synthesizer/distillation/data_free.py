@@ -21,12 +21,7 @@ from fedsynth.data.registry import DatasetSpec
 from fedsynth.evaluation.generated import describe, generator_tally
 from fedsynth.seeding import torch_generator
 from fedsynth.synthesizer.distillation.generator import Generator, descend, make_generator
-from fedsynth.synthesizer.distillation.losses import (
-    adversarial_loss,
-    batch_norm_matching,
-    distillation_loss,
-    generator_loss,
-)
+from fedsynth.synthesizer.distillation.losses import distillation_loss, generator_loss
 from fedsynth.validation import check_ranges
 
 
@@ -50,9 +45,6 @@ class DataFreeDistiller:
         activation_weight: λ2: 0.02 on EMNIST, 0.002 on CIFAR.
         kl_weight: of −KL(teacher ‖ student) in the generator's loss (the official code's
             `g_use_kl`, which it sets to γ = 1 on CIFAR and omits on EMNIST).
-        bn_weight: of DENSE's term on the teacher's batch-norm statistics, if it has any; 0 omits
-            it, as FedKF does.
-        ad_weight: of DENSE's term on disagreement with the student; 0 omits it, as FedKF does.
         latent: length of the generator's noise.
         width: of the generator.
         replay: additional student steps, in each step, on random earlier batches; the paper has 0.
@@ -82,8 +74,6 @@ class DataFreeDistiller:
     one_hot_weight: float = 0.2
     activation_weight: float = 0.02
     kl_weight: float = 0.0
-    bn_weight: float = 0.0
-    ad_weight: float = 0.0
     latent: int = 100
     width: int = 64
     replay: int = 0
@@ -91,7 +81,7 @@ class DataFreeDistiller:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        weights = ("one_hot_weight", "activation_weight", "kl_weight", "bn_weight", "ad_weight")
+        weights = ("one_hot_weight", "activation_weight", "kl_weight")
         check_ranges(
             self,
             batch=(2, inf),
@@ -138,16 +128,11 @@ class DataFreeDistiller:
         return generator
 
     def _generator_loss(self, x: Tensor, teacher: Any, student: nn.Module) -> Tensor:
-        """Returns L_G of generated images, and the terms that FedKF does not have."""
-        with batch_norm_matching([teacher] if self.bn_weight else []) as bn_loss:
-            features, logits = features_and_logits(teacher, x)
-            loss = generator_loss(features, logits, self.one_hot_weight, self.activation_weight)
-            loss = loss + self.bn_weight * bn_loss()
-        if self.kl_weight or self.ad_weight:
-            student_logits = student(x)
-            loss = loss - self.kl_weight * distillation_loss(logits.detach(), student_logits)
-            adversarial = adversarial_loss(logits, student_logits, only_disagreement=True)
-            loss = loss + self.ad_weight * adversarial
+        """Returns L_G of generated images, and the term of `kl_weight`."""
+        features, logits = features_and_logits(teacher, x)
+        loss = generator_loss(features, logits, self.one_hot_weight, self.activation_weight)
+        if self.kl_weight:
+            loss = loss - self.kl_weight * distillation_loss(logits.detach(), student(x))
         return loss
 
     def facts(self, generator: Generator) -> dict[str, float]:
