@@ -30,7 +30,7 @@ def proxy() -> ProxyImages:
     return ProxyImages(from_arrays(pixels, np.zeros(6, np.int64), colours), SPEC)
 
 
-def whole() -> RoundContext:
+def full() -> RoundContext:
     """With everything that a context may have."""
     return RoundContext(
         3,
@@ -55,7 +55,7 @@ def whole() -> RoundContext:
 
 def test_a_context_pickles_with_all_that_it_has() -> None:
     """Networks, proxy images, privacy settings, notes: another process gets the same context."""
-    context = whole()
+    context = full()
     context.note("before")
     arrived = pickle.loads(pickle.dumps(context))
     assert type(arrived) is RoundContext
@@ -75,8 +75,8 @@ def test_a_context_pickles_with_all_that_it_has() -> None:
             assert torch.equal(theirs.state_dict()[name], value), name
     assert context.proxy is not None
     assert len(arrived.proxy) == 6
-    where = torch.tensor([5, 0])
-    assert torch.equal(arrived.proxy(where), context.proxy(where))
+    indices = torch.tensor([5, 0])
+    assert torch.equal(arrived.proxy(indices), context.proxy(indices))
     assert arrived.reporter.lines == ["before"]
 
 
@@ -88,7 +88,7 @@ def test_a_reporter_hears_what_a_step_says() -> None:
             heard.append((phase, done, total))
 
     ear = Ear()
-    context = replace(whole(), reporter=ear)
+    context = replace(full(), reporter=ear)
     context.report("condense", 2, 9)
     context.note("a class is missing")
     assert heard == [("condense", 2, 9)]
@@ -102,7 +102,7 @@ def test_a_reporter_hears_what_a_step_says() -> None:
 
 
 def test_a_loaded_network_is_a_copy_of_the_clients_own_architecture() -> None:
-    context = whole()
+    context = full()
     parameters = {n: torch.ones_like(v) for n, v in network(2, "resnet8").state_dict().items()}
     before = {n: v.clone() for n, v in context.architecture_of(1).state_dict().items()}
     loaded = context.load(parameters, 1)

@@ -38,8 +38,8 @@ def by_hand(images: ImageData, embedding: Embedding) -> np.ndarray:
     about = phi - embedding.centre.double().numpy().reshape(8, 8)
     turned = root.channels.double().numpy() @ about @ root.cells.double().numpy()
     z = turned.reshape(len(phi), 64) / embedding.radius
-    found: np.ndarray = z / np.maximum(1, np.linalg.norm(z, axis=1, keepdims=True))
-    return found
+    actual: np.ndarray = z / np.maximum(1, np.linalg.norm(z, axis=1, keepdims=True))
+    return actual
 
 
 @pytest.mark.parametrize("most", [feature_cache.MAX_BYTES, 1])
@@ -96,12 +96,12 @@ def test_a_records_z_has_the_same_bits_whoever_else_is_embedded(
     monkeypatch.setattr(
         Embedding, "__call__", lambda self, phi: lengths.add(len(phi)) or call(self, phi)
     )
-    whole = data()
-    everyone = torch.arange(len(whole))
-    together = feature_table(whole, PIXELS, everyone, embedding(0))(everyone)
+    full = data()
+    everyone = torch.arange(len(full))
+    together = feature_table(full, PIXELS, everyone, embedding(0))(everyone)
     for some in (torch.arange(1), torch.arange(3, 20), torch.arange(100, 700)):
-        alone = feature_table(data(), PIXELS, some, embedding(0))(some)
-        assert torch.equal(alone, together[some])
+        separate = feature_table(data(), PIXELS, some, embedding(0))(some)
+        assert torch.equal(separate, together[some])
     assert lengths == {feature_cache.EMBEDDING_PASS}
 
 
@@ -112,6 +112,6 @@ def test_z_is_recomputed_after_an_in_place_change_of_a_constant() -> None:
     changing = embedding(0)
     first = feature_table(images, PIXELS, records, changing)(records)
     changing.centre.add_(0.2)
-    again = feature_table(images, PIXELS, records, changing)(records)
-    assert not torch.equal(first, again)
-    np.testing.assert_allclose(again, by_hand(images, changing), atol=1e-5)
+    repeated = feature_table(images, PIXELS, records, changing)(records)
+    assert not torch.equal(first, repeated)
+    np.testing.assert_allclose(repeated, by_hand(images, changing), atol=1e-5)

@@ -36,7 +36,9 @@ def records(extra: np.ndarray | None = None, label: int = 0) -> ImageData:
     return digits(np.append(LABELS, label), extra)
 
 
-def where(privacy: PrivacySettings | None = None, *, compiled: bool = False) -> RoundContext:
+def round_context(
+    privacy: PrivacySettings | None = None, *, compiled: bool = False
+) -> RoundContext:
     return context(privacy, compiled=compiled)
 
 
@@ -58,12 +60,12 @@ def test_private_clients_are_never_compiled(name: str, compiled: list[str]) -> N
     for mechanism in method.dp_mechanisms:
         privacy = PrivacySettings(noise_multiplier=1.0, mechanism=mechanism)
         if mechanism != "paper":  # which sees open clients, and guarantees nothing
-            ctx = where(privacy, compiled=True)
+            ctx = round_context(privacy, compiled=True)
             sent(method, ctx, private(method, ctx))
     assert compiled == []
-    sent(method, where(), open_clients())
+    sent(method, round_context(), open_clients())
     assert compiled == []  # nor anybody who did not ask for it
-    sent(method, where(compiled=True), open_clients())
+    sent(method, round_context(compiled=True), open_clients())
     assert sorted(compiled) == ["_back", "_between", "_embed"]
 
 
@@ -71,19 +73,19 @@ def test_private_clients_are_never_compiled(name: str, compiled: list[str]) -> N
 
 
 def test_the_servers_loss_is_the_cross_entropy_and_the_prototypes_pull() -> None:
-    ctx = where()
+    ctx = round_context()
     method = OWN["ProtoDM"](alignment=0.7, ipc=2, iterations=2)
-    (found,) = sent(method, ctx, open_clients())
+    (actual,) = sent(method, ctx, open_clients())
     images = normalise(records().images[:4], SPEC)
     labels = torch.tensor([0, 1, 1, 2])  # class 2 has no prototype: no pull
-    loss = method.loss({0: found})(ctx.architecture, images, labels)
+    loss = method.loss({0: actual})(ctx.architecture, images, labels)
     with torch.no_grad():
         h = ctx.architecture.embed(images).double().numpy()  # type: ignore[operator]
         logits = ctx.architecture(images).double().numpy()
     p = np.exp(logits)
     p /= p.sum(axis=1, keepdims=True)
     plain = -np.log(p[np.arange(4), labels.numpy()]).mean()
-    target = found.prototypes.double().numpy()
+    target = actual.prototypes.double().numpy()
     pull = sum(((h[i] - target[labels[i]]) ** 2).mean() for i in range(3)) / 4
     assert loss.item() == pytest.approx(plain + 0.7 * pull, rel=1e-4)
 
@@ -97,7 +99,7 @@ def test_what_it_charges_is_what_leaves(monkeypatch: pytest.MonkeyPatch) -> None
     )
     ledger = Ledger("0")
     method = OWN["ProtoDM"].from_mapping(TINY)
-    ctx = where(PrivacySettings(noise_multiplier=2.0))
+    ctx = round_context(PrivacySettings(noise_multiplier=2.0))
     sent(method, ctx, private(method, ctx, ledger))
     assert sorted((r.quantity, r.steps, r.sensitivity) for r in ledger.releases) == [
         ("class counts", 1, 1.0),
@@ -114,4 +116,4 @@ def test_a_mechanism_that_is_not_known_is_refused_where_it_would_go_unnoticed() 
     privacy = PrivacySettings(noise_multiplier=1.0, mechanism="mine")
     method = method_class("feddm").from_mapping(TINY)
     with pytest.raises(SettingError, match="'mine', which condensation does not support"):
-        method.release_plans(privacy, where(privacy))
+        method.release_plans(privacy, round_context(privacy))

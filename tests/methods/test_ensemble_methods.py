@@ -118,9 +118,9 @@ def proxy_of(pixels: np.ndarray) -> ProxyImages:
 def test_without_a_step_the_student_is_where_it_starts(method: EnsembleDistillation) -> None:
     """The n_k-weighted average (FedAvg, one shot), or the server's model."""
     assert method.start == ("server" if method.name == "dense" else "average")
-    where = context(proxy=proxy_of(np.zeros((4, 8, 8), np.uint8)))
+    round_context = context(proxy=proxy_of(np.zeros((4, 8, 8), np.uint8)))
     for kind, expected in (("average", average(uploads())), ("server", start().parameters)):
-        made = replace(method, start=kind).server_step(start(), uploads(), where)  # type: ignore[type-var]
+        made = replace(method, start=kind).server_step(start(), uploads(), round_context)  # type: ignore[type-var]
         assert all(torch.equal(made.parameters[name], expected[name]) for name in expected)
 
 
@@ -137,8 +137,8 @@ def test_p_weighs_by_the_rows_shares_by_hand() -> None:
         p = FedHydra(columns=kind).aggregate(*weights)(logits, asked)
         expected = [0.75 * 1 * a + 0.25 * 3 * c, 0.75 * 2 * b + 0.25 * 4 * d]
         assert p[0].tolist() == pytest.approx(expected)
-    alone = FedHydra(aggregation="clients").aggregate(*weights)(logits, asked)
-    assert alone[0].tolist() == pytest.approx([0.75 * 1 + 0.25 * 3, 0.75 * 2 + 0.25 * 4])
+    separate = FedHydra(aggregation="clients").aggregate(*weights)(logits, asked)
+    assert separate[0].tolist() == pytest.approx([0.75 * 1 + 0.25 * 3, 0.75 * 2 + 0.25 * 4])
     average = FedHydra(aggregation="average").aggregate(*weights)(logits, asked)
     assert average.tolist() == [[2.0, 3.0]]
 

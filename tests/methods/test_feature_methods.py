@@ -351,8 +351,8 @@ def test_a_fedgen_examples_loss_depends_only_on_itself() -> None:
     x = torch.tensor(X, dtype=torch.float32).view(9, 1, 2, 2)
     net, y = TwoLayers(), torch.tensor(LABELS)
     together = task.loss(net, x, y)
-    alone = torch.stack([task.loss(net, x[i : i + 1], y[i : i + 1])[0] for i in (4, 0)])
-    torch.testing.assert_close(alone, together[[4, 0]])
+    separate = torch.stack([task.loss(net, x[i : i + 1], y[i : i + 1])[0] for i in (4, 0)])
+    torch.testing.assert_close(separate, together[[4, 0]])
     assert not torch.allclose(together, cross_entropies(net, x, y))
 
 

@@ -84,13 +84,15 @@ def test_without_noise_private_sums_are_the_exact_ones_and_rows_are_clipped() ->
         )
         guard = BudgetEnforcer(Ledger("0"), 1e-5, None)
         clients = group([charge_round(plans, 1, 1e-12, guard, SecretGenerator())])
-        found = class_sums(clients, NET.embed, width, "sums", context(1e-12))
+        actual = class_sums(clients, NET.embed, width, "sums", context(1e-12))
         rows = each * (clip / each.norm(dim=1, keepdim=True)).clamp_max(1)
         exact = torch.stack([rows[torch.tensor(c == LABELS)].sum(0) for c in range(10)])
-        torch.testing.assert_close(torch.as_tensor(found.sums).float(), exact, atol=1e-3, rtol=1e-3)
-        counts = torch.as_tensor(found.counts).float()
+        torch.testing.assert_close(
+            torch.as_tensor(actual.sums).float(), exact, atol=1e-3, rtol=1e-3
+        )
+        counts = torch.as_tensor(actual.counts).float()
         torch.testing.assert_close(counts, torch.tensor([3.0] * 8 + [0.0] * 2), atol=1e-3, rtol=0)
-        assert found.deviation == pytest.approx(2e-12)
+        assert actual.deviation == pytest.approx(2e-12)
 
 
 @pytest.mark.parametrize("kind", [FedFM, FedFMLite])

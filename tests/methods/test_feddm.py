@@ -58,11 +58,11 @@ def private(
 
 
 def test_open_clients_send_the_classes_with_at_least_ten_examples() -> None:
-    found = upload(FAST, context(), clients(0))
-    assert found.labels.tolist() == [0, 0, 1, 1]  # 3 examples of class 2 are too few
-    assert found.images.shape == (4, 1, 8, 8)
-    assert found.floats == 4 * 64
-    assert found.nbytes == 4 * 64 * 4 + 4 * 8
+    actual = upload(FAST, context(), clients(0))
+    assert actual.labels.tolist() == [0, 0, 1, 1]  # 3 examples of class 2 are too few
+    assert actual.images.shape == (4, 1, 8, 8)
+    assert actual.floats == 4 * 64
+    assert actual.nbytes == 4 * 64 * 4 + 4 * 8
     every = upload(replace(FAST, min_examples=1), context(), clients(0))
     assert every.labels.unique().tolist() == [0, 1, 2]
 
@@ -72,8 +72,8 @@ def test_private_clients_send_every_class_whatever_they_have(mechanism: str) -> 
     """Catches: exact class list."""
     ledger = Ledger("0")
     ctx = context(replace(NOISY, mechanism=mechanism))
-    found = upload(FAST, ctx, private(FAST, ctx, ledger))
-    assert found.labels.tolist() == [c for c in range(10) for _ in range(2)]
+    actual = upload(FAST, ctx, private(FAST, ctx, ledger))
+    assert actual.labels.tolist() == [c for c in range(10) for _ in range(2)]
     rows = [(r.round, r.mechanism, r.steps, r.noise_multiplier) for r in ledger.releases]
     assert rows == [(1, mechanism, 2, 3.0)]
 
@@ -107,8 +107,8 @@ def test_images_continue_over_rounds_or_restart() -> None:
 def test_groups_do_not_change_the_uploads(change: dict[str, Any]) -> None:
     method, ctx = replace(FAST, **change), context()
     together = sent(method, ctx, clients(0, 1))
-    alone = [upload(method, ctx, clients(k)) for k in (0, 1)]
-    for one, other in zip(together, alone, strict=True):
+    separate = [upload(method, ctx, clients(k)) for k in (0, 1)]
+    for one, other in zip(together, separate, strict=True):
         torch.testing.assert_close(one.images, other.images, atol=1e-4, rtol=1e-4)
 
 
@@ -213,12 +213,16 @@ def test_a_whole_round_equals_plain_torch(change: dict[str, float]) -> None:
 
 
 def draws(
-    variant: str, radius: float = 5.0, steps: int = 8, period: int | None = None, **where: int
+    variant: str,
+    radius: float = 5.0,
+    steps: int = 8,
+    period: int | None = None,
+    **round_context: int,
 ) -> tuple[Any, Any]:
     with torch.random.fork_rng():
         torch.manual_seed(0)  # noqa: TID251
         model = ConvNet((1, 8, 8), 10, width=16, depth=2)
-    networks = perturbed(model, radius, variant, context(**where), period)  # type: ignore[arg-type]
+    networks = perturbed(model, radius, variant, context(**round_context), period)  # type: ignore[arg-type]
     center = flatten(model)
     return center, torch.stack([flatten(next(networks)) - center for _ in range(steps)])
 
@@ -243,8 +247,8 @@ def test_draws_depend_only_on_seed_and_round_and_repeat_after_a_period() -> None
     assert torch.equal(first, draws("sphere")[1])
     assert not torch.equal(first, draws("sphere", seed=1)[1])
     assert not torch.equal(first, draws("sphere", number=2)[1])
-    again = draws("sphere", period=3)[1]
-    assert all(torch.equal(again[t], first[t % 3]) for t in range(8))
+    repeated = draws("sphere", period=3)[1]
+    assert all(torch.equal(repeated[t], first[t % 3]) for t in range(8))
 
 
 def test_weights_are_frozen_and_unknown_variants_refused() -> None:
@@ -279,10 +283,10 @@ def test_a_loop_that_was_cut_off_ends_with_the_same_images(at: int) -> None:
     """Catches: means that only the first M steps make."""
     keeper = Keeps(at)
     method, ctx = replace(FAST, iterations=7, networks_per_round=3), context(keeper=keeper)
-    whole = sent(method, ctx, clients(0, 1))
+    complete = sent(method, ctx, clients(0, 1))
     assert keeper.kept is not None
-    again = sent(method, ctx, clients(0, 1))
-    assert all(torch.equal(a.images, b.images) for a, b in zip(whole, again, strict=True))
+    repeated = sent(method, ctx, clients(0, 1))
+    assert all(torch.equal(a.images, b.images) for a, b in zip(complete, repeated, strict=True))
 
 
 def test_fixed_networks_are_refused_with_privacy_batch_norm_and_other_losses() -> None:

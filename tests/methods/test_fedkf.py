@@ -86,8 +86,8 @@ def test_both_aggregates_over_rounds_with_absent_clients(
 def test_with_privacy_every_slot_counts_alike(oca: str, value: float) -> None:
     before = AveragingState(scalar(1.0, 0.0).parameters)
     uploads = {0: scalar(5.0, 1.0), 2: scalar(4.0, 1.0)}
-    where = context(participants=(0, 2), sizes=None)
-    state: Any = FedKF(oca=oca).server_step(before, uploads, where)
+    round_context = context(participants=(0, 2), sizes=None)
+    state: Any = FedKF(oca=oca).server_step(before, uploads, round_context)
     assert float(state.overall["w"]) == pytest.approx(value)
 
 

@@ -75,8 +75,8 @@ def step(
     message = ModelParameters(network(method).state_dict(), 1.0)
     take = method.first_step if phase == FIRST else method.client_step
     # without privacy nothing is whitened, and no covariances are sent
-    where = ctx or context(number, 1.0 if field == COVARIANCES else None, method)
-    replies = take(message, clients, [{} for _ in clients.ids], where)
+    round_context = ctx or context(number, 1.0 if field == COVARIANCES else None, method)
+    replies = take(message, clients, [{} for _ in clients.ids], round_context)
     return torch.stack([getattr(reply, field).double() for reply, _ in replies])
 
 
@@ -124,8 +124,8 @@ def test_sums_over_clients_are_those_of_the_pooled_data(
     pooled = sums(method, data, [EVERYBODY], number, phase, field).sum(0)
     by_class = [[n for n in EVERYBODY if n % 10 == c] for c in range(10)]
     for parts in (by_class, [list(range(7)), list(range(7, 20)), []]):
-        found = sums(method, data, parts, number, phase, field).sum(0)
-        torch.testing.assert_close(found, pooled, rtol=1e-6, atol=1e-6)
+        actual = sums(method, data, parts, number, phase, field).sum(0)
+        torch.testing.assert_close(actual, pooled, rtol=1e-6, atol=1e-6)
 
 
 class Silent(SecretGenerator):
@@ -155,9 +155,9 @@ def test_private_sums_are_the_open_ones_plus_noise(
     method: FedStats, number: int, phase: str, name: str, field: str
 ) -> None:
     ctx = context(number, 1.0, method)
-    found, ledger = release(method, number, phase, field, torch.arange(20), Silent(), ctx)
+    actual, ledger = release(method, number, phase, field, torch.arange(20), Silent(), ctx)
     expected = sums(method, digits(LABELS), [EVERYBODY], number, phase, field)[0]
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
     assert plan_of(method, number, name).quantity in [row.quantity for row in ledger.releases]
 
 
@@ -171,11 +171,11 @@ def test_a_client_without_records_sends_noise_like_everybody(
     plan = plan_of(method, number, name, clients=5)
     drawn = SecretGenerator(test_only=np.random.default_rng(0))
     ctx = context(number, 3.0, method, clients=5)
-    found, _ = release(method, number, phase, field, torch.arange(0), drawn, ctx)
+    actual, _ = release(method, number, phase, field, torch.arange(0), drawn, ctx)
     expected = (
         3.0 * plan.relative_noise_multiplier * plan.clip / (2 if aggregation == "secure" else 1)
     )
-    assert float(found.std()) == pytest.approx(expected, rel=0.2)
+    assert float(actual.std()) == pytest.approx(expected, rel=0.2)
 
 
 # -------------------------------------------------------------------------------------- accounting
@@ -190,9 +190,9 @@ def test_epsilon_is_that_of_one_gaussian_release(rounds: int, aggregation: str) 
     privacy = PrivacySettings(noise_multiplier=2.0)
     result = simulate(RunSettings(method, rounds=rounds, partition=iid, privacy=privacy))
     assert result.privacy is not None
-    found = result.privacy["guarantee"]["epsilon"]  # type: ignore[index]
+    actual = result.privacy["guarantee"]["epsilon"]  # type: ignore[index]
     one = Release(1, "all", "gaussian", "x", 2.0, 1.0, 1.0, "full", 1, 1)
-    assert found == pytest.approx(epsilon([one], 1e-5), rel=1e-6)
+    assert actual == pytest.approx(epsilon([one], 1e-5), rel=1e-6)
     rows = result.privacy["ledger"]
     assert len(rows) == (2 if rounds == 1 else 3)  # type: ignore[arg-type]
     assert [row["shares"] > 1 for row in rows] == [aggregation == "secure"] * len(rows)

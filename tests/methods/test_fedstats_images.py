@@ -94,12 +94,12 @@ def drawn_beside(ipc: int, drawn: int) -> torch.Tensor:
         features="pixels", ipc=ipc, drawn_ipc=drawn, image_steps=5, second_moments="no"
     )
     state = method.at_end(method.server_step(begun(), upload, context()), context())
-    found = method.synthetic(state, context())
-    assert found is not None
-    assert found[1].tolist() == [c for c in range(10) for _ in range(ipc + drawn)]
+    actual = method.synthetic(state, context())
+    assert actual is not None
+    assert actual[1].tolist() == [c for c in range(10) for _ in range(ipc + drawn)]
     assert state.soft_labels is not None
-    assert len(state.soft_labels) == len(found[0])
-    return denormalise(found[0], SPEC).view(10, ipc + drawn, -1)
+    assert len(state.soft_labels) == len(actual[0])
+    return denormalise(actual[0], SPEC).view(10, ipc + drawn, -1)
 
 
 def test_drawn_images_accompany_optimised_ones() -> None:
@@ -118,10 +118,10 @@ def test_an_exported_set_states_the_attackers_of_its_epsilon(
     settings = RunSettings(method, rounds=1, privacy=PrivacySettings(epsilon=8.0))
     run = simulate(settings, output=tmp_path, quiet=True)
     assert verify_run(str(run.folder)).problems == []
-    words = (export_run(str(run.folder), tmp_path / "share") / "README.md").read_text()
-    shared = "because clients shared noise: assumed, not executed." in words
+    text = (export_run(str(run.folder), tmp_path / "share") / "README.md").read_text()
+    shared = "because clients shared noise: assumed, not executed." in text
     assert shared is (aggregation == "secure")
-    assert "**Differential privacy: ε = " in words
+    assert "**Differential privacy: ε = " in text
 
 
 def test_a_run_that_ends_on_its_budget_makes_images_of_what_it_has(tmp_path: Path) -> None:
@@ -131,12 +131,12 @@ def test_a_run_that_ends_on_its_budget_makes_images_of_what_it_has(tmp_path: Pat
     assert 1 <= len(run.metrics) < 6
     assert verify_run(str(run.folder)).problems == []
     share = export_run(str(run.folder), tmp_path / "share")
-    found = load_synthetic(share)
-    assert len(found.labels) == 20
-    assert found.soft_labels is not None
-    words = (share / "README.md").read_text()
-    assert "classifier, which was not trained on them" in words
-    assert "A model that was trained on them" not in words
+    actual = load_synthetic(share)
+    assert len(actual.labels) == 20
+    assert actual.soft_labels is not None
+    text = (share / "README.md").read_text()
+    assert "classifier, which was not trained on them" in text
+    assert "A model that was trained on them" not in text
     settings = RunSettings(FedStats(), rounds=1, privacy=PrivacySettings(epsilon=8.0))
     none = simulate(settings, output=tmp_path, quiet=True)
     with pytest.raises(OutputError, match="has no synthetic images"):
@@ -149,15 +149,15 @@ def test_a_student_learns_only_from_the_exported_images(tmp_path: Path) -> None:
     method = FedStats(ipc=5, image_steps=40)
     run = simulate(RunSettings(method, rounds=2), output=tmp_path, quiet=True)
     assert run.folder is not None
-    found = load_synthetic(export_run(run.folder, tmp_path / "share", unprotected=True))
-    assert found.labels.tolist() == [c for c in range(10) for _ in range(5)]
-    assert found.soft_labels is not None
-    assert found.clients is None  # one maker, the server
-    torch.testing.assert_close(found.soft_labels.sum(dim=1), torch.ones(50))
-    assert float((found.soft_labels.argmax(dim=1) == found.labels).float().mean()) > 0.9
+    actual = load_synthetic(export_run(run.folder, tmp_path / "share", unprotected=True))
+    assert actual.labels.tolist() == [c for c in range(10) for _ in range(5)]
+    assert actual.soft_labels is not None
+    assert actual.clients is None  # one maker, the server
+    torch.testing.assert_close(actual.soft_labels.sum(dim=1), torch.ones(50))
+    assert float((actual.soft_labels.argmax(dim=1) == actual.labels).float().mean()) > 0.9
     student = build_model(ModelSettings(width=16, depth=2), SPEC.image_shape, 10, seed=0)
     settings = StudentSettings(steps=300, views=5)
-    train_student(student, found.normalised(), found.soft_labels, settings, teacher=run.model)
+    train_student(student, actual.normalised(), actual.soft_labels, settings, teacher=run.model)
     assert accuracy(student, load_dataset("digits")[1]) > 0.4
 
 
@@ -171,8 +171,8 @@ def test_signal_to_noise_is_that_of_a_simulation(second: str, aggregation: str) 
     method = FedStats(features="pixels", second_moments=second, aggregation=aggregation)
     privacy = PrivacySettings(noise_multiplier=3.0)
     network = FeatureLinear(method.map_of(SPEC), SPEC)
-    where = some_context(privacy, network=network, nominal=50.0, rounds=3, clients=4)
-    plans = {one.name: one for one in method.release_plans(privacy, where)}
+    ctx = some_context(privacy, network=network, nominal=50.0, rounds=3, clients=4)
+    plans = {plan.name: plan for plan in method.release_plans(privacy, ctx)}
     z, e = np.eye(64)[:10], np.eye(10) - 0.1  # an example of each class
     crossed = np.einsum("nc,nd->ncd", e / target_norm(10), z).reshape(10, -1)
     i, j = np.triu_indices(64)
@@ -187,7 +187,7 @@ def test_signal_to_noise_is_that_of_a_simulation(second: str, aggregation: str) 
     for name, rows in cases.items():
         plan: ReleasePlan = plans[name]
         signal = np.linalg.norm(20 * rows.sum(axis=0))  # 200 examples
-        each = 3.0 * plan.relative_noise_multiplier * plan.clip / plan.shares**0.5
-        noise = draws.normal(0, each, (50, 4, rows.shape[1])).sum(axis=1)
+        deviation = 3.0 * plan.relative_noise_multiplier * plan.clip / plan.shares**0.5
+        noise = draws.normal(0, deviation, (50, 4, rows.shape[1])).sum(axis=1)
         expected = signal / np.sqrt(np.square(noise).sum(axis=1).mean())
         assert plan.signal_to_noise(3.0, 200, 4) == pytest.approx(expected, rel=0.03)

@@ -83,22 +83,22 @@ def test_means_and_covariance_by_numpy() -> None:
     x = draws.random((60, 1, 8, 8)).astype(np.float32)
     labels = np.sort(np.r_[np.arange(10), draws.integers(0, 4, 50)])
     sums = pixel_rows(low_pass((1, 8, 8))(torch.from_numpy(x)), torch.from_numpy(labels), 10).sums()
-    found = PixelMoments.unpacked(Pool(sums, 0.0, 60), WIDTH, 10)
+    actual = PixelMoments.unpacked(Pool(sums, 0.0, 60), WIDTH, 10)
     v = x.reshape(60, -1)
     v = v / np.linalg.norm(v, axis=1, keepdims=True)
     means = np.stack([v[labels == c].mean(axis=0) for c in range(10)])
-    np.testing.assert_allclose(found.means, means, atol=1e-5)
+    np.testing.assert_allclose(actual.means, means, atol=1e-5)
     about = v - means[labels]
-    np.testing.assert_allclose(found.roots @ found.roots.T, about.T @ about / 60, atol=1e-5)
+    np.testing.assert_allclose(actual.roots @ actual.roots.T, about.T @ about / 60, atol=1e-5)
 
 
 def test_directions_below_the_noise_are_dropped() -> None:
     """Noise alone leaves but a few of 65."""
     draws = torch.Generator().manual_seed(0)
     noise = torch.randn(pixel_width(WIDTH, 10), generator=draws, dtype=torch.float64)
-    found = PixelMoments.unpacked(Pool(10.0 * noise, 10.0, 1000.0), WIDTH, 10)
-    assert bool(torch.isfinite(found.means).all())
-    assert found.roots.shape[1] < 22
+    actual = PixelMoments.unpacked(Pool(10.0 * noise, 10.0, 1000.0), WIDTH, 10)
+    assert bool(torch.isfinite(actual.means).all())
+    assert actual.roots.shape[1] < 22
     assert PixelMoments.unpacked(Pool(10.0 * noise, 0.0, 1000.0), WIDTH, 10).roots.shape[1] > 25
 
 
@@ -120,8 +120,8 @@ def test_images_are_drawn_about_their_class_s_mean() -> None:
 def test_a_step_makes_a_part_of_the_last_move_again() -> None:
     """W₁ = W₀ − r·g₁ and W₂ = W₁ − r·(g₂ + m·g₁), by hand, with the pace that noise allows."""
     method = FedStats(features="pixels", second_moments="no", momentum=0.25)
-    where = {"rounds": 9, "sigma": 5.0, "noise": {"moments": 5.0}}
-    how = method.pace(context(3, **where))
+    settings_of_run = {"rounds": 9, "sigma": 5.0, "noise": {"moments": 5.0}}
+    how = method.pace(context(3, **settings_of_run))
     assert how.momentum == 0.25
     network = FeatureLinear(method.map_of(SPEC), SPEC)
     state = FedStatsState(network.state_dict())
@@ -130,7 +130,7 @@ def test_a_step_makes_a_part_of_the_last_move_again() -> None:
     moves = []
     for number, gradient in enumerate(gradients, start=2):
         upload = StatisticSums(20.0 * gradient.flatten())  # of a client of nominal size 20
-        moved = method.server_step(state, {0: upload}, context(number, **where))
+        moved = method.server_step(state, {0: upload}, context(number, **settings_of_run))
         assert isinstance(moved, FedStatsState)
         state = moved
         moves.append(how.rate * gradient.double())

@@ -66,7 +66,7 @@ def test_roots_are_powers_of_the_covariances_and_keep_their_trace() -> None:
     z = Z.reshape(400, 6)
     assert np.linalg.norm(z, axis=1).max() < MAP.norm_bound
     centre = torch.from_numpy(z.mean(0))
-    found = released_roots(pool_of(z, 0.0), centre, 0.0, MAP)
+    actual = released_roots(pool_of(z, 0.0), centre, 0.0, MAP)
     about = (Z - Z.mean(0)) / MAP.norm_bound
     for name, pattern in zip(root_names(BLOCKS), ("nas,nbs->ab", "nas,nat->st"), strict=True):
         covariance = np.einsum(pattern, about, about) / 400
@@ -74,7 +74,7 @@ def test_roots_are_powers_of_the_covariances_and_keep_their_trace() -> None:
         floored = np.maximum(values, whitening.FLOOR * values.mean())
         root = vectors @ np.diag(floored ** (-whitening.POWER / 2)) @ vectors.T
         root *= np.sqrt(np.trace(covariance) / np.trace(root @ covariance @ root))
-        np.testing.assert_allclose(found[name], root, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(actual[name], root, rtol=1e-4, atol=1e-5)
 
 
 def test_the_centre_s_own_noise_is_taken_off() -> None:
@@ -86,13 +86,13 @@ def test_the_centre_s_own_noise_is_taken_off() -> None:
     pool = pool_of(z, 0.0)
     exact = released_roots(pool, torch.zeros(6), 0.0, MAP)["channels_root_0"]
     misses = []
-    for told in (0.1, 0.0):
+    for deviation in (0.1, 0.0):
         draws = np.random.default_rng(2)
-        found = [
-            released_roots(pool, torch.from_numpy(0.1 * draws.normal(size=6)), told, MAP)
+        actual = [
+            released_roots(pool, torch.from_numpy(0.1 * draws.normal(size=6)), deviation, MAP)
             for _ in range(200)
         ]
-        mean = torch.stack([one["channels_root_0"] for one in found]).mean(0)
+        mean = torch.stack([roots["channels_root_0"] for roots in actual]).mean(0)
         misses.append(float((mean - exact).norm()))
     assert misses[0] < 0.75 * misses[1]
 
@@ -124,10 +124,10 @@ def test_a_model_s_vectors_are_turned_block_by_block() -> None:
         "channels_root_0": torch.from_numpy(left),
         "cells_root_0": torch.from_numpy(right),
     }
-    found = Embedding.of(parameters, MAP)(torch.from_numpy(Z.reshape(4, 6)))
+    actual = Embedding.of(parameters, MAP)(torch.from_numpy(Z.reshape(4, 6)))
     expected = (left @ Z @ right).reshape(4, 6)
     expected /= np.maximum(1, np.linalg.norm(expected, axis=1, keepdims=True))
-    np.testing.assert_allclose(found, expected, atol=1e-12)
+    np.testing.assert_allclose(actual, expected, atol=1e-12)
 
 
 # ---------------------------------------------------------------------------------------- runs
@@ -147,13 +147,13 @@ def test_a_private_run_whitens_and_an_open_one_does_not() -> None:
         assert same == [not whitened] * 2
     assert private.accuracy > 0.7
     quantities = [row["quantity"] for row in private.privacy["ledger"]]
-    assert sum("channels" in one for one in quantities) == 1
+    assert sum("channels" in quantity for quantity in quantities) == 1
 
 
 def test_which_features_are_whitened_is_public() -> None:
     shapes = ((1, 8, 8), (1, 28, 28), (3, 32, 32))
-    found = {c: [whitening.whitens(c, MAP, s) for s in shapes] for c in ("auto", "yes", "no")}
-    assert found == {"auto": [False, True, False], "yes": [True] * 3, "no": [False] * 3}
+    actual = {c: [whitening.whitens(c, MAP, s) for s in shapes] for c in ("auto", "yes", "no")}
+    assert actual == {"auto": [False, True, False], "yes": [True] * 3, "no": [False] * 3}
     assert not FedStats().whitens(SPEC)
     assert METHOD.whitens(SPEC)
     with pytest.raises(SettingError, match="channels and cells"):
@@ -162,6 +162,6 @@ def test_which_features_are_whitened_is_public() -> None:
         FedStats(whitening="yes", covariance_share=0.89, moment_share=0.1)
     unsaid = FedStats(covariance_share=0.89, moment_share=0.1)  # "auto": known with the data set
     larger, none = replace(SPEC, height=12, width=12), torch.nn.Identity()
-    where = RoundContext(1, 0, torch.device("cpu"), larger, none, 20.0, PRIVATE)
+    ctx = RoundContext(1, 0, torch.device("cpu"), larger, none, 20.0, PRIVATE)
     with pytest.raises(SettingError, match="covariance_share"):
-        unsaid.release_plans(PRIVATE, where)
+        unsaid.release_plans(PRIVATE, ctx)

@@ -122,9 +122,9 @@ def test_sums_of_clients_add_up_to_those_of_all_data(owners: list[int]) -> None:
     parts = [torch.nonzero(who == k).flatten() for k in range(5)]
     each = uploads(method, ctx, data(), parts)
     pooled = summed(each)
-    alone = summed(uploads(method, ctx, data(), [torch.arange(60)]))
-    assert torch.equal(pooled.counts, alone.counts)
-    assert float((pooled.sums - alone.sums).norm()) < 1e-6 * float(alone.sums.norm())
+    separate = summed(uploads(method, ctx, data(), [torch.arange(60)]))
+    assert torch.equal(pooled.counts, separate.counts)
+    assert float((pooled.sums - separate.sums).norm()) < 1e-6 * float(separate.sums.norm())
     assert each[0].nbytes == 4 * (3 * 10 * WIDTH + 10)
     assert [name for name, _ in each[0].arrays()] == ["sums", "counts"]
 

@@ -25,13 +25,13 @@ def test_reach_is_how_often_gradients_are_taken(steps: int, momentum: float) -> 
 def test_steps_go_as_far_as_noise_allows_or_as_they_can(
     noise: float, steps: int, logit_noise: float, momentum: float
 ) -> None:
-    found = pace(noise, steps, logit_noise, 200.0, momentum)
-    far = found.rate * total_weight(steps, momentum)
-    assert found.momentum == momentum
-    assert found.rate <= 200.0
+    actual = pace(noise, steps, logit_noise, 200.0, momentum)
+    far = actual.rate * total_weight(steps, momentum)
+    assert actual.momentum == momentum
+    assert actual.rate <= 200.0
     assert far <= logit_noise / noise * (1 + 1e-9)
     short = far < logit_noise / noise * (1 - 1e-9)
-    assert not short or found.rate == 200.0
+    assert not short or actual.rate == 200.0
 
 
 def test_without_noise_steps_are_the_longest() -> None:

@@ -92,8 +92,8 @@ def test_the_rules_are_numpys(count: int, seed: int, percent: int) -> None:
         for names, kind in ((trained, rule), (["1.running_mean", "1.running_var"], of_buffers)):
             rows = np.stack([flat(u.parameters, names) for u in sent.values()])
             expected = oracle(kind, rows, flat(network.state_dict(), names), percent)
-            found = flat(made[0].parameters, names)
-            np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+            actual = flat(made[0].parameters, names)
+            np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
         assert int(made[0].parameters["1.num_batches_tracked"]) == 10 * ((count - 1) // 2 + 1)
 
 
@@ -109,9 +109,9 @@ def test_a_share_of_clients_that_is_whole_is_not_rounded_up() -> None:
 
 def test_sorting_in_blocks_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = list(torch.randn(5, 7, 3, generator=torch.Generator().manual_seed(1)))
-    whole = middle_mean(rows, 1)
+    complete = middle_mean(rows, 1)
     monkeypatch.setattr(robust, "BLOCK", 11)  # two columns at a time
-    assert torch.equal(middle_mean(rows, 1), whole)
+    assert torch.equal(middle_mean(rows, 1), complete)
 
 
 @pytest.mark.parametrize("rule", ["median", "trimmed", "clip"])
@@ -218,9 +218,11 @@ def test_every_method_runs_with_a_rule_or_refuses_it_in_a_line(name: str) -> Non
         "model": {"width": 4, "depth": 2, **({"norm": "batch"} if name == "fedbn" else {})},
     }
     if name not in TAKE_RULES:
-        with pytest.raises(SettingError, match=rf"run.robust must be none with {name}: \w") as told:
+        with pytest.raises(
+            SettingError, match=rf"run.robust must be none with {name}: \w"
+        ) as caught:
             resolve(sections)
-        assert "\n" not in str(told.value)
+        assert "\n" not in str(caught.value)
         return
     result = simulate(resolve({**sections, "method": {"local_steps": 2, "batch": 64}}))
     assert all(bool(torch.isfinite(p).all()) for p in result.model.parameters())
