@@ -105,7 +105,7 @@ class Totals:
     """The figures of some releases on which their ε depends.
 
     Attributes:
-        steps: the number of steps for each (σ, q), as (σ, q, number), ascending; σ = 0 stands for
+        steps: the number of steps for each (σ, q), as (σ, q, number), ascending; σ = 0 means
             releases without a finite ε.
     """
 
