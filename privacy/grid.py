@@ -77,12 +77,12 @@ def finest(bound: float, clients: int) -> Grid:
     return Grid(min(MOST_BITS, digits - math.ceil(math.log2(bound))), bound)
 
 
-def grid_of(clip: float, deviation: float, shares: int, addends: Addends) -> Grid:
+def grid_of(clip: float, noise_std: float, shares: int, addends: Addends) -> Grid:
     """Returns the coarsest grid that is fine enough for a release whose noise is shared.
 
     Args:
         clip: 𝒞, the norm bound of one unit's vector.
-        deviation: τ, the standard deviation of the noise that one client adds to a coordinate.
+        noise_std: τ, the standard deviation of the noise that one client adds to a coordinate.
         shares: H.
         addends: the bounds on the summed clients and records.
 
@@ -93,15 +93,15 @@ def grid_of(clip: float, deviation: float, shares: int, addends: Addends) -> Gri
     >>> grid_of(1.0, 5.0, 1, Addends(2, 1000))
     Grid(bits=10, bound=1200.0)
     """
-    _, exponent = math.frexp(deviation / (FINE * math.sqrt(shares)))
-    grid = Grid(1 - exponent, addends.records * clip + TAIL * deviation)
+    _, exponent = math.frexp(noise_std / (FINE * math.sqrt(shares)))
+    grid = Grid(1 - exponent, addends.records * clip + TAIL * noise_std)
     overflows = addends.clients * grid.bound / grid.spacing > 2.0**SUM_DIGITS
     if overflows or grid.spacing < VALUES * math.ulp(grid.bound):
         raise PrivacySettingError(
             "privacy",
             "noise_multiplier",
             f"is too small for a sum of {addends.records} records of {addends.clients} "
-            f"clients in 64 bits: a client's noise is {deviation:.3g}, in contributions of "
+            f"clients in 64 bits: a client's noise is {noise_std:.3g}, in contributions of "
             f"up to {grid.bound:.3g}; add noise, or lower the bound on all records "
             "(max_records)",
         )

@@ -198,7 +198,7 @@ class GaussianSumMechanism:
         return self._release.sensitivity
 
     @property
-    def deviation(self) -> float:
+    def noise_std(self) -> float:
         """σ𝒞/√H, the standard deviation of the noise that this client adds to each coordinate of a
         release; public."""
         return self._release.noise_multiplier * self.sensitivity / math.sqrt(self.shares)
@@ -291,7 +291,7 @@ class GaussianSumMechanism:
         self._users.close(self._sums)
         sums, self._sums = self._sums, None
         self.steps_left -= 1
-        noise = self._secret.normal((self._groups, self._width), self.deviation, sums.device)
+        noise = self._secret.normal((self._groups, self._width), self.noise_std, sums.device)
         if self.grid is None:
             return Released((sums + noise).to(torch.float32))
         return Released(on_grid(sums, noise, self.grid))

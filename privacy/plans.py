@@ -170,7 +170,7 @@ class UnaccountedNoise:
     secret: SecretGenerator
 
     @property
-    def deviation(self) -> float:
+    def noise_std(self) -> float:
         """σ𝒞."""
         return self.release.noise_multiplier * self.release.sensitivity
 
@@ -180,14 +180,14 @@ class ReleaseBudget(Generic[S]):
 
     Args:
         phase: the exchange.
-        granted: the exchange's plans, each with its charged series.
+        charged: the exchange's plans, each with its charged series.
     """
 
-    def __init__(self, phase: str, granted: Sequence[tuple[ReleasePlan, S]]) -> None:
+    def __init__(self, phase: str, charged: Sequence[tuple[ReleasePlan, S]]) -> None:
         self._phase = phase
         self._plans: dict[str, ReleasePlan] = {}
         self._unused: dict[str, S] = {}
-        for plan, series in granted:
+        for plan, series in charged:
             self._plans[plan.name] = plan
             self._unused[plan.name] = series
 
@@ -291,7 +291,7 @@ def charge_round(
     Raises:
         BudgetExceededError: the cap would be exceeded; earlier charges remain.
     """
-    granted: list[tuple[ReleasePlan, GaussianSumMechanism]] = []
+    charged: list[tuple[ReleasePlan, GaussianSumMechanism]] = []
     for plan in plans:
         if plan.phase == phase:
             grid = plan.grid(noise_multiplier)  # may refuse, before the charge
@@ -299,5 +299,5 @@ def charge_round(
             series = make_series(row, plan.groups, guard, secret)
             series.shares = plan.shares
             series.grid = grid
-            granted.append((plan, series))
-    return ReleaseBudget(phase, granted)
+            charged.append((plan, series))
+    return ReleaseBudget(phase, charged)

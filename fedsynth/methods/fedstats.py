@@ -125,7 +125,7 @@ class FedStats(PlansStatistics):
         state = _with_parameters(state, {"centre": centre})
         if self.has_covariances(context.privacy, context.spec):
             second = self.pooled(total.covariances, clients, COVARIANCES, context)
-            noise = pool.deviation / pool.records
+            noise = pool.noise_std / pool.records
             roots = released_roots(second, centre, noise, self.map_of(context.spec))
             state = _with_parameters(state, roots)
         if not self.releases_pictures(context.spec):
@@ -205,7 +205,7 @@ class FedStats(PlansStatistics):
                 return state
             return self._momentum_step(state, gradient, context)
         spectrum = Spectrum(state.eigenvalues, state.eigenvectors)
-        noise = pool.deviation / pool.records * math.sqrt(weight.shape[1])
+        noise = pool.noise_std / pool.records * math.sqrt(weight.shape[1])
         direction = spectrum.step(gradient, self.step_floor * noise)
         weight = weight - self.step_size * direction
         return _with_parameters(state, {"classifier.weight": weight})

@@ -237,7 +237,7 @@ def test_a_mechanism_without_guarantee_is_recorded_and_gives_no_series() -> None
     budget = ClientBudget(0, ledger, plan, secret)
     noise = budget.charge(context(plan.run), MAIN).take("images")
     assert isinstance(noise, UnaccountedNoise)
-    assert (noise.deviation, noise.secret) == (2.0 * plan.chief.clip, secret)
+    assert (noise.noise_std, noise.secret) == (2.0 * plan.chief.clip, secret)
     assert [row.unaccounted for row in ledger.releases] == ["FedDM's Algorithm 1 as printed"]  # type: ignore[var-annotated]
 
 

@@ -92,7 +92,7 @@ def test_without_noise_private_sums_are_the_exact_ones_and_rows_are_clipped() ->
         )
         counts = torch.as_tensor(actual.counts).float()
         torch.testing.assert_close(counts, torch.tensor([3.0] * 8 + [0.0] * 2), atol=1e-3, rtol=0)
-        assert actual.deviation == pytest.approx(2e-12)
+        assert actual.noise_std == pytest.approx(2e-12)
 
 
 @pytest.mark.parametrize("kind", [FedFM, FedFMLite])

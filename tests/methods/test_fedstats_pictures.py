@@ -153,8 +153,8 @@ def test_the_pace_is_of_the_noise_that_a_sum_has(aggregation: str) -> None:
     noise = {one.name: 5.0 * one.relative_noise_multiplier * one.clip for one in plans}
     how = method.pace(context(rounds=12, clients=4, sigma=5.0, noise=noise))
     shares = 3 if aggregation == "secure" else 1
-    deviation = noise["step"] * math.sqrt(4 / shares) / (4 * 20.0)
-    draws = deviation * np.random.default_rng(0).normal(size=(12, 4000))
+    noise_std = noise["step"] * math.sqrt(4 / shares) / (4 * 20.0)
+    draws = noise_std * np.random.default_rng(0).normal(size=(12, 4000))
     velocity = weight = np.zeros(4000)
     for gradient in draws:
         velocity = how.momentum * velocity + gradient

@@ -53,9 +53,9 @@ BLOCKS = ((3, 2),)
 MAP = FeatureMap("grid", (1, 2, 3), 6, 2.0, 1.0, "a test", lambda x: x.flatten(1), BLOCKS)
 
 
-def pool_of(z_Nd: np.ndarray, deviation: float) -> Pool:
+def pool_of(z_Nd: np.ndarray, noise_std: float) -> Pool:
     made = Grams(torch.from_numpy(z_Nd / MAP.norm_bound), BLOCKS, whitening.CELLS_PART).sums()
-    return Pool(made, deviation, len(z_Nd))
+    return Pool(made, noise_std, len(z_Nd))
 
 
 def test_roots_are_powers_of_the_covariances_and_keep_their_trace() -> None:

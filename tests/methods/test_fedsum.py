@@ -164,7 +164,7 @@ def test_a_round_is_charged_m_sums_and_the_counts_and_releases_just_those(
     original = GaussianSumMechanism.release
 
     def spy(self: GaussianSumMechanism) -> Any:
-        released.append(self.deviation)
+        released.append(self.noise_std)
         return original(self)
 
     monkeypatch.setattr(GaussianSumMechanism, "release", spy)
@@ -217,10 +217,10 @@ def test_an_example_moves_sums_by_at_most_the_clip_and_counts_by_one(
 
 def test_a_class_below_the_noise_of_all_clients_counts_is_left_out() -> None:
     """The floor is two deviations of the sum of K clients' noise."""
-    method, deviation, k = FedSum(**TINY), 4.0, 9
-    noise = {COUNTS: deviation, IMAGES: 1.0}
+    method, noise_std, k = FedSum(**TINY), 4.0, 9
+    noise = {COUNTS: noise_std, IMAGES: 1.0}
     ctx = context(PrivacySettings(noise_multiplier=1.0), noise=noise, clients=k)
-    floor = 2 * deviation * sqrt(k)
+    floor = 2 * noise_std * sqrt(k)
     counts = torch.zeros(10)
     counts[:3] = torch.tensor([floor * 1.01, floor * 0.99, -floor]) / k
     some = {i: NetworkSums(torch.zeros(3, 10, WIDTH), counts) for i in range(k)}
@@ -249,7 +249,7 @@ def test_securely_aggregated_noise_is_that_of_h_clients() -> None:
         guard = BudgetEnforcer(Ledger("0"), 1e-5, None)
         (allowance,) = charge_for(method, ctx, [0], [guard], [SecretGenerator()])
         expected = sigma * plans[0].clip / sqrt(shares)
-        assert allowance.take(IMAGES).deviation == pytest.approx(expected)
+        assert allowance.take(IMAGES).noise_std == pytest.approx(expected)
         assert method.pooled_deviation(COUNTS, 5, ctx) == pytest.approx(7 * sqrt(5 / shares))
     method = replace(own, aggregation="secure")
     some = {k: NetworkSums(torch.zeros(3, 10, WIDTH), torch.ones(10)) for k in range(5)}

@@ -95,8 +95,8 @@ def test_series_are_handed_out_by_name_and_once() -> None:
     clients = group(charged(Ledger("a")), charged(Ledger("b")))
     images = clients.series("images")
     assert [one.steps_left for one in images] == [3, 3]
-    assert [one.deviation for one in images] == [6.0, 6.0]
-    assert clients.series("counts")[0].deviation == 12.0
+    assert [one.noise_std for one in images] == [6.0, 6.0]
+    assert clients.series("counts")[0].noise_std == 12.0
     with pytest.raises(UnplannedReleaseError, match="'images' was already taken"):
         clients.series("images")
     with pytest.raises(UnplannedReleaseError, match=r"no release 'weights' is planned .*'counts'"):
@@ -141,7 +141,7 @@ def test_noise_that_nothing_accounts_for_is_handed_out_likewise() -> None:
     row = IMAGES.release(1, 3.0, unaccounted="as printed")
     given = ReleaseBudget(MAIN, [(IMAGES, UnaccountedNoise(row, SecretGenerator()))])
     clients = ExactClientView([0], DATA, [torch.arange(20)], [given])
-    assert clients.noise("images")[0].deviation == 6.0
+    assert clients.noise("images")[0].noise_std == 6.0
     with pytest.raises(UnplannedReleaseError, match="was already taken"):
         clients.noise("images")
 

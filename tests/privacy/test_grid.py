@@ -78,7 +78,7 @@ def test_with_less_noise_than_a_step_rounded_parts_tell_more() -> None:
     """The broken twin: a grid that is too coarse, which is refused."""
     assert apart((0.3, 0.4), 0.2) > 0.1
     with pytest.raises(PrivacySettingError, match="is too small for a sum of"):
-        grid_of(clip=1.0, deviation=1e-9, shares=2, addends=Addends(3, 10**9))
+        grid_of(clip=1.0, noise_std=1e-9, shares=2, addends=Addends(3, 10**9))
 
 
 def test_the_coarsest_grid_that_is_fine_enough_is_taken() -> None:
@@ -89,17 +89,17 @@ def test_the_coarsest_grid_that_is_fine_enough_is_taken() -> None:
         clip, noise, records = 10.0 ** rng.uniform((-12, -2, 0), (12, 3, 9))
         clients = int(rng.integers(1, 500))
         shares = max(1, clients - 1)
-        deviation = noise * clip / math.sqrt(shares)
+        noise_std = noise * clip / math.sqrt(shares)
         needed = FINE * math.sqrt(shares)
-        bound = int(records) * clip + TAIL * deviation
-        spacing = 2.0 ** math.floor(math.log2(deviation / needed))
+        bound = int(records) * clip + TAIL * noise_std
+        spacing = 2.0 ** math.floor(math.log2(noise_std / needed))
         try:
-            grid = grid_of(clip, deviation, shares, Addends(clients, int(records)))
+            grid = grid_of(clip, noise_std, shares, Addends(clients, int(records)))
         except PrivacySettingError:
             assert spacing < 2**10 * np.spacing(bound)
             continue
         taken += 1
-        assert needed * grid.spacing <= deviation < 2 * needed * grid.spacing
+        assert needed * grid.spacing <= noise_std < 2 * needed * grid.spacing
         assert grid.bound == bound
         assert grid.spacing >= 2**10 * np.spacing(bound)
         assert clients * bound / grid.spacing <= 2**62
@@ -137,8 +137,8 @@ def test_rounding_changes_neither_the_charge_nor_the_deviation() -> None:
     rng = np.random.default_rng(0)
     wide = replace(PLAN, dimension=40_000)
     part = released(wide, SecretGenerator(test_only=rng), torch.zeros(0, 20_000))
-    deviation = 1.5 * wide.clip / math.sqrt(wide.shares)
-    assert float(part.std()) == pytest.approx(deviation, rel=0.02)
+    noise_std = 1.5 * wide.clip / math.sqrt(wide.shares)
+    assert float(part.std()) == pytest.approx(noise_std, rel=0.02)
     assert wide.release(1, 1.5) == replace(wide, addends=None).release(1, 1.5)
 
 

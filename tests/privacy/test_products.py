@@ -201,4 +201,4 @@ def test_a_user_counts_as_one_however_many_records() -> None:
 def test_shares_divide_the_noise_of_a_client_and_not_what_is_charged() -> None:
     one = series()
     one.shares = 9
-    assert one.deviation == pytest.approx(2 / 3)
+    assert one.noise_std == pytest.approx(2 / 3)

@@ -136,7 +136,7 @@ def a_quarter_of_the_noise(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         SecretGenerator,
         "normal",
-        lambda self, shape, deviation, device="cpu": original(self, shape, deviation / 4, device),
+        lambda self, shape, noise_std, device="cpu": original(self, shape, noise_std / 4, device),
     )
 
 

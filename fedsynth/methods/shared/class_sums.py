@@ -33,12 +33,12 @@ class ClassSums:
     Args:
         sums: [classes, D].
         counts: [classes].
-        deviation: the standard deviation of a count's noise; 0: exact.
+        noise_std: the standard deviation of a count's noise; 0: exact.
     """
 
     sums: Tensor
     counts: Tensor
-    deviation: float
+    noise_std: float
 
     def means(self, min_examples: float = 1.0) -> tuple[Tensor, Tensor]:
         """Returns the class means [classes, D], and which classes the client has [classes].
@@ -49,8 +49,8 @@ class ClassSums:
             min_examples: a private client has a class if its noisy count is at least this, at least
                 1, and at least two standard deviations of its noise.
         """
-        floor = max(1.0, 2 * self.deviation)
-        if self.deviation:
+        floor = max(1.0, 2 * self.noise_std)
+        if self.noise_std:
             floor = max(floor, min_examples)
         return self.sums / self.counts.clamp_min(floor)[:, None], self.counts >= floor
 
@@ -153,7 +153,7 @@ def class_sums(
             series, lambda x_NCHW, segment_N: x_NCHW.new_ones(len(x_NCHW), 1)
         )
         noisy = client.class_sums(client.series(plan), lambda x_NCHW, segment_N: vectors(x_NCHW))
-        return ClassSums(noisy, counts[:, 0], series[0].deviation)
+        return ClassSums(noisy, counts[:, 0], series[0].noise_std)
     classes = context.spec.classes
     sums = torch.zeros(classes, width, device=context.device)
     counts_C = torch.zeros(classes, device=context.device)

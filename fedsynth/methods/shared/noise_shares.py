@@ -40,12 +40,12 @@ class Pool:
 
     Attributes:
         sums: [D], float64.
-        deviation: standard deviation of the noise in each coordinate.
+        noise_std: standard deviation of the noise in each coordinate.
         records: the public number of records behind them.
     """
 
     sums: Tensor
-    deviation: float
+    noise_std: float
     records: float
 
 

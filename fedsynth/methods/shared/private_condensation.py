@@ -149,7 +149,7 @@ def private_matching(
     if plan.mechanism != "features":
         raise _unsupported(plan.mechanism, "client_step")
     counts = clients.series(COUNTS)
-    floor = max(1.0, min_examples * plan.sample_rate, 2 * counts[0].deviation)
+    floor = max(1.0, min_examples * plan.sample_rate, 2 * counts[0].noise_std)
     return FeatureSumMatcher(clients, series, counts, plan.steps, floor)
 
 

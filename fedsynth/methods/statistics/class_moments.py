@@ -84,7 +84,7 @@ class ClassMoments:
         scaled = pool.sums.double() * (math.sqrt(2) / pool.records)
         packed = dimension * (dimension + 1) // 2
         crossed = scaled[packed:].view(classes, dimension) * target_norm(classes)
-        noise = pool.deviation * math.sqrt(2) / pool.records
+        noise = pool.noise_std * math.sqrt(2) / pool.records
         return cls(smat(scaled[:packed], dimension), crossed, noise)
 
 

@@ -181,7 +181,7 @@ def class_means_of(pool: Pool, shape: tuple[int, int], *, second: bool) -> Tenso
     if second:
         scale *= math.sqrt(2)
     means = scale * pool.sums[-math.prod(shape) :].view(shape)
-    return shrunk(means, scale * pool.deviation).float()
+    return shrunk(means, scale * pool.noise_std).float()
 
 
 def make_images(

@@ -89,7 +89,7 @@ class PixelMoments:
         packed = dimension * (dimension + 1) // 2
         gram = smat(scaled[:packed], dimension)[:-1, :-1] / (1 - CONSTANT**2)
         crossed = scaled[packed:].view(classes, dimension)
-        noise = pool.deviation * math.sqrt(2) / pool.records / (1 - CONSTANT**2)
+        noise = pool.noise_std * math.sqrt(2) / pool.records / (1 - CONSTANT**2)
         shares = (crossed[:, -1:] / CONSTANT).clamp_min(max(FEWEST, noise))
         means = crossed[:, :-1] / shares / math.sqrt(1 - CONSTANT**2)
         within = gram - (shares * means).T @ means

@@ -224,9 +224,9 @@ class PlansStatistics(DistributedNoise, MakesImages):
     def pace(self, context: RoundContext) -> Pace:
         """Returns rate and momentum of steps without second moments, from public numbers only."""
         records = context.nominal_size * context.clients
-        deviation = self.pooled_deviation(MOMENTS, context.clients, context)
+        noise_std = self.pooled_deviation(MOMENTS, context.clients, context)
         return pace(
-            deviation * self.step_clip / records / math.sqrt(context.rounds),
+            noise_std * self.step_clip / records / math.sqrt(context.rounds),
             context.rounds,
             self.logit_noise,
             self.step_size / self.curvature,

@@ -115,7 +115,7 @@ def released_roots(
         features: the map.
     """
     bound = features.norm_bound
-    noise = pool.deviation / pool.records
+    noise = pool.noise_std / pool.records
     sums = pool.sums.double() / pool.records
     mean = (centre_d.double() / bound)[None]
     centre_variance = (centre_deviation / bound) ** 2

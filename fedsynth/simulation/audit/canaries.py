@@ -45,7 +45,7 @@ COLUMNS = 4096
 
 
 def log_likelihood_ratios(
-    y_D: Tensor, contributions_ND: Tensor, deviation: float, rate: float, *, orthogonal: bool
+    y_D: Tensor, contributions_ND: Tensor, noise_std: float, rate: float, *, orthogonal: bool
 ) -> Tensor:
     """Returns score_i of the module's docstring for one release of one group, float64 [N].
 
@@ -55,12 +55,12 @@ def log_likelihood_ratios(
     Args:
         y_D: the release less what the other records contribute.
         contributions_ND: ū, of all canaries of the group.
-        deviation: s.
+        noise_std: s.
         rate: q.
         orthogonal: the contributions are, so that there is nothing to decorrelate.
     """
     u = contributions_ND
-    variance = deviation**2
+    variance = noise_std**2
     if orthogonal:
         k = u.square().sum(dim=1).double() / variance
         z = (u @ y_D).double() / variance
@@ -312,9 +312,9 @@ class AuditedSums(GaussianSumMechanism):
             if not len(members):
                 continue
             u, columns, orthogonal = self._contributions(members)
-            deviation = row.noise_multiplier * row.sensitivity
+            noise_std = row.noise_multiplier * row.sensitivity
             ratios = log_likelihood_ratios(
-                y[columns].to(u), u, deviation, row.sample_rate, orthogonal=orthogonal
+                y[columns].to(u), u, noise_std, row.sample_rate, orthogonal=orthogonal
             )
             self._canaries.scores[members] += ratios.cpu()
         return released

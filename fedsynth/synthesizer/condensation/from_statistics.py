@@ -67,19 +67,19 @@ class ImageSteps:
     smoothness: float = 0.3
 
 
-def shrunk(class_means_Cd: Tensor, deviation: float) -> Tensor:
+def shrunk(class_means_Cd: Tensor, noise_std: float) -> Tensor:
     """Returns noisy means shrunk towards 0 according to their noise: the positive-part James-Stein
     estimate (1 − d·σ²/‖t_c‖²)₊ t_c of each class.
 
     Args:
         class_means_Cd: released class means minus their common mean.
-        deviation: σ of the noise in each coordinate, which is public.
+        noise_std: σ of the noise in each coordinate, which is public.
 
-    >>> shrunk(torch.tensor([[3.0, 4.0], [0.3, 0.4]]), deviation=1.0).norm(dim=1)
+    >>> shrunk(torch.tensor([[3.0, 4.0], [0.3, 0.4]]), noise_std=1.0).norm(dim=1)
     tensor([4.6000, 0.0000])
     """
     size = class_means_Cd.square().sum(dim=1, keepdim=True).clamp_min(1e-12)
-    noise = class_means_Cd.shape[1] * deviation**2
+    noise = class_means_Cd.shape[1] * noise_std**2
     return class_means_Cd * (1 - noise / size).clamp_min(0)
 
 

@@ -229,7 +229,7 @@ class PaperMatcher(MatchingObjective):
         self._exact = exact
         self._noise = noise
         self._pairs = pairs
-        self._deviation = noise[0].deviation / batches.sizes.to(torch.float64)  # σ𝒞 / |B_c|
+        self._deviation = noise[0].noise_std / batches.sizes.to(torch.float64)  # σ𝒞 / |B_c|
         self._clip = noise[0].release.sensitivity
 
     def gradient(self, step: int, features: FeatureMap, synthetic: Tensor) -> Tensor:
