@@ -178,15 +178,15 @@ def test_a_crafted_model_is_refused_before_it_is_charged(place: Place) -> None:
         assert client.rows == ()
 
 
-@pytest.mark.parametrize("field", ["known", "anchors"])
+@pytest.mark.parametrize("field", ["has_anchor", "anchors"])
 def test_a_crafted_request_of_a_method_is_refused_before_it_is_charged(
     place: Place, field: str
 ) -> None:
-    """`known` as a matrix would make each example's loss depend on the others."""
+    """`has_anchor` as a matrix would make each example's loss depend on the others."""
     client = Client(place, sections("fedfm-lite", privacy=PRIVATE), noise_multiplier=5.0)
     state = client.runtime.method.initial_state(client.model())
     sent = client.runtime.method.broadcast(state, client.runtime.context)
-    odd = {"known": torch.ones(10, 64, dtype=torch.bool), "anchors": torch.ones(64)}[field]
+    odd = {"has_anchor": torch.ones(10, 64, dtype=torch.bool), "anchors": torch.ones(64)}[field]
     answer = client.asked("step", replace(sent, **{field: odd}).to_bytes())
     assert answer.kind == "refusal"
     assert field in answer.facts["reason"]
