@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fedsynth.cli import options as given
-from fedsynth.cli.application import Application, OptionError, note, say, write_text
-from fedsynth.cli.options import KEYS, path_argument, path_option, takes_settings
+from fedsynth.cli.application import Application, OptionError, note, say
+from fedsynth.cli.options import KEYS, path_argument, takes_settings
 from fedsynth.cli.report_commands import audit, report, sign, verify
 from fedsynth.cli.settings_options import Sections, with_own_code
 
@@ -48,7 +48,6 @@ for command in (report, verify, sign, audit):
 )  # fmt: skip
 def plan(
     chosen: Sections,
-    plot: Annotated[Path | None, path_option("Also plot ε over rounds to this SVG file.")] = None,
     as_json: given.AsJson = False,
 ) -> None:
     """Show what a budget allows, or what a σ costs: only from public numbers, before any data are
@@ -59,15 +58,13 @@ def plan(
     Examples: `fedsynth privacy plan --epsilon 8 --rounds 5`, `fedsynth privacy plan --sigma 3
     --method fedavg --n 6000`.
     """
-    from fedsynth.federation.costs import costs_by_mechanism, costs_plot
+    from fedsynth.federation.costs import costs_by_mechanism
 
     chosen["data"].setdefault("dataset", "mnist")
     sections = with_own_code(chosen)
     if not sections["privacy"].keys() & {"epsilon", "noise_multiplier"}:
         raise OptionError("a plan needs --epsilon (to compute σ) or --sigma (to compute ε)")
     plans = costs_by_mechanism(sections)
-    if plot is not None:
-        write_text(plot, costs_plot(plans))
     if as_json:
         print(json.dumps([vars(p) | {"epsilon": dict(p.epsilon)} for p in plans], indent=2))
     else:

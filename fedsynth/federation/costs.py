@@ -20,7 +20,6 @@ from fedsynth.federation.privacy_plan import PrivacyPlan
 from fedsynth.federation.run_data import declared, planned_ledgers, specification, with_declared
 from fedsynth.privacy.errors import PrivacySettingError
 from fedsynth.privacy.mechanism_facts import mechanism_facts
-from fedsynth.privacy.report.plots import Line, line_plot
 from fedsynth.privacy.settings import needs_a_budget
 
 
@@ -136,9 +135,3 @@ def costs_by_mechanism(sections: Mapping[str, Mapping[str, Any]]) -> list[Mechan
         reason = f"cannot run with differential privacy: {method.refusal}"
         raise SettingError("run", "method", reason, value=method.name)
     return plans
-
-
-def costs_plot(plans: list[MechanismCosts]) -> str:
-    """Returns a plot of ε over rounds for each plan, as SVG text."""
-    lines = [Line(plan.mechanism, list(plan.epsilon.items())) for plan in plans]
-    return line_plot(lines, x="round", y="ε")

@@ -44,7 +44,6 @@ PATHS = (
     "partition --picture={}",
     "distill --models=x --output={}",
     "privacy report x --output={}",
-    "privacy plan --sigma=3 --plot={}",
 )
 
 

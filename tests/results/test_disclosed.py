@@ -144,16 +144,6 @@ def test_observers_hear_of_a_private_run_what_is_written() -> None:
     assert {"seconds", "local"} <= result.summary.keys()
 
 
-def test_a_private_run_with_generated_images_verifies(tmp_path: Path) -> None:
-    """Old form: its summary had a key that verification did not know."""
-    chosen = sections("fedkf", noise_multiplier=3.0)
-    chosen["method"] |= {"generator_width": 4, "generator_batch": 8, "latent": 8}
-    run = simulate(resolve(chosen), output=tmp_path)
-    assert run.folder is not None
-    assert "generator" in json.loads((run.folder / "summary.json").read_text())
-    assert verify_run(run.folder).problems == []
-
-
 def test_every_declaration_has_a_reason_and_no_engines_key() -> None:
     for method in map(method_class, METHODS):
         assert all(one.reason for one in declared_row(method).values())

@@ -21,15 +21,9 @@ from fedsynth.data.load import load_dataset
 from fedsynth.data.registry import DatasetSpec, dataset_spec
 from fedsynth.data.shared_set import FORMAT, NORMALISED
 from fedsynth.errors import DataError, OutputError
-from fedsynth.methods.feddm import FedDM
 from fedsynth.privacy.errors import BudgetExceededError, PrivacyError
 from fedsynth.privacy.settings import NO_LEDGER
-from fedsynth.results.disclosed import (
-    Disclosed,
-    declared_row,
-    declared_summary,
-    disclosed,
-)
+from fedsynth.results.disclosed import Disclosed
 from fedsynth.results.run_folder import RunFolder, resumed_rounds
 from fedsynth.simulation.simulate import simulate
 from tests.special import special_file
@@ -194,18 +188,3 @@ def test_a_cap_that_allows_no_round_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(BudgetExceededError, match=r"above the cap 0\.001"):
         simulate(settings, data=load_dataset("digits"), output=tmp_path / "out")
     assert names(tmp_path) == set()
-
-
-def test_private_folders_keep_seconds_apart(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path, "feddm-digits")
-    folder.write_partition(np.ones((2, 3), dtype=np.int64))
-    row = {"round": 1, "epsilon": 0.5, "seconds": 1.25}
-    folder.append_metrics(disclosed(row, declared_row(FedDM)))
-    summary = {"rounds": 1, "seconds": 1.25}
-    finished = folder.finish(disclosed(summary, declared_summary(FedDM)))
-    assert json.loads((finished / "metrics.jsonl").read_text()) == {"round": 1, "epsilon": 0.5}
-    assert "seconds" not in json.loads((finished / "summary.json").read_text())
-    assert json.loads((finished / "simulation_only" / "rounds.jsonl").read_text()) == {
-        "round": 1,
-        "seconds": 1.25,
-    }

@@ -74,6 +74,14 @@ def with_private_test_images_and_named_clients(output: Path) -> Path:
     )
 
 
+def with_generated_images(output: Path) -> Path:
+    chosen = settings("fedkf", noise_multiplier=3.0)
+    chosen["method"] |= {"generator_width": 4, "generator_batch": 8, "latent": 8}
+    folder = run(output, chosen)
+    assert "generator" in json.loads((folder / "summary.json").read_text())
+    return folder
+
+
 def with_users(output: Path) -> Path:
     train, test = load_dataset("digits")
     users = np.arange(len(train)) // 20
@@ -149,6 +157,7 @@ HONEST: dict[str, Callable[[Path], Path]] = {
             "method": {**FAST, "server_epochs": 1, "generator_steps": 1},
         },
     ),
+    "generated images": with_generated_images,
     "private test images, named clients": with_private_test_images_and_named_clients,
     "users": with_users,
     "a cap": ended_by_the_cap,
