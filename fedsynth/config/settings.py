@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +23,7 @@ from fedsynth.methods import is_own_method, own_source
 from fedsynth.methods.shared.robust import FEWEST, RULES
 from fedsynth.models.registry import ModelSettings, is_own_model, own_model
 from fedsynth.privacy.settings import NO_LEDGER, PrivacySettings, ledger_setting
-from fedsynth.validation import check_choices, check_ranges, field_types
+from fedsynth.validation import check_fields, check_ranges, field_types, in_range, one_of
 
 QUORUM = 0.5
 """The default smallest share of a round's clients whose uploads make a round."""
@@ -112,19 +111,19 @@ class RunSettings:
     method: Method
     dataset: str = DEFAULT_DATASET
     data_root: Path | None = None
-    rounds: int = 20
-    seed: int = 0
+    rounds: int = in_range(20, 1, MAX_ROUNDS)
+    seed: int = in_range(0, 0)
     device: str = "auto"
-    precision: str = "fp32"
+    precision: str = one_of("fp32", "bf16")
     compile: bool = False
     memory_gb: float | None = None
     threads: int | None = None
-    evaluate_every: int = 1
+    evaluate_every: int = in_range(1, 1)
     participation: float = 1.0
-    sampling: str = "uniform"
-    client_failures: float = 0.0
-    quorum: float = QUORUM
-    robust: str = "none"
+    sampling: str = one_of("uniform", "size")
+    client_failures: float = in_range(0.0, 0, 1)
+    quorum: float = in_range(QUORUM, 0, 1)
+    robust: str = one_of(*RULES)
     robust_share: float = 0.2
     partition: PartitionSettings = field(default_factory=PartitionSettings)
     model: ModelSettings = field(default_factory=ModelSettings)
@@ -148,17 +147,9 @@ class RunSettings:
                 raise SettingError(
                     None, name, f"must be an object such as {example}, got {value!r}"
                 )
-        check_ranges(
-            self,
-            rounds=(1, MAX_ROUNDS),
-            evaluate_every=(1, math.inf),
-            seed=(0, math.inf),
-            client_failures=(0, 1),
-            quorum=(0, 1),
-        )
+        check_fields(self)
         if self.threads is not None:
             check_ranges(self, threads=(1, MAX_THREADS))
-        check_choices(self, sampling=("uniform", "size"), precision=("fp32", "bf16"), robust=RULES)
         for section, key, reason in self._conflicts():
             raise SettingError(section, key, reason)
 

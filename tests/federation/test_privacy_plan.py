@@ -182,7 +182,7 @@ def test_a_client_may_be_planned_fewer_steps_and_nothing_more(wrong: str) -> Non
 def test_stragglers_and_own_networks_have_rows_of_their_own() -> None:
     late = settings("fedprox", own={"stragglers": 0.7})
     plan, first = plan_of(late), context(late)
-    passes = late.method.late(first)  # type: ignore[attr-defined]
+    passes = late.method.straggler_epochs(first)  # type: ignore[attr-defined]
     assert len(passes) == 2
     for client in range(3):
         (row,) = plan.client_rows(client, first)
@@ -262,7 +262,7 @@ def test_a_step_takes_every_series_that_is_charged_for_it(
     run = settings(name, clients=2, own=own, noise_multiplier=3.0, **privacy)
     simulate(replace(run, rounds=1))
     assert given
-    assert all(not one._left for one in given)
+    assert all(not one._unused for one in given)
 
 
 def warnings_of(run: RunSettings, words: str) -> list[str]:
