@@ -282,4 +282,3 @@ def test_local_metrics_are_in_the_rows_or_with_privacy_in_simulation_only(
     assert '"wlp"' in (private / "simulation_only" / "rounds.jsonl").read_text()
     report = (private / "privacy_report.md").read_text()
     assert "own test splits" in report
-    assert "times the fraction 0.8 that is used for training" in report
