@@ -18,7 +18,7 @@ from fedsynth.cli.settings_options import Sections, set_options
 
 if TYPE_CHECKING:
     from fedsynth.reproduction.comparison import Line
-    from fedsynth.reproduction.presets import Block, Cell, Preset
+    from fedsynth.reproduction.presets import Cell, Preset
 
 UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 SCALED = "SCALED to {scale:g}: a test that the cells run, not a result of the published setting"
@@ -192,11 +192,15 @@ def _list_cells(table: Preset, cells: Sequence[Cell]) -> None:
     """Prints a table's settings with their sources, and its cells with the published numbers."""
     from fedsynth.reproduction.comparison import format_number
     from fedsynth.reproduction.presets import cell_words
+    from fedsynth.reproduction.runs import changed_settings
 
     _print_title(table)
     for block in table.blocks:
         if any(cell.fits(block.when) for cell in cells):
-            _print_block(block)
+            texts = [f"{column} {', '.join(values)}" for column, values in block.when.items()]
+            texts += filter(None, [changed_settings(block.sections), block.variant])
+            print("; ".join(texts))
+            print(f"    {block.source}", *filter(None, [block.why]), sep=": ")
     print()
     rows = [["cell", "metric", "published", "not runnable, because"]]
     for cell in cells:
@@ -204,16 +208,3 @@ def _list_cells(table: Preset, cells: Sequence[Cell]) -> None:
             published = format_number(number.value, number.std)
             rows.append([cell_words(cell, table), number.label, published, table.refusal(cell)])
     _print_table(rows)
-
-
-def _print_block(block: Block) -> None:
-    from fedsynth.reproduction.runs import changed_settings
-
-    settings = changed_settings(block.sections)
-    if block.variant:
-        settings += f", measured: {block.variant}"
-    if block.when:
-        when = "; ".join(f"{column} {', '.join(values)}" for column, values in block.when.items())
-        settings = f"{when}: {settings}"
-    print(settings)
-    print(f"    {block.source}", *filter(None, [block.why]), sep=": ")

@@ -122,14 +122,22 @@ def lines(
 
     result = []
     for cell in cells:
+        variant, dataset = table.variant(cell), dataset_of(cell.dataset)
+        name = cell_words(cell, table)
         jobs = jobs_of(table, [cell], seeds, scale=scale, changes=changes)
         runs = _finished(jobs, rows)
         fedavg = _finished(_fedavg_jobs(table, cell, seeds, scale, changes), rows)
         for number in cell.numbers:
-            values = _values(number, table, cell, runs, fedavg)
-            name = cell_words(cell, table)
-            line = Line(table.name, name, number, values, list(runs.values()), scale, changes or {})
-            result.append(line)
+            values = {}
+            for seed, row in runs.items():
+                if "diverged" in row:
+                    continue
+                reference = fedavg.get(seed)
+                value = measured(number, row, variant=variant, dataset=dataset, fedavg=reference)
+                if value is not None:
+                    values[seed] = value
+            finished = list(runs.values())
+            result.append(Line(table.name, name, number, values, finished, scale, changes or {}))
     return result
 
 
@@ -137,26 +145,6 @@ def _finished(jobs: Iterable[Job], rows: Mapping[str, Row]) -> dict[int, Row]:
     """Returns the rows of those jobs that have finished, by seed."""
     hashes = {job.seed: run_hash(job.settings) for job in jobs}
     return {seed: rows[digest] for seed, digest in hashes.items() if digest in rows}
-
-
-def _values(
-    number: Number,
-    table: Preset,
-    cell: Cell,
-    runs: Mapping[int, Row],
-    fedavg: Mapping[int, Row],
-) -> dict[int, float]:
-    """Returns the value of a published number in each seed's run, except for diverged runs."""
-    variant, dataset = table.variant(cell), dataset_of(cell.dataset)
-    values = {}
-    for seed, row in runs.items():
-        if "diverged" in row:
-            continue
-        reference = fedavg.get(seed)
-        value = measured(number, row, variant=variant, dataset=dataset, fedavg=reference)
-        if value is not None:
-            values[seed] = value
-    return values
 
 
 def _fedavg_jobs(

@@ -17,14 +17,6 @@ CHOSEN = "not given in the paper: chosen"
 CELLS = [(name, cell) for name in preset_names() for cell in preset(name).cells]
 
 
-def test_the_file_is_read_as_it_is() -> None:
-    rows = published()
-    assert len(rows) == 1005
-    first = rows[0]
-    values = [first[name] for name in ("table", "dataset", "value", "std")]
-    assert values == ["Table 2", "mnist", "96.92", "0.09"]
-
-
 def test_every_table_has_a_preset_with_all_its_numbers() -> None:
     """Catches: a table of the file without a preset, and a number that no cell has."""
     own = {(preset(name).source, preset(name).table): name for name in preset_names()}
