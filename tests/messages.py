@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from fedsynth.core.messages import Packed
-from fedsynth.federation.protocol import Models
 from fedsynth.methods import METHODS, method_class
 
 DTYPES = {
@@ -32,7 +31,7 @@ def kinds() -> list[type[Packed]]:
     """All messages and states of the package, by name."""
     for name in METHODS:
         method_class(name)
-    return sorted({*_below(Packed), Models}, key=lambda kind: kind.__qualname__)
+    return sorted(set(_below(Packed)), key=lambda kind: kind.__qualname__)
 
 
 def _below(of: type[Packed]) -> Iterator[type[Packed]]:
