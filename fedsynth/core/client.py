@@ -181,9 +181,9 @@ class ExactClientView(_ClientView):
         sums = []
         for part in self._parts:
             look_up = feature_table(self.data, features, part, embedding)
-            first, *later = part.split(FEATURE_PASS)  # of a client without examples, one empty
+            first, *remaining = part.split(FEATURE_PASS)  # of a client without examples, one empty
             total = rows(look_up(first), self.data.labels[first]).sums()
-            for records in later:
+            for records in remaining:
                 total = total + rows(look_up(records), self.data.labels[records]).sums()
             sums.append(total)
         return torch.stack(sums)

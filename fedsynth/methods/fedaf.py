@@ -127,8 +127,8 @@ class FedAF(FedAFSettings):
         memories: Sequence[Memory],
         context: RoundContext,
     ) -> Results:
-        """Condenses the data of a group of clients: S [pairs, ipc, C, H, W] has the images of all
-        (client, class) pairs."""
+        """Condenses the data of a group of clients: S [pairs, ipc, channels, H, W] has the images
+        of all (client, class) pairs."""
         w_r = context.load(message.parameters).requires_grad_(False).eval()
         pairs, C = self.pairs(clients), context.spec.classes
         S = start_images(

@@ -147,8 +147,8 @@ class FedDM(CondensingMethod, TrainsInBall):
     ) -> Results:
         """Condenses the data of a group of clients: all (client, class) pairs in one batched pass.
 
-        S [pairs, ipc, C, H, W] has the synthetic images of all pairs. L = Σ L_c over pairs, so each
-        client's images get the gradient of their own loss.
+        S [pairs, ipc, channels, H, W] has the synthetic images of all pairs. L = Σ L_c over pairs,
+        so each client's images get the gradient of their own loss.
         """
         w_r = context.load(message.parameters).requires_grad_(False).eval()
         pairs = self.pairs(clients)

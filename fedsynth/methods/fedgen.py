@@ -1,5 +1,5 @@
 """FedGen: a generator of embeddings, learned by the server from clients' classifiers, regularises
-local training (Zhu et al. 2021, 2105.10056).
+local training (Zhu et al. 2021, arXiv 2105.10056).
 
 Server: with the uploaded models it trains G(y, ε) -> embedding on Σ_k w_{k,y}·CE(classifier_k(G(y,
 ε)), y) + η·diversity, w_{k,y} client k's share of the round's examples of class y (Eq. 4 there, in
@@ -235,11 +235,8 @@ class FedGen(TrainsLocally):
         return replace(state, parameters=average(uploads), learner=learner, seen_classes=seen)
 
     def facts(self, state: GeneratorState, context: RoundContext) -> Mapping[str, Any]:
-        """Returns how the new model classifies embeddings of the generator sent to clients.
-
-        Each class that any client has had gets the same number of embeddings. Post-processing: the
-        generator comes from the uploaded models.
-        """
+        """Returns how the new model classifies embeddings of the generator, equally many of each
+        class that any client has had. Post-processing: both come from the uploaded models."""
         facts = super().facts(state, context)
         if state.seen_classes is None or not bool(state.seen_classes.any()):
             return facts
@@ -278,8 +275,7 @@ class FedGen(TrainsLocally):
     def _train_generator(
         self, state: GeneratorState, sent: Sequence[ModelAndCounts], context: RoundContext
     ) -> tuple[dict[str, Tensor], Tensor]:
-        """Returns the generator and its Adam after this round, and which classes any client has had
-        so far."""
+        """Returns the generator with its Adam, and the classes that any client has had so far."""
         generator = self._generator(context).train()
         rate = self.generator_lr * DECAY ** (context.round - 1)
         adam = torch.optim.Adam(generator.parameters(), rate, weight_decay=self.generator_decay)

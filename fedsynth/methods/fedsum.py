@@ -188,7 +188,7 @@ class FedSum(SumsFeatures):
             yield u
 
     def _images(self, state: CondensedState, context: RoundContext) -> Tensor:
-        """Returns S at the start of a round, [classes · ipc, C, H, W], normalised."""
+        """Returns S at the start of a round, [classes · ipc, channels, H, W], normalised."""
         if state.images is not None and not self.restart:
             return state.images
         generator = torch_generator(context.seed, "fedsum's start images")
@@ -201,7 +201,7 @@ class FedSum(SumsFeatures):
         return images.to(context.device)
 
     def _by_class(self, images_NCHW: Tensor, context: RoundContext) -> Tensor:
-        """Returns the images as [classes, ipc, C, H, W]."""
+        """Returns the images as [classes, ipc, channels, H, W]."""
         return images_NCHW.view(context.spec.classes, self.ipc, *context.spec.image_shape)
 
     def _set(self, state: CondensedState, context: RoundContext) -> SyntheticSet:

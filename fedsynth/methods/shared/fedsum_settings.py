@@ -33,8 +33,8 @@ FRESH = "fresh"
 
 @dataclass(frozen=True)
 class SumsRequest(ModelParameters):
-    """Sent to clients: w_r, and the images S [classes · ipc, C, H, W], whose feature means the sums
-    are centred on."""
+    """Sent to clients: w_r, and the images S [classes · ipc, channels, H, W], whose feature means
+    the sums are centred on."""
 
     images: Tensor = public("sent to clients, never uploaded")
 
@@ -50,8 +50,8 @@ class NetworkSums(Message):
 
 @dataclass(frozen=True)
 class CondensedState(ServerState):
-    """The state, with S [classes · ipc, C, H, W], normalised, and the classes with enough data,
-    bool [classes]; None before the first round."""
+    """The state, with S [classes · ipc, channels, H, W], normalised, and the classes with enough
+    data, bool [classes]; None before the first round."""
 
     images: Tensor | None = None
     condensed: Tensor | None = None
