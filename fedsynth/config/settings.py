@@ -84,12 +84,12 @@ class RunSettings:
         robust: aggregation that a few malicious clients cannot move far: none, median, trimmed
             (mean) or clip. "median" and "trimmed" are of each coordinate, "clip" is of the norms of
             updates. All clients then have the same weight, whatever n_k. For methods that average
-            models; of the others the error says why not.
+            models; for the others, the error states the reason.
         robust_share: β of "trimmed": the share of a coordinate's values that is left out at each
             end, at least the share of malicious clients.
         partition: which client has which examples.
         model: the architecture; also a module, or a class or function that makes one
-            (`register_model` says what it must be).
+            (see `register_model`).
         privacy: differential privacy; None: none.
         report: who answers for the run, for the first page of its privacy report.
         ledger: without privacy, the folder of the clients' kept ledgers, which then state that no
