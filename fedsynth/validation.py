@@ -99,7 +99,8 @@ def check_number(
     """
     if integer and type(value) is not int:
         raise SettingError(section, key, f"must be a whole number, got {short_repr(value)}")
-    if not isinstance(value, Real) or isinstance(value, bool):
+    numeric = isinstance(value, Real) and not isinstance(value, bool)
+    if not numeric:
         raise SettingError(section, key, f"must be a number, got {short_repr(value)}")
     if not -math.inf < value < math.inf:  # a whole number may be too large for `isfinite`
         raise SettingError(section, key, f"must be a finite number, got {short_repr(value)}")
