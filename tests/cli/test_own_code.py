@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from fedsynth.features.registry import _CUSTOM as _OWN_FEATURES
-from fedsynth.methods import _OWN
+from fedsynth.features.registry import _CUSTOM as CUSTOM_FEATURES
+from fedsynth.methods import _CUSTOM
 from fedsynth.own_code import load_own
 from tests.interrupted import interrupted_in_round
 
@@ -62,16 +62,16 @@ def code(tmp_path: Path) -> Path:
 @pytest.fixture(autouse=True)
 def registered() -> Any:
     """Forgets methods that a test has registered, as a new process would."""
-    before = dict(_OWN), dict(_OWN_FEATURES)
+    before = dict(_CUSTOM), dict(CUSTOM_FEATURES)
     yield
-    for registry, names in zip((_OWN, _OWN_FEATURES), before, strict=True):
+    for registry, names in zip((_CUSTOM, CUSTOM_FEATURES), before, strict=True):
         registry.clear()
         registry.update(names)
 
 
 def forget() -> None:
-    _OWN.clear()
-    _OWN_FEATURES.clear()
+    _CUSTOM.clear()
+    CUSTOM_FEATURES.clear()
 
 
 def base(code: Path, rounds: int = 1) -> str:
