@@ -18,7 +18,7 @@ from fedsynth.data.images import normalise
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import SettingError, UploadRejectedError
 from fedsynth.seeding import torch_generator
-from fedsynth.training.sgd import Objective, SgdSettings, train_on
+from fedsynth.training.sgd import Objective, Penalty, SgdSettings, train_on
 
 MAX_IPC = 100_000
 """Upper bound of the images per class that a client is asked for: more than any data set here
@@ -247,7 +247,7 @@ def train_on_union(
         )
     images = torch.cat([u.normalised(context.spec) for u in sets])
     labels = torch.cat([u.labels for u in sets])
-    penalty = on_all and (lambda network: on_all(network, images, labels))
+    penalty: Penalty | None = on_all and (lambda network: on_all(network, images, labels))
     train_on(
         model,
         images.__getitem__,
