@@ -42,9 +42,9 @@ def in_range(default: float, low: float, high: float = math.inf) -> Any:
     return field(default=default, metadata={"range": (low, high)})
 
 
-def one_of(default: str, *others: str) -> Any:
+def one_of(default: str, *alternatives: str) -> Any:
     """Returns a settings field with these choices, the default first; see `check_fields`."""
-    return field(default=default, metadata={"choices": (default, *others)})
+    return field(default=default, metadata={"choices": (default, *alternatives)})
 
 
 def check_fields(settings: Any) -> None:
