@@ -21,8 +21,7 @@ from fedsynth.evaluation.accuracy import accuracy
 from fedsynth.evaluation.generated import format_facts
 from fedsynth.models.registry import build_model
 from fedsynth.seeding import torch_generator
-from fedsynth.training.optimisers import MomentumSgd
-from fedsynth.training.sgd import SgdSettings, train_on
+from fedsynth.training.sgd import MomentumSgd, SgdSettings, train_on
 
 
 def main(

@@ -37,10 +37,9 @@ from fedsynth import (
     simulate,
 )
 from fedsynth.core.client import ClientGroup
-from fedsynth.core.context import RoundContext
+from fedsynth.core.context import RoundContext, ServerState
 from fedsynth.core.messages import released
 from fedsynth.core.method import Memory, ReleasePlan, Results
-from fedsynth.core.state import ServerState
 from fedsynth.methods.shared.class_sums import class_means, sums_plans
 from fedsynth.methods.shared.private_condensation import feature_width
 from fedsynth.privacy.plans import MAIN

@@ -46,9 +46,9 @@ def main(folder: Path, epsilon: float = 30.0) -> tuple[float, float]:
     run = simulate(settings, output=folder / "runs", quiet=True)
     share = export_run(str(run.folder), folder / "share", with_model=True)
     synthetic = load_synthetic(share)
-    assert synthetic.soft_labels is not None  # FedStats labels its images
+    labels = synthetic.labels if synthetic.soft_labels is None else synthetic.soft_labels
     model = network()
-    train_student(model, synthetic.normalised(), synthetic.soft_labels, teacher=load_model(share))
+    train_student(model, synthetic.normalised(), labels, teacher=load_model(share))
     test = load_dataset("digits")[1]
     teacher, student = accuracy(run.model, test), accuracy(model, test)
     print(f"{synthetic}: classifier {teacher:.3f}, model trained on the images {student:.3f}")

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from fedsynth.config.resolve import resolve as resolve
     from fedsynth.config.settings import RunSettings as RunSettings
     from fedsynth.core.context import RoundContext as RoundContext
+    from fedsynth.core.context import ServerState as ServerState
     from fedsynth.core.messages import Message as Message
     from fedsynth.core.messages import ModelParameters as ModelParameters
     from fedsynth.core.method import Method as Method
-    from fedsynth.core.state import ServerState as ServerState
     from fedsynth.data.folder_settings import FolderSettings as FolderSettings
     from fedsynth.data.images import ImageData as ImageData
     from fedsynth.data.images import from_arrays as from_arrays

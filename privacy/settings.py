@@ -8,8 +8,8 @@ from numbers import Real
 from pathlib import Path
 from typing import ClassVar
 
+from fedsynth.privacy.disclosure import mechanism_facts
 from fedsynth.privacy.errors import PrivacySettingError
-from fedsynth.privacy.mechanism_facts import mechanism_facts
 from fedsynth.privacy.releases import (
     ADD_REMOVE,
     RECORD,

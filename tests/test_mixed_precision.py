@@ -36,8 +36,7 @@ from fedsynth.synthesizer.distillation.ensemble import (
 )
 from fedsynth.synthesizer.distillation.generator import make_generator
 from fedsynth.training import sgd
-from fedsynth.training.optimisers import MomentumSgd
-from fedsynth.training.sgd import SgdSettings, train_on
+from fedsynth.training.sgd import MomentumSgd, SgdSettings, train_on
 
 DIGITS = dataset_spec("digits")
 CPU = torch.device("cpu")

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from fedsynth.core.charging import charge_for
 from fedsynth.core.client import ExactClientView, PrivateClientView
-from fedsynth.core.context import RoundContext
-from fedsynth.core.state import ServerState
+from fedsynth.core.context import RoundContext, ServerState
 from fedsynth.data.images import ImageData, from_arrays
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.methods.feddm import FedDM

@@ -14,7 +14,7 @@ from fedsynth.cli.method_commands import ROBUST, explaining
 from fedsynth.core.messages import Message, privacy_of_fields
 from fedsynth.core.method import Method
 from fedsynth.methods import METHODS, method_class
-from fedsynth.privacy.mechanism_facts import mechanism_facts
+from fedsynth.privacy.disclosure import mechanism_facts
 from fedsynth.reproduction.preset_files import preset, preset_names
 from fedsynth.reproduction.presets import Preset
 from generate.markdown import arguments, code, example, fence, plain, prose, table

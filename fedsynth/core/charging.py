@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from fedsynth.core.context import RoundContext
 from fedsynth.core.method import Method
 from fedsynth.errors import SettingError
+from fedsynth.privacy.disclosure import mechanism_facts
 from fedsynth.privacy.guard import BudgetEnforcer
-from fedsynth.privacy.mechanism_facts import mechanism_facts
 from fedsynth.privacy.mechanisms import GaussianSumMechanism
 from fedsynth.privacy.plans import MAIN, ReleaseBudget, charge_round
 from fedsynth.privacy.randomness import SecretGenerator

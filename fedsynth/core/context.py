@@ -1,4 +1,7 @@
-"""The context of a round's steps besides their inputs; all of it is public and picklable."""
+"""The context of a round's steps besides their inputs; all of it is public and picklable.
+
+A method's server state between rounds: frozen dataclasses that are packed like messages.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,35 @@ from functools import partial
 from typing import Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from fedsynth.core.messages import Packed
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.privacy.grid import Grid
 from fedsynth.privacy.settings import PrivacySettings
-from fedsynth.training.loop import State, resumable
-from fedsynth.training.loop_checkpoint import LoopCheckpointer, NullCheckpointer
+from fedsynth.training.loop import LoopCheckpointer, NullCheckpointer, State, resumable
+
+
+@dataclass(frozen=True)
+class ServerState(Packed):
+    """The global model and, in a method's subclass, the rest of its server's state.
+
+    A subclass gives each further field a default, its value before the first round: {}, a number,
+    or None.
+
+    Args:
+        parameters: the model's parameters and buffers by name, on the run's device.
+
+    >>> import torch
+    >>> @dataclass(frozen=True)
+    ... class Averaged(ServerState):
+    ...     rounds: int = 0
+    >>> state = Averaged({"weight": torch.ones(2, 3)}, rounds=4)
+    >>> Averaged.from_bytes(state.to_bytes()).rounds
+    4
+    """
+
+    parameters: Mapping[str, Tensor]
 
 
 class Reporter(Protocol):

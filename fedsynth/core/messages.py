@@ -7,7 +7,7 @@ do not depend on private data. A field that declares neither cannot be uploaded 
 `Packed` gives any such dataclass byte counts and a wire format: one safetensors file, with the
 tensors under their flat names, and a JSON header in its metadata with the type's name, the plain
 numbers, the keys of mappings (so that empty ones are restored) and the fields that are None.
-Nothing in it is executed. A server's state (`fedsynth.core.state`) is packed in the same way.
+Nothing in it is executed. A server's state (`fedsynth.core.context`) is packed in the same way.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from fedsynth.core.client import ClientGroup
-from fedsynth.core.context import RoundContext
+from fedsynth.core.context import RoundContext, ServerState
 from fedsynth.core.messages import Message, ModelParameters
 from fedsynth.core.optional_hooks import Memory as Memory
 from fedsynth.core.optional_hooks import OptionalHooks
@@ -28,7 +28,6 @@ from fedsynth.core.optional_hooks import Request as Request
 from fedsynth.core.optional_hooks import Results as Results
 from fedsynth.core.optional_hooks import State as State
 from fedsynth.core.optional_hooks import Upload as Upload
-from fedsynth.core.state import ServerState
 from fedsynth.core.uploads import Rule, model_rules
 from fedsynth.privacy.plans import FIRST
 from fedsynth.privacy.plans import ReleasePlan as ReleasePlan  # part of this interface

@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 from fedsynth.core.client import ClientGroup
-from fedsynth.core.context import RoundContext
+from fedsynth.core.context import RoundContext, ServerState
 from fedsynth.core.messages import Message
-from fedsynth.core.state import ServerState
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.models.registry import ModelSettings, build_network
 from fedsynth.privacy.disclosure import Disclosure

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from fedsynth.data.arrays import Bytes, IntArray
 from fedsynth.data.files import one_line
+from fedsynth.data.images import Bytes, IntArray
 from fedsynth.data.pickled import read_pickle
 from fedsynth.errors import DataFilesCorruptError
 from fedsynth.privacy.files import open_regular, read_regular

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from fedsynth.data.arrays import Bytes
 from fedsynth.data.files import one_line
+from fedsynth.data.images import Bytes
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import DataFilesCorruptError
 from fedsynth.privacy.files import read_regular

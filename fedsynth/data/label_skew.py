@@ -13,7 +13,7 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from fedsynth.data.arrays import Floats, IntArray
+from fedsynth.data.images import Floats, IntArray
 from fedsynth.data.partition_settings import PartitionSettings
 from fedsynth.errors import PartitionError
 

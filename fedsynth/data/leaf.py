@@ -18,8 +18,8 @@ from typing import Annotated
 import numpy as np
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 
-from fedsynth.data.arrays import Bytes, IntArray
 from fedsynth.data.files import first_fault, one_line
+from fedsynth.data.images import Bytes, IntArray
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.data.splits import Reader, Split
 from fedsynth.errors import DataFilesCorruptError, DataFilesMissingError

@@ -14,7 +14,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from fedsynth.data.arrays import IntArray
 from fedsynth.data.declaration import (
     MEAN,
     STD,
@@ -26,7 +25,7 @@ from fedsynth.data.files import one_line
 from fedsynth.data.folder_files import FolderFiles, counted, find_declared_files, find_files
 from fedsynth.data.folder_settings import FolderSettings, default_name
 from fedsynth.data.image_files import read_headers, read_pixels
-from fedsynth.data.images import ImageData
+from fedsynth.data.images import ImageData, IntArray
 from fedsynth.data.registry import DatasetSpec, custom_spec
 from fedsynth.errors import DataError, DataFilesCorruptError, SettingError
 

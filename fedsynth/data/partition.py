@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from fedsynth.data.arrays import IntArray
+from fedsynth.data.images import IntArray
 from fedsynth.data.label_skew import COUNTS, dirichlet
 from fedsynth.data.partition_settings import DOMAIN, EXPLICIT, NATURAL, PartitionSettings
 from fedsynth.errors import DataError, PartitionError

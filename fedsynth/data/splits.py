@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedsynth.data.arrays import Bytes, IntArray
 from fedsynth.data.files import MAX_LIST_BYTES, one_line
+from fedsynth.data.images import Bytes, IntArray
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import DataFilesCorruptError, DataFilesMissingError
 from fedsynth.privacy.files import read_text

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from fedsynth.data.arrays import Bytes, Floats, IntArray
+from fedsynth.data.images import Bytes, Floats, IntArray
 from fedsynth.data.registry import DatasetSpec, synthetic_parameters
 from fedsynth.data.splits import Split
 from fedsynth.seeding import numpy_generator

@@ -13,9 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from fedsynth.data.arrays import IntArray
-from fedsynth.data.fingerprints import record_digests
-from fedsynth.data.images import ImageData
+from fedsynth.data.images import ImageData, IntArray, record_digests
 from fedsynth.data.record_table import USERS_FILE
 from fedsynth.errors import DataError, PartitionError
 

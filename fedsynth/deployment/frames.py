@@ -28,7 +28,7 @@ from fedsynth.core.messages import LENGTH_BYTES
 from fedsynth.errors import MessageError
 from fedsynth.federation.protocol import RunTerms
 from fedsynth.privacy.errors import PrivacyError
-from fedsynth.privacy.ledger.history import History
+from fedsynth.privacy.ledger.ledger import History
 
 LONGEST_HEADER = 64 * 2**20
 """Largest header in bytes; a header may hold a ledger's history."""

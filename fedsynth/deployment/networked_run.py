@@ -22,10 +22,10 @@ from fedsynth.core.messages import Message
 from fedsynth.data.images import ImageData
 from fedsynth.data.load import load_dataset
 from fedsynth.data.registry import is_published
-from fedsynth.deployment.client_records import FILE, write_clients
 from fedsynth.deployment.connection import Connection
 from fedsynth.deployment.node_exchange import NodeExchange
 from fedsynth.deployment.proposal import Proposal, check_executable, new_run
+from fedsynth.deployment.record_source import FILE, write_clients
 from fedsynth.errors import CheckpointError, DataFilesMissingError
 from fedsynth.federation.context import public_context, resolve_device, with_proxy
 from fedsynth.federation.observer import Observer
@@ -36,7 +36,7 @@ from fedsynth.federation.run_data import NO_TEST, PUBLIC
 from fedsynth.federation.server import Server
 from fedsynth.privacy.errors import LedgerError
 from fedsynth.privacy.files import load_json, write_whole
-from fedsynth.privacy.ledger.history import History
+from fedsynth.privacy.ledger.ledger import History
 from fedsynth.privacy.report.figures import Event, Start
 from fedsynth.results import privacy_summary
 from fedsynth.results.checkpoint import Checkpoint, CheckpointFolder

@@ -20,10 +20,10 @@ from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message
 from fedsynth.core.uploads import most_bytes
 from fedsynth.deployment import frames
-from fedsynth.deployment.client_records import JoinedClient, read_clients, write_clients
 from fedsynth.deployment.connection import Connection
 from fedsynth.deployment.frames import Frame, JoinAnswer, parse_history
 from fedsynth.deployment.proposal import Proposal
+from fedsynth.deployment.record_source import JoinedClient, read_clients, write_clients
 from fedsynth.deployment.secure_exchange import SecureStep
 from fedsynth.errors import FedsynthError, MessageError
 from fedsynth.federation.protocol import (
@@ -39,7 +39,7 @@ from fedsynth.federation.protocol import (
     declared,
 )
 from fedsynth.federation.round_loop import needed_uploads
-from fedsynth.privacy.ledger.history import History
+from fedsynth.privacy.ledger.ledger import History
 
 REFUSAL_SECONDS = 10.0
 """How long the server waits for a refused node to receive the refusal."""

@@ -20,7 +20,7 @@ from fedsynth.federation.run_data import NO_TEST
 from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.files import write_whole
 from fedsynth.privacy.ledger import read_ledger
-from fedsynth.privacy.ledger.history import History
+from fedsynth.privacy.ledger.ledger import History
 from fedsynth.privacy.releases import Release
 from fedsynth.privacy.report.build import build_report, write_report
 from fedsynth.privacy.report.figures import RunStart

@@ -35,9 +35,9 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 
 from fedsynth.deployment.proposal import Proposal
 from fedsynth.errors import SettingError
+from fedsynth.privacy.disclosure import mechanism_facts
 from fedsynth.privacy.files import load_toml
 from fedsynth.privacy.guard import EpsilonCap
-from fedsynth.privacy.mechanism_facts import mechanism_facts
 from fedsynth.validation import LARGEST
 
 ANY = "any"

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from fedsynth.errors import SettingError
-from fedsynth.features.feature_map import FeatureMap, Shape
+from fedsynth.features.feature_map import FeatureMap, Shape, two_sided
 from fedsynth.features.random_images import random_images
-from fedsynth.features.row_products import two_sided
 from fedsynth.seeding import torch_generator
 
 IMAGES = 600

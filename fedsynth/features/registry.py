@@ -23,11 +23,38 @@ from fedsynth.features.random_process import MIN_SIDE
 from fedsynth.own_code import OwnCode, is_label, load_own, unloaded_file
 from fedsynth.privacy.batch_independence import ADVICE, dependence_on_batch
 
+
+def pixels(shape: Shape) -> FeatureMap:
+    """Returns the map to pixels relative to mid-grey.
+
+    The norm is at most √d/2, because each coordinate is in [−½, ½]. Distances from the mean are
+    about 0.3·√d for images with strong contrast (a coordinate's deviation is at most ½).
+
+    >>> pixels((1, 8, 8)).norm_bound
+    4.0
+    """
+    size = math.prod(shape)
+    return FeatureMap(
+        name="pixels",
+        image_shape=shape,
+        dimension=size,
+        norm_bound=math.sqrt(size) / 2,
+        radius=0.3 * math.sqrt(size),
+        source="pixels are in [0, 1]: analytic",
+        function=about_grey,
+    )
+
+
+def about_grey(x_NCHW: Tensor) -> Tensor:
+    """Returns pixels relative to mid-grey, [N, C·H·W] in [−½, ½]."""
+    return x_NCHW.flatten(1) - 0.5
+
+
 Builder = Callable[[Shape], FeatureMap]
 """Builds the map for images of shape (channels, height, width)."""
 
 _BUILT_IN = {
-    "pixels": "fedsynth.features.pixels:pixels",
+    "pixels": "fedsynth.features.registry:pixels",
     "scattering": "fedsynth.features.scattering:scattering",
     "random-process": "fedsynth.features.random_process:random_process",
     "scattering+random-process": "fedsynth.features.random_process:scattering_and_random_process",

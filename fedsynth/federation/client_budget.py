@@ -12,7 +12,7 @@ from fedsynth.core.context import RoundContext
 from fedsynth.federation.privacy_plan import PrivacyPlan
 from fedsynth.privacy.guard import EpsilonCap
 from fedsynth.privacy.ledger import Ledger
-from fedsynth.privacy.ledger.history import History
+from fedsynth.privacy.ledger.ledger import History
 from fedsynth.privacy.mechanisms import GaussianSumMechanism
 from fedsynth.privacy.plans import MakeSeries, ReleaseBudget, UnaccountedNoise, charge_round
 from fedsynth.privacy.randomness import SecretGenerator

@@ -16,8 +16,16 @@ from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message
 from fedsynth.evaluation.accuracy import correct
 from fedsynth.federation.client_runtime import ClientRuntime, RefusedError
-from fedsynth.federation.message_checks import check_declared, check_finite, check_model_request
-from fedsynth.federation.protocol import REQUEST, ClientEvaluation, Refusal, Replies, declared
+from fedsynth.federation.protocol import (
+    REQUEST,
+    ClientEvaluation,
+    Refusal,
+    Replies,
+    check_declared,
+    check_finite,
+    check_model_request,
+    declared,
+)
 from fedsynth.privacy.errors import RequestRefusedError
 from fedsynth.privacy.plans import FIRST
 from fedsynth.privacy.releases import USER

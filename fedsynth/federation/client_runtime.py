@@ -24,7 +24,7 @@ from fedsynth.federation.protocol import ClientEvaluation, ClientInfo, Refusal, 
 from fedsynth.privacy.errors import BudgetExceededError, LedgerError, RequestRefusedError
 from fedsynth.privacy.guard import EpsilonCap
 from fedsynth.privacy.ledger import Ledger
-from fedsynth.privacy.ledger.history import History
+from fedsynth.privacy.ledger.ledger import History
 from fedsynth.privacy.plans import FIRST, ReleaseBudget
 from fedsynth.privacy.randomness import SecretGenerator
 

@@ -18,8 +18,8 @@ from fedsynth.errors import SettingError
 from fedsynth.federation.context import public_context
 from fedsynth.federation.privacy_plan import PrivacyPlan
 from fedsynth.federation.run_data import declared, planned_ledgers, specification, with_declared
+from fedsynth.privacy.disclosure import mechanism_facts
 from fedsynth.privacy.errors import PrivacySettingError
-from fedsynth.privacy.mechanism_facts import mechanism_facts
 from fedsynth.privacy.settings import needs_a_budget
 
 

@@ -28,7 +28,7 @@ from fedsynth.federation.protocol import (
     RunTerms,
     affected_clients,
 )
-from fedsynth.privacy.ledger.history import History
+from fedsynth.privacy.ledger.ledger import History
 from fedsynth.privacy.plans import MAIN
 
 

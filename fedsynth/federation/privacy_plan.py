@@ -27,6 +27,7 @@ from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import SettingError
 from fedsynth.privacy import accounting
 from fedsynth.privacy.accounting import Totals, calibrate_noise_multiplier, totals
+from fedsynth.privacy.disclosure import MechanismFacts, mechanism_facts
 from fedsynth.privacy.errors import (
     BudgetExceededError,
     UnaccountedReleaseError,
@@ -35,8 +36,7 @@ from fedsynth.privacy.errors import (
 from fedsynth.privacy.grid import Grid
 from fedsynth.privacy.guard import NOTHING_LEFT, BudgetEnforcer, EpsilonCap
 from fedsynth.privacy.ledger import Ledger
-from fedsynth.privacy.ledger.history import History
-from fedsynth.privacy.mechanism_facts import MechanismFacts, mechanism_facts
+from fedsynth.privacy.ledger.ledger import History
 from fedsynth.privacy.plans import ReleasePlan, check_plans
 from fedsynth.privacy.releases import Release, check_delta
 from fedsynth.privacy.report.build import reasons_in_ledgers

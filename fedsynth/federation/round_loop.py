@@ -9,12 +9,11 @@ from dataclasses import dataclass, field, replace
 from fedsynth.config.settings import QUORUM, RunSettings
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message
-from fedsynth.federation.message_checks import diverged_error
 from fedsynth.federation.privacy_plan import PrivacyPlan
-from fedsynth.federation.protocol import REQUEST, Exchange, Refusal, RunTerms
+from fedsynth.federation.protocol import REQUEST, Exchange, Refusal, RunTerms, diverged_error
 from fedsynth.federation.server import Checked, Server
 from fedsynth.privacy.errors import LedgerError, RequestRefusedError
-from fedsynth.privacy.ledger.history import History
+from fedsynth.privacy.ledger.ledger import History
 from fedsynth.privacy.plans import FIRST, PHASES
 
 FIRST_EXCHANGE = "first exchange: "

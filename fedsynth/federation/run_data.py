@@ -14,11 +14,9 @@ import torch
 from torch import Tensor
 
 from fedsynth.config.settings import RunSettings
-from fedsynth.data.arrays import IntArray
 from fedsynth.data.declaration import Declaration, require_signed
 from fedsynth.data.files import one_line
-from fedsynth.data.fingerprints import record_digests
-from fedsynth.data.images import ImageData
+from fedsynth.data.images import ImageData, IntArray, record_digests
 from fedsynth.data.leaf import LEAF_READERS
 from fedsynth.data.load import load_dataset
 from fedsynth.data.load_folder import FolderData, read_folder

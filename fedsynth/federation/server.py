@@ -12,14 +12,12 @@ from typing import Self
 
 from torch import Tensor
 
-from fedsynth.core.context import RoundContext
+from fedsynth.core.context import RoundContext, ServerState
 from fedsynth.core.messages import Message
 from fedsynth.core.method import Method
-from fedsynth.core.state import ServerState
 from fedsynth.core.uploads import check_fields, overlap
 from fedsynth.errors import UploadRejectedError
-from fedsynth.federation.message_checks import check_declared, check_finite
-from fedsynth.federation.protocol import SecureSum, declared
+from fedsynth.federation.protocol import SecureSum, check_declared, check_finite, declared
 from fedsynth.privacy.plans import FIRST
 
 

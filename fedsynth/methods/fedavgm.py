@@ -11,9 +11,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from fedsynth.core.context import RoundContext
+from fedsynth.core.context import RoundContext, ServerState
 from fedsynth.core.messages import ModelParameters
-from fedsynth.core.state import ServerState
 from fedsynth.methods.shared.aggregation import AveragingState, average, trainable
 from fedsynth.methods.shared.local import TrainsLocally
 from fedsynth.validation import in_range

@@ -24,10 +24,9 @@ import torch
 from torch import Tensor, nn
 
 from fedsynth.core.client import ClientClassPairs, ClientGroup, PrivateClientView
-from fedsynth.core.context import RoundContext
+from fedsynth.core.context import RoundContext, ServerState
 from fedsynth.core.messages import ModelParameters
 from fedsynth.core.method import Memory, Presets, ReleasePlan, Results
-from fedsynth.core.state import ServerState
 from fedsynth.errors import SettingError
 from fedsynth.methods.shared.condensing import CondensingMethod, TrainsInBall
 from fedsynth.methods.shared.private_condensation import (

@@ -27,10 +27,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedsynth.core.client import ExactClientView, chunk
-from fedsynth.core.context import RoundContext
+from fedsynth.core.context import RoundContext, ServerState
 from fedsynth.core.messages import Message, ModelParameters, public, unprotected
 from fedsynth.core.method import Memory
-from fedsynth.core.state import ServerState
 from fedsynth.core.uploads import Array, Named, Rule
 from fedsynth.errors import SettingError
 from fedsynth.methods.shared.aggregation import AveragingState, average

@@ -23,10 +23,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedsynth.core.client import ClientGroup
-from fedsynth.core.context import RoundContext
+from fedsynth.core.context import RoundContext, ServerState
 from fedsynth.core.messages import Message, ModelParameters, public, released
 from fedsynth.core.method import Memory, Results
-from fedsynth.core.state import ServerState
 from fedsynth.core.uploads import Rule
 from fedsynth.errors import SettingError
 from fedsynth.methods.shared.aggregation import AveragingState, average

@@ -30,10 +30,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedsynth.core.client import ClientGroup, ExactClientView
-from fedsynth.core.context import RoundContext
+from fedsynth.core.context import RoundContext, ServerState
 from fedsynth.core.messages import Message, ModelParameters, public
 from fedsynth.core.method import Memory
-from fedsynth.core.state import ServerState
 from fedsynth.core.uploads import Array, Rule, most_examples
 from fedsynth.errors import UploadRejectedError
 from fedsynth.evaluation.generated import GENERATOR, GeneratorFacts, describe, tally

@@ -33,7 +33,7 @@ from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import ModelParameters
 from fedsynth.core.method import Memory, Presets, Results
 from fedsynth.features.feature_map import FeatureMap
-from fedsynth.features.low_pass import low_pass
+from fedsynth.features.scattering import low_pass
 from fedsynth.methods.shared.noise_shares import Pool
 from fedsynth.methods.statistics.class_moments import (
     ClassMoments,

@@ -10,10 +10,9 @@ from typing import ClassVar
 from torch import Tensor
 
 from fedsynth.core.client import ExactClientView
-from fedsynth.core.context import RoundContext
+from fedsynth.core.context import RoundContext, ServerState
 from fedsynth.core.messages import Message, ModelParameters, unprotected
 from fedsynth.core.method import Memory, Presets, Results
-from fedsynth.core.state import ServerState
 from fedsynth.core.uploads import Rule
 from fedsynth.methods.shared.condensing import TrainsInBall
 from fedsynth.synthesizer.condensation.sets import (

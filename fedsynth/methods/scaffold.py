@@ -17,10 +17,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from fedsynth.core.context import RoundContext
+from fedsynth.core.context import RoundContext, ServerState
 from fedsynth.core.messages import Message, ModelParameters, public, released
 from fedsynth.core.method import Memory
-from fedsynth.core.state import ServerState
 from fedsynth.core.uploads import Named, Rule
 from fedsynth.errors import SettingError
 from fedsynth.methods.shared.aggregation import AveragingState, average, trainable

@@ -5,6 +5,8 @@ one linear layer.
 the logits z_w. With instance norm and width 128 the parameter counts equal FedDM's (Table 3):
 317,706 for MNIST, 320,010 for CIFAR-10 and 504,420 for CIFAR-100. The first convolution pads 28×28
 images to 32×32, as in the condensation literature.
+
+The memory layout of feature maps for convolutions and pooling on a CPU.
 """
 
 from __future__ import annotations
@@ -18,6 +20,24 @@ from fedsynth.errors import SettingError, unknown_value
 from fedsynth.models.embedding_network import EmbeddingNetwork
 from fedsynth.models.frozen import VectorJacobian, block_chain_vjp
 from fedsynth.models.resnet import group_norm
+
+
+def channels_last(x_NCHW: Tensor) -> Tensor:
+    """Returns the tensor in channels-last layout on a CPU; on a GPU, unchanged.
+
+    On a CPU, max-pooling is then vectorised over channels, and convolutions and batch norms need no
+    reordering (times: docs/speed.md). Layers preserve the layout. Group and instance norms are
+    slower in it, so networks with them do not use it.
+
+    `Tensor.contiguous(memory_format=...)` would not change images of one channel, whose two layouts
+    differ only in strides, which convolutions read; it also fails inside `vmap`.
+    """
+    if x_NCHW.device.type != "cpu":
+        return x_NCHW
+    n, channels, height, width = x_NCHW.shape
+    rows = x_NCHW.permute(0, 2, 3, 1).reshape(-1)  # a view if the layout is already channels-last
+    return rows.view(n, height, width, channels).permute(0, 3, 1, 2)
+
 
 WIDE = 32
 """Number of channels that fills a CPU's bfloat16 vectors: with fewer, float32 is faster."""

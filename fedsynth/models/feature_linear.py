@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fedsynth.data.registry import DatasetSpec
-from fedsynth.features.feature_map import FeatureMap
-from fedsynth.features.row_products import two_sided
+from fedsynth.features.feature_map import FeatureMap, two_sided
 from fedsynth.models.embedding_network import EmbeddingNetwork
 
 

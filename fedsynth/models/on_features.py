@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from fedsynth.data.images import pixel_constants
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import SettingError
-from fedsynth.features.feature_map import FeatureMap
-from fedsynth.features.row_products import LANES, filled_up, row_product
+from fedsynth.features.feature_map import LANES, FeatureMap, filled_up, row_product
 from fedsynth.models.embedding_network import EmbeddingNetwork
 from fedsynth.models.feature_linear import embedded
 

@@ -14,16 +14,15 @@ import math
 import torch
 from torch import Tensor, nn
 
-from fedsynth.features.row_products import LANES, filled_up
-from fedsynth.models.convnet import make_norm
+from fedsynth.features.feature_map import LANES, filled_up
+from fedsynth.models.convnet import channels_last, make_norm
 from fedsynth.models.embedding_network import EmbeddingNetwork, require_size
-from fedsynth.models.layout import channels_last
 
 
 def aligned(pixels: int) -> int:
     """Returns a linear layer's input width for images of `pixels` pixels, padded so that all rows
     begin at multiples of 16 bytes: otherwise kernels sum some rows in another order
-    (`fedsynth.features.row_products`).
+    (`fedsynth.features.feature_map`).
 
     >>> aligned(64), aligned(81)
     (64, 96)

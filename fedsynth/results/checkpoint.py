@@ -30,9 +30,9 @@ from typing import Any
 from torch import Tensor
 
 from fedsynth.config.settings import RunSettings
+from fedsynth.core.context import ServerState
 from fedsynth.core.messages import Message, Packed
 from fedsynth.core.method import Memory, Method
-from fedsynth.core.state import ServerState
 from fedsynth.data.images import ImageData
 from fedsynth.errors import CheckpointError, MessageError, OutputError
 from fedsynth.privacy.files import (

@@ -21,7 +21,7 @@ from fedsynth.core.messages import Packed
 from fedsynth.errors import MessageError
 from fedsynth.privacy.files import MAX_TENSORS_BYTES, read_regular, write_whole
 from fedsynth.results.checkpoint import CheckpointFolder
-from fedsynth.training.loop_checkpoint import LoopCheckpointer, Tensors
+from fedsynth.training.loop import LoopCheckpointer, Tensors
 
 FORMAT = 1
 """Version of the files; files of another version are ignored."""

@@ -13,12 +13,10 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from fedsynth.core.context import RoundContext
+from fedsynth.core.context import RoundContext, ServerState
 from fedsynth.core.method import Method
-from fedsynth.core.state import ServerState
 from fedsynth.data.images import ImageData
-from fedsynth.evaluation.accuracy import accuracy_by_domain, correct
-from fedsynth.evaluation.fairness import local_metrics
+from fedsynth.evaluation.accuracy import accuracy_by_domain, correct, local_metrics
 from fedsynth.federation.protocol import Exchange
 from fedsynth.results.disclosed import COMMON, LOCAL, MODELS, PRIVATE_TEST
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.federation.privacy_plan import PrivacyPlan
-from fedsynth.privacy.ledger.history import History
+from fedsynth.privacy.ledger.ledger import History
 from fedsynth.privacy.releases import USER
 from fedsynth.privacy.report.figures import LedgerStart, Promise, RunStart, Start
 from fedsynth.privacy.report.formatting import format_epsilon

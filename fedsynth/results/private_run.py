@@ -31,7 +31,7 @@ from fedsynth.privacy.accounting import epsilon_by_round
 from fedsynth.privacy.errors import BudgetExceededError, PrivacyError, short_repr
 from fedsynth.privacy.files import read_text
 from fedsynth.privacy.ledger import read_ledger
-from fedsynth.privacy.ledger.history import History
+from fedsynth.privacy.ledger.ledger import History
 from fedsynth.privacy.plans import FIRST, MAIN
 from fedsynth.privacy.releases import Release
 from fedsynth.privacy.report.build import worst_by_round

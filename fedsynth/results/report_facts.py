@@ -24,7 +24,7 @@ from fedsynth.federation.run_data import PRIVATE, PUBLIC
 from fedsynth.models.registry import feature_facts, has_given_weights
 from fedsynth.privacy import disclosure
 from fedsynth.privacy.files import file_hash
-from fedsynth.privacy.ledger.history import History
+from fedsynth.privacy.ledger.ledger import History
 from fedsynth.privacy.plans import ReleasePlan
 from fedsynth.privacy.randomness import DESCRIPTION
 from fedsynth.privacy.releases import USER

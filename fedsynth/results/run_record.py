@@ -13,9 +13,8 @@ from typing import Any
 from torch import Tensor
 
 from fedsynth.config.settings import RunSettings
-from fedsynth.core.context import RoundContext
+from fedsynth.core.context import RoundContext, ServerState
 from fedsynth.core.messages import Message
-from fedsynth.core.state import ServerState
 from fedsynth.data.files import one_line
 from fedsynth.errors import FedsynthError
 from fedsynth.federation.observer import Observer
@@ -24,7 +23,7 @@ from fedsynth.federation.protocol import Refusal
 from fedsynth.federation.round_loop import RoundResult
 from fedsynth.federation.server import Server
 from fedsynth.privacy.errors import PrivacyError
-from fedsynth.privacy.ledger.history import History
+from fedsynth.privacy.ledger.ledger import History
 from fedsynth.privacy.report.build import build_report, write_report
 from fedsynth.privacy.report.figures import Event, RunStart, Start
 from fedsynth.privacy.report.pages import event_text

@@ -27,6 +27,7 @@ from fedsynth.data.shared_set import SUMS, check_hashes
 from fedsynth.errors import FedsynthError, OutputError
 from fedsynth.features.registry import is_own_features, register_file
 from fedsynth.methods import METHODS
+from fedsynth.models.flat import restore
 from fedsynth.models.registry import (
     MAX_PARAMETERS,
     ModelSettings,
@@ -35,7 +36,6 @@ from fedsynth.models.registry import (
     is_own_model,
     register_model_file,
 )
-from fedsynth.models.weights import restore
 from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.files import decode_json
 from fedsynth.privacy.report.file import HOSTILE

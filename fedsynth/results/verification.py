@@ -30,7 +30,7 @@ from fedsynth.privacy.disclosure import PUBLIC
 from fedsynth.privacy.errors import PrivacyError, short_repr
 from fedsynth.privacy.files import file_hash
 from fedsynth.privacy.ledger import read_ledger
-from fedsynth.privacy.ledger.history import History
+from fedsynth.privacy.ledger.ledger import History
 from fedsynth.privacy.releases import Release
 from fedsynth.privacy.report.build import NAME, build_report
 from fedsynth.privacy.report.figures import Event, Owner, schema_problems

@@ -21,8 +21,8 @@ from fedsynth.evaluation.generated import GENERATOR, format_facts
 from fedsynth.federation.context import resolve_device
 from fedsynth.methods import method_class
 from fedsynth.methods.shared.ensemble import DataFreeEnsembleDistillation, EnsembleState
+from fedsynth.models.flat import require_finite, restore
 from fedsynth.models.registry import ModelSettings, build_model
-from fedsynth.models.weights import require_finite, restore
 
 
 def distil_files(

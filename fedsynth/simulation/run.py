@@ -42,7 +42,7 @@ from fedsynth.methods import is_own_method
 from fedsynth.models.registry import is_own_model
 from fedsynth.privacy.errors import PrivacySettingError
 from fedsynth.privacy.ledger import Ledger
-from fedsynth.privacy.ledger.history import History
+from fedsynth.privacy.ledger.ledger import History
 from fedsynth.privacy.report.formatting import format_epsilon
 from fedsynth.results.checkpoint import Checkpoint, run_identity
 from fedsynth.results.measure import Measure

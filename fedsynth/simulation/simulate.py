@@ -11,8 +11,7 @@ import numpy as np
 
 from fedsynth.config.checks import check_method
 from fedsynth.config.settings import RunSettings
-from fedsynth.data.arrays import IntArray
-from fedsynth.data.images import ImageData, require_all_classes
+from fedsynth.data.images import ImageData, IntArray, require_all_classes
 from fedsynth.data.load_folder import FolderData
 from fedsynth.data.partition import check_parts, partition
 from fedsynth.data.partition_settings import EXPLICIT

@@ -19,8 +19,8 @@ from fedsynth.data.shared_set import SUMS, SharedSet, load_synthetic
 from fedsynth.errors import FedsynthError, OutputError, SettingError, unknown_value
 from fedsynth.evaluation.accuracy import accuracy
 from fedsynth.federation.context import resolve_device
+from fedsynth.models.flat import require_finite
 from fedsynth.models.registry import ModelSettings, has_given_weights, own_model, usual_depth
-from fedsynth.models.weights import require_finite
 from fedsynth.results.run_folder import MODEL
 from fedsynth.results.saved_model import (
     Architecture,

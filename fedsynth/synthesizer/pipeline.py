@@ -27,7 +27,7 @@ from fedsynth.privacy.plans import ReleasePlan
 from fedsynth.seeding import forked_rng, torch_generator
 from fedsynth.synthesizer.condensation.matching import FeatureMap, NetworkFeatures
 from fedsynth.synthesizer.condensation.private_matchers import GradientMatcher, ResidualMatcher
-from fedsynth.training.optimisers import MomentumSgd
+from fedsynth.training.sgd import MomentumSgd
 
 Networks = Callable[[], nn.Module]
 """Returns a network for one step, such as a freshly initialised one. An `EmbeddingNetwork`'s

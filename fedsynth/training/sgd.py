@@ -1,6 +1,13 @@
 """SGD on images resident on the device: the server's on synthetic sets, and local training.
 
 (`many_clients.py` trains many clients in one pass.)
+
+Update rules for the weights of one or many networks, for images, and for DP-SGD's gradients.
+
+A rule is a pair of functions, as in optax, but in place, so that steps can be CUDA graphs: `init`
+makes the rule's state, `update` moves the weights by a gradient. A custom rule (Adam, gradient
+clipping, a decaying learning rate) is a frozen dataclass with these two functions, and can replace
+`MomentumSgd` anywhere.
 """
 
 from __future__ import annotations
@@ -16,11 +23,48 @@ from torch import Tensor, nn
 from fedsynth.mixed_precision import mixed, widened
 from fedsynth.models.batch_norm import has_batch_norm
 from fedsynth.models.flat import FlatNetwork, load_flat
+from fedsynth.privacy.dpsgd import (
+    Optimiser as Optimiser,  # defined there, as privacy imports no higher package
+)
 from fedsynth.training.cuda_graphs import recorded
-from fedsynth.training.loop import State, resumable
-from fedsynth.training.loop_checkpoint import LoopCheckpointer
-from fedsynth.training.optimisers import Optimiser
+from fedsynth.training.loop import LoopCheckpointer, State, resumable
 from fedsynth.training.softmax_regression import is_softmax_regression, regression_step
+
+
+@dataclass(frozen=True)
+class MomentumSgd:
+    """v ← μ·v + g + λ·w, then w ← w − η·v (heavy ball, as in `torch.optim.SGD`).
+
+    Args:
+        learning_rate: η.
+        momentum: μ; 0 is plain gradient descent.
+        weight_decay: λ.
+
+    >>> import torch
+    >>> w, sgd = torch.zeros(2), MomentumSgd(learning_rate=0.5, momentum=0.5)
+    >>> state = sgd.init(w)
+    >>> for _ in range(2):
+    ...     sgd.update(w, torch.ones(2), state)
+    >>> w
+    tensor([-1.2500, -1.2500])
+    """
+
+    learning_rate: float
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+
+    def init(self, w: Tensor) -> tuple[Tensor, ...]:
+        """Returns (v,), initially zero."""
+        return (torch.zeros_like(w),)
+
+    def update(self, w: Tensor, gradient: Tensor, state: tuple[Tensor, ...]) -> None:
+        """Updates `w` and v in place."""
+        (velocity,) = state
+        velocity.mul_(self.momentum).add_(gradient)
+        if self.weight_decay:
+            velocity.add_(w, alpha=self.weight_decay)
+        w.add_(velocity, alpha=-self.learning_rate)
+
 
 WORTH_RECORDING = 20  # steps
 FETCHED = 2**18  # scalars of the images that are looked up at a time

@@ -10,15 +10,17 @@ fingerprint of them (`fedsynth.privacy.ledger.folder`), and lines with an `entry
 
 `fedsynth.privacy.ledger.lines` defines the lines and detects edits. `fedsynth.privacy.guard`
 refuses a release that would exceed the budget.
+
+The ledger contents that a client sends to the server when it joins, and that reports use.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from io import FileIO
 from pathlib import Path
@@ -26,7 +28,6 @@ from typing import Any
 
 from fedsynth.privacy.errors import LedgerError, short_repr
 from fedsynth.privacy.files import MAX_TEXT_BYTES, create_once, lock, open_regular
-from fedsynth.privacy.ledger.history import History
 from fedsynth.privacy.ledger.lines import (
     LEDGER_SCHEMA,
     MAY_CHANGE,
@@ -280,3 +281,33 @@ def read_ledger(path: Path) -> Ledger:
         LedgerError: it cannot be read, or is damaged.
     """
     return Ledger(None, path, dataset=None)
+
+
+@dataclass(frozen=True)
+class History:
+    """The releases in a client's ledger. They are public, like everything in a ledger.
+
+    Attributes:
+        client: the client's name.
+        releases: the rows, oldest first.
+        chain: the chain hash over them in the ledger's file, which identifies exactly these rows
+            even if the file has grown since; None if the ledger is in memory.
+    """
+
+    client: str
+    releases: tuple[Release, ...] = ()
+    chain: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns a JSON-able mapping; `from_json` is the inverse."""
+        return {**vars(self), "releases": [row.to_json() for row in self.releases]}
+
+    @classmethod
+    def from_json(cls, stated: Mapping[str, Any]) -> History:
+        """Returns the history that `to_json` encoded.
+
+        Raises:
+            PrivacySettingError: a row is invalid.
+        """
+        rows = tuple(map(Release.from_json, stated["releases"]))
+        return cls(str(stated["client"]), rows, stated["chain"] and str(stated["chain"]))

@@ -18,11 +18,11 @@ from types import MappingProxyType
 from typing import Any
 
 from fedsynth.privacy import accounting
-from fedsynth.privacy.attacks import attack_success, best_guess
+from fedsynth.privacy.audit import attack_success, best_guess
 from fedsynth.privacy.disclosure import UNACCOUNTED
 from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.files import write_whole
-from fedsynth.privacy.ledger.history import History
+from fedsynth.privacy.ledger.ledger import History
 from fedsynth.privacy.releases import Release, check_adjacency, check_delta, require
 from fedsynth.privacy.report import figures
 from fedsynth.privacy.report.figures import LedgerHead, LedgerStart, Report, ReportFacts

@@ -21,7 +21,7 @@ from pydantic import ValidationError
 from fedsynth.privacy.audit import epsilon_lower_bound
 from fedsynth.privacy.errors import PrivacyError, short_repr
 from fedsynth.privacy.files import read_regular
-from fedsynth.privacy.ledger.history import History
+from fedsynth.privacy.ledger.ledger import History
 from fedsynth.privacy.report.build import NAME, build_report
 from fedsynth.privacy.report.figures import LedgerStart, ReportFacts, faults, short_key
 from fedsynth.privacy.report.file import HOSTILE, LedgerRows

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from fedsynth.core.context import ServerState
 from fedsynth.core.messages import Message, ModelParameters, Packed, public, released
-from fedsynth.core.state import ServerState
 from fedsynth.errors import MessageError
 from fedsynth.methods import METHODS, method_class
 from fedsynth.methods.fedfm import AnchorState

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedsynth.data.fingerprints import record_digests
-from fedsynth.data.images import ImageData
+from fedsynth.data.images import ImageData, record_digests
 from fedsynth.data.load import load_dataset
 from fedsynth.federation.run_data import Clients
 

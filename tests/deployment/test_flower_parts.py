@@ -54,7 +54,7 @@ def in_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("in_a_run")
 def test_a_message_comes_back_as_it_was_sent() -> None:
-    from fedsynth.deployment.flower.records import from_record, request
+    from fedsynth.deployment.flower.executor import from_record, request
 
     sent = os.urandom(70_000)
     message = request("a" * 16, sent, 7, 30.0)
@@ -70,7 +70,7 @@ def test_a_foreign_record_is_not_a_message(records: dict[str, Any]) -> None:
     flwr()
     from flwr.app import ConfigRecord, RecordDict
 
-    from fedsynth.deployment.flower.records import from_record
+    from fedsynth.deployment.flower.executor import from_record
 
     content = RecordDict({name: ConfigRecord(record) for name, record in records.items()})
     with pytest.raises(MessageError, match="not a valid fedsynth message"):
@@ -85,7 +85,7 @@ def test_over_the_grid_silence_errors_and_other_runs_are_no_answers(
     from flwr.app.error import Error
 
     from fedsynth.deployment.flower import server_app
-    from fedsynth.deployment.flower.records import reply
+    from fedsynth.deployment.flower.executor import reply
 
     class Grid:
         """Five nodes: an answer, one of another run, an error, silence, and one that is gone."""

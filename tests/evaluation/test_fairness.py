@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fedsynth.evaluation.fairness import local_metrics
+from fedsynth.evaluation.accuracy import local_metrics
 
 
 @pytest.mark.parametrize(

@@ -21,9 +21,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fedsynth import resolve, simulate
-from fedsynth.core.context import RoundContext
+from fedsynth.core.context import RoundContext, ServerState
 from fedsynth.core.messages import Message, ModelParameters
-from fedsynth.core.state import ServerState
 from fedsynth.core.uploads import most_bytes, overlap
 from fedsynth.errors import DivergedError, MessageError
 from fedsynth.federation.in_process import InProcess

@@ -17,7 +17,7 @@ from fedsynth import simulate
 from fedsynth.config.resolve import resolve
 from fedsynth.config.settings import RunSettings
 from fedsynth.data.registry import dataset_spec
-from fedsynth.features.row_products import two_sided
+from fedsynth.features.feature_map import two_sided
 from fedsynth.federation import position_leak_check
 from fedsynth.federation.context import public_context
 from fedsynth.federation.position_leak_check import check_private_steps

@@ -28,7 +28,7 @@ from fedsynth.privacy.errors import (
     UnplannedReleaseError,
 )
 from fedsynth.privacy.ledger import Ledger
-from fedsynth.privacy.ledger.history import History
+from fedsynth.privacy.ledger.ledger import History
 from fedsynth.privacy.plans import FIRST, MAIN, ReleaseBudget, ReleasePlan, UnaccountedNoise
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import USER, Release

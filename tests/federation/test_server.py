@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedsynth.core.context import RoundContext
+from fedsynth.core.context import RoundContext, ServerState
 from fedsynth.core.messages import Message, ModelParameters, public, released
 from fedsynth.core.method import Method
-from fedsynth.core.state import ServerState
 from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import DivergedError
 from fedsynth.federation.server import Server, check_declared

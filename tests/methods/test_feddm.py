@@ -28,7 +28,7 @@ from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.seeding import torch_generator
 from fedsynth.simulation.simulate import simulate
 from fedsynth.synthesizer.condensation.sets import SyntheticSet, real_start
-from fedsynth.training.loop_checkpoint import NullCheckpointer
+from fedsynth.training.loop import NullCheckpointer
 from tests.digits import SPEC, charged, context, digits, sent
 from tests.rounds import play
 

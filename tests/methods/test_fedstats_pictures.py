@@ -19,7 +19,7 @@ from fedsynth import (
 )
 from fedsynth.core.context import RoundContext
 from fedsynth.data.registry import dataset_spec
-from fedsynth.features.low_pass import low_pass
+from fedsynth.features.scattering import low_pass
 from fedsynth.methods.shared.noise_shares import Pool
 from fedsynth.methods.statistics.pixel_moments import (
     PixelMoments,

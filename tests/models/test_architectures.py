@@ -28,7 +28,7 @@ from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.mechanisms import GaussianSumMechanism
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import Release
-from fedsynth.training.optimisers import MomentumSgd
+from fedsynth.training.sgd import MomentumSgd
 from tests.families import by_family
 
 Shape = tuple[int, int, int]

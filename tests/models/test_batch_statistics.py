@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fedsynth.models.batch_statistics import batch_statistics
-from fedsynth.models.layout import channels_last
+from fedsynth.models.batch_norm import batch_statistics
+from fedsynth.models.convnet import channels_last
 from fedsynth.models.registry import ModelSettings, build_model
 
 

@@ -28,7 +28,7 @@ from fedsynth.privacy.accounting import (
     merge,
     totals,
 )
-from fedsynth.privacy.attacks import attack_success, best_guess
+from fedsynth.privacy.audit import attack_success, best_guess
 from fedsynth.privacy.errors import PrivacySettingError
 from fedsynth.privacy.releases import Release, check_delta
 from tests.privacy.support import release

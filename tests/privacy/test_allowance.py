@@ -22,7 +22,7 @@ from fedsynth.privacy.errors import (
 )
 from fedsynth.privacy.guard import BudgetEnforcer
 from fedsynth.privacy.ledger import Ledger
-from fedsynth.privacy.ledger.history import History
+from fedsynth.privacy.ledger.ledger import History
 from fedsynth.privacy.mechanisms import GaussianSumMechanism
 from fedsynth.privacy.plans import (
     FIRST,

@@ -26,8 +26,8 @@ from fedsynth.core.context import RoundContext
 from fedsynth.core.method import Method
 from fedsynth.data.images import ImageData, from_arrays, normalise
 from fedsynth.data.registry import dataset_spec
+from fedsynth.features.feature_map import LANES, row_product, two_sided
 from fedsynth.features.registry import feature_map
-from fedsynth.features.row_products import LANES, row_product, two_sided
 from fedsynth.methods import method_class
 from fedsynth.methods.fedavg import FedAvg
 from fedsynth.methods.fedstats import FedStats

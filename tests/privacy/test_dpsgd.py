@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedsynth.models.convnet import ConvNet
+from fedsynth.models.convnet import ConvNet, channels_last
 from fedsynth.models.flat import flatten
-from fedsynth.models.layout import channels_last
 from fedsynth.models.registry import ModelSettings, build_model
 from fedsynth.privacy import dpsgd
 from fedsynth.privacy.dpsgd import (
@@ -24,7 +23,7 @@ from fedsynth.privacy.dpsgd import (
 )
 from fedsynth.privacy.errors import ForbiddenLayerError
 from fedsynth.seeding import forked_rng
-from fedsynth.training.optimisers import MomentumSgd
+from fedsynth.training.sgd import MomentumSgd
 from tests.privacy.support import series
 
 

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from fedsynth.privacy.accounting import epsilon
-from fedsynth.privacy.attacks import attack_success, best_guess
+from fedsynth.privacy.audit import attack_success, best_guess
 from fedsynth.privacy.errors import PrivacyError, PrivacySettingError
 from fedsynth.privacy.ledger import Ledger
-from fedsynth.privacy.ledger.history import History
+from fedsynth.privacy.ledger.ledger import History
 from fedsynth.privacy.releases import Release
 from fedsynth.privacy.report.build import build_report, group_epsilon, write_report
 from fedsynth.privacy.report.figures import (

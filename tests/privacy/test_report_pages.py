@@ -13,7 +13,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedsynth.privacy.ledger.history import History
+from fedsynth.privacy.ledger.ledger import History
 from fedsynth.privacy.releases import USER, Release
 from fedsynth.privacy.report.build import build_report
 from fedsynth.privacy.report.figures import Access, Event, RunFacts, Unit, Verdict

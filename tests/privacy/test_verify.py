@@ -14,7 +14,7 @@ import pytest
 
 from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.ledger import Ledger
-from fedsynth.privacy.ledger.history import History
+from fedsynth.privacy.ledger.ledger import History
 from fedsynth.privacy.releases import Release
 from fedsynth.privacy.report.build import build_report, write_report
 from fedsynth.privacy.report.figures import schema_problems

@@ -11,8 +11,7 @@ from typing import Any, ClassVar
 import pytest
 
 from fedsynth.config.resolve import resolve
-from fedsynth.core.context import RoundContext
-from fedsynth.core.state import ServerState
+from fedsynth.core.context import RoundContext, ServerState
 from fedsynth.federation.observer import Observer
 from fedsynth.methods import METHODS, method_class
 from fedsynth.methods.fedavg import FedAvg

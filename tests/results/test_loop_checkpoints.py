@@ -24,8 +24,7 @@ from fedsynth.results.loop_checkpoints import (
     read_loop_state,
 )
 from fedsynth.training.many_clients import Learner
-from fedsynth.training.optimisers import MomentumSgd
-from fedsynth.training.sgd import Pull, SgdSettings
+from fedsynth.training.sgd import MomentumSgd, Pull, SgdSettings
 from tests.simulation.test_resume import assert_same, run, sections
 
 FORK = multiprocessing.get_context("fork")

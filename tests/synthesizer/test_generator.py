@@ -18,8 +18,7 @@ from fedsynth.seeding import torch_generator
 from fedsynth.synthesizer.distillation.data_free import DataFreeDistiller
 from fedsynth.synthesizer.distillation.generator import DoublingConv2d, make_generator
 from fedsynth.synthesizer.distillation.losses import generator_loss
-from fedsynth.training.optimisers import MomentumSgd
-from fedsynth.training.sgd import SgdSettings, train_on
+from fedsynth.training.sgd import MomentumSgd, SgdSettings, train_on
 
 DIGITS = dataset_spec("digits")
 

@@ -22,8 +22,7 @@ from fedsynth.training.many_clients import (
     trains_together,
     worth_batching,
 )
-from fedsynth.training.optimisers import MomentumSgd
-from fedsynth.training.sgd import Pull, SgdSettings, train_on
+from fedsynth.training.sgd import MomentumSgd, Pull, SgdSettings, train_on
 
 SIZES = (7, 1, 0, 23, 10, 5)
 DRAWS = torch.Generator().manual_seed(0)

@@ -19,8 +19,7 @@ from fedsynth.privacy.mechanisms import GaussianSumMechanism
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import Release
 from fedsynth.training.many_clients import Learner, train_together
-from fedsynth.training.optimisers import MomentumSgd
-from fedsynth.training.sgd import SgdSettings, train_on
+from fedsynth.training.sgd import MomentumSgd, SgdSettings, train_on
 
 DRAWS = np.random.default_rng(0)
 IMAGES = torch.from_numpy(DRAWS.standard_normal((24, 1, 2, 3)).astype(np.float32))

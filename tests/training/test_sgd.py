@@ -13,8 +13,7 @@ from torch import nn
 from fedsynth.models.convnet import ConvNet
 from fedsynth.models.flat import flatten
 from fedsynth.training.cuda_graphs import recorded
-from fedsynth.training.optimisers import MomentumSgd
-from fedsynth.training.sgd import SgdSettings, train_on
+from fedsynth.training.sgd import MomentumSgd, SgdSettings, train_on
 
 
 def problem() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:

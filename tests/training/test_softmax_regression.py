@@ -14,8 +14,7 @@ from fedsynth.models.on_features import OnFeatures
 from fedsynth.models.registry import ModelSettings, build_model
 from fedsynth.training import many_clients, sgd
 from fedsynth.training.many_clients import Learner, train_together
-from fedsynth.training.optimisers import MomentumSgd
-from fedsynth.training.sgd import Pull, SgdSettings, train_on
+from fedsynth.training.sgd import MomentumSgd, Pull, SgdSettings, train_on
 from fedsynth.training.softmax_regression import regression_gradients
 
 SPEC = dataset_spec("digits")

@@ -25,7 +25,7 @@ from typing import Any
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
-from fedsynth.deployment.flower.records import from_record, reply
+from fedsynth.deployment.flower.executor import from_record, reply
 from fedsynth.deployment.node import Node
 from fedsynth.deployment.policy import ANY, Owner, Policy
 from fedsynth.deployment.record_source import ClassFolders, DatasetPart, Source

@@ -9,6 +9,11 @@ none.
 
 Flower has no public API for this: the module uses the SuperNode's Runtime API as Flower's own
 executor of this version does.
+
+Conversion of our messages to Flower's, and back: bytes and the run's name in a `ConfigRecord`.
+
+Nothing else of Flower's records is used: its arrays are for models that are averaged, and ours are
+checked against the methods' own declarations (`fedsynth.core.messages`).
 """
 
 from __future__ import annotations
@@ -17,9 +22,10 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import closing, suppress
+from typing import Any
 
 import httpx
-from flwr.app import Message
+from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.app.error import Error
 from flwr.common.constant import ErrorCode, SubStatus
 from flwr.proto.runtime_pb2 import AcquireTaskRequest
@@ -35,8 +41,43 @@ from flwr.supercore.run import RunNotRunningException
 from flwr.supercore.runtime import RuntimeHttpClient
 from flwr.supernode.runtime.run_clientapp import pull_task_input, push_message, push_task_output
 
-from fedsynth.deployment.flower.records import from_record, reply
 from fedsynth.errors import MessageError
+
+RECORD = "fedsynth"
+KIND = "query"
+"""Flower's type of our messages: it names no training, so that no strategy processes them."""
+
+
+def to_record(run: str, frame: bytes) -> RecordDict:
+    """Returns the run's name and a frame in Flower's form."""
+    return RecordDict({RECORD: ConfigRecord({"run": run, "frames": frame})})
+
+
+def from_record(content: RecordDict) -> tuple[str, bytes]:
+    """Returns the run's name and the frame.
+
+    Raises:
+        MessageError: it is not our message.
+    """
+    try:
+        record: Any = content[RECORD]
+        run, frame = record["run"], record["frames"]
+    except (KeyError, TypeError) as error:
+        raise MessageError(f"not a valid fedsynth message: {error!r:.80}") from None
+    if not (isinstance(run, str) and isinstance(frame, bytes)):
+        raise MessageError("not a valid fedsynth message: its record has other types")
+    return run, frame
+
+
+def request(run: str, frame: bytes, node: int, seconds: float) -> Message:
+    """Returns a message to a node, which expires after `seconds`."""
+    return Message(to_record(run, frame), node, KIND, ttl=seconds)
+
+
+def reply(run: str, frame: bytes, to: Message) -> Message:
+    """Returns the answer to a message."""
+    return Message(to_record(run, frame), reply_to=to)
+
 
 ACQUIRE = "/flwr.proto.Runtime/AcquireTask"
 RETRY_SECONDS = 30.0

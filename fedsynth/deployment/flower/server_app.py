@@ -17,7 +17,7 @@ from flwr.app import Context, Message
 from flwr.serverapp import Grid, ServerApp
 
 from fedsynth.deployment.connection import Connection, Timeouts
-from fedsynth.deployment.flower.records import from_record, request
+from fedsynth.deployment.flower.executor import from_record, request
 from fedsynth.deployment.networked_run import NetworkedRun
 from fedsynth.deployment.proposal import Proposal
 from fedsynth.errors import FedsynthError, MessageError

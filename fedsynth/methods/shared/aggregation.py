@@ -10,9 +10,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from fedsynth.core.context import RoundContext
+from fedsynth.core.context import RoundContext, ServerState
 from fedsynth.core.messages import ModelParameters
-from fedsynth.core.state import ServerState
 from fedsynth.methods.shared.robust import robust_mean
 
 

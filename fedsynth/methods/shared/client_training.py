@@ -18,11 +18,17 @@ from fedsynth.core.messages import Message, ModelParameters
 from fedsynth.core.method import Memory
 from fedsynth.privacy.dpsgd import DpSgdSettings, ExampleLoss, Penalty
 from fedsynth.seeding import torch_generator
-from fedsynth.training.loop import State
-from fedsynth.training.loop_checkpoint import LoopCheckpointer, NullCheckpointer
+from fedsynth.training.loop import LoopCheckpointer, NullCheckpointer, State
 from fedsynth.training.many_clients import Learner, train_together
-from fedsynth.training.optimisers import Optimiser
-from fedsynth.training.sgd import BeforeStep, Objective, Pull, SgdSettings, steps_of, train_on
+from fedsynth.training.sgd import (
+    BeforeStep,
+    Objective,
+    Optimiser,
+    Pull,
+    SgdSettings,
+    steps_of,
+    train_on,
+)
 from fedsynth.version import __version__
 
 MODEL = "model"

@@ -36,8 +36,7 @@ from fedsynth.synthesizer.condensation.sets import (
     set_rules,
 )
 from fedsynth.training.loop import resumable
-from fedsynth.training.optimisers import MomentumSgd
-from fedsynth.training.sgd import SgdSettings
+from fedsynth.training.sgd import MomentumSgd, SgdSettings
 from fedsynth.validation import check_embedding, in_range, one_of
 
 

@@ -19,10 +19,9 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from fedsynth.core.context import RoundContext
+from fedsynth.core.context import RoundContext, ServerState
 from fedsynth.core.messages import ModelParameters
 from fedsynth.core.method import Presets
-from fedsynth.core.state import ServerState
 from fedsynth.errors import SettingError
 from fedsynth.evaluation.generated import GENERATOR, GeneratorFacts, describe
 from fedsynth.evaluation.generated import average as average_facts

@@ -8,10 +8,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedsynth.core.context import RoundContext
+from fedsynth.core.context import RoundContext, ServerState
 from fedsynth.core.messages import Message, ModelParameters, released
 from fedsynth.core.method import Presets, ReleasePlan
-from fedsynth.core.state import ServerState
 from fedsynth.core.uploads import Array, Rule
 from fedsynth.methods.shared.class_sums import sums_plans
 from fedsynth.methods.shared.condensing import CondensingMethod

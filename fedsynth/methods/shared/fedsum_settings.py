@@ -9,10 +9,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from fedsynth.core.context import RoundContext
+from fedsynth.core.context import RoundContext, ServerState
 from fedsynth.core.messages import Message, ModelParameters, public, released
 from fedsynth.core.method import Presets, ReleasePlan
-from fedsynth.core.state import ServerState
 from fedsynth.core.uploads import Rule
 from fedsynth.methods.shared.class_sums import COUNTS, sums_rules
 from fedsynth.methods.shared.condensing import TrainsInBall

@@ -21,10 +21,9 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from fedsynth.core.client import ClientGroup, PrivateClientView
-from fedsynth.core.context import RoundContext
+from fedsynth.core.context import RoundContext, ServerState
 from fedsynth.core.messages import Message, ModelParameters
 from fedsynth.core.method import Memory, Method, Presets, Request, Results, State, Upload
-from fedsynth.core.state import ServerState
 from fedsynth.core.uploads import most_examples
 from fedsynth.errors import SettingError
 from fedsynth.methods.shared.aggregation import AveragingState, average, update_cache
@@ -43,8 +42,7 @@ from fedsynth.privacy.plans import ReleasePlan
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.seeding import numpy_generator
 from fedsynth.training.many_clients import learner_bytes, worth_batching
-from fedsynth.training.optimisers import MomentumSgd, Optimiser
-from fedsynth.training.sgd import SgdSettings, steps_of
+from fedsynth.training.sgd import MomentumSgd, Optimiser, SgdSettings, steps_of
 from fedsynth.validation import in_range, one_of
 
 

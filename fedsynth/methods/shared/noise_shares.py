@@ -20,10 +20,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from fedsynth.core.context import RoundContext
+from fedsynth.core.context import RoundContext, ServerState
 from fedsynth.core.messages import Message
 from fedsynth.core.method import Method, State, Upload
-from fedsynth.core.state import ServerState
 from fedsynth.errors import SettingError
 from fedsynth.privacy.grid import Addends
 from fedsynth.privacy.plans import FIRST, MAIN, ReleasePlan

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedsynth.features.row_products import row_product
+from fedsynth.features.feature_map import row_product
 from fedsynth.methods.shared.noise_shares import Pool
 from fedsynth.privacy.products import Moments, Outer, smat
 

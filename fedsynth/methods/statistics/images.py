@@ -18,9 +18,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedsynth.core.context import RoundContext
+from fedsynth.core.context import RoundContext, ServerState
 from fedsynth.core.method import Method, State
-from fedsynth.core.state import ServerState
 from fedsynth.data.images import normalise
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import SettingError

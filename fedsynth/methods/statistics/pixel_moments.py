@@ -1,7 +1,7 @@
 """Released moments of small pictures, and images drawn from them.
 
 Clients release noisy sums of √½·[svec(u uᵀ); e_y ⊗ u], u the vector of norm 1 that
-`fedsynth.features.low_pass` makes of an image and e_y its one-hot label (`Moments` with targets of
+`fedsynth.features.scattering` makes of an image and e_y its one-hot label (`Moments` with targets of
 norm 1). The sums give class counts, class means, and the common covariance about the means, of
 which the directions above the noise are kept. All here is post-processing of such sums.
 """
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedsynth.features.feature_map import Shape
-from fedsynth.features.low_pass import CONSTANT, cells_of, low_pass
+from fedsynth.features.scattering import CONSTANT, cells_of, low_pass
 from fedsynth.methods.shared.noise_shares import Pool
 from fedsynth.privacy.plans import FIRST, ReleasePlan
 from fedsynth.privacy.products import Moments, smat

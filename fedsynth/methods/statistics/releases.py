@@ -11,8 +11,8 @@ from functools import partial
 
 from fedsynth.errors import SettingError
 from fedsynth.features.feature_map import FeatureMap, Shape
-from fedsynth.features.low_pass import low_pass
 from fedsynth.features.registry import is_own_features
+from fedsynth.features.scattering import low_pass
 from fedsynth.methods.statistics.pixel_moments import PIXELS, pixel_plan, pixel_width
 from fedsynth.methods.statistics.whitening import COVARIANCES, covariance_plan
 from fedsynth.privacy.plans import FIRST, ReleasePlan

@@ -10,9 +10,8 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from fedsynth.core.context import RoundContext
+from fedsynth.core.context import RoundContext, ServerState
 from fedsynth.core.messages import Message, ModelParameters, released
-from fedsynth.core.state import ServerState
 from fedsynth.core.uploads import LARGEST, Array, Rule
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import SettingError

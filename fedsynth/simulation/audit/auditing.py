@@ -20,8 +20,7 @@ from torch import Tensor
 
 from fedsynth.config.settings import RunSettings
 from fedsynth.core.context import RoundContext
-from fedsynth.data.arrays import IntArray
-from fedsynth.data.images import ImageData, from_arrays
+from fedsynth.data.images import ImageData, IntArray, from_arrays
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import SettingError
 from fedsynth.federation.client_budget import ClientBudget
@@ -30,8 +29,8 @@ from fedsynth.federation.costs import plan_of
 from fedsynth.federation.observer import Observer
 from fedsynth.federation.run_data import PUBLIC, Clients, declared, specification, with_declared
 from fedsynth.privacy.audit import epsilon_lower_bound, guesses_for, right_guesses
+from fedsynth.privacy.disclosure import mechanism_facts
 from fedsynth.privacy.errors import PrivacyError, PrivacySettingError
-from fedsynth.privacy.mechanism_facts import mechanism_facts
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import USER, is_real
 from fedsynth.privacy.report.build import write_report

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from fedsynth.data.images import pixel_constants
 from fedsynth.data.registry import DatasetSpec, as_spec
 from fedsynth.mixed_precision import widened
-from fedsynth.models.layout import channels_last
+from fedsynth.models.convnet import channels_last
 from fedsynth.seeding import forked_rng
 
 

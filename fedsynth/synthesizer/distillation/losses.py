@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedsynth.models.batch_statistics import batch_statistics
+from fedsynth.models.batch_norm import batch_statistics
 
 
 def information_entropy_loss(logits_NC: Tensor) -> Tensor:
