@@ -6,7 +6,7 @@ import math
 import statistics
 
 from library.pivot import Axis, Fields, Table, axis
-from library.rows import STATISTICS_SEEDS, by_key, lines, number, percents
+from library.rows import STATISTICS_SEEDS, lines, number, percents
 
 SEEDS = range(3)
 DATASETS = {"fashion-mnist": "Fashion-MNIST", "mnist": "MNIST"}
@@ -89,5 +89,4 @@ SENTENCES = [
         _audits,
     ),
     ("README.md", "2 log(1/δ)/σ² = {} for σ = 3", lambda: [f"{2 * math.log(1e5) / 9:.2f}"]),
-    ("docs/privacy.md", "({} runs)", lambda: [str(len(by_key("dp_utility")))]),
 ]
