@@ -29,14 +29,6 @@ CELLS: Fields = {
 }
 TABLES = {
     "fedstats-own": Table(ROWS, axis("epsilon", BUDGETS), CELLS),
-    "fedstats-partitions": Table(
-        ROWS,
-        [
-            *axis("alpha", ("0.01", "0.5", "100"), "Dir({})"),
-            *axis("clients", (3, 50), "{} clients"),
-        ],
-        CELLS,
-    ),
     "fedstats-students": Table(
         ROWS,
         axis(
@@ -71,7 +63,7 @@ SENTENCES = [
     (
         "docs/fedstats.md",
         "A client sends {} to {} MB in a run. A run takes {} to {} seconds for all ten clients on "
-        "one core, without computing features.",
+        "one core, without computing features",
         _cost,
     ),
 ]
