@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import statistics
-from functools import partial
-
 from library.pivot import Cell, Fields, Table, axis, cross, figure, spread_of, text
-from library.rows import number, percents
 
-DOCUMENT = "docs/reliability.md"
 ROBUST: Fields = {"file": "robust_table", "seeds": range(3), "digits": 1}
 
 
@@ -61,18 +56,3 @@ TABLES = {
         corner=("participation", "clients"),
     ),
 }
-
-
-def _costs(alpha: str) -> list[str]:
-    """Points that each rule loses to the average, without an attack."""
-    plain, *ruled = (
-        statistics.mean(percents("robust_table", f"{rule}, none, alpha={alpha}", range(3)))
-        for rule in ("none", "median", "trimmed", "clip")
-    )
-    return [number(plain - mean, ".1f") for mean in ruled]
-
-
-SENTENCES = [
-    (DOCUMENT, "at Dir(1) `median` {}, `trimmed` {}, `clip` {}", partial(_costs, "1")),
-    (DOCUMENT, "at Dir(0.1) `median` {}, `trimmed` {}, `clip` {}", partial(_costs, "0.1")),
-]
