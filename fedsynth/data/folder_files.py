@@ -13,6 +13,7 @@ import re
 import unicodedata
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, NoReturn
 
@@ -45,6 +46,7 @@ _LAYOUT = "expected SITE/CLASS/files, CLASS/files, or a manifest.csv (path,label
 _SPLITS = {"train", "training", "test", "testing", "val", "valid", "validation"}
 _SYSTEM_FILES = {"__macosx", "thumbs.db", "desktop.ini"}
 _NUMBER = re.compile(r"[0-9]{1,9}")
+_DECIMAL = re.compile(r"[+-]?[0-9]+([.,][0-9]+)?")
 
 Names = npt.NDArray[Any]
 """Strings [N], an array of Python objects."""
@@ -203,11 +205,15 @@ def _names(values: Iterable[str]) -> Names:
 
 
 def _refuse_similar_names(kind: str, names: Sequence[str]) -> None:
-    """Raises an error for two spellings of a name, such as "T-shirt" and "t_shirt"."""
+    """Raises an error for two spellings of a name, such as "T-shirt" and "t_shirt", or "0" and
+    "0.0"."""
     spellings: dict[str, str] = {}
     for name in names:
         folded = unicodedata.normalize("NFKC", name).casefold()
-        other = spellings.setdefault(re.sub(r"[\s_-]+", " ", folded), name)
+        spelling = re.sub(r"[\s_-]+", " ", folded)
+        if _DECIMAL.fullmatch(folded):
+            spelling = str(Fraction(folded.replace(",", ".")))
+        other = spellings.setdefault(spelling, name)
         if other != name:
             raise DataError(
                 f"two {kind} have the names {other!r} and {name!r}: if they are the same, "

@@ -213,7 +213,7 @@ def test_ledgers_and_hidden_files_are_no_images(tmp_path: Path) -> None:
         assert len(load_folder(tmp_path).train) == 24
 
 
-@pytest.mark.parametrize("names", [("T-shirt", "t_shirt"), ("½", "1⁄2")])
+@pytest.mark.parametrize("names", [("0", "0.0"), ("T-shirt", "t_shirt"), ("½", "1⁄2")])
 def test_one_class_in_two_spellings_is_refused(tmp_path: Path, names: tuple[str, str]) -> None:
     for site, name in zip(("north", "south"), names, strict=True):
         write_image(tmp_path / site / name / "1.png", 1)
