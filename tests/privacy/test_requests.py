@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 
 from fedsynth.config.resolve import resolve
+from fedsynth.core.messages import Message
 from fedsynth.methods.fedaf import FedAF
-from fedsynth.methods.fedprox import FedProx
 from fedsynth.privacy.errors import RequestRefusedError
 from fedsynth.privacy.mechanisms import GaussianSumMechanism
 from fedsynth.privacy.requests import check_numbers
@@ -53,17 +53,15 @@ def test_a_run_refuses_before_anything_is_charged(monkeypatch: pytest.MonkeyPatc
     assert charged
 
 
-def test_a_plain_number_is_looked_at_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """FedProx's μ comes from the server."""
-    broadcast = FedProx.broadcast
+@dataclass(frozen=True)
+class Proximal(Message):
+    mu: float
 
-    def hostile(self: FedProx, state: Any, context: Any) -> Any:
-        return replace(broadcast(self, state, context), mu=float("nan"))
 
-    monkeypatch.setattr(FedProx, "broadcast", hostile)
-    sections = {"run": {"method": "fedprox", "rounds": 1}, "privacy": {"noise_multiplier": 3.0}}
+def test_a_plain_number_of_a_message_is_checked() -> None:
+    check_numbers(Proximal(mu=0.1).numbers(), None)
     with pytest.raises(RequestRefusedError, match="numbers in mu that are not finite"):
-        simulate(resolve(sections))
+        check_numbers(Proximal(mu=float("nan")).numbers(), None)
 
 
 def test_a_question_of_the_first_phase_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:

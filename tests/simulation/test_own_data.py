@@ -101,7 +101,7 @@ def test_a_published_data_set_is_named_where_no_ledger_is_kept(tmp_path: Path) -
         .read_text()
         .split("This run has no ledger that counts several runs")[1]
     )
-    assert "earlier and later runs on the same data are not counted" in fresh
+    assert "Earlier and later runs on the same data are not counted" in " ".join(fresh.split())
     (test,) = [entry for entry in report["scope"] if entry["access"] == "test set"]
     assert test["note"].startswith("of the published data set digits")
     assert not DECLARED_PUBLIC.search(said_of_the_data(folder))

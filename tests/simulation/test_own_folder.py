@@ -81,7 +81,6 @@ def test_a_private_run_goes_by_the_declaration(clinic: Path, tmp_path: Path) -> 
     report: Any = result.privacy
     assert report["max_records"] == 100
     assert report["public_items"]["nominal records of a client"].startswith("25 ")  # 50 over 2
-    assert report["data_set"]["train_size"] == 50
     assert set(report["guarantee"]["epsilon_by_client"]) == {"north", "south"}
     assert result.folder is not None
     assert verify_run(result.folder).problems == []
