@@ -1,4 +1,4 @@
-"""One client's budget: its ledger, the guard of its cap, and its secret.
+"""The privacy budget of one client: its ledger, its cap on ε, and its secret key.
 
 It belongs to the client. It holds the public plan, its own ledger and its own secret, and no data
 of other clients. It refuses every request that its cap does not allow.
@@ -20,7 +20,7 @@ from fedsynth.privacy.releases import Release
 
 
 class ClientBudget:
-    """The budget of a client in a private run, which charges its releases.
+    """The budget of one client in a private run. It charges the client's releases to a ledger.
 
     Args:
         client: its index in the federation, which selects its part of the plan.
@@ -58,12 +58,12 @@ class ClientBudget:
         return self.plan.facts.guaranteed
 
     def history(self) -> History:
-        """Returns the current content of the ledger."""
+        """Returns the current content of the client's ledger."""
         return self.ledger.history()
 
     def check(self, number: int) -> None:
-        """Checks that the round with this number can be charged. This happens before any client is
-        charged; otherwise some would pay for a round that releases nothing.
+        """Checks that this client can be charged for a round. The check runs for all clients before
+        any of them is charged, so that no client pays for a round that releases nothing.
 
         Raises:
             BudgetExceededError: it would exceed the cap.
@@ -74,7 +74,7 @@ class ClientBudget:
         self.ledger.check_writable()
 
     def charge(self, context: RoundContext, phase: str) -> ReleaseBudget[Any]:
-        """Charges the ledger for all that this client releases in one exchange of a round.
+        """Charges the ledger for everything that this client releases in one exchange of a round.
 
         A mechanism without a guarantee is recorded as such: from then on the ledger's ε is
         infinite.
@@ -104,8 +104,8 @@ class ClientBudget:
 
 
 def record_open_round(ledger: Ledger, method: str, number: int) -> None:
-    """Records a round without differential privacy in a kept ledger, before the round runs: from
-    then on the ledger's ε is infinite.
+    """Records in a kept ledger that a round without differential privacy is about to run. From then
+    on, the ε of this ledger is infinite.
 
     Nothing is clipped or noised, so the sensitivity and dimension are placeholders.
     """

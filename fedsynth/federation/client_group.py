@@ -1,7 +1,6 @@
-"""The steps of clients. In a simulation the clients of a group take a step together, in one batched
-pass over the data on their shared device. Each gets the same result as in a separate process
-(`step_alone`).
-"""
+"""The local steps of clients. A simulation batches the clients of a group into one pass over the
+data on their shared device. Each client gets the same result as in a separate process
+(`step_alone`)."""
 
 from __future__ import annotations
 
@@ -33,8 +32,8 @@ from fedsynth.privacy.requests import check_numbers
 
 
 def view(clients: Sequence[ClientRuntime], phase: str, context: RoundContext) -> ClientGroup:
-    """Returns the data of these clients that a method may access in one exchange; with privacy each
-    client is charged for it.
+    """Returns the view through which a method accesses the data of these clients in one exchange.
+    In a private run, this charges each client for the exchange.
 
     Raises:
         RefusedError: a client's cap would be exceeded: another run has charged its ledger since
@@ -77,7 +76,7 @@ def view(clients: Sequence[ClientRuntime], phase: str, context: RoundContext) ->
 def step_together(
     clients: Sequence[ClientRuntime], phase: str, message: Message, context: RoundContext
 ) -> Replies:
-    """Returns the replies of clients that share a device, in one pass.
+    """Runs one step for all clients of a group in a single pass, and returns their replies.
 
     Raises:
         TypeError: a message of another type than the method declares.
@@ -111,7 +110,7 @@ def step_together(
 def step_alone(
     client: ClientRuntime, phase: str, message: Message, context: RoundContext
 ) -> Message | Refusal:
-    """Returns one client's reply to a request."""
+    """Runs one step for a single client, and returns its reply."""
     replies = step_together([client], phase, message, context)
     if replies.refusals:
         return replies.refusals[0]
@@ -123,9 +122,8 @@ def evaluate_together(
     models: Mapping[str, Mapping[str, Tensor]],
     context: RoundContext,
 ) -> list[ClientEvaluation]:
-    """Evaluates clients that share a device (`ClientRuntime.evaluate`): a common model in one
-    pass.
-    """
+    """Evaluates clients that share a device (`ClientRuntime.evaluate`). A model that they have in
+    common is evaluated in one pass."""
     held_out = [client.data.held_out for client in clients]
     sizes = list(map(len, held_out))
     if clients[0].method.personal or not any(sizes):

@@ -1,4 +1,5 @@
-"""One client of a federation: its own records, its memory and its privacy budget.
+"""One client of a federation: its records, the state that it stores between rounds, and its privacy
+budget.
 
 Its steps are in `client_group.py`: in a separate process a client is a group of one.
 """
@@ -30,7 +31,7 @@ from fedsynth.privacy.randomness import SecretGenerator
 
 
 class RefusedError(Exception):
-    """A client of a group refuses the request.
+    """Raised when a client refuses a request.
 
     Attributes:
         refusal: its answer.
@@ -43,7 +44,7 @@ class RefusedError(Exception):
 
 @dataclass(frozen=True, eq=False)
 class ClientData:
-    """A client's records.
+    """The records of one client.
 
     Args:
         resident: the data that contain them, on the run's device: the client's own or, in a
@@ -58,13 +59,13 @@ class ClientData:
 
     @property
     def size(self) -> int:
-        """The number of all its records, training and test."""
+        """Returns the number of the client's records, for training and for testing."""
         return len(self.records) + len(self.held_out)
 
 
 @dataclass(frozen=True, eq=False)
 class ResumeState:
-    """A client's state inside a run, in addition to its memory.
+    """The data that a client needs to resume a run, in addition to its stored memory.
 
     Args:
         recorded: the last round that an open client's ledger has recorded; 0: none.
@@ -76,7 +77,7 @@ class ResumeState:
 
 
 class ClientRuntime:
-    """One client.
+    """One client of a run.
 
     It uses its own copy of the run's settings. Before it has received the terms it answers only
     `join`. After that it is private if its settings are, whatever a server sends.
@@ -127,12 +128,13 @@ class ClientRuntime:
 
     @property
     def context(self) -> RoundContext:
-        """The public context of round 1; from `start` on with the terms."""
+        """Returns the public context of round 1. Once the client has received the run terms, the
+        context includes them."""
         return self._context
 
     @property
     def memory(self) -> Memory:
-        """The client's state between rounds."""
+        """Returns the state that the client stores between rounds."""
         if self._stored is not None:
             return self._stored()
         return self._memory
@@ -144,32 +146,34 @@ class ClientRuntime:
 
     @property
     def stored(self) -> bool:
-        """Returns whether the memory is in a file."""
+        """Returns whether the client's memory is currently in a file."""
         return self._stored is not None
 
     def store(self, load: Callable[[], Memory]) -> None:
-        """Moves the memory to a file until it is needed."""
+        """Moves the client's memory to a file until the next use."""
         self._memory = {}
         self._stored = load
 
     @property
     def private(self) -> bool:
-        """Returns whether it takes part with differential privacy."""
+        """Returns whether the client takes part with differential privacy."""
         return self.settings.privacy is not None
 
     @property
     def sends_sums(self) -> bool:
-        """Returns whether its uploads leave it only in secure sums."""
+        """Returns whether the client's uploads are only sent as part of a secure sum."""
         return self._remote and self.method.requires_secure_sum
 
     def join(self) -> ClientInfo:
-        """Returns its join message, which has no size if the run is private."""
+        """Returns the message with which the client joins a run. In a private run, the message does
+        not contain the client's size."""
         if self.private:
             return ClientInfo(self.number, history=self.history())
         return ClientInfo(self.number, len(self.data.records), self.history())
 
     def start(self, terms: RunTerms) -> RoundContext:
-        """Accepts the terms, once: from now on it is charged by its settings and their σ.
+        """Accepts the run terms. A client accepts terms only once, and is charged by its own
+        settings with their σ.
 
         Returns:
             The public context with the terms.
@@ -192,9 +196,8 @@ class ClientRuntime:
         return self._context
 
     def _plan(self, terms: RunTerms) -> PrivacyPlan:
-        """Returns the plan of its own settings, with the σ that the server calibrated for all
-        clients.
-        """
+        """Returns the plan of the client's own settings, with the σ that the server calibrated for
+        all clients."""
         sigma = terms.noise_multiplier
         if type(sigma) is not float or not 0 < sigma < math.inf:
             raise RequestRefusedError(f"a noise multiplier must be above 0, got {sigma!r:.80}")
@@ -216,22 +219,23 @@ class ClientRuntime:
         return budget
 
     def move_ledger(self, ledger: Ledger) -> None:
-        """Replaces its own ledger, which is empty, by another one."""
+        """Replaces the client's empty ledger by another ledger."""
         self.ledger = ledger
         if self.budget is not None:
             self.budget = self._new_budget(self.budget.plan)
 
     def history(self) -> History | None:
-        """Returns the current content of its ledger."""
+        """Returns the current content of the client's ledger."""
         return None if self.ledger is None else self.ledger.history()
 
     def require_terms(self) -> None:
-        """Raises RequestRefusedError if it has not received the terms yet."""
+        """Raises RequestRefusedError if the client has not received the run terms yet."""
         if not self._has_terms:
             raise RequestRefusedError(f"client {self.number} has not received the run terms")
 
     def prepare(self, context: RoundContext) -> Refusal | None:
-        """Returns a refusal if it cannot take part in the round; nothing is charged.
+        """Returns a refusal if the client cannot take part in the round, otherwise None. Nothing is
+        charged.
 
         Raises:
             LedgerError: its ledger cannot be written.
@@ -250,7 +254,8 @@ class ClientRuntime:
         return Refusal(self.number, str(error), spent=error.spent)
 
     def begin(self, context: RoundContext) -> None:
-        """Begins the round: without privacy a ledger records it once, before anything is released.
+        """Begins a round. Without differential privacy, a kept ledger records the round before
+        anything is released.
 
         A client that does not get this message records the round before its first step or
         evaluation.
@@ -262,8 +267,8 @@ class ClientRuntime:
         self._recorded = context.round
 
     def charge(self, phase: str, context: RoundContext) -> ReleaseBudget[Any]:
-        """Charges this exchange and returns the allowance. Another attempt at a step that has drawn
-        nothing is not charged again.
+        """Charges the client for this exchange, and returns the release budget of its step. A
+        failed step that has not drawn noise yet can be repeated without another charge.
 
         Raises:
             RefusedError: its cap would be exceeded (`ClientBudget.charge`).
@@ -280,8 +285,8 @@ class ClientRuntime:
         return self._granted[2]
 
     def may_try_again(self, phase: str, context: RoundContext) -> bool:
-        """Returns whether a failed step may be repeated without a charge: it is not private, or it
-        was charged for this exchange and has used none of the allowance.
+        """Returns whether a failed step may be repeated without another charge. This holds for
+        steps without privacy, and for charged steps that have not used any of their release budget.
         """
         if not self.private:
             return True
@@ -291,15 +296,15 @@ class ClientRuntime:
         return (number, charged_phase) == (context.round, phase) and allowance.unused
 
     def load_memory(self, phase: str, context: RoundContext) -> Memory:
-        """Returns its memory in this exchange: that of the round's first exchange, if there was
-        one.
-        """
+        """Returns the client's memory for this exchange. After a first exchange, this is the memory
+        that the first exchange stored."""
         if phase != FIRST and self._pending is not None and self._pending[0] == context.round:
             return self._pending[1]
         return self.memory
 
     def store_memory(self, phase: str, memory: Memory, context: RoundContext) -> None:
-        """Stores a step's memory; that of a first exchange is for this round only."""
+        """Stores the memory of a step. The memory of a first exchange is only used in the same
+        round."""
         if phase == FIRST:
             self._pending = (context.round, memory)
         else:
@@ -308,7 +313,8 @@ class ClientRuntime:
 
     @property
     def resume_state(self) -> ResumeState:
-        """The state that, in addition to its memory, another process needs to resume."""
+        """Returns the data that another process needs to resume the client, in addition to its
+        memory."""
         return ResumeState(self._recorded, self._pending)
 
     @resume_state.setter
@@ -317,23 +323,23 @@ class ClientRuntime:
         self._pending = resume_state.pending
 
     def rollback(self, memory: Memory) -> None:
-        """Restores the memory from before the round, as if the client had hung in its step."""
+        """Restores the memory from before the round, as if the client had failed in its step."""
         self._pending = None
         self.memory = memory
 
     def facts(self, context: RoundContext) -> Mapping[str, Any]:
-        """Returns its facts about its memory, for the round's metrics."""
+        """Returns the client's metrics of its memory, for the metrics of the round."""
         self.require_terms()
         return self.method.client_metrics(self.memory, context)
 
     def personal(self, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Returns its own personalized model, given the federation's `parameters`."""
+        """Returns the client's personalized model, given the `parameters` of the federation."""
         return self.method.personal_parameters(parameters, self.memory)
 
     def evaluate(
         self, models: Mapping[str, Mapping[str, Tensor]], context: RoundContext
     ) -> ClientEvaluation:
-        """Tests models on its own test split."""
+        """Evaluates models on the client's own test split."""
         self.begin(context)
         held_out = self.data.held_out
         right = dict.fromkeys(models, 0)

@@ -1,6 +1,5 @@
-"""The context that all rounds of a run share: from public settings and a data set's specification
-only.
-"""
+"""The context that all rounds of a run share. It is built only from public settings and the
+specification of a data set."""
 
 from __future__ import annotations
 
@@ -23,8 +22,8 @@ DEVICES = ("auto", "cpu", "cuda")
 
 
 def resolve_device(name: str) -> torch.device:
-    """Returns the torch device of a name: "auto" is CUDA if there is one, else the CPU; also "cpu",
-    "cuda", "cuda:1" and the like.
+    """Returns the torch device for a name such as "cpu", "cuda" or "cuda:1". The name "auto"
+    selects CUDA if a GPU is available, otherwise the CPU.
 
     Raises:
         DeviceError: CUDA is requested but there is none.
@@ -48,9 +47,8 @@ def resolve_device(name: str) -> torch.device:
 
 @contextmanager
 def cpu_threads(count: int | None) -> Iterator[None]:
-    """Sets the number of torch's CPU threads to `count` within the context; None leaves it
-    unchanged.
-    """
+    """Sets the number of CPU threads of torch to `count` inside the context. None leaves it
+    unchanged."""
     if count is None:
         yield
         return
@@ -63,9 +61,8 @@ def cpu_threads(count: int | None) -> Iterator[None]:
 
 
 def memory_bytes(gigabytes: float | None, device: torch.device) -> int:
-    """Returns the memory bound in bytes. None is 4 GiB on a CPU and half of the card's total memory
-    on a GPU (not of its free memory: runs must be reproducible).
-    """
+    """Returns the memory bound in bytes. By default it is 4 GiB on a CPU, and half of the total
+    memory of a GPU. Free memory is not used, because runs must be reproducible."""
     if gigabytes is not None:
         return int(gigabytes * 2**30)
     if device.type == "cuda":
@@ -74,7 +71,7 @@ def memory_bytes(gigabytes: float | None, device: torch.device) -> int:
 
 
 def public_context(settings: RunSettings, spec: DatasetSpec, device: torch.device) -> RoundContext:
-    """Returns the context of round 1; for other rounds, use `replace(context, round=...)`."""
+    """Returns the context of round 1. For other rounds, use `replace(context, round=...)`."""
     privacy = settings.privacy
     partition = settings.partition
     training = spec.train_size * partition.subset * (1 - partition.local_test)
@@ -110,7 +107,7 @@ def public_context(settings: RunSettings, spec: DatasetSpec, device: torch.devic
 def with_proxy(
     context: RoundContext, settings: RunSettings, *, download: bool = False
 ) -> RoundContext:
-    """Returns the context with the public images that the method names, if any.
+    """Returns the context, extended by the public images that the method uses, if any.
 
     Args:
         download: let torchvision fetch the data set if it is not there.

@@ -1,6 +1,5 @@
-"""The cost of a private run, before any data are read: from settings and a data set's public
-specification only.
-"""
+"""The privacy cost of a run, computed from settings and the public specification of a data set
+before any data are read."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ from fedsynth.privacy.settings import needs_a_budget
 
 @dataclass(frozen=True)
 class MechanismCosts:
-    """One mechanism's plan.
+    """The plan of a run with one mechanism.
 
     Attributes:
         mechanism: its name.
@@ -82,8 +81,8 @@ def costs_of(plan: PrivacyPlan, target: float | None) -> MechanismCosts:
 
 
 def plan_of(settings: RunSettings) -> PrivacyPlan:
-    """Returns the plan of the private run that `settings` describe. It reads no data, and only the
-    contents of kept ledgers.
+    """Returns the plan of the private run that `settings` describe. The function reads no data,
+    only the contents of kept ledgers.
 
     Raises:
         DataError: the custom images have no declaration.
@@ -103,8 +102,8 @@ def plan_of(settings: RunSettings) -> PrivacyPlan:
 
 
 def costs_by_mechanism(sections: Mapping[str, Mapping[str, Any]]) -> list[MechanismCosts]:
-    """Returns the costs for each mechanism that can protect the method, or for the one that is
-    named.
+    """Returns the costs for each mechanism that can protect the method. If the settings name a
+    mechanism, only its costs are returned.
 
     Args:
         sections: settings in the form that `resolve` takes.

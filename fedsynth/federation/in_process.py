@@ -1,4 +1,5 @@
-"""An exchange within one process: all clients are in this process, those of a round in groups.
+"""The exchange of a simulation: all clients run in this process, and the clients of a round are
+processed in groups.
 
 The size of a group follows from the memory that one more client needs (`Method.client_bytes`) and
 the run's limit; it does not affect the results. If the device still runs out of memory, groups are
@@ -101,7 +102,7 @@ class InProcess:
         return Replies(messages, lost=lost)
 
     def _group_size(self, context: RoundContext) -> int:
-        """Returns the number of clients that share a pass."""
+        """Returns the number of clients that are processed in one pass."""
         client_bytes = self.clients[0].method.client_bytes(context)
         if client_bytes is None:
             return 1
@@ -109,7 +110,7 @@ class InProcess:
         return min(max(1, fitting), self._max_group)
 
     def _halve(self, group: Sequence[ClientRuntime], phase: str, context: RoundContext) -> None:
-        """Halves the size of groups, after a step of this one ran out of memory.
+        """Halves the group size after a step ran out of memory.
 
         No message has left a client. But noise may have been drawn, and whether a step fails may
         depend on the data: a charge is for one attempt.
@@ -142,9 +143,8 @@ class InProcess:
         )
 
     def _failing(self, phase: str, numbers: Sequence[int], context: RoundContext) -> dict[int, str]:
-        """Returns which of these clients fail in this exchange, and how. The main exchange also has
-        the failures of a first exchange that the round does not have.
-        """
+        """Returns the clients that fail in this exchange, with the kind of failure. If a round has
+        no first exchange, the failures drawn for it count in the main exchange."""
         kinds = {}
         for number in numbers:
             failure = self._settings.failures.of(context.round, number)
@@ -163,7 +163,7 @@ class InProcess:
 
 @dataclass(frozen=True)
 class _GroupReporter:
-    """Converts one group's progress to the round's.
+    """Converts the progress of one group to the progress of the round.
 
     Args:
         reporter: the round's.

@@ -1,4 +1,4 @@
-"""Observers: objects that the engine calls on a run's events.
+"""Observers: objects that receive the events of a run.
 
 The command line uses one to print progress; tests and notebooks can use their own.
 """
@@ -27,7 +27,7 @@ class Observer:
     """
 
     def started(self, settings: RunSettings, folder: Path | None) -> None:
-        """The run is about to start or to resume with these settings.
+        """Called when a run is about to start or to resume with these settings.
 
         Args:
             settings: the run's, resolved.
@@ -35,14 +35,16 @@ class Observer:
         """
 
     def note(self, text: str) -> None:
-        """A line for people: what the run is about to do, a warning, why it ended."""
+        """Called with a line for the user, such as a warning or the reason why the run ended."""
 
     def step(self, round: int, phase: str, completed: int, total: int) -> None:
-        """Inside a round: `completed` of `total` steps of a phase. Called often; must be cheap."""
+        """Called during a round, after `completed` of `total` steps of a phase. This is called
+        often, so it must be cheap."""
 
     def round_ended(self, row: Mapping[str, Any]) -> None:
-        """A round's metrics, as they go to metrics.jsonl: with differential privacy without what
-        only a simulation may show."""
+        """Called with the metrics of a round, as in metrics.jsonl. In a private run, they do not
+        include simulation-only values."""
 
     def ended(self, summary: Mapping[str, Any] | None) -> None:
-        """The run has ended; `summary` is the content of summary.json, or None if it failed."""
+        """Called when the run has ended. `summary` is the content of summary.json, or None if the
+        run failed."""

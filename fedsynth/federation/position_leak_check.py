@@ -1,5 +1,5 @@
-"""Checks, before a private run, that a client's sum depends on an example only through that
-example: refuses user code that violates this, and warns where the last bits do.
+"""A check before a private run: the contribution of an example must depend only on that example.
+User code that violates this is refused. If only the last bits of a result differ, the check warns.
 
 The check is a trial on public random images, at the run's first weights. A finding is a fault; no
 finding is not a proof.
@@ -30,7 +30,7 @@ NOT_TRIED = "The test whether an example's vector depends on other examples fail
 def check_private_steps(
     settings: RunSettings, context: RoundContext, client: int | None = None
 ) -> list[str]:
-    """Refuses user code whose result for an example depends on more than that example.
+    """Refuses user code whose result for one example depends on other examples.
 
     Args:
         settings: of the run; without a guarantee nothing is tried.
@@ -99,7 +99,7 @@ def _trials(plan: PrivacyPlan, context: RoundContext, clients: list[int]) -> lis
 
 
 def _clients_of_each_architecture(context: RoundContext) -> list[int]:
-    """Returns the index of one client of each architecture."""
+    """Returns the index of one client for each architecture."""
     first_clients: dict[str, int] = {}
     for number, network in enumerate(context.client_architectures or (context.architecture,)):
         first_clients.setdefault(str(network), number)

@@ -1,4 +1,4 @@
-"""The releases of a private run and their privacy cost, computed only from public values.
+"""The releases of a private run and their privacy cost. Both are computed only from public values.
 
 A server makes the plan before its first round, from public settings, the public context, and the
 history of releases that each client states when it joins; it needs no client's data or ledger
@@ -45,7 +45,7 @@ from fedsynth.privacy.settings import PrivacySettings
 
 @dataclass(frozen=True)
 class PrivacyPlan:
-    """The plan of a private run; create it with `make`.
+    """The plan of a private run. Create it with `make`.
 
     Attributes:
         run: the run's settings, as given.
@@ -67,8 +67,8 @@ class PrivacyPlan:
 
     @classmethod
     def checked(cls, settings: RunSettings, context: RoundContext) -> PrivacyPlan:
-        """Returns the plan before any client has joined: without histories, and without σ if a
-        budget is given. Thus invalid settings are found before a ledger is opened.
+        """Returns the plan before any client has joined. It has no histories, and no σ if a budget
+        is set. Creating it detects invalid settings before a ledger is opened.
 
         Raises:
             UnaccountedReleaseError: the method uploads something that no mechanism protects.
@@ -95,7 +95,7 @@ class PrivacyPlan:
     def make(
         cls, settings: RunSettings, context: RoundContext, histories: Sequence[History]
     ) -> PrivacyPlan:
-        """Returns the plan of a run with these clients, with σ determined.
+        """Returns the plan of a run with these clients, after σ has been calibrated.
 
         Args:
             settings: the run's settings, with `privacy` set.
@@ -128,17 +128,17 @@ class PrivacyPlan:
 
     @property
     def chief(self) -> ReleasePlan:
-        """The round's most important release, which headlines report."""
+        """Returns the most important release of a round, which summaries describe."""
         return self.plans[0]
 
     @property
     def facts(self) -> MechanismFacts:
-        """The guarantee of the run's mechanism, or the reasons why it has none."""
+        """Returns the guarantee of the run's mechanism, or the reasons why it has none."""
         return mechanism_facts(self.privacy.mechanism or self.chief.mechanism)
 
     @property
     def sigma(self) -> float:
-        """The noise multiplier σ.
+        """Returns the noise multiplier σ.
 
         Raises:
             SettingError: σ is not determined yet (`checked`).
@@ -151,25 +151,25 @@ class PrivacyPlan:
 
     def signal_to_noise(self, release: ReleasePlan) -> float | None:
         """Returns the signal-to-noise ratio of the sum over all clients
-        (`ReleasePlan.signal_to_noise`), or None if no signal is named.
-        """
+        (`ReleasePlan.signal_to_noise`), or None if the method does not state a signal."""
         clients = self.run.partition.clients
         return release.signal_to_noise(self.sigma, clients * self.nominal_size, clients)
 
     @property
     def releases(self) -> int:
-        """The number of noisy releases of a client in a round; if rounds differ, in the first."""
+        """Returns the number of noisy releases of a client in a round. If rounds differ, this is
+        the number in the first round."""
         return sum(plan.steps for plan in self.round_plans(1))
 
     @property
     def all_releases(self) -> int:
-        """The number of noisy releases of a client that takes part in every round."""
+        """Returns the number of noisy releases of a client that takes part in every round."""
         if self.run.method.same_releases_every_round:
             return self.run.rounds * self.releases
         return sum(row.steps for row in self.planned())
 
     def round_plans(self, number: int) -> tuple[ReleasePlan, ...]:
-        """Returns the releases of the round with this number.
+        """Returns the release plans of the round with this number.
 
         Raises:
             UnplannedReleaseError: the method names a release that is not planned.
@@ -186,7 +186,7 @@ class PrivacyPlan:
 
     @property
     def noise(self) -> dict[str, float]:
-        """The standard deviation of the noise in each coordinate of a release, by plan."""
+        """Returns the noise standard deviation in each coordinate of a release, for each plan."""
         noise = {}
         for plan in self.plans:
             row = self._row(plan, 1, self.sigma)
@@ -195,7 +195,8 @@ class PrivacyPlan:
 
     @property
     def grids(self) -> dict[str, Grid]:
-        """The grids, by plan, to which clients round releases that are summed before they are seen.
+        """Returns the grid for each plan whose releases are rounded by the clients and summed
+        before anyone sees them.
 
         Raises:
             PrivacySettingError: the noise is too small for the grid.
@@ -214,8 +215,8 @@ class PrivacyPlan:
     def planned(
         self, rounds: Sequence[int] | None = None, noise_multiplier: float | None = None
     ) -> list[Release]:
-        """Returns the rows that a participating client's ledger gets, without exceptions for single
-        clients (`client_rows`).
+        """Returns the ledger entries of a participating client for a round. `client_rows` also
+        includes exceptions for single clients.
 
         Args:
             rounds: the round numbers; None: all rounds of the run.
@@ -232,16 +233,16 @@ class PrivacyPlan:
         return rows
 
     def _totals(self, rounds: int, sigma: float | None = None) -> Totals:
-        """Returns the total releases of a client that takes part in this many rounds. If rounds
-        differ, these are the first ones, because then all clients take part in every round.
-        """
+        """Returns the total releases of a client that takes part in this number of rounds. If
+        rounds differ, all clients take part in every round, so these are the releases of the first
+        rounds."""
         if self.run.method.same_releases_every_round:
             return totals(self.planned([1], sigma)).times(rounds)
         return totals(self.planned(range(1, rounds + 1), sigma))
 
     def client_plans(self, client: int, context: RoundContext) -> tuple[ReleasePlan, ...]:
-        """Returns the releases of one client in the context's round: the plans, with the method's
-        exceptions for that client.
+        """Returns the release plans of one client for the round of the context. They include the
+        exceptions that the method makes for this client.
 
         Raises:
             UnplannedReleaseError: the method changes anything other than the dimension or the
@@ -270,7 +271,7 @@ class PrivacyPlan:
         return plans
 
     def client_rows(self, client: int, context: RoundContext) -> list[Release]:
-        """Returns the rows that a client's ledger gets for the context's round."""
+        """Returns the ledger entries of one client for the round of the context."""
         plans = self.client_plans(client, context)
         return [self._row(plan, context.round, self.sigma) for plan in plans]
 
@@ -283,7 +284,7 @@ class PrivacyPlan:
 
     @cached_property
     def participation(self) -> Participation:
-        """The public schedule of the clients that take part in each round."""
+        """Returns the public schedule of the clients that take part in each round."""
         return self.run.schedule()
 
     def reasons(self, histories: Sequence[History]) -> list[str]:
@@ -291,25 +292,23 @@ class PrivacyPlan:
         return reasons_in_ledgers({history.client: history.releases for history in histories})
 
     def guaranteed(self, histories: Sequence[History]) -> bool:
-        """Returns whether an ε can be stated: both the mechanism and all current contents of the
-        clients' ledgers must have a guarantee.
-        """
+        """Returns whether an ε can be stated. This requires a guarantee of the mechanism and of
+        every entry in the clients' ledgers."""
         return self.facts.guaranteed and not self.reasons(histories)
 
     def epsilon(self, histories: Sequence[History]) -> float:
-        """Returns ε of the worst client, from the current contents of the clients' ledgers."""
+        """Returns the largest ε over all clients, computed from the current contents of their
+        ledgers."""
         return max(map(self._epsilon, _distinct(histories)[0]))
 
     def planned_epsilon(self) -> float:
-        """Returns ε of the worst client after the whole run, including what its ledger
-        held before.
-        """
+        """Returns the largest ε over all clients after the whole run. It includes earlier entries
+        of their ledgers."""
         return self.planned_epsilon_by_round()[self.run.rounds]
 
     def planned_epsilon_by_round(self) -> PlannedEpsilon:
-        """Returns ε of the worst client after each round, including what its ledger held before;
-        for a long run, after its `shown_rounds`.
-        """
+        """Returns the largest ε over all clients after each round. It includes earlier entries of
+        their ledgers. For a long run, only the rounds in `shown_rounds` are computed."""
 
         def epsilon_after(position: int) -> float:
             return max(
@@ -320,12 +319,12 @@ class PrivacyPlan:
         return PlannedEpsilon(shown_rounds(self.run.rounds), epsilon_after)
 
     def most_rounds(self) -> int:
-        """Returns the number of the run's rounds in which the busiest client takes part."""
+        """Returns the largest number of rounds in which a client takes part."""
         return max(rounds[-1] for _, rounds in self._attendance)
 
     def guard(self, ledger: Ledger, cap: EpsilonCap | None = None) -> BudgetEnforcer:
-        """Returns a guard that refuses any release that would make this ledger exceed the plan's
-        cap.
+        """Returns a budget enforcer that refuses every release with which this ledger would exceed
+        the plan's cap.
 
         Args:
             ledger: a client's ledger.
@@ -337,7 +336,7 @@ class PrivacyPlan:
         )
 
     def check_cap(self) -> None:
-        """Refuses a cap that allows no round even if nothing was spent before.
+        """Refuses a cap that is too small for even one round with empty ledgers.
 
         Raises:
             BudgetExceededError: this is a mistake in the settings, not a run that ends early.
@@ -346,8 +345,8 @@ class PrivacyPlan:
             self.guard(Ledger("any")).check(self.planned([1]))
 
     def check_round(self, number: int, histories: Sequence[History]) -> None:
-        """Checks for every client of a round that it may be charged, given the contents of its
-        ledger; each client checks this itself, too (`ClientBudget.check`).
+        """Checks that every client of a round can be charged, given the contents of its ledger.
+        Each client also checks this itself (`ClientBudget.check`).
 
         Raises:
             BudgetExceededError: some client's cap would be exceeded.
@@ -361,10 +360,9 @@ class PrivacyPlan:
 
     @cached_property
     def _attendance(self) -> list[tuple[Totals, list[int]]]:
-        """Pairs of a ledger's earlier releases and the numbers of the first n rounds in which its
-        client takes part, one for each n of the run's `shown_rounds`; without clients that others
-        dominate.
-        """
+        """Returns the earlier releases of each ledger together with the numbers of rounds in which
+        its client takes part, for each n in `shown_rounds`. Clients whose cost another client
+        exceeds are left out."""
         distinct, groups = _distinct(self.histories)
         maxima = most_rounds(self.participation, groups, shown_rounds(self.run.rounds))
         return list(zip(distinct, maxima.T.tolist(), strict=True))
@@ -373,13 +371,13 @@ class PrivacyPlan:
         return accounting.epsilon(rows, self.privacy.delta, self.privacy.adjacency)
 
     def _calibrated(self) -> float:
-        """Returns the σ with which the planned run, on top of each ledger's contents, reaches ε for
-        the client that needs most noise.
-        """
+        """Returns the smallest σ with which no client exceeds ε after the planned run, given the
+        earlier entries of its ledger."""
         return max(self._needed_sigma(spent, rounds[-1]) for spent, rounds in self._attendance)
 
     def _needed_sigma(self, spent: Totals, rounds: int) -> float:
-        """Returns the σ with which this many rounds, on top of `spent`, reach ε."""
+        """Returns the σ with which this number of rounds reaches ε, given the earlier releases
+        `spent`."""
         if not rounds:
             return 0.0
         privacy = self.privacy
@@ -399,7 +397,7 @@ class PrivacyPlan:
 
 
 def _distinct(histories: Sequence[History]) -> tuple[list[Totals], tuple[int, ...]]:
-    """Returns the distinct totals of the histories, and for each history the index of its total."""
+    """Returns the distinct totals of the histories, and the index of the total of each history."""
     positions: dict[Totals, int] = {}
     groups = []
     for history in histories:

@@ -1,4 +1,4 @@
-"""The protocol between a server and its clients, independent of the transport.
+"""The protocol between a server and its clients, independent of how messages are transported.
 
 A server asks all clients to `join`, sends them the `RunTerms`, asks the clients of each round whether
 they can take part (`prepare`), announces that it begins (`begin`), and asks for a step (`step`) in
@@ -40,7 +40,7 @@ BUDGET, REQUEST = "budget", "request"
 
 @dataclass(frozen=True)
 class ClientInfo:
-    """A client's join message.
+    """The message with which a client joins a run.
 
     Args:
         client: its index.
@@ -55,7 +55,8 @@ class ClientInfo:
 
 @dataclass(frozen=True)
 class RunTerms:
-    """The terms that a server sends to all clients before the first round; all of them are public.
+    """The settings that a server sends to all clients before the first round. All of them are
+    public.
 
     Args:
         sizes: n_k of all clients; None with differential privacy.
@@ -69,7 +70,7 @@ class RunTerms:
 
 @dataclass(frozen=True)
 class Refusal:
-    """A client's answer that refuses a request.
+    """The answer of a client that refuses a request.
 
     Args:
         client: its index.
@@ -87,7 +88,7 @@ class Refusal:
 
 @dataclass(frozen=True)
 class SecureSum:
-    """The sum of some clients' uploads, where no party sees the single uploads.
+    """The sum of the uploads of some clients. No party sees the single uploads.
 
     Args:
         message: its fields are the sums.
@@ -102,7 +103,7 @@ class SecureSum:
 
 @dataclass(frozen=True)
 class Replies:
-    """The answers of a round's clients, by client index.
+    """The answers of the clients of a round, by client index.
 
     Args:
         messages: uploads.
@@ -121,7 +122,7 @@ class Replies:
 
 @dataclass(frozen=True)
 class ClientEvaluation:
-    """The results of models on one client's own test split: exact functions of private data.
+    """The metrics of models on one client's test split. They are exact functions of private data.
 
     Args:
         client: its index.
@@ -137,9 +138,9 @@ class ClientEvaluation:
 
 
 def affected_clients(settings: RunSettings, context: RoundContext) -> tuple[int, ...]:
-    """Returns the clients whose data affect a round's outputs: those that take part; without
-    privacy all clients, if all test splits are measured or clients are sampled by their sizes.
-    """
+    """Returns the clients whose data influence the outputs of a round. These are the clients that
+    take part. Without privacy they are all clients if all test splits are evaluated, or if clients
+    are sampled by their sizes."""
     measured = settings.partition.local_test > 0 or settings.sampling == "size"
     if settings.privacy is None and measured:
         return tuple(range(context.clients))
@@ -150,18 +151,18 @@ class Exchange(Protocol):
     """Transports requests to clients and their answers back."""
 
     def join(self) -> Sequence[ClientInfo]:
-        """Returns the join messages of all clients, by index, ascending."""
+        """Returns the join messages of all clients in ascending order of their indices."""
 
     def start(self, terms: RunTerms) -> None:
-        """Sends every client the terms."""
+        """Sends the run terms to every client."""
 
     def prepare(self, context: RoundContext) -> Sequence[Refusal]:
-        """Asks the clients of a round whether they can take part, before any of them is charged."""
+        """Asks the clients of a round whether they can take part. This happens before any of them
+        is charged."""
 
     def begin(self, context: RoundContext) -> None:
-        """Tells the clients whose data affect the round (`affected_clients`) that it begins, as no client has
-        refused.
-        """
+        """Notifies all clients whose data affect the round (`affected_clients`) that it begins. No
+        client has refused by then."""
 
     def step(
         self, phase: str, message: Message, context: RoundContext, clients: Sequence[int]
@@ -176,17 +177,17 @@ class Exchange(Protocol):
         """
 
     def facts(self, context: RoundContext, clients: Sequence[int]) -> Sequence[Mapping[str, Any]]:
-        """Returns the facts of these clients for the round's metrics (`Method.client_metrics`),
-        without those of clients that do not answer.
-        """
+        """Returns the metrics of these clients for the round (`Method.client_metrics`). Clients
+        that do not answer are left out."""
 
     def histories(self) -> Sequence[History]:
-        """Returns the clients' current ledgers, by client index; empty: they have none."""
+        """Returns the current ledgers of the clients by client index. The mapping is empty if the
+        clients have no ledgers."""
 
     def evaluate(
         self, models: Mapping[str, Mapping[str, Tensor]], context: RoundContext
     ) -> Sequence[ClientEvaluation]:
-        """Tests models by name on all clients' own test splits; only for simulations."""
+        """Evaluates models on the test splits of all clients. Only simulations support this."""
 
 
 Side = Literal["downlink", "upload"]
@@ -195,7 +196,7 @@ MAX_FACTS_BYTES = 2**20
 
 
 def agreement(settings: RunSettings) -> str:
-    """Returns a hash of all settings that both sides share.
+    """Returns a hash of all settings that the server and its clients must have in common.
 
     It omits where a party computes, and where a client keeps its ledgers.
     """
@@ -211,7 +212,7 @@ def agreement(settings: RunSettings) -> str:
 
 
 def declared(method: Method, phase: str, side: Side) -> type[Message]:
-    """Returns the type of the messages of one exchange of a round.
+    """Returns the message type that a method declares for one exchange.
 
     Raises:
         MessageError: the method has no such exchange.
@@ -224,7 +225,8 @@ def declared(method: Method, phase: str, side: Side) -> type[Message]:
 
 
 def check_declared(method: Method, message: Message, declared: type[Message]) -> None:
-    """Checks that a message has the declared type, which was checked for differential privacy.
+    """Checks that a message has the type that the method declares. Only declared types were checked
+    for differential privacy.
 
     Raises:
         TypeError: `message` is of another type.
@@ -237,7 +239,8 @@ def check_declared(method: Method, message: Message, declared: type[Message]) ->
 
 
 def check_finite(tensors: Mapping[str, Tensor], source: str, number: int) -> None:
-    """Checks each result once, outside the hot loops; a NaN would otherwise spread unnoticed.
+    """Checks that a result is finite. A NaN would otherwise spread unnoticed. The check runs once
+    per result, outside the inner loops.
 
     Raises:
         DivergedError: names the round, the tensor and its owner.
@@ -248,7 +251,7 @@ def check_finite(tensors: Mapping[str, Tensor], source: str, number: int) -> Non
 
 
 def diverged_error(what: str, number: int, problem: str = "is not finite") -> DivergedError:
-    """Returns the error of a diverged optimisation.
+    """Returns the error for an optimisation that has diverged.
 
     Args:
         what: the tensor and its owner.
@@ -262,7 +265,8 @@ def diverged_error(what: str, number: int, problem: str = "is not finite") -> Di
 
 
 def check_model_request(message: Message, context: RoundContext) -> None:
-    """Checks, before anything is charged, that a server's model has the run's architecture.
+    """Checks that a model from the server has the run's architecture. The check runs before
+    anything is charged.
 
     Raises:
         RequestRefusedError: another name, shape or type of a parameter or buffer.

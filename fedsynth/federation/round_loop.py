@@ -1,4 +1,4 @@
-"""The server's side of any exchange: agreeing on the terms, and running a round."""
+"""The server's side of a run: agreeing on the run terms with clients, and running the rounds."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FIRST_EXCHANGE = "first exchange: "
 
 @dataclass(frozen=True)
 class NoQuorum:
-    """The reason why a round does not count.
+    """The reason why the uploads of a round are discarded.
 
     Args:
         phase: the exchange with too few usable uploads.
@@ -57,13 +57,13 @@ class RoundResult:
 
     @property
     def present(self) -> tuple[int, ...]:
-        """The clients that were present until the end, ascending."""
+        """Returns the clients that were present until the end, in ascending order."""
         return tuple(sorted(self.sent.keys() - self.lost.keys() - self.rejected.keys()))
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """The agreement of server and clients before the first round.
+    """The agreement between the server and its clients before the first round.
 
     Args:
         terms: as sent to all clients.
@@ -82,8 +82,8 @@ def negotiate_terms(
     exchange: Exchange,
     planned: Callable[[Sequence[History]], PrivacyPlan] | None = None,
 ) -> Agreement:
-    """Computes the values that depend on the clients' join messages and are sent to every client: σ
-    with differential privacy, otherwise the clients' sizes.
+    """Computes the terms that depend on the clients' join messages, and sends them to every client.
+    They contain σ with differential privacy, otherwise the clients' sizes.
 
     Args:
         settings: the run's.
@@ -119,7 +119,7 @@ def negotiate_terms(
 def run_round(
     server: Server, exchange: Exchange, context: RoundContext, quorum: float = QUORUM
 ) -> RoundResult:
-    """Runs one round, up to the server's next state; a client's refusal ends it.
+    """Runs one round up to the server's next state. The run ends if a client refuses.
 
     A client that is lost, or whose upload is rejected, is excluded from the rest of the round,
     which continues with the others. If they are fewer than the quorum, the server's state is
@@ -179,7 +179,7 @@ def run_round(
 
 
 def needed_uploads(quorum: float, clients: int) -> int:
-    """Returns the number of a round's clients that is a quorum.
+    """Returns the smallest number of uploads with which a round counts.
 
     >>> needed_uploads(0.5, 5), needed_uploads(0.0, 5), needed_uploads(0.6, 5)
     (3, 1, 3)
@@ -188,9 +188,8 @@ def needed_uploads(quorum: float, clients: int) -> int:
 
 
 def _refuse_divergence(checked: Checked, context: RoundContext) -> None:
-    """Raises DivergedError if every client's upload is not finite: the optimisation is the cause,
-    not a client.
-    """
+    """Raises DivergedError if the uploads of all clients are not finite. Then the optimisation has
+    diverged, and no single client is the cause."""
     diverged = [(client, error) for client, error in checked.rejected.items() if error.diverged]
     if len(diverged) == len(context.active):
         client, error = diverged[0]

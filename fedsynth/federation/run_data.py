@@ -1,4 +1,5 @@
-"""The data of a run: their source, validation, division among clients, and the clients' ledgers."""
+"""The data of a run: where they come from, how they are validated and divided among clients, and
+the ledgers of the clients."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ PUBLIC, PRIVATE, NO_TEST = "public", "private", "none"
 
 
 def checked_data(data: tuple[ImageData, ImageData | None]) -> tuple[ImageData, ImageData | None]:
-    """Returns (train, test) unchanged, after validation.
+    """Validates the training and the test data, and returns both.
 
     Raises:
         DataError: they are not image data, or have different specifications.
@@ -60,7 +61,8 @@ def checked_data(data: tuple[ImageData, ImageData | None]) -> tuple[ImageData, I
 
 
 def note_shared_records(train: ImageData, test: ImageData, note: Callable[[str], None]) -> None:
-    """Notes how many test images are also training images, by a hash of their pixels.
+    """Notifies the user how many test images are also training images. Images are compared by a
+    hash of their pixels.
 
     Only for custom data: published data sets contain such images as released.
     """
@@ -78,9 +80,8 @@ def _pixel_hashes(data: ImageData) -> Iterator[bytes]:
 
 
 def require_a_ledger(settings: RunSettings, spec: DatasetSpec) -> None:
-    """Refuses a private run on custom data without a ledger, unless the owner declares that there
-    is none: custom data are not public, so all runs on them have to be counted.
-    """
+    """Refuses a private run on user data without a ledger folder. All runs on such data must be
+    counted, unless the owner declares that the data are public."""
     if settings.privacy is not None and settings.privacy.ledger is None and not is_published(spec):
         reason = (
             f"must name the folder of the ledgers of your data ({spec.name!r}), the same for "
@@ -90,14 +91,15 @@ def require_a_ledger(settings: RunSettings, spec: DatasetSpec) -> None:
 
 
 def protects_users(settings: RunSettings) -> bool:
-    """Returns whether privacy protects all records of a user together."""
+    """Returns whether the privacy unit is a user with all records of that user."""
     return settings.privacy is not None and settings.privacy.unit == USER
 
 
 def divided(
     settings: RunSettings, parts: Sequence[Tensor], data: ImageData
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Returns each client's training positions and local test split (empty without `local_test`).
+    """Returns the training indices and the local test split of each client. The split is empty
+    without `local_test`.
 
     If users are protected, a user's records are all in one split, and at most `user_records`
     records of each user are used for training.
@@ -146,7 +148,7 @@ def data_of_run(
     *,
     download: bool,
 ) -> RunData:
-    """Returns the data of a run.
+    """Loads and divides the data of a run.
 
     Args:
         settings: the run's settings.
@@ -201,7 +203,8 @@ def _of_folder(settings: RunSettings, data: FolderData, test_kind: str) -> RunDa
 
 
 def _note_missing(train: ImageData, note: Callable[[Any], None]) -> None:
-    """Notes that a published data set has fewer images here than were published."""
+    """Notifies the user that a published data set has fewer images on this machine than were
+    published."""
     spec = train.spec
     if len(train) < spec.train_size and spec.name not in LEAF_READERS:  # LEAF's scripts draw some
         note(
@@ -211,7 +214,7 @@ def _note_missing(train: ImageData, note: Callable[[Any], None]) -> None:
 
 
 def specification(settings: RunSettings) -> DatasetSpec:
-    """Returns the public specification of a run's data without reading them.
+    """Returns the public specification of a run's data. The data are not read.
 
     Raises:
         DataError: the custom images have no declaration.
@@ -222,7 +225,7 @@ def specification(settings: RunSettings) -> DatasetSpec:
 
 
 def declared(settings: RunSettings) -> Declaration:
-    """Returns the signed declaration of custom images.
+    """Returns the signed declaration of a user's images.
 
     Raises:
         DataError: there is none; the message states how to create it.
@@ -249,7 +252,7 @@ def _required(declaration: Declaration | None, settings: RunSettings) -> Declara
 
 
 def with_declared(settings: RunSettings, declaration: Declaration) -> RunSettings:
-    """Returns the settings, with the declaration's values for those that are not set."""
+    """Returns the settings, in which the declaration's values replace those that are not set."""
     settings = replace(settings, dataset=declaration.spec.name)
     if settings.partition.kind == EXPLICIT:
         clients = max(1, len(declaration.sites))
@@ -292,14 +295,14 @@ class Clients:
     names: tuple[str, ...] | None = None
 
     def digests(self, key: bytes) -> list[Digests]:
-        """Returns the keyed hashes of each client's images, uint8 [N, 16].
+        """Returns the keyed hashes of the images of each client, uint8 [N, 16].
 
         Labels are left out: an image that is relabelled for another study is the same record.
         """
         return [record_digests(self.data, part, key, labels=False) for part in self.parts]
 
     def kept_ledgers(self, folder: Path, run: RunSettings) -> list[Ledger]:
-        """Returns the clients' ledgers in a folder that is kept over runs.
+        """Returns the clients' ledgers from a folder that is kept across runs.
 
         Raises:
             LedgerError: a ledger is for other records.
@@ -308,14 +311,13 @@ class Clients:
 
     @property
     def ledger_names(self) -> tuple[str, ...]:
-        """The names of new ledgers."""
+        """Returns the names of the clients' new ledgers."""
         return self.names or default_names(len(self.parts))
 
 
 def new_ledgers(names: Sequence[str], folder: Path | None, run: RunSettings) -> list[Ledger]:
-    """Returns a ledger for each name, in memory or, if `folder` is given, in its files. The ledgers
-    of a run folder are public, so they have no fingerprints of records.
-    """
+    """Returns a new ledger for each name. Without a `folder`, ledgers are in memory. The ledgers of
+    a run folder are public, so they contain no fingerprints of records."""
     dataset = data_set_id(run)
     ledgers = []
     for name in names:
@@ -327,8 +329,8 @@ def new_ledgers(names: Sequence[str], folder: Path | None, run: RunSettings) -> 
 def planned_ledgers(
     run: RunSettings, folder: Path | None, names: Sequence[str] | None = None
 ) -> list[Ledger]:
-    """Returns ledgers for a plan, which reads no data and creates no file: the existing ones, or
-    else empty ones.
+    """Returns the ledgers for a plan. Existing ledgers are read, and the others are empty. No data
+    are read and no file is created.
 
     They have these names, or default ones.
 
@@ -345,7 +347,8 @@ def planned_ledgers(
 
 
 def data_set_id(run: RunSettings) -> str:
-    """Returns an identifier of the clients' data sets, from data set and partition.
+    """Returns an identifier of the clients' data sets, which combines the data set and the
+    partition.
 
     It ignores the local test split, because the records are the same. Custom clients are identified
     by their records.

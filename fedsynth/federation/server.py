@@ -1,4 +1,5 @@
-"""The server of a federation: a method and its state. It sees messages, but no client's data.
+"""The server of a federation: a method and its state. The server sees messages, but no data of
+clients.
 
 In each exchange of a round it makes one request to all clients of the round, and computes its next
 state from their replies, by client index.
@@ -23,7 +24,7 @@ from fedsynth.privacy.plans import FIRST
 
 @dataclass(frozen=True)
 class Checked:
-    """The uploads of an exchange after their check.
+    """The uploads of an exchange that have been checked.
 
     Attributes:
         accepted: the valid uploads, by client, ascending.
@@ -35,7 +36,7 @@ class Checked:
 
 
 class Server:
-    """One federation's server.
+    """The server of one federation.
 
     Args:
         method: its steps.
@@ -52,13 +53,13 @@ class Server:
 
     @classmethod
     def begun(cls, method: Method, context: RoundContext) -> Self:
-        """Returns a server with the initial weights of the context's architecture."""
+        """Returns a server whose model has the initial weights of the context's architecture."""
         initial = context.architecture.state_dict()
         return cls(method, {name: t.to(context.device) for name, t in initial.items()})
 
     def request(self, phase: str, context: RoundContext) -> Message | None:
-        """Returns the request to the round's clients in this exchange; None: the round has no such
-        exchange.
+        """Returns the request for the clients of a round in this exchange, or None if the round
+        does not have this exchange.
 
         Raises:
             TypeError: the method made another message than it declares.
@@ -74,7 +75,7 @@ class Server:
         return message
 
     def check(self, phase: str, replies: Mapping[int, Message], context: RoundContext) -> Checked:
-        """Checks each reply, before it is used, against the method's rules for that client
+        """Checks each reply against the method's rules for its client, before the reply is used
         (`Method.upload_rules`, `Method.check_upload`).
 
         A reply that shares memory with the server's state is rejected, too: a client in the same
@@ -110,7 +111,7 @@ class Server:
         self.method.check_upload(phase, reply, client, context)
 
     def receive(self, phase: str, replies: Mapping[int, Message], context: RoundContext) -> None:
-        """Computes the next state from checked replies (`check`), by client index.
+        """Computes the next server state from checked replies, given by client index.
 
         Raises:
             TypeError: a reply of another type than the method declares.
@@ -135,7 +136,8 @@ class Server:
         self.state = self._next = self.method.at_end(self.state, context)
 
     def receive_total(self, phase: str, total: SecureSum, context: RoundContext) -> None:
-        """Computes the next state from the sum of replies, none of which it has seen.
+        """Computes the next server state from the sum of the replies. The server has not seen any
+        single reply.
 
         Raises:
             TypeError: a sum of other messages than the method declares.

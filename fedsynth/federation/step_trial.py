@@ -1,5 +1,6 @@
-"""A client's private step on public random images, several times: with the same records at other
-positions, among other records, and repeated. Its sum for a record must be the same each time.
+"""A trial of a client's private step on public random images. The step runs several times: with the
+same records at other positions, among other records, and unchanged. The contribution of a record
+must be the same each time.
 
 The step is the method's own, with the pass lengths of the run. Its series charge nothing and add no
 noise: they compare their rows with those of the first run.
@@ -54,12 +55,13 @@ products would be exact in every kernel."""
 
 
 class _SeriesEndedError(Exception):
-    """A step samples for a release that the trial leaves out."""
+    """Raised during a trial when a step draws a batch for a release that the trial does not
+    simulate."""
 
 
 @dataclass(frozen=True)
 class _Run:
-    """One run of the step.
+    """One run of the step during a trial.
 
     Args:
         order: positions of the client's records among the images.
@@ -75,7 +77,8 @@ class _Run:
 
 
 class StepTrial:
-    """Runs one client's step of one round.
+    """Runs the step of one client in one round several times, and compares the contributions of
+    each record.
 
     Args:
         plan: the run's, without σ.
@@ -140,9 +143,8 @@ class StepTrial:
         return runs
 
     def _images(self, order: Tensor) -> ImageData:
-        """Returns random images; those that are inserted, or replace another, are white, black or a
-        mix of both.
-        """
+        """Returns random images. Inserted images and replacements are white, black, or a mix of
+        both."""
         spec = self._context.spec
         draws = torch_generator(0, "images of a trial")
         count = 2 * self.records + INSERTED
@@ -201,14 +203,13 @@ class StepTrial:
     # ------------------------------------------------------------------ called by the series
 
     def next_number(self) -> int:
-        """Returns the number of a new series."""
+        """Returns the number of a new series of sums."""
         self._num_series += 1
         return self._num_series
 
     def watch(self) -> None:
-        """Watches for random draws: between sample and release only the records' rows are computed,
-        so that any draw there is for them.
-        """
+        """Watches for random draws. Between sampling and release only the rows of records are
+        computed, so every draw there is for the records."""
         if self.thorough:
             self._position = self._generators.position()
             self._watch = self._active.enter_context(OperationWatch(self._run.fill))
@@ -221,7 +222,7 @@ class StepTrial:
             self._watch = None
 
     def compare(self, key: tuple[int, int], records: Tensor, rows: Tensor) -> None:
-        """Stores rows of the first run, and compares those of the others.
+        """Stores the rows of the first run, and compares the rows of later runs with them.
 
         Args:
             key: the series and its release.
@@ -251,15 +252,15 @@ class StepTrial:
             self.finding = self.finding or self._run.finding
 
     def released(self, key: tuple[int, int], sums: Tensor) -> Released:
-        """Returns the first run's sums in every run, so that later results do not depend on the
-        records.
-        """
+        """Returns the sums of the first run in every run, so that later results do not depend on
+        the records."""
         self._unwatch()
         return Released(self._released.setdefault(key, Released(sums)).clone())
 
 
 class TriedSums(GaussianSumMechanism):
-    """A series that passes its rows to a trial, samples all records, and adds no noise.
+    """A noisy-sum mechanism for trials. It passes its rows to the trial, samples all records, and
+    adds no noise.
 
     Args:
         trial: the trial.
@@ -283,7 +284,7 @@ class TriedSums(GaussianSumMechanism):
         return self._number, self.steps_left
 
     def sample(self, units: int) -> Tensor:
-        """Returns the positions of all units."""
+        """Returns the indices of all privacy units."""
         if not self.steps_left:
             raise _SeriesEndedError
         self._sums = torch.zeros(self._groups, self._width, dtype=torch.float64)
@@ -292,12 +293,12 @@ class TriedSums(GaussianSumMechanism):
         return torch.arange(units)
 
     def add(self, rows_ND: Tensor, groups_N: Tensor, sample: Sample | None = None) -> None:
-        """Compares the rows, and adds them as `GaussianSumMechanism` does."""
+        """Compares the rows, then adds them as `GaussianSumMechanism` does."""
         self._trial.compare(self._key, self._records(len(rows_ND), sample), rows_ND)
         super().add(rows_ND, groups_N, sample)
 
     def add_products(self, products: Products, sample: Sample | None = None) -> None:
-        """Compares the factors, and adds the products as `GaussianSumMechanism` does."""
+        """Compares the factors, then adds their products as `GaussianSumMechanism` does."""
         factors = []
         for field in fields(products):  # type: ignore[arg-type]
             factor = getattr(products, field.name)
@@ -315,7 +316,7 @@ class TriedSums(GaussianSumMechanism):
         return sample.records
 
     def release(self) -> Released:
-        """Returns the sums of the trial's first run."""
+        """Returns the sums of the first run of the trial."""
         if self._sums is None:
             raise PrivacyError("no step is open: nothing to release")
         self._users.close(self._sums)
@@ -327,9 +328,8 @@ class TriedSums(GaussianSumMechanism):
 
 
 def records_of_step(plans: Sequence[ReleasePlan], context: RoundContext) -> int:
-    """Returns the number of records to try user code with: about as many as a step has, limited by
-    the length of a pass (`fedsynth.privacy.passes`) and memory.
-    """
+    """Returns the number of random records for a trial of user code. It is about the number of
+    records in a step, limited by the length of a pass (`fedsynth.privacy.passes`) and by memory."""
     expected = max(1.0, context.nominal_size * max(release.sample_rate for release in plans))
     widest = max(release.dimension // release.groups for release in plans)
     likely = expected + 4 * math.sqrt(expected)
@@ -339,7 +339,7 @@ def records_of_step(plans: Sequence[ReleasePlan], context: RoundContext) -> int:
 
 
 def _disturbed(message: Message) -> Message:
-    """Returns the request with disturbed weights, so that no product is exact."""
+    """Returns the request with randomly perturbed weights, so that no product is exact."""
     if not isinstance(message, ModelParameters):
         return message
     draws = torch_generator(0, "weights of a trial")
