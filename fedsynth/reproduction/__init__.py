@@ -1,4 +1,5 @@
-"""The papers' tables: published numbers, a preset for each table, runs of their cells, comparisons.
+"""Reproduction of the papers' tables: published numbers, presets, runs of single cells, and
+comparisons.
 
 presets.py       a table's settings, each with its source, and its cells
 preset_files.py  reads presets (tables/*.toml) and published numbers (published_results.csv)

@@ -1,4 +1,4 @@
-"""Compares published with reproduced numbers: a line for each published number.
+"""Compares published numbers with the results of runs, one line for each published number.
 
 A reproduced mean m is "within" the published mean p if |m − p| ≤ 2·√(s_m² + s_p²), where s_m and
 s_p are the standard deviations over runs, not of means: the authors and we draw different
@@ -27,7 +27,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Line:
-    """A published number and the results of its runs.
+    """A published number together with the results of its runs.
 
     Args:
         preset: the table's name.
@@ -49,28 +49,30 @@ class Line:
 
     @property
     def spread(self) -> Spread:
-        """Mean and standard deviation over seeds."""
+        """Returns the mean and the standard deviation over seeds."""
         return Spread.of(list(self.values.values()))
 
     @property
     def hours(self) -> float:
-        """The duration of all runs together, also of those that diverged."""
+        """Returns the total duration of all runs in hours, including runs that diverged."""
         return sum(float(run["seconds"]) for run in self.runs) / 3600
 
     @property
     def commits(self) -> list[str]:
-        """The versions of the code that made the runs."""
+        """Returns the commits of the code with which the runs were made."""
         return list(dict.fromkeys(run["commit"] or run["version"] for run in self.runs))
 
     @property
     def reduced_precision(self) -> str:
-        """The runs' precisions other than fp32, in parentheses; empty: all are fp32."""
+        """Returns the precisions other than fp32 in parentheses, or an empty string if all runs
+        used fp32."""
         names = sorted({run["precision"] for run in self.runs} - {"fp32"})
         return f" ({', '.join(names)})" if names else ""
 
     @property
     def verdict(self) -> str:
-        """Within, above or below; scaled and changed runs are not comparable and have none."""
+        """Returns whether the result is within, above or below the published value. Scaled and
+        changed runs have no verdict."""
         diverged = sum("diverged" in run for run in self.runs)
         if self.scale is not None:
             return "scaled: no verdict"
@@ -84,7 +86,8 @@ class Line:
 
 
 def verdict(published: float | None, published_std: float | None, values: Sequence[float]) -> str:
-    """Returns `WITHIN`, `ABOVE`, `BELOW` or `NONE`, by the rule of the module.
+    """Returns the verdict `WITHIN`, `ABOVE`, `BELOW` or `NONE`. The module's docstring states the
+    rule.
 
     Above and below mean larger and smaller numbers, not better and worse ones.
 
@@ -110,7 +113,7 @@ def lines(
     scale: float | None = None,
     changes: Changes | None = None,
 ) -> list[Line]:
-    """Returns a line for each published number of the cells.
+    """Returns one line for each published number of the cells.
 
     Args:
         table: the cells' table.
@@ -142,7 +145,7 @@ def lines(
 
 
 def _finished(jobs: Iterable[Job], rows: Mapping[str, Row]) -> dict[int, Row]:
-    """Returns the rows of those jobs that have finished, by seed."""
+    """Returns the rows of the jobs that have finished, by seed."""
     hashes = {job.seed: run_hash(job.settings) for job in jobs}
     return {seed: rows[digest] for seed, digest in hashes.items() if digest in rows}
 
@@ -150,7 +153,8 @@ def _finished(jobs: Iterable[Job], rows: Mapping[str, Row]) -> dict[int, Row]:
 def _fedavg_jobs(
     table: Preset, cell: Cell, seeds: Sequence[int], scale: float | None, changes: Changes | None
 ) -> list[Job]:
-    """Returns FedAvg's runs on the same data, if a number counts rounds to its accuracy."""
+    """Returns the runs of FedAvg on the same data, if a number counts the rounds until FedAvg's
+    accuracy is reached."""
     if all("fedavg" not in number.metric for number in cell.numbers):
         return []
     data = (cell.dataset, cell.partition)
@@ -159,7 +163,7 @@ def _fedavg_jobs(
 
 
 def format_number(mean: float | None, std: float | None) -> str:
-    """Returns a number with its deviation, with as many decimals as suit its size."""
+    """Returns a number with its standard deviation. The number of decimals depends on its size."""
     digits = 4
     if abs(mean or 0) >= 1000:
         digits = 0

@@ -1,4 +1,4 @@
-"""Computes a published metric from the curve of a run.
+"""Computes a published metric from the metrics of a run's rounds.
 
 A curve has a list for each metric of a run's rounds, under its dotted path in metrics.jsonl
 ("models.oca.local.amp"), and the list "round"; None marks a round that was not evaluated.
@@ -19,7 +19,7 @@ FIGURES = ("test_accuracy", "amp", "fm", "wlp")
 
 
 def curve_of(rows: Sequence[Mapping[str, Any]], domains: bool) -> dict[str, list[float | None]]:
-    """Returns the curve of a run's rows.
+    """Returns the metrics of a run's rounds as curves.
 
     Args:
         rows: of metrics.jsonl.
@@ -34,7 +34,7 @@ def curve_of(rows: Sequence[Mapping[str, Any]], domains: bool) -> dict[str, list
 
 
 def _figures(prefix: str, row: Mapping[str, Any], domains: bool) -> dict[str, float]:
-    """Returns the numbers of a row by their paths, rounded to six decimals."""
+    """Returns the numbers in a row, by their paths, rounded to six decimals."""
     figures = {f"{prefix}{name}": row.get(name) for name in FIGURES}
     for name, accuracy in row.get("domain_accuracy", {}).items():
         figures[f"{prefix}domain_accuracy.{name}"] = accuracy
@@ -57,7 +57,8 @@ def measured(
     dataset: str,
     fedavg: Mapping[str, Any] | None = None,
 ) -> float | None:
-    """Returns a finished run's value of a published number, in its unit, or None.
+    """Returns the value of a finished run for a published number, in the unit of that number.
+    Returns None if the run has no such value.
 
     Args:
         number: the published one.
@@ -87,7 +88,8 @@ def measured(
 
 
 def _column(curve: Curve, variant: str, name: str) -> Sequence[float | None]:
-    """Returns a metric of the variant if there are several models, otherwise of the model."""
+    """Returns a metric of the variant if the run has several final models, otherwise the metric of
+    its model."""
     return curve.get(f"models.{variant}.{name}", curve.get(name, ()))
 
 
@@ -97,8 +99,8 @@ def _last(curve: Curve, name: str) -> float | None:
 
 
 def _of_domain(curve: Curve, domain: str, dataset: str) -> float | None:
-    """Returns the accuracy on a domain: on its client's own test split if there is one (clients
-    with personalised models have only these), otherwise on the domain's part of the test set."""
+    """Returns the accuracy on a domain. Clients with personalised models are tested on their own
+    test split of the domain, all others on the domain's part of the test set."""
     names = dataset_spec(dataset).domains
     accuracies = {name: _last(curve, f"local.client.{k}") for k, name in enumerate(names)}
     if set(accuracies.values()) == {None}:
@@ -110,8 +112,8 @@ def _of_domain(curve: Curve, domain: str, dataset: str) -> float | None:
 
 
 def _rounds_to(fedavg: Mapping[str, Any], curve: Curve, variant: str) -> float | None:
-    """Returns the number of rounds until AMP reaches FedAvg's last one; if it never does, the
-    number of rounds plus one."""
+    """Returns the number of rounds until AMP reaches FedAvg's final AMP. If it never does, returns
+    the number of rounds plus one."""
     targets = [value for value in _column(fedavg["curve"], "aca", "local.amp") if value is not None]
     amps = _column(curve, variant, "local.amp")
     if not targets or not amps:

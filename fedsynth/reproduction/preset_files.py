@@ -1,4 +1,4 @@
-"""Reads published numbers and presets from their files; `load_preset`.
+"""Reads published numbers and presets from their files.
 
 A file of `tables/` is a table's preset. `feddm-table2.toml` is "feddm:table2":
 
@@ -45,8 +45,8 @@ _BLOCK_KEYS = {"source", "why", "when", "variant", *SECTIONS}
 
 @functools.cache
 def published() -> tuple[Mapping[str, str], ...]:
-    """Returns the rows of published_results.csv by their column names, in the file's order; texts
-    are empty if the paper gives no value."""
+    """Returns the rows of published_results.csv as dictionaries, in the order of the file. A text
+    is empty if the paper gives no value."""
     text = (DATA / "published_results.csv").read_text(encoding="utf-8")
     return tuple(csv.DictReader(text.splitlines()))
 
@@ -64,7 +64,7 @@ def load_preset(
     seed: int = 0,
     changes: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> RunSettings:
-    """Returns the settings of a published table's run, as `fedsynth train --preset` uses them.
+    """Returns the settings of one run of a published table, as `fedsynth train --preset` uses them.
 
     Args:
         name: the table's preset ("feddm:table2"; `fedsynth reproduce --list` prints all names).
@@ -91,14 +91,14 @@ def load_preset(
 
 
 def preset_names() -> tuple[str, ...]:
-    """Returns all presets, sorted by paper and table."""
+    """Returns the names of all presets, sorted by paper and table."""
     stems = [file.name.removesuffix(".toml") for file in _TABLES.iterdir() if file.is_file()]
     return tuple(sorted((stem.replace("-", ":", 1) for stem in stems), key=_table_order))
 
 
 @functools.cache
 def preset(name: str) -> Preset:
-    """Returns the preset of a table.
+    """Returns the preset of a published table.
 
     Raises:
         UnknownNameError: no such preset; the message has near matches.
@@ -126,7 +126,8 @@ def preset(name: str) -> Preset:
 
 @functools.cache
 def not_covered() -> tuple[tuple[str, str, str], ...]:
-    """Returns (paper, where, what) of published experiments whose numbers are not included."""
+    """Returns the paper, the location and the description of each published experiment whose
+    numbers are not included."""
     return tuple(
         (paper["paper"], table, what)
         for paper in _read(DATA / "not_covered.toml")["papers"]
@@ -168,7 +169,7 @@ def _block(name: str, entry: Mapping[str, Any]) -> Block:
 
 
 def _published_cells(name: str, rows: list[Mapping[str, str]]) -> Iterator[Cell]:
-    """Yields a cell for all rows that differ only in metric and domain."""
+    """Yields the cells. Rows that differ only in metric and domain belong to the same cell."""
     groups: dict[tuple[str, ...], list[Number]] = {}
     for row in rows:
         dataset, _, domain = row["dataset"].partition(":")
@@ -181,7 +182,8 @@ def _published_cells(name: str, rows: list[Mapping[str, str]]) -> Iterator[Cell]
 
 
 def _cells_without_number(name: str, entries: list[Mapping[str, Any]]) -> Iterator[Cell]:
-    """Yields the cells that a preset's file lists: each combination of the columns' values."""
+    """Yields the cells that a preset file lists without published numbers, one for each combination
+    of the columns' values."""
     for entry in entries:
         columns = _when(name, {key: value for key, value in entry.items() if key != "metrics"})
         numbers = tuple(Number(metric, "", None, None) for metric in entry["metrics"])

@@ -1,4 +1,4 @@
-"""Presets: the cells of each published table, and the settings of their runs.
+"""Presets: the cells of each published table, and the settings with which they are run.
 
 A later block of settings overrides an earlier one, and every block overrides the settings that the
 cell's columns imply (`sections_of_words`). Settings that no block sets come from the data set's
@@ -57,12 +57,12 @@ _PARTITIONS: tuple[tuple[str, Mapping[str, str]], ...] = (
 
 
 class PresetError(FedsynthError):
-    """A preset, a table or a cell does not exist or cannot be run."""
+    """Raised when a preset, table or cell does not exist or cannot be run."""
 
 
 @dataclass(frozen=True)
 class Number:
-    """A published number of a cell.
+    """A published number that belongs to a cell.
 
     Args:
         metric: what is measured ("amp_pct").
@@ -78,14 +78,14 @@ class Number:
 
     @property
     def label(self) -> str:
-        """The metric, with the domain if there is one."""
+        """Returns the name of the metric, followed by the domain if there is one."""
         return f"{self.metric} ({self.domain})" if self.domain else self.metric
 
 
 @dataclass(frozen=True)
 class Cell:
-    """The part of a table that one run with one seed reproduces; columns are
-    published_results.csv's words.
+    """The part of a table that one run with one seed reproduces. The columns have the names and
+    values of published_results.csv.
 
     Args:
         preset: the table's name.
@@ -103,17 +103,17 @@ class Cell:
     numbers: tuple[Number, ...]
 
     def columns(self) -> dict[str, str]:
-        """Returns the words that identify the cell."""
+        """Returns the columns that identify the cell."""
         return {name: getattr(self, name) for name in COLUMNS}
 
     def fits(self, when: When) -> bool:
-        """Returns True if each column of `when` has one of the given values in this cell."""
+        """Returns True if the cell has one of the listed values in each column of `when`."""
         return all(getattr(self, column) in values for column, values in when.items())
 
 
 @dataclass(frozen=True)
 class Block:
-    """Settings of some cells, and their source.
+    """Settings that apply to some cells, with their source.
 
     Args:
         sections: the settings.
@@ -152,16 +152,17 @@ class Preset:
     cells: tuple[Cell, ...]
 
     def refusal(self, cell: Cell) -> str:
-        """Returns why a cell cannot be run; empty: it can."""
+        """Returns the reason why a cell cannot be run, or an empty string if it can."""
         return next((reason for when, reason in self.refusals if cell.fits(when)), "")
 
     def variant(self, cell: Cell) -> str:
-        """Returns which of several final models the numbers are of; empty: the run's model."""
+        """Returns the name of the final model to which the numbers refer, or an empty string for
+        the run's only model."""
         variants = [block.variant for block in self.blocks if cell.fits(block.when)]
         return next(filter(None, reversed(variants)), "")
 
     def sections(self, cell: Cell) -> Sections:
-        """Returns the cell's settings, by section.
+        """Returns the settings of a cell, by section.
 
         Raises:
             PresetError: the cell cannot be run.
@@ -175,7 +176,7 @@ class Preset:
         return sections
 
     def settings(self, cell: Cell, seed: int = 0, changes: Changes | None = None) -> RunSettings:
-        """Returns the settings of a run of the cell.
+        """Returns the settings of one run of a cell.
 
         Args:
             cell: one of `cells`.
@@ -190,7 +191,7 @@ class Preset:
         return resolve(override(sections, changes or {}))
 
     def select(self, **filters: Any) -> tuple[Cell, ...]:
-        """Returns the cells that match all filters, in the table's order.
+        """Returns the cells that match all filters, in the order of the table.
 
         Args:
             filters: None does not filter. `dataset` and `method` take the table's word or the name
@@ -226,7 +227,8 @@ class Preset:
 
 
 def _value(cell: Cell, column: str) -> str:
-    """Returns the cell's text in a column, or its α; empty if it has none."""
+    """Returns the text of a cell in one column, or its α. The text is empty if the cell has no
+    value there."""
     if column != "alpha":
         return str(getattr(cell, column))
     alpha = partition_of(cell.partition).get("alpha")
@@ -234,13 +236,13 @@ def _value(cell: Cell, column: str) -> str:
 
 
 def dataset_of(word: str) -> str:
-    """Returns the data set's name in this package, without the domain."""
+    """Returns the name of the cell's data set in this package, without the domain."""
     name = word.partition(":")[0]
     return DATASETS.get(name, name)
 
 
 def partition_of(word: str) -> dict[str, Any]:
-    """Returns the settings of the section "partition" that the words stand for.
+    """Returns the partition settings for the partition's name in the table.
 
     Raises:
         PresetError: no partition has this name.
@@ -257,7 +259,7 @@ def partition_of(word: str) -> dict[str, Any]:
 
 
 def sections_of_words(cell: Cell) -> Sections:
-    """Returns the settings that a cell's columns give in every table."""
+    """Returns the settings that follow from a cell's columns in every table."""
     sections: Sections = {
         "run": {},
         "data": {"dataset": dataset_of(cell.dataset)},
@@ -275,7 +277,7 @@ def sections_of_words(cell: Cell) -> Sections:
 
 
 def override(sections: Changes, changes: Changes) -> Sections:
-    """Returns the sections, with the values of `changes` in place of their own."""
+    """Returns the sections of settings with the values of `changes` inserted."""
     merged = {name: dict(values) for name, values in sections.items()}
     for name, values in changes.items():
         merged.setdefault(name, {}).update(values)
@@ -283,7 +285,7 @@ def override(sections: Changes, changes: Changes) -> Sections:
 
 
 def cell_words(cell: Cell, preset: Preset) -> str:
-    """Returns the method and the columns that differ within the table, as one line."""
+    """Returns one line with the cell's method and the columns that differ within the table."""
     parts = []
     for name, text in cell.columns().items():
         varies = name == "method" or len({getattr(c, name) for c in preset.cells}) > 1
@@ -295,7 +297,8 @@ def cell_words(cell: Cell, preset: Preset) -> str:
 
 
 def main_cell(table: Preset, **filters: Any) -> Cell:
-    """Returns the first matching cell, the paper's own method first and runnable cells first.
+    """Returns the first matching cell. Cells of the paper's own method and cells that can be run
+    come first.
 
     Raises:
         PresetError: no cell matches.
@@ -307,7 +310,8 @@ def main_cell(table: Preset, **filters: Any) -> Cell:
 
 
 def preset_sections(table: Preset, changes: Changes) -> tuple[Sections, Cell]:
-    """Returns a preset's settings, overridden by the given ones, and the cell that they belong to.
+    """Returns the settings of a preset after the given changes, and the table cell to which they
+    belong.
 
     The given settings select the cell if they match one: data set and method must be in the table;
     alpha and the numbers of clients and rounds select a cell only if the table has such a cell.

@@ -1,4 +1,5 @@
-"""Finished runs as JSON lines, a file for each table, and the folders of unfinished runs.
+"""The results of finished runs, stored as JSON lines with one file for each table, and the folders
+of unfinished runs.
 
     OUTPUT/feddm-table2.jsonl          a line for each finished run of the table
     OUTPUT/runs/HASH/…                 run folders, the unfinished ones with their checkpoints
@@ -43,12 +44,12 @@ PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def run_hash(settings: RunSettings) -> str:
-    """Returns the hash that identifies a run."""
+    """Returns a hash that identifies a run by its settings."""
     return fingerprint(settings, without=("precision",))
 
 
 class Rows:
-    """The rows of a folder, of whole runs or of those with one scale.
+    """The rows in a folder, either of full runs or of runs with one scale.
 
     Args:
         output: the folder.
@@ -60,7 +61,7 @@ class Rows:
         self.scale = scale
 
     def all(self) -> dict[str, dict[str, Any]]:
-        """Returns all rows by their runs' hashes.
+        """Returns all rows, by the hash of their run.
 
         Raises:
             OutputError: a file cannot be read, or has lines that are not rows.
@@ -83,7 +84,7 @@ class Rows:
         return rows_by_settings
 
     def append(self, preset: str, row: Mapping[str, Any]) -> None:
-        """Appends a finished run's row to its table's file.
+        """Appends the row of a finished run to the file of its table.
 
         Raises:
             OutputError: the file cannot be written.
@@ -97,14 +98,14 @@ class Rows:
             raise OutputError(f"cannot write {path}: {error.strerror}") from None
 
     def run_folder(self, settings: RunSettings) -> Path:
-        """Returns the parent of the run's own folder. Until it is finished, a run with another
-        precision is a different run."""
+        """Returns the folder in which the run folder is created. Runs with different precisions
+        have different folders until they are finished."""
         return self.folder / "runs" / f"{run_hash(settings)}-{settings.precision}"
 
     @property
     def trained(self) -> Path | None:
-        """The folder in which methods of a table share the clients' models of one-shot runs. None:
-        no sharing, because the exact version of the code is not known."""
+        """Returns the folder in which the one-shot methods of a table share trained clients.
+        Returns None if the exact version of the code is unknown."""
         version = commit()
         if version is None or version.endswith("+"):
             return None
@@ -113,7 +114,7 @@ class Rows:
 
 @contextmanager
 def claimed(folder: Path) -> Iterator[bool]:
-    """Yields whether this process has exclusive use of the folder until the block ends.
+    """Yields whether this process has exclusive use of the folder. The claim ends with the block.
 
     Raises:
         OutputError: the folder cannot be created.
@@ -133,25 +134,25 @@ def claimed(folder: Path) -> Iterator[bool]:
 
 
 def finished(folder: Path) -> Path | None:
-    """Returns the folder of a finished run below this one, or None."""
+    """Returns the run folder of a finished run inside this folder, or None."""
     return next(reversed(run_folders(folder)), None)
 
 
 def unfinished(folder: Path) -> Path | None:
-    """Returns the folder of a run that can be resumed, or None."""
+    """Returns the run folder of a run that can be resumed inside this folder, or None."""
     configs = folder.glob(f"*{INCOMPLETE}/{CONFIG}")
     return max((path.parent for path in configs), default=None)
 
 
 def metrics_of(folder: Path | None) -> list[dict[str, Any]]:
-    """Returns the metrics of a run folder's rounds; empty before the first."""
+    """Returns the metrics of each round in a run folder. The list is empty before the first round."""
     if folder is None or not (folder / METRICS).exists():
         return []
     return [decode_json(line) for line in read_text(folder / METRICS).splitlines()]
 
 
 def round_summary(rows: Sequence[Mapping[str, Any]], domains: bool) -> dict[str, Any]:
-    """Returns the fields of a finished run's row that summarise its rounds."""
+    """Returns the fields of a row that summarise the rounds of a finished run."""
     last: Mapping[str, Any] = {"upload_floats": 0, "client_upload_bytes": [0]}
     if rows:
         last = rows[-1]
@@ -165,7 +166,7 @@ def round_summary(rows: Sequence[Mapping[str, Any]], domains: bool) -> dict[str,
 
 
 def environment() -> dict[str, Any]:
-    """Returns the code version, date and machine to record in a row."""
+    """Returns the code version, the date and the machine, which are recorded in each row."""
     device = f"CPU, {torch.get_num_threads()} threads"
     if torch.cuda.is_available():
         device = torch.cuda.get_device_name()
@@ -180,8 +181,8 @@ def environment() -> dict[str, Any]:
 
 @cache
 def commit() -> str | None:
-    """Returns the commit of the package's files when this process first asked, with "+" if they
-    have uncommitted changes, or None outside a git checkout."""
+    """Returns the commit of the package, with "+" if files had uncommitted changes when this
+    process first asked. Returns None outside a git checkout."""
     root = PACKAGE.parent
     if not (root / ".git").exists():
         return None

@@ -1,4 +1,4 @@
-"""Runs cells of tables in sequence, within a time budget, and resumes interrupted ones.
+"""Runs the cells of tables one after another within a time budget, and resumes interrupted runs.
 
 A call that is stopped by its budget, a signal or a kill leaves run folders with checkpoints
 (docs/decisions/resuming.md). The next call resumes them and yields the same numbers as an
@@ -62,7 +62,7 @@ Watch = Callable[[RunSettings], AbstractContextManager[Observer]]
 
 
 class OutOfTimeError(KeyboardInterrupt):
-    """The time budget is exhausted: the run stops cleanly, as after Ctrl-C."""
+    """Raised when the time budget is exhausted. The run stops cleanly, as after Ctrl-C."""
 
 
 @dataclass(frozen=True)
@@ -85,12 +85,12 @@ class Job:
 
     @property
     def name(self) -> str:
-        """A description of the run, in one line."""
+        """Returns a one-line description of the run."""
         return f"{self.table.name} {cell_words(self.cell, self.table)} seed={self.seed}"
 
 
 def changed_settings(changes: Changes) -> str:
-    """Returns the settings as `section.key=value, ...`."""
+    """Returns the changed settings as text, such as `section.key=value, ...`."""
     texts = []
     for section, values in changes.items():
         texts += [f"{section}.{key}={value}" for key, value in values.items()]
@@ -106,7 +106,8 @@ def jobs_of(
     changes: Changes | None = None,
     speed: Changes | None = None,
 ) -> list[Job]:
-    """Returns the runs of all cells that can be run, one seed of every cell before the next.
+    """Returns the runs of all cells that can be run. The first seed of every cell comes before the
+    second.
 
     Args:
         table: the cells' table.
@@ -131,7 +132,8 @@ def jobs_of(
 
 
 def scaled(settings: RunSettings, scale: float | None) -> dict[str, dict[str, Any]]:
-    """Returns sections of settings that differ from the run's; none for None.
+    """Returns the settings that a scaled run changes, by section. They are empty if the scale is
+    None.
 
     Args:
         settings: of the whole run.
@@ -168,8 +170,8 @@ def scaled(settings: RunSettings, scale: float | None) -> dict[str, dict[str, An
 
 
 def checkpointed_inside(settings: RunSettings, spec: DatasetSpec) -> bool:
-    """Returns True if the round's long loops are checkpointed, so that an interruption loses
-    little.
+    """Returns True if the long loops of a round are checkpointed, so that an interruption loses
+    little work.
 
     Private rounds and clients that train in one pass are not checkpointed inside a round.
     """
@@ -182,7 +184,7 @@ def checkpointed_inside(settings: RunSettings, spec: DatasetSpec) -> bool:
 
 
 class Clock:
-    """A time budget.
+    """A clock that counts down a time budget.
 
     Args:
         seconds: the time after which no round begins.
@@ -193,12 +195,12 @@ class Clock:
 
     @property
     def remaining(self) -> float:
-        """Seconds that remain, at least 0."""
+        """Returns the remaining seconds, at least 0."""
         return max(0.0, self._end - time.monotonic())
 
 
 class BudgetObserver(Observer):
-    """Forwards events to another observer and ends the run when the time is over.
+    """Forwards events to another observer, and ends the run when the time budget is exhausted.
 
     Args:
         inner: receives all events.
@@ -235,7 +237,7 @@ class BudgetObserver(Observer):
 
 
 def round_fits(clock: Clock, round_seconds: float, checkpointed: bool) -> bool:
-    """Returns True if a round may begin: it ends in time, or is checkpointed inside."""
+    """Returns True if a round may begin, because it ends in time or is checkpointed inside."""
     return clock.remaining > 0 and (checkpointed or round_seconds <= clock.remaining)
 
 
@@ -258,12 +260,12 @@ class Outcome:
 
     @property
     def description(self) -> str:
-        """Status and details, in one line."""
+        """Returns the status and details of the outcome in one line."""
         return f"{self.status}: {self.text}" if self.text else self.status
 
 
 class Runner:
-    """Runs jobs and appends their rows.
+    """Runs jobs and appends a row for each finished run.
 
     Args:
         rows: where rows are stored.
@@ -290,7 +292,8 @@ class Runner:
         self._data: tuple[str, tuple[ImageData, ImageData]] | None = None
 
     def run(self, jobs: Iterable[Job]) -> Iterator[Outcome]:
-        """Yields the outcome of each job in turn; no job begins once the budget is exhausted."""
+        """Runs the jobs in turn and yields the outcome of each. No job begins after the time budget
+        is exhausted."""
         for job in jobs:
             try:
                 outcome = self._run_unless_existing(job)
@@ -367,7 +370,7 @@ class Runner:
         return Outcome(job, "finished", f"{row['seconds']:.0f} s, {settings.rounds} rounds")
 
     def _loaded(self, settings: RunSettings) -> tuple[ImageData, ImageData]:
-        """Returns the run's data; the last data set stays in memory."""
+        """Returns the data of a run. The data set that was used last stays in memory."""
         if self._data is None or self._data[0] != settings.dataset:
             self._data = None
             loaded = load_dataset(settings.dataset, settings.data_root, download=self._download)
