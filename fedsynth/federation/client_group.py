@@ -47,7 +47,7 @@ def view(clients: Sequence[ClientRuntime], phase: str, context: RoundContext) ->
     for client in clients:
         client.require_terms()
         if client.data.resident is not resident:
-            raise ValueError("clients of one group must share resident data")
+            raise ValueError("the clients of a group must share one data set in memory")
         ids.append(client.number)
         records.append(client.data.records)
     if not clients[0].private:

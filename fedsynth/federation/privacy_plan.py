@@ -179,8 +179,8 @@ class PrivacyPlan:
         planned = tuple(self.run.method.round_plans(self.plans, number))
         if tuple(filter(planned.__contains__, self.plans)) != planned:
             raise UnplannedReleaseError(
-                f"{self.run.method.name} may only leave out planned releases in round "
-                f"{number}, but changes others"
+                f"{self.run.method.name} changes a planned release in round {number}; a round may "
+                "only leave releases out"
             )
         return planned
 
@@ -264,9 +264,8 @@ class PrivacyPlan:
             )
             if client_plan != allowed or client_plan.steps > plan.steps:
                 raise UnplannedReleaseError(
-                    f"{self.run.method.name} may change only the dimension or lower the "
-                    f"steps for a client: {client_plan} of client {client} does not fit the "
-                    f"plan {plan}"
+                    f"{self.run.method.name} plans {client_plan} for client {client}, but only "
+                    f"its dimension may differ from {plan}, and its steps may be fewer"
                 )
         return plans
 

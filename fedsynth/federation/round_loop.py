@@ -103,8 +103,8 @@ def negotiate_terms(
     histories = [info.history for info in joined if info.history is not None]
     if len(histories) < context.clients:
         raise LedgerError(
-            f"{len(histories)} of {context.clients} clients have reported the totals of "
-            "their ledgers"
+            f"only {len(histories)} of {context.clients} clients have sent the totals of their "
+            "ledgers"
         )
     if planned is None:
         plan = PrivacyPlan.make(settings, context, histories)

@@ -145,7 +145,7 @@ def unfinished(folder: Path) -> Path | None:
 
 
 def metrics_of(folder: Path | None) -> list[dict[str, Any]]:
-    """Returns the metrics of each round in a run folder. The list is empty before the first round."""
+    """Returns the metrics of each round of a run folder. The list is empty before round 1."""
     if folder is None or not (folder / METRICS).exists():
         return []
     return [decode_json(line) for line in read_text(folder / METRICS).splitlines()]

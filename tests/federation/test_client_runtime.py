@@ -228,7 +228,7 @@ def test_clients_with_separate_data_are_not_a_group() -> None:
     clients = [
         client_of(k, FedAvg(), ClientData(data(), PARTS[k], torch.arange(0))) for k in range(2)
     ]
-    with pytest.raises(ValueError, match="share resident data"):
+    with pytest.raises(ValueError, match="share one data set"):
         step_together(clients, MAIN, request(context()), context())
 
 
