@@ -51,15 +51,6 @@ def _with_allocator() -> list[str]:
     return _numbers([row["seconds per step"]["reference"], *ratios])
 
 
-def _growth() -> list[str]:
-    times = [
-        row["microseconds per real image"]
-        for row in lines("condense")
-        if row["case"].startswith("growth") and row["memory bound GB"] is None
-    ]
-    return _numbers([min(times), max(times)], ".0f")
-
-
 def _precision(method: str, seeds: int) -> tuple[list[float], list[float], list[float]]:
     """Returns the accuracies of a method in bf16 and in fp32, and their differences."""
     bf16 = percents("precision", f"{method} bf16", range(seeds))
@@ -82,20 +73,6 @@ def _precision_differences() -> list[str]:
 def _private_steps() -> list[str]:
     residual = case("dp_step", "residual")["residual over non-private"]
     return _numbers([residual["fp32"], residual["bf16"]], ".2f")
-
-
-def _padded_passes() -> list[str]:
-    """Returns the smallest and the largest price of padded passes, and that at width 128."""
-    prices = {row["case"]: row["constant over as the sample"] for row in lines("fixed_passes")}
-    extremes = [min(prices.values()), max(prices.values())]
-    return _numbers([*extremes, prices["residual, width 128"]], ".2f")
-
-
-def _server() -> list[str]:
-    rows = [case("server_step", name) for name in ("mnist", "cifar10")]
-    shares = sorted(100 * row["share of the floor"] for row in rows)
-    slower = sorted(100 * (1 / row["ratio"] - 1) for row in rows)
-    return _numbers([*shares, *slower], ".0f")
 
 
 def _ratios(name: str, *cases: str) -> list[float]:
@@ -161,7 +138,6 @@ SENTENCES = [
         "the loop takes {} seconds and the ratios are {}, {}, {} and {}.",
         _with_allocator,
     ),
-    ("docs/speed.md", "classes (10, 100): {} to {} microseconds a real image at width 32", _growth),
     (
         "docs/speed.md",
         "FedDM reaches {} ± {} in bf16 and {} ± {} in fp32 on the setting of [Fashion-MNIST's "
